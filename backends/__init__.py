@@ -1,0 +1,1 @@
+"""Device kinds as tables of facts: which variable hides devices, which collective fits, how to find and count them."""

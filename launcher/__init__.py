@@ -1,0 +1,1 @@
+"""The launcher half: spec -> facts -> plan -> processes. Never imports torch."""

@@ -1,0 +1,173 @@
+"""
+The values that pass between the launcher's rooms. Data only: no module here does anything.
+
+    JobSpec --facts--> Facts --plan()--> LaunchPlan --Assign--> WorkerCommand --keeper--> Spawned, Exited
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pdrun.launcher.spec import JobSpec, Sources
+from pdrun.net import Endpoint
+from pdrun.topology import CpuSet, Device
+
+
+@dataclass(frozen=True)
+class BackendFacts:
+    """What one backend table found on this node."""
+
+    name: str
+    present: bool
+    reason: str
+    """Why it was refused, or what was found (``4 devices by /dev/nvidia*``)."""
+    devices: tuple[Device, ...] = ()
+    """Visible ones only: what an outer scheduler hid stays hidden."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is true on this node. Gathered once, before planning; the plan reads nothing else."""
+
+    hostname: str
+    environ: Mapping[str, str]
+    cwd: str
+    python: str
+    """Absolute path of the interpreter that runs pdrun."""
+    python_version: str
+    torch_version: str
+    """From the installed metadata, without importing; empty when torch is not installed."""
+    pdrun_version: str
+    cpus: CpuSet
+    backends: tuple[BackendFacts, ...]
+    """In the order in which `auto` tries them; cpu, always present, is the last."""
+    addresses: tuple[tuple[str, str], ...]
+    """(interface, address) of every interface that is up, loopback included."""
+    uid: int
+    script_digest: str = ""
+    """SHA-256 of the script file, or empty."""
+    local_endpoint: bool | None = None
+    """Whether the scheduler's host is this machine; None when no scheduler was named."""
+    route_address: str = ""
+    """The local address from which the scheduler is reached, or the first routable one."""
+    program_error: str = ""
+    """Why the program cannot be started here (missing, a directory, not readable), or empty."""
+    program_error_code: int = 0
+    """Exit code that goes with it: 2, 126 or 127."""
+    imports_torch: bool = False
+    """Whether the script's text mentions torch: then the store is started at once instead of on first use."""
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """One worker, before ranks are known."""
+
+    local_rank: int
+    argv: tuple[str, ...]
+    device: Device | None
+    cpus: tuple[int, ...]
+    """CPUs that it is bound to; empty: not bound."""
+    threads: int
+    """Value of OMP_NUM_THREADS."""
+
+
+Mode = Literal["alone", "local", "first", "join"]
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """
+    Everything that will be done on this node: what `--dry-run` prints and what the agent executes.
+
+    Modes. alone: one node, the scheduler is a library inside the agent, nothing listens. local: this process starts
+    ``nodes`` agents on this machine and merges their output. first: this agent also runs the scheduler.
+    join: this agent connects to a scheduler elsewhere.
+    """
+
+    mode: Mode
+    job: str
+    """Key by which agents recognise each other's job: the user's name, or one made from the command."""
+    node: str
+    """Name of this node."""
+    nodes: int
+    spec: JobSpec
+    sources: Sources
+    workers: tuple[WorkerPlan, ...]
+    """Empty in mode local."""
+    backend: str
+    backend_reason: str
+    visibility: Mapping[int, Mapping[str, str]]
+    """local rank -> variables that limit the worker to its device."""
+    collective: str
+    base_env: Mapping[str, str]
+    """Environment of every worker before its own variables: inherited, launcher variables of others scrubbed."""
+    scrubbed: tuple[str, ...]
+    """Names that were taken out of the inherited environment."""
+    scheduler: Endpoint | None
+    """first: where it listens (port 0: the system chooses). join: where to connect."""
+    listen: str
+    """Address for this node's own listening sockets (the store)."""
+    cwd: str
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """What Join reports for comparison between nodes."""
+    notes: tuple[str, ...] = ()
+    """One line each; shown by --explain: why cpu, why this scheduler, what was ignored."""
+
+
+@dataclass(frozen=True)
+class WorkerCommand:
+    """One process for the keeper to start. `slot` names it in every later event."""
+
+    slot: int
+    """The local rank, or STORE_SLOT."""
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    cwd: str
+    cpus: tuple[int, ...] = ()
+
+
+STORE_SLOT = -1
+"""The slot of the process that serves torch's store."""
+
+
+@dataclass(frozen=True)
+class Spawned:
+    """The keeper has started a process; it runs its program (exec succeeded)."""
+
+    slot: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class SpawnFailed:
+    """The keeper could not start a process."""
+
+    slot: int
+    errno: int
+    message: str
+
+
+@dataclass(frozen=True)
+class Exited:
+    """A process of the keeper ended. ``status`` is what waitpid gave."""
+
+    slot: int
+    pid: int
+    status: int
+    at: float
+    """Monotonic seconds."""
+
+
+@dataclass(frozen=True)
+class Swept:
+    """Descendants of workers that had outlived them were ended: one ``pid command`` each."""
+
+    slot: int
+    processes: tuple[str, ...]
+    stuck: tuple[str, ...] = ()
+    """Those that even SIGKILL did not end (uninterruptible sleep), as ``pid command state``."""
+
+
+KeeperEvent = Spawned | SpawnFailed | Exited | Swept

@@ -1,0 +1,136 @@
+"""The protocols between the agent and its surroundings: what is real in production is a fake in a test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from pdrun.launcher.model import KeeperEvent, WorkerCommand
+from pdrun.rendezvous.messages import Message
+
+
+class Link(Protocol):
+    """
+    The agent's end of its connection to the scheduler (`pdrun.rendezvous.client`).
+
+    Nothing here blocks. The link greets (Hello), beats and watches the scheduler's echo by itself, inside `poll`.
+    """
+
+    def fileno(self) -> int:
+        """A descriptor that becomes readable when `poll` may have something; -1 when there is none (in process)."""
+        ...
+
+    def send(self, message: Message) -> None:
+        """Queue a message; messages arrive in order or the link is lost."""
+        ...
+
+    def poll(self) -> Sequence[Message]:
+        """
+        Return what has arrived and keep the connection alive. Call whenever `fileno` is readable and at `deadline`.
+
+        Raises:
+            AuthenticationError: the scheduler holds another token.
+            RendezvousError: nobody answered, or the scheduler was lost (silent for its `dead` time).
+        """
+        ...
+
+    def deadline(self) -> float | None:
+        """Monotonic time at which `poll` wants to be called although nothing arrived; None: no such time."""
+        ...
+
+    def close(self, timeout: float = 1.0) -> None:
+        """Hand over what is queued, for at most ``timeout`` seconds, and close."""
+        ...
+
+
+class Keeper(Protocol):
+    """
+    The agent's handle of the keeper process, parent of all workers (`pdrun.launcher.keeper_client`).
+
+    Should the agent die in any way, the keeper ends every descendant and leaves.
+    """
+
+    def fileno(self) -> int:
+        """Readable when `events` may have something."""
+        ...
+
+    def spawn(self, command: WorkerCommand, stdin: int, stdout: int, stderr: int, pass_fds: Sequence[int] = ()) -> None:
+        """
+        Ask for a process. The descriptors are copied to the keeper and may be closed after the call.
+
+        In the child, ``pass_fds`` keep the numbers 3, 4, ... in the order given.
+        """
+        ...
+
+    def signal(self, slot: int, number: int, *, group: bool) -> None:
+        """Send a signal to the process of a slot, or to its whole process group; a slot that has ended is no error."""
+        ...
+
+    def sweep(self, slot: int | None) -> None:
+        """SIGKILL every descendant of a slot (None: of all slots) that is left; answered by one Swept."""
+        ...
+
+    def events(self) -> Iterable[KeeperEvent]:
+        """
+        Return what has happened since the last call.
+
+        Raises:
+            PdrunError: the keeper itself died; every worker has been told to die with it.
+        """
+        ...
+
+    def close(self) -> None:
+        """End all descendants, the keeper with them, and wait for it (bounded)."""
+        ...
+
+
+class WorkerOutput(Protocol):
+    """
+    Reads the workers' pipes; writes log files and the terminal (`pdrun.launcher.output`).
+
+    It never blocks on a file or the terminal, and no line of one worker is ever torn by another's.
+    """
+
+    def open(self, rank: int, local_rank: int, generation: int) -> tuple[int, int]:
+        """Make the two pipes of a worker; return the write ends (stdout, stderr), which the caller closes."""
+        ...
+
+    def filenos(self) -> Iterable[int]:
+        """The read ends that are to be watched now (none of a worker whose output is being held back)."""
+        ...
+
+    def read(self, fd: int) -> None:
+        """Take what a readable pipe holds, at most one buffer, and pass it on."""
+        ...
+
+    def drain(self, rank: int, timeout: float) -> None:
+        """A worker has ended: take what is left in its pipes (until EOF or ``timeout``), write out a last half line."""
+        ...
+
+    def tail(self, rank: int) -> tuple[str, ...]:
+        """The last lines of a worker, stderr after stdout, for a summary."""
+        ...
+
+    def traceback(self, rank: int) -> tuple[float, str] | None:
+        """
+        The last Python traceback that a worker printed on stderr, when nothing but its own lines followed.
+
+        Returns:
+            (monotonic seconds of its first byte, text), or None.
+        """
+        ...
+
+    def log_path(self, rank: int) -> str:
+        """Path of the worker's error log, or the empty string when no files are written."""
+        ...
+
+    def say(self, text: str) -> None:
+        """Print a line of pdrun's own on the terminal (stderr), in order with the workers' lines."""
+        ...
+
+    def close(self, timeout: float = 2.0) -> tuple[str, ...]:
+        """Flush files and terminal, bounded; return one line for each thing that was dropped."""
+        ...
+
+
+LinkFactory = Callable[[], Link]

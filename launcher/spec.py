@@ -1,0 +1,166 @@
+"""
+What the user asked for: one frozen JobSpec, however it was said (command line, environment, job file, Python call).
+
+A spec holds wishes, never findings: `auto` stays `auto` here and becomes a number in the plan. Each value keeps the
+place that it came from (`Sources`), so that `--explain` and every complaint can name it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
+
+from pdrun.errors import UsageError
+from pdrun.names import check_name
+from pdrun.net import Endpoint
+
+Sources = Mapping[str, str]
+"""Field path (``resources.devices``) -> where its value came from (``--devices``, ``job.yaml:3``, ``default``)."""
+
+Kind = Literal["script", "module", "command", "function"]
+BACKENDS = ("auto", "cpu", "cuda", "rocm", "npu", "xpu", "mps")
+
+
+@dataclass(frozen=True)
+class Program:
+    """What every worker runs."""
+
+    kind: Kind
+    """
+    script: a Python file. module: ``python -m``. command: any executable, without Python in front.
+    function: a file made by `pdrun.launch`.
+    """
+    target: str
+    """Path, module name or executable, as the user typed it."""
+    args: tuple[str, ...] = ()
+    python: str = ""
+    """Interpreter; empty means the one that runs pdrun."""
+
+
+@dataclass(frozen=True)
+class Resources:
+    """How many of what."""
+
+    nodes: int = 1
+    devices: int | Literal["auto"] = "auto"
+    """Workers on each node. auto: every accelerator that is visible, one where there is none."""
+    backend: str = "auto"
+    """One of BACKENDS."""
+    threads: int | Literal["auto"] = "auto"
+    """OMP_NUM_THREADS of a worker; auto: the CPUs bound to it."""
+    bind: Literal["auto", "cores", "numa", "none"] = "auto"
+    """CPU binding. auto: cores where the node has at least one core a worker, else none."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Times in seconds, and what a failure leads to."""
+
+    start_timeout: float = 600.0
+    grace: float = 30.0
+    """Between the first signal and SIGKILL, on every path."""
+    max_restarts: int = 0
+    time_limit: float | None = None
+    """Of the whole job; None: no limit."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where the workers' output goes."""
+
+    log_dir: str = "pdrun-logs"
+    show_ranks: str = "all"
+    """Ranks whose output is shown on the terminal: ``all``, ``none`` or ``0,7-9``. A failed rank is always shown."""
+    prefix: Literal["auto", "rank", "none"] = "auto"
+    """auto: ``host:rank|`` before each line, nothing when the job has one worker."""
+    files: bool = True
+    """False: no log files, only the terminal."""
+    log_name: str = "rank_{rank}"
+    """Stem of the file names; ``{rank}``, ``{local_rank}``, ``{node}``, ``{ip}`` and ``{hostname}`` are filled in."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands in the cluster, and where the scheduler is."""
+
+    scheduler: Endpoint | None = None
+    node_rank: int | None = None
+    local: bool = False
+    """All nodes are simulated on this machine."""
+    simulated: tuple[int, int] | None = None
+    """(index, count): this agent is one of several on one machine and takes its share of CPUs and devices."""
+    interface: str = ""
+    """Address or interface name to listen on; empty: the route to the scheduler."""
+    serve: bool | None = None
+    """Whether this node runs the scheduler; None: decided from addresses."""
+    token_file: str = ""
+    insecure: bool = False
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """Everything that the user asked for."""
+
+    program: Program
+    resources: Resources = field(default_factory=Resources)
+    policy: Policy = field(default_factory=Policy)
+    output: Output = field(default_factory=Output)
+    place: Place = field(default_factory=Place)
+    job: str = ""
+    """The user's name for the job (``--job``, ``--rdzv-id``); empty: made from the program (`plan.job_key`)."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """``--env NAME=VALUE``: set in every worker, whatever pdrun would have set."""
+    chdir: str = ""
+
+    def __post_init__(self) -> None:
+        if self.job:
+            check_name(self.job, where="--job")
+        whole = (("--nodes", self.resources.nodes, 1), ("--devices", self.resources.devices, 1),
+                 ("--threads", self.resources.threads, 1), ("--max-restarts", self.policy.max_restarts, 0))  # fmt: skip
+        for name, value, least in whole:
+            if value != "auto" and int(value) < least:
+                raise UsageError(f"{value} is below {least}", where=name)
+        if self.resources.backend not in BACKENDS:
+            raise UsageError(f"{self.resources.backend!r} is not one of {', '.join(BACKENDS)}", where="--backend")
+        rank = self.place.node_rank
+        if rank is not None and not 0 <= rank < self.resources.nodes:
+            raise UsageError(
+                f"{rank} is not a place among {self.resources.nodes} node(s)", where="--node-rank",
+                hint=f"use 0 to {self.resources.nodes - 1}",
+            )  # fmt: skip
+
+    def to_json(self) -> str:
+        """Return the spec as one line of JSON, for agents on other nodes; holds no secret."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> JobSpec:
+        """Inverse of `to_json`; unknown or missing keys raise ValueError or TypeError."""
+        data: dict[str, Any] = json.loads(text)
+        place = dict(data.pop("place"))
+        scheduler, simulated = place.pop("scheduler"), place.pop("simulated")
+        program = dict(data.pop("program"))
+        return cls(
+            program=Program(**{**program, "args": tuple(program["args"])}),
+            resources=Resources(**data.pop("resources")),
+            policy=Policy(**data.pop("policy")),
+            output=Output(**data.pop("output")),
+            place=Place(
+                scheduler=Endpoint(**scheduler) if scheduler else None,
+                simulated=(simulated[0], simulated[1]) if simulated else None,
+                **place,
+            ),
+            **data,
+        )
+
+
+def field_paths() -> tuple[str, ...]:
+    """Every field path of a spec, in the order of `--explain`: ``program.kind``, ... ``chdir``."""
+    groups = {"program": Program, "resources": Resources, "policy": Policy, "output": Output, "place": Place}
+    paths: list[str] = []
+    for item in fields(JobSpec):
+        group = groups.get(item.name)
+        paths += [f"{item.name}.{sub.name}" for sub in fields(group)] if group else [item.name]
+    return tuple(paths)

@@ -1,0 +1,46 @@
+"""
+pdrun: start a PyTorch job on whatever the cluster is, keep it alive, tell the truth when it fails.
+
+    import pdrun
+    ctx = pdrun.init()                      # in a script: rank, device and collective, however the job was started
+    results = pdrun.launch(fn, devices=4)   # in a program: run a function on four workers, get four results
+
+Names are loaded on first use, so that ``import pdrun`` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pdrun.env import WorkerEnv as WorkerEnv
+    from pdrun.errors import JobFailed as JobFailed
+    from pdrun.errors import PdrunError as PdrunError
+    from pdrun.launcher.function import launch as launch
+    from pdrun.parallel.context import Context as Context
+    from pdrun.parallel.context import init as init
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Context": "pdrun.parallel.context",
+    "JobFailed": "pdrun.errors",
+    "PdrunError": "pdrun.errors",
+    "WorkerEnv": "pdrun.env",
+    "init": "pdrun.parallel.context",
+    "launch": "pdrun.launcher.function",
+}
+
+__all__ = ["__version__", *_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from its home on first use."""
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'pdrun' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,127 @@
+"""
+The one contract between the launcher and the script that it starts: the environment of one worker.
+
+The launcher writes it (`WorkerEnv.to_env`), the runtime reads it (`WorkerEnv.from_env`); neither imports the other.
+Names are torchrun's, so that its scripts run unchanged, Ascend's (RANK_ID, RANK_SIZE, DEVICE_ID), and ours (PDRUN_*).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pdrun.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class WorkerEnv:
+    """Who this worker is and where the others meet it. All counts are at least 1, all ranks at least 0."""
+
+    rank: int
+    """Global rank, 0 to ``world_size - 1``."""
+    world_size: int
+    local_rank: int
+    """Rank inside the node, 0 to ``local_world_size - 1``."""
+    local_world_size: int
+    node_rank: int
+    """Index of the node, 0 to ``nodes - 1`` (torchrun's GROUP_RANK)."""
+    nodes: int
+    master_addr: str
+    """Address of the store; always on the node of rank 0."""
+    master_port: int
+    run_id: str
+    """Unique name of this run; the user's own id where one was given."""
+    restart_count: int = 0
+    """Restarts of the whole job before this generation: the same number on every node."""
+    max_restarts: int = 0
+    generation: int = 0
+    job: str = "job"
+    node: str = "localhost"
+    """Name of this node, as shown in logs."""
+    device_kind: str = "cpu"
+    """Name of the backend table: cpu, cuda, rocm, npu, xpu or mps."""
+    device_index: int = 0
+    """Index of the device among those visible to this worker."""
+    collective: str = "gloo"
+    """torch.distributed's name of the backend that fits the device."""
+
+    def to_env(self) -> dict[str, str]:
+        """Return the variables, as text."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "GROUP_RANK": str(self.node_rank),
+            "GROUP_WORLD_SIZE": str(self.nodes),
+            "NODE_RANK": str(self.node_rank),
+            "ROLE_NAME": "default",
+            "ROLE_RANK": str(self.rank),
+            "ROLE_WORLD_SIZE": str(self.world_size),
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(self.master_port),
+            "TORCHELASTIC_RUN_ID": self.run_id,
+            "TORCHELASTIC_RESTART_COUNT": str(self.restart_count),
+            "TORCHELASTIC_MAX_RESTARTS": str(self.max_restarts),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "RANK_ID": str(self.rank),
+            "RANK_SIZE": str(self.world_size),
+            "DEVICE_ID": str(self.device_index),
+            "PDRUN_JOB": self.job,
+            "PDRUN_NODE": self.node,
+            "PDRUN_GENERATION": str(self.generation),
+            "PDRUN_DEVICE_KIND": self.device_kind,
+            "PDRUN_COLLECTIVE": self.collective,
+        }
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str]) -> WorkerEnv | None:
+        """
+        Read the variables that pdrun or torchrun set; None where there is no RANK at all.
+
+        Raises:
+            ConfigError: the set is half there or contradicts itself; names the variable.
+        """
+        if "RANK" not in environ and "WORLD_SIZE" not in environ:
+            return None
+        rank, world = _count(environ, "RANK"), _count(environ, "WORLD_SIZE")
+        local = _count(environ, "LOCAL_RANK", 0 if world == 1 else None)
+        found = cls(
+            rank=rank,
+            world_size=world,
+            local_rank=local,
+            local_world_size=_count(environ, "LOCAL_WORLD_SIZE", 1 if world == 1 else None),
+            node_rank=_count(environ, "GROUP_RANK", 0),
+            nodes=_count(environ, "GROUP_WORLD_SIZE", 1),
+            master_addr=environ.get("MASTER_ADDR", ""),
+            master_port=_count(environ, "MASTER_PORT", 0),
+            run_id=environ.get("TORCHELASTIC_RUN_ID", ""),
+            restart_count=_count(environ, "TORCHELASTIC_RESTART_COUNT", 0),
+            max_restarts=_count(environ, "TORCHELASTIC_MAX_RESTARTS", 0),
+            generation=_count(environ, "PDRUN_GENERATION", 0),
+            job=environ.get("PDRUN_JOB", environ.get("TORCHELASTIC_RUN_ID", "job")),
+            node=environ.get("PDRUN_NODE", "localhost"),
+            device_kind=environ.get("PDRUN_DEVICE_KIND", ""),
+            device_index=_count(environ, "DEVICE_ID", local),
+            collective=environ.get("PDRUN_COLLECTIVE", ""),
+        )
+        for low, high, names in (
+            (found.rank, found.world_size, "RANK and WORLD_SIZE"),
+            (found.local_rank, found.local_world_size, "LOCAL_RANK and LOCAL_WORLD_SIZE"),
+        ):
+            if low >= high:
+                raise ConfigError(f"{low} of {high}: a rank must be below its count", where=names)
+        return found
+
+
+def _count(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Return the whole number in ASCII digits that variable ``name`` holds, or ``default`` where it is unset."""
+    text = environ.get(name)
+    if text is None:
+        if default is None:
+            raise ConfigError("is not set, though other variables of a launcher are", where=name)
+        return default
+    if not re.fullmatch(r"[0-9]{1,9}", text):
+        raise ConfigError(f"{text!r} is not a whole number", where=name)
+    return int(text)

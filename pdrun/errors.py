@@ -1,0 +1,119 @@
+"""
+Every error that pdrun raises on purpose, and the exit code that each one means.
+
+The type says who must act, the text says what is wrong, where, and what to do:
+
+    PdrunError                 70  ours: a fault of pdrun itself
+    |-- UsageError              2  the command line is wrong
+    |-- ConfigError            78  a file, an environment variable or a node's set-up is wrong
+    |-- RendezvousError        69  the nodes did not come together, or the job could not be reached
+    |-- AuthenticationError    77  the token differs
+    |-- RestartsExhausted      75  the job failed and every restart was used
+    |-- DeadlineExceeded      124  a time limit set by the user passed
+    `-- JobFailed               *  a worker failed: its own exit code, 128 + N for signal N
+
+Codes follow sysexits.h where it has one, and the shell's 124 and 128 + N.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+EXIT_OK = 0
+EXIT_USAGE = 2
+EXIT_UNAVAILABLE = 69
+EXIT_SOFTWARE = 70
+EXIT_RESTARTS = 75
+EXIT_AUTHENTICATION = 77
+EXIT_CONFIG = 78
+EXIT_DEADLINE = 124
+
+
+class PdrunError(Exception):
+    """
+    Root of the tree. ``str(error)`` is one line: ``WHERE: WHAT`` and, when there is one, ``; HINT``.
+
+    Args:
+        what: what is wrong, in lower case, without a full stop.
+        where: ``file:line``, an option, a variable, a host or a rank; empty when ``what`` says it.
+        hint: what to do about it.
+    """
+
+    exit_code = EXIT_SOFTWARE
+
+    def __init__(self, what: str, *, where: str = "", hint: str = "") -> None:
+        super().__init__(what)
+        self.what = what
+        self.where = where
+        self.hint = hint
+
+    def __str__(self) -> str:
+        text = f"{self.where}: {self.what}" if self.where else self.what
+        return f"{text}; {self.hint}" if self.hint else text
+
+
+class UsageError(PdrunError):
+    """The command line is wrong: the user changes the command."""
+
+    exit_code = EXIT_USAGE
+
+
+class ConfigError(PdrunError):
+    """A file, an environment variable or the set-up of a node is wrong: the user changes that."""
+
+    exit_code = EXIT_CONFIG
+
+
+class RendezvousError(PdrunError):
+    """The nodes did not come together, the scheduler was lost, or it refused this node."""
+
+    exit_code = EXIT_UNAVAILABLE
+
+
+class AuthenticationError(PdrunError):
+    """This side and the scheduler hold different tokens."""
+
+    exit_code = EXIT_AUTHENTICATION
+
+
+class RestartsExhausted(PdrunError):
+    """The job kept failing until its last restart was used."""
+
+    exit_code = EXIT_RESTARTS
+
+
+class DeadlineExceeded(PdrunError):
+    """A time limit that the user set has passed."""
+
+    exit_code = EXIT_DEADLINE
+
+
+class JobFailed(PdrunError):
+    """
+    A worker failed. ``exit_code`` is that worker's own, ``128 + N`` for signal N.
+
+    Attributes:
+        rank: global rank of the first cause, or None when no worker had one (a node was lost).
+        host: name of its node.
+        traceback: the user's traceback as the worker printed it, or the empty string.
+    """
+
+    def __init__(
+        self, what: str, *, exit_code: int, rank: int | None = None, host: str = "", traceback: str = "", hint: str = ""
+    ) -> None:
+        super().__init__(what, hint=hint)
+        self.exit_code = exit_code
+        self.rank = rank
+        self.host = host
+        self.traceback = traceback
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return f"{text}\n{self.traceback.rstrip()}" if self.traceback else text
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return ``did you mean 'X'?`` for the nearest known word, or the empty string when none is near."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"did you mean '{near[0]}'?" if near else ""

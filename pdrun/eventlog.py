@@ -1,0 +1,182 @@
+"""
+The event log is the truth: one JSON object a line, appended, never rewritten.
+
+A job's status is the replay of its log; `pdrun status` and every screen read nothing else.
+A line that was cut by a crash is left out by the reader, not an error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+KINDS = (
+    "created", "joined", "refused", "assigned", "started", "exited", "stopping", "restarting",
+    "suspect", "recovered", "lost", "left", "warning", "verdict",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing that happened to a job."""
+
+    kind: str
+    """One of KINDS."""
+    time: float
+    """Wall clock of the writer, seconds since the epoch: for people, never for decisions."""
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """Plain JSON values, named per kind; see docs/protocol.md."""
+
+    def to_line(self) -> str:
+        """Return the event as one line of JSON, without the line end."""
+        return json.dumps({"kind": self.kind, "time": round(self.time, 6), **self.data}, ensure_ascii=True)
+
+
+class EventLog:
+    """Appends events to a file; a full or broken disk never fails the job, it is counted in ``lost``."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lost = 0
+        self._file: TextIO | None = None
+
+    def append(self, event: Event) -> None:
+        """Write one line and hand it to the system at once."""
+        try:
+            if self._file is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                self._file = self.path.open("a", encoding="ascii", buffering=1)
+            self._file.write(event.to_line() + "\n")
+        except OSError:
+            self.lost += 1
+
+    def close(self) -> None:
+        """Close the file; closing twice is allowed."""
+        if self._file is not None:
+            try:
+                self._file.close()
+            except OSError:
+                self.lost += 1
+            self._file = None
+
+
+def read(path: Path) -> Iterator[Event]:
+    """Yield the events of a log; lines that are no whole event are passed over."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                data = json.loads(line)
+                yield Event(kind=str(data.pop("kind")), time=float(data.pop("time")), data=data)
+            except (ValueError, KeyError, AttributeError, TypeError):
+                continue
+
+
+@dataclass(frozen=True)
+class NodeStatus:
+    """A node, as the log tells it."""
+
+    name: str
+    state: str
+    """joined, running, suspect, lost, left or done."""
+    index: int = -1
+    workers: int = 0
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """A worker, as the log tells it."""
+
+    rank: int
+    node: str
+    state: str
+    """running, done or failed."""
+    code: int | None = None
+    cause: str = ""
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """A job, as the replay of its log."""
+
+    job: str = ""
+    run: str = ""
+    state: str = "gathering"
+    """gathering, running, restarting, stopping or done."""
+    generation: int = 0
+    restarts: int = 0
+    expected: int = 0
+    """Nodes that the job waits for."""
+    started_at: float = 0.0
+    ended_at: float | None = None
+    code: int | None = None
+    reason: str = ""
+    nodes: Mapping[str, NodeStatus] = field(default_factory=dict)
+    ranks: Mapping[int, RankStatus] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+
+def replay(events: Iterable[Event]) -> JobStatus:
+    """Return the status that a log leads to; unknown kinds change nothing, so that old readers read new logs."""
+    status = JobStatus()
+    for event in events:
+        status = apply(status, event)
+    return status
+
+
+def apply(status: JobStatus, event: Event) -> JobStatus:
+    """Return the status after one more event."""
+    data = event.data
+    match event.kind:
+        case "created":
+            return replace(
+                status, job=str(data.get("job", "")), run=str(data.get("run", "")),
+                expected=int(data.get("nodes", 0)), started_at=event.time,
+            )  # fmt: skip
+        case "joined":
+            return _with_node(status, str(data["node"]), state="joined", workers=int(data.get("workers", 0)))
+        case "assigned":
+            return _assigned(status, data)
+        case "started":
+            nodes = {name: replace(node, state="running") for name, node in status.nodes.items() if node.index >= 0}
+            return replace(status, state="running", nodes={**status.nodes, **nodes})
+        case "exited":
+            return _exited(status, data)
+        case "stopping" | "restarting":
+            return replace(status, state=event.kind, reason=str(data.get("reason", "")))
+        case "suspect" | "lost" | "left":
+            return _with_node(status, str(data["node"]), state=event.kind)
+        case "recovered":
+            return _with_node(status, str(data["node"]), state="running")
+        case "warning":
+            return replace(status, warnings=(*status.warnings, str(data.get("text", ""))))
+        case "verdict":
+            return replace(
+                status, state="done", code=int(data["code"]), reason=str(data.get("reason", "")), ended_at=event.time
+            )
+    return status
+
+
+def _with_node(status: JobStatus, name: str, **changes: Any) -> JobStatus:
+    node = status.nodes.get(name, NodeStatus(name, "joined"))
+    return replace(status, nodes={**status.nodes, name: replace(node, **changes)})
+
+
+def _assigned(status: JobStatus, data: Mapping[str, Any]) -> JobStatus:
+    """One event a generation: ``nodes`` is a list of ``[name, first rank, workers]`` in node order."""
+    nodes, ranks = dict(status.nodes), {}
+    for index, (name, first, workers) in enumerate(data["nodes"]):
+        nodes[name] = NodeStatus(name, nodes[name].state if name in nodes else "joined", index, workers)
+        ranks.update({rank: RankStatus(rank, name, "running") for rank in range(first, first + workers)})
+    return replace(
+        status, generation=int(data["generation"]), restarts=int(data.get("restarts", 0)), nodes=nodes, ranks=ranks
+    )
+
+
+def _exited(status: JobStatus, data: Mapping[str, Any]) -> JobStatus:
+    rank, code = int(data["rank"]), int(data["code"])
+    before = status.ranks.get(rank, RankStatus(rank, str(data.get("node", "")), "running"))
+    after = replace(before, state="failed" if code else "done", code=code, cause=str(data.get("cause", "")))
+    return replace(status, ranks={**status.ranks, rank: after})

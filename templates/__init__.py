@@ -1,0 +1,1 @@
+"""Data: job files and other texts to start from; imported by nobody."""

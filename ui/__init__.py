@@ -1,0 +1,1 @@
+"""Screens. They read the event log and nothing else."""

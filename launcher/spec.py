@@ -87,6 +87,8 @@ class Place:
 
     scheduler: Endpoint | None = None
     node_rank: int | None = None
+    node_name: str = ""
+    """Name of this node in the job (``--node-name``); empty: the host name. Two nodes of a job never share a name."""
     local: bool = False
     """All nodes are simulated on this machine."""
     simulated: tuple[int, int] | None = None

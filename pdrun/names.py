@@ -29,7 +29,7 @@ def name_from(text: str) -> str:
     return cleaned or "job"
 
 
-def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
-    """Sort key by which ``node2`` stands before ``node10``."""
+def natural_key(name: str) -> tuple[tuple[tuple[int, int, str], ...], str]:
+    """Sort key by which ``node2`` stands before ``node10``; names that differ in leading zeros only, by their text."""
     parts = [part for part in _DIGITS.split(name) if part]
-    return tuple((0, int(part), part) if part[0] in "0123456789" else (1, 0, part) for part in parts)
+    return tuple((0, int(part), "") if part[0] in "0123456789" else (1, 0, part) for part in parts), name

@@ -1,0 +1,39 @@
+# Sourced by scripts/test and scripts/quickstart, from the top of the repository.
+
+PDRUN_VENV=${PDRUN_VENV:-build/venv}
+PDRUN_PYTHON=$PDRUN_VENV/bin/python
+
+# Install those Debian packages that are missing, where that is possible; tests that need one skip with a reason without it.
+setup_system() {
+    local missing=() name
+    for name in "$@"; do
+        case $name in
+            iproute2) command -v ip >/dev/null || missing+=("$name") ;;
+            *) command -v "$name" >/dev/null || missing+=("$name") ;;
+        esac
+    done
+    ((${#missing[@]})) || return 0
+    if [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
+        echo "installing ${missing[*]}"
+        apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends "${missing[@]}" >/dev/null
+    else
+        echo "not installed: ${missing[*]} (some tests will skip)" >&2
+    fi
+}
+
+# Make the virtual environment and install pdrun into it, editable, with the extras and packages given.
+setup_python() {
+    local what=$1
+    shift
+    [[ -x $PDRUN_PYTHON ]] || python3 -m venv "$PDRUN_VENV"
+    # torch comes first and with its version: another package's open range could pull a build with CUDA, gigabytes large.
+    "$PDRUN_PYTHON" -c 'import torch' 2>/dev/null || quietly "$PDRUN_PYTHON" -m pip install "torch==${PDRUN_TORCH:-2.13.0}" numpy
+    quietly "$PDRUN_PYTHON" -m pip install -e "$what" "$@"
+}
+
+# Show the output of a command only when it fails.
+quietly() {
+    local log
+    log=$(mktemp)
+    if "$@" >"$log" 2>&1; then rm -f "$log"; else cat "$log" >&2; rm -f "$log"; return 1; fi
+}

@@ -1,0 +1,130 @@
+"""The truth about failure: codes, causes, peers, and nothing left behind."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+from tests.e2e.conftest import Shell, free_port, gone_within, until
+
+FAILING = """
+import os, signal, sys, time
+open("pids", "a").write(f"{os.getpid()}\\n")
+rank = int(os.environ["RANK"])
+def inner():
+    raise ValueError("boom from rank 1")
+if rank == 1:
+    time.sleep(0.3)
+    how = sys.argv[1]
+    open("when", "w").write(repr(time.monotonic()))
+    if how == "exit": sys.exit(42)
+    if how == "segv": os.kill(os.getpid(), signal.SIGSEGV)
+    if how == "kill": os.kill(os.getpid(), signal.SIGKILL)
+    if how == "raise": inner()
+def told(*_):
+    open(f"told{rank}", "w").write(repr(time.monotonic()))
+    sys.exit(0)
+signal.signal(signal.SIGTERM, told)
+time.sleep(60)
+"""
+
+CASES = [
+    ("exit", 42, "exit code 42"),
+    ("segv", 139, "SIGSEGV"),
+    ("kill", 137, "SIGKILL"),
+    ("raise", 1, "boom from rank 1"),
+]
+
+
+@pytest.mark.parametrize(("how", "code", "words"), CASES)
+def test_the_workers_own_code_on_two_simulated_nodes(shell: Shell, how: str, code: int, words: str) -> None:
+    script = shell.script(FAILING)
+    found, _, err = shell.run("--nodes", "2", "--devices", "2", "--local", script, how, timeout=40)
+    assert found == code, err
+    assert words in err and "rank 1" in err and "node0" in err
+    told = [float((shell.folder / f"told{rank}").read_text()) for rank in (0, 2, 3)]
+    failed = float((shell.folder / "when").read_text())
+    assert max(told) - failed < 1.0
+    gone_within(shell.pids("pids"), 1.0)
+
+
+@pytest.mark.parametrize(("how", "code", "words"), CASES)
+def test_the_same_code_on_every_node_started_by_hand(shell: Shell, how: str, code: int, words: str) -> None:
+    script = shell.script(FAILING)
+    where = f"127.0.0.1:{free_port()}"
+    both = [
+        shell.start("--nodes", "2", "--devices", "2", "--scheduler", where, "--node-rank", str(rank),
+                    "--node-name", f"host{rank}", script, how)
+        for rank in (0, 1)
+    ]  # fmt: skip
+    assert [job.wait(40) for job in both] == [code, code], both[0].err + both[1].err
+    for job in both:
+        assert words in job.err and "rank 1" in job.err and "host0" in job.err
+
+
+def test_the_users_traceback_without_decorator_or_launcher_frames(shell: Shell) -> None:
+    script = shell.script(FAILING)
+    code, _, err = shell.run("--devices", "2", script, "raise")
+    assert code == 1
+    summary = err[err.rindex("boom from rank 1") - 1500 :]
+    assert "in inner" in summary and 'raise ValueError("boom from rank 1")' in summary
+    for ours in ("launcher/", "runpy", "pdrun/agent", "keeper"):
+        assert ours not in summary
+
+
+def test_a_node_whose_agent_is_killed_leaves_nothing_and_the_others_are_told(shell: Shell) -> None:
+    script = shell.script(
+        "import os, subprocess, sys, time\n"
+        "child = subprocess.Popen(['sleep', '300'], start_new_session=True)\n"
+        "open('pids' + os.environ['GROUP_RANK'], 'a').write(f'{os.getpid()}\\n{child.pid}\\n')\n"
+        "time.sleep(300)\n"
+    )
+    where = f"127.0.0.1:{free_port()}"
+    first, second = (
+        shell.start("--nodes", "2", "--devices", "2", "--grace", "2", "--scheduler", where, "--node-rank", str(rank),
+                    "--node-name", f"host{rank}", script)
+        for rank in (0, 1)
+    )  # fmt: skip
+    until(lambda: len(shell.pids("pids0")) == 4 and len(shell.pids("pids1")) == 4, "all workers started")
+    killed = second.signal(signal.SIGKILL)
+    gone_within(shell.pids("pids1"), 1.0)
+    assert first.wait(20) == 69
+    assert time.monotonic() - killed < 8
+    assert "host1" in first.err and "lost" in first.err
+    gone_within(shell.pids("pids0"), 1.0)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_killed_launcher_leaves_nothing(shell: Shell, nodes: int) -> None:
+    script = shell.script(
+        "import os, subprocess, time\n"
+        "child = subprocess.Popen(['sleep', '300'], start_new_session=True)\n"
+        "open('pids', 'a').write(f'{os.getpid()}\\n{child.pid}\\n')\n"
+        "time.sleep(300)\n"
+    )
+    job = shell.start("--nodes", str(nodes), "--devices", "2", "--local", script)
+    until(lambda: len(shell.pids("pids")) == 4 * nodes, "all workers started")
+    job.signal(signal.SIGKILL)
+    gone_within(shell.pids("pids"), 1.0 if nodes == 1 else 2.0)
+
+
+def test_restarts_are_counted_for_the_whole_job(shell: Shell) -> None:
+    script = shell.script(
+        "import os, sys\n"
+        "count = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "print('attempt', count, 'of', os.environ['RANK'], flush=True)\n"
+        "sys.exit(3 if os.environ['RANK'] == '3' and count != '2' else 0)\n"
+    )
+    code, out, err = shell.run("--nodes", "2", "--devices", "2", "--local", "--max-restarts", "2", script)
+    assert code == 0, err
+    assert [out.count(f"attempt {count} of 0") for count in (0, 1, 2)] == [1, 1, 1]
+
+
+def test_hopeless_failures_are_not_tried_again(shell: Shell) -> None:
+    code, out, err = shell.run("--devices", "2", "--max-restarts", "3", "missing.py")
+    assert (code, out) == (2, "") and "missing.py" in err
+    script = shell.script("def broken(:\n")
+    code, _, err = shell.run("--devices", "2", "--max-restarts", "3", script)
+    assert code == 1 and err.count("SyntaxError") <= 2 + 2 and "restart" not in err.lower().replace("not restarted", "")

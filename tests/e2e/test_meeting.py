@@ -1,0 +1,141 @@
+"""Nodes that come together, or do not: who is missing, wrong jobs, wrong tokens, strangers at the port."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import time
+
+from tests.e2e.conftest import Job, Shell, free_port
+
+HELLO = (
+    "import os\n"
+    "names = 'RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK PDRUN_NODE'.split()\n"
+    "print('hello', *map(os.environ.get, names))\n"
+)
+
+
+def node(
+    shell: Shell, where: str, name: str, script: str, *more: str, nodes: int = 2, devices: int = 1, **kwargs: object
+) -> Job:
+    """Start one node of a job by hand."""
+    options = ("--nodes", str(nodes), "--devices", str(devices), "--scheduler", where, "--node-name", name)
+    return shell.start(*options, *more, script, **kwargs)  # type: ignore[arg-type]
+
+
+def hellos(*jobs: Job) -> list[tuple[int, ...]]:
+    """(rank, world size, local rank, local world size, node rank) of every line, in rank order."""
+    text = "".join(job.out for job in jobs)
+    return sorted(tuple(map(int, match)) for match in re.findall(r"hello (\d+) (\d+) (\d+) (\d+) (\d+)", text))
+
+
+def test_uneven_nodes_form_one_world(shell: Shell) -> None:
+    script, where = shell.script(HELLO), f"127.0.0.1:{free_port()}"
+    jobs = [node(shell, where, "a", script, devices=1), node(shell, where, "b", script, devices=2)]
+    assert [job.wait(30) for job in jobs] == [0, 0], jobs[0].err + jobs[1].err
+    assert hellos(*jobs) == [(0, 3, 0, 1, 0), (1, 3, 0, 2, 1), (2, 3, 1, 2, 1)]
+
+
+def test_node2_stands_before_node10_whatever_the_order_of_arrival(shell: Shell) -> None:
+    script = shell.script(HELLO)
+    for order in (("node10", "node2"), ("node2", "node10")):
+        where = f"127.0.0.1:{free_port()}"
+        jobs = [node(shell, where, name, script) for name in order]
+        assert [job.wait(30) for job in jobs] == [0, 0], jobs[0].err + jobs[1].err
+        out = "".join(job.out for job in jobs)
+        assert re.search(r"hello 0 2 0 1 0 node2$", out, re.MULTILINE) and re.search(
+            r"hello 1 2 0 1 1 node10$", out, re.MULTILINE
+        )
+
+
+def test_two_of_three_nodes_say_who_is_missing_and_ctrl_c_ends_them(shell: Shell) -> None:
+    script, where = shell.script(HELLO), f"127.0.0.1:{free_port()}"
+    jobs = [node(shell, where, f"n{rank}", script, "--node-rank", str(rank), nodes=3) for rank in (0, 2)]
+    jobs[0].expect(r"2 of 3 nodes.*missing.*node rank 1|2 of 3 nodes.*node rank 1.*missing", timeout=15)
+    assert f"pdrun join {where}" in jobs[0].err
+    sent = jobs[0].signal(signal.SIGINT)
+    assert jobs[0].wait(5) == 130
+    assert time.monotonic() - sent < 1.5
+    assert jobs[1].wait(15) == 130
+    assert "hello" not in jobs[0].out + jobs[1].out
+
+
+def test_a_node_that_never_comes_is_code_69(shell: Shell) -> None:
+    script, where = shell.script(HELLO), f"127.0.0.1:{free_port()}"
+    job = node(shell, where, "n0", script, "--start-timeout", "2")
+    start = time.monotonic()
+    assert job.wait(15) == 69
+    assert 1.5 < time.monotonic() - start < 8
+    assert "1 of 2" in job.err and "hello" not in job.out
+
+
+def test_the_second_of_two_unrelated_jobs_is_refused_naming_both(shell: Shell) -> None:
+    where = f"127.0.0.1:{free_port()}"
+    mine = node(shell, where, "a", shell.script(HELLO, "mine.py"), "--job", "mine")
+    mine.expect("1 of 2 nodes", timeout=15)
+    other = node(shell, where, "b", shell.script(HELLO, "other.py"), "--job", "other")
+    assert other.wait(15) == 69
+    assert "mine" in other.err and "other" in other.err
+    third = node(shell, where, "c", "mine.py", "--job", "mine")
+    assert [mine.wait(20), third.wait(20)] == [0, 0]
+
+
+def test_unnamed_jobs_are_told_apart_by_their_command(shell: Shell) -> None:
+    where = f"127.0.0.1:{free_port()}"
+    mine = node(shell, where, "a", shell.script(HELLO, "mine.py"))
+    mine.expect("1 of 2 nodes", timeout=15)
+    other = node(shell, where, "b", shell.script(HELLO, "other.py"))
+    assert other.wait(15) == 69
+    assert "mine" in other.err and "other" in other.err
+    mine.signal(signal.SIGINT)
+    assert mine.wait(10) == 130
+
+
+def test_a_wrong_token_is_77_within_five_seconds_and_said_on_both_sides(shell: Shell) -> None:
+    where, script = f"127.0.0.1:{free_port()}", shell.script(HELLO)
+    first = node(shell, where, "a", script, "--node-rank", "0")
+    first.expect("1 of 2 nodes", timeout=15)
+    start = time.monotonic()
+    config = {"XDG_CONFIG_HOME": str(shell.folder / "another-user")}
+    second = node(shell, where, "b", script, "--node-rank", "1", env=config)
+    assert second.wait(15) == 77
+    assert time.monotonic() - start < 6.5
+    assert "token" in second.err
+    first.expect("token", timeout=5)
+    third = node(shell, where, "c", script, "--node-rank", "1")
+    assert [first.wait(20), third.wait(20)] == [0, 0], first.err
+
+
+def test_strangers_at_the_port_are_dropped_and_the_service_goes_on(shell: Shell) -> None:
+    port = free_port()
+    where, script = f"127.0.0.1:{port}", shell.script(HELLO)
+    first = node(shell, where, "a", script)
+    first.expect("1 of 2 nodes", timeout=15)
+    null_greeting = b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03\x00NULL" + bytes(48)
+    for noise in (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", bytes(range(256)) * 64, null_greeting, b"\x80\x04\x95", b""):
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as stranger:
+            stranger.sendall(noise)
+    second = node(shell, where, "b", script)
+    assert [first.wait(30), second.wait(30)] == [0, 0], first.err
+    assert hellos(first, second) == [(0, 2, 0, 1, 0), (1, 2, 0, 1, 1)]
+
+
+def test_join_needs_only_the_address(shell: Shell) -> None:
+    where, script = f"127.0.0.1:{free_port()}", shell.script(HELLO)
+    first = node(shell, where, "a", script, devices=2)
+    line = first.expect(r"pdrun join \S+", timeout=15)
+    address = re.search(r"pdrun join (\S+)", line)
+    assert address and address[1] == where
+    second = shell.start("join", where, "--node-name", "b")
+    assert [first.wait(30), second.wait(30)] == [0, 0], second.err
+    assert [found[:2] for found in hellos(first, second)] == [(rank, 4) for rank in range(4)]
+
+
+def test_a_standing_scheduler_serves_nodes_that_only_connect(shell: Shell) -> None:
+    where, script = f"127.0.0.1:{free_port()}", shell.script(HELLO)
+    scheduler = shell.start("scheduler", "--nodes", "2", "--listen", where)
+    scheduler.expect(where.replace(".", r"\."))
+    jobs = [node(shell, where, name, script, "--no-serve") for name in ("a", "b")]
+    assert [job.wait(30) for job in jobs] == [0, 0], jobs[0].err + scheduler.err
+    assert scheduler.wait(15) == 0

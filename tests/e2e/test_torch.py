@@ -1,0 +1,137 @@
+"""The main job, and torch's own rendezvous, under pdrun, torchrun and nothing."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import Shell, alive, until
+
+pytest.importorskip("torch", reason="torch is not installed")
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
+EXAMPLE = str(Path(__file__).resolve().parents[2] / "examples" / "train_gpt.py")
+
+REDUCE = """
+import os, sys, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+x = torch.ones(3) * (dist.get_rank() + 1)
+dist.all_reduce(x)
+print("sum", int(x[0]), "of", dist.get_world_size(), flush=True)
+open("pids", "a").write(f"{os.getpid()}\\n")
+while os.path.exists("hold"): time.sleep(0.02)
+dist.destroy_process_group()
+"""
+
+
+def listeners(pids: set[int]) -> set[str]:
+    """Addresses (hexadecimal, as in /proc/net/tcp) on which any of the processes listens."""
+    inodes = set()
+    for pid in pids:
+        try:
+            links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
+        except OSError:
+            continue
+        inodes |= {link[8:-1] for link in links if link.startswith("socket:[")}
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            part = line.split()
+            if part[3] == "0A" and part[9] in inodes:
+                found.add(part[1].partition(":")[0])
+    return found
+
+
+def family(root: int) -> set[int]:
+    """A process and all its descendants."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+    found, last = {root}, set()
+    while found != last:
+        last = set(found)
+        found |= {pid for pid, parent in parents.items() if parent in found}
+    return found
+
+
+@pytest.mark.parametrize("nodes", ["1", "2"])
+def test_gloo_meets_at_the_held_port_and_everything_listens_on_loopback(shell: Shell, nodes: str) -> None:
+    (shell.folder / "hold").touch()
+    job = shell.start("--nodes", nodes, "--devices", "2", "--local", shell.script(REDUCE))
+    world = 2 * int(nodes)
+    until(lambda: len(shell.pids("pids")) == world, "all workers reduced", 90)
+    addresses = listeners(family(job.process.pid))
+    (shell.folder / "hold").unlink()
+    assert job.wait(60) == 0, job.err
+    assert job.out.count(f"sum {sum(range(1, world + 1))} of {world}") == world
+    assert addresses and addresses <= {"0100007F"}, addresses
+    assert not [pid for pid in shell.pids("pids") if alive(pid)]
+
+
+def test_a_restart_gets_a_store_of_its_own(shell: Shell) -> None:
+    script = shell.script(
+        REDUCE + "sys.exit(5 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and os.environ['RANK'] == '1' else 0)\n"
+    )
+    code, out, err = shell.run("--devices", "2", "--max-restarts", "1", script, timeout=120)
+    assert code == 0, err
+    assert out.count("sum 3 of 2") == 4
+
+
+def test_a_peer_that_dies_of_a_broken_connection_is_not_the_cause(shell: Shell) -> None:
+    script = shell.script(
+        "import os, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.barrier()\n"
+        "if dist.get_rank() == 1: raise ValueError('the true cause')\n"
+        "dist.all_reduce(torch.ones(1))\n"
+    )
+    code, _, err = shell.run("--devices", "3", script, timeout=120)
+    assert code == 1
+    first = err[err.index("pdrun: job") :] if "pdrun: job" in err else err
+    assert "the true cause" in err and re.search(r"rank 1\b", first), err[-3000:]
+
+
+def check_training(text: str) -> None:
+    losses = [float(value) for value in re.findall(r"loss\s*[=:]?\s*(\d+\.\d+)", text)]
+    assert len(losses) >= 2 and losses[0] > 4.5, text[-2000:]
+    assert min(losses[1:]) < losses[0] - 0.5 and all(map(math.isfinite, losses))
+
+
+def test_the_example_learns_under_pdrun(shell: Shell) -> None:
+    code, out, err = shell.run("--nodes", "2", "--devices", "2", "--local", EXAMPLE, "--steps", "12", timeout=170)
+    assert code == 0, err
+    check_training(out)
+
+
+def test_the_example_runs_unchanged_under_torchrun(shell: Shell) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        EXAMPLE,
+        "--steps",
+        "12",
+    ]
+    done = subprocess.run(
+        command,
+        cwd=shell.folder,
+        env={**shell.env, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    check_training(done.stdout)

@@ -1,0 +1,67 @@
+"""The event log and its replay."""
+
+from pathlib import Path
+
+import pytest
+
+from pdrun.eventlog import Event, EventLog, JobStatus, read, replay
+
+STORY = [
+    Event("created", 100.0, {"job": "gpt", "run": "gpt-1", "nodes": 2}),
+    Event("joined", 101.0, {"node": "n1", "workers": 2}),
+    Event("joined", 102.0, {"node": "n2", "workers": 1}),
+    Event("assigned", 102.1, {"generation": 0, "restarts": 0, "nodes": [["n1", 0, 2], ["n2", 2, 1]]}),
+    Event("started", 102.2, {"generation": 0}),
+    Event("exited", 110.0, {"rank": 2, "node": "n2", "code": 3, "cause": "exit code 3"}),
+    Event("stopping", 110.1, {"reason": "rank 2 failed"}),
+    Event("exited", 110.2, {"rank": 0, "node": "n1", "code": 143, "cause": "stopped"}),
+    Event("verdict", 110.3, {"code": 3, "reason": "rank 2 on n2 ended with exit code 3"}),
+]
+
+
+def test_replay_tells_the_story() -> None:
+    status = replay(STORY)
+    assert (status.job, status.run, status.state, status.code) == ("gpt", "gpt-1", "done", 3)
+    assert [node.name for node in sorted(status.nodes.values(), key=lambda node: node.index)] == ["n1", "n2"]
+    assert [(status.ranks[r].node, status.ranks[r].state) for r in (0, 1, 2)] == [
+        ("n1", "failed"), ("n1", "running"), ("n2", "failed"),
+    ]  # fmt: skip
+    assert status.started_at == 100.0 and status.ended_at == 110.3
+
+
+def test_a_new_generation_forgets_the_old_exits() -> None:
+    again = [Event("restarting", 111.0, {"reason": "rank 2 failed"}),
+             Event("assigned", 112.0, {"generation": 1, "restarts": 1, "nodes": [["n1", 0, 2], ["n2", 2, 1]]}),
+             Event("started", 112.1, {"generation": 1})]  # fmt: skip
+    status = replay(STORY[:-1] + again)
+    assert (status.generation, status.restarts, status.state) == (1, 1, "running")
+    assert {rank.state for rank in status.ranks.values()} == {"running"}
+
+
+def test_the_file_holds_what_was_appended_and_cut_lines_are_passed_over(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "deep" / "events.jsonl")
+    for event in STORY:
+        log.append(event)
+    log.close()
+    log.close()
+    assert list(read(log.path)) == STORY
+    whole = log.path.read_bytes()
+    for cut in range(0, len(whole), 7):
+        log.path.write_bytes(whole[:cut])
+        events = list(read(log.path))
+        assert events == STORY[: len(events)]
+    log.path.write_text('[1]\n"text"\n{}\n{"kind": "joined"}\n\x00\n' + STORY[0].to_line() + "\n")
+    assert list(read(log.path)) == [STORY[0]]
+
+
+def test_a_broken_disk_is_counted_and_never_raised(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    log = EventLog(tmp_path / "file" / "events.jsonl")
+    log.append(STORY[0])
+    log.append(STORY[1])
+    assert log.lost == 2
+
+
+@pytest.mark.parametrize("kind", ["unheard-of", ""])
+def test_unknown_kinds_change_nothing(kind: str) -> None:
+    assert replay([Event(kind, 1.0, {"x": 1})]) == JobStatus()

@@ -1,0 +1,86 @@
+"""Addresses: what is accepted, and what is refused with the reason."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdrun.errors import UsageError
+from pdrun.net import Endpoint, check_host, parse_endpoint, parse_port
+
+
+@pytest.mark.parametrize(
+    ("text", "endpoint"),
+    [
+        ("node1:29500", Endpoint("node1", 29500)),
+        ("10.0.0.1:1", Endpoint("10.0.0.1", 1)),
+        ("[::1]:65535", Endpoint("::1", 65535)),
+        ("[fe80::1%eth0]:80", Endpoint("fe80::1%eth0", 80)),
+        ("pod-0.svc.cluster.local:80", Endpoint("pod-0.svc.cluster.local", 80)),
+        ("1node:80", Endpoint("1node", 80)),
+    ],
+)
+def test_endpoints_are_parsed_and_written_back(text: str, endpoint: Endpoint) -> None:
+    assert parse_endpoint(text, where="--scheduler") == endpoint
+    assert str(endpoint) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("http://a:80", "URL"),
+        ("host:80:80", "colons"),
+        ("[::1", "bracket"),
+        ("[::1]80", "bracket"),
+        ("fe80::1", "colons"),
+        ("host", "no port"),
+        ("host:", "no port"),
+        ("127.1:80", "neither"),
+        ("0177.0.0.1:80", "neither"),
+        ("0x7f.1:80", "neither"),
+        (":80", "neither"),
+        ("-oProxyCommand=x:80", "neither"),
+        ("a b:80", "neither"),
+        ("host:0", "not a port"),
+        ("host:65536", "not a port"),
+        ("host:abc", "not a port"),
+        ("host:８０", "not a port"),
+        ("host:-1", "not a port"),
+    ],
+)
+def test_bad_endpoints_are_refused_by_name(text: str, words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_endpoint(text, where="--scheduler")
+    assert words in str(caught.value)
+    assert str(caught.value).startswith("--scheduler: ")
+
+
+def test_a_default_port_lets_the_port_be_left_out() -> None:
+    assert parse_endpoint("node1", where="x", default_port=29400) == Endpoint("node1", 29400)
+    assert parse_endpoint("fe80::1", where="x", default_port=29400) == Endpoint("fe80::1", 29400)
+    assert parse_endpoint("[fe80::1]", where="x", default_port=29400) == Endpoint("fe80::1", 29400)
+    with pytest.raises(UsageError):
+        parse_endpoint("node1:", where="x", default_port=29400)
+
+
+def test_port_zero_only_where_it_means_choose() -> None:
+    assert parse_port("0", where="x", lowest=0) == 0
+    with pytest.raises(UsageError):
+        parse_port("0", where="x")
+
+
+@given(st.text(max_size=40))
+def test_any_text_gives_a_host_or_a_usage_error(text: str) -> None:
+    try:
+        host = check_host(text, where="x")
+    except UsageError:
+        return
+    assert host and not host.startswith("-") and "\x00" not in host and " " not in host
+
+
+@given(st.text(max_size=40))
+def test_any_text_gives_an_endpoint_or_a_usage_error(text: str) -> None:
+    try:
+        found = parse_endpoint(text, where="x")
+    except UsageError:
+        return
+    assert parse_endpoint(str(found), where="x") == found

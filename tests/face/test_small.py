@@ -1,0 +1,93 @@
+"""Errors, names, clocks and the face of the package."""
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import pdrun
+from pdrun import errors
+from pdrun.clock import FakeClock, SystemClock
+from pdrun.names import check_name, name_from, natural_key
+
+
+def test_exit_codes_are_the_documented_ones() -> None:
+    codes = {cls.__name__: cls.exit_code for cls in errors.PdrunError.__subclasses__()}
+    assert codes == {
+        "UsageError": 2, "ConfigError": 78, "RendezvousError": 69, "AuthenticationError": 77,
+        "RestartsExhausted": 75, "DeadlineExceeded": 124, "JobFailed": 70,
+    }  # fmt: skip
+
+
+def test_an_error_is_one_line_with_place_and_advice() -> None:
+    error = errors.ConfigError("has mode 0644", where="/home/u/cookie", hint="chmod 600 it")
+    assert str(error) == "/home/u/cookie: has mode 0644; chmod 600 it"
+
+
+def test_a_failed_job_carries_the_users_traceback() -> None:
+    error = errors.JobFailed(
+        "rank 1 on n2 ended with exit code 1", exit_code=1, rank=1, host="n2", traceback="Tb\nE: x\n"
+    )
+    assert (error.exit_code, error.rank, error.host) == (1, 1, "n2")
+    assert str(error).splitlines() == ["rank 1 on n2 ended with exit code 1", "Tb", "E: x"]
+
+
+def test_suggestions() -> None:
+    assert errors.did_you_mean("--devies", ["--devices", "--nodes"]) == "did you mean '--devices'?"
+    assert errors.did_you_mean("zzz", ["--devices"]) == ""
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", ".", "..", "", "-rf", "a" * 64, "a\n", "a\x00b", "é", "🚀", "_x"])
+def test_names_that_could_leave_their_folder_are_refused(name: str) -> None:
+    with pytest.raises(errors.UsageError):
+        check_name(name, where="--job")
+
+
+@given(st.text(max_size=100))
+def test_name_from_always_gives_a_name(text: str) -> None:
+    assert check_name(name_from(text), where="x")
+
+
+def test_node2_stands_before_node10() -> None:
+    names = ["node10", "node2", "node1", "gpu-01-b", "gpu-1-a", "10.0.0.10", "10.0.0.9"]
+    assert sorted(names, key=natural_key) == [
+        "10.0.0.9",
+        "10.0.0.10",
+        "gpu-1-a",
+        "gpu-01-b",
+        "node1",
+        "node2",
+        "node10",
+    ]
+
+
+@given(st.lists(st.text(max_size=8), max_size=8))
+def test_natural_order_is_total(names: list[str]) -> None:
+    assert sorted(names, key=natural_key) == sorted(reversed(names), key=natural_key)
+
+
+def test_clocks() -> None:
+    fake = FakeClock()
+    before = fake.monotonic(), fake.wall()
+    fake.advance(2.5)
+    assert (fake.monotonic() - before[0], fake.wall() - before[1]) == (2.5, 2.5)
+    with pytest.raises(ValueError, match="does not go back"):
+        fake.advance(-1)
+    real = SystemClock()
+    assert real.monotonic() <= real.monotonic()
+
+
+def test_importing_the_face_loads_nothing_heavy() -> None:
+    heavy = ("torch", "zmq", "click", "rich", "yaml", "psutil")
+    code = f"import sys, pdrun; print([name for name in {heavy} if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_public_names_all_load() -> None:
+    for name in pdrun.__all__:
+        assert getattr(pdrun, name) is not None
+    assert set(pdrun.__all__) <= set(dir(pdrun))
+    with pytest.raises(AttributeError):
+        _ = pdrun.nothing

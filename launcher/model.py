@@ -25,6 +25,8 @@ class BackendFacts:
     """Why it was refused, or what was found (``4 devices by /dev/nvidia*``)."""
     devices: tuple[Device, ...] = ()
     """Visible ones only: what an outer scheduler hid stays hidden."""
+    broken: bool = False
+    """The environment contradicts itself about this kind: an error once it is wanted, not a reason to try the next."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ class Facts:
     """Why the program cannot be started here (missing, a directory, not readable), or empty."""
     program_error_code: int = 0
     """Exit code that goes with it: 2, 126 or 127."""
+    log_error: str = ""
+    """Why no log files can be made in the log folder, or empty."""
     imports_torch: bool = False
     """Whether the script's text mentions torch: then the store is started at once instead of on first use."""
 
@@ -71,6 +75,8 @@ class WorkerPlan:
     """CPUs that it is bound to; empty: not bound."""
     threads: int
     """Value of OMP_NUM_THREADS."""
+    device_index: int = 0
+    """Index of its device among those that the worker sees (`WorkerEnv.device_index`)."""
 
 
 Mode = Literal["alone", "local", "first", "join"]

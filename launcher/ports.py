@@ -91,6 +91,23 @@ class WorkerOutput(Protocol):
     It never blocks on a file or the terminal, and no line of one worker is ever torn by another's.
     """
 
+    def prepare(self) -> None:
+        """
+        Make the log folder, or find out that it cannot be used: part of the preflight.
+
+        Raises:
+            ConfigError: names the folder and the reason.
+        """
+        ...
+
+    def begin(self, run: str, world_size: int) -> None:
+        """A generation starts: needed before `open`; names the folder, and tells whether lines need a prefix."""
+        ...
+
+    def reveal(self, rank: int) -> None:
+        """A worker failed: show the last lines of one that --show-ranks hides; once."""
+        ...
+
     def open(self, rank: int, local_rank: int, generation: int) -> tuple[int, int]:
         """Make the two pipes of a worker; return the write ends (stdout, stderr), which the caller closes."""
         ...

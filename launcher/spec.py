@@ -44,8 +44,11 @@ class Resources:
     """How many of what."""
 
     nodes: int = 1
-    devices: int | Literal["auto"] = "auto"
-    """Workers on each node. auto: every accelerator that is visible, one where there is none."""
+    devices: int | Literal["auto", "accelerators", "cpus", "accelerators-or-cpus"] = "auto"
+    """
+    Workers on each node. auto: every accelerator that is visible, one where there is none. The others are torchrun's
+    ``--nproc-per-node gpu``, ``cpu`` (one a usable CPU) and ``auto`` (the first, else the second).
+    """
     backend: str = "auto"
     """One of BACKENDS."""
     threads: int | Literal["auto"] = "auto"
@@ -122,7 +125,7 @@ class JobSpec:
         whole = (("--nodes", self.resources.nodes, 1), ("--devices", self.resources.devices, 1),
                  ("--threads", self.resources.threads, 1), ("--max-restarts", self.policy.max_restarts, 0))  # fmt: skip
         for name, value, least in whole:
-            if value != "auto" and int(value) < least:
+            if isinstance(value, int) and value < least:
                 raise UsageError(f"{value} is below {least}", where=name)
         if self.resources.backend not in BACKENDS:
             raise UsageError(f"{self.resources.backend!r} is not one of {', '.join(BACKENDS)}", where="--backend")

@@ -66,12 +66,17 @@ class EventLog:
 def read(path: Path) -> Iterator[Event]:
     """Yield the events of a log; lines that are no whole event are passed over."""
     with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                data = json.loads(line)
-                yield Event(kind=str(data.pop("kind")), time=float(data.pop("time")), data=data)
-            except (ValueError, KeyError, AttributeError, TypeError):
-                continue
+        yield from parse(file)
+
+
+def parse(lines: Iterable[str]) -> Iterator[Event]:
+    """Yield the events that lines of a log hold; lines that are no whole event are passed over."""
+    for line in lines:
+        try:
+            data = json.loads(line)
+            yield Event(kind=str(data.pop("kind")), time=float(data.pop("time")), data=data)
+        except (ValueError, KeyError, AttributeError, TypeError):
+            continue
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,7 @@ class RankStatus:
     rank: int
     node: str
     state: str
-    """running, done or failed."""
+    """running, done, failed, or stopped (by pdrun, after something else had failed)."""
     code: int | None = None
     cause: str = ""
 
@@ -178,5 +183,6 @@ def _assigned(status: JobStatus, data: Mapping[str, Any]) -> JobStatus:
 def _exited(status: JobStatus, data: Mapping[str, Any]) -> JobStatus:
     rank, code = int(data["rank"]), int(data["code"])
     before = status.ranks.get(rank, RankStatus(rank, str(data.get("node", "")), "running"))
-    after = replace(before, state="failed" if code else "done", code=code, cause=str(data.get("cause", "")))
+    state = "done" if not code else "stopped" if data.get("how") == "stopped" else "failed"
+    after = replace(before, state=state, code=code, cause=str(data.get("cause", "")))
     return replace(status, ranks={**status.ranks, rank: after})

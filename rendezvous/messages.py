@@ -154,6 +154,10 @@ class Assign:
     restarts: int
     master: str
     """``HOST:PORT`` of the store that rank 0's node holds."""
+    local_rank: int = 0
+    """Workers of lower ranks on the same host, in other nodes; for a dynamic cluster, where a worker is a node."""
+    local_world_size: int = 0
+    """All workers on the same host, over all of its nodes."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,175 @@
+"""
+Which device kinds are here: every table is asked, every refusal keeps its reason.
+
+Nothing is imported from torch and no tool is started where the files already answer: about a millisecond on a machine
+without accelerators.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import util
+from pathlib import Path
+from typing import Protocol
+
+from pdrun.backends import cpu, cuda, mps, npu, rocm, xpu
+from pdrun.backends.base import Answer, Backend, Probe, Run, Search, Surroundings, TorchBuild
+from pdrun.backends.visibility import Visible, visible
+from pdrun.errors import ConfigError, UsageError, did_you_mean
+from pdrun.topology import Device
+
+KINDS: Mapping[str, Backend] = {
+    module.BACKEND.name: module.BACKEND for module in (cuda, rocm, npu, xpu, mps, cpu)
+}
+"""Name -> table, in the order in which `auto` tries them."""
+
+
+class Result(Protocol):
+    """What `choose` reads: a `Probe`, or the launcher's copy of one."""
+
+    @property
+    def name(self) -> str:
+        """Name of the backend."""
+        ...
+
+    @property
+    def present(self) -> bool:
+        """Whether `auto` may take it."""
+        ...
+
+    @property
+    def reason(self) -> str:
+        """What was found, or why it was refused."""
+        ...
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The visible ones."""
+        ...
+
+    @property
+    def broken(self) -> bool:
+        """Whether the environment contradicts itself about it."""
+        ...
+
+
+def backend(name: str) -> Backend:
+    """Return the table of a kind; UsageError for an unknown name."""
+    if name not in KINDS:
+        known = ", ".join(KINDS)
+        raise UsageError(f"{name!r} is not one of {known}", where="--backend", hint=did_you_mean(name, KINDS))
+    return KINDS[name]
+
+
+def probe_all(
+    environ: Mapping[str, str],
+    root: Path = Path("/"),
+    run: Run | None = None,
+    *,
+    build: Callable[[], TorchBuild | None] | None = None,
+    platform: str = sys.platform,
+    machine: str | None = None,
+) -> tuple[Probe, ...]:
+    """
+    Ask every table, in the order of `auto`; cpu comes last and is always present.
+
+    Args:
+        run: asks a vendor's tool; the default starts it, for at most 3 seconds.
+        build: tells what the installed torch was built for; called only where a device was found.
+    """
+    here = Surroundings(root, environ, run or _run(environ), platform, machine or os.uname().machine)
+    return tuple(_probe(table, here, build or installed_torch) for table in KINDS.values())
+
+
+def choose(name: str, probes: Sequence[Result]) -> tuple[Backend, str]:
+    """
+    Return the table to use and the reason, which names every kind that was refused on the way.
+
+    Raises:
+        ConfigError: the kind that was asked for is not here, or what `auto` would take contradicts itself.
+        UsageError: no such kind.
+    """
+    if name != "auto":
+        chosen = next((probe for probe in probes if probe.name == backend(name).name), None)
+        if chosen is None or chosen.broken or not chosen.devices:
+            reason = chosen.reason if chosen else "was not looked for"
+            raise ConfigError(f"{name} cannot be used: {reason}", where="--backend", hint=_instead(probes))
+        return KINDS[name], f"asked for; {chosen.reason}"
+    refused: list[str] = []
+    for probe in probes:
+        if probe.broken:
+            raise ConfigError(probe.reason, where=probe.name, hint="or choose another kind with --backend")
+        if probe.present:
+            return KINDS[probe.name], "; ".join([probe.reason, *refused])
+        refused.append(f"not {probe.name}: {probe.reason}")
+    raise ConfigError("no usable device kind", where="--backend", hint="; ".join(refused))
+
+
+def installed_torch(path: Sequence[str] | None = None) -> TorchBuild | None:
+    """
+    Read what torch on ``path`` (default: this interpreter's) was built for; None when there is none.
+
+    Its ``torch/version.py`` says, for instance: ``cuda: Optional[str] = None``, ``hip: Optional[str] = '6.4.43484'``.
+    """
+    for folder in sys.path if path is None else path:
+        file = Path(folder or ".") / "torch/version.py"
+        if file.is_file():
+            return read_build(file.read_text(encoding="utf-8", errors="replace"), npu=_has_npu(path))
+    return None
+
+
+def read_build(text: str, *, npu: bool = False) -> TorchBuild:
+    """Read the text of torch's version file; lines that are not there count as None."""
+    said = dict(re.findall(r"^(\w+)(?::[^=\n]+)?\s*=\s*['\"]([^'\"\n]+)['\"]", text, re.M))
+    kinds = {"cpu", "mps"} | {kind for kind, key in (("cuda", "cuda"), ("rocm", "hip"), ("xpu", "xpu")) if key in said}
+    return TorchBuild(said.get("__version__", "unknown"), frozenset(kinds | ({"npu"} if npu else set())))
+
+
+def _has_npu(path: Sequence[str] | None) -> bool:
+    if path is None:
+        return util.find_spec("torch_npu") is not None
+    return any((Path(folder) / "torch_npu").is_dir() for folder in path)
+
+
+def _probe(table: Backend, here: Surroundings, build: Callable[[], TorchBuild | None]) -> Probe:
+    search = table.search(here)
+    if not search.found and not search.blind:
+        return Probe(table.name, False, search.reason)
+    try:
+        seen = visible(table, here.environ, search.found, blind=search.blind)
+    except ConfigError as error:
+        return Probe(table.name, False, str(error), broken=True)
+    reason = _reason(search, seen)
+    if not seen.devices:
+        return Probe(table.name, False, reason)
+    torch = build() if table.name != "cpu" else None
+    if torch is not None and table.name not in torch.kinds:
+        without = f"torch {torch.version} is built without {table.name}"
+        lack = f"{table.plugin} is not installed" if table.plugin else without
+        return Probe(table.name, False, f"{reason}, but {lack}", seen.devices)
+    return Probe(table.name, True, reason, seen.devices)
+
+
+def _reason(search: Search, seen: Visible) -> str:
+    if not seen.note:
+        return search.reason
+    return f"{search.reason}, {seen.note}" if seen.devices else f"{search.reason}, all hidden: {seen.note}"
+
+
+def _instead(probes: Sequence[Result]) -> str:
+    here = [probe.name for probe in probes if probe.present]
+    return f"usable here: {', '.join(here)}" if here else ""
+
+
+def _run(environ: Mapping[str, str]) -> Run:
+    """Return the real tool runner; `subprocess` is loaded only when a tool is really asked."""
+
+    def ask(command: Sequence[str]) -> Answer:
+        from pdrun.backends.tools import runner
+
+        return runner(environ)(command)
+
+    return ask

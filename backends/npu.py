@@ -1,0 +1,46 @@
+"""
+Huawei Ascend NPUs, through the package torch_npu.
+
+What is looked at (values from Ascend's documentation)::
+
+    /dev/davinci0 ... /dev/davinci7       one node a chip; a container has nodes only for the chips it was given
+    /dev/davinci_manager                  the driver's own node, needed by every process
+    /usr/local/Ascend/driver/version.info         Version=24.1.0
+
+npu-smi is not asked: its table changes with every release and the nodes say the same.
+"""
+
+from __future__ import annotations
+
+import re
+
+from pdrun.backends.base import Backend, Found, Search, Surroundings, Variable
+
+
+def _search(here: Surroundings) -> Search:
+    nodes = here.numbered("dev", r"davinci([0-9]+)")
+    version = re.search(r"^Version=(\S+)", here.text("usr/local/Ascend/driver/version.info"), re.M)
+    driver = f", driver {version[1]}" if version else ""
+    if not nodes:
+        if version or here.exists("dev/davinci_manager"):
+            return Search((), f"no /dev/davinciN, though an Ascend driver is installed{driver} (a container?)")
+        return Search((), "no /dev/davinciN")
+    if not here.exists("dev/davinci_manager"):
+        return Search((), f"{len(nodes)} node(s) /dev/davinciN, but no /dev/davinci_manager, which every process needs")
+    usable = [number for number, path in nodes if here.usable(path)]
+    if not usable:
+        return Search((), f"{len(nodes)} node(s) /dev/davinciN, none may be opened by this process (group HwHiAiUser?)")
+    # The runtime numbers the chips that it can open from 0, whatever the numbers of the nodes are.
+    found = tuple(Found(str(index)) for index in range(len(usable)))
+    return Search(found, f"{len(found)} device(s) by /dev/davinciN{driver}")
+
+
+BACKEND = Backend(
+    name="npu",
+    title="Ascend NPU (CANN)",
+    variables=(Variable("ASCEND_RT_VISIBLE_DEVICES", ranges=True, ascending=True),),
+    torch_device="npu",
+    collective="hccl",
+    search=_search,
+    plugin="torch_npu",
+)

@@ -1,0 +1,62 @@
+"""
+AMD GPUs. torch calls them ``cuda`` and RCCL ``nccl``.
+
+What is looked at (values from the kernel's amdkfd documentation)::
+
+    /dev/kfd                                           the compute driver's one node
+    /sys/class/kfd/kfd/topology/nodes/1/gpu_id         50432; 0 for a CPU; cannot be read for a card of somebody else
+    /sys/class/kfd/kfd/topology/nodes/1/properties     simd_count 440
+                                                       drm_render_minor 128
+                                                       unique_id 5508303925133741523
+    /dev/dri/renderD128                                a container has nodes only for the cards it was given
+"""
+
+from __future__ import annotations
+
+import re
+
+from pdrun.backends.base import Backend, Found, Search, Surroundings, Variable
+
+_NODES = "sys/class/kfd/kfd/topology/nodes"
+
+
+def _search(here: Surroundings) -> Search:
+    if not here.exists("dev/kfd"):
+        if here.exists(_NODES):
+            return Search((), "amdgpu is loaded, but there is no /dev/kfd (a container without --device=/dev/kfd?)")
+        return Search((), "no /dev/kfd")
+    if not here.usable("dev/kfd"):
+        return Search((), "/dev/kfd may not be opened by this process (group render or video?)")
+    cards = [facts for _, path in here.numbered(_NODES, "([0-9]+)") if (facts := _card(here, path))]
+    if not cards:
+        return Search((), "/dev/kfd is there, but /sys/class/kfd lists no GPU that this process may see")
+    usable = [facts for facts in cards if here.usable(f"dev/dri/renderD{facts['drm_render_minor']}")]
+    if not usable:
+        return Search((), f"{len(cards)} GPU(s) in /sys/class/kfd, but no /dev/dri/renderDN of theirs may be opened")
+    found = tuple(Found(str(index), _uuid(facts)) for index, facts in enumerate(usable))
+    return Search(found, f"{len(found)} device(s) by /dev/kfd and /dev/dri/renderDN")
+
+
+def _card(here: Surroundings, path: str) -> dict[str, str]:
+    """Return the properties of a topology node when it is a GPU, else nothing."""
+    facts = dict(re.findall(r"^(\w+) (\d+)$", here.text(f"{path}/properties"), re.M))
+    is_gpu = here.text(f"{path}/gpu_id") not in ("", "0") and int(facts.get("simd_count", "0")) > 0
+    return facts if is_gpu and "drm_render_minor" in facts else {}
+
+
+def _uuid(facts: dict[str, str]) -> str:
+    number = int(facts.get("unique_id", "0"))
+    return f"GPU-{number:016x}" if number else ""
+
+
+BACKEND = Backend(
+    name="rocm",
+    title="AMD GPU (ROCm)",
+    variables=(
+        Variable("ROCR_VISIBLE_DEVICES", prefixes=("GPU-",)),
+        Variable("HIP_VISIBLE_DEVICES", alias="CUDA_VISIBLE_DEVICES", prefixes=("GPU-",)),
+    ),
+    torch_device="cuda",
+    collective="nccl",
+    search=_search,
+)

@@ -1,0 +1,178 @@
+"""
+Visible-device lists, composed: what an outer scheduler hid stays hidden, whatever a worker is given.
+
+Pure. The rules are the vendors' own, so that pdrun counts what the worker's process will count:
+
+* ``CUDA_VISIBLE_DEVICES`` (seen on two H100, driver 580): the list ends at the first entry that is no device, so
+  ``0,9,1`` shows one; ``-1``, the empty text and ``NoDevFiles`` show none; a device named twice makes the driver fail
+  altogether; a UUID may be cut short while it is unambiguous, in either case; a number after a UUID ends the list.
+* ``ROCR_VISIBLE_DEVICES`` is applied first, ``HIP_VISIBLE_DEVICES`` numbers what it left; HIP reads CUDA's list where
+  its own is unset.
+* ``ASCEND_RT_VISIBLE_DEVICES``: ascending numbers. The runtime knows no ranges (the container runtime's variable does);
+  pdrun reads ``0-3`` as it is meant and hands on ``0,1,2,3``.
+* ``ZE_AFFINITY_MASK``: ``1`` is a device, ``1.0`` a part of one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from pdrun.backends.base import Backend, Found, Variable
+from pdrun.errors import ConfigError, PdrunError
+from pdrun.topology import Device
+
+
+@dataclass(frozen=True)
+class Visible:
+    """What is left after every visibility variable."""
+
+    devices: tuple[Device, ...]
+    note: str = ""
+    """What the variables did, for a reader: ``2 of 8 by CUDA_VISIBLE_DEVICES=4,5``; empty when none is set."""
+
+
+@dataclass(frozen=True)
+class Grant:
+    """What one worker is given."""
+
+    variables: Mapping[str, str]
+    """To be set in its environment."""
+    index: int
+    """Its device's index among those that it sees."""
+
+
+def visible(backend: Backend, environ: Mapping[str, str], found: Sequence[Found], *, blind: bool = False) -> Visible:
+    """
+    Apply the visibility variables to what the driver shows.
+
+    Args:
+        blind: the devices could not be listed, so names in a list are taken on trust and numbers are not.
+
+    Raises:
+        ConfigError: a list that the vendor's runtime would refuse or misread; names the variable and the entry.
+    """
+    left, notes = list(found), []
+    for position, variable in enumerate(backend.variables):
+        source = _source(variable, environ)
+        if source:
+            before = len(left)
+            left = _select(variable, source, environ[source], left, blind=blind)
+            notes.append(f"{len(left)}{'' if blind else f' of {before}'} by {source}={environ[source]}")
+        if position + 1 < len(backend.variables) and source:
+            left = [replace(item, name=str(number)) for number, item in enumerate(left)]
+    devices = tuple(Device(backend.name, number, item.name) for number, item in enumerate(left))
+    return Visible(devices, ", ".join(notes))
+
+
+def limit(backend: Backend, device: Device, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that leave a worker this one device (index 0 for it). See `expose`."""
+    return expose(backend, (device,), environ)
+
+
+def expose(backend: Backend, devices: Sequence[Device], environ: Mapping[str, str]) -> dict[str, str]:
+    """
+    Return the variables that leave a worker these devices, in this order; empty for kinds without such a variable.
+
+    Raises:
+        PdrunError: a device is not among those that ``environ`` shows: pdrun never widens a list.
+    """
+    if not backend.variables or not devices:
+        return {}
+    variable = backend.variables[-1]
+    source = _source(variable, environ)
+    names = [device.name or str(device.index) for device in devices]
+    if source:
+        shown = {_key(entry) for entry in _entries(variable, source, environ[source])}
+        for name in names:
+            if _key(name) not in shown:
+                raise PdrunError(f"device {name} is not among {source}={environ[source]}", where=backend.name)
+    return {variable.name: ",".join(names)}
+
+
+def grants(backend: Backend, devices: Sequence[Device], environ: Mapping[str, str]) -> tuple[Grant, ...]:
+    """
+    Share a node's devices among its workers, one each, in this order.
+
+    Every worker sees all of them, so that ``cuda:LOCAL_RANK`` is its own, as scripts written for torchrun expect.
+    Slices of a card are the exception: a process can use one MIG instance only, so each worker sees just its own.
+    """
+    if any(device.name.startswith("MIG-") for device in devices):
+        return tuple(Grant(limit(backend, device, environ), 0) for device in devices)
+    shared = expose(backend, devices, environ)
+    return tuple(Grant(shared, index if backend.indexed else 0) for index, _ in enumerate(devices))
+
+
+def _source(variable: Variable, environ: Mapping[str, str]) -> str:
+    """Return the name of the variable that counts, or the empty string when neither it nor its alias is set."""
+    return next((name for name in (variable.name, variable.alias) if name and name in environ), "")
+
+
+def _key(entry: str) -> str:
+    """Return the form in which two spellings of one device are equal."""
+    prefix, dash, rest = entry.partition("-")
+    return f"{prefix}-{rest.lower()}" if dash and not entry[0].isdigit() else entry
+
+
+def _entries(variable: Variable, source: str, text: str) -> list[str]:
+    """Return the entries up to the first that names no device, numbers in plain form; duplicates are an error."""
+    entries: list[str] = []
+    for raw in text.split(","):
+        names = _entry(variable, source, raw.strip())
+        if not names or (entries and entries[0][0].isdigit() != names[0][0].isdigit()):
+            break
+        for name in names:
+            whole = name.partition(".")[0] if variable.parts else name
+            if any(_key(name) == _key(old) or old == whole or old.startswith(f"{name}.") for old in entries):
+                raise ConfigError(f"{text!r} names device {name} twice", where=source)
+            if variable.ascending and entries and int(name) < int(entries[-1]):
+                raise ConfigError(f"{text!r} is not in ascending order", where=source, hint="its runtime wants it so")
+            entries.append(name)
+    return entries
+
+
+def _entry(variable: Variable, source: str, entry: str) -> list[str]:
+    """Return the devices that one entry names; none: the list ends here."""
+    if re.fullmatch("[0-9]{1,6}", entry):
+        return [str(int(entry))]
+    if variable.prefixes and entry.startswith(variable.prefixes):
+        return [entry]
+    if variable.parts and re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})+", entry):
+        return [".".join(str(int(part)) for part in entry.split("."))]
+    span = re.fullmatch(r"([0-9]{1,4})-([0-9]{1,4})", entry) if variable.ranges else None
+    if span and int(span[1]) <= int(span[2]):
+        return [str(number) for number in range(int(span[1]), int(span[2]) + 1)]
+    if re.match("[+]?[0-9]", entry):  # the runtime would read the digits and forget the rest
+        raise ConfigError(f"{entry!r} is not a device", where=source, hint="write numbers separated by commas")
+    return []
+
+
+def _select(variable: Variable, source: str, text: str, found: Sequence[Found], *, blind: bool) -> list[Found]:
+    """Return the devices that a list names, in its order, up to the first that is not there."""
+    chosen: list[Found] = []
+    for entry in _entries(variable, source, text):
+        item = _lookup(entry, found, blind=blind)
+        if item is None:
+            break
+        if item.uuid and any(item.uuid == old.uuid for old in chosen):
+            raise ConfigError(f"{text!r} names device {entry} twice", where=source)
+        chosen.append(item)
+    return chosen
+
+
+def _lookup(entry: str, found: Sequence[Found], *, blind: bool) -> Found | None:
+    """Return the device that an entry names, or None when it is not there or not the only one."""
+    if not entry[0].isdigit():
+        known = [item for item in found if item.uuid]
+        matches = [item for item in known if _key(item.uuid).startswith(_key(entry))]
+        if known and not blind:
+            return replace(matches[0], name=entry) if len(matches) == 1 else None
+        return Found(entry) if blind or found else None
+    number, _, part = entry.partition(".")
+    if any(item.parent for item in found):
+        # With MIG a number is a card, and the driver takes its first instance: hand the number on as it stands.
+        return Found(entry) if any(number == (item.parent or item.name) for item in found) else None
+    if int(number) >= len(found):
+        return None
+    return Found(entry) if part else replace(found[int(number)], name=number)

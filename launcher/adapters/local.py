@@ -1,0 +1,99 @@
+"""
+Several nodes on this machine: what each simulated node's agent is told.
+
+An agent reads one line of JSON on stdin, which stays open as its lifeline:
+
+    {"spec": "{...}", "sources": {...}, "secret": "9f3c...", "scheduler_fd": 5 | null,
+     "quiet": false, "tty": [true, true], "colour": true, "front": 4711}
+
+Node 0 gets the scheduler's listening socket and prints what is printed once a job; the others are quiet.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pdrun.errors import RendezvousError
+from pdrun.launcher.model import LaunchPlan
+from pdrun.net import Endpoint
+from pdrun.rendezvous.security import Secret
+
+HOST = "127.0.0.1"
+_BACKLOG = 1024
+
+
+@dataclass(frozen=True)
+class AgentStart:
+    """One agent to start."""
+
+    node: str
+    line: str
+    """What it reads on stdin, with the line end. Holds the secret: never log it."""
+    pass_fds: tuple[int, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"AgentStart(node={self.node!r}, pass_fds={self.pass_fds})"
+
+
+def bind_scheduler() -> socket.socket:
+    """
+    Return a listening socket on loopback, its port chosen by the system: held from here on, never guessed.
+
+    Raises:
+        RendezvousError: loopback cannot be listened on.
+    """
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.bind((HOST, 0))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise RendezvousError(f"cannot listen: {error.strerror}", where=HOST) from error
+    return listener
+
+
+def agent_starts(
+    plan: LaunchPlan, listener: socket.socket, secret: Secret, *, front: int, screen: Mapping[str, Any]
+) -> tuple[AgentStart, ...]:
+    """
+    Return the agents of a plan of mode ``local``, node 0 first.
+
+    Args:
+        plan: what to start.
+        listener: the scheduler's socket, from `bind_scheduler`.
+        secret: of this job.
+        front: pid of the process that starts them, which `pdrun stop` signals.
+        screen: `Console.to_json` of that process.
+    """
+    endpoint = Endpoint(HOST, int(listener.getsockname()[1]))
+    return tuple(
+        AgentStart(
+            node=f"node{index}",
+            line=json.dumps({
+                "spec": _node_spec(plan, index, endpoint),
+                "sources": {**plan.sources, "place.scheduler": "--local", "place.node_rank": "--local"},
+                "secret": secret.reveal().hex(),
+                "scheduler_fd": None if index else listener.fileno(),
+                "quiet": bool(index), "front": front, **screen,
+            }) + "\n",
+            pass_fds=() if index else (listener.fileno(),),
+        )
+        for index in range(plan.nodes)
+    )  # fmt: skip
+
+
+def agent_command() -> list[str]:
+    """Return the command of an agent; ``-P`` keeps the current folder, which may hold a json.py, from its imports."""
+    return [sys.executable, "-P", "-m", "pdrun.launcher.agent_main"]
+
+
+def _node_spec(plan: LaunchPlan, index: int, endpoint: Endpoint) -> str:
+    place = replace(
+        plan.spec.place, local=True, simulated=(index, plan.nodes), node_rank=index, scheduler=endpoint, token_file=""
+    )
+    return replace(plan.spec, place=place).to_json()

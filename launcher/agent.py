@@ -1,0 +1,438 @@
+"""
+The agent of one node: one loop over the scheduler's link, the keeper, the workers' pipes and the user's signals.
+
+    Welcome -> Join -> (Waiting) -> Assign -> preflight -> Ready -> Start -> workers -> Finished -+-> Verdict -> Leave
+                                      ^------------------- another generation -------------------+
+
+It decides nothing about the job: the scheduler does, and every node leaves with its verdict's code. What it decides
+alone is what to do without a scheduler: when the link is lost, or a stop that the user asked for is not answered, the
+workers are ended with the usual grace and it leaves with 69, or 128 + the signal. Every wait has an end.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from pdrun.clock import Clock, SystemClock
+from pdrun.errors import EXIT_UNAVAILABLE, PdrunError, RendezvousError
+from pdrun.launcher.group import Group
+from pdrun.launcher.model import LaunchPlan
+from pdrun.launcher.ports import Keeper, Link, WorkerOutput
+from pdrun.launcher.preflight import preflight
+from pdrun.launcher.signals import FORWARD, STOP, Signals
+from pdrun.launcher.store import StoreSocket
+from pdrun.launcher.voice import Voice
+from pdrun.rendezvous.messages import (
+    Assign,
+    Cause,
+    Finished,
+    Join,
+    Leave,
+    Message,
+    Ready,
+    Refuse,
+    Start,
+    StopRequest,
+    StopWorkers,
+    Unready,
+    Verdict,
+    Waiting,
+    Welcome,
+    WorkerExit,
+)
+
+STOP_ANSWER = 2.0
+"""Seconds that a running job's scheduler has to answer a stop, before this node acts alone."""
+STOP_ANSWER_WAITING = 0.7
+"""The same while the nodes are still coming together."""
+HUMAN_EVERY = 5.0
+FAREWELL = 1.0
+
+
+class Child(Protocol):
+    """The scheduler process, as far as the agent needs to know it."""
+
+    def fileno(self) -> int:
+        """Readable when it has ended."""
+        ...
+
+
+@dataclass
+class Surroundings:
+    """Everything that an agent does not decide: real in production, fakes in a test."""
+
+    keeper: Callable[[], Keeper]
+    output: Callable[[LaunchPlan], WorkerOutput]
+    clock: Clock
+    welcomed: Callable[[LaunchPlan, Welcome], None]
+    """Called once, when the run's name is known."""
+    scheduler_child: Child | None = None
+    lifeline: int | None = None
+    """A descriptor whose end means: whoever started this agent is gone, end everything at once."""
+    stdin: int | None = None
+    """What rank 0 reads as its standard input; None: nothing."""
+    address: str = ""
+    """``HOST:PORT`` by which other nodes join; for messages."""
+    events: str = ""
+    """Path of the event log that the scheduler process writes; what it notes is shown. Empty: none."""
+    quiet: bool = False
+    """Another agent prints what is printed once a job."""
+
+
+def run_agent(
+    plan: LaunchPlan | Callable[[Welcome], LaunchPlan], link: Link, *, keeper_factory: Callable[[], Keeper],
+    output_factory: Callable[[LaunchPlan], WorkerOutput], clock: Clock | None = None,
+    scheduler_child: Child | None = None, lifeline: int | None = None, stdin: int | None = None, address: str = "",
+    events: str = "", quiet: bool = False, welcomed: Callable[[LaunchPlan, Welcome], None] = lambda plan, welcome: None,
+) -> int:  # fmt: skip
+    """
+    Take part in a job until its end; return the exit code of the verdict.
+
+    Args:
+        plan: of this node, or how to make it when the scheduler's specification is known (`pdrun join`).
+
+    Raises:
+        PdrunError: the plan cannot be made, the scheduler was never reached or refused this node.
+    """
+    around = Surroundings(
+        keeper_factory, output_factory, clock or SystemClock(), welcomed, scheduler_child, lifeline, stdin, address,
+        events, quiet,
+    )  # fmt: skip
+    with Signals() as signals:
+        agent = Agent(plan, link, signals, around)
+        try:
+            return agent.run()
+        finally:
+            agent.close()
+
+
+class Agent:
+    """See the module. `run` once, then `close`."""
+
+    def __init__(
+        self, plan: LaunchPlan | Callable[[Welcome], LaunchPlan], link: Link, signals: Signals, around: Surroundings
+    ) -> None:
+        self._planner = plan if callable(plan) else lambda welcome: plan
+        self._link, self._signals, self._around = link, signals, around
+        self._clock = around.clock
+        self._voice = Voice(self._clock, quiet=around.quiet, address=around.address, events=around.events)
+        self._keeper: Keeper | None = None
+        self._plan: LaunchPlan | None = None
+        self._output: WorkerOutput | None = None
+        self._run = ""
+        self._assign: Assign | None = None
+        self._group: Group | None = None
+        self._store: StoreSocket | None = None
+        self._next_store: StoreSocket | None = None
+        self._wants_store = False
+        self._finished = False
+        self._stops = 0
+        self._answer_by: float | None = None
+        self._leaving: int | None = None
+        """The code to leave with once no worker is left; set where there will be no verdict."""
+        self._code: int | None = None
+
+    def run(self) -> int:
+        """Loop until the job is over for this node."""
+        self._keeper = self._around.keeper()
+        try:
+            while self._code is None:
+                self._turn()
+        except PdrunError as error:
+            self._link.send(Leave(error.what))
+            raise
+        return self._code
+
+    def close(self) -> None:
+        """End everything that is left, in an order in which nothing is lost: workers, last words, the link."""
+        if self._keeper is not None:
+            self._keeper.close()
+        for store in (self._store, self._next_store):
+            if store is not None:
+                store.close()
+        self._link.close(FAREWELL)
+        if self._output is not None:
+            self._output.close()
+
+    # The loop ---------------------------------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        """Wait for something, then deal with it: output first, so that no line is younger than what it explains."""
+        ready = self._wait()
+        for fd in ready:
+            if self._output is not None:
+                self._output.read(fd)
+        if self._around.lifeline in ready and not os.read(self._around.lifeline, 4096):
+            return self._lifeline_cut()
+        for number in self._signals.read():
+            self._signalled(number)
+        self._keeper_events()
+        self._store_events(ready)
+        self._messages(ready)
+        if self._group is not None:
+            self._group.tick()
+        self._voice.look()
+        self._conclude()
+        return None
+
+    def _wait(self) -> set[int]:
+        """Sleep until a descriptor is readable or something is due; return the readable ones."""
+        poll, now = select.poll(), self._clock.monotonic()
+        for fd in (*self._descriptors(), *(self._output.filenos() if self._output else ())):
+            if fd >= 0:
+                poll.register(fd, select.POLLIN)
+        times = [self._answer_by, self._voice.deadline(), self._group.deadline() if self._group else None]
+        if self._leaving is None:
+            times.append(self._link.deadline())
+        due = min((time for time in times if time is not None), default=None)
+        # a millisecond more, in which poll counts: a wait that ends too early would be a busy one
+        return {fd for fd, _ in poll.poll(None if due is None else max(0.0, due - now) * 1000 + (due > now))}
+
+    def _descriptors(self) -> Iterator[int]:
+        yield self._signals.fileno()
+        if self._keeper is not None:
+            yield self._keeper.fileno()
+        if self._around.lifeline is not None:
+            yield self._around.lifeline
+        if self._leaving is None:
+            yield self._link.fileno()
+            if self._around.scheduler_child is not None:
+                yield self._around.scheduler_child.fileno()
+        if self._store is not None and self._group is not None and self._is_first:
+            yield self._store.fileno()
+
+    @property
+    def _is_first(self) -> bool:
+        return self._assign is not None and self._assign.node_rank == 0
+
+    def _conclude(self) -> None:
+        """What follows from the state of the workers."""
+        group = self._group
+        if group is not None and group.started and group.done and not self._finished:
+            self._finished = True
+            self._send_finished(group.generation)
+        if self._leaving is not None and (group is None or not group.started or group.done):
+            self._code = self._leaving
+        elif self._answer_by is not None and self._clock.monotonic() >= self._answer_by:
+            self._answer_by = None
+            self._stop_alone()
+
+    def _send_finished(self, generation: int) -> None:
+        assert self._plan is not None
+        if self._next_store is None and self._leaving is None and self._plan.spec.policy.max_restarts:
+            self._next_store = StoreSocket(self._plan.listen)
+        self._link.send(Finished(generation, self._next_store.address if self._next_store else ""))
+
+    # The scheduler ----------------------------------------------------------------------------------------------------
+
+    def _messages(self, ready: set[int]) -> None:
+        if self._leaving is not None:
+            return
+        child = self._around.scheduler_child
+        try:
+            messages = self._link.poll()
+            for message in messages:
+                self._heard(message)
+            if child is not None and child.fileno() in ready and self._code is None and not messages:
+                raise RendezvousError("the scheduler process on this node has died")
+        except RendezvousError as error:
+            if self._group is None or not self._group.started:
+                raise
+            self._voice.say(f"{error}; stopping the workers of this node")
+            self._leave_alone(error.exit_code, signal.SIGTERM)
+
+    def _heard(self, message: Message) -> None:
+        match message:
+            case Welcome() if self._plan is None:
+                self._welcome(message)
+            case Waiting():
+                self._voice.waiting(message)
+            case Assign():
+                self._assigned(message)
+            case Start(generation) if self._group and self._group.generation == generation and not self._group.started:
+                self._start(self._group)
+            case StopWorkers(generation, number, grace, _):
+                if self._group is not None and self._group.generation == generation and self._group.started:
+                    self._voice.stopping(message)
+                    self._group.stop(number, grace)
+                self._answer_by = None
+            case Refuse(code, reason):
+                self._refused(code, reason)
+            case Verdict():
+                self._verdict(message)
+            case _:
+                pass
+
+    def _welcome(self, message: Welcome) -> None:
+        plan = self._plan = self._planner(message)
+        self._run = message.run
+        self._output = self._around.output(plan)
+        self._voice.begin(plan, self._run, self._output)
+        self._around.welcomed(plan, message)
+        self._store = StoreSocket(plan.listen)
+        self._link.send(Join(
+            node=plan.node, node_rank=plan.spec.place.node_rank, workers=len(plan.workers), facts=dict(plan.facts),
+            store=self._store.address, spec=plan.spec.to_json(),
+        ))  # fmt: skip
+
+    def _assigned(self, message: Assign) -> None:
+        """Take the place in a generation; one that is known already was repeated after a reconnection."""
+        if self._assign is not None and message.generation <= self._assign.generation:
+            return
+        plan, output = self._plan, self._output
+        assert plan is not None and output is not None
+        if self._assign is not None:
+            self._end_store()
+            self._voice.restarting(message)
+        self._assign, self._finished = message, False
+        found = preflight(plan, output)
+        if found.code:
+            self._link.send(Unready(message.generation, found.code, found.reason))
+            return
+        if self._keeper is None:
+            self._keeper = self._around.keeper()
+        output.begin(self._run, message.world_size)
+        self._group = Group(
+            plan, self._run, message, self._keeper, output, self._clock, self._worker_ended, self._around.stdin
+        )
+        self._wants_store = found.imports_torch
+        if self._is_first and self._wants_store:
+            self._start_store()
+        self._link.send(Ready(message.generation))
+
+    def _start(self, group: Group) -> None:
+        assert self._assign is not None
+        self._voice.started(self._assign)
+        group.start()
+
+    def _worker_ended(self, rank: int, cause: Cause) -> None:
+        assert self._assign is not None
+        if self._leaving is None:
+            self._link.send(WorkerExit(self._assign.generation, rank, cause))
+
+    def _refused(self, code: int, reason: str) -> None:
+        if self._group is not None and self._group.started and not self._group.done:
+            self._voice.say(f"the scheduler refused this node: {reason}; stopping its workers")
+            self._leave_alone(code or EXIT_UNAVAILABLE, signal.SIGTERM)
+            return
+        error = RendezvousError(reason)
+        error.exit_code = code or EXIT_UNAVAILABLE
+        raise error
+
+    def _verdict(self, verdict: Verdict) -> None:
+        group = self._group
+        self._answer_by = None
+        if group is not None and group.started and not group.done:
+            self._leave_alone(verdict.code, signal.SIGTERM)
+        else:
+            self._code = verdict.code
+        self._voice.verdict(verdict)
+        self._link.send(Leave())
+
+    # Without the scheduler --------------------------------------------------------------------------------------------
+
+    def _leave_alone(self, code: int, number: int) -> None:
+        """End the workers with the job's grace; then leave with ``code``."""
+        self._leaving, self._answer_by = code, None
+        if self._group is not None and self._group.started and self._plan is not None:
+            self._group.stop(number, self._plan.spec.policy.grace)
+
+    def _stop_alone(self) -> None:
+        """The user's stop was not answered."""
+        number = self._last_stop
+        if self._group is not None and self._group.started:
+            self._voice.say("the scheduler does not answer; stopping the workers of this node")
+        self._leave_alone(128 + number, signal.SIGKILL if self._stops > 1 else number)
+        self._link.send(Leave(f"stopped by {signal.Signals(number).name}"))
+
+    def _lifeline_cut(self) -> None:
+        if self._keeper is not None:
+            self._keeper.close()
+        self._link.send(Leave("the process that started this agent has died"))
+        self._code = EXIT_UNAVAILABLE
+
+    # Signals ----------------------------------------------------------------------------------------------------------
+
+    _last_stop = int(signal.SIGINT)
+
+    def _signalled(self, number: int) -> None:
+        if number in STOP:
+            self._asked_to_stop(number)
+        elif number == signal.SIGTSTP:
+            self._pause()
+        elif number in FORWARD and self._group is not None and self._group.started:
+            self._group.forward(number)
+
+    def _asked_to_stop(self, number: int) -> None:
+        """Once: ask the scheduler to stop the job with grace. Again: kill here and now, and have it kill elsewhere."""
+        self._stops += 1
+        self._last_stop = number
+        name = signal.Signals(number).name
+        if self._plan is None:
+            self._code = 128 + number
+            return
+        running = self._group is not None and self._group.started and not self._group.done
+        self._voice.stop_asked(name, self._plan.spec.policy.grace, again=self._stops > 1, running=running)
+        if self._leaving is None:
+            self._link.send(StopRequest(number, f"{name} on {self._plan.node}", force=self._stops > 1))
+            if self._stops == 1:
+                wait = STOP_ANSWER if running else STOP_ANSWER_WAITING
+                self._answer_by = self._clock.monotonic() + wait
+        if self._stops > 1 and self._group is not None and self._group.started:
+            self._group.stop(signal.SIGKILL, 0.0)
+            self._answer_by = self._answer_by or self._clock.monotonic() + STOP_ANSWER
+
+    def _pause(self) -> None:
+        """Ctrl-Z: stop the workers and this process; where other nodes count on its heartbeat that would be its end."""
+        if self._plan is not None and self._plan.mode != "alone":
+            self._voice.say("Ctrl-Z is not taken: the other nodes would count this one as lost")
+            return
+        if self._group is not None and self._group.started:
+            self._group.forward(signal.SIGSTOP)
+        self._signals.suspend()
+        if self._group is not None and self._group.started:
+            self._group.forward(signal.SIGCONT)
+
+    # The keeper and the store -----------------------------------------------------------------------------------------
+
+    def _keeper_events(self) -> None:
+        if self._keeper is None:
+            return
+        try:
+            for event in self._keeper.events():
+                if event.slot < 0:
+                    why = self._store.ended(event) if self._store else ""
+                    if why and not self._finished:
+                        self._voice.say(f"the process of torch's store (MASTER_PORT) ended: {why}")
+                elif self._group is not None:
+                    self._group.take(event)
+        except PdrunError as error:
+            self._keeper.close()
+            self._keeper = None
+            if self._group is None or not self._group.started:
+                raise
+            self._voice.say(str(error))
+            self._group.abandon(error.what)
+
+    def _store_events(self, ready: set[int]) -> None:
+        if self._store is not None and self._store.fileno() in ready:
+            self._start_store()
+
+    def _start_store(self) -> None:
+        plan = self._plan
+        assert plan is not None and self._store is not None and self._keeper is not None
+        python = plan.workers[0].argv[0] if plan.spec.program.kind != "command" else ""
+        self._store.start(self._keeper, python, {**plan.base_env, **plan.spec.env}, plan.cwd)
+
+    def _end_store(self) -> None:
+        """A generation is over: its store goes, the socket that was announced for the next one takes its place."""
+        if self._store is not None:
+            if self._keeper is not None:
+                self._store.end(self._keeper)
+            self._store.close()
+        self._store, self._next_store = self._next_store, None

@@ -1,0 +1,64 @@
+"""
+One agent of several on this machine: ``python -m pdrun.launcher.agent_main``, started by `pdrun.launcher.front`.
+
+One line of JSON on stdin says what to do (see `pdrun.launcher.adapters.local`). stdin then stays open: its end means
+that the process which started this one is gone, and everything is ended at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+from pdrun.errors import ConfigError, PdrunError
+
+LONGEST_LINE = 16 << 20
+
+
+def main() -> int:
+    """Read the order, run the agent, return its exit code."""
+    try:
+        order = _read_order()
+        return _run(order)
+    except PdrunError as error:
+        print(f"pdrun: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+
+
+def _read_order() -> dict[str, Any]:
+    """Read one line from descriptor 0, byte-exact: nothing after it may be taken into a buffer."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        data = os.read(0, 65536)
+        if not data or len(line) > LONGEST_LINE:
+            raise ConfigError("no order came on standard input", where="agent_main")
+        line += data
+    try:
+        order = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"the order is no JSON: {error}", where="agent_main") from None
+    if not isinstance(order, dict):
+        raise ConfigError("the order is no object", where="agent_main")
+    return order
+
+
+def _run(order: dict[str, Any]) -> int:
+    from pdrun.launcher import facts
+    from pdrun.launcher.console import Console
+    from pdrun.launcher.plan import plan
+    from pdrun.launcher.run import Seat, execute
+    from pdrun.launcher.spec import JobSpec
+    from pdrun.rendezvous.security import Secret
+
+    spec = JobSpec.from_json(order["spec"])
+    made = plan(spec, facts.gather(spec), order["sources"])
+    return execute(made, Seat(
+        secret=Secret.from_hex(order["secret"]), scheduler_fd=order["scheduler_fd"], lifeline=0,
+        console=Console.from_json(order), quiet=order["quiet"], front=order["front"],
+    ))  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""
+The command line's outermost layer: one call in, one exit code out, one line for every mistake.
+
+    a PdrunError, a click error    ``pdrun: error: WHERE: WHAT; HINT`` and its code (2, 69, 77, 78 ...)
+    Ctrl-C                         130
+    anything else                  a fault of pdrun: one line, the traceback in a file, 70
+
+The commands themselves are in `cli_run` (the default) and `cli_commands`; what they print first is in `cli_help`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pdrun.eventlog import JobStatus
+
+
+def main(argv: Sequence[str]) -> int:
+    """
+    Run the command line ``argv`` (without the program's name) and return the exit code.
+
+    Never raises and never prints a traceback of pdrun's own.
+    """
+    standard_library_first(sys.path)
+    try:
+        return _run(list(argv))
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return 130
+    except BrokenPipeError:
+        # the reader of our output went away (pdrun --help | head): keep the interpreter's last flush quiet
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as error:
+        return _fault(error)
+
+
+def _run(argv: list[str]) -> int:
+    import click
+
+    from pdrun.errors import PdrunError
+    from pdrun.launcher.cli_commands import build
+
+    try:
+        code = build(_show).main(argv, prog_name="pdrun", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except PdrunError as error:
+        _say(f"error: {error}")
+        return error.exit_code
+    except click.ClickException as error:
+        _say(f"error: {_plain(error)}")
+        return 2
+    except click.Abort:
+        raise KeyboardInterrupt from None
+
+
+def _show(statuses: list[JobStatus]) -> None:
+    from pdrun.ui.status import show
+
+    show(statuses)
+
+
+def _plain(error: Any) -> str:
+    """Return a complaint of click in our own style: one line, lower case, with a hint where there is one."""
+    import click
+
+    from pdrun.errors import did_you_mean
+
+    if isinstance(error, click.NoSuchOption):
+        name, command = error.option_name, error.ctx.command if error.ctx else None
+        known = [spelling for param in command.params for spelling in param.opts] if command else []
+        hint = did_you_mean(name, known) or "see pdrun --help; options of the script stand after it"
+        return f"no such option {name}; {hint}"
+    text = " ".join(error.format_message().split()).rstrip(".")
+    return text[:1].lower() + text[1:]
+
+
+def _say(text: str) -> None:
+    try:
+        print(f"pdrun: {text}", file=sys.stderr, flush=True)
+    except OSError:
+        pass  # nobody listens; the exit code still tells
+
+
+def _fault(error: Exception) -> int:
+    """Report a fault of pdrun itself: the traceback is for whoever mends it, not for the user's terminal."""
+    import tempfile
+    import traceback
+
+    text = "".join(traceback.format_exception(error))
+    try:
+        fd, path = tempfile.mkstemp(prefix="pdrun-fault-", suffix=".txt")
+        with os.fdopen(fd, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+        where = f"the traceback is in {path}"
+    except OSError:
+        sys.stderr.write(text)
+        where = "the traceback stands above"
+    what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    _say(f"error: a fault of pdrun itself, not of your job ({what}); {where}")
+    return 70
+
+
+def standard_library_first(path: list[str]) -> None:
+    """
+    Put the standard library before everything else in ``path``, in place.
+
+    A ``json.py`` in the working directory or on PYTHONPATH is the user's own affair in the script, and must not become
+    a part of the launcher. Nothing is removed: sites install packages through PYTHONPATH.
+    """
+    home = os.__file__.rpartition("/")[0]  # plain text: pathlib itself could be shadowed
+    archive = f"{home.rpartition('/')[0]}/python{sys.version_info[0]}{sys.version_info[1]}.zip"
+    standard = (home, f"{home}/lib-dynload", archive)
+    path.sort(key=lambda folder: folder not in standard)

@@ -1,0 +1,144 @@
+"""
+``pdrun run``: from words to a plan, and then either to paper or into the world.
+
+The options are made from the tables `options.RUN` and `aliases.ALIASES`, one click option a spelling, so that every
+complaint can name what was really typed. Parsing stops at the script: what stands behind it is the script's.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from pdrun.errors import UsageError
+from pdrun.launcher.aliases import ALIASES
+from pdrun.launcher.derive import Asked, build
+from pdrun.launcher.model import Facts, LaunchPlan
+from pdrun.launcher.options import RUN, Option
+from pdrun.launcher.wishes import Level, Source, Wish, from_environment, read
+
+Rows = Sequence[Option]
+
+
+def parameters(rows: Rows) -> list[click.Parameter]:
+    """Return click's options for the rows of a table, one for each spelling."""
+    return [_option(name, flag=not row.metavar) for row in rows for name in row.names]
+
+
+def _option(name: str, *, flag: bool) -> click.Option:
+    if flag:
+        return click.Option([name, parameter_name(name)], is_flag=True)
+    return click.Option([name, parameter_name(name)], multiple=True, type=click.UNPROCESSED)
+
+
+def parameter_name(spelling: str) -> str:
+    """Return the Python name under which click keeps an option; different for ``--a-b`` and ``--a_b``."""
+    return "o" + spelling.replace("_", "_u").replace("-", "_d")
+
+
+def from_command_line(rows: Rows, params: Mapping[str, Any]) -> tuple[list[Wish], list[str]]:
+    """Return the wishes of what click has found, and the notes of the options that were used."""
+    wishes: list[Wish] = []
+    notes: list[str] = []
+    for row in rows:
+        for name in row.names:
+            found = params.get(parameter_name(name))
+            texts: Iterable[str] = found if isinstance(found, tuple) else [""] if found else []
+            for text in texts:
+                wishes += read(row, text, Source(name, Level.COMMAND, text))
+                notes += [f"{name}: {row.note}"] if row.note else []
+    return wishes, notes
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked, and what to do with it."""
+
+    asked: Asked
+    dry_run: bool = False
+    explain: bool = False
+    json: bool = False
+
+
+def request(params: Mapping[str, Any], words: Sequence[str], environ: Mapping[str, str]) -> Request:
+    """
+    Return what a command line asks for; reads a job file where one stands in the script's place.
+
+    Raises:
+        PdrunError: any of it is wrong; names the place.
+    """
+    wishes, notes = from_command_line((*RUN, *ALIASES), params)
+    around, found = from_environment(environ)
+    ask = {wish.path for wish in wishes if wish.path.startswith("ask.")}
+    wishes = [wish for wish in wishes if not wish.path.startswith("ask.")]
+    wishes += program(words, [*wishes, *around])
+    if "ask.json" in ask and "ask.dry_run" not in ask:
+        raise UsageError("is the form of a plan, and there is none to show", where="--json", hint="add --dry-run")
+    asked = build([*wishes, *around], (*notes, *found))
+    return Request(asked, "ask.dry_run" in ask, "ask.explain" in ask, "ask.json" in ask)
+
+
+def program(words: Sequence[str], said: Iterable[Wish]) -> list[Wish]:
+    """Return the wishes for what stands in the script's place: a program with its arguments, or a job file."""
+    if not words:
+        return []
+    target, *args = words
+    source = Source("command line", Level.COMMAND, target)
+    plain = not any(wish.path == "program.kind" for wish in said)
+    if plain and _is_job_file(target):
+        from pdrun.launcher.specfile import load
+
+        lines = list(load(target))
+        before = next((wish.value for wish in lines if wish.path == "program.args"), ())
+        return [*lines, Wish("program.args", (*before, *args), source)] if args else lines
+    if not target:
+        raise UsageError("the script's name is empty")
+    return [Wish("program.target", target, source), Wish("program.args", tuple(args), source)]
+
+
+def _is_job_file(target: str) -> bool:
+    return target.endswith((".yaml", ".yml"))
+
+
+def make_plan(asked: Asked) -> tuple[LaunchPlan, Facts]:
+    """Look at this machine and decide."""
+    from pdrun.launcher.facts import gather
+    from pdrun.launcher.plan import plan
+
+    facts = gather(asked.spec)
+    return plan(asked.spec, facts, asked.sources, asked.notes), facts
+
+
+def run(params: Mapping[str, Any], words: Sequence[str]) -> int:
+    """Do what ``pdrun run`` was told: print the plan, or execute it and return the job's exit code."""
+    asked = request(params, words, os.environ)
+    plan, facts = make_plan(asked.asked)
+    if asked.explain or asked.dry_run:
+        _print(asked, plan, facts)
+    if asked.dry_run:
+        return 0
+    from pdrun.launcher.run import execute
+
+    return int(execute(plan))
+
+
+def _print(asked: Request, plan: LaunchPlan, facts: Facts) -> None:
+    """Print to stdout what was asked for; to stderr when the job's own output follows."""
+    from pdrun.launcher import show
+    from pdrun.launcher.plan import simulated
+
+    nodes = simulated(plan, facts) if plan.mode == "local" else ()
+    out = sys.stdout if asked.dry_run else sys.stderr
+    if asked.json:
+        out.write(show.plan_json(plan, nodes))
+        return
+    if asked.dry_run:
+        out.write(show.plan_text(plan, nodes))
+    if asked.explain:
+        out.write(("\n" if asked.dry_run else "") + show.explain(plan, facts))
+    out.flush()

@@ -1,0 +1,252 @@
+"""
+`pdrun status`, `logs` and `stop`, without the command line: each returns an exit code or raises a PdrunError.
+
+A job is found in the registry of this user (`pdrun.launcher.jobs`), or reached through its scheduler. How a status
+looks is the caller's: floors forbid this module to know the screens, so `status` takes a `show`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from pdrun import eventlog
+from pdrun.errors import EXIT_OK, EXIT_UNAVAILABLE, RendezvousError, UsageError
+from pdrun.eventlog import JobStatus
+from pdrun.launcher.console import Console
+from pdrun.launcher.follow import LogReader
+from pdrun.launcher.jobs import Job, find, find_running, is_alive, jobs, start_ticks
+from pdrun.net import Endpoint
+
+STOP_TIMEOUT = 60.0
+_FORCE_AGAIN = 0.3
+"""Seconds between the two signals of a forced stop: the job must see two."""
+
+Show = Callable[[list[JobStatus]], None]
+"""Shows statuses to people: one in full, several as a list (`pdrun.ui.status.show`)."""
+Watch = Callable[[Callable[[], list[JobStatus]]], int]
+"""Shows again and again what its argument returns, until all have ended (`pdrun.ui.live.follow`)."""
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A scheduler to ask instead of the registry."""
+
+    endpoint: Endpoint
+    token_file: str = ""
+    """Where the token is, if not at its usual places."""
+    insecure: bool = False
+
+
+def status(
+    name: str | None = None, *, json: bool = False, scheduler: Remote | None = None, show: Show | None = None,
+    watch: Watch | None = None,
+) -> int:  # fmt: skip
+    """
+    Show one job, or without a name the one that runs, or else all that are known.
+
+    Args:
+        name: run, job name or a prefix; None: see above.
+        json: print JSON, one object a job and line, whatever ``show`` is.
+        scheduler: ask this scheduler instead of the registry.
+        show: shows it to people; JSON is printed without it.
+        watch: given for ``--follow``: shows it until the job has ended, instead of once.
+
+    Raises:
+        UsageError: no job is called that. RendezvousError, AuthenticationError: the scheduler could not be asked.
+    """
+    found = job_statuses(name, scheduler=scheduler)
+    if watch is not None:
+        names = [one.run for one in found]
+        return watch(lambda: [one for name in names for one in job_statuses(name, scheduler=scheduler)])
+    if json or show is None:
+        for one in found:
+            print(to_json(one))
+    else:
+        show(found)
+    return EXIT_OK
+
+
+def job_statuses(name: str | None, *, scheduler: Remote | None = None) -> list[JobStatus]:
+    """Return what `status` shows; a job that ended without a verdict has state ``dead``."""
+    if scheduler is not None:
+        return [_ask(scheduler)]
+    known = jobs()
+    if name is None:
+        running = [job for job in known if is_alive(job)]
+        return [read_status(job) for job in (running if len(running) == 1 else known)]
+    return [read_status(find(name, known))]
+
+
+def read_status(job: Job) -> JobStatus:
+    """Return the status of a registered job from its event log; what the log does not say, the registry does."""
+    try:
+        found = eventlog.replay(eventlog.read(Path(job.events))) if job.events else JobStatus(reason="no event log")
+    except OSError as error:
+        found = JobStatus(reason=f"event log {job.events}: {error.strerror}")
+    found = replace(found, job=found.job or job.job, run=found.run or job.run, started_at=found.started_at or job.made)
+    if found.state != "done" and not is_alive(job) and _is_here(job):
+        found = replace(found, state="dead", reason=found.reason or "its agent ended without a verdict")
+    return found
+
+
+def to_json(found: JobStatus) -> str:
+    """Return a status as one line of JSON; nodes and ranks are lists."""
+    data = asdict(found)
+    return json.dumps({**data, "nodes": list(data["nodes"].values()), "ranks": list(data["ranks"].values())})
+
+
+def logs(
+    name: str | None = None, *, ranks: str = "all", follow: bool = False, lines: int | None = None,
+    stdout: bool = True, stderr: bool = True, console: Console | None = None,
+) -> int:  # fmt: skip
+    """
+    Print the workers' logs of a job's last generation, each line behind ``host:rank|``.
+
+    Args:
+        name: run, job name or a prefix; None: the job that runs, else the newest.
+        ranks: ``all`` or ``0,7-9``.
+        follow: go on until the job has ended, through restarts.
+        lines: of each file at most so many of its end; None: all.
+        stdout: whether to show what the workers printed on stdout.
+        stderr: the same for stderr.
+        console: the terminal; for tests.
+
+    Raises:
+        UsageError: no such job, no such rank, or its logs are not on this machine.
+    """
+    known = jobs()
+    if not known and name is None:
+        raise UsageError("no job of yours is known here")
+    job = find(name, known) if name is not None else next((job for job in known if is_alive(job)), known[0])
+    console = console or Console()
+    reader = LogReader(job, read_status, console, ranks=ranks, lines=lines, stdout=stdout, stderr=stderr)
+    try:
+        while reader.step() and follow:
+            reader.pause()
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    finally:
+        console.close()
+    return EXIT_OK
+
+
+def stop(
+    name: str | None = None, *, force: bool = False, timeout: float = STOP_TIMEOUT, scheduler: Remote | None = None
+) -> int:
+    """
+    Stop a job and wait, at most ``timeout`` seconds, until it has gone; say what happened on stderr.
+
+    Args:
+        name: run, job name or a prefix; None: the one that runs.
+        force: no grace for the workers.
+        timeout: seconds to wait.
+        scheduler: ask this scheduler to stop its job, instead of signalling a process here.
+
+    Returns:
+        0 when the job has gone (also when it had before), 69 when it is still ending.
+    """
+    if scheduler is not None:
+        return _request_stop(scheduler, name or "", force=force, timeout=timeout)
+    job = find_running(jobs()) if name is None else find(name, jobs())
+    label = f"job {job.job} (run {job.run})"
+    if not is_alive(job):
+        if not _is_here(job):
+            raise UsageError(f"{label} was started on {job.host}", hint="stop it there, or give --scheduler HOST:PORT")
+        _say(f"{label} is not running{_ended_text(job)}")
+        return EXIT_OK
+    if not _signal(job, force=force, timeout=timeout):
+        _say(f"{label} is still ending after {timeout:g} s (pid {job.pid})" + ("" if force else "; --force kills it"))
+        return EXIT_UNAVAILABLE
+    _say(f"{label} has stopped{_ended_text(job)}")
+    return EXIT_OK
+
+
+def _ask(remote: Remote, job: str = "") -> JobStatus:
+    from pdrun.rendezvous.client import query_status
+    from pdrun.rendezvous.security import find_secret
+
+    secret = None if remote.insecure else find_secret(remote.token_file)[0]
+    lines = query_status(remote.endpoint, secret, job=job, insecure=remote.insecure)
+    return eventlog.replay(eventlog.parse(lines))
+
+
+def _request_stop(remote: Remote, job: str, *, force: bool, timeout: float) -> int:
+    """Ask a scheduler to stop its job; wait until it says that the job is done, or says nothing any more."""
+    from pdrun.rendezvous.client import request_stop
+    from pdrun.rendezvous.security import find_secret
+
+    secret = None if remote.insecure else find_secret(remote.token_file)[0]
+    by = f"pdrun stop on {socket.gethostname()}"
+    request_stop(remote.endpoint, secret, signal.SIGTERM, by, force=force, job=job, insecure=remote.insecure)
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        try:
+            found = _ask(remote, job)
+        except RendezvousError:  # it leaves when every node has
+            _say(f"the job at {remote.endpoint} has stopped")
+            return EXIT_OK
+        if found.state == "done":
+            _say(f"job {found.job} (run {found.run}) has stopped: exit code {found.code}, {found.reason}")
+            return EXIT_OK
+        time.sleep(0.2)
+    _say(f"the job at {remote.endpoint} is still ending after {timeout:g} s")
+    return EXIT_UNAVAILABLE
+
+
+def _signal(job: Job, *, force: bool, timeout: float) -> bool:
+    """Send SIGTERM, twice when forced; return whether the process has gone within ``timeout`` seconds."""
+    deadline = time.monotonic() + timeout
+    _kill(job, signal.SIGTERM)
+    again = time.monotonic() + _FORCE_AGAIN if force else None
+    while is_alive(job):
+        now = time.monotonic()
+        if now >= deadline:
+            return False
+        if again is not None and now >= again:
+            _kill(job, signal.SIGTERM)
+            again = None
+        time.sleep(0.02)
+    return True
+
+
+def _kill(job: Job, number: int) -> None:
+    """Signal the very process that was registered: its number may have been used again since it was looked up."""
+    try:
+        handle = os.pidfd_open(job.pid) if hasattr(os, "pidfd_open") else -1
+    except OSError:
+        return
+    try:
+        if handle < 0:
+            os.kill(job.pid, number)
+        elif job.ticks in (0, start_ticks(job.pid)):
+            signal.pidfd_send_signal(handle, number)
+    except ProcessLookupError:
+        pass
+    except PermissionError as error:
+        raise UsageError(f"may not signal process {job.pid} of job {job.job}") from error
+    finally:
+        if handle >= 0:
+            os.close(handle)
+
+
+def _ended_text(job: Job) -> str:
+    found = read_status(job)
+    if found.code is None:
+        return "" if found.state != "dead" else ": it ended without a verdict"
+    return f": exit code {found.code}" + (f", {found.reason}" if found.reason else "")
+
+
+def _is_here(job: Job) -> bool:
+    return job.host == socket.gethostname()
+
+
+def _say(text: str) -> None:
+    print(f"pdrun: {text}", file=sys.stderr)

@@ -1,0 +1,226 @@
+"""
+From wishes to one JobSpec: meanings that need two options at once, then the frozen specification with its sources.
+
+Pure. The pairs are few and stand one after another in `_DERIVED`: host and port of the scheduler, msrun's two worker
+counts, torchrun's ``--redirects`` with ``--tee``, msrun's two ways of binding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pdrun.errors import UsageError
+from pdrun.launcher.aliases import MSRUN_PORT, TORCHRUN_PORT
+from pdrun.launcher.spec import JobSpec, Output, Place, Policy, Program, Resources, Sources, field_paths
+from pdrun.launcher.values import rank_text
+from pdrun.launcher.wishes import Source, Wish, contradiction, settle
+from pdrun.net import Endpoint
+
+Settled = dict[str, Wish]
+MSRUN_WORKERS = 8
+"""msrun's default of both of its worker counts."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The specification, where each value came from, and what --explain says about the way to it."""
+
+    spec: JobSpec
+    sources: Sources
+    notes: tuple[str, ...] = ()
+
+
+def build(wishes: Iterable[Wish], notes: Iterable[str] = ()) -> Asked:
+    """
+    Return the specification that the wishes amount to.
+
+    Raises:
+        PdrunError: no program, a contradiction, or values that cannot stand together; names the places.
+    """
+    all_wishes = list(wishes)
+    settled, _ = settle(all_wishes)
+    said = list(notes)
+    for derive in _DERIVED:
+        more, new = derive(settled)
+        all_wishes += more
+        said += new
+        settled, overridden = settle(all_wishes)
+    return Asked(_spec(settled), _sources(settled), (*said, *overridden))
+
+
+Derived = tuple[Sequence[Wish], Sequence[str]]
+
+
+def _standalone(settled: Settled) -> Derived:
+    alone = settled.get("torchrun.standalone")
+    for path in ("scheduler.host", "scheduler.port", "place.serve"):
+        if alone and path in settled and settled[path].source.level <= alone.source.level:
+            raise contradiction(alone, settled[path])
+    return (), ()
+
+
+def _scheduler(settled: Settled) -> Derived:
+    """Put host and port together; a host alone gets the port that its launcher would have taken."""
+    host, port = settled.get("scheduler.host"), settled.get("scheduler.port")
+    if host is None:
+        if port is not None and _nodes(settled) > 1 and not _value(settled, "place.local", False):
+            raise port.source.error("a port without a host", "add --master-addr with the first node's address")
+        return (), ([f"{port.source.said()} is not needed: nothing listens on a fixed port"] if port else [])
+    if port is not None:
+        return [Wish("place.scheduler", Endpoint(host.value, port.value), host.source)], ()
+    number = MSRUN_PORT if "msrun.workers" in settled or "msrun.local_workers" in settled else TORCHRUN_PORT
+    note = f"{host.source.said()} names no port; {number} is taken, as its launcher does"
+    return [Wish("place.scheduler", Endpoint(host.value, number), host.source)], [note]
+
+
+def _msrun_counts(settled: Settled) -> Derived:
+    """``--worker_num`` counts all workers, ``--local_worker_num`` those of a node: nodes is their quotient."""
+    whole, local = settled.get("msrun.workers"), settled.get("msrun.local_workers")
+    given = whole or local
+    if given is None:
+        return (), ()
+    notes = [] if whole and local else [f"msrun's default of {MSRUN_WORKERS} is taken for the other worker count"]
+    total = whole.value if whole else MSRUN_WORKERS
+    each = local.value if local else MSRUN_WORKERS
+    if local is None and "resources.devices" in settled and settled["resources.devices"].value != "auto":
+        each = settled["resources.devices"].value
+    elif local is None and "resources.nodes" in settled and total % settled["resources.nodes"].value == 0:
+        each = total // settled["resources.nodes"].value
+    if not isinstance(each, int) or total % each:
+        raise given.source.error(
+            f"{total} workers do not divide into nodes of {each}",
+            "give --worker_num (of the whole job) as a multiple of --local_worker_num (of each node)",
+        )
+    source = Source(given.source.label, given.source.level, given.source.text)
+    per_node = local.source if local else source
+    return [Wish("resources.nodes", total // each, source), Wish("resources.devices", each, per_node)], notes
+
+
+def _binding(settled: Settled) -> Derived:
+    """msrun's False means "do not", which only counts where the other does not say True."""
+    pairs = (("msrun.bind_core", "cores"), ("msrun.bind_numa", "numa"))
+    said = [(settled[path], word) for path, word in pairs if path in settled]
+    true = [Wish("resources.bind", word, wish.source) for wish, word in said if wish.value]
+    return true or [Wish("resources.bind", "none", wish.source) for wish, _ in said[:1]], ()
+
+
+def _shown(settled: Settled) -> Derived:
+    """
+    torchrun's ``--redirects``, ``--tee`` and ``--local-ranks-filter``: which workers are seen on the terminal.
+
+    A stream that is redirected and not teed goes to its file only. pdrun writes both streams of every worker to files
+    anyway, and shows or hides a worker as a whole.
+    """
+    parts = [settled[path] for path in ("torchrun.redirects", "torchrun.tee", "torchrun.shown") if path in settled]
+    if not parts:
+        return (), ()
+    redirects, tee = _value(settled, "torchrun.redirects", {"all": 0}), _value(settled, "torchrun.tee", {"all": 0})
+    source = parts[0].source
+    files = [Wish("output.files", True, part.source) for part in parts if part.path != "torchrun.shown"]
+    named = sorted({key for std in (redirects, tee) for key in std if key != "all"})
+    hidden = {key: _hides(redirects, tee, key, source) for key in (*named, "all")}
+    chosen = _value(settled, "torchrun.shown", None)
+    per_node = _value(settled, "resources.devices", "auto")
+    if chosen is None and not any(hidden.values()):
+        return files, ()
+    if chosen is None and hidden["all"]:
+        chosen = tuple(key for key in named if not hidden[key])
+    if chosen is None or any(hidden.values()):
+        if not isinstance(per_node, int):
+            raise source.error("needs to know how many workers a node has", "give --nproc-per-node as a number")
+        every = range(per_node) if chosen is None else chosen
+        chosen = tuple(rank for rank in every if not hidden.get(rank, hidden["all"]))
+    return [*files, Wish("output.show_ranks", _global(chosen, per_node, _nodes(settled), source), source)], ()
+
+
+def _hides(redirects: Mapping[Any, int], tee: Mapping[Any, int], rank: object, source: Source) -> bool:
+    gone = redirects.get(rank, redirects.get("all", 0)) & ~tee.get(rank, tee.get("all", 0))
+    if gone in (1, 2):
+        stream = "stdout" if gone == 1 else "stderr"
+        raise source.error(
+            f"hides {stream} alone, which is not supported: a worker is shown or hidden as a whole",
+            "use 3 for both streams, or --show-ranks",
+        )
+    return gone == 3
+
+
+def _global(local: Sequence[int], per_node: object, nodes: int, source: Source) -> str:
+    """Return the global ranks that have these local ranks, as text for ``show_ranks``."""
+    if not local:
+        return "none"
+    if nodes == 1:
+        return rank_text(tuple(local))
+    if not isinstance(per_node, int):
+        raise source.error(
+            "names local ranks of several nodes", "give --nproc-per-node as a number, or use --show-ranks"
+        )
+    return rank_text(tuple(node * per_node + rank for node in range(nodes) for rank in local if rank < per_node))
+
+
+_DERIVED: tuple[Callable[[Settled], Derived], ...] = (_msrun_counts, _standalone, _scheduler, _binding, _shown)
+
+
+def _value(settled: Settled, path: str, default: Any) -> Any:
+    return settled[path].value if path in settled else default
+
+
+def _nodes(settled: Settled) -> int:
+    return int(_value(settled, "resources.nodes", 1))
+
+
+_GROUPS = ("program", "resources", "policy", "output", "place")
+
+
+def _spec(settled: Settled) -> JobSpec:
+    if "program.target" not in settled:
+        raise UsageError("no program to run", hint="write pdrun [OPTIONS] SCRIPT [ARGS]; see pdrun --help")
+    kinds: dict[str, dict[str, Any]] = {group: {} for group in _GROUPS}
+    kinds["program"]["kind"] = "script"
+    single: dict[str, Any] = {}
+    env: dict[str, str] = {}
+    for path, wish in settled.items():
+        group, _, name = path.partition(".")
+        if group == "env":
+            env[name] = wish.value
+        elif group in kinds:
+            kinds[group][name] = wish.value
+        elif path in ("job", "chdir"):
+            single[path] = wish.value
+    _check(settled)
+    return JobSpec(
+        program=Program(**kinds["program"]), resources=Resources(**kinds["resources"]),
+        policy=Policy(**kinds["policy"]), output=Output(**kinds["output"]), place=Place(**kinds["place"]),
+        env=env, **single,
+    )  # fmt: skip
+
+
+def _check(settled: Settled) -> None:
+    """What no single value shows."""
+    local = settled.get("place.local")
+    nodes = _nodes(settled)
+    if local and local.value:
+        for path in ("place.scheduler", "place.node_rank", "place.serve", "place.interface", "place.node_name"):
+            if path in settled and settled[path].source.level <= local.source.level:
+                raise contradiction(settled[path], local)
+    rank, serve = settled.get("place.node_rank"), settled.get("place.serve")
+    if rank and rank.value >= nodes:
+        count = settled["resources.nodes"].source.said() if "resources.nodes" in settled else "one node"
+        raise rank.source.error(f"{rank.value} is not a place among {nodes} node(s) ({count})", f"use 0 to {nodes - 1}")
+    if rank and serve and serve.value != (rank.value == 0):
+        raise contradiction(serve, rank)
+    name = settled.get("output.log_name")
+    if name and nodes > 1 and "{rank}" not in name.value and "{node}" not in name.value and "{host" not in name.value:
+        raise name.source.error(f"{name.value!r} is the same on every node", "add {rank} or {node}")
+
+
+def _sources(settled: Settled) -> dict[str, str]:
+    """Return a place for every field of the specification, and for every variable of ``--env``."""
+    labels = {path: wish.source.label for path, wish in settled.items()}
+    variables = {path: label for path, label in labels.items() if path.startswith("env.")}
+    sources = {path: labels.get(path, "default") for path in field_paths()}
+    if variables:
+        sources["env"] = ", ".join(dict.fromkeys(variables.values()))
+    return {**sources, **variables}
+

@@ -1,0 +1,151 @@
+"""
+The one impure step before planning: what is true on this machine, as one frozen `Facts`.
+
+Only what the plan needs is looked at: a job of one node asks neither the network nor psutil, ``--backend cpu`` probes
+no accelerator, and neither torch nor the user's script is ever imported. A probe that fails leaves its reason in the
+facts; only what no plan could do without raises.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pdrun
+from pdrun.backends import affinity
+from pdrun.errors import ConfigError, UsageError
+from pdrun.launcher import network, program
+from pdrun.launcher.model import BackendFacts, Facts
+from pdrun.launcher.spec import JobSpec
+from pdrun.topology import Device
+
+
+def gather(spec: JobSpec, environ: Mapping[str, str] | None = None, root: Path = Path("/")) -> Facts:
+    """
+    Look at this machine for the sake of ``spec``.
+
+    Args:
+        environ: stands in for the process's environment.
+        root: where /sys, /proc and /dev are; tests pass a tree of their own.
+
+    Raises:
+        ConfigError: the working directory is gone. UsageError: the folder of ``--chdir`` is not there.
+    """
+    environ = dict(os.environ if environ is None else environ)
+    cwd = _cwd(spec)
+    hostname = os.uname().nodename
+    networked = is_networked(spec)
+    addresses = network.addresses() if networked else (network.LOOPBACK,)
+    scheduler = spec.place.scheduler
+    found = program.look(spec.program, cwd, {**environ, **spec.env})
+    torch = _torch_folder(spec)
+    return Facts(
+        hostname=hostname,
+        environ=environ,
+        cwd=cwd,
+        python=sys.executable,
+        python_version=".".join(map(str, sys.version_info[:3])),
+        torch_version=torch_version(torch),
+        pdrun_version=pdrun.__version__,
+        cpus=affinity.read_cpus(root),
+        backends=backends(spec.resources.backend, environ, root, torch),
+        addresses=addresses,
+        uid=os.getuid(),
+        script_digest=_digest(found.file) if networked and found.file else "",
+        local_endpoint=network.is_here(scheduler.host, hostname, addresses) if networked and scheduler else None,
+        route_address=network.route(scheduler) if networked else network.LOOPBACK[1],
+        program_error=found.error,
+        program_error_code=found.code,
+        log_error=log_error(spec, cwd),
+        imports_torch=found.imports_torch,
+    )
+
+
+def is_networked(spec: JobSpec) -> bool:
+    """Return whether the job may meet other machines."""
+    place = spec.place
+    return not place.local and place.simulated is None and (spec.resources.nodes > 1 or place.serve is not None)
+
+
+def _cwd(spec: JobSpec) -> str:
+    try:
+        start = Path.cwd()
+    except OSError as error:
+        raise ConfigError(f"the working directory is gone ({error.strerror})", hint="cd to one that is there") from None
+    cwd = os.path.normpath(start / spec.chdir)
+    if not Path(cwd).is_dir():
+        raise UsageError(f"{spec.chdir!r} is not a directory", where="--chdir")
+    return cwd
+
+
+def backends(
+    wanted: str, environ: Mapping[str, str], root: Path = Path("/"), torch: list[str] | None = None
+) -> tuple[BackendFacts, ...]:
+    """Return what each device kind found, in the order of `auto`; only the CPU when nothing else is wanted."""
+    if wanted == "cpu":
+        return (BackendFacts("cpu", True, "always there", (Device("cpu", 0),)),)
+    from pdrun.backends import detect
+
+    probes = detect.probe_all(environ, root, build=lambda: detect.installed_torch(torch))
+    return tuple(
+        BackendFacts(probe.name, probe.present, probe.reason, probe.devices, probe.broken) for probe in probes
+    )
+
+
+def _torch_folder(spec: JobSpec) -> list[str] | None:
+    """Return the module path of another interpreter, by where it lies (PREFIX/bin/python); None: our own."""
+    python = spec.program.python
+    if not python:
+        return None
+    prefix = Path(python).parent.parent
+    return [str(path) for path in prefix.glob("lib/python3*/site-packages")] if "/" in python else []
+
+
+def torch_version(path: list[str] | None = None) -> str:
+    """Return the version of torch on ``path`` (None: this interpreter's), read from its version file; or empty."""
+    for folder in sys.path if path is None else path:
+        try:
+            text = (Path(folder) / "torch" / "version.py").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            continue
+        for line in text.splitlines():
+            if line.startswith("__version__") and "=" in line:
+                return line.partition("=")[2].strip().strip("'\"")
+    return ""
+
+
+def _digest(path: str) -> str:
+    import hashlib
+
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return ""
+
+
+def log_error(spec: JobSpec, cwd: str) -> str:
+    """Return why log files could not be made in the folder that was asked for, or the empty string."""
+    if not spec.output.files:
+        return ""
+    typed = Path(cwd, spec.output.log_dir)
+    path = Path(os.path.realpath(typed))
+    if str(path).startswith(("/proc/", "/sys/")):
+        return "lies in a file system of the kernel"
+    if typed.is_symlink() and not path.exists():
+        return "is a link to nothing"
+    while not os.path.lexists(path) and path != path.parent:
+        path = path.parent
+    if not path.is_dir():
+        return f"cannot be made: {path} is not a directory"
+    if not os.access(path, os.W_OK | os.X_OK):
+        return f"cannot be written: {path} belongs to another user or is read-only"
+    return ""
+
+
+def with_network(facts: Facts, addresses: tuple[tuple[str, str], ...], route: str) -> Facts:
+    """Return the facts with the machine's real addresses, for a report on a job that would not need them."""
+    return replace(facts, addresses=addresses, route_address=route)

@@ -1,0 +1,149 @@
+"""Reads the log files of a job, once or as they grow: each rank's lines behind its prefix, through restarts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from pdrun.errors import UsageError
+from pdrun.eventlog import JobStatus
+from pdrun.launcher.console import ERR, OUT, Console
+from pdrun.launcher.jobs import Job, is_alive
+from pdrun.launcher.lognames import ERR_SUFFIX, OUT_SUFFIX, stem_pattern
+from pdrun.launcher.ranks import RankSet
+from pdrun.launcher.shaping import PrefixShaper
+
+PERIOD = 0.2
+"""Seconds between two looks at files that grow."""
+_BUFFER = 1 << 18
+
+
+@dataclass
+class _Source:
+    """One log file and how it is shown."""
+
+    file: BinaryIO
+    stream: int
+    shaper: PrefixShaper
+
+
+class LogReader:
+    """Shows the logs of one job. `step` until it says that nothing more will come."""
+
+    def __init__(
+        self, job: Job, read_status: Callable[[Job], JobStatus], console: Console, *,
+        ranks: str, lines: int | None, stdout: bool, stderr: bool,
+    ) -> None:  # fmt: skip
+        """Find the files; arguments as in `pdrun.launcher.control.logs`, which also names the errors."""
+        self._job, self._read_status, self._console = job, read_status, console
+        self._ranks = RankSet(ranks, where="--ranks")
+        self._all = ranks == "all"
+        self._lines = lines
+        self._suffixes = {suffix: number for suffix, number, wanted in
+                          ((OUT_SUFFIX, OUT, stdout), (ERR_SUFFIX, ERR, stderr)) if wanted}  # fmt: skip
+        self._pattern = stem_pattern(job.log_name)
+        self._sources: dict[Path, _Source] = {}
+        self._generation = -1
+        self._folder = _run_folder(job)
+        if not self._folder.is_dir():
+            raise UsageError(f"the logs of {job.job} are not here", where=str(self._folder))
+
+    def step(self) -> bool:
+        """Show what is new; False when the job has ended and everything is shown."""
+        status = self._read_status(self._job)
+        running = status.state not in ("done", "dead") and is_alive(self._job)
+        self._open_new(status)
+        for source in self._sources.values():
+            self._copy(source)
+        if not running:
+            self._close()
+        return running
+
+    def pause(self) -> None:
+        """Wait until it is worth looking again; longer while the terminal's reader is behind."""
+        time.sleep(PERIOD)
+        while self._console.held(OUT) or self._console.held(ERR):
+            time.sleep(PERIOD)
+
+    def _open_new(self, status: JobStatus) -> None:
+        """Open files that have appeared, of the newest generation; leave an older one when a newer begins."""
+        generation = _newest_generation(self._folder)
+        if generation is None:
+            return
+        if generation != self._generation:
+            for source in self._sources.values():
+                self._copy(source)
+            self._close()
+            self._sources, first = {}, self._generation < 0
+            self._generation = generation
+            self._lines = self._lines if first else None
+        for path, rank, stream in self._files(self._folder / str(generation)):
+            if path not in self._sources:
+                self._sources[path] = self._open(path, rank, stream, status)
+
+    def _files(self, folder: Path) -> Iterator[tuple[Path, int | None, int]]:
+        """Yield the wanted files of a generation with rank (None: the name does not tell) and stream, in rank order."""
+        found = []
+        for path in folder.rglob("*"):
+            match = self._pattern.fullmatch(str(path.relative_to(folder).with_suffix("")))
+            if path.suffix not in self._suffixes or not path.is_file() or match is None:
+                continue
+            rank = int(match["rank"]) if "rank" in match.groupdict() else None
+            if self._all or (rank is not None and rank in self._ranks):
+                found.append((path, rank, self._suffixes[path.suffix]))
+        return iter(sorted(found, key=lambda item: (item[1] is None, item[1] or 0, item[2], str(item[0]))))
+
+    def _open(self, path: Path, rank: int | None, stream: int, status: JobStatus) -> _Source:
+        known = status.ranks.get(rank) if rank is not None else None
+        prefix = path.stem if rank is None else f"{known.node}:{rank}" if known else str(rank)
+        colour = (rank or 0) if self._console.colour(stream) else None
+        file = path.open("rb")
+        if self._lines is not None:
+            seek_last_lines(file, self._lines)
+        return _Source(file, stream, PrefixShaper(prefix, tty=self._console.tty(stream), colour=colour))
+
+    def _copy(self, source: _Source) -> None:
+        while data := source.file.read(_BUFFER):
+            self._console.write(source.stream, source.shaper.feed(data, time.monotonic()))
+            while self._console.held(source.stream):
+                time.sleep(0.01)
+
+    def _close(self) -> None:
+        for source in self._sources.values():
+            self._console.write(source.stream, source.shaper.finish())
+            source.file.close()
+        self._sources = {}
+
+
+def seek_last_lines(file: BinaryIO, count: int) -> None:
+    """Move to where the last ``count`` lines of a file begin; a last half line counts as one."""
+    at = end = file.seek(0, 2)
+    if count <= 0:
+        return
+    left = count
+    while at > 0:
+        start = max(0, at - _BUFFER)
+        file.seek(start)
+        block = file.read(at - start)
+        search = len(block) - 1 if at == end and block.endswith(b"\n") else len(block)
+        while left and (search := block.rfind(b"\n", 0, search)) >= 0:
+            left -= 1
+        if not left:
+            file.seek(start + search + 1)
+            return
+        at = start
+    file.seek(0)
+
+
+def _run_folder(job: Job) -> Path:
+    """Return the folder of a run's logs, whether the entry names it or the root above it."""
+    inside = Path(job.log_dir) / job.run
+    return Path(job.events).parent if job.events and not inside.is_dir() else inside
+
+
+def _newest_generation(folder: Path) -> int | None:
+    numbers = [int(path.name) for path in folder.iterdir() if path.name.isascii() and path.name.isdigit()]
+    return max(numbers, default=None)

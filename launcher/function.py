@@ -1,0 +1,203 @@
+"""
+`pdrun.launch(fn, ...)`: run a Python function on several workers and get what each of them returned.
+
+    losses = pdrun.launch(train, "data/", devices=4)        # a list in rank order; fn may call pdrun.init()
+
+Everything that holds for ``pdrun SCRIPT`` holds here: the same plan, agent, devices, CPU binding and verdict, run by a
+child process, so that the caller may be a thread, a notebook or a test, and keeps its signal handlers.
+
+Limits: all workers run on this machine (``nodes`` above 1 are simulated). A function and its results travel by pickle
+through a private folder that exists during the call only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pdrun.errors import (
+    EXIT_CONFIG,
+    EXIT_DEADLINE,
+    EXIT_OK,
+    EXIT_RESTARTS,
+    EXIT_SOFTWARE,
+    EXIT_UNAVAILABLE,
+    EXIT_USAGE,
+    ConfigError,
+    DeadlineExceeded,
+    JobFailed,
+    PdrunError,
+    RendezvousError,
+    RestartsExhausted,
+    UsageError,
+)
+from pdrun.eventlog import read
+from pdrun.launcher.function_file import Result, read_results, write_call
+from pdrun.launcher.spec import JobSpec, Output, Place, Policy, Program, Resources
+from pdrun.names import name_from
+
+_OURS: Mapping[int, type[PdrunError]] = {
+    EXIT_USAGE: UsageError, EXIT_CONFIG: ConfigError, EXIT_UNAVAILABLE: RendezvousError, EXIT_SOFTWARE: PdrunError,
+    EXIT_RESTARTS: RestartsExhausted, EXIT_DEADLINE: DeadlineExceeded,
+}  # fmt: skip
+_SOURCES = {
+    "program.target": "launch(fn)", "resources.nodes": "launch(nodes=)", "resources.devices": "launch(devices=)",
+    "resources.backend": "launch(backend=)", "policy.grace": "launch(grace=)", "policy.time_limit": "launch(timeout=)",
+    "output.log_dir": "launch(log_dir=)", "env": "launch(env=)",
+}  # fmt: skip
+MARGIN = 10.0
+"""Seconds beyond the grace that an interrupted job gets before it is killed."""
+
+
+def launch(
+    fn: Callable[..., Any],
+    /,
+    *args: Any,
+    nodes: int = 1,
+    devices: int | Literal["auto"] = "auto",
+    backend: str = "auto",
+    kwargs: Mapping[str, Any] | None = None,
+    env: Mapping[str, str] | None = None,
+    grace: float = 30.0,
+    timeout: float | None = None,
+    log_dir: str | os.PathLike[str] | None = None,
+    quiet: bool = True,
+) -> list[Any]:
+    """
+    Call ``fn(*args, **kwargs)`` in ``nodes * devices`` worker processes; return their results in rank order.
+
+    Args:
+        devices: workers on each node; auto: every visible accelerator, one worker where there is none.
+        backend: kind of device; auto: what this machine has.
+        env: variables for the workers.
+        grace: seconds that workers get to end when another failed or the call was interrupted.
+        timeout: seconds after which the whole job is stopped.
+        log_dir: where the workers' output is kept; default: nowhere.
+        quiet: False passes the workers' output on to this process's standard output while they run.
+
+    Raises:
+        JobFailed: a worker failed; has its rank, host, exit code and traceback, and the exception as ``__cause__``.
+        UsageError, ConfigError: the call cannot be started; DeadlineExceeded: ``timeout`` passed.
+        KeyboardInterrupt: the job has been stopped.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="pdrun-launch-"))
+    try:
+        call = folder / f"{name_from(getattr(fn, '__name__', 'function'))}.call"
+        write_call(call, fn, args, kwargs or {}, [str(Path(entry).absolute()) for entry in sys.path])
+        logs = Path(folder / "logs" if log_dir is None else log_dir)
+        spec = JobSpec(
+            program=Program("function", str(call), python=sys.executable),
+            resources=Resources(nodes=nodes, devices=devices, backend=backend),
+            policy=Policy(grace=grace, time_limit=timeout),
+            output=Output(log_dir=str(logs.absolute())),
+            place=Place(local=True),
+            job=f"{call.stem[:40]}-{folder.name.removeprefix('pdrun-launch-')}",
+            env=dict(env or {}),
+        )
+        job = _Job(spec, quiet)
+        code = job.wait(grace)
+        return _results(read_results(folder), _verdict(logs, spec.job), code, job.tail)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Job:
+    """The child process that runs the job, and its output."""
+
+    def __init__(self, spec: JobSpec, quiet: bool) -> None:
+        self.tail: deque[str] = deque(maxlen=200)
+        self._quiet = quiet
+        # Its own session: Ctrl-C on the terminal reaches the caller alone, which then stops the job in order.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "pdrun.launcher.function_job"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"spec": spec.to_json(), "sources": _SOURCES}).encode() + b"\n")
+        self._process.stdin.flush()
+        self._reader = threading.Thread(target=self._read, daemon=True, name="pdrun.launch output")
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            text = line.decode("utf-8", "replace")
+            self.tail.append(text.rstrip("\n"))
+            if not self._quiet:
+                sys.stdout.write(text)
+                sys.stdout.flush()
+
+    def wait(self, grace: float) -> int:
+        """Return the job's exit code; a KeyboardInterrupt stops the job in order, a second one kills it."""
+        try:
+            return self._process.wait()
+        except BaseException:
+            self._stop(grace)
+            raise
+        finally:
+            self._close()
+
+    def _stop(self, grace: float) -> None:
+        try:
+            self._process.send_signal(signal.SIGINT)
+            self._process.wait(grace + MARGIN)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            self._process.kill()  # its keeper ends every worker
+            self._process.wait()
+
+    def _close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._reader.join(2.0)
+
+
+def _verdict(logs: Path, job: str) -> Mapping[str, Any]:
+    """Return the data of the job's verdict from its event log; empty when it never came to one."""
+    for path in logs.glob("*/events.jsonl"):
+        events = list(read(path))
+        if any(event.data.get("job") == job for event in events):
+            return next((event.data for event in reversed(events) if event.kind == "verdict"), {})
+    return {}
+
+
+def _results(results: list[Result], verdict: Mapping[str, Any], code: int, tail: deque[str]) -> list[Any]:
+    """Return the values, or raise what the job's end means."""
+    if code == EXIT_OK:
+        return _values(results)
+    rank = verdict.get("rank")
+    if rank is None and (ours := _OURS.get(code)) is not None:
+        raise ours(str(verdict.get("reason") or _last_word(tail) or f"the job ended with exit code {code}"))
+    failed = next((result for result in results if result.rank == rank and not result.ok), None)
+    what = str(verdict.get("reason") or f"the job ended with exit code {code}")
+    error = JobFailed(
+        what, exit_code=code, rank=rank, host=str(verdict.get("node", "")),
+        traceback=failed.traceback if failed else str(verdict.get("traceback", "")),
+    )  # fmt: skip
+    raise error from (failed.exception() if failed else None)
+
+
+def _values(results: list[Result]) -> list[Any]:
+    world = results[0].world if results else 1
+    missing = sorted(set(range(world)) - {result.rank for result in results if result.ok})
+    if missing:
+        raise JobFailed(
+            f"rank {missing[0]} ended without returning from the function (sys.exit or os._exit?)",
+            exit_code=EXIT_SOFTWARE, rank=missing[0],
+        )  # fmt: skip
+    return [result.value() for result in results]
+
+
+def _last_word(tail: deque[str]) -> str:
+    """Return the last line that pdrun itself said."""
+    ours = [line.removeprefix("pdrun: ") for line in tail if line.startswith("pdrun: ")]
+    return ours[-1] if ours else ""

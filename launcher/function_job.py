@@ -1,0 +1,58 @@
+"""
+``python -m pdrun.launcher.function_job``: the launcher process of one `pdrun.launch` call.
+
+The job runs in a process of its own, so that the caller may be a thread, a notebook or a test: signal handlers, the
+event loop and the main thread are this process's. Its standard input carries one line of JSON (specification and
+sources) and stays open as a lifeline: when the caller dies in any way, this process leaves at once, and the keepers
+end every worker.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+
+from pdrun.errors import EXIT_SOFTWARE
+
+
+def main() -> int:
+    """Read the job from standard input, run it, return its exit code."""
+    order = json.loads(sys.stdin.buffer.readline())
+    _watch(_take_lifeline())
+    from pdrun.errors import PdrunError
+    from pdrun.launcher.facts import gather
+    from pdrun.launcher.plan import plan
+    from pdrun.launcher.run import execute
+    from pdrun.launcher.spec import JobSpec
+
+    try:
+        spec = JobSpec.from_json(order["spec"])
+        return execute(plan(spec, gather(spec), order["sources"]))
+    except PdrunError as error:
+        sys.stderr.write(f"pdrun: {error}\n")
+        return error.exit_code
+
+
+def _take_lifeline() -> int:
+    """Move the lifeline away from standard input, which workers would otherwise inherit; return its descriptor."""
+    lifeline = os.dup(0)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    return lifeline
+
+
+def _watch(lifeline: int) -> None:
+    threading.Thread(target=_stop_at_end, args=(lifeline,), daemon=True, name="lifeline").start()
+
+
+def _stop_at_end(lifeline: int) -> None:
+    while os.read(lifeline, 4096):
+        pass
+    os._exit(EXIT_SOFTWARE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,472 @@
+"""
+The keeper: a small process between the agent and the workers, so that nothing outlives a job.
+
+It is the parent of every worker and a sub-reaper: whatever a worker leaves behind, `setsid` or not, comes back to it.
+The agent holds the other end of a socket; when that end closes, for whatever reason (SIGKILL included), the keeper
+kills every descendant and leaves. Workers die with the keeper by PR_SET_PDEATHSIG. No root and no cgroup is needed.
+
+Run as a file, ``python -I -S keeper.py FD TOKEN``: standard library only, nothing of pdrun is imported (so all is in
+one file), and nothing slow: dataclasses, typing and pathlib would double the 20 ms of its start, which every launch
+waits for. Messages are JSON, one a SOCK_SEQPACKET packet; descriptors come with SCM_RIGHTS; a command lies in the
+first of them.
+
+Limits. A set-user-ID worker loses its PDEATHSIG (the kernel clears it), not the sweep. A process in uninterruptible
+sleep cannot be killed by anybody: it is named, and waited for no longer than STUCK seconds. Only descendants of this
+process are ever signalled: each is pinned by a pidfd and known by its start time before it is.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import errno
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections import deque
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Any, NoReturn
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+MARKER = "PDRUN_WORKER_OF"
+"""Variable in every worker's environment: ``TOKEN.SLOT``, by which a leftover that left its session is known."""
+SETTLE = 0.1
+"""Seconds in which what a worker left behind may end by itself (multiprocessing's resource tracker cleans up then)."""
+STUCK = 5.0
+"""Seconds after which a process that SIGKILL does not end is given up."""
+RETRY = 0.02
+PACKET = 1 << 16
+LISTED = 32
+
+
+def prctl(option: int, value: int) -> None:
+    """Linux's prctl with one argument."""
+    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def _read(path: str) -> bytes:
+    with open(path, "rb", buffering=0) as file:
+        return file.readall()
+
+
+class Process:
+    """What /proc/PID/stat says. ``start`` is in ticks since boot: with the pid, the identity of a process."""
+
+    __slots__ = ("pid", "ppid", "session", "start", "state")
+
+    def __init__(self, pid: int, stat: bytes) -> None:
+        words = stat[stat.rindex(b")") + 2:].split()
+        self.pid, self.state, self.start = pid, words[0].decode(), words[19]
+        self.ppid, self.session = int(words[1]), int(words[3])
+
+    def __str__(self) -> str:
+        try:
+            words = _read(f"/proc/{self.pid}/cmdline").rstrip(b"\0").replace(b"\0", b" ")
+            return f"{self.pid} {words[:200].decode(errors='replace') or '(no command)'}"
+        except OSError:
+            return f"{self.pid} (ended)"
+
+
+def process(pid: int) -> Process | None:
+    """Return what /proc knows of a process, or None when there is none."""
+    try:
+        return Process(pid, _read(f"/proc/{pid}/stat"))
+    except OSError:
+        return None
+
+
+def _numbers(folder: str) -> list[int]:
+    try:
+        with os.scandir(folder) as entries:
+            return [int(entry.name) for entry in entries if entry.name.isdecimal()]
+    except OSError:
+        return []
+
+
+def _child_pids(pid: int) -> list[int]:
+    """Pids of the children of all threads of a process; of all processes there are where that file is missing."""
+    pids: list[int] = []
+    for thread in _numbers(f"/proc/{pid}/task"):
+        try:
+            pids += map(int, _read(f"/proc/{pid}/task/{thread}/children").split())
+        except FileNotFoundError:
+            if thread == pid and process(pid) is not None:
+                return _numbers("/proc")
+        except OSError:
+            continue
+    return pids
+
+
+def children(parent: Process) -> list[Process]:
+    """Children of exactly that process: nothing is returned when its pid has meanwhile been given to another."""
+    found = [child for child in map(process, _child_pids(parent.pid)) if child and child.ppid == parent.pid]
+    now = process(parent.pid)
+    return found if now is not None and now.start == parent.start else []
+
+
+def family(roots: list[Process]) -> Iterator[Process]:
+    """Yield the roots and all their descendants, parents first."""
+    todo = deque(roots)
+    while todo:
+        member = todo.popleft()
+        yield member
+        todo.extend(children(member))
+
+
+def kill(target: Process) -> None:
+    """SIGKILL that very process, never one that has taken over its pid."""
+    try:
+        handle = os.pidfd_open(target.pid)
+    except ProcessLookupError:
+        return
+    except OSError:
+        os.kill(target.pid, signal.SIGKILL)
+        return
+    try:
+        now = process(target.pid)
+        if now is not None and now.start == target.start:
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass
+    finally:
+        os.close(handle)
+
+
+class Child:
+    """
+    A process that the keeper has started. ``report``: read end of the pipe that closes at exec or brings the error.
+
+    ``waiting``: signals that came before exec, when the child does not yet stand as its program would.
+    """
+
+    __slots__ = ("error", "pid", "report", "slot", "waiting")
+
+    def __init__(self, slot: int, pid: int, report: int) -> None:
+        self.slot, self.pid, self.report = slot, pid, report
+        self.waiting: list[tuple[int, bool]] = []
+        self.error = ""
+
+
+class Sweep:
+    """A request to end what a slot (None: every slot) has left; ``ended`` maps the pids killed so far to their text."""
+
+    __slots__ = ("ended", "give_up_at", "kill_at", "slot")
+
+    def __init__(self, slot: int | None, now: float) -> None:
+        self.slot, self.kill_at, self.give_up_at = slot, now + SETTLE, now + STUCK
+        self.ended: dict[int, str] = {}
+
+
+def exec_program(argv: list[bytes], env: dict[bytes, bytes]) -> NoReturn:
+    """As execvpe, with PATH of the new environment; EACCES on the way is reported rather than a later ENOENT."""
+    if b"/" in argv[0]:
+        os.execve(argv[0], argv, env)
+    refused: OSError | None = None
+    for folder in env.get(b"PATH", b"/usr/local/bin:/usr/bin:/bin").split(b":"):
+        try:
+            os.execve((folder or b".") + b"/" + argv[0], argv, env)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except PermissionError as error:
+            refused = error
+    raise refused or FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+
+def place_descriptors(descriptors: list[int], report: int) -> int:
+    """Give the descriptors the numbers 0, 1, 2, ..., and ``report`` the next one, which is returned; close the rest."""
+    count = len(descriptors)
+    high = max([*descriptors, report]) + count + 1
+    for offset, number in enumerate([*descriptors, report]):
+        os.dup2(number, high + offset, inheritable=False)
+    for number in range(count):
+        os.dup2(high + number, number, inheritable=True)
+    os.dup2(high + count, count, inheritable=False)
+    os.closerange(count + 1, high + count + 1)
+    return count
+
+
+def become(command: dict[str, Any], descriptors: list[int], report: int, keeper: int, hangup: bool) -> NoReturn:
+    """The child's side of a fork: take the command's surroundings, then its program; an error goes to ``report``."""
+    stage = "session"
+    try:
+        signal.set_wakeup_fd(-1)
+        os.setsid()
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != keeper:
+            os._exit(127)
+        plain = {signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ}
+        for number in plain if hangup else plain | {signal.SIGHUP}:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        report = place_descriptors(descriptors, report)
+        stage = command["cwd"]
+        os.chdir(_bytes(command["cwd"]))
+        if command["cpus"]:
+            stage = f"CPUs {command['cpus']}"
+            os.sched_setaffinity(0, command["cpus"])
+        stage = command["argv"][0]
+        env = {_bytes(name): _bytes(value) for name, value in command["env"].items()}
+        exec_program([_bytes(word) for word in command["argv"]], env)
+    except OSError as error:
+        os.write(report, f"{error.errno} {stage}: {os.strerror(error.errno or 0)}"[:4000].encode("utf-8", "replace"))
+    except ValueError as error:
+        os.write(report, f"{errno.EINVAL} {stage}: {error}"[:4000].encode("utf-8", "replace"))
+    finally:
+        os._exit(127)
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")
+
+
+class Keeper:
+    """One loop over the agent's socket, SIGCHLD and the pipes of children on their way to exec."""
+
+    def __init__(self, agent: socket.socket, token: str) -> None:
+        self.agent, self.token = agent, token
+        self.myself = process(os.getpid())
+        self.children: dict[int, Child] = {}
+        self.sessions: dict[int, int] = {}  # pid of a worker, ended ones too until swept -> slot
+        self.sweeps: list[Sweep] = []
+        self.outbox: deque[bytes] = deque()
+        self.hangup_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        self.wake, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        os.set_blocking(write, False)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+    def run(self) -> None:
+        """Serve the agent until its end of the socket closes, then end everything."""
+        try:
+            while self.turn():
+                pass
+        finally:
+            self.end_everything()
+
+    def turn(self) -> bool:
+        """Wait for one thing to happen and deal with it; False when the agent is gone."""
+        poll = select.poll()
+        poll.register(self.agent, select.POLLIN | (select.POLLOUT if self.outbox else 0))
+        poll.register(self.wake, select.POLLIN)
+        execs = {child.report: child for child in self.children.values() if child.report >= 0}
+        for number in execs:
+            poll.register(number, select.POLLIN)
+        for number, event in poll.poll(RETRY * 1000 if self.sweeps else None):
+            if number == self.agent.fileno():
+                if event & select.POLLOUT:
+                    self.flush()
+                if event & ~select.POLLOUT and not self.receive():
+                    return False
+            elif number in execs:
+                self.after_exec(execs[number])
+        self.reap()
+        self.sweeps = [sweep for sweep in self.sweeps if not self.advance(sweep)]
+        return True
+
+    def receive(self) -> bool:
+        """Take one message of the agent; False at the end of the connection."""
+        descriptors = array.array("i")
+        try:
+            data, ancillary, _, _ = self.agent.recvmsg(
+                PACKET, socket.CMSG_SPACE(64 * 4), socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+            )
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        for _, _, block in ancillary:
+            descriptors.frombytes(block[: len(block) - len(block) % descriptors.itemsize])
+        if not data:
+            return False
+        message = json.loads(data)
+        if message["op"] == "spawn":
+            self.spawn(message["slot"], message["count"], list(descriptors))
+        elif message["op"] == "signal":
+            self.signal(message["slot"], message["number"], message["group"])
+        elif message["op"] == "sweep":
+            self.sweeps.append(Sweep(message["slot"], time.monotonic()))
+        return True
+
+    def send(self, **event: Any) -> None:
+        """Queue an event for the agent; never blocks, so that the agent may block in its own sending."""
+        self.outbox.append(json.dumps(event).encode())
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what the socket takes."""
+        while self.outbox:
+            try:
+                self.agent.send(self.outbox[0], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                return
+            except OSError:
+                self.outbox.clear()  # the agent is gone: `receive` sees it next
+                return
+            self.outbox.popleft()
+
+    def spawn(self, slot: int, count: int, descriptors: list[int]) -> None:
+        """Start a process in a slot; whether that went well is known when its report pipe closes."""
+        try:
+            if len(descriptors) != count:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            if any(child.slot == slot for child in self.children.values()):
+                raise OSError(errno.EBUSY, f"slot {slot} is taken")
+            body = _read(f"/proc/self/fd/{descriptors[0]}")
+            command = json.loads(body)
+            command["env"][MARKER] = f"{self.token}.{slot}"
+            report, write = os.pipe2(os.O_CLOEXEC)
+            keeper, pid = os.getpid(), os.fork()
+            if pid == 0:
+                become(command, descriptors[1:], write, keeper, self.hangup_ignored)
+            os.close(write)
+            self.children[pid] = Child(slot, pid, report)
+            self.sessions[pid] = slot
+        except OSError as error:
+            self.send(ev="failed", slot=slot, errno=error.errno, message=error.strerror)
+        finally:
+            for number in descriptors:
+                os.close(number)
+
+    def after_exec(self, child: Child) -> None:
+        """The report pipe has something: nothing but its end means that exec went well."""
+        text = os.read(child.report, 4096).decode("utf-8", "replace")
+        os.close(child.report)
+        child.report = -1
+        if text:
+            child.error = text  # sent when it has been reaped: then its slot is free again
+            return
+        self.send(ev="spawned", slot=child.slot, pid=child.pid)
+        for signal_number, group in child.waiting:
+            self.deliver(child, signal_number, group)
+
+    def signal(self, slot: int, number: int, group: bool) -> None:
+        """Send a signal to the process of a slot; before exec only SIGKILL goes at once."""
+        for child in self.children.values():
+            if child.slot == slot:
+                if child.report >= 0 and number != signal.SIGKILL:
+                    child.waiting.append((number, group))
+                else:
+                    self.deliver(child, number, group)
+
+    @staticmethod
+    def deliver(child: Child, number: int, group: bool) -> None:
+        """Send now. Its pid cannot be another's: it has not been reaped."""
+        try:
+            (os.killpg if group else os.kill)(child.pid, number)
+        except ProcessLookupError:
+            if group:  # before its setsid
+                os.kill(child.pid, number)
+        except PermissionError:
+            pass
+
+    def reap(self) -> None:
+        """Collect every child that has ended; those of slots are reported with the time of this moment."""
+        try:
+            while os.read(self.wake, 512):
+                pass
+        except BlockingIOError:
+            pass
+        try:
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    return
+                at = time.monotonic()
+                child = self.children.pop(pid, None)
+                if child is None:
+                    continue
+                if child.report >= 0:
+                    self.after_exec(child)
+                if child.error:
+                    number, _, message = child.error.partition(" ")
+                    self.send(ev="failed", slot=child.slot, errno=int(number), message=message)
+                else:
+                    self.send(ev="exited", slot=child.slot, pid=pid, status=status, at=at)
+        except ChildProcessError:
+            return
+
+    def owner(self, root: Process) -> int | None:
+        """The slot that a direct child belongs to: by itself, by session, by the marker in its environment."""
+        slot = self.sessions.get(root.pid, self.sessions.get(root.session))
+        if slot is not None:
+            return slot
+        try:
+            environment = _read(f"/proc/{root.pid}/environ")
+        except OSError:
+            return None
+        found = environment.partition(f"{MARKER}={self.token}.".encode())[2].partition(b"\0")[0]
+        return int(found) if found.lstrip(b"-").isdigit() else None
+
+    def advance(self, sweep: Sweep) -> bool:
+        """Take a sweep one step further; True when it is done and answered."""
+        roots = children(self.myself) if self.myself else []
+        if sweep.slot is not None:
+            others = any(child.slot >= 0 and child.slot != sweep.slot for child in self.children.values())
+            mine = {sweep.slot} if others else {sweep.slot, None}  # whose owner is unknown goes with the last worker
+            roots = [root for root in roots if self.owner(root) in mine]
+        now = time.monotonic()
+        if roots and now < sweep.give_up_at:
+            leaders = self.children.keys()
+            if now >= sweep.kill_at or any(root.pid in leaders for root in roots):
+                for member in family(roots):
+                    if member.state != "Z" and member.pid not in leaders:
+                        sweep.ended.setdefault(member.pid, str(member))
+                    kill(member)
+            return False
+        stuck = [member for member in family(roots) if member.state != "Z"]
+        swept = {pid: text for pid, text in sweep.ended.items() if pid not in {member.pid for member in stuck}}
+        self.send(
+            ev="swept", slot=sweep.slot, processes=_shortened(list(swept.values())),
+            stuck=_shortened([f"{member} {member.state}" for member in stuck]),
+        )  # fmt: skip
+        alive = self.children.keys()
+        done = [pid for pid, slot in self.sessions.items() if sweep.slot in (None, slot) and pid not in alive]
+        for pid in done:
+            del self.sessions[pid]
+        return True
+
+    def end_everything(self) -> None:
+        """SIGKILL all descendants until there is no child left, for at most STUCK seconds."""
+        give_up_at = time.monotonic() + STUCK
+        while self.myself is not None and time.monotonic() < give_up_at:
+            for member in family(children(self.myself)):
+                kill(member)
+            try:
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            except ChildProcessError:
+                return
+            select.select([self.wake], [], [], RETRY)
+
+
+def _shortened(lines: list[str]) -> list[str]:
+    return lines if len(lines) <= LISTED else [*lines[:LISTED], f"... and {len(lines) - LISTED} more"]
+
+
+def main(argv: list[str]) -> NoReturn:
+    """Take the socket's descriptor and the token from the command line, and serve."""
+    number = int(argv[1])
+    os.setsid()
+    with open(os.devnull, "r+b", buffering=0) as null:
+        os.dup2(null.fileno(), 0)
+        os.dup2(null.fileno(), 1)
+    os.set_inheritable(number, False)
+    os.closerange(3, number)
+    os.closerange(number + 1, 1 << 20)
+    Keeper(socket.socket(fileno=number), argv[2]).run()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv)

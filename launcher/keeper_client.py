@@ -1,0 +1,220 @@
+"""
+The agent's handle of the keeper process: starts it, speaks to it, and cleans up should the keeper itself be killed.
+
+The agent makes itself a sub-reaper as well: when the keeper dies, its workers die with it (PR_SET_PDEATHSIG) and what
+they had started comes to the agent, which ends it. Everything here is bounded; nothing waits for a keeper that hangs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pdrun.errors import PdrunError
+from pdrun.launcher import keeper as proc
+from pdrun.launcher.model import Exited, KeeperEvent, Spawned, SpawnFailed, Swept, WorkerCommand
+
+CLOSING = proc.STUCK + 1.0
+
+
+class KeeperProcess:
+    """
+    Implements `pdrun.launcher.ports.Keeper`.
+
+    Args:
+        python: interpreter to run the keeper with.
+        spare: children of this process that are not the keeper's and must outlive it (the scheduler, say);
+            those that exist now are spared anyway. May be added to later.
+
+    Raises:
+        PdrunError: the keeper could not be started.
+    """
+
+    def __init__(self, *, python: str = sys.executable, spare: Iterable[int] = ()) -> None:
+        if sys.platform != "linux":
+            raise PdrunError(f"workers cannot be started on {sys.platform}", hint="pdrun's keeper needs Linux")
+        proc.prctl(proc.PR_SET_CHILD_SUBREAPER, 1)
+        myself = proc.process(os.getpid())
+        self.spare = {*spare, *(child.pid for child in (proc.children(myself) if myself else ()))}
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket: socket.socket | None = ours
+        self._dead: str = ""
+        argv = [python, "-I", "-S", proc.__file__, str(theirs.fileno()), os.urandom(8).hex()]
+        try:
+            theirs.set_inheritable(True)
+            environ = {name: value for name, value in os.environ.items() if name != "PDRUN_TOKEN"}
+            self.pid = os.posix_spawn(python, argv, environ, setsigmask=[])
+        except OSError as error:
+            ours.close()
+            raise PdrunError(f"could not start the keeper: {error.strerror}", where=python) from error
+        finally:
+            theirs.close()
+
+    def fileno(self) -> int:
+        """Readable when `events` may have something; -1 after `close`."""
+        return self._socket.fileno() if self._socket else -1
+
+    def spawn(self, command: WorkerCommand, stdin: int, stdout: int, stderr: int, pass_fds: Sequence[int] = ()) -> None:
+        """Ask for a process; the descriptors may be closed after the call."""
+        body = _body(command)
+        try:
+            descriptors = [body, stdin, stdout, stderr, *pass_fds]
+            self._send({"op": "spawn", "slot": command.slot, "count": len(descriptors)}, descriptors)
+        finally:
+            os.close(body)
+
+    def signal(self, slot: int, number: int, *, group: bool) -> None:
+        """Send a signal to the process of a slot, or to its process group."""
+        self._send({"op": "signal", "slot": slot, "number": int(number), "group": group})
+
+    def sweep(self, slot: int | None) -> None:
+        """SIGKILL every descendant of a slot (None: of all slots) that is left; answered by one Swept."""
+        self._send({"op": "sweep", "slot": slot})
+
+    def events(self) -> Iterable[KeeperEvent]:
+        """
+        Return what has happened since the last call.
+
+        Raises:
+            PdrunError: the keeper died; its workers and their descendants have been ended.
+        """
+        found: list[KeeperEvent] = []
+        while self._socket is not None:
+            try:
+                data = self._socket.recv(1 << 17, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return found
+            except OSError:
+                data = b""
+            if data:
+                found.append(_event(json.loads(data)))
+            elif found:
+                return found  # the end of the connection is seen again by the next call
+            else:
+                raise self._bury()
+        if self._dead:
+            raise PdrunError(self._dead)
+        return found
+
+    def close(self) -> None:
+        """End all descendants, the keeper with them, and wait for it (at most 6 s, then it is killed)."""
+        if self._socket is None:
+            return
+        self._socket.close()
+        self._socket = None
+        if not _ends_within(self.pid, CLOSING):
+            os.kill(self.pid, signal.SIGKILL)
+        status = _reap(self.pid)
+        if status != 0:
+            self._end_orphans()
+
+    def _send(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
+        if self._socket is None:
+            return
+        try:
+            socket.send_fds(self._socket, [json.dumps(message).encode()], descriptors, socket.MSG_NOSIGNAL)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # `events` says so
+
+    def _bury(self) -> PdrunError:
+        """The keeper is gone without having been asked: end what it had started, and say how it went."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        if not _ends_within(self.pid, 1.0):
+            os.kill(self.pid, signal.SIGKILL)
+        status = _reap(self.pid)
+        self._end_orphans()
+        code = os.waitstatus_to_exitcode(status)
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        self._dead = f"the keeper process {self.pid} {how}; every worker on this node has been ended"
+        return PdrunError(self._dead, hint="nothing of the job is left here; start it again")
+
+    def _end_orphans(self) -> None:
+        """SIGKILL and reap what came to this process when the keeper died, for at most STUCK seconds."""
+        myself, give_up_at = proc.process(os.getpid()), time.monotonic() + proc.STUCK
+        while myself is not None and time.monotonic() < give_up_at:
+            orphans = [child for child in proc.children(myself) if child.pid not in self.spare]
+            if not orphans:
+                return
+            for member in proc.family(orphans):
+                proc.kill(member)
+            for orphan in orphans:
+                try:
+                    os.waitpid(orphan.pid, os.WNOHANG)
+                except ChildProcessError:
+                    pass
+            time.sleep(proc.RETRY / 4)
+
+
+def _event(message: dict[str, Any]) -> KeeperEvent:
+    kind, slot = message["ev"], message["slot"]
+    if kind == "spawned":
+        return Spawned(slot, message["pid"])
+    if kind == "failed":
+        return SpawnFailed(slot, message["errno"], message["message"])
+    if kind == "exited":
+        return Exited(slot, message["pid"], message["status"], message["at"])
+    return Swept(slot, tuple(message["processes"]), tuple(message["stuck"]))
+
+
+def _body(command: WorkerCommand) -> int:
+    """
+    Lay a command into an anonymous file: an environment may be larger than any packet.
+
+    Text goes as the bytes that this process got it from, whatever its locale is.
+    """
+    body = json.dumps({
+        "argv": [_portable(word) for word in command.argv],
+        "env": {_portable(name): _portable(value) for name, value in command.env.items()},
+        "cwd": _portable(command.cwd),
+        "cpus": list(command.cpus),
+    }).encode()  # fmt: skip
+    if hasattr(os, "memfd_create"):
+        number = os.memfd_create("pdrun-command", os.MFD_CLOEXEC)
+    else:
+        number, path = tempfile.mkstemp()
+        Path(path).unlink()
+    view = memoryview(body)
+    while view:
+        view = view[os.write(number, view):]
+    return number
+
+
+def _portable(text: str) -> str:
+    return os.fsencode(text).decode("utf-8", "surrogateescape")
+
+
+def _ends_within(pid: int, seconds: float) -> bool:
+    """Wait until a child has ended (it stays to be reaped); False when it has not in that time."""
+    try:
+        handle = os.pidfd_open(pid)
+    except OSError:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                return True
+            time.sleep(0.005)
+        return False
+    try:
+        poll = select.poll()
+        poll.register(handle, select.POLLIN)
+        return bool(poll.poll(seconds * 1000))
+    finally:
+        os.close(handle)
+
+
+def _reap(pid: int) -> int:
+    try:
+        return os.waitpid(pid, 0)[1]
+    except ChildProcessError:
+        return 0

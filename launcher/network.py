@@ -1,0 +1,83 @@
+"""
+This machine's addresses, and whether a host is this machine.
+
+Names are compared by what they resolve to, never as strings: ``pod.svc``, an alias of /etc/hosts and the host's own
+name may all be one machine. psutil and the resolver are loaded only when a job has several nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pdrun.net import Endpoint
+
+LOOPBACK = ("lo", "127.0.0.1")
+_FAR = (("192.0.2.1", 9), ("2001:db8::1", 9))
+"""Addresses reserved for documentation: routed by default, never reached; nothing is sent to them."""
+
+
+def addresses() -> tuple[tuple[str, str], ...]:
+    """Return (interface, address) of every interface that is up; loopback first, IPv6 link-local with its zone."""
+    import socket
+
+    import psutil
+
+    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
+    found = [
+        (name, entry.address)
+        for name, entries in psutil.net_if_addrs().items()
+        if name in up
+        for entry in entries
+        if entry.family in (socket.AF_INET, socket.AF_INET6)
+    ]
+    return tuple(sorted(found, key=lambda item: (not is_loopback(item[1]), item[0], ":" in item[1], item[1])))
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether an address reaches this machine only."""
+    return address.startswith("127.") or address == "::1"
+
+
+def resolve(host: str) -> tuple[str, ...]:
+    """Return the addresses of a host, each once; none when the name is not known here."""
+    import socket
+
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return ()
+    return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+def is_here(host: str, hostname: str, own: Iterable[tuple[str, str]]) -> bool:
+    """Return whether ``host`` is this machine."""
+    if host in (hostname, "localhost"):
+        return True
+    mine = {address.partition("%")[0] for _, address in own}
+    return any(is_loopback(address) or address.partition("%")[0] in mine for address in resolve(host))
+
+
+def route(scheduler: Endpoint | None) -> str:
+    """
+    Return the local address from which the scheduler, or else the world, is reached; empty where there is no route.
+
+    A UDP socket is connected, which asks the routing table and sends nothing.
+    """
+    targets = [(address, scheduler.port or 9) for address in resolve(scheduler.host)] if scheduler else list(_FAR)
+    for host, port in targets:
+        address = _toward(host, port)
+        if address:
+            return address
+    return ""
+
+
+def _toward(host: str, port: int) -> str:
+    import socket
+
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, port))
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""

@@ -1,0 +1,250 @@
+"""
+The plan: everything that will be done on this node, decided before anything is done.
+
+`plan` is a pure function of what was asked and what is true; `--dry-run` prints the very object that is executed. How
+the scheduler is found, first hit wins: one node needs none; ``--local`` has it on loopback; ``--scheduler`` says where
+(this node runs it when it is told to, is node 0, or the host is this machine); without ``--scheduler`` this node is the
+first and prints the line that the others need. Nothing ever falls back to a smaller job.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+
+from pdrun.errors import ConfigError, PdrunError, UsageError
+from pdrun.launcher.model import Facts, LaunchPlan, Mode, WorkerPlan
+from pdrun.launcher.placement import Placement, place, threads
+from pdrun.launcher.scrub import scrub
+from pdrun.launcher.spec import JobSpec, Program, Sources
+from pdrun.names import name_from
+from pdrun.net import Endpoint
+
+LOOPBACK = "127.0.0.1"
+
+
+def plan(spec: JobSpec, facts: Facts, sources: Sources, notes: tuple[str, ...] = ()) -> LaunchPlan:
+    """
+    Decide what this node does. Pure: equal arguments give equal plans.
+
+    Args:
+        notes: what was found on the way to the specification; goes into the plan's own notes.
+
+    Raises:
+        UsageError: what was asked for cannot be, with its place; a program that is not there has its shell's code.
+        ConfigError: this machine cannot do it.
+    """
+    mode, scheduler, listen, reasons = _meeting(spec, facts, sources)
+    _check_start(spec, facts, sources, mode)
+    placement = place(spec, facts, sources) if mode != "local" else _first_of(spec, facts, sources)
+    counts, thread_note = threads(spec, facts.environ, placement.binding)
+    base, scrubbed = _environment(spec, facts)
+    return LaunchPlan(
+        mode=mode,
+        job=job_key(spec),
+        node=node_name(spec, facts),
+        nodes=spec.resources.nodes,
+        spec=spec,
+        sources=sources,
+        workers=() if mode == "local" else _workers(spec, facts, placement, counts),
+        backend=placement.backend.name,
+        backend_reason=placement.reason,
+        visibility={} if mode == "local" else _visibility(placement),
+        collective=placement.backend.collective,
+        base_env=base,
+        scrubbed=scrubbed,
+        scheduler=scheduler,
+        listen=listen,
+        cwd=facts.cwd,
+        facts=_reported(spec, facts, placement.backend.name),
+        notes=tuple(filter(None, (*notes, *reasons, *placement.notes, placement.binding.note, thread_note))),
+    )
+
+
+def simulated(plan: LaunchPlan, facts: Facts) -> tuple[LaunchPlan, ...]:
+    """Return the plan of each node that a ``local`` plan simulates, in order; all are as strict as a real one."""
+    count = plan.nodes
+    return tuple(_simulate(plan, facts, index, count) for index in range(count))
+
+
+def _simulate(whole: LaunchPlan, facts: Facts, index: int, count: int) -> LaunchPlan:
+    place = replace(
+        whole.spec.place, simulated=(index, count), node_rank=index, scheduler=whole.scheduler, node_name=""
+    )
+    return plan(replace(whole.spec, place=place), facts, whole.sources)
+
+
+def job_key(spec: JobSpec) -> str:
+    """Return the job's name, or one made of the command: equal on nodes that were given the same command."""
+    if spec.job:
+        return spec.job
+    import hashlib
+
+    program = spec.program
+    text = json.dumps([program.kind, program.target, list(program.args), spec.resources.nodes])
+    digest = hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:8]
+    stem = program.target.rstrip("/").rpartition("/")[2]
+    return f"{name_from(stem.removesuffix('.py'))[:48]}-{digest}"
+
+
+def node_name(spec: JobSpec, facts: Facts) -> str:
+    """Return the name of this node in the job."""
+    if spec.place.simulated:
+        return f"node{spec.place.simulated[0]}"
+    return spec.place.node_name or name_from(facts.hostname)
+
+
+Meeting = tuple[Mode, Endpoint | None, str, tuple[str, ...]]
+"""Mode, scheduler, the address to listen on, and why."""
+
+
+def _meeting(spec: JobSpec, facts: Facts, sources: Sources) -> Meeting:
+    where, nodes = spec.place, spec.resources.nodes
+    if where.simulated is not None:
+        index, _ = where.simulated
+        return "first" if index == 0 else "join", where.scheduler or Endpoint(LOOPBACK, 0), LOOPBACK, ()
+    if where.local and nodes > 1:
+        why = f"{sources.get('place.scheduler')} is not used: --local meets on loopback" if where.scheduler else ""
+        return "local", Endpoint(LOOPBACK, 0), LOOPBACK, ("all nodes are simulated here, on loopback only", why)
+    if nodes == 1 and (where.local or where.serve is None or (where.serve is False and where.scheduler is None)):
+        why = "one node: the scheduler is part of this process and nothing listens"
+        unused = (f"{sources.get('place.scheduler')} {where.scheduler} is not used",) if where.scheduler else ()
+        return "alone", None, LOOPBACK, (why, *unused)
+    listen = _listen(spec, facts, sources)
+    if where.scheduler is None:
+        return _unnamed(spec, sources, listen)
+    serves, why = _serves(spec, facts, sources)
+    if not serves:
+        if where.scheduler.port == 0:
+            raise UsageError(
+                f"{where.scheduler} has port 0, which only the first node can choose",
+                where=sources.get("place.scheduler", "--scheduler"), hint="give the port that it printed",
+            )  # fmt: skip
+        return "join", where.scheduler, listen, (why,)
+    if facts.local_endpoint is False:
+        outer = f"{where.scheduler.host} is not an address of this machine: listening on {listen} in its place"
+        return "first", Endpoint(listen, where.scheduler.port), listen, (why, outer)
+    return "first", where.scheduler, listen, (why,)
+
+
+def _unnamed(spec: JobSpec, sources: Sources, listen: str) -> Meeting:
+    """No scheduler was named: this node is the first one, unless that contradicts what was said."""
+    rank = spec.place.node_rank
+    if spec.place.serve is False or rank not in (None, 0):
+        said = f"--node-rank {rank}" if rank not in (None, 0) else "--no-serve"
+        raise UsageError(
+            f"{said} joins another node, but nothing says where that is",
+            where=sources.get("resources.nodes", "--nodes"), hint="add --scheduler HOST:PORT",
+        )  # fmt: skip
+    why = "no scheduler was named: this node is the first, and prints the line to run on the others"
+    return "first", Endpoint(listen, 0), listen, (why,)
+
+
+def _serves(spec: JobSpec, facts: Facts, sources: Sources) -> tuple[bool, str]:
+    """Return whether this node runs the scheduler, and why."""
+    where = spec.place
+    if where.serve is not None:
+        return where.serve, f"{sources.get('place.serve', '--serve')} decides whether this node runs the scheduler"
+    if where.node_rank is not None:
+        return where.node_rank == 0, f"node rank {where.node_rank}: node 0 runs the scheduler"
+    if facts.local_endpoint:
+        return True, f"{where.scheduler} is on this machine: run the scheduler here, or join where it already runs"
+    return False, f"{where.scheduler} is another machine: join it"
+
+
+def _listen(spec: JobSpec, facts: Facts, sources: Sources) -> str:
+    """Return the one address on which this node's own sockets listen; never all of them."""
+    wanted, source = spec.place.interface, sources.get("place.interface", "--interface")
+    if not wanted:
+        if facts.route_address:
+            return facts.route_address
+        raise ConfigError(
+            "this machine has no route to other machines", hint="name an address with --interface, or use --local"
+        )
+    found = [address for name, address in facts.addresses if wanted in (name, address)]
+    if found:
+        return found[0]
+    known = ", ".join(dict.fromkeys(name for name, _ in facts.addresses))
+    raise UsageError(f"{wanted!r} is no interface or address of this machine", where=source, hint=f"there are {known}")
+
+
+def _check_start(spec: JobSpec, facts: Facts, sources: Sources, mode: Mode) -> None:
+    """Refuse what cannot start. A node that joins says so to the job instead, before anything runs (preflight)."""
+    if mode == "join":
+        return
+    if facts.program_error:
+        error = UsageError(facts.program_error)
+        error.exit_code = facts.program_error_code or error.exit_code
+        raise error
+    if facts.log_error:
+        source = sources.get("output.log_dir", "default")
+        raise _log_error(spec, facts, "--log-dir" if source == "default" else source)
+
+
+def _log_error(spec: JobSpec, facts: Facts, source: str) -> PdrunError:
+    return ConfigError(f"{spec.output.log_dir!r} {facts.log_error}", where=source, hint="use another, or --no-files")
+
+
+def _first_of(spec: JobSpec, facts: Facts, sources: Sources) -> Placement:
+    """Check every simulated node's placement, and return the first one's."""
+    count = spec.resources.nodes
+    placements = [
+        place(replace(spec, place=replace(spec.place, simulated=(index, count))), facts, sources)
+        for index in range(count)
+    ]
+    return placements[0]
+
+
+def _workers(spec: JobSpec, facts: Facts, placement: Placement, threads: tuple[int, ...]) -> tuple[WorkerPlan, ...]:
+    argv = program_argv(spec.program, facts.python)
+    return tuple(
+        WorkerPlan(
+            local_rank=rank,
+            argv=argv,
+            device=placement.devices[rank] if placement.devices else None,
+            cpus=placement.binding.sets[rank],
+            threads=threads[rank],
+            device_index=placement.grants[rank].index,
+        )
+        for rank in range(placement.workers)
+    )
+
+
+def program_argv(program: Program, python: str) -> tuple[str, ...]:
+    """Return a worker's command line, byte for byte what the user typed behind the interpreter."""
+    python = program.python or python
+    if program.kind == "command":
+        return (program.target, *program.args)
+    if program.kind == "module":
+        return (python, "-m", program.target, *program.args)
+    if program.kind == "function":
+        return (python, "-P", "-m", "pdrun.launcher.function_worker", program.target, *program.args)
+    target = f"./{program.target}" if program.target.startswith("-") else program.target
+    return (python, target, *program.args)
+
+
+def _visibility(placement: Placement) -> dict[int, Mapping[str, str]]:
+    return {rank: dict(grant.variables) for rank, grant in enumerate(placement.grants) if grant.variables}
+
+
+def _environment(spec: JobSpec, facts: Facts) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return what workers inherit, and what was taken out."""
+    base, scrubbed = scrub(facts.environ)
+    if isinstance(spec.resources.threads, int):
+        base.pop("OMP_NUM_THREADS", None)  # an explicit --threads counts before the inherited variable
+    return base, scrubbed
+
+
+def _reported(spec: JobSpec, facts: Facts, backend: str) -> dict[str, str]:
+    """Return what nodes compare when they meet; what is not known here is left out."""
+    known = {
+        "command": job_key(replace(spec, job="")),
+        "script": facts.script_digest,
+        "python": "" if spec.program.python else facts.python_version,
+        "torch": facts.torch_version,
+        "pdrun": facts.pdrun_version,
+        "device": backend,
+        "host": facts.hostname,
+    }
+    return {key: value for key, value in known.items() if value}

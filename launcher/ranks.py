@@ -1,0 +1,36 @@
+"""Sets of ranks as users write them: ``all``, ``none``, ``0,7-9``."""
+
+from __future__ import annotations
+
+from pdrun.errors import UsageError
+
+
+class RankSet:
+    """``all``, ``none`` or ``0,7-9``: the ranks that are shown."""
+
+    def __init__(self, text: str, *, where: str = "--show-ranks") -> None:
+        """
+        Parse a set of ranks.
+
+        Raises:
+            UsageError: it is none of the three forms.
+        """
+        self.text = text
+        self._ranges: list[tuple[int, float]] = []
+        if text == "all":
+            self._ranges = [(0, float("inf"))]
+        elif text != "none":
+            self._ranges = [_range(part.strip(), text, where) for part in text.split(",")]
+
+    def __contains__(self, rank: int) -> bool:
+        return any(low <= rank <= high for low, high in self._ranges)
+
+
+def _range(part: str, whole: str, where: str) -> tuple[int, float]:
+    low, dash, high = part.partition("-")
+    for number in (low, high) if dash else (low,):
+        if not (number.isascii() and number.isdigit() and len(number) < 10):
+            raise UsageError(f"{whole!r} is no set of ranks", where=where, hint="use all, none, or numbers like 0,7-9")
+    if dash and int(high) < int(low):
+        raise UsageError(f"{part} runs backwards", where=where)
+    return int(low), int(high or low)

@@ -1,0 +1,275 @@
+"""
+Carries out a plan: makes the link, the scheduler process where this node has it, and the agent; returns the exit code.
+
+    alone   agent + scheduler in this process, no socket          first   agent + scheduler process
+    join    agent                                                 local   `front` starts an agent process a node
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pdrun.clock import SystemClock
+from pdrun.errors import ConfigError
+from pdrun.launcher import jobs
+from pdrun.launcher.agent import run_agent
+from pdrun.launcher.keeper_client import KeeperProcess
+from pdrun.launcher.model import LaunchPlan
+from pdrun.launcher.output import Output
+from pdrun.launcher.ports import Link
+from pdrun.launcher.spec import JobSpec, Place, Policy, Sources, field_paths
+from pdrun.names import name_from
+from pdrun.net import Endpoint
+from pdrun.rendezvous.events import SchedulerConfig
+from pdrun.rendezvous.messages import Welcome
+
+if TYPE_CHECKING:
+    from pdrun.launcher.console import Console
+    from pdrun.rendezvous.child import SchedulerChild
+    from pdrun.rendezvous.security import Secret
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What an agent gets from whoever started it; the defaults are those of a command typed by a user."""
+
+    secret: Secret | None = None
+    """None: found as `security.find_secret` does."""
+    scheduler_fd: int | None = None
+    """Listening socket for the scheduler of this node."""
+    lifeline: int | None = None
+    console: Console | None = None
+    quiet: bool = False
+    front: int | None = None
+    """Pid of the process that `pdrun stop` is to signal; None: this one."""
+
+
+def execute(plan: LaunchPlan, seat: Seat | None = None) -> int:
+    """
+    Do what the plan says; return the exit code of the job.
+
+    Raises:
+        PdrunError: the job could not be started or reached.
+    """
+    if plan.mode == "local":
+        from pdrun.launcher.front import run_local
+
+        return run_local(plan)
+    seat = seat or Seat()
+    if plan.mode == "alone":
+        return _alone(plan, seat)
+    return _first(plan, seat) if plan.mode == "first" else _join(plan, seat)
+
+
+def execute_join(endpoint: Endpoint, overrides: Mapping[str, Any], sources: Sources) -> int:
+    """
+    Take part in the job whose scheduler is at ``endpoint``; return its exit code.
+
+    Args:
+        overrides: field path -> value, of what was said on this node; the rest is the job's specification, which the
+            scheduler hands out.
+        sources: field path -> where the override came from.
+
+    Raises:
+        PdrunError: nobody answered, the token differs, or the plan cannot be made.
+    """
+    from pdrun.launcher.facts import gather
+    from pdrun.launcher.plan import plan
+
+    def planned(welcome: Welcome) -> LaunchPlan:
+        spec = joined_spec(welcome.spec, overrides, endpoint)
+        told = dict.fromkeys(field_paths(), f"the job at {endpoint}")
+        return plan(spec, gather(spec), {**told, **sources, "place.scheduler": "join"})
+
+    secret = _secret(Seat(), overrides.get("place.token_file", ""), overrides.get("place.insecure", False))
+    timeout = overrides.get("policy.start_timeout", Policy().start_timeout)
+    return _agent(planned, _zmq_link(endpoint, secret, "", timeout), Seat())
+
+
+def joined_spec(text: str, overrides: Mapping[str, Any], endpoint: Endpoint) -> JobSpec:
+    """
+    Return the job's specification with what was said on this node laid over it.
+
+    Raises:
+        ConfigError: the scheduler has none yet, or it is of another version.
+    """
+    if not text:
+        raise ConfigError(
+            "the scheduler does not know yet what the job runs", where=str(endpoint),
+            hint="start one node with the whole command first",
+        )  # fmt: skip
+    try:
+        spec = JobSpec.from_json(text)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"the job's specification is not understood: {error}", where=str(endpoint)) from error
+    groups: dict[str, dict[str, Any]] = {"place": {"scheduler": endpoint, "serve": False}}
+    single: dict[str, Any] = {"env": dict(spec.env)}
+    for path, value in overrides.items():
+        group, _, name = path.partition(".")
+        if not name:
+            single[path] = value
+        elif group == "env":
+            single["env"][name] = value
+        else:
+            groups.setdefault(group, {})[name] = value
+    return replace(spec, **single, **{group: replace(getattr(spec, group), **said) for group, said in groups.items()})
+
+
+def run_name(plan: LaunchPlan) -> str:
+    """Return a unique name for a run: ``train-20250131-174502-9f3c``."""
+    stem = plan.spec.job or name_from(Path(plan.spec.program.target.rstrip("/")).name.removesuffix(".py"))
+    return f"{stem[:40]}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def scheduler_config(plan: LaunchPlan, run: str) -> SchedulerConfig:
+    """Return what the scheduler of this plan's job is told."""
+    policy = plan.spec.policy
+    return SchedulerConfig(
+        job=plan.job, run=run, nodes=plan.nodes, spec=shared_spec(plan.spec), start_timeout=policy.start_timeout,
+        grace=policy.grace, max_restarts=policy.max_restarts, time_limit=policy.time_limit,
+        host=plan.facts.get("host", plan.node),
+    )  # fmt: skip
+
+
+def shared_spec(spec: JobSpec) -> str:
+    """Return the specification as other nodes get it: without where this node stands."""
+    return replace(spec, place=Place()).to_json()
+
+
+def events_path(plan: LaunchPlan, run: str) -> Path | None:
+    """Return where the event log goes; None when the user wants no files."""
+    return Path(plan.cwd, plan.spec.output.log_dir, run, "events.jsonl") if plan.spec.output.files else None
+
+
+def _alone(plan: LaunchPlan, seat: Seat) -> int:
+    from pdrun.rendezvous.client import LocalLink
+
+    run = run_name(plan)
+    link = LocalLink(
+        scheduler_config(plan, run), host=plan.facts.get("host", ""), events_path=events_path(plan, run)
+    )
+    return _agent(plan, link, seat, serves=True)
+
+
+def _first(plan: LaunchPlan, seat: Seat) -> int:
+    from pdrun.rendezvous.child import SchedulerChild
+
+    assert plan.scheduler is not None
+    insecure = plan.spec.place.insecure
+    secret = _secret(seat, plan.spec.place.token_file, insecure)
+    listener = _listener(plan, seat)
+    if listener is None:
+        return _join(plan, seat)
+    if insecure:
+        print(
+            "pdrun: INSECURE: no token is asked for; anybody who reaches the scheduler's port can take part in the job",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+    run = run_name(plan)
+    events = events_path(plan, run)
+    with listener:
+        child = SchedulerChild(
+            scheduler_config(plan, run), secret, listen_fd=listener.fileno(), events_path=events, insecure=insecure
+        )
+    try:
+        link = _zmq_link(child.endpoint, secret, plan.job, plan.spec.policy.start_timeout)
+        return _agent(plan, link, seat, child=child, events=str(events or ""), serves=True)
+    finally:
+        child.close()
+
+
+def _join(plan: LaunchPlan, seat: Seat) -> int:
+    assert plan.scheduler is not None
+    place = plan.spec.place
+    secret = _secret(seat, place.token_file, place.insecure)
+    return _agent(plan, _zmq_link(plan.scheduler, secret, plan.job, plan.spec.policy.start_timeout), seat)
+
+
+def _listener(plan: LaunchPlan, seat: Seat) -> socket.socket | None:
+    """
+    Return the scheduler's listening socket, or None when somebody is there already and this node may as well join.
+
+    A node that was told to run the scheduler (``--serve``, node rank 0) never joins another's.
+    """
+    from pdrun.rendezvous.listen import bind_listener
+
+    if seat.scheduler_fd is not None:
+        return socket.socket(fileno=seat.scheduler_fd)
+    assert plan.scheduler is not None
+    try:
+        return bind_listener(plan.scheduler)
+    except ConfigError as error:
+        taken = isinstance(error.__context__, OSError) and error.__context__.errno == errno.EADDRINUSE
+        if taken and plan.spec.place.serve is None and plan.spec.place.node_rank is None:
+            return None
+        raise
+
+
+def _secret(seat: Seat, token_file: str, insecure: bool) -> Secret | None:
+    from pdrun.rendezvous.security import find_secret
+
+    if insecure:
+        return None
+    return seat.secret or find_secret(token_file)[0]
+
+
+def _zmq_link(endpoint: Endpoint, secret: Secret | None, job: str, start_timeout: float) -> Link:
+    from pdrun.rendezvous.client import ZmqLink
+
+    def say(text: str) -> None:
+        print(f"pdrun: {text}", file=sys.stderr, flush=True)
+
+    return ZmqLink(
+        endpoint, secret, job=job, host=socket.gethostname(), start_timeout=start_timeout, insecure=secret is None,
+        on_status=say,
+    )  # fmt: skip
+
+
+def _agent(
+    plan: LaunchPlan | Callable[[Welcome], LaunchPlan], link: Link, seat: Seat, *, child: SchedulerChild | None = None,
+    events: str = "", serves: bool = False,
+) -> int:  # fmt: skip
+    address = str(child.endpoint) if child else ""
+    if isinstance(plan, LaunchPlan) and plan.scheduler and not plan.spec.place.simulated:
+        address = address or str(plan.scheduler)
+    elif isinstance(plan, LaunchPlan):
+        address = ""  # the nodes are started by this command itself
+
+    def output(made: LaunchPlan) -> Output:
+        return Output(
+            made.spec.output, node=made.node, cwd=made.cwd, ip=made.listen, hostname=made.facts.get("host", made.node),
+            console=seat.console,
+        )  # fmt: skip
+
+    def welcomed(made: LaunchPlan, welcome: Welcome) -> None:
+        if serves:
+            _register(made, welcome.run, seat, str(child.endpoint) if child else "")
+
+    return run_agent(
+        plan, link, keeper_factory=lambda: KeeperProcess(spare=[child.pid] if child else []), output_factory=output,
+        scheduler_child=child, lifeline=seat.lifeline, stdin=_stdin(seat), address=address, events=events,
+        quiet=seat.quiet, welcomed=welcomed,
+    )  # fmt: skip
+
+
+def _register(plan: LaunchPlan, run: str, seat: Seat, scheduler: str) -> None:
+    """Write the job into this user's registry: a convenience, and no error when it cannot be."""
+    events = events_path(plan, run)
+    jobs.register(jobs.describe(
+        run, plan.job, events=str(events or ""), log_dir=str(Path(plan.cwd, plan.spec.output.log_dir)),
+        made=SystemClock().wall(), pid=seat.front, scheduler=scheduler, log_name=plan.spec.output.log_name,
+    ))  # fmt: skip
+
+
+def _stdin(seat: Seat) -> int | None:
+    """What rank 0 reads: a file or pipe that was given to pdrun, never the terminal (it is in another session)."""
+    return None if seat.lifeline is not None or sys.stdin is None or os.isatty(0) else 0

@@ -1,0 +1,133 @@
+"""
+The last words of a job on the terminal: how it ended and, when it failed, all that one needs to act. Pure text.
+
+At most LINES lines. The user's traceback is shown without any decorator in the script and without launcher frames; the
+last lines of the worker's output stand in where there is none. Control characters of a worker's text are made harmless.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from pdrun.errors import EXIT_DEADLINE, EXIT_OK
+from pdrun.rendezvous.messages import Cause, Failure, Verdict
+
+LINES = 40
+_TRACE_LINES = 22
+_TAIL_LINES = 10
+_OTHERS = 4
+_WIDTH = 300
+
+_SGR = re.compile(r"\x1b\[[0-9;:]*m")
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+
+def summary(verdict: Verdict, *, seconds: float, log_dir: str = "") -> list[str]:
+    """
+    Return the lines that tell how a job ended, without pdrun's prefix.
+
+    Args:
+        verdict: the scheduler's.
+        seconds: how long the job took on this node.
+        log_dir: folder of this run's logs; empty when no files are written.
+    """
+    took = f"after {duration(seconds)}"
+    if verdict.code == EXIT_OK:
+        return [f"job done in {duration(seconds)}" + (f", logs in {log_dir}" if log_dir else "")]
+    if verdict.first is None:
+        word = "stopped" if verdict.reason.startswith("stopped") or verdict.code == EXIT_DEADLINE else "failed"
+        reason = verdict.reason.removeprefix("stopped ")
+        lines = [plain(f"job {word} {took}{' ' if word == 'stopped' and reason != verdict.reason else ': '}{reason}")]
+        lines += _others(verdict.others)
+    else:
+        lines = [plain(f"job failed {took}: {verdict.reason}"), *_first(verdict.first)]
+        lines += _victims(verdict.victims) + _others(verdict.others)
+        lines += [f"  hint: {text}" for text in hints(verdict.first.cause)]
+    logs = f", logs in {log_dir}" if log_dir else ""
+    return [*lines[: LINES - 1], f"exit code {verdict.code}{logs}"]
+
+
+def _first(failure: Failure) -> list[str]:
+    cause, evidence = failure.cause, _evidence(failure.cause)
+    who = f"rank {failure.rank} on {failure.node}"
+    if evidence:
+        what = "the traceback" if cause.traceback.strip() else "the last lines"
+        lines = [plain(f"  {what} of {who} ({ending(cause)}):"), *(f"    {plain(line)}" for line in evidence)]
+    else:
+        lines = [plain(f"  {who} printed nothing ({ending(cause)})")]
+    if cause.log:
+        lines.append(plain(f"  log of rank {failure.rank}: {cause.log}"))
+    return lines
+
+
+def ending(cause: Cause) -> str:
+    """``exit code 42``; ``SIGSEGV, exit code 139``: how the process ended."""
+    if cause.signal:
+        from pdrun.launcher.causes import signal_name
+
+        return f"{signal_name(cause.signal)}, exit code {cause.code}"
+    return f"exit code {cause.code}"
+
+
+def _evidence(cause: Cause) -> list[str]:
+    """The traceback, the middle cut out of a long one, else the last lines of output."""
+    if not cause.traceback.strip():
+        return [line for line in cause.tail if line.strip()][-_TAIL_LINES:]
+    lines = cause.traceback.rstrip().split("\n")
+    if len(lines) <= _TRACE_LINES:
+        return lines
+    head = 3
+    return [*lines[:head], f"... {len(lines) - _TRACE_LINES + 1} lines left out, see the log ...",
+            *lines[head + len(lines) - _TRACE_LINES + 1:]]  # fmt: skip
+
+
+def _victims(count: int) -> list[str]:
+    if not count:
+        return []
+    return [f"  {count} other worker{'s were' if count > 1 else ' was'} stopped because of it"]
+
+
+def _others(others: Sequence[Failure]) -> list[str]:
+    lines = [plain(f"  rank {other.rank} on {other.node} failed by itself too: {other.cause.summary}" +
+                   (f" ({other.cause.log})" if other.cause.log else "")) for other in others[:_OTHERS]]  # fmt: skip
+    if len(others) > _OTHERS:
+        lines.append(f"  ... and {len(others) - _OTHERS} more")
+    return lines
+
+
+def hints(cause: Cause) -> Iterable[str]:
+    """What one can do about it, where that is known."""
+    text = f"{cause.summary}\n{cause.traceback[-2000:]}"
+    if cause.kind == "oom":
+        yield "the memory limit of this machine or container was reached: start fewer workers, or raise the limit"
+    elif cause.kind == "signal" and cause.signal == 9:
+        yield "something outside pdrun killed it, often the kernel for lack of memory: look at 'dmesg' on that node"
+    elif cause.kind == "signal" and cause.signal == 7:
+        yield "is /dev/shm full there ('df -h /dev/shm')? data loaders keep their batches in it"
+    elif cause.kind == "communication":
+        yield "no worker failed by itself: look for a network fault, or a timeout while one rank was busy"
+    elif re.search(r"OutOfMemoryError|CUDA out of memory|NPU out of memory", text):
+        yield "the device's memory is full: a smaller batch, or is another process on that device?"
+    elif cause.summary.startswith("ModuleNotFoundError"):
+        yield "is it installed for the interpreter of the workers? ('pdrun --explain' names it)"
+    elif cause.kind == "startup" and cause.code == 126:
+        yield "check its permissions and first line (#!); for a Python script leave --no-python out"
+
+
+def duration(seconds: float) -> str:
+    """``0.4 s``, ``12 s``, ``3 min 5 s``, ``2 h 7 min``."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 120:
+        return f"{whole} s"
+    if whole < 7200:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def plain(line: str) -> str:
+    """Return a line that cannot command a terminal: no colours, control or direction characters, not endlessly long."""
+    line = _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", _SGR.sub("", line))
+    return line if len(line) <= _WIDTH else f"{line[: _WIDTH - 4]} ..."

@@ -1,0 +1,318 @@
+"""
+Finds the last Python traceback in a worker's stderr, as it comes, without any decorator in the user's script.
+
+    Traceback (most recent call last):            header   -> FRAMES
+      File "train.py", line 3, in <module>        frames
+    ValueError: boom                              the exception -> MESSAGE (further lines may belong to it)
+                                                  a blank line  -> GAP (a chain may follow)
+    During handling of the above exception ...    one block with what went before
+    [W1127 ...] destroy_process_group() was ...   teardown noise: passed over
+
+Also read: exception groups, a SyntaxError of the script itself (no header), faulthandler's `Fatal Python error`, rich's
+boxes. What Python prints while it ignores an exception is not a cause. Pure: bytes and times come in as arguments.
+Limits: a traceback behind a logger's prefix is not seen; text of other threads inside one is kept as it stands.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+LIMIT = 1 << 16
+"""Bytes of a traceback that are kept, of its end."""
+MESSAGE_LINES = 100
+"""Lines after the exception's own that can belong to its message."""
+LAST_WORD_LINES = 20
+"""Lines of its own that a dying worker may still print (``giving up``) before its traceback is no longer the reason."""
+_FOREIGN_LINES = 20
+_COMPLETE = ("message", "gap", "chain", "fatal", "group", "box")
+"""States in which the open block can be shown; a group's or a box's end is only known from what follows."""
+
+Kind = Literal["exception", "syntax", "fatal"]
+
+_HEADER = re.compile(rb"(?:Original )?Traceback \(most recent call last\):")
+_GROUP = re.compile(rb"  \+ Exception Group Traceback \(most recent call last\):")
+_GROUP_LINE = re.compile(rb" +[|+]")
+_BOX = re.compile(rb"(?:\xe2\x95\xad|\+)[^ ]* ?Traceback \(most recent call last\)")
+_BOX_LINE = re.compile(rb"\xe2\x94\x82|\xe2\x95\xb0|\||\+-")
+_SCRIPT_FRAME = re.compile(rb'  File ".*", line \d+$')
+_SYNTAX = re.compile(rb"(?:SyntaxError|IndentationError|TabError)(?::|$)")
+_FATAL = re.compile(rb"Fatal Python error: ")
+_FATAL_LINE = re.compile(
+    rb"$|  |Current thread|Thread 0x|Extension modules:|Python runtime state|Stack \(|<|Garbage-coll"
+)  # fmt: skip
+_EXCEPTION = re.compile(rb"[^\W\d][\w.<>-]*(?::(?:\s|$)|$)")
+_CHAIN = re.compile(
+    rb"During handling of the above exception, another exception occurred:"
+    rb"|The above exception was the direct cause of the following exception:"
+    rb"|-- Process \d+ terminated with the following error:"
+)
+_IGNORED = re.compile(rb"Exception ignored |Error in atexit|Error in sys.excepthook")
+_NOISE = re.compile(
+    rb"\[[IWEF]\d{3,}|\[rank\d+\]:\[[IWEF]\d{3,}|[IWEF]\d{4} |terminate called|.*resource_tracker|.*UserWarning:"
+    rb"|  warnings\.warn\(|.*ResourceWarning:|Exception ignored |sys:1: "
+)
+_LOG = re.compile(rb"\[?\d{4}-\d\d-\d\d|\[?\d\d:\d\d:\d\d|\[?(?:DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL)\b")
+_RANK = re.compile(rb"\[rank\d+\]: ")
+_SGR = re.compile(rb"\x1b\[[0-9;:]*m")
+_HINTS = (b"Traceback (most recent", b"Fatal Python error", b'  File "')
+
+
+@dataclass(frozen=True)
+class Found:
+    """The last block of a stream."""
+
+    at: float
+    """Monotonic seconds at which its first byte was read."""
+    text: str
+    kind: Kind
+    lines_after: int
+    """Lines that followed it, noise of a shutdown not counted."""
+
+    @property
+    def last_word(self) -> bool:
+        """Whether the worker said little enough afterwards that it ended because of this."""
+        return self.lines_after <= LAST_WORD_LINES
+
+    @property
+    def summary(self) -> str:
+        """The line that names the exception (``ValueError: boom``), at most 500 characters."""
+        return exception_line(self.text)
+
+
+def exception_line(text: str) -> str:
+    """Return the line of a traceback that names its last exception, at most 500 characters; empty if there is none."""
+    lines = text.splitlines()
+    starts = [at for at, line in enumerate(lines) if "Traceback (most recent call last)" in line]
+    after = lines[starts[-1] + 1 :] if starts and "Group" not in lines[starts[-1]] else lines
+    for line in after:
+        bare = line.removeprefix("  | ")
+        if bare[:1] not in ("", " ", "│", "╰", "|", "+") and _EXCEPTION.match(bare.encode()):
+            return bare[:500].rstrip()
+    return next((line[:500] for line in lines if line.startswith("Fatal Python error")), "")
+
+
+class TracebackFinder:
+    """Reads one stream. Feed costs little while nothing looks like a traceback."""
+
+    def __init__(self) -> None:
+        self._half = b""
+        self._half_at = 0.0
+        self._state = "idle"
+        self._block = _Block(0.0, "exception")
+        self._found: _Block | None = None
+        self._after = 0
+        self._count = 0
+        self._ignore = False
+        self._takers: dict[str, Callable[[bytes], bool]] = {
+            "idle": self._in_idle, "frames": self._in_frames, "group": self._in_group, "script": self._in_script,
+            "box": self._in_box, "message": self._in_message, "gap": self._in_gap, "chain": self._in_chain,
+            "fatal": self._in_fatal, "ignored": self._in_ignored,
+        }  # fmt: skip
+
+    def feed(self, data: bytes, at: float) -> None:
+        """Take bytes that were read at monotonic second ``at``."""
+        data, first_at = self._half + data, self._half_at if self._half else at
+        if self._quiet(data):
+            cut = data.rfind(b"\n") + 1
+            self._half, self._half_at = data[cut:][:LIMIT], first_at if not cut else at
+            return
+        *lines, self._half = data.split(b"\n")
+        self._half = self._half[:LIMIT]  # no decision needs more of a line, and no message is worth more
+        for line in lines:
+            self._line(line, first_at)
+            first_at = at
+        self._half_at = first_at
+
+    def finish(self) -> None:
+        """The stream has ended: take a last half line as a line."""
+        half, self._half = self._half, b""
+        if half:
+            self._line(half, self._half_at)
+
+    @property
+    def found(self) -> Found | None:
+        """The last complete block so far, or None."""
+        block = self._found
+        if self._state in _COMPLETE:
+            block = self._block
+        if block is None:
+            return None
+        return Found(block.at, block.text(), block.kind, self._after)
+
+    def _quiet(self, data: bytes) -> bool:
+        return self._state == "idle" and self._found is None and not any(hint in data for hint in _HINTS)
+
+    def _line(self, line: bytes, at: float) -> None:
+        """One whole line, through the state's method; a line that ends a block is looked at again from idle."""
+        bare = _SGR.sub(b"", line) if b"\x1b" in line else line
+        if bare.startswith(b"[rank"):  # torch.distributed's excepthook marks each line
+            bare = _RANK.sub(b"", bare)
+        bare = bare.removesuffix(b"\r")
+        if not self._starts(bare, at) and not self._takers[self._state](bare):
+            self._settle()
+            self._count_after(bare)
+
+    def _starts(self, line: bytes, at: float) -> bool:
+        """Open a block when this line is the head of one; a chain goes on with the block that is open."""
+        if self._state in ("frames", "group") and not _FATAL.match(line):
+            return False
+        kind: Kind = "exception"
+        if _HEADER.match(line):
+            state = "frames"
+        elif _GROUP.match(line):
+            state = "group"
+        elif _BOX.match(line):
+            state = "box"
+        elif _FATAL.match(line):
+            state, kind = "fatal", "fatal"
+        elif self._state == "idle" and _SCRIPT_FRAME.match(line):
+            state, kind = "script", "syntax"
+        else:
+            return self._ignores(line)
+        if self._state == "message" and line.startswith(b"Original "):
+            return False  # a data loader's worker: part of the message
+        chained = self._state == "chain" and state in ("frames", "group")
+        if not chained:
+            self._settle()
+            self._block = _Block(at, kind)
+        self._block.add(line)
+        self._state, self._count = state, 0
+        if self._ignore:
+            self._state, self._ignore = "ignored", False
+        elif state in _COMPLETE:
+            self._after = 0
+        return True
+
+    def _ignores(self, line: bytes) -> bool:
+        """Note that the traceback which follows is one that Python does not act on."""
+        if _IGNORED.match(line):
+            self._settle()
+            self._ignore = True
+            return True
+        return False
+
+    def _settle(self) -> None:
+        """Keep the open block if it is complete, and be idle."""
+        if self._state in _COMPLETE:
+            self._found = self._block
+        self._state = "idle"
+
+    def _count_after(self, line: bytes) -> None:
+        if self._found is None or not line.strip() or _NOISE.match(line):
+            return
+        self._after += 1
+        if self._after > 10 * LAST_WORD_LINES:  # long stale: forget it, so that feed is cheap again
+            self._found, self._after = None, 0
+
+    # One method a state: take a line that may belong to the block; False when the block has ended before it.
+
+    def _in_idle(self, line: bytes) -> bool:
+        self._ignore = self._ignore and line.startswith(b" ")
+        return False
+
+    def _in_frames(self, line: bytes) -> bool:
+        if line.startswith(b"  ") or not line:
+            self._block.add(line)
+        elif _NOISE.match(line):
+            pass
+        elif _EXCEPTION.match(line):
+            self._complete(line, "message")
+        else:  # another thread's line; not for ever
+            self._block.add(line)
+            self._count += 1
+            return self._give_up() if self._count > _FOREIGN_LINES else True
+        return True
+
+    def _in_group(self, line: bytes) -> bool:
+        if _GROUP_LINE.match(line):
+            self._block.add(line)
+            return True
+        self._complete(None, "message")
+        return self._in_message(line)
+
+    def _in_script(self, line: bytes) -> bool:
+        if line.startswith(b"    "):
+            self._block.add(line)
+            return True
+        if _SYNTAX.match(line):
+            self._complete(line, "message")
+            return True
+        return self._give_up()
+
+    def _in_box(self, line: bytes) -> bool:
+        if _BOX_LINE.match(line):
+            self._block.add(line)
+            return True
+        self._complete(line, "message")
+        return True
+
+    def _in_message(self, line: bytes) -> bool:
+        if not line:
+            self._state = "gap"
+            return True
+        if _NOISE.match(line):
+            return True
+        self._count += 1
+        if self._count > MESSAGE_LINES or _LOG.match(line):
+            return False
+        if _CHAIN.match(line):
+            return self._in_gap(line)
+        self._block.add(line)
+        return True
+
+    def _in_gap(self, line: bytes) -> bool:
+        if _CHAIN.match(line):
+            self._block.add(b"")
+            self._block.add(line)
+            self._state = "chain"
+            return True
+        return not line or bool(_NOISE.match(line))
+
+    def _in_chain(self, line: bytes) -> bool:
+        if not line:
+            self._block.add(line)
+        return not line
+
+    def _in_fatal(self, line: bytes) -> bool:
+        if _FATAL_LINE.match(line):
+            self._block.add(line)
+            return True
+        return bool(_NOISE.match(line))
+
+    def _in_ignored(self, line: bytes) -> bool:
+        """Inside a traceback that does not count: up to its exception line."""
+        if not line.startswith(b" ") and line:
+            self._state = "idle"
+        return True
+
+    def _complete(self, line: bytes | None, state: str) -> None:
+        if line is not None:
+            self._block.add(line)
+        self._state, self._count, self._after = state, 0, 0
+
+    def _give_up(self) -> bool:
+        self._state = "idle"
+        return False
+
+
+class _Block:
+    """The lines of one block; only LIMIT bytes of the end are kept."""
+
+    def __init__(self, at: float, kind: Kind) -> None:
+        self.at, self.kind = at, kind
+        self._lines: deque[bytes] = deque()
+        self._size = 0
+
+    def add(self, line: bytes) -> None:
+        line = line[-LIMIT:]
+        self._lines.append(line)
+        self._size += len(line) + 1
+        while self._size > LIMIT and len(self._lines) > 1:
+            self._size -= len(self._lines.popleft()) + 1
+
+    def text(self) -> str:
+        return b"\n".join(self._lines).decode("utf-8", "replace").rstrip() + "\n"

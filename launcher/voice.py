@@ -1,0 +1,159 @@
+"""
+What the agent says on the terminal, and when: one line a fact, each behind ``pdrun: ``, nothing for its own sake.
+
+Where several agents share a terminal (`--local`) one of them speaks for the job; the others say only what is about
+their own node. What the scheduler's process notes about strangers and other nodes is read from the event log.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from pdrun.clock import Clock
+from pdrun.launcher.model import LaunchPlan
+from pdrun.launcher.ports import WorkerOutput
+from pdrun.launcher.summary import duration, plain, summary
+from pdrun.rendezvous.messages import Assign, StopWorkers, Verdict, Waiting
+
+LOOK_EVERY = 0.5
+"""Seconds between two looks into the event log."""
+PATIENCE = 1.0
+"""Seconds after which it is said why the workers are being stopped; a quicker end says it in its summary."""
+_SHOWN = ("warning", "refused", "suspect", "recovered")
+
+
+class Voice:
+    """Speaks through the workers' output once there is one, else on stderr."""
+
+    def __init__(self, clock: Clock, *, quiet: bool, address: str, events: str = "") -> None:
+        """
+        Args:
+            quiet: another agent on this terminal says what is said once a job.
+            address: ``HOST:PORT`` by which other nodes join.
+            events: path of an event log that another process writes and this one shows; empty: none.
+        """
+        self._clock, self._quiet, self._address = clock, quiet, address
+        self._output: WorkerOutput | None = None
+        self._events = _EventTail(Path(events)) if events else None
+        self._look_at = clock.monotonic()
+        self._began = clock.monotonic()
+        self._later: tuple[float, str] | None = None
+        self._log_dir = ""
+        self._plan: LaunchPlan | None = None
+
+    def say(self, text: str) -> None:
+        """Say a line, whoever else speaks."""
+        if self._output is not None:
+            self._output.say(f"pdrun: {text}")
+        else:
+            print(f"pdrun: {text}", file=sys.stderr, flush=True)
+
+    def begin(self, plan: LaunchPlan, run: str, output: WorkerOutput) -> None:
+        """The run has a name: from here on lines go through the output."""
+        self._plan, self._output = plan, output
+        if plan.spec.output.files:
+            folder = Path(plan.cwd, plan.spec.output.log_dir, run)
+            here = Path.cwd()
+            self._log_dir = str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
+
+    def deadline(self) -> float | None:
+        """When `look` is due."""
+        times = [self._look_at] if self._events else []
+        return min([*times, self._later[0]] if self._later else times, default=None)
+
+    def look(self) -> None:
+        """Say what has become due, and what has been added to the event log."""
+        now = self._clock.monotonic()
+        if self._later is not None and now >= self._later[0]:
+            self.say(self._later[1])
+            self._later = None
+        if self._events is None or now < self._look_at:
+            return
+        self._look_at = now + LOOK_EVERY
+        for event in self._events.more():
+            if event.get("kind") in _SHOWN:
+                words = [str(event[key]) for key in ("node", "host", "text", "reason") if event.get(key)]
+                self.say(plain(f"{event['kind']}: {', '.join(dict.fromkeys(words))}"))
+
+    def waiting(self, message: Waiting) -> None:
+        """Who is here, who is not, and how to start them."""
+        if self._quiet:
+            return
+        self.say(
+            plain(
+                f"{len(message.present)} of {message.expected} nodes are here ({', '.join(message.present)}), missing: "
+                f"{', '.join(message.missing)}; {duration(message.elapsed)} of {duration(message.timeout)}"
+            )
+            + (f"; start each with: pdrun join {self._address}" if self._address else "")
+        )
+
+    def started(self, assign: Assign) -> None:
+        """The workers start."""
+        if self._quiet or self._plan is None or assign.restarts:
+            return
+        workers = f"{assign.world_size} worker{'s' if assign.world_size > 1 else ''}"
+        nodes = f"{assign.nodes} node{'s' if assign.nodes > 1 else ''}"
+        logs = f", logs in {self._log_dir}" if self._log_dir else ""
+        self.say(f"{workers} on {nodes}, {self._plan.backend}{logs}")
+
+    def stopping(self, message: StopWorkers) -> None:
+        """Somebody failed: why, unless it is all over in a moment."""
+        if not self._quiet and not message.reason.startswith("stopped by"):
+            text = plain(f"{message.reason}; stopping the other workers (grace {duration(message.grace)})")
+            self._later = (self._clock.monotonic() + PATIENCE, text)
+
+    def restarting(self, assign: Assign) -> None:
+        """A new generation begins."""
+        if self._later is not None:
+            self._later = (0.0, self._later[1])
+            self.look()
+        if not self._quiet and self._plan is not None:
+            self.say(f"restart {assign.restarts} of {self._plan.spec.policy.max_restarts}")
+
+    def stop_asked(self, name: str, grace: float, *, again: bool, running: bool) -> None:
+        """The user wants the job to end."""
+        if self._quiet:
+            return
+        if again:
+            self.say(f"{name} again: killing all workers")
+        elif running:
+            self.say(f"{name}: stopping the job, grace {duration(grace)}; once more kills at once")
+
+    def verdict(self, verdict: Verdict) -> None:
+        """The end."""
+        self._later = None
+        self.look()
+        if not self._quiet:
+            for line in summary(verdict, seconds=self._clock.monotonic() - self._began, log_dir=self._log_dir):
+                self.say(line)
+
+
+class _EventTail:
+    """Reads what is added to a file of JSON lines."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._at = 0
+        self._half = b""
+
+    def more(self) -> list[dict[str, Any]]:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._at)
+                data = file.read(1 << 20)
+        except OSError:
+            return []
+        self._at += len(data)
+        *lines, self._half = (self._half + data).split(b"\n")
+        found = []
+        for line in lines:
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict):
+                found.append(event)
+        return found

@@ -1,0 +1,53 @@
+"""
+The final environment of one worker, composed in one visible order; later lines win. Pure.
+
+    1. threads, unless the user has set them already          WorkerPlan.threads
+    2. inherited, launcher variables of others scrubbed,      LaunchPlan.base_env
+       and the defaults that are the same for all workers
+    3. ranks, store, job                                      WorkerEnv
+    4. the device's visibility                                LaunchPlan.visibility
+    5. what the user asked for by name                        JobSpec.env
+"""
+
+from __future__ import annotations
+
+from pdrun.env import WorkerEnv
+from pdrun.launcher.model import LaunchPlan, WorkerPlan
+from pdrun.net import parse_endpoint
+from pdrun.rendezvous.messages import Assign
+
+
+def worker_env(plan: LaunchPlan, run: str, assign: Assign, worker: WorkerPlan) -> dict[str, str]:
+    """Return the environment of a worker in a generation; ``run`` is the unique name of this run."""
+    return {
+        "OMP_NUM_THREADS": str(worker.threads),
+        **plan.base_env,
+        **identity(plan, run, assign, worker).to_env(),
+        **plan.visibility.get(worker.local_rank, {}),
+        **plan.spec.env,
+    }
+
+
+def identity(plan: LaunchPlan, run: str, assign: Assign, worker: WorkerPlan) -> WorkerEnv:
+    """Return who the worker is: the contract with the script."""
+    master = parse_endpoint(assign.master, where="the scheduler's assignment")
+    return WorkerEnv(
+        rank=assign.first_rank + worker.local_rank,
+        world_size=assign.world_size,
+        local_rank=worker.local_rank,
+        local_world_size=len(plan.workers),
+        node_rank=assign.node_rank,
+        nodes=assign.nodes,
+        master_addr=master.host,
+        master_port=master.port,
+        run_id=plan.spec.job or run,
+        restart_count=assign.restarts,
+        max_restarts=plan.spec.policy.max_restarts,
+        generation=assign.generation,
+        job=plan.spec.job or plan.job,
+        node=plan.node,
+        device_kind=plan.backend,
+        device_index=worker.device_index,
+        collective=plan.collective,
+    )
+

@@ -1,0 +1,177 @@
+"""
+The agent's end: a link to a scheduler in this process (`LocalLink`) or over TCP (`ZmqLink`), and two short calls.
+
+Both links are `pdrun.launcher.ports.Link` by shape. This module imports no ZeroMQ: `ZmqLink` does, when it is made
+(see `pdrun.rendezvous.zmq_client`).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pdrun.clock import Clock, SystemClock
+from pdrun.errors import AuthenticationError, PdrunError, RendezvousError
+from pdrun.eventlog import Event, EventLog
+from pdrun.net import Endpoint
+from pdrun.rendezvous.events import SchedulerConfig
+from pdrun.rendezvous.messages import (
+    PROTOCOL,
+    Envelope,
+    Hello,
+    Leave,
+    Message,
+    Refuse,
+    StatusQuery,
+    StatusReply,
+    StopRequest,
+    Welcome,
+)
+from pdrun.rendezvous.server import Service
+from pdrun.rendezvous.transport import MemoryHub
+
+if TYPE_CHECKING:
+    from pdrun.rendezvous.security import Secret
+    from pdrun.rendezvous.zmq_client import ZmqLink as ZmqLink
+
+__all__ = ["LocalLink", "ZmqLink", "query_status", "request_stop"]
+
+
+def __getattr__(name: str) -> object:
+    """Load `ZmqLink`, and ZeroMQ with it, on first use."""
+    if name == "ZmqLink":
+        from pdrun.rendezvous.zmq_client import ZmqLink
+
+        return ZmqLink
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class LocalLink:
+    """A link to a scheduler that lives in this very process: for a job of one node. Nothing listens, nobody beats."""
+
+    def __init__(
+        self, config: SchedulerConfig, *, host: str = "", events_path: Path | str | None = None,
+        record: Callable[[Event], None] | None = None, clock: Clock | None = None,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            config: of the scheduler; its ``nodes`` should be 1.
+            host: name of this host, for messages.
+            events_path: file of the event log; None: none is written.
+            record: is given each event, too.
+        """
+        self._clock = clock or SystemClock()
+        self._log = EventLog(Path(events_path)) if events_path else None
+        self._also = record
+        self._service = Service(
+            replace(config, heartbeat=0.0), MemoryHub(), clock=self._clock, record=self._record
+        )
+        hub = self._service.transport
+        assert isinstance(hub, MemoryHub)
+        self._end = hub.connect()
+        self._agent = secrets.token_hex(16)
+        self._sequence = 0
+        self._inbox: list[Message] = []
+        self.send(Hello(PROTOCOL, "agent", config.job, self._agent, 0, host, os.getpid()))
+
+    def fileno(self) -> int:
+        """There is none: ask `deadline`."""
+        return -1
+
+    def send(self, message: Message) -> None:
+        """Hand a message to the scheduler; its answers are there at once."""
+        self._end.send(Envelope(self._agent, 0, self._sequence, message))
+        self._sequence += 1
+        self._turn()
+
+    def poll(self) -> Sequence[Message]:
+        """Let the scheduler work and return what it says."""
+        self._turn()
+        result, self._inbox = self._inbox, []
+        return result
+
+    def deadline(self) -> float | None:
+        """When `poll` is due: now when something lies there, else at the scheduler's next tick."""
+        now = self._clock.monotonic()
+        return now if self._inbox else now + self._service.machine.tick_every
+
+    def close(self, timeout: float = 1.0) -> None:
+        """End the scheduler, too."""
+        self._end.close()
+        self._service.poll_once(0.0)
+        self._service.transport.close(0.0)
+        if self._log:
+            self._log.close()
+
+    def _turn(self) -> None:
+        self._service.poll_once(0.0)
+        self._inbox += [envelope.body for envelope in self._end.take()]
+
+    def _record(self, event: Event) -> None:
+        if self._log:
+            self._log.append(event)
+        if self._also:
+            self._also(event)
+
+
+def query_status(
+    endpoint: Endpoint, secret: Secret | None, *, job: str = "", insecure: bool = False, timeout: float = 5.0
+) -> list[str]:
+    """
+    Return the event lines of the job at ``endpoint``, oldest first, asked as a viewer.
+
+    Raises:
+        AuthenticationError: the token differs. RendezvousError: nobody answered within ``timeout`` seconds.
+    """
+    return _ask(endpoint, secret, "view", (StatusQuery(),), job, insecure, timeout)
+
+
+def request_stop(
+    endpoint: Endpoint, secret: Secret | None, signal: int, by: str, *, force: bool = False, job: str = "",
+    insecure: bool = False, timeout: float = 5.0,
+) -> None:  # fmt: skip
+    """
+    Ask the scheduler at ``endpoint`` to stop its job; returns when it has taken the request.
+
+    Raises:
+        AuthenticationError: the token differs. RendezvousError: nobody answered, or it refused.
+    """
+    _ask(endpoint, secret, "agent", (StopRequest(signal, by, force), StatusQuery()), job, insecure, timeout)
+
+
+def _ask(
+    endpoint: Endpoint, secret: Secret | None, role: Literal["agent", "view"], messages: Sequence[Message], job: str,
+    insecure: bool, timeout: float,
+) -> list[str]:  # fmt: skip
+    """Say ``messages`` and return the lines of the StatusReply that answers the last of them."""
+    from pdrun.rendezvous.zmq_client import ZmqLink
+
+    deadline = time.monotonic() + timeout
+    link = ZmqLink(endpoint, secret, job=job, role=role, start_timeout=timeout, insecure=insecure)
+    try:
+        while time.monotonic() < deadline:
+            for message in link.poll():
+                if isinstance(message, Welcome):
+                    for each in messages:
+                        link.send(each)
+                elif isinstance(message, StatusReply):
+                    link.send(Leave())
+                    return list(message.lines)
+                elif isinstance(message, Refuse):
+                    raise _refused(message, endpoint)
+            due = min(link.deadline() or deadline, deadline)
+            select.select([link.fileno()], [], [], max(0.0, due - time.monotonic()))
+        raise RendezvousError(f"no answer within {timeout:g} s", where=str(endpoint))
+    finally:
+        link.close(0.5)
+
+
+def _refused(message: Refuse, endpoint: Endpoint) -> PdrunError:
+    kind = AuthenticationError if message.code == AuthenticationError.exit_code else RendezvousError
+    return kind(message.reason, where=str(endpoint))

@@ -1,0 +1,135 @@
+"""
+What goes into the membership machine and what comes out: its configuration, its events, its actions.
+
+Plain frozen values. `pdrun.rendezvous.state` gives them meaning, `pdrun.rendezvous.server` carries them out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pdrun.rendezvous.messages import Message
+
+Peer = str
+"""Name that a transport gives to one connection; never used twice."""
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """All that a scheduler is told when it starts. Times in seconds."""
+
+    job: str
+    """Key of the job; empty: the first agent's job is adopted."""
+    run: str
+    """Unique name of this run."""
+    nodes: int
+    """How many nodes the job needs, at least 1."""
+    spec: str = ""
+    """The job's specification as JSON, handed to joiners; empty: the first Join's is kept."""
+    start_timeout: float = 600.0
+    """For the nodes to come together, and again for each generation to become ready."""
+    grace: float = 30.0
+    max_restarts: int = 0
+    time_limit: float | None = None
+    """Counted from the first Start, restarts included."""
+    host: str = ""
+    """Name of the host that the scheduler runs on, for messages."""
+    hosts: tuple[str, ...] = ()
+    """Node names in rank order, where the user gave one."""
+    must_agree: tuple[str, ...] = ("command", "pdrun")
+    """Facts that must be equal on all nodes: a node that differs is refused."""
+    should_agree: tuple[str, ...] = ("script", "python", "torch", "device")
+    """Facts whose difference is a warning."""
+    waiting_every: float = 5.0
+    heartbeat: float = 1.0
+    """Between two heartbeats of an agent; 0: nobody beats and nobody is suspected (all in one process)."""
+    suspect: float = 3.0
+    """Silence after which a node is called suspect; also how long a cut connection may take to come back."""
+    dead: float = 10.0
+    """Silence after which a node is lost."""
+    reconnect: float = 0.6
+    """
+    How long a node may take to come back when its connection was *closed* while it was still talking: a kernel
+    does that for a process that died, and a live agent whose connection was reset comes back at once.
+    """
+
+
+@dataclass(frozen=True)
+class Received:
+    """A message came in."""
+
+    peer: Peer
+    message: Message
+
+
+@dataclass(frozen=True)
+class Disconnected:
+    """A connection has ended, by whichever side."""
+
+    peer: Peer
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed. Due at least every `Membership.tick_every` seconds."""
+
+
+@dataclass(frozen=True)
+class StopOrdered:
+    """Somebody at the scheduler itself (a signal) stops the job, as StopRequest does from afar."""
+
+    signal: int
+    by: str
+    force: bool = False
+
+
+@dataclass(frozen=True)
+class Orphaned:
+    """The agent that runs this scheduler has died; the job cannot go on."""
+
+    reason: str
+
+
+Happening = Received | Disconnected | Tick | StopOrdered | Orphaned
+
+
+@dataclass(frozen=True)
+class Send:
+    """Give a message to a connection; one that is gone is no error."""
+
+    peer: Peer
+    message: Message
+
+
+@dataclass(frozen=True)
+class Close:
+    """End a connection once everything sent to it is out."""
+
+    peer: Peer
+
+
+@dataclass(frozen=True)
+class Report:
+    """Answer a StatusQuery with the event lines so far."""
+
+    peer: Peer
+
+
+@dataclass(frozen=True)
+class Record:
+    """Append to the event log; kinds and data are those that `pdrun.eventlog.apply` reads."""
+
+    kind: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Done:
+    """Everybody knows the verdict, or had time to: the scheduler can go. Said once."""
+
+    code: int
+
+
+Action = Send | Close | Report | Record | Done

@@ -1,0 +1,93 @@
+"""
+Who was it? Ranks the failures of a job by kind first, by time second, and words the verdict.
+
+A process that dies because its peer died dies with a communication error, often *earlier* than the peer's own
+traceback is complete; so the kind of a cause says more than its time. Clocks of two nodes are never compared:
+inside a node `Cause.at` counts, between nodes the order in which the scheduler heard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from pdrun.rendezvous.messages import Cause, CauseKind, Failure, Verdict
+
+_RANKING: dict[CauseKind, int] = {
+    "exception": 0, "startup": 0, "signal": 1, "oom": 1, "exit": 2, "lost": 3, "communication": 4, "stopped": 5,
+    "ok": 6,
+}  # fmt: skip
+
+MOST_OTHERS = 8
+_OTHER_TRACEBACK = 4096
+_OTHER_TAIL = 5
+
+
+@dataclass(frozen=True)
+class Reported:
+    """A failure, and when the scheduler heard of it."""
+
+    failure: Failure
+    order: int
+    """Place among the failures of its generation, as they arrived."""
+    at: float
+    """When it arrived, on the scheduler's clock."""
+
+
+def own(cause: Cause) -> bool:
+    """Whether a worker failed by itself, not because a peer or pdrun ended it."""
+    return _RANKING[cause.kind] <= _RANKING["exit"]
+
+
+def failed(cause: Cause) -> bool:
+    """Whether a worker ended in any way but well."""
+    return cause.kind != "ok" or cause.code != 0
+
+
+def first_cause(failures: Sequence[Reported]) -> Reported | None:
+    """Return the failure that explains the others, or None when there is none."""
+    if not failures:
+        return None
+    best = min(_RANKING[item.failure.cause.kind] for item in failures)
+    alike = [item for item in failures if _RANKING[item.failure.cause.kind] == best]
+    node = min(alike, key=lambda item: item.order).failure.node
+    there = [item for item in alike if item.failure.node == node]
+    return min(there, key=lambda item: (item.failure.cause.at, item.order))
+
+
+def describe(failure: Failure) -> str:
+    """Return ``rank 1 on node0 failed: ValueError: boom``, one line."""
+    cause = failure.cause
+    why = cause.summary.splitlines()[0] if cause.summary.strip() else f"exit code {cause.code}"
+    return f"rank {failure.rank} on {failure.node} failed: {why}"
+
+
+def worded(failures: Sequence[Reported], *, restarts: int, code: int | None = None, reason: str = "") -> Verdict:
+    """
+    Return the verdict over a job that failed.
+
+    Args:
+        failures: all that was reported in the last generation.
+        restarts: how often the job was started again before.
+        code, reason: given when something other than a worker ended the job (a signal, a lost node, a limit); a
+            worker's own code is used otherwise. After the last restart too: the reason then tells the count.
+    """
+    first = first_cause(failures) if code is None else None
+    others = [item.failure for item in failures if item is not first and own(item.failure.cause)]
+    victims = sum(not own(item.failure.cause) for item in failures if item is not first)
+    if code is None:
+        code, reason = (first.failure.cause.code or 1, describe(first.failure)) if first else (70, reason)
+    if restarts:
+        reason += f", after {restarts} restart{'s' if restarts > 1 else ''}"
+    return Verdict(
+        code=code, reason=reason, first=first.failure if first else None,
+        others=tuple(_trimmed(other) for other in others[:MOST_OTHERS]), victims=victims,
+    )  # fmt: skip
+
+
+def _trimmed(failure: Failure) -> Failure:
+    """Cut what a further failure carries, so that a verdict always fits in one message."""
+    cause = failure.cause
+    return replace(
+        failure, cause=replace(cause, traceback=cause.traceback[-_OTHER_TRACEBACK:], tail=cause.tail[-_OTHER_TAIL:])
+    )

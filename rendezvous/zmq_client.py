@@ -1,0 +1,333 @@
+"""
+The agent's link over TCP: one ZeroMQ DEALER a connection, CURVE, heartbeats, and coming back after a cut.
+
+Each attempt is a socket of its own: libzmq's own reconnection would continue a conversation that the scheduler has
+closed. All attempts share one epoll descriptor, so that `fileno` stays the same. ZeroMQ's descriptors only say that
+*something* happened since they were last read empty; so every call reads until there is nothing left.
+
+CURVE fails without a word; the socket monitor tells. Three handshakes refused, or one for LONGEST_HANDSHAKE: another
+token, or no pdrun. Nobody at the port at all: agents may start before their scheduler, so that is tried again until
+``start_timeout``.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, Literal
+
+from pdrun.clock import Clock, SystemClock
+from pdrun.errors import AuthenticationError, ConfigError, RendezvousError
+from pdrun.net import Endpoint
+from pdrun.rendezvous import security
+from pdrun.rendezvous.codec import CodecError, decode, encode
+from pdrun.rendezvous.messages import (
+    PROTOCOL,
+    Assign,
+    Echo,
+    Envelope,
+    Heartbeat,
+    Hello,
+    Message,
+    Refuse,
+    Verdict,
+    Welcome,
+)
+from pdrun.rendezvous.resume import Filter, Memory
+from pdrun.rendezvous.security import Secret
+
+if TYPE_CHECKING:
+    import zmq
+
+REFUSALS = 3
+LONGEST_HANDSHAKE = 4.5
+"""Seconds from the first refused handshake to giving up."""
+LONGEST_SILENCE = 20.0
+"""Seconds for which somebody may accept connections and say nothing: a scheduler that is still starting."""
+RETRY, RETRY_REFUSED = 0.2, 0.5
+"""Seconds between two attempts: when nobody listens, and after a refused handshake."""
+STATUS_EVERY = 5.0
+LOST_LISTENER = 3.0
+"""Seconds without anybody at the port after which a scheduler that was there has ended."""
+
+
+class _Stage(Enum):
+    IDLE = "no socket"
+    CONNECTING = "TCP"
+    SHAKING = "handshake"
+    GREETING = "Hello sent"
+    UP = "welcomed"
+    OVER = "closed, refused or after the verdict"
+
+
+class ZmqLink:
+    """A Link to the scheduler at ``endpoint``. Connects by itself inside `poll`; never blocks."""
+
+    def __init__(
+        self, endpoint: Endpoint, secret: Secret | None, *, job: str = "", role: Literal["agent", "view"] = "agent",
+        host: str = "", start_timeout: float = 600.0, connect_timeout: float = 3.0, insecure: bool = False,
+        on_status: Callable[[str], None] | None = None, clock: Clock | None = None,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            job: key of the job; empty: whichever the scheduler serves.
+            start_timeout: seconds until a scheduler must have welcomed us.
+            connect_timeout: seconds of one TCP attempt.
+            on_status: is given a line every few seconds while nobody is there.
+        """
+        import zmq
+
+        if (secret is None) != insecure:
+            raise ConfigError("either a secret or --insecure, not both and not neither", where=str(endpoint))
+        self._zmq = zmq
+        self.endpoint = endpoint
+        self._secret, self._insecure = secret, insecure
+        self._job, self._role, self._host = job, role, host
+        self._start_timeout, self._connect_timeout = start_timeout, connect_timeout
+        self._on_status = on_status
+        self._clock = clock or SystemClock()
+        self._agent, self._incarnation = secrets.token_hex(16), -1
+        self._context = zmq.Context()
+        self._epoll = select.epoll()
+        self._socket: zmq.Socket[bytes] | None = None
+        self._monitor: zmq.Socket[bytes] | None = None
+        self._stage = _Stage.IDLE
+        self._inbox: list[Message] = []
+        self._memory, self._filter = Memory(), Filter()
+        self._welcome: Welcome | None = None
+        self._beats = self._echo = 0
+        now = self._clock.monotonic()
+        self._began = self._heard = self._last = now
+        self._retry_at = self._beat_at = now
+        self._status_at = now + 1.0
+        self._first_refusal: float | None = None
+        self._silent_since: float | None = None
+        self._nobody_since: float | None = None
+        self._attempt_at = now
+        self._refusals = 0
+        self._mismatch = False
+        self._said = self._expected = 0
+        self._connect(now)
+
+    # The Link protocol ------------------------------------------------------------------------------------------------
+
+    def fileno(self) -> int:
+        """A descriptor that becomes readable when `poll` may have something; the same for the link's whole life."""
+        return self._epoll.fileno()
+
+    def send(self, message: Message) -> None:
+        """Queue a message; what is said before the welcome, or while the connection is cut, goes out afterwards."""
+        self._memory.note(message)
+        if self._stage is _Stage.UP:
+            self._put(message)
+            self._read_socket(self._clock.monotonic())
+
+    def poll(self) -> Sequence[Message]:
+        """
+        Return what has arrived and keep the connection alive.
+
+        Raises:
+            AuthenticationError: the scheduler holds another token, or it is none.
+            RendezvousError: nobody answered, or the scheduler was lost.
+        """
+        now = self._clock.monotonic()
+        self._absorb_stall(now)
+        self._read_monitor(now)
+        self._read_socket(now)
+        if self._stage is _Stage.IDLE and now >= self._retry_at:
+            self._connect(now)
+        if self._stage is _Stage.UP and self._welcome and now >= self._beat_at:
+            self._beats += 1
+            self._put(Heartbeat(self._beats, self._echo))
+            self._beat_at = now + (self._welcome.heartbeat or 1.0)
+            self._read_socket(now)
+        result, self._inbox = self._inbox, []
+        if not result:
+            self._judge(now)
+        return result
+
+    def deadline(self) -> float | None:
+        """Monotonic time at which `poll` wants to be called although nothing arrived."""
+        now = self._clock.monotonic()
+        if self._inbox:
+            return now
+        if self._stage is _Stage.OVER:
+            return None
+        if self._stage is _Stage.IDLE:
+            return self._retry_at
+        return min(self._beat_at, now + 1.0) if self._stage is _Stage.UP else now + 0.5
+
+    def close(self, timeout: float = 1.0) -> None:
+        """Hand over what is queued, for at most ``timeout`` seconds, and close."""
+        linger = int(timeout * 1000) if self._stage in (_Stage.UP, _Stage.OVER) else 0
+        self._stage = _Stage.OVER
+        self._drop_socket(linger)
+        self._context.destroy(linger=linger)
+        self._epoll.close()
+
+    # One connection ---------------------------------------------------------------------------------------------------
+
+    def _connect(self, now: float) -> None:
+        zmq = self._zmq
+        self._incarnation += 1
+        sock = self._socket = self._context.socket(zmq.DEALER)
+        for option, value in (
+            (zmq.RECONNECT_IVL, -1), (zmq.LINGER, 0), (zmq.MAXMSGSIZE, Envelope.LIMIT), (zmq.SNDHWM, 0),
+            (zmq.HANDSHAKE_IVL, 3000), (zmq.CONNECT_TIMEOUT, int(self._connect_timeout * 1000)),
+            (zmq.HEARTBEAT_IVL, 1000), (zmq.HEARTBEAT_TIMEOUT, 3000), (zmq.TCP_KEEPALIVE, 1),
+        ):  # fmt: skip
+            sock.setsockopt(option, value)
+        # A name is looked up by libzmq, in its own thread, for one family an attempt.
+        name_again = self._nobody_since is not None and self._incarnation % 2 == 1
+        sock.setsockopt(zmq.IPV6, int(":" in self.endpoint.host or name_again))
+        if self._secret:
+            keys = security.key_pair(self._secret, self._role)
+            sock.curve_publickey, sock.curve_secretkey = keys.public, keys.private
+            sock.curve_serverkey = security.key_pair(self._secret, "server").public
+        self._monitor = sock.get_monitor_socket()
+        sock.connect(self.endpoint.zmq)
+        for one in (sock, self._monitor):
+            self._epoll.register(int(one.getsockopt(zmq.FD)), select.EPOLLIN)
+        self._stage, self._said, self._expected, self._attempt_at = _Stage.CONNECTING, 0, 0, now
+        self._put(Hello(PROTOCOL, self._role, self._job, self._agent, self._incarnation, self._host, os.getpid()))
+
+    def _drop_socket(self, linger: int = 0) -> None:
+        for one in (self._socket, self._monitor):
+            if one is not None:
+                self._epoll.unregister(int(one.getsockopt(self._zmq.FD)))
+        if self._socket is not None and self._monitor is not None:
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+            self._socket.close(linger=linger)
+        self._socket = self._monitor = None
+
+    def _cut(self, now: float, wait: float) -> None:
+        """The connection is over; try again in ``wait`` seconds, unless nothing is to be said any more."""
+        if self._stage is not _Stage.OVER:
+            self._drop_socket()
+            self._stage, self._retry_at = _Stage.IDLE, now + wait
+
+    def _put(self, message: Message) -> None:
+        if self._socket is not None:
+            envelope = Envelope(self._agent, self._incarnation, self._said, message)
+            self._said += 1
+            self._socket.send(encode(envelope), self._zmq.NOBLOCK)
+
+    # What happened ----------------------------------------------------------------------------------------------------
+
+    def _read_monitor(self, now: float) -> None:
+        from zmq.utils.monitor import recv_monitor_message
+
+        zmq = self._zmq
+        failed = (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+                  zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)  # fmt: skip
+        while self._monitor is not None and self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            message = recv_monitor_message(self._monitor)
+            event, value = int(message["event"]), int(message["value"])
+            if event == zmq.EVENT_CONNECTED:
+                self._stage, self._nobody_since = _Stage.SHAKING, None
+                self._attempt_at = now
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._stage = _Stage.GREETING
+                self._refusals, self._first_refusal, self._silent_since = 0, None, None
+            elif event in failed:
+                self._mismatch |= value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
+                self._refused(now)
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._disconnected(now)
+            elif event == zmq.EVENT_CLOSED and self._stage is _Stage.CONNECTING:
+                self._nobody_since = self._nobody_since or now
+                self._cut(now, RETRY)
+
+    def _disconnected(self, now: float) -> None:
+        if self._stage is _Stage.SHAKING:
+            return self._refused(now)
+        self._read_socket(now)
+        if self._stage is _Stage.OVER:
+            return self._drop_socket()
+        return self._cut(now, 0.0 if self._stage is _Stage.UP else RETRY)
+
+    def _refused(self, now: float) -> None:
+        if now - self._attempt_at < 2.5:
+            self._refusals += 1
+            self._first_refusal = self._first_refusal or now
+        else:
+            self._silent_since = self._silent_since or self._attempt_at
+        self._cut(now, RETRY_REFUSED)
+
+    def _read_socket(self, now: float) -> None:
+        zmq = self._zmq
+        while self._socket is not None:
+            try:
+                data = self._socket.recv(zmq.NOBLOCK)
+                if self._socket.getsockopt(zmq.RCVMORE):
+                    raise CodecError("a message has one frame")
+                envelope = decode(data)
+            except zmq.Again:
+                return None
+            except CodecError:
+                return self._cut(now, RETRY)
+            if envelope.sequence != self._expected:
+                return self._cut(now, RETRY)
+            self._expected += 1
+            self._heard = now
+            self._take(envelope.body, now)
+        return None
+
+    def _take(self, message: Message, now: float) -> None:
+        if isinstance(message, Echo):
+            self._echo = message.number
+            return
+        if isinstance(message, Welcome):
+            if self._welcome and self._welcome.scheduler != message.scheduler:
+                self._stage = _Stage.OVER
+                self._inbox.append(Refuse(69, f"the scheduler at {self.endpoint} is another one now"))
+                return
+            self._welcome, self._stage, self._beat_at = self._welcome or message, _Stage.UP, now
+            for again in self._memory.to_repeat():
+                self._put(again)
+        elif isinstance(message, Assign):
+            self._memory.forget_before(message.generation)
+        if self._filter.is_new(message):
+            self._inbox.append(message)
+        if isinstance(message, Refuse):
+            self._stage = _Stage.OVER
+
+    # Patience ---------------------------------------------------------------------------------------------------------
+
+    def _absorb_stall(self, now: float) -> None:
+        """Time in which this process itself stood still is not the scheduler's silence."""
+        late = now - self._last - 1.5
+        self._last = now
+        if late > 0:
+            self._heard += late
+
+    def _judge(self, now: float) -> None:
+        """Raise what time has made certain."""
+        if self._stage is _Stage.OVER or isinstance(self._filter.seen(Verdict), Verdict):
+            return
+        where = str(self.endpoint)
+        if self._welcome:
+            gone = self._nobody_since is not None and now - self._nobody_since > LOST_LISTENER
+            silent = now - self._heard
+            if gone or (self._welcome.dead and self._welcome.heartbeat and silent > self._welcome.dead):
+                raise RendezvousError(f"lost the scheduler: nothing heard for {silent:.1f} s", where=where)
+            return
+        if self._refusals >= REFUSALS or (self._first_refusal and now - self._first_refusal > LONGEST_HANDSHAKE):
+            hint = "use the same token on every node (`pdrun token show`)"
+            if self._mismatch:
+                hint = "one side was started with --insecure and the other was not"
+            raise AuthenticationError(f"the token differs or {where} is no pdrun scheduler", hint=hint)
+        if self._silent_since and now - self._silent_since > LONGEST_SILENCE:
+            raise AuthenticationError(f"{where} takes connections and says nothing: it is no pdrun scheduler")
+        if now - self._began > self._start_timeout:
+            raise RendezvousError(
+                f"no scheduler there within {self._start_timeout:g} s", where=where,
+                hint="start pdrun on the first node, and check the address",
+            )  # fmt: skip
+        if now >= self._status_at and self._nobody_since is not None and self._on_status:
+            self._status_at = now + STATUS_EVERY
+            self._on_status(f"waiting for the scheduler at {where}: nobody listens there yet")

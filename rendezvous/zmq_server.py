@@ -1,0 +1,345 @@
+"""
+The scheduler's transport over TCP: one ZeroMQ ROUTER, CURVE with a ZAP handler in the same loop.
+
+Every limit is set: 1 MiB a frame, two frames a message, 1000 messages queued a connection, 3 s for a handshake, a token
+bucket a connection. Whoever sends what is no envelope, or cannot take what is sent, is cut off; the service goes on.
+A connection's end is learned from the socket monitor within milliseconds, and its owner by the descriptor (SRCFD)
+from which its messages came. Limits: ROUTER has no call that ends one connection, so its descriptor is shut down.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pdrun.errors import ConfigError
+from pdrun.net import Endpoint
+from pdrun.rendezvous import security
+from pdrun.rendezvous.codec import CodecError, decode, encode
+from pdrun.rendezvous.events import Peer
+from pdrun.rendezvous.messages import Envelope
+from pdrun.rendezvous.security import Secret
+from pdrun.rendezvous.transport import Arrived, Complaint, Gone, Incoming, Woken
+
+if TYPE_CHECKING:
+    import zmq
+
+HIGH_WATER = 1000
+HANDSHAKE = 3.0
+"""Seconds that a connection has to prove its key."""
+BACKLOG = 1024
+RATE, BURST = 500.0, 4000.0
+"""Messages that a connection may send a second, and at once."""
+MOST_AT_ONCE = 2000
+FAREWELL = 1.0
+"""Seconds between the last word to a connection and its end."""
+
+
+@dataclass
+class _Connection:
+    identity: bytes
+    fd: int
+    name: Any
+    """The remote address, by which a descriptor is known to be still the same connection."""
+    role: str
+    tokens: float = BURST
+    refilled: float = field(default_factory=time.monotonic)
+
+    def allow(self, now: float) -> bool:
+        self.tokens = min(BURST, self.tokens + (now - self.refilled) * RATE) - 1
+        self.refilled = now
+        return self.tokens >= 0
+
+
+class ZmqServer:
+    """A ServerTransport over TCP. Not for use by several threads."""
+
+    def __init__(
+        self, secret: Secret | None, *, endpoint: Endpoint | None = None, listen_fd: int | None = None,
+        insecure: bool = False,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            secret: the user's secret; None only together with ``insecure``.
+            endpoint: where to listen; one address, never all of them.
+            listen_fd: a listening TCP socket to adopt instead; it belongs to this object from now on.
+            insecure: no CURVE at all: anybody who reaches the port is believed.
+        """
+        import zmq
+
+        if (secret is None) != insecure:
+            raise ConfigError("either a secret or --insecure, not both and not neither", where="scheduler")
+        self._zmq = zmq
+        _raise_nofile()
+        self._connections: dict[Peer, _Connection] = {}
+        self._by_fd: dict[int, Peer] = {}
+        self._closing: dict[Peer, tuple[float, _Connection]] = {}
+        self._pending: list[Incoming] = []
+        self._watched: list[int] = []
+        self._context = zmq.Context()
+        self._poller = zmq.Poller()
+        self._zap = self._open_zap(secret) if secret else None
+        self._router = self._context.socket(zmq.ROUTER)
+        self._configure(secret)
+        self._monitor = self._router.get_monitor_socket(
+            zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        )  # fmt: skip
+        for one in (self._router, self._monitor):
+            self._poller.register(one, zmq.POLLIN)
+        try:
+            self.endpoint = self._listen(endpoint, listen_fd)
+        except BaseException:
+            self.close(0.0)
+            raise
+
+    # Opening ----------------------------------------------------------------------------------------------------------
+
+    def _open_zap(self, secret: Secret) -> zmq.Socket[bytes]:
+        """Before any bind: a CURVE server without a ZAP handler lets every key in."""
+        zap = self._context.socket(self._zmq.REP)
+        zap.bind("inproc://zeromq.zap.01")
+        self._poller.register(zap, self._zmq.POLLIN)
+        self._roles = {security.key_pair(secret, role).public: role for role in ("agent", "view")}
+        return zap
+
+    def _configure(self, secret: Secret | None) -> None:
+        zmq, router = self._zmq, self._router
+        for option, value in (
+            (zmq.ROUTER_MANDATORY, 1), (zmq.MAXMSGSIZE, Envelope.LIMIT), (zmq.SNDHWM, HIGH_WATER),
+            (zmq.RCVHWM, HIGH_WATER), (zmq.HANDSHAKE_IVL, int(HANDSHAKE * 1000)), (zmq.BACKLOG, BACKLOG),
+            (zmq.HEARTBEAT_IVL, 1000), (zmq.HEARTBEAT_TIMEOUT, 3000), (zmq.LINGER, 1000), (zmq.TCP_KEEPALIVE, 1),
+        ):  # fmt: skip
+            router.setsockopt(option, value)
+        if secret:
+            keys = security.key_pair(secret, "server")
+            router.curve_server = True
+            router.curve_secretkey = keys.private
+            router.zap_domain = b"pdrun"
+
+    def _listen(self, endpoint: Endpoint | None, listen_fd: int | None) -> Endpoint:
+        if listen_fd is None:
+            from pdrun.rendezvous.listen import bind_listener
+
+            if endpoint is None:
+                raise ConfigError("no address to listen on", where="scheduler")
+            listen_fd = bind_listener(endpoint, backlog=BACKLOG).detach()
+        listener = socket.socket(fileno=listen_fd)
+        listener.setblocking(False)
+        listener.listen(BACKLOG)
+        host, port = listener.getsockname()[:2]
+        found = Endpoint(host, port)
+        if ":" in host:
+            self._router.setsockopt(self._zmq.IPV6, 1)
+        self._router.setsockopt(self._zmq.USE_FD, listener.detach())
+        self._router.bind(found.zmq)
+        return found
+
+    # The protocol -----------------------------------------------------------------------------------------------------
+
+    def watch(self, fd: int) -> None:
+        """Report Woken when ``fd`` is readable (or at its end)."""
+        self._watched.append(fd)
+        self._poller.register(fd, self._zmq.POLLIN)
+
+    def unwatch(self, fd: int) -> None:
+        """Stop watching ``fd``."""
+        self._watched.remove(fd)
+        self._poller.unregister(fd)
+
+    def poll(self, timeout: float) -> Sequence[Incoming]:
+        """Wait for at most ``timeout`` seconds and return what came in."""
+        wait = 0 if self._pending else max(0, int(timeout * 1000))
+        ready = dict(self._poller.poll(wait))
+        if self._zap in ready:
+            self._serve_zap()
+        result, self._pending = self._pending, []
+        # The monitor first: what a connection sent before its end is then already in the queue, and reported before it.
+        ended = self._read_monitor(result)
+        self._drain(result)
+        for fd in ended:
+            self._ended(fd, result)
+        self._end_closing()
+        result += [Woken(fd) for fd in self._watched if fd in ready]
+        return result
+
+    def send(self, peer: Peer, envelope: Envelope) -> None:
+        """Send without waiting; a connection that cannot take it is ended and reported as Gone."""
+        connection = self._connections.get(peer)
+        if connection is None:
+            return
+        try:
+            self._router.send_multipart([connection.identity, encode(envelope)], self._zmq.NOBLOCK)
+        except self._zmq.ZMQError as error:
+            slow = error.errno == self._zmq.EAGAIN
+            if slow:
+                self._pending.append(Complaint(f"{self._where(connection)} does not read: cut off"))
+            self._drop(peer)
+            self._pending.append(Gone(peer))
+
+    def close_peer(self, peer: Peer) -> None:
+        """End a connection after what was sent to it had time to leave; no Gone is reported for it."""
+        if connection := self._connections.pop(peer, None):
+            self._closing[peer] = (time.monotonic() + FAREWELL, connection)
+
+    def close(self, timeout: float) -> None:
+        """End everything, giving what was sent at most ``timeout`` seconds to leave."""
+        self._router.disable_monitor()
+        self._context.destroy(linger=max(0, int(timeout * 1000)))
+
+    # Reading ----------------------------------------------------------------------------------------------------------
+
+    def _serve_zap(self) -> None:
+        zmq = self._zmq
+        while self._zap is not None:
+            try:
+                request = self._zap.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            version, number = (request + [b"", b""])[:2]
+            known = len(request) == 7 and version == b"1.0" and request[5] == b"CURVE" and len(request[6]) == 32
+            role = self._roles.get(_z85(request[6])) if known else None
+            answer = [b"200", b"OK", role.encode(), b""] if role else [b"400", b"unknown key", b"", b""]
+            self._zap.send_multipart([b"1.0", number, *answer])
+
+    def _read_monitor(self, result: list[Incoming]) -> list[int]:
+        from zmq.utils.monitor import recv_monitor_message
+
+        zmq, ended, failed = self._zmq, [], 0
+        while self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            event = recv_monitor_message(self._monitor)
+            if event["event"] == zmq.EVENT_DISCONNECTED:
+                ended.append(int(event["value"]))
+            elif event["event"] != zmq.EVENT_MONITOR_STOPPED:
+                failed += 1
+        if failed:
+            result.append(Complaint(
+                f"{failed} connection(s) failed the handshake: they hold another token, or are not of pdrun"
+            ))  # fmt: skip
+        return ended
+
+    def _drain(self, result: list[Incoming]) -> None:
+        noblock, more, now = self._zmq.NOBLOCK, self._zmq.RCVMORE, time.monotonic()
+        for _ in range(MOST_AT_ONCE):
+            try:
+                identity = self._router.recv(noblock)
+            except self._zmq.Again:
+                return
+            frames: list[zmq.Frame] = []
+            while self._router.getsockopt(more):
+                frame = self._router.recv(noblock, copy=False)
+                if len(frames) < 2:
+                    frames.append(frame)
+            self._take(identity, frames, now, result)
+
+    def _take(self, identity: bytes, frames: list[zmq.Frame], now: float, result: list[Incoming]) -> None:
+        peer = identity.hex()
+        if peer in self._closing or not frames:
+            return
+        connection = self._connections.get(peer)
+        if connection is None:
+            connection = self._admit(identity, frames[0])
+        try:
+            if len(frames) != 1:
+                raise CodecError("a message has one frame")
+            if not connection.allow(now):
+                raise CodecError(f"more than {RATE:g} messages a second")
+            result.append(Arrived(peer, connection.role, decode(bytes(frames[0].buffer))))
+        except CodecError as error:
+            result.append(Complaint(f"{self._where(connection)} was cut off: {error}"))
+            self._drop(peer)
+            result.append(Gone(peer))
+
+    def _admit(self, identity: bytes, frame: zmq.Frame) -> _Connection:
+        fd = int(frame.get(self._zmq.SRCFD))
+        try:
+            role = str(frame.get("User-Id"))
+        except self._zmq.ZMQError:
+            role = ""
+        connection = _Connection(identity, fd, _remote(fd), role)
+        self._connections[identity.hex()] = connection
+        self._by_fd[fd] = identity.hex()
+        return connection
+
+    # Ending one connection --------------------------------------------------------------------------------------------
+
+    def _ended(self, fd: int, result: list[Incoming]) -> None:
+        peer = self._by_fd.get(fd)
+        if peer is None:
+            return
+        closing = self._closing.get(peer)
+        connection = closing[1] if closing else self._connections.get(peer)
+        if connection is not None and connection.name is not None and _remote(fd) == connection.name:
+            return  # the number was used again: the event is about an earlier connection
+        del self._by_fd[fd]
+        self._closing.pop(peer, None)
+        if self._connections.pop(peer, None):
+            result.append(Gone(peer))
+
+    def _drop(self, peer: Peer) -> None:
+        """End a connection now."""
+        if connection := self._connections.pop(peer, None):
+            self._closing[peer] = (0.0, connection)
+            self._end_closing()
+
+    def _end_closing(self) -> None:
+        now = time.monotonic()
+        for peer, (when, connection) in list(self._closing.items()):
+            if 0 <= when <= now:
+                _shut(connection)
+                self._closing[peer] = (-1.0, connection)
+
+    def _where(self, connection: _Connection) -> str:
+        return f"a connection from {connection.name[0]}" if connection.name else "a connection"
+
+
+def _z85(key: bytes) -> bytes:
+    from zmq.utils import z85
+
+    return z85.encode(key)
+
+
+def _remote(fd: int) -> Any:
+    """Return the remote address of a descriptor, or None when it is no connected socket (any more)."""
+    try:
+        copy = socket.socket(fileno=os.dup(fd))
+    except OSError:
+        return None
+    try:
+        return copy.getpeername()
+    except OSError:
+        return None
+    finally:
+        copy.close()
+
+
+def _shut(connection: _Connection) -> None:
+    """Shut a connection's descriptor down, unless the number means another connection by now."""
+    if connection.name is None or _remote(connection.fd) != connection.name:
+        return
+    try:
+        copy = socket.socket(fileno=os.dup(connection.fd))
+    except OSError:
+        return
+    try:
+        copy.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass
+    finally:
+        copy.close()
+
+
+def _raise_nofile() -> None:
+    """Every agent is one descriptor: take all that the system grants."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        except (OSError, ValueError):
+            pass

@@ -1,0 +1,192 @@
+"""Why a worker ended: evidence in, cause out, one line a case."""
+
+from __future__ import annotations
+
+import errno
+import signal
+
+import pytest
+
+from pdrun.launcher.causes import Evidence, cause_of
+from pdrun.launcher.model import SpawnFailed
+
+
+def trace(error: str, *frames: tuple[str, str]) -> str:
+    """A traceback as Python prints it."""
+    frames = frames or (("/home/me/train.py", "<module>"),)
+    lines = [f'  File "{file}", line 3, in {function}\n    code()' for file, function in frames]
+    return "Traceback (most recent call last):\n" + "\n".join(lines) + f"\n{error}\n"
+
+
+GLOO = (
+    "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3131"
+)
+DISTRIBUTED = ("/venv/torch/distributed/distributed_c10d.py", "all_reduce")
+NCCL = (
+    "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1, remote process exited or there was a "
+    "network error, NCCL version 2.27.3\nncclRemoteError: A call failed possibly due to a network error"
+)
+CONNECT_FULL_MESH = (
+    "RuntimeError: Gloo connectFullMesh failed with [/pytorch/third_party/gloo/pair.cc:144] no error"
+)
+EXCEPTIONS = [
+    ("ValueError: boom", (), "exception", "ValueError: boom"),
+    ("KeyError: 'x'", (DISTRIBUTED,), "exception", "KeyError: 'x'"),
+    (GLOO, (), "communication", GLOO),
+    (CONNECT_FULL_MESH, (), "communication", CONNECT_FULL_MESH),
+    ("RuntimeError: [gloo/transport/tcp/pair.cc:1] Connection reset by peer", (), "communication", None),
+    ("RuntimeError: Timed out waiting 1800000ms for recv operation to complete", (), "communication", None),
+    (NCCL, (), "communication", None),
+    ("torch.distributed.DistStoreError: Timed out after 61 seconds waiting for clients.", (), "communication", None),
+    ("torch.distributed.DistNetworkError: The client socket has failed to connect", (), "communication", None),
+    ("torch.distributed.DistNetworkError: EADDRINUSE, Address already in use", (), "exception", None),
+    ("torch.distributed.DistBackendError: NCCL error: Duplicate GPU detected : rank 0", (), "exception", None),
+    ("torch.distributed.DistBackendError: NCCL error: unhandled cuda error", (), "exception", None),
+    ("RuntimeError: The Inner error is reported as above. EI0006: Getting socket times out", (), "communication", None),
+    ("BrokenPipeError: [Errno 32] Broken pipe", (DISTRIBUTED,), "communication", None),
+    ("EOFError", (("/usr/lib/python3.11/multiprocessing/connection.py", "_recv"),), "communication", "EOFError"),
+    ("EOFError: EOF when reading a line", (), "exception", None),
+    ("ConnectionResetError: [Errno 104] Connection reset by peer", (("/venv/requests/api.py", "get"),), "exception", None),
+    ("RuntimeError: Connection reset by peer while reading s3://bucket", (), "exception", None),
+    ("torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", (), "exception", None),
+]
+
+
+@pytest.mark.parametrize(("error", "frames", "kind", "summary"), EXCEPTIONS, ids=[case[0][:50] for case in EXCEPTIONS])
+def test_exceptions(error, frames, kind, summary):
+    cause = cause_of(Evidence(status=1 << 8, at=20.0, traceback=(10.0, trace(error, *frames))))
+    assert (cause.kind, cause.code, cause.at, cause.retry) == (kind, 1, 10.0, True)
+    assert summary is None or cause.summary == summary[:500]
+    assert error in cause.traceback
+
+
+STATUS = [
+    (0, "ok", 0, 0), (42 << 8, "exit", 42, 0), (255 << 8, "exit", 255, 0), (1 << 8, "exit", 1, 0),
+    (signal.SIGSEGV, "signal", 139, 11), (signal.SIGSEGV | 0x80, "signal", 139, 11),
+    (signal.SIGKILL, "signal", 137, 9), (signal.SIGABRT, "signal", 134, 6), (signal.SIGTERM, "signal", 143, 15),
+    (64, "signal", 192, 64),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("status", "kind", "code", "number"), STATUS)
+def test_codes_and_signals(status, kind, code, number):
+    cause = cause_of(Evidence(status=status, at=5.0, tail=("last",), log="/log"))
+    assert (cause.kind, cause.code, cause.signal, cause.at) == (kind, code, number, 5.0)
+    assert (cause.log, cause.tail) == ("/log", () if kind == "ok" else ("last",))
+
+
+def test_plain_words():
+    assert cause_of(Evidence(signal.SIGSEGV, 1.0)).summary == "killed by SIGSEGV (segmentation fault)"
+    assert cause_of(Evidence(signal.SIGKILL, 1.0)).summary == "killed by SIGKILL, not by pdrun"
+    assert cause_of(Evidence(3 << 8, 1.0)).summary == "exit code 3"
+
+
+def test_out_of_memory_needs_proof():
+    assert cause_of(Evidence(signal.SIGKILL, 1.0, oom_kills=1)).kind == "oom"
+    assert cause_of(Evidence(signal.SIGSEGV, 1.0, oom_kills=1)).kind == "signal"
+
+
+def test_a_traceback_counts_only_with_a_failing_exit():
+    assert cause_of(Evidence(0, 9.0, traceback=(1.0, trace("ValueError: caught")))).kind == "ok"
+    cause = cause_of(Evidence(3 << 8, 9.0, traceback=(1.0, trace("ValueError: caught"))))
+    assert (cause.kind, cause.code, cause.at) == ("exception", 3, 1.0)
+
+
+@pytest.mark.parametrize("status", [1 << 8, 0, signal.SIGTERM, signal.SIGKILL, 42 << 8, signal.SIGSEGV])
+def test_what_ends_after_our_order_is_stopped(status):
+    cause = cause_of(Evidence(
+        status, 9.0, traceback=(8.5, trace("KeyboardInterrupt")), stopped_at=8.0, stop_signals=(15, 9)
+    ))  # fmt: skip
+    assert cause.kind == ("stopped" if status else "ok")
+
+
+def test_what_began_before_our_order_is_its_own():
+    before = (7.9, trace("ValueError: boom"))
+    cause = cause_of(Evidence(1 << 8, 9.0, traceback=before, stopped_at=8.0, stop_signals=(15,)))
+    assert (cause.kind, cause.code, cause.at) == ("exception", 1, 7.9)
+    # our SIGTERM caught it on its way out, before Python could leave with 1
+    cause = cause_of(Evidence(signal.SIGTERM, 9.0, traceback=before, stopped_at=8.0, stop_signals=(15,)))
+    assert (cause.kind, cause.code, cause.signal) == ("exception", 1, 0)
+
+
+def test_a_kill_by_others_is_no_stop_of_ours():
+    assert cause_of(Evidence(signal.SIGTERM, 9.0)).kind == "signal"
+    assert cause_of(Evidence(signal.SIGKILL, 9.0, stopped_at=8.0, stop_signals=(15,))).kind == "stopped"
+
+
+ABORT = (
+    "[rank3]:[E1127 ProcessGroupNCCL.cpp:632] [Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5)",
+    "terminate called after throwing an instance of 'c10::DistBackendError'",
+    "  what():  [Rank 3] Some NCCL operations have failed or timed out.",
+)
+
+
+def test_an_abort_about_a_peer_is_communication():
+    assert cause_of(Evidence(signal.SIGABRT, 9.0, tail=ABORT)).kind == "communication"
+    assert cause_of(Evidence(signal.SIGABRT, 9.0, tail=("Assertion `x' failed.",))).kind == "signal"
+    cuda = ("terminate called after throwing an instance of 'c10::Error'", "  what():  CUDA error: out of memory")
+    assert cause_of(Evidence(signal.SIGABRT, 9.0, tail=cuda)).kind == "signal"
+
+
+def test_a_crash_keeps_faulthandlers_stack_and_its_earlier_time():
+    stack = 'Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n  File "a.py", line 1\n'
+    cause = cause_of(Evidence(signal.SIGSEGV, 9.0, traceback=(7.0, stack)))
+    assert (cause.kind, cause.at, cause.traceback) == ("signal", 7.0, stack)
+    # the core was still being written when the others had already been stopped
+    cause = cause_of(Evidence(signal.SIGSEGV, 9.0, traceback=(7.0, stack), stopped_at=8.0, stop_signals=(15,)))
+    assert (cause.kind, cause.code) == ("signal", 139)
+
+
+def test_a_wrapped_communication_error_is_still_one():
+    text = trace(GLOO) + "\nThe above exception was the direct cause of the following exception:\n\n"
+    cause = cause_of(Evidence(1 << 8, 9.0, traceback=(1.0, text + trace("TrainingError: step 7 failed"))))
+    assert (cause.kind, cause.summary) == ("communication", "TrainingError: step 7 failed")
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "retry"),
+    [(errno.ENOENT, 127, False), (errno.EACCES, 126, False), (errno.ENOEXEC, 126, False), (errno.EAGAIN, 126, True)],
+)
+def test_not_started(number, code, retry):
+    cause = cause_of(Evidence(None, 1.0, spawn_failure=SpawnFailed(0, number, "/x/tool: reason")))
+    assert (cause.kind, cause.code, cause.retry) == ("startup", code, retry)
+    assert "/x/tool: reason" in cause.summary
+
+
+HOPELESS = [
+    (trace("ModuleNotFoundError: No module named 'nope'"), False),
+    (trace("ModuleNotFoundError: No module named 'nope'", ("/a.py", "<module>"), ("/b.py", "<module>")), False),
+    (trace("ModuleNotFoundError: No module named 'nope'", ("/a.py", "<module>"), ("/a.py", "main")), True),
+    ('  File "/a.py", line 1\n    def broken(:\n               ^\nSyntaxError: invalid syntax\n', False),
+    (trace("ValueError: boom"), True),
+]
+
+
+@pytest.mark.parametrize(("text", "retry"), HOPELESS)
+def test_what_cannot_succeed_is_not_tried_again(text, retry):
+    cause = cause_of(Evidence(1 << 8, 2.0, traceback=(1.0, text)))
+    assert (cause.kind, cause.retry) == ("exception", retry)
+
+
+@pytest.mark.parametrize(
+    ("line", "status"),
+    [("python: can't open file '/x/t.py': [Errno 2] No such file or directory", 2 << 8),
+     ("/usr/bin/python3: No module named trainer", 1 << 8)],
+)  # fmt: skip
+def test_a_program_that_vanished_is_a_start_failure(line, status):
+    cause = cause_of(Evidence(status, 2.0, tail=(line,)))
+    assert (cause.kind, cause.retry, cause.summary) == ("startup", False, line)
+
+
+def test_unkillable():
+    cause = cause_of(Evidence(None, 9.0, stopped_at=1.0))
+    assert (cause.kind, cause.code) == ("stopped", 137)
+
+
+def test_a_cause_is_small_enough_to_travel():
+    huge = trace("ValueError: " + "x" * 1000, *[("/a.py", f"f{number}") for number in range(5000)])
+    cause = cause_of(Evidence(1 << 8, 1.0, traceback=(1.0, huge), tail=("y" * 2000,) * 90))
+    assert len(cause.traceback) <= 65536 + 8
+    assert len(cause.summary) <= 500
+    assert (len(cause.tail), max(map(len, cause.tail))) == (20, 500)
+    assert cause.traceback.endswith("x\n")

@@ -1,0 +1,317 @@
+"""The keeper with real processes: what it starts, what it reports, and that nothing outlives it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pdrun.errors import PdrunError
+from pdrun.launcher.model import Exited, Spawned, SpawnFailed, Swept
+from tests.agent.helpers import REPOSITORY, alive, keeper_driver, python, read_pid, until
+
+DETACHED = """
+import os, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        with open(sys.argv[1], 'w') as file:
+            file.write(f'{os.getpid()}\\n')
+        time.sleep(600)
+    os._exit(0)
+"""
+
+
+@pytest.fixture
+def driver():
+    with keeper_driver() as made:
+        yield made
+
+
+def test_reports_exit_codes_and_signals(driver):
+    driver.start(0, ("/bin/sh", "-c", "exit 42"))
+    driver.start(1, ("/bin/sh", "-c", "kill -SEGV $$"))
+    assert os.waitstatus_to_exitcode(driver.wait(Exited, 0).status) == 42
+    assert os.WTERMSIG(driver.wait(Exited, 1).status) == signal.SIGSEGV
+
+
+def test_spawned_comes_before_exited_with_the_same_pid(driver):
+    before = time.monotonic()
+    driver.start(0, ("/bin/true",))
+    spawned, exited = driver.wait(Spawned), driver.wait(Exited)
+    assert spawned.pid == exited.pid
+    assert before < exited.at < time.monotonic()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "mode", "code"),
+    [("missing", None, 0, errno.ENOENT), ("text", b"no program\n", 0o755, errno.ENOEXEC),
+     ("folder/", None, 0, errno.ENOENT), ("nox", b"#!/bin/sh\n", 0o644, errno.EACCES)],
+)  # fmt: skip
+def test_exec_errors_are_exact(driver, tmp_path, name, content, mode, code):
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+        path.chmod(mode)
+    driver.start(0, (str(path),))
+    failed = driver.wait(SpawnFailed)
+    assert failed.errno == code
+    assert str(path) in failed.message
+
+
+def test_program_is_found_by_the_workers_own_path(driver, tmp_path):
+    tool = tmp_path / "pdrun-test-tool"
+    tool.write_text("#!/bin/sh\nexit 9\n")
+    tool.chmod(0o755)
+    driver.start(0, (tool.name,), env={"PATH": f"/nowhere:{tmp_path}"})
+    assert os.waitstatus_to_exitcode(driver.wait(Exited).status) == 9
+    driver.start(0, (tool.name,), env={"PATH": "/nowhere"})
+    assert driver.wait(SpawnFailed).errno == errno.ENOENT
+
+
+def test_missing_folder_is_named(driver):
+    driver.start(0, ("/bin/true",), cwd="/nowhere/at/all")
+    failed = driver.wait(SpawnFailed)
+    assert (failed.errno, "/nowhere/at/all" in failed.message) == (errno.ENOENT, True)
+
+
+def test_impossible_cpus_and_nul_bytes_fail_the_spawn_only(driver):
+    driver.start(0, ("/bin/true",), cpus=(4000,))
+    assert driver.wait(SpawnFailed).errno == errno.EINVAL
+    driver.start(0, ("/bin/echo", "a\0b"))
+    assert driver.wait(SpawnFailed).errno == errno.EINVAL
+    driver.start(0, ("/bin/true",))
+    assert driver.wait(Exited).status == 0
+
+
+def test_taken_slot_is_refused(driver):
+    driver.start(0, ("/bin/sleep", "600"))
+    driver.wait(Spawned)
+    driver.start(0, ("/bin/true",))
+    assert driver.wait(SpawnFailed).errno == errno.EBUSY
+
+
+REPORT = """
+import json, os, signal, sys
+fds = sorted(int(n) for n in os.listdir('/proc/self/fd'))
+ignored = int(next(l for l in open('/proc/self/status') if l.startswith('SigIgn')).split()[1], 16)
+blocked = int(next(l for l in open('/proc/self/status') if l.startswith('SigBlk')).split()[1], 16)
+json.dump(dict(env=dict(os.environ), cwd=os.getcwd(), fds=fds, ignored=ignored, blocked=blocked, sid=os.getsid(0),
+  pid=os.getpid(), argv=sys.argv[1:], cpus=sorted(os.sched_getaffinity(0)), three=os.read(3, 99).decode()), sys.stdout)
+"""
+
+
+def test_child_gets_exactly_what_was_asked_for(driver, tmp_path):
+    out, (read, write) = tmp_path / "out", os.pipe()
+    os.write(write, b"through fd 3")
+    cpu = min(os.sched_getaffinity(0))
+    env = {"ODD": "\udcff\u00e9=\n", "PATH": "/bin", "PYTHONIOENCODING": "utf-8:surrogateescape", "BIG": "x" * 100_000}
+    with out.open("wb") as file:
+        driver.start(0, (sys.executable, "-S", "-c", REPORT, "\udcfe \u20ac", ""), env=env, cwd=str(tmp_path),
+                     out=file.fileno(), cpus=(cpu,), pass_fds=(read,))  # fmt: skip
+    assert driver.wait(Exited).status == 0
+    os.close(read), os.close(write)
+    got = json.loads(out.read_text())
+    marker = got["env"].pop("PDRUN_WORKER_OF")
+    got["env"].pop("LC_CTYPE", None)  # Python's own coercion of the C locale
+    assert (got["env"], marker.endswith(".0")) == (env, True)
+    assert (got["cwd"], got["cpus"], got["argv"]) == (str(tmp_path), [cpu], ["\udcfe \u20ac", ""])
+    assert (got["sid"], got["three"]) == (got["pid"], "through fd 3")
+    assert [number for number in got["fds"] if number <= 3] == [0, 1, 2, 3]
+    assert len(got["fds"]) == 5  # the folder itself is open while it is listed
+    inherited = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
+    touched = {signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP, signal.SIGCHLD}
+    assert {number for number in touched if got["ignored"] >> number - 1 & 1} == inherited
+    assert got["blocked"] == 0
+
+
+def test_environment_larger_than_any_packet(driver, tmp_path):
+    env = {f"V{number}": "y" * 50_000 for number in range(20)}
+    driver.start(0, python("import os; os._exit(len([1 for n in os.environ if n[0] == 'V']))"), env=env)
+    assert os.waitstatus_to_exitcode(driver.wait(Exited).status) == 20
+
+
+def test_many_workers_at_once_do_not_jam_the_socket(driver):
+    for slot in range(60):
+        driver.start(slot, ("/bin/true",))
+    for slot in range(60):
+        assert driver.wait(Exited, slot, 30).status == 0
+
+
+def test_signals_reach_the_process_or_its_group(driver, tmp_path):
+    script = "trap 'exit 7' USR1; (trap 'echo x > %s' USR1; sleep 600 & wait) & echo $! > %s; wait; wait"
+    mark, ready = tmp_path / "mark", tmp_path / "ready"
+    driver.start(0, ("/bin/sh", "-c", script % (mark, ready)))
+    read_pid(ready)
+    driver.keeper.signal(0, signal.SIGUSR1, group=True)
+    assert os.waitstatus_to_exitcode(driver.wait(Exited).status) == 7
+    until(mark.exists, what="the group's other member to be signalled")
+    driver.keeper.signal(0, signal.SIGUSR1, group=False)  # of an ended slot: no error
+    driver.start(0, ("/bin/true",))
+    driver.wait(Spawned)
+
+
+def test_signal_right_after_spawn_is_not_lost(driver):
+    for _ in range(20):
+        driver.start(0, ("/bin/sleep", "600"))
+        driver.keeper.signal(0, signal.SIGTERM, group=False)
+        assert os.WTERMSIG(driver.wait(Exited).status) == signal.SIGTERM
+
+
+def test_leftover_is_swept_and_named(driver, tmp_path):
+    pid_file = tmp_path / "pid"
+    driver.start(0, python(DETACHED, pid_file))
+    driver.start(1, ("/bin/sleep", "600"))
+    other = driver.wait(Spawned, 1).pid
+    driver.wait(Exited)
+    left = read_pid(pid_file)
+    driver.keeper.sweep(0)
+    swept = driver.wait(Swept)
+    assert not alive(left)
+    assert [text.split()[0] for text in swept.processes] == [str(left)]
+    assert swept.stuck == ()
+    assert alive(other)
+
+
+def test_nothing_left_is_answered_at_once(driver):
+    driver.start(0, ("/bin/true",))
+    driver.wait(Exited)
+    begin = time.monotonic()
+    driver.keeper.sweep(0)
+    assert driver.wait(Swept) == Swept(0, ())
+    assert time.monotonic() - begin < 0.08
+
+
+def test_helper_that_ends_by_itself_is_left_to_do_so(driver, tmp_path):
+    driver.start(0, ("/bin/sh", "-c", f"(sleep 0.03; echo done > {tmp_path}/mark) & exit 0"))
+    driver.wait(Exited)
+    driver.keeper.sweep(0)
+    assert driver.wait(Swept).processes == ()
+    assert (tmp_path / "mark").exists()
+
+
+def test_leftover_that_hides_goes_with_the_last_worker(driver, tmp_path):
+    inner = f"echo $$ > {tmp_path}/pid; exec sleep 600"
+    hidden = f"import os; os.execve('/usr/bin/setsid', ['setsid', '--fork', '/bin/sh', '-c', {inner!r}], {{}})"
+    driver.start(0, python(hidden))
+    driver.wait(Exited)
+    left = read_pid(tmp_path / "pid")
+    driver.keeper.sweep(0)
+    assert [text.split()[0] for text in driver.wait(Swept).processes] == [str(left)]
+
+
+def test_close_ends_everything_at_once(tmp_path):
+    with keeper_driver() as driver:
+        deaf = "import signal; signal.signal(15, signal.SIG_IGN)\n"
+        driver.start(0, python(deaf + DETACHED + "time.sleep(600)", tmp_path / "pid"))
+        worker, left = driver.wait(Spawned).pid, read_pid(tmp_path / "pid")
+        begin = time.monotonic()
+        driver.keeper.close()
+        assert time.monotonic() - begin < 1.0
+    assert not alive(worker)
+    assert not alive(left)
+    assert not alive(driver.keeper.pid)
+
+
+AGENT = """
+import sys, time
+from pathlib import Path
+from tests.agent.helpers import KeeperDriver, python
+from pdrun.launcher.model import Spawned
+driver = KeeperDriver()
+driver.start(0, ("/bin/sh", "-c", sys.argv[1]))
+print(driver.keeper.pid, driver.wait(Spawned).pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_killed_agent_leaves_nothing(tmp_path):
+    pid_file = tmp_path / "pid"
+    worker = f"trap '' TERM INT HUP; setsid sh -c 'echo $$ > {pid_file}; sleep 600' & sleep 600"
+    agent = subprocess.Popen([sys.executable, "-c", AGENT, worker], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+    try:
+        keeper, leader = map(int, agent.stdout.readline().split())
+        left = read_pid(pid_file)
+        begin = time.monotonic()
+        agent.kill()
+        until(lambda: not (alive(left) or alive(leader) or alive(keeper)), 5, "everything to end")
+        assert time.monotonic() - begin < 1.0
+    finally:
+        agent.kill()
+        agent.communicate()
+
+
+def test_killed_keeper_is_a_clear_error_and_leaves_nothing(tmp_path):
+    with keeper_driver() as driver:
+        driver.start(0, python(DETACHED + "time.sleep(600)", tmp_path / "pid"))
+        worker, left = driver.wait(Spawned).pid, read_pid(tmp_path / "pid")
+        bystander = subprocess.Popen(["/bin/sleep", "600"])
+        try:
+            driver.keeper.spare.add(bystander.pid)
+            os.kill(driver.keeper.pid, signal.SIGKILL)
+            with pytest.raises(PdrunError, match=r"keeper process .* was killed by SIGKILL"):
+                driver.wait(Exited)
+            assert not alive(worker)
+            assert not alive(left)
+            assert alive(bystander.pid)
+            with pytest.raises(PdrunError):
+                driver.keeper.events()
+        finally:
+            bystander.kill()
+            bystander.wait()
+
+
+def test_keeper_outlives_the_signals_of_a_terminal(driver):
+    driver.start(0, ("/bin/sleep", "600"))
+    worker = driver.wait(Spawned).pid
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        os.kill(driver.keeper.pid, number)
+    driver.start(1, ("/bin/true",))
+    driver.wait(Exited, 1)
+    assert alive(worker)
+    assert os.getsid(driver.keeper.pid) == driver.keeper.pid
+
+
+def test_fork_refusal_is_a_failed_spawn():
+    if os.geteuid() == 0:
+        pytest.skip("root has no limit of processes")
+    with keeper_driver() as driver:
+        soft, hard = resource.prlimit(driver.keeper.pid, resource.RLIMIT_NPROC)
+        resource.prlimit(driver.keeper.pid, resource.RLIMIT_NPROC, (1, hard))
+        driver.start(0, ("/bin/true",))
+        assert driver.wait(SpawnFailed).errno == errno.EAGAIN
+        resource.prlimit(driver.keeper.pid, resource.RLIMIT_NPROC, (soft, hard))
+        driver.start(0, ("/bin/true",))
+        driver.wait(Exited)
+
+
+def test_descriptor_refusal_is_a_failed_spawn(driver):
+    driver.start(0, ("/bin/true",))
+    driver.wait(Exited)
+    used = len(list(Path(f"/proc/{driver.keeper.pid}/fd").iterdir()))
+    _, hard = resource.prlimit(driver.keeper.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(driver.keeper.pid, resource.RLIMIT_NOFILE, (used + 2, hard))
+    driver.start(0, ("/bin/true",))
+    assert driver.wait(SpawnFailed).errno == errno.EMFILE
+
+
+def test_start_is_quick_and_small():
+    times = []
+    for _ in range(5):
+        begin = time.monotonic()
+        with keeper_driver() as driver:
+            driver.start(0, ("/bin/true",))
+            driver.wait(Exited)
+            times.append(time.monotonic() - begin)
+            status = Path(f"/proc/{driver.keeper.pid}/status").read_text()
+    resident = int(status.partition("VmRSS:")[2].split()[0])
+    assert min(times) < 0.2
+    assert resident < 25_000

@@ -1,0 +1,108 @@
+"""The last words of a job, as pictures."""
+
+from __future__ import annotations
+
+from pdrun.launcher.summary import LINES, duration, hints, plain, summary
+from pdrun.rendezvous.messages import Cause, Failure, Verdict
+
+TRACE = """Traceback (most recent call last):
+  File "/home/me/train.py", line 9, in <module>
+    main()
+  File "/home/me/train.py", line 5, in main
+    raise ValueError("boom")
+ValueError: boom
+"""
+CAUSE = Cause("exception", 1, at=1.0, summary="ValueError: boom", traceback=TRACE, log="logs/r/0/rank_3.err")
+FIRST = Failure(3, "node1", CAUSE)
+
+
+def picture(verdict: Verdict, seconds: float = 12.3, log_dir: str = "logs/r") -> str:
+    return "\n".join(summary(verdict, seconds=seconds, log_dir=log_dir))
+
+
+def test_success_is_one_line():
+    assert picture(Verdict(0, "all 4 workers succeeded")) == "job done in 12 s, logs in logs/r"
+    assert picture(Verdict(0, ""), 0.31, "") == "job done in 0.3 s"
+
+
+def test_an_exception():
+    other = Failure(5, "node2", Cause("exit", 9, summary="exit code 9", log="logs/r/0/rank_5.err"))
+    verdict = Verdict(1, "rank 3 on node1 failed: ValueError: boom", FIRST, (other,), victims=2)
+    assert picture(verdict) == """\
+job failed after 12 s: rank 3 on node1 failed: ValueError: boom
+  the traceback of rank 3 on node1 (exit code 1):
+    Traceback (most recent call last):
+      File "/home/me/train.py", line 9, in <module>
+        main()
+      File "/home/me/train.py", line 5, in main
+        raise ValueError("boom")
+    ValueError: boom
+  log of rank 3: logs/r/0/rank_3.err
+  2 other workers were stopped because of it
+  rank 5 on node2 failed by itself too: exit code 9 (logs/r/0/rank_5.err)
+exit code 1, logs in logs/r"""
+
+
+def test_a_signal_with_last_lines():
+    cause = Cause("signal", 137, signal=9, summary="killed by SIGKILL, not by pdrun", tail=("step 7", "", "loss 2.5"))
+    verdict = Verdict(137, "rank 0 on a failed: killed by SIGKILL, not by pdrun", Failure(0, "a", cause), victims=1)
+    assert picture(verdict, 200, "") == """\
+job failed after 3 min 20 s: rank 0 on a failed: killed by SIGKILL, not by pdrun
+  the last lines of rank 0 on a (SIGKILL, exit code 137):
+    step 7
+    loss 2.5
+  1 other worker was stopped because of it
+  hint: something outside pdrun killed it, often the kernel for lack of memory: look at 'dmesg' on that node
+exit code 137"""
+
+
+def test_a_silent_worker():
+    verdict = Verdict(42, "rank 0 on a failed: exit code 42", Failure(0, "a", Cause("exit", 42, summary="exit code 42")))
+    assert picture(verdict, 1) == """\
+job failed after 1.0 s: rank 0 on a failed: exit code 42
+  rank 0 on a printed nothing (exit code 42)
+exit code 42, logs in logs/r"""
+
+
+def test_stopped_and_lost():
+    assert picture(Verdict(130, "stopped by SIGINT on node0"), 5) == """\
+job stopped after 5.0 s by SIGINT on node0
+exit code 130, logs in logs/r"""
+    assert picture(Verdict(69, "host1 was lost: silent for 10 s"), 5, "") == """\
+job failed after 5.0 s: host1 was lost: silent for 10 s
+exit code 69"""
+    assert picture(Verdict(124, "the time limit of 5 s has passed"), 5, "").startswith(
+        "job stopped after 5.0 s: the time limit of 5 s has passed\n"
+    )
+
+
+def test_never_longer_than_a_screen():
+    frames = "".join(f'  File "/a.py", line {number}, in f\n    f()\n' for number in range(500))
+    long = Cause("exception", 1, summary="RecursionError: x", traceback=f"Traceback:\n{frames}RecursionError: x\n")
+    others = tuple(Failure(rank, "n", Cause("exit", 1, summary="exit code 1")) for rank in range(8))
+    lines = summary(Verdict(1, "r" * 5000, Failure(0, "n", long), others, 99), seconds=1, log_dir="d")
+    assert len(lines) <= LINES
+    assert max(map(len, lines)) <= 320
+    assert "    RecursionError: x" in lines
+    assert lines[-1] == "exit code 1, logs in d"
+    assert any("lines left out" in line for line in lines)
+
+
+def test_text_cannot_command_the_terminal():
+    assert plain("\x1b[31mred\x1b[0m \x1b]0;title\x07 \x9b2J \u202e\r") == "red \\x1b]0;title\\x07 \\x9b2J \\x202e\\x0d"
+    cause = Cause("exit", 1, summary="x", tail=("\x1b[2Jcleared",))
+    assert "\x1b" not in picture(Verdict(1, "\x1b[2J", Failure(0, "\x1b[1mnode", cause)))
+
+
+def test_hints_are_given_where_they_help_only():
+    assert list(hints(CAUSE)) == []
+    assert "memory limit" in next(iter(hints(Cause("oom", 137, signal=9))))
+    assert "smaller batch" in next(iter(hints(Cause("exception", 1, summary="torch.OutOfMemoryError: CUDA out of memory"))))
+    assert "/dev/shm" in next(iter(hints(Cause("signal", 135, signal=7))))
+    assert "network" in next(iter(hints(Cause("communication", 1))))
+
+
+def test_durations():
+    assert [duration(value) for value in (0.04, 9.94, 59.6, 119, 125, 7260)] == [
+        "0.0 s", "9.9 s", "60 s", "119 s", "2 min 5 s", "2 h 1 min",
+    ]  # fmt: skip

@@ -1,0 +1,87 @@
+"""Tracebacks as text."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdrun.launcher.traces import launcher_file, raised, users_part
+
+PLAIN = """Traceback (most recent call last):
+  File "/home/me/train.py", line 9, in <module>
+    main()
+  File "/home/me/train.py", line 5, in main
+    raise ValueError("a\\nb")
+ValueError: a
+b
+"""
+
+
+def test_the_message_may_have_several_lines():
+    (error,) = raised(PLAIN)
+    assert (error.type, error.text, error.summary) == ("ValueError", "a\nb", "ValueError: a")
+    assert error.functions == ("<module>", "main")
+
+
+def test_a_chain_in_order_and_names_without_module():
+    text = PLAIN + "\nDuring handling of the above exception, another exception occurred:\n\n"
+    text += PLAIN.replace("ValueError: a\nb", "my.own.Error")
+    assert [error.summary for error in raised(text)] == ["ValueError: a", "Error"]
+
+
+def test_carets_and_notes_are_no_exception_line():
+    text = PLAIN.replace("    main()\n", "    main()\n    ^^^^^^\n")
+    assert [error.type for error in raised(text)] == ["ValueError"]
+
+
+def test_a_group_is_found():
+    group = """  + Exception Group Traceback (most recent call last):
+  |   File "/a.py", line 1, in <module>
+  |     raise ExceptionGroup("several", [ValueError("one")])
+  | ExceptionGroup: several (1 sub-exception)
+  +-+---------------- 1 ----------------
+    | ValueError: one
+    +------------------------------------
+"""
+    assert raised(group)[0].summary == "ExceptionGroup: several (1 sub-exception)"
+
+
+LAUNCHED = """Traceback (most recent call last):
+  File "<frozen runpy>", line 198, in _run_module_as_main
+  File "<frozen runpy>", line 88, in _run_code
+  File "/venv/site-packages/pdrun/launcher/function_worker.py", line 31, in main
+    result = call()
+             ^^^^^^
+  File "/home/me/train.py", line 5, in main
+    boom()
+ValueError: boom
+"""
+
+
+def test_launcher_frames_are_cut_and_the_users_stay():
+    assert users_part(LAUNCHED) == """Traceback (most recent call last):
+  File "/home/me/train.py", line 5, in main
+    boom()
+ValueError: boom
+"""
+
+
+def test_a_traceback_of_nothing_but_launcher_frames_is_kept():
+    text = LAUNCHED.replace('  File "/home/me/train.py", line 5, in main\n    boom()\n', "")
+    assert users_part(text) == text
+
+
+def test_frames_of_pdrun_below_the_users_stay():
+    text = PLAIN.replace('"/home/me/train.py", line 5, in main', '"/venv/pdrun/parallel/context.py", line 5, in init')
+    assert users_part(text) == text
+
+
+def test_which_files_are_the_launchers():
+    assert all(map(launcher_file, ("<frozen runpy>", "/venv/lib/python3.11/site-packages/pdrun/launcher/function_x.py")))
+    assert not any(map(launcher_file, ("/home/me/launcher/train.py", "/home/pdrun/project/train.py", "runpy_like.py")))
+
+
+@given(st.text(alphabet="Traceback (most recent call last):\n  File\",in ValueError:|+ab", max_size=400))
+def test_nothing_breaks_on_any_text(text):
+    raised(text)
+    assert users_part(text).endswith("\n")

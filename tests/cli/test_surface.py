@@ -1,0 +1,148 @@
+"""
+The surface is frozen on purpose: whoever changes one of these sets changes what users type, and says so in CHANGELOG.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import get_args
+
+import pdrun
+from pdrun import errors, eventlog
+from pdrun.env import WorkerEnv
+from pdrun.launcher import derive
+from pdrun.launcher.aliases import ALIASES, MSRUN, TORCHRUN
+from pdrun.launcher.cli_commands import JOINERS, build
+from pdrun.launcher.options import OTHER_VARIABLES, RUN, Option
+from pdrun.launcher.spec import field_paths
+from pdrun.launcher.wishes import Level, Source, Wish
+from pdrun.rendezvous import messages
+
+OPTIONS = set("""
+    -m --module --no-python --no_python --python --env --chdir --nodes --devices --backend --threads --bind --local
+    --scheduler --serve --no-serve --node-rank --node_rank --node-name --interface --job --token-file --insecure
+    --start-timeout --grace --max-restarts --max_restarts --time-limit --log-dir --log_dir --log-name --no-files
+    --show-ranks --prefix --dry-run --explain --json
+""".split())
+TORCHRUNS = set("""
+    --nnodes --nproc-per-node --nproc_per_node --master-addr --master_addr --master-port --master_port --rdzv-endpoint
+    --rdzv_endpoint --rdzv-id --rdzv_id --rdzv-backend --rdzv_backend --rdzv-conf --rdzv_conf --standalone
+    --monitor-interval --monitor_interval --start-method --start_method --role -r --redirects -t --tee
+    --local-ranks-filter --local_ranks_filter --local-addr --local_addr --shutdown-timeout --shutdown_timeout
+    --numa-binding --numa_binding --event-log-handler --event_log_handler --run-path --run_path --logs-specs
+    --logs_specs --duplicate-stdout-filters --duplicate_stdout_filters --duplicate-stderr-filters
+    --duplicate_stderr_filters --signals-to-handle --signals_to_handle --virtual-local-rank --virtual_local_rank
+""".split())
+MSRUNS = set("""
+    --worker_num --local_worker_num --join --cluster_time_out --bind_core --bind_numa --worker_log_name
+    --tail_worker_log --rank_table_file --sim_level --sim_rank_id
+""".split())
+COMMANDS = {"run", "join", "scheduler", "status", "logs", "stop", "token", "env", "completion"}
+VARIABLES = set("""
+    PDRUN_MODULE PDRUN_NO_PYTHON PDRUN_PYTHON PDRUN_CHDIR PDRUN_NODES PDRUN_DEVICES PDRUN_BACKEND PDRUN_THREADS
+    PDRUN_BIND PDRUN_LOCAL PDRUN_SCHEDULER PDRUN_SERVE PDRUN_NODE_RANK PDRUN_NODE_NAME PDRUN_INTERFACE PDRUN_JOB
+    PDRUN_TOKEN_FILE PDRUN_START_TIMEOUT PDRUN_GRACE PDRUN_MAX_RESTARTS PDRUN_TIME_LIMIT PDRUN_LOG_DIR PDRUN_LOG_NAME
+    PDRUN_NO_FILES PDRUN_SHOW_RANKS PDRUN_PREFIX
+""".split())
+PUBLIC = {"__version__", "Context", "JobFailed", "PdrunError", "WorkerEnv", "init", "launch"}
+MESSAGES = set("""
+    Hello Welcome Join Waiting Refuse Assign Ready Unready Start WorkerExit Finished StopWorkers Verdict Heartbeat Echo
+    Leave StopRequest StatusQuery StatusReply
+""".split())
+WORKER_VARIABLES = set("""
+    RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE NODE_RANK ROLE_NAME ROLE_RANK
+    ROLE_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS
+    TORCHELASTIC_USE_AGENT_STORE RANK_ID RANK_SIZE DEVICE_ID PDRUN_JOB PDRUN_NODE PDRUN_GENERATION PDRUN_DEVICE_KIND
+    PDRUN_COLLECTIVE
+""".split())
+FIELDS = set("""
+    program.kind program.target program.args program.python resources.nodes resources.devices resources.backend
+    resources.threads resources.bind policy.start_timeout policy.grace policy.max_restarts policy.time_limit
+    output.log_dir output.show_ranks output.prefix output.files output.log_name place.scheduler place.node_rank
+    place.node_name place.local place.simulated place.interface place.serve place.token_file place.insecure job env chdir
+""".split())
+EVENTS = set("""
+    created joined refused assigned started exited stopping restarting suspect recovered lost left warning verdict
+""".split())
+
+
+def spellings(rows: tuple[Option, ...]) -> set[str]:
+    return {name for row in rows for name in row.names}
+
+
+def test_options_of_run() -> None:
+    assert spellings(RUN) == OPTIONS
+    assert spellings(TORCHRUN) == TORCHRUNS
+    assert spellings(MSRUN) == MSRUNS
+
+
+def test_no_spelling_means_two_things() -> None:
+    every = [name for row in (*RUN, *ALIASES) for name in row.names]
+    twins = [name for row in (*RUN, *ALIASES) for name in row.env]
+    assert len(every) == len(set(every))
+    assert len(twins) == len(set(twins))
+
+
+def test_commands() -> None:
+    group = build(lambda found: None)
+    assert set(group.commands) == COMMANDS
+    assert {name for param in group.commands["run"].params for name in param.opts if name[0] == "-"} == (
+        OPTIONS | TORCHRUNS | MSRUNS
+    )
+    assert set(JOINERS) < OPTIONS
+
+
+def test_variables() -> None:
+    assert {name for row in RUN for name in row.env if name.startswith("PDRUN_")} == VARIABLES
+    assert not VARIABLES & set(OTHER_VARIABLES)
+
+
+def test_public_names() -> None:
+    assert set(pdrun.__all__) == PUBLIC
+
+
+def test_wire_messages() -> None:
+    assert {kind.__name__ for kind in get_args(messages.Message)} == MESSAGES
+    assert messages.PROTOCOL == 1
+
+
+def test_worker_environment() -> None:
+    env = WorkerEnv(0, 1, 0, 1, 0, 1, "127.0.0.1", 1, "run")
+    assert set(env.to_env()) == WORKER_VARIABLES
+
+
+def test_fields_of_a_job() -> None:
+    assert set(field_paths()) == FIELDS
+
+
+def test_events() -> None:
+    assert set(eventlog.KINDS) == EVENTS
+
+
+def test_exit_codes() -> None:
+    codes = {kind.__name__: kind.exit_code for kind in errors.PdrunError.__subclasses__()}
+    assert codes == {
+        "UsageError": 2, "ConfigError": 78, "RendezvousError": 69, "AuthenticationError": 77, "RestartsExhausted": 75,
+        "DeadlineExceeded": 124, "JobFailed": 70,
+    }  # fmt: skip
+
+
+def test_every_path_that_an_option_gives_is_known() -> None:
+    known = {*field_paths(), "scheduler.host", "scheduler.port", "msrun.workers", "msrun.local_workers",
+             "msrun.bind_core", "msrun.bind_numa", "torchrun.redirects", "torchrun.tee", "torchrun.shown",
+             "torchrun.standalone", "ask.dry_run", "ask.explain", "ask.json"}  # fmt: skip
+    for row in (*RUN, *ALIASES):
+        for text in ("1", "1s", "h:1", "True", "cores", "cpu", "node", "rank", "A=1", "join_timeout=3", "null", "c10d"):
+            try:
+                found = row.read(text, row.names[0])
+            except errors.UsageError:
+                continue
+            assert {path for path in found if not path.startswith("env.")} <= known, row.names
+
+
+def test_every_parameter_of_a_row_is_used() -> None:
+    assert {field.name for field in dataclasses.fields(Option)} == {
+        "names", "help", "read", "group", "metavar", "env", "off", "origin", "note", "first",
+    }  # fmt: skip
+    program = Wish("program.target", "x", Source("command line", Level.COMMAND))
+    assert derive.build([program]).spec.program.target == "x"

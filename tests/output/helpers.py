@@ -1,0 +1,72 @@
+"""Runs an Output the way the agent does: one loop over its descriptors, workers as real processes."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from pdrun.launcher import spec
+from pdrun.launcher.console import Console
+from pdrun.launcher.logfiles import LogFiles
+from pdrun.launcher.output import Output
+
+
+def make_output(
+    folder: Path, out: int, err: int, *, world_size: int = 4, writer: LogFiles | None = None, **settings: object
+) -> Output:
+    """Return an Output of node ``node0`` that shows on two descriptors and logs below ``folder``."""
+    wanted = spec.Output(**{"log_dir": str(folder / "logs"), **settings})  # type: ignore[arg-type]
+    output = Output(wanted, node="node0", cwd=str(folder), console=Console(out, err), files=writer)
+    output.prepare()
+    output.begin("run1", world_size)
+    return output
+
+
+def start_worker(output: Output, rank: int, code: str, *args: str) -> subprocess.Popen[bytes]:
+    """Start ``python -c code rank args`` with its streams in the output's pipes."""
+    out, err = output.open(rank, rank, 0)
+    try:
+        command = [sys.executable, "-S", "-c", code, str(rank), *args]
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+    finally:
+        os.close(out)
+        os.close(err)
+
+
+def pump(output: Output, workers: Sequence[subprocess.Popen[bytes]], timeout: float = 60.0) -> None:
+    """Read until every pipe has ended; the workers are killed when that takes too long."""
+    deadline = time.monotonic() + timeout
+    try:
+        while output._by_fd:
+            assert time.monotonic() < deadline, "the workers' output has not ended"
+            poll = select.poll()
+            for fd in output.filenos():
+                poll.register(fd, select.POLLIN)
+            for fd, _ in poll.poll(500):
+                output.read(fd)
+    finally:
+        for worker in workers:
+            if output._by_fd:
+                worker.kill()
+            worker.wait(20)
+
+
+def pump_once(output: Output) -> None:
+    """Let the first bytes of any worker through."""
+    poll = select.poll()
+    for fd in output.filenos():
+        poll.register(fd, select.POLLIN)
+    ready = poll.poll(20_000)
+    assert ready, "no worker printed anything"
+    for fd, _ in ready:
+        output.read(fd)
+
+
+def log(folder: Path, rank: int, suffix: str = "out") -> bytes:
+    """Return what a rank's log file holds."""
+    return (folder / "logs" / "run1" / "0" / f"rank_{rank}.{suffix}").read_bytes()

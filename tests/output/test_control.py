@@ -1,0 +1,249 @@
+"""`status`, `logs` and `stop` against registered jobs: real processes, real files."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pdrun.errors import UsageError
+from pdrun.eventlog import Event, EventLog, JobStatus
+from pdrun.launcher import control, follow, jobs
+from pdrun.launcher.console import Console
+
+TERM_ONCE = "import signal, sys, time\nsignal.signal(15, lambda n, f: sys.exit(143))\nprint('up', flush=True)\ntime.sleep(60)"
+TERM_TWICE = (
+    "import signal, sys, time\nseen = []\n"
+    "def stop(n, f):\n    seen.append(n)\n    print('term', flush=True)\n    if len(seen) == 2: sys.exit(143)\n"
+    "signal.signal(15, stop)\nprint('up', flush=True)\nwhile True: time.sleep(0.02)"
+)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[str]]:
+    """Filled by `start`; reaped at once when it ends, as a shell would."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(code: str) -> subprocess.Popen[str]:
+        child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        started.append(child)
+        assert child.stdout is not None and child.stdout.readline() == "up\n"
+        threading.Thread(target=child.wait, daemon=True).start()
+        return child
+
+    yield start  # type: ignore[misc]
+    for child in started:
+        child.kill()
+        child.wait(10)
+        child.stdout.close()  # type: ignore[union-attr]
+
+
+def register(home: Path, pid: int, run: str = "demo-1", *events: Event) -> jobs.Job:
+    log = EventLog(home / "logs" / run / "events.jsonl")
+    log.append(Event("created", 1000.0, {"job": "demo", "run": run, "nodes": 1}))
+    log.append(Event("joined", 1000.0, {"node": "n0", "workers": 2}))
+    log.append(Event("assigned", 1000.0, {"generation": 0, "nodes": [["n0", 0, 2]]}))
+    log.append(Event("started", 1000.0, {"generation": 0}))
+    for event in events:
+        log.append(event)
+    log.close()
+    job = jobs.describe(run, "demo", events=str(log.path), log_dir=str(home / "logs"), made=1000.0, pid=pid)
+    assert jobs.register(job)
+    return job
+
+
+def ended(pid: int = 0) -> int:
+    child = subprocess.Popen(["true"])
+    child.wait(10)
+    return child.pid
+
+
+VERDICT = Event("verdict", 1010.0, {"code": 3, "reason": "rank 1 failed"})
+
+
+def test_stop_ends_the_job_and_says_how(home: Path, process, capsys: pytest.CaptureFixture[str]) -> None:
+    child = process(TERM_ONCE)
+    register(home, child.pid)
+    assert control.stop("demo", timeout=20) == 0
+    assert child.wait(10) == 143
+    assert "pdrun: job demo (run demo-1) has stopped: it ended without a verdict" in capsys.readouterr().err
+    assert control.stop("demo") == 0
+    assert "is not running" in capsys.readouterr().err
+
+
+def test_a_forced_stop_signals_twice(home: Path, process) -> None:
+    child = process(TERM_TWICE)
+    register(home, child.pid)
+    assert control.stop("demo", timeout=0.5) == 69
+    assert control.stop(None, force=True, timeout=20) == 0
+    assert child.wait(10) == 143
+
+
+def test_stop_never_signals_a_process_that_took_over_the_number(home: Path, process) -> None:
+    child = process(TERM_ONCE)
+    job = register(home, child.pid)
+    jobs.register(replace(job, ticks=job.ticks - 5))
+    assert control.stop("demo") == 0
+    control._kill(replace(job, ticks=job.ticks - 5), 9)
+    assert child.poll() is None
+
+
+def test_stop_of_a_job_elsewhere_or_unknown_is_a_usage_error(home: Path) -> None:
+    job = register(home, os.getpid())
+    jobs.register(replace(job, host="other-host"))
+    with pytest.raises(UsageError, match=r"was started on other-host; stop it there, or give --scheduler"):
+        control.stop("demo")
+    with pytest.raises(UsageError, match=r"no job 'dmo'; did you mean 'demo'\?"):
+        control.stop("dmo")
+    with pytest.raises(UsageError, match="no job of yours is running here"):
+        control.stop()
+
+
+def test_status_as_json_and_for_people(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    register(home, ended(), "demo-1", VERDICT)
+    assert control.status("demo", json=True) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["state"], data["code"], data["nodes"][0]["name"], len(data["ranks"])) == ("done", 3, "n0", 2)
+    shown: list[JobStatus] = []
+    assert control.status(None, show=shown.extend) == 0
+    assert [one.run for one in shown] == ["demo-1"]
+
+
+def test_a_job_whose_agent_was_killed_is_dead_not_running(home: Path) -> None:
+    register(home, ended())
+    (one,) = control.job_statuses("demo")
+    assert (one.state, one.reason) == ("dead", "its agent ended without a verdict")
+    register(home, os.getpid())
+    assert control.job_statuses("demo")[0].state == "running"
+
+
+def test_a_job_without_a_readable_event_log_is_still_shown(home: Path) -> None:
+    job = register(home, os.getpid())
+    Path(job.events).unlink()
+    (one,) = control.job_statuses("demo")
+    assert (one.job, one.run) == ("demo", "demo-1") and "No such file" in one.reason
+    jobs.register(replace(job, events=""))
+    assert control.job_statuses("demo")[0].reason == "no event log"
+
+
+def test_status_without_a_name_is_of_the_one_that_runs_else_of_all(home: Path) -> None:
+    register(home, ended(), "demo-1")
+    register(home, ended(), "demo-2")
+    assert len(control.job_statuses(None)) == 2
+    register(home, os.getpid(), "demo-3")
+    assert [one.run for one in control.job_statuses(None)] == ["demo-3"]
+
+
+# Logs -----------------------------------------------------------------------------------------------------------------
+
+
+def write(home: Path, generation: int, name: str, data: bytes, run: str = "demo-1") -> None:
+    folder = home / "logs" / run / str(generation)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / name).open("ab") as file:
+        file.write(data)
+
+
+def show(home: Path, *args: str, **kwargs: object) -> tuple[int, str, str]:
+    """Run `control.logs` with a console of files; return (code, stdout, stderr)."""
+    paths = [home / "shown.out", home / "shown.err"]
+    fds = [os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC) for path in paths]
+    try:
+        code = control.logs(*args, console=Console(*fds), **kwargs)  # type: ignore[arg-type]
+    finally:
+        for fd in fds:
+            os.close(fd)
+    return code, paths[0].read_text(), paths[1].read_text()
+
+
+def test_logs_of_the_last_generation_with_prefixes_in_rank_order(home: Path) -> None:
+    register(home, ended())
+    write(home, 0, "rank_0.out", b"old\n")
+    for rank in (10, 1, 0):
+        write(home, 1, f"rank_{rank}.out", b"out %d\nhalf" % rank)
+        write(home, 1, f"rank_{rank}.err", b"err %d\n" % rank)
+    code, out, err = show(home, "demo")
+    assert code == 0
+    assert out == "n0:0| out 0\nn0:1| out 1\n10| out 10\nn0:0| half\nn0:1| half\n10| half\n"
+    assert err == "n0:0| err 0\nn0:1| err 1\n10| err 10\n"
+    assert show(home, ranks="1", stderr=False)[1:] == ("n0:1| out 1\nn0:1| half\n", "")
+    assert show(home, ranks="7")[1:] == ("", "")
+
+
+@pytest.mark.parametrize(("lines", "expected"), [(1, "3\n"), (2, "2\n3\n"), (9, "1\n2\n3\n"), (0, "")])
+def test_the_last_lines_only(home: Path, lines: int, expected: str) -> None:
+    register(home, ended())
+    write(home, 0, "rank_0.out", b"1\n2\n3\n")
+    assert show(home, "demo", lines=lines)[1].replace("n0:0| ", "") == expected
+
+
+def test_the_last_lines_of_a_big_file(home: Path) -> None:
+    path = home / "big"
+    path.write_bytes(b"".join(b"%d\n" % number for number in range(200_000)) + b"half")
+    with path.open("rb") as file:
+        follow.seek_last_lines(file, 100_001)
+        assert file.read().split(b"\n")[0] == b"100000"
+
+
+def test_other_file_names(home: Path) -> None:
+    job = register(home, ended())
+    jobs.register(replace(job, log_name="{node}-w{rank}"))
+    write(home, 0, "n0-w1.out", b"one\n")
+    write(home, 0, "unrelated.out", b"no\n")
+    assert show(home, "demo", ranks="1")[1] == "n0:1| one\n"
+
+
+def test_follow_goes_on_through_a_restart_until_the_end(home: Path, process) -> None:
+    child = process(TERM_ONCE)
+    register(home, child.pid)
+    write(home, 0, "rank_0.out", b"first\n")
+    shown = home / "shown"
+    fd = os.open(shown, os.O_CREAT | os.O_WRONLY)
+    result: list[int] = []
+    thread = threading.Thread(target=lambda: result.append(control.logs(follow=True, console=Console(fd, fd))))
+    thread.start()
+
+    def seen(text: str) -> None:
+        deadline = time.monotonic() + 20
+        while text not in shown.read_text():
+            assert time.monotonic() < deadline, shown.read_text()
+            time.sleep(0.01)
+
+    seen("n0:0| first\n")
+    write(home, 0, "rank_0.out", b"second\nha")
+    write(home, 0, "rank_1.out", b"late file\n")
+    seen("n0:1| late file\n")
+    write(home, 0, "rank_0.out", b"lf\n")
+    seen("n0:0| half\n")
+    write(home, 1, "rank_0.out", b"restarted\n")
+    seen("restarted\n")
+    write(home, 1, "rank_0.out", b"last word")
+    child.terminate()
+    thread.join(20)
+    os.close(fd)
+    assert result == [0]
+    assert shown.read_text().endswith("n0:0| last word\n")
+    assert shown.read_text().count("second") == 1
+
+
+def test_logs_that_are_not_here(home: Path) -> None:
+    with pytest.raises(UsageError, match="no job of yours is known here"):
+        control.logs()
+    job = register(home, ended())
+    jobs.register(replace(job, run="demo-2", events="", log_dir=str(home / "elsewhere")))
+    with pytest.raises(UsageError, match=r"elsewhere/demo-2: the logs of demo are not here"):
+        control.logs("demo-2")

@@ -1,0 +1,238 @@
+"""`--local`'s front: fake agents that are real processes, their output, their signals, their ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pdrun.launcher import front
+from pdrun.launcher.adapters.local import AgentStart, agent_starts, bind_scheduler
+from pdrun.launcher.front import Patience, verdict_code
+from pdrun.launcher.model import LaunchPlan
+from pdrun.launcher.spec import JobSpec, Program, Resources
+from pdrun.rendezvous.security import Secret
+
+RUN = """
+import json, os, sys
+from pdrun.launcher import front
+from pdrun.launcher.adapters.local import AgentStart
+from pdrun.launcher.console import Console
+front.AFTER_EXIT, front.AFTER_KILL, front.AFTER_CUT = 0.5, 0.5, 0.5
+codes = json.loads(sys.argv[1])
+starts = [AgentStart(f"node{i}", json.dumps({"code": code}) + "\\n") for i, code in enumerate(codes)]
+agent = "import json, os, signal, sys, time\\norder = json.loads(sys.stdin.readline())\\nexec(order['code'])"
+job = front.Front(starts, Console(), grace=0.2)
+job.start([sys.executable, "-u", "-c", agent])
+sys.exit(job.run())
+"""
+UNTIL_EOF = "open('pid', 'a').write(str(os.getpid()) + '\\n'); print('up'); sys.stdin.read(); sys.exit(70)"
+
+
+class Fronted:
+    """A front with fake agents, in a process of its own."""
+
+    def __init__(self, folder: Path, *codes: str) -> None:
+        self.folder = folder
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", RUN, json.dumps(codes)], cwd=folder, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0,
+        )  # fmt: skip
+        os.set_blocking(self.process.stdout.fileno(), True)
+
+    def finish(self, timeout: float = 30.0) -> tuple[int, str, str]:
+        try:
+            out, err = self.process.communicate(timeout=timeout)
+        finally:
+            if self.process.poll() is None:
+                self.process.kill()
+        return self.process.returncode, out.decode(), err.decode()
+
+    def lines(self, count: int) -> list[bytes]:
+        return [self.process.stdout.readline() for _ in range(count)]
+
+    def pids(self) -> list[int]:
+        return [int(line) for line in (self.folder / "pid").read_text().split()]
+
+
+def gone(pids: list[int], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not any(Path(f"/proc/{pid}").exists() and _state(pid) not in "ZX" for pid in pids):
+            return True
+        time.sleep(0.005)
+    return False
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
+
+
+def test_output_is_merged_by_whole_lines_and_streams_stay_apart(tmp_path: Path) -> None:
+    code = (
+        "for i in range(3000):\n os.write(1, b'node%d out ' % NODE); os.write(1, b'%d\\n' % i)\n"
+        "os.write(2, b'node%d err\\n' % NODE)"
+    )
+    job = Fronted(tmp_path, *(code.replace("NODE", str(node)) for node in range(3)))
+    status, out, err = job.finish()
+    assert status == 0
+    for node in range(3):
+        mine = [line for line in out.splitlines() if line.startswith(f"node{node} ")]
+        assert mine == [f"node{node} out {number}" for number in range(3000)]
+    assert sorted(err.splitlines()) == [f"node{node} err" for node in range(3)]
+
+
+def test_the_verdict_s_code_is_the_front_s(tmp_path: Path) -> None:
+    assert Fronted(tmp_path, "sys.exit(42)", "sys.exit(42)").finish() == (42, "", "")
+
+
+def test_codes_that_differ_are_told(tmp_path: Path) -> None:
+    status, _, err = Fronted(tmp_path, "sys.exit(0)", "time.sleep(0.2); sys.exit(69)").finish()
+    assert status == 69
+    assert "the nodes ended with different codes (node0: 0, node1: 69); this is the first that is not 0: 69" in err
+
+
+def test_signals_reach_every_agent_once_each(tmp_path: Path) -> None:
+    code = (
+        "import signal\nseen = []\n"
+        "for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):\n"
+        "    signal.signal(n, lambda n, f: (seen.append(n), print(n)))\n"
+        "print('up')\nwhile signal.SIGTERM not in seen: time.sleep(0.01)\nsys.exit(7)"
+    )
+    job = Fronted(tmp_path, code, code)
+    assert job.lines(2) == [b"up\n"] * 2
+    for number in (signal.SIGUSR1, signal.SIGINT):
+        job.process.send_signal(number)
+        assert job.lines(2) == [b"%d\n" % number] * 2
+    job.process.send_signal(signal.SIGTERM)
+    assert job.finish()[:2] == (7, "15\n15\n")
+
+
+def test_killing_the_front_ends_the_agents(tmp_path: Path) -> None:
+    job = Fronted(tmp_path, UNTIL_EOF, UNTIL_EOF)
+    assert job.lines(2) == [b"up\n"] * 2
+    pids = job.pids()
+    job.process.kill()
+    job.process.wait(10)
+    assert gone(pids, 2.0)
+    job.finish()
+
+
+def test_an_agent_that_is_killed_is_named_and_the_others_decide(tmp_path: Path) -> None:
+    status, _, err = Fronted(tmp_path, "os.kill(os.getpid(), 9)", "time.sleep(0.3); sys.exit(137)").finish()
+    assert status == 137
+    assert err == "pdrun: the agent of node0 was killed by SIGKILL\n"
+
+
+def test_when_all_are_killed_the_first_signal_is_the_code(tmp_path: Path) -> None:
+    assert Fronted(tmp_path, "os.kill(os.getpid(), 9)", "os.kill(os.getpid(), 9)").finish()[0] == 137
+
+
+def test_an_agent_that_stays_is_asked_then_cut_then_killed(tmp_path: Path) -> None:
+    stubborn = "signal.signal(15, lambda n, f: print('asked'))\nwhile True: time.sleep(0.05)"
+    job = Fronted(tmp_path, "time.sleep(0.3); sys.exit(78)", UNTIL_EOF, stubborn)
+    start = time.monotonic()
+    status, out, err = job.finish()
+    assert status == 78
+    assert "asked" in out
+    assert "pdrun: node1, node2 did not end with the others: stopping" in err
+    assert "pdrun: killing the agent of node2" in err
+    assert "different codes" not in err
+    assert time.monotonic() - start < 10
+
+
+def test_the_third_stop_signal_cuts_the_lifelines(tmp_path: Path) -> None:
+    code = "for n in (2, 15): signal.signal(n, lambda n, f: print('ignored'))\n" + UNTIL_EOF
+    job = Fronted(tmp_path, code)
+    assert job.lines(1) == [b"up\n"]
+    for _ in range(2):
+        job.process.send_signal(signal.SIGINT)
+        assert job.lines(1) == [b"ignored\n"]
+    job.process.send_signal(signal.SIGINT)
+    assert job.finish()[0] == 70
+
+
+def test_a_closed_stdout_does_not_end_the_job(tmp_path: Path) -> None:
+    code = "for i in range(5000): print('x' * 99)\nopen('done', 'w').close()"
+    job = Fronted(tmp_path, code)
+    assert job.lines(1) == [b"x" * 99 + b"\n"]
+    job.process.stdout.close()
+    assert job.process.wait(30) == 0
+    assert job.process.stderr.read() == b""
+    job.process.stderr.close()
+    assert (tmp_path / "done").exists()
+
+
+def test_a_command_that_cannot_be_started_leaves_nothing_behind() -> None:
+    from pdrun.launcher.console import Console
+
+    before = signal.getsignal(signal.SIGTERM)
+    fds = set(os.listdir("/proc/self/fd"))
+    job = front.Front([AgentStart("node0", "{}\n")], Console(), grace=1.0)
+    with pytest.raises(FileNotFoundError):
+        job.start(["/no/such/program"])
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert set(os.listdir("/proc/self/fd")) == fds
+
+
+@pytest.mark.parametrize(
+    ("ends", "asked", "code", "told"),
+    [
+        ([("a", 0), ("b", 0)], [], 0, False),
+        ([("a", 3), ("b", 3)], [], 3, False),
+        ([("a", 0), ("b", 5), ("c", 6)], [], 5, True),
+        ([("a", -9), ("b", 1)], [], 1, False),
+        ([("a", -11), ("b", -9)], [], 139, False),
+        ([("a", 78), ("b", 143)], ["b"], 78, False),
+        ([("a", -9), ("b", 143)], ["b"], 143, False),
+    ],
+)
+def test_verdict_code(ends: list[tuple[str, int]], asked: list[str], code: int, told: bool) -> None:
+    found, note = verdict_code(ends, asked=asked)
+    assert (found, bool(note)) == (code, told)
+
+
+def test_patience_is_longer_when_an_agent_was_killed() -> None:
+    for killed, term in ((False, front.AFTER_EXIT), (True, front.AFTER_KILL + 30)):
+        patience = Patience(30.0)
+        patience.first_end(100.0, killed=killed)
+        patience.first_end(110.0, killed=False)
+        assert patience.due(100.0 + term - 0.1) == ""
+        assert [patience.due(100.0 + term), patience.due(100.0 + term)] == ["term", ""]
+        assert [patience.due(1000.0), patience.due(1000.0), patience.due(1000.0)] == ["cut", "kill", ""]
+
+
+def test_what_each_agent_is_told() -> None:
+    spec = JobSpec(Program("script", "train.py", ("-x",)), Resources(nodes=3, devices=2))
+    plan = LaunchPlan(
+        mode="local", job="j", node="host", nodes=3, spec=spec, sources={"resources.nodes": "--nodes"}, workers=(),
+        backend="cpu", backend_reason="", visibility={}, collective="gloo", base_env={}, scrubbed=(), scheduler=None,
+        listen="127.0.0.1", cwd="/",
+    )  # fmt: skip
+    secret = Secret.random()
+    with bind_scheduler() as listener:
+        host, port = listener.getsockname()
+        starts = agent_starts(plan, listener, secret, front=7, screen={"tty": [True, False], "colour": False})
+        fd = listener.fileno()
+    assert host == "127.0.0.1"
+    assert [start.pass_fds for start in starts] == [(fd,), (), ()]
+    assert secret.reveal().hex() not in repr(starts)
+    for index, start in enumerate(starts):
+        assert re.fullmatch(r".*\n", start.line)
+        order = json.loads(start.line)
+        got = JobSpec.from_json(order["spec"])
+        assert (got.place.simulated, got.place.node_rank, got.place.local) == ((index, 3), index, True)
+        assert got.place.scheduler is not None and got.place.scheduler.port == port
+        assert (order["scheduler_fd"], order["quiet"], order["front"]) == (None if index else fd, bool(index), 7)
+        assert (order["tty"], order["colour"]) == ([True, False], False)
+        assert Secret.from_hex(order["secret"]) == secret

@@ -1,0 +1,185 @@
+"""The last traceback on stderr: found without decorators, in the text that real interpreters print."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdrun.launcher.tracebacks import LAST_WORD_LINES, LIMIT, Found, TracebackFinder
+
+PLAIN = b"""Traceback (most recent call last):
+  File "train.py", line 3, in <module>
+    main()
+ValueError: boom
+"""
+
+
+def read(data: bytes, at: float = 1.0) -> Found | None:
+    finder = TracebackFinder()
+    finder.feed(data, at)
+    finder.finish()
+    return finder.found
+
+
+def need(data: bytes) -> Found:
+    found = read(data)
+    assert found is not None
+    return found
+
+
+def stderr_of(code: str, tmp_path: Path, *flags: str) -> bytes:
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(code))
+    return subprocess.run([sys.executable, *flags, str(script)], capture_output=True, timeout=60).stderr
+
+
+REAL = {
+    "plain": ("def f():\n    raise ValueError('boom')\nf()", "ValueError: boom", 1),
+    "no message": ("raise KeyError", "KeyError", 1),
+    "several lines": ("raise RuntimeError('one\\ntwo: x\\n  three')", "RuntimeError: one", 1),
+    "during handling": ("try: 1/0\nexcept ZeroDivisionError: raise KeyError('k')", "KeyError: 'k'", 2),
+    "from": ("try: 1/0\nexcept ZeroDivisionError as e: raise OSError('o') from e", "OSError: o", 2),
+    "note": ("e = ValueError('v'); e.add_note('a note'); raise e", "ValueError: v", 1),
+    "syntax in an import": ("exec('def f(:')", "SyntaxError: invalid syntax", 1),
+    "own class": ("class MyError(Exception): pass\ndef f():\n  class Inner(MyError): pass\n  raise Inner('i')\nf()",
+                  "f.<locals>.Inner: i", 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_what_python_prints(name: str, tmp_path: Path) -> None:
+    code, summary, headers = REAL[name]
+    data = stderr_of(code, tmp_path)
+    found = need(b"step 1\nstep 2\n" + data)
+    assert found.summary == summary
+    assert found.text.count("Traceback (most recent call last)") == headers
+    assert found.text.strip() == data.decode().strip()
+    assert found.last_word
+
+
+def test_exception_groups(tmp_path: Path) -> None:
+    data = stderr_of("raise ExceptionGroup('many', [ValueError(1), TypeError(2)])", tmp_path)
+    found = need(data)
+    assert found.text.strip("\n") == data.decode().strip("\n")
+    assert found.summary == "ExceptionGroup: many (2 sub-exceptions)"
+
+
+def test_a_group_as_the_cause_of_another(tmp_path: Path) -> None:
+    code = "try: raise ExceptionGroup('many', [ValueError(1)])\nexcept* ValueError as e: raise KeyError('k') from e"
+    data = stderr_of(code, tmp_path)
+    assert need(data).text.strip("\n") == data.decode().strip("\n")
+
+
+def test_a_syntax_error_of_the_script_has_no_header(tmp_path: Path) -> None:
+    found = need(stderr_of("x = 1\ndef f(:\n  pass", tmp_path))
+    assert (found.kind, found.summary) == ("syntax", "SyntaxError: invalid syntax")
+    assert found.text.startswith('  File "')
+
+
+def test_a_crash_that_faulthandler_tells(tmp_path: Path) -> None:
+    found = need(stderr_of("import ctypes\nprint('a')\nctypes.string_at(0)", tmp_path, "-X", "faulthandler"))
+    assert (found.kind, found.summary) == ("fatal", "Fatal Python error: Segmentation fault")
+    assert "string_at" in found.text
+
+
+def test_torch_marks_each_line_with_its_rank() -> None:
+    marked = b"".join(b"[rank3]: " + line + b"\n" for line in PLAIN.splitlines())
+    assert need(marked).text == PLAIN.decode()
+
+
+def test_a_traceback_without_a_last_line_end() -> None:
+    assert need(PLAIN.rstrip()).text == PLAIN.decode()
+
+
+def test_exceptions_that_python_ignores_are_no_cause(tmp_path: Path) -> None:
+    code = "class A:\n  def __del__(self): raise ValueError('late')\na = A()\nraise KeyError('true')"
+    found = need(stderr_of(code, tmp_path))
+    assert found.summary == "KeyError: 'true'"
+    assert "late" not in found.text
+    assert read(stderr_of("class A:\n  def __del__(self): raise ValueError('x')\nA()", tmp_path)) is None
+
+
+NOISE = (
+    b"[W1127 10:00:00.123 ProcessGroupNCCL.cpp:1496] Warning: destroy_process_group() was not called\n"
+    b"[rank0]:[W1127 10:00:00.123 ProcessGroupNCCL.cpp:1496] Warning: more\n"
+    b"/usr/lib/python3.11/multiprocessing/resource_tracker.py:254: UserWarning: leaked semaphore\n"
+    b"  warnings.warn('resource_tracker: There appear to be 1 leaked')\n"
+)
+
+
+def test_noise_of_a_shutdown_does_not_count() -> None:
+    found = need(PLAIN + NOISE)
+    assert (found.text, found.lines_after) == (PLAIN.decode(), 0)
+
+
+def test_own_lines_after_it_are_counted() -> None:
+    found = need(PLAIN + b"\nretrying\n2026-01-01 going on\n")
+    assert (found.text, found.lines_after, found.last_word) == (PLAIN.decode(), 2, True)
+    assert not need(PLAIN + b"\n" + b"step\n" * (LAST_WORD_LINES + 1)).last_word
+
+
+def test_one_that_is_long_past_is_forgotten() -> None:
+    assert read(PLAIN + b"\n" + b"step\n" * 10_000) is None
+
+
+def test_steps_printed_right_after_it_are_not_its_message_for_ever() -> None:
+    found = read(PLAIN + b"".join(b"step %d loss 1.0\n" % step for step in range(150)))
+    assert found is None or not found.last_word
+
+
+def test_the_last_of_several_counts_with_its_own_time() -> None:
+    finder = TracebackFinder()
+    finder.feed(PLAIN, 1.0)
+    finder.feed(b"\nretrying\nTraceback (most", 2.0)
+    finder.feed(b" recent call last):\n  File \"x.py\", line 1, in f\nTypeError: second\n", 3.0)
+    assert finder.found is not None
+    assert (finder.found.at, finder.found.summary, finder.found.lines_after) == (2.0, "TypeError: second", 0)
+
+
+def test_a_data_loader_worker_s_traceback_is_part_of_the_message() -> None:
+    text = PLAIN.replace(b"boom\n", b"Caught KeyError in DataLoader worker process 0.\nOriginal " + PLAIN)
+    found = need(text)
+    assert found.text == text.decode()
+    assert found.text.startswith("Traceback")
+
+
+def test_memory_is_bounded_and_the_end_is_kept() -> None:
+    frames = b'  File "deep.py", line 1, in f\n    f()\n' * 20_000
+    found = need(b"Traceback (most recent call last):\n" + frames + b"RecursionError: deep\n")
+    assert len(found.text) <= LIMIT + 1
+    assert found.text.endswith("RecursionError: deep\n")
+    finder = TracebackFinder()
+    for _ in range(100):
+        finder.feed(b"x" * 100_000, 1.0)
+    assert len(finder._half) <= LIMIT
+
+
+@given(st.lists(st.integers(0, 2000), max_size=20))
+def test_any_cutting_finds_the_same(cuts: list[int]) -> None:
+    chain = b"\nDuring handling of the above exception, another exception occurred:\n\n"
+    data = b"log\n" + PLAIN + chain + PLAIN + NOISE
+    edges = [0, *sorted(at % (len(data) + 1) for at in cuts), len(data)]
+    finder = TracebackFinder()
+    for low, high in pairwise(edges):
+        finder.feed(data[low:high], 1.0)
+    finder.finish()
+    assert finder.found == read(data)
+
+
+@given(st.binary(max_size=300), st.sampled_from([b"", PLAIN, PLAIN[:60], b"Fatal Python error: x\n"]), st.binary())
+def test_no_input_breaks_it(before: bytes, middle: bytes, after: bytes) -> None:
+    read(before + middle + after)
+
+
+def test_a_box_of_rich_is_read(tmp_path: Path) -> None:
+    pytest.importorskip("rich")
+    data = stderr_of("from rich.traceback import install\ninstall()\nraise ValueError('boxed')", tmp_path)
+    found = need(data + NOISE)
+    assert (found.summary, found.lines_after) == ("ValueError: boxed", 0)

@@ -1,0 +1,23 @@
+import os
+from pathlib import Path
+
+import pytest
+from tests.plan.golden import load, outcome, rewrite
+
+CASES = sorted((Path(__file__).parent / "cases").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
+def test_a_case_leads_to_exactly_its_plan(path: Path, tmp_path: Path) -> None:
+    case = load(path)
+    text = outcome(case, tmp_path)
+    if os.environ.get("PDRUN_GOLDEN") == "write":
+        rewrite(path, text)
+        return
+    assert text == case["expect"]
+
+
+def test_there_are_cases_of_every_mode() -> None:
+    texts = [load(path)["expect"] for path in CASES]
+    for beginning in ("mode       alone", "mode       local", "mode       first", "mode       join", "exit 2", "exit 78"):
+        assert any(f"\n{beginning}" in f"\n{text}" for text in texts), beginning

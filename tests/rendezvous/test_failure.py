@@ -1,0 +1,357 @@
+"""From Start to the verdict: first cause, restarts, lost nodes, stops, limits. The machine alone, by hand."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from pdrun.rendezvous.messages import (
+    Assign,
+    Cause,
+    CauseKind,
+    Failure,
+    Finished,
+    Heartbeat,
+    Leave,
+    Ready,
+    Refuse,
+    Start,
+    StopRequest,
+    StopWorkers,
+    Verdict,
+    Welcome,
+    WorkerExit,
+)
+from pdrun.rendezvous.state import JobState, Orphaned, StopOrdered
+from pdrun.rendezvous.verdict import Reported, first_cause, worded
+
+from .helpers import Machine, cause, config, hello
+
+
+def running(*names: str, workers: int = 1, **changes: object) -> Machine:
+    machine = Machine(config(nodes=len(names), **changes))
+    machine.run(*names, workers=workers)
+    assert machine.membership.state is JobState.RUNNING
+    return machine
+
+
+def test_all_well() -> None:
+    machine = running("a", "b")
+    machine.say("a", WorkerExit(0, 0, Cause("ok", 0)))
+    machine.finish("a")
+    assert machine.membership.state is JobState.RUNNING
+    machine.say("b", WorkerExit(0, 1, Cause("ok", 0)))
+    machine.finish("b")
+    assert machine.verdict == Verdict(0, "all 2 worker(s) succeeded")
+    assert machine.to("a", Verdict) == machine.to("b", Verdict) == [machine.verdict]
+    assert not machine.done
+    machine.say("a", Leave())
+    machine.say("b", Leave())
+    assert machine.done == [0]
+
+
+def test_a_failure_stops_everybody_with_one_code() -> None:
+    machine = running("a", "b", "c")
+    machine.fail("b", 1, code=42, kind="exit")
+    for peer in ("a", "b", "c"):
+        (stop,) = machine.to(peer, StopWorkers)
+        assert (stop.signal, stop.grace) == (15, 2.0) and "rank 1 on b failed" in stop.reason
+    machine.fail("a", 0, kind="stopped", code=143)
+    machine.finish("a", "b")
+    assert machine.membership.verdict is None
+    machine.finish("c")
+    assert (machine.verdict.code, machine.verdict.victims) == (42, 1)
+    assert machine.verdict.first == Failure(1, "b", cause("exit", 42))
+    assert {peer: machine.to(peer, Verdict) for peer in "abc"} == dict.fromkeys("abc", [machine.verdict])
+
+
+def test_the_broken_connection_is_never_the_cause() -> None:
+    machine = running("a", "b")
+    machine.fail("a", 0, kind="communication", at=1.0)
+    machine.fail("b", 1, kind="exception", code=7, at=900.0)
+    machine.finish("a", "b")
+    assert machine.verdict.first is not None
+    assert (machine.verdict.code, machine.verdict.first.rank, machine.verdict.victims) == (7, 1, 1)
+
+
+ORDER: list[CauseKind] = ["exception", "signal", "exit", "communication", "stopped"]
+
+
+@pytest.mark.parametrize("kinds", list(itertools.permutations(ORDER, 2)))
+def test_kind_goes_before_time(kinds: tuple[CauseKind, CauseKind]) -> None:
+    reports = [Reported(Failure(i, f"n{i}", cause(kind)), i, float(i)) for i, kind in enumerate(kinds)]
+    found = first_cause(reports)
+    assert found is not None and found.failure.cause.kind == min(kinds, key=ORDER.index)
+
+
+def test_inside_a_node_its_clock_counts_between_nodes_the_arrival() -> None:
+    reports = [
+        Reported(Failure(2, "b", cause(at=5.0)), 0, 0.0),
+        Reported(Failure(0, "a", cause(at=1.0)), 1, 0.1),
+        Reported(Failure(3, "b", cause(at=4.0)), 2, 0.2),
+    ]
+    found = first_cause(reports)
+    assert found is not None and found.failure.rank == 3
+    verdict = worded(reports, restarts=0)
+    assert [other.rank for other in verdict.others] == [2, 0]
+
+
+def test_a_verdict_fits_in_a_message() -> None:
+    from pdrun.rendezvous.codec import encode
+    from pdrun.rendezvous.messages import Envelope
+
+    worst = replace(cause(), traceback="\x1b" * 65536, tail=("\x1b" * 500,) * 20)
+    verdict = worded([Reported(Failure(i, "n" * 60, worst), i, 0.0) for i in range(100)], restarts=0)
+    assert len(verdict.others) == 8
+    encode(Envelope("s", 0, 0, verdict))
+
+
+def test_a_zero_code_never_hides_a_failure() -> None:
+    machine = running("a")
+    machine.fail("a", 0, code=0)
+    machine.finish("a")
+    assert machine.verdict.code == 1
+
+
+def test_restart_waits_for_all_and_uses_the_new_store() -> None:
+    machine = running("a", "b", max_restarts=1)
+    machine.fail("b", 1, code=5)
+    assert machine.membership.state is JobState.RESTARTING
+    machine.finish("a", store="a:2")
+    assert len(machine.to("a", Assign)) == 1
+    machine.finish("b", store="b:2")
+    again = machine.to("b", Assign)[1]
+    assert (again.generation, again.restarts, again.master, again.node_rank) == (1, 1, "a:2", 1)
+    machine.say("a", Ready(1))
+    machine.say("b", Ready(1))
+    assert machine.to("a", Start)[-1] == Start(1)
+    machine.fail("a", 0, code=6)
+    machine.finish("a", "b")
+    assert machine.verdict.code == 6 and machine.verdict.reason.endswith("after 1 restart")
+    assert machine.kinds().count("restarting") == 1
+
+
+def test_what_cannot_help_is_not_tried_again() -> None:
+    machine = running("a", "b", max_restarts=3)
+    machine.fail("a", 0, code=1, retry=False)
+    machine.finish("a", "b")
+    assert machine.verdict.code == 1 and machine.membership.generation == 0
+
+
+def test_a_hopeless_first_cause_that_arrives_late_ends_the_restart() -> None:
+    machine = running("a", "b", max_restarts=3)
+    machine.fail("b", 1, kind="communication")
+    assert machine.membership.state is JobState.RESTARTING
+    machine.fail("a", 0, kind="exception", code=1, retry=False)
+    machine.finish("a", "b")
+    assert machine.verdict.first is not None and machine.verdict.first.rank == 0
+
+
+def test_words_of_an_older_generation_count_for_nothing() -> None:
+    machine = running("a", "b", max_restarts=1)
+    machine.fail("b", 1)
+    machine.finish("a", "b")
+    machine.say("a", WorkerExit(0, 0, cause(code=99)), Finished(0), Ready(0))
+    assert machine.membership.state is JobState.ASSIGNING and not machine.membership.failures
+
+
+def test_a_node_that_never_reports_its_end_is_not_waited_for() -> None:
+    machine = running("a", "b", max_restarts=2)
+    machine.fail("a", 0, code=3)
+    machine.finish("a")
+    machine.beat(8.0, "a", "b")
+    assert machine.verdict.code == 3
+    assert "b did not report" in next(r.data["text"] for r in machine.records if r.kind == "warning")
+
+
+@pytest.mark.parametrize("silent_before", [0.0, 2.5])
+def test_a_cut_node_is_lost_soon_when_it_was_talking_later_when_it_was_not(silent_before: float) -> None:
+    machine = running("a", "b", "c")
+    machine.beat(silent_before, "a", "c")
+    machine.cut("b")
+    start = machine.now
+    while "lost" not in machine.kinds():
+        machine.beat(0.1, "a", "c")
+        assert machine.now - start < 5
+    assert machine.now - start == pytest.approx(3.0 if silent_before else 0.6, abs=0.3)
+    assert machine.to("a", StopWorkers) and machine.to("c", StopWorkers)
+    machine.finish("a", "c")
+    assert machine.verdict.code == 69 and "node b (host host-b) was lost" in machine.verdict.reason
+
+
+def test_silence_is_suspect_then_lost() -> None:
+    machine = running("a", "b")
+    machine.beat(3.5, "a")
+    assert "suspect" in machine.kinds() and "lost" not in machine.kinds()
+    machine.say("b", Heartbeat(1, 0))
+    assert machine.kinds()[-1] == "recovered"
+    machine.beat(9.5, "a")
+    assert "lost" not in machine.kinds()
+    machine.beat(1.0, "a")
+    assert "lost" in machine.kinds() and machine.to("b", Refuse)[0].code == 69
+    machine.finish("a")
+    assert machine.verdict.code == 69 and "nothing was heard of it" in machine.verdict.reason
+
+
+def test_the_scheduler_does_not_take_its_own_sleep_for_the_nodes_silence() -> None:
+    machine = running("a", "b")
+    for _ in range(5):
+        machine.now += 60.0
+        machine.tick()
+    assert "suspect" not in machine.kinds() and machine.membership.state is JobState.RUNNING
+    machine.cut("a")
+    machine.now += 60.0
+    machine.tick()
+    assert "lost" not in machine.kinds()
+    machine.tick(1.0)
+    assert "lost" in machine.kinds()
+
+
+@pytest.mark.parametrize("how", ["communication", "exception"])
+def test_a_lost_node_is_the_cause_of_what_comes_after_its_connection_was_cut(how: CauseKind) -> None:
+    machine = running("a", "b", "c")
+    machine.cut("b")
+    machine.beat(0.2, "a", "c")
+    machine.fail("a", 0, kind=how)
+    machine.beat(1.0, "a", "c")
+    machine.finish("a", "c")
+    assert machine.verdict.code == 69 and machine.verdict.first is None
+
+
+def test_a_node_lost_after_a_failure_does_not_hide_it() -> None:
+    machine = running("a", "b", "c")
+    machine.fail("a", 0, code=42)
+    machine.beat(0.2, "a", "b", "c")
+    machine.cut("b")
+    machine.beat(1.0, "a", "c")
+    machine.finish("a", "c")
+    assert machine.verdict.code == 42
+
+
+def test_leaving_early_is_a_loss_leaving_finished_is_not() -> None:
+    machine = running("a", "b")
+    machine.say("a", Leave("tired"))
+    machine.finish("b")
+    assert machine.verdict.code == 69 and "left before the end: tired" in machine.verdict.reason
+    machine = running("a", "b")
+    machine.finish("a")
+    machine.say("a", Leave())
+    assert machine.membership.state is JobState.RUNNING
+    machine.finish("b")
+    assert machine.verdict.code == 0
+
+
+def test_a_node_back_on_a_new_connection_is_told_what_holds() -> None:
+    machine = running("a", "b", max_restarts=1)
+    machine.cut("b")
+    machine.fail("a", 0)
+    machine.say("b2", hello("b", incarnation=1))
+    assert [type(each.message) for each in machine.sent if each.peer == "b2"] == [Welcome, Assign, Start, StopWorkers]
+    machine.say("b2", Finished(0))
+    machine.finish("a")
+    assert machine.to("b2", Assign)[-1].generation == 1 and "lost" not in machine.kinds()
+
+
+def test_the_greatest_incarnation_wins() -> None:
+    machine = running("a", "b")
+    machine.say("b5", hello("b", incarnation=5))
+    assert "b" in machine.closed
+    machine.say("b4", hello("b", incarnation=4))
+    assert machine.to("b4", Refuse) and "b4" in machine.closed
+    machine.cut("b")
+    machine.beat(2.0, "a", "b5")
+    assert machine.membership.state is JobState.RUNNING
+
+
+def test_a_node_that_was_given_up_stays_out() -> None:
+    machine = running("a", "b")
+    machine.cut("b")
+    machine.beat(1.0, "a")
+    machine.say("b2", hello("b", incarnation=1))
+    assert "b was given up" in machine.to("b2", Refuse)[0].reason
+
+
+def test_a_stop_wins_over_exit_codes() -> None:
+    machine = running("a", "b")
+    machine.say("a", StopRequest(2, "Ctrl-C on a"))
+    assert machine.to("b", StopWorkers) == [StopWorkers(0, 2, 2.0, "stopped by Ctrl-C on a")]
+    machine.fail("a", 0, kind="stopped", code=130)
+    machine.say("b", WorkerExit(0, 1, Cause("ok", 0)))
+    machine.finish("a", "b")
+    assert (machine.verdict.code, machine.verdict.reason) == (130, "stopped by Ctrl-C on a")
+
+
+def test_a_second_stop_of_the_same_sender_shortens_others_do_not() -> None:
+    machine = running("a", "b")
+    machine.say("a", StopRequest(2, "a"))
+    machine.say("b", StopRequest(2, "b"))
+    assert len(machine.to("b", StopWorkers)) == 1
+    machine.say("a", StopRequest(2, "a"))
+    assert machine.to("b", StopWorkers)[1:] == [StopWorkers(0, 9, 0.0, "stopped by a")]
+    machine.say("a", StopRequest(2, "a"))
+    assert len(machine.to("b", StopWorkers)) == 2
+    machine.beat(6.0, "a", "b")
+    assert machine.verdict.code == 130
+
+
+def test_force_has_no_grace() -> None:
+    machine = running("a")
+    machine.step(StopOrdered(15, "x", force=True))
+    assert machine.to("a", StopWorkers)[0].grace == 0.0
+
+
+def test_a_stop_during_a_restart_ends_it() -> None:
+    machine = running("a", "b", max_restarts=5)
+    machine.fail("a", 0, code=9)
+    machine.say("b", StopRequest(15, "b"))
+    machine.finish("a", "b")
+    assert machine.verdict.code == 143 and machine.membership.generation == 0
+
+
+def test_the_time_limit() -> None:
+    machine = running("a", time_limit=5.0, heartbeat=0.0)
+    machine.tick(4.0)
+    assert not machine.to("a", StopWorkers)
+    machine.tick(2.0)
+    machine.finish("a")
+    assert machine.verdict == Verdict(124, "the time limit of 5 s has passed")
+
+
+def test_the_time_limit_counts_over_restarts() -> None:
+    machine = running("a", time_limit=5.0, max_restarts=9, heartbeat=0.0)
+    for generation in range(1, 4):
+        machine.tick(2.0)
+        machine.fail("a", 0)
+        machine.finish("a")
+        if machine.membership.state is JobState.ASSIGNING:
+            machine.say("a", Ready(generation))
+    assert machine.verdict.code == 124 and machine.verdict.reason == "the time limit of 5 s has passed, after 2 restarts"
+
+
+def test_an_orphaned_scheduler_ends_the_job_at_once() -> None:
+    machine = running("a", "b")
+    machine.step(Orphaned("the node of the scheduler was lost"))
+    for peer in ("a", "b"):
+        assert machine.to(peer, StopWorkers) and machine.to(peer, Verdict)[0].code == 69
+
+
+def test_the_scheduler_goes_when_all_know_or_had_time() -> None:
+    machine = running("a", "b")
+    machine.finish("a", "b")
+    machine.cut("a")
+    machine.beat(2.0, "b")
+    assert not machine.done
+    machine.beat(1.5, "b")
+    assert machine.done == [0]
+
+
+def test_who_was_cut_at_the_end_can_come_back_for_the_verdict() -> None:
+    machine = running("a", "b")
+    machine.finish("a")
+    machine.say("a", Leave())
+    machine.finish("b")
+    machine.cut("b")
+    machine.say("b2", hello("b", incarnation=1))
+    assert machine.to("b2", Verdict) == [machine.verdict]

@@ -1,0 +1,397 @@
+"""Agents and a scheduler process over real sockets on loopback."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pdrun import eventlog
+from pdrun.errors import AuthenticationError, ConfigError, RendezvousError
+from pdrun.net import Endpoint
+from pdrun.rendezvous.child import SchedulerChild
+from pdrun.rendezvous.client import ZmqLink, query_status, request_stop
+from pdrun.rendezvous.listen import bind_listener
+from pdrun.rendezvous.messages import (
+    Cause,
+    Finished,
+    Join,
+    Leave,
+    Refuse,
+    StopRequest,
+    StopWorkers,
+    Verdict,
+    Waiting,
+    Welcome,
+    WorkerExit,
+)
+from pdrun.rendezvous.security import Secret
+
+from .conftest import Scheduler
+from .helpers import Agent, agents, config, start_all, until
+
+Start = Callable[..., Scheduler]
+
+
+def test_three_uneven_nodes_in_natural_order(scheduler: Start, secret: Secret) -> None:
+    child = scheduler(nodes=3)
+    with agents(child.endpoint, secret, "job", "job", "job") as (ten, two, other):
+        ten.join("node10", 1, store="127.0.0.1:10")
+        assert ten.expect(Waiting).missing == ("2 more nodes",)
+        other.join("other", 1, store="127.0.0.1:11")
+        two.join("node2", 2, store="127.0.0.1:2")
+        assigns = start_all(two, ten, other)
+        assert [(a.node_rank, a.first_rank, a.world_size) for a in assigns] == [(0, 0, 4), (1, 2, 4), (2, 3, 4)]
+        assert {a.master for a in assigns} == {"127.0.0.1:2"}
+        for agent in (ten, two, other):
+            agent.link.send(Finished(0))
+        assert {agent.expect(Verdict).code for agent in (ten, two, other)} == {0}
+        started = time.monotonic()
+        for agent in (ten, two, other):
+            agent.link.send(Leave())
+            agent.link.close()
+    until(lambda: child.returncode is not None, "the scheduler leaves when all have left", 2.5)
+    assert child.returncode == 0 and time.monotonic() - started < 2.5
+    status = eventlog.replay(child.events())
+    assert (status.state, status.code, status.expected, len(status.ranks)) == ("done", 0, 3, 4)
+
+
+def test_a_failure_and_a_restart(scheduler: Start, secret: Secret) -> None:
+    child = scheduler(max_restarts=1)
+    with agents(child.endpoint, secret, "job", "job") as pair:
+        for i, agent in enumerate(pair):
+            agent.join(f"n{i}")
+        for generation in range(2):
+            assert [a.generation for a in start_all(*pair)] == [generation] * 2
+            told = time.monotonic()
+            pair[1].link.send(WorkerExit(generation, 1, Cause("exit", 42)))
+            assert "rank 1 on n1" in pair[0].expect(StopWorkers).reason
+            assert time.monotonic() - told < 1.0
+            for agent in pair:
+                agent.link.send(Finished(generation, f"127.0.0.1:{generation + 7}"))
+        assert [agent.expect(Verdict).code for agent in pair] == [42, 42]
+
+
+def test_two_jobs_at_one_address(scheduler: Start, secret: Secret) -> None:
+    child = scheduler(job="first")
+    with agents(child.endpoint, secret, "first", "second") as (mine, foreign):
+        mine.join("a")
+        refuse = foreign.expect(Refuse)
+        assert refuse.code == 69 and "job 'first' (run run-1, started on head)" in refuse.reason
+        assert "you are job 'second' on host1" in refuse.reason
+        assert "second" in [event.data["job"] for event in child.events("refused")]
+        assert mine.expect(Waiting)
+
+
+@pytest.mark.parametrize("side", ["agent", "scheduler"])
+def test_a_wrong_token_is_told_on_both_sides(scheduler: Start, secret: Secret, side: str) -> None:
+    other = Secret.random()
+    child = scheduler(secret=other if side == "scheduler" else secret)
+    started = time.monotonic()
+    with agents(child.endpoint, other if side == "agent" else secret, "job") as (agent,):
+        with pytest.raises(AuthenticationError, match="the token differs or 127.0.0.1:.* is no pdrun scheduler") as caught:
+            agent.expect(Welcome)
+        assert time.monotonic() - started < 5 and caught.value.exit_code == 77
+    until(lambda: child.events("warning"), "the scheduler warns")
+    assert "another token" in child.events("warning")[0].data["text"]
+
+
+def test_insecure_must_be_said_on_both_sides(scheduler: Start, secret: Secret) -> None:
+    child = scheduler(secret=None, insecure=True)
+    with agents(child.endpoint, None, "job", insecure=True) as (agent,):
+        assert agent.expect(Welcome)
+    for one, options in ((secret, {}),):
+        with agents(child.endpoint, one, "job", **options) as (agent,):
+            with pytest.raises(AuthenticationError, match="--insecure"):
+                agent.expect(Welcome)
+    for wrong in ({"insecure": True}, {"secret": None}):
+        with pytest.raises(ConfigError):
+            scheduler(**wrong)
+
+
+def test_agents_may_come_before_their_scheduler(secret: Secret, scheduler: Start) -> None:
+    with bind_listener(Endpoint("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    heard: list[str] = []
+    with agents(Endpoint("127.0.0.1", port), secret, "job", on_status=heard.append) as (agent,):
+        until(lambda: agent.turn() or heard, "a line about who is missing")
+        assert "nobody listens there yet" in heard[0]
+        scheduler(endpoint=Endpoint("127.0.0.1", port))
+        assert agent.expect(Welcome)
+
+
+def test_nobody_there_is_69_after_the_start_timeout(secret: Secret) -> None:
+    with bind_listener(Endpoint("127.0.0.1", 0)) as free:
+        endpoint = Endpoint("127.0.0.1", free.getsockname()[1])
+    with agents(endpoint, secret, "job", start_timeout=0.7) as (agent,):
+        with pytest.raises(RendezvousError, match="no scheduler there within 0.7 s") as caught:
+            agent.expect(Welcome)
+        assert caught.value.exit_code == 69
+
+
+AGENT = """
+import sys, time, select
+from pdrun.net import Endpoint
+from pdrun.rendezvous.security import Secret
+from pdrun.rendezvous.messages import Join, Assign, Ready, Start
+sys.path.insert(0, sys.argv[3])
+from tests.rendezvous.helpers import *
+agent = Agent(ZmqLink(Endpoint("127.0.0.1", int(sys.argv[1])), Secret.from_hex(sys.stdin.readline().strip()), job="job"))
+agent.join(sys.argv[2])
+start_all(agent)
+print("started", flush=True)
+while True:
+    agent.turn()
+"""
+
+
+@pytest.fixture
+def process(secret: Secret) -> object:
+    """Start an agent in a process of its own: ``process(scheduler, "name")``."""
+    started: list[subprocess.Popen[bytes]] = []
+    root = str(Path(__file__).parents[2])
+
+    def start(child: SchedulerChild, name: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", AGENT, str(child.endpoint.port), name, root]
+        started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+        assert started[-1].stdin is not None
+        started[-1].stdin.write(secret.reveal().hex().encode() + b"\n")
+        started[-1].stdin.flush()
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.kill()
+        one.wait()
+
+
+def test_a_killed_agent_is_told_within_a_second(scheduler: Start, secret: Secret, process: Callable[..., object]) -> None:
+    child = scheduler(grace=1.0)
+    with agents(child.endpoint, secret, "job") as (agent,):
+        victim = process(child, "victim")
+        agent.join("n")
+        start_all(agent)
+        assert victim.stdout.readline() == b"started\n"  # type: ignore[attr-defined]
+        killed = time.monotonic()
+        victim.kill()  # type: ignore[attr-defined]
+        stop = agent.expect(StopWorkers)
+        assert time.monotonic() - killed < 1.0 and "node victim" in stop.reason
+        agent.link.send(Finished(0))
+        assert agent.expect(Verdict).code == 69
+
+
+def test_a_frozen_agent_is_suspected_and_comes_back(
+    scheduler: Start, secret: Secret, process: Callable[..., object]
+) -> None:
+    child = scheduler(heartbeat=0.2, suspect=0.6, dead=60.0)
+    with agents(child.endpoint, secret, "job") as (agent,):
+        frozen = process(child, "frozen")
+        agent.join("n")
+        start_all(agent)
+        assert frozen.stdout.readline() == b"started\n"  # type: ignore[attr-defined]
+        os.kill(frozen.pid, signal.SIGSTOP)  # type: ignore[attr-defined]
+        until(lambda: agent.turn() or child.events("suspect"), "it is suspected")
+        os.kill(frozen.pid, signal.SIGCONT)  # type: ignore[attr-defined]
+        until(lambda: agent.turn() or child.events("recovered"), "it recovers")
+        assert not child.events("lost") and not child.events("stopping")
+
+
+def test_a_cut_connection_is_resumed_without_the_agent_noticing(scheduler: Start, secret: Secret) -> None:
+    child = scheduler()
+    with agents(child.endpoint, secret, "job", "job") as pair:
+        for i, agent in enumerate(pair):
+            agent.join(f"n{i}")
+        start_all(*pair)
+        for _ in range(3):
+            cut(pair[0].link)
+            pair[0].turn()
+            pair[1].turn()
+        pair[0].link.send(WorkerExit(0, 0, Cause("exit", 9)))
+        pair[1].expect(StopWorkers)
+        assert [type(message) for message in pair[0].inbox] in ([], [StopWorkers])
+        for agent in pair:
+            agent.link.send(Finished(0))
+            assert agent.expect(Verdict).code == 9
+        assert not child.events("lost")
+
+
+def cut(link: ZmqLink) -> None:
+    """Shut down the link's TCP connection from outside, as a middlebox that resets does."""
+    port = link.endpoint.port
+    for fd in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208
+        try:
+            with socket.socket(fileno=os.dup(fd)) as copy:
+                if copy.family == socket.AF_INET and copy.getpeername()[1] == port:
+                    copy.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            continue
+
+
+def test_a_killed_scheduler_is_noticed(scheduler: Start, secret: Secret) -> None:
+    child = scheduler()
+    with agents(child.endpoint, secret, "job") as (agent,):
+        agent.join("n")
+        agent.expect(Waiting)
+        os.kill(child.pid, signal.SIGKILL)
+        assert select.select([child.fileno()], [], [], 1.0)[0], "the child's descriptor tells"
+        until(lambda: child.returncode is not None, "it is reaped", 1.0)
+        assert child.returncode == -signal.SIGKILL
+        with pytest.raises(RendezvousError, match="lost the scheduler"):
+            agent.expect(Verdict, timeout=8.0)
+
+
+def test_the_scheduler_does_not_outlive_its_agent(scheduler: Start, secret: Secret) -> None:
+    child = scheduler()
+    with agents(child.endpoint, secret, "job", "job") as pair:
+        for i, agent in enumerate(pair):
+            agent.join(f"n{i}")
+        start_all(*pair)
+        died = time.monotonic()
+        assert child._process.stdin is not None
+        child._process.stdin.close()
+        verdict = pair[0].expect(Verdict)
+        assert verdict.code == 69 and "node of the scheduler (head) was lost" in verdict.reason
+        assert pair[1].expect(Verdict) == verdict
+        until(lambda: child.returncode is not None, "the scheduler leaves", 2.0)
+        assert time.monotonic() - died < 2.0
+
+
+def test_the_terminals_ctrl_c_does_not_reach_the_scheduler(scheduler: Start) -> None:
+    child = scheduler()
+    assert os.getsid(child.pid) == child.pid
+    os.kill(child.pid, signal.SIGINT)
+    assert not select.select([child.fileno()], [], [], 0.3)[0]
+
+
+def test_an_inherited_socket_is_adopted(secret: Secret) -> None:
+    listener = bind_listener(Endpoint("127.0.0.1", 0))
+    endpoint = Endpoint(*listener.getsockname())
+    with agents(endpoint, secret, "job") as (early,):
+        early.turn(0.2)
+        child = SchedulerChild(config(), secret, listen_fd=listener.fileno())
+        listener.close()
+        try:
+            assert child.endpoint == endpoint and early.expect(Welcome)
+        finally:
+            child.close(0.2)
+
+
+def listening(pid: int) -> set[tuple[str, int]]:
+    """Every (address, port) on which a process listens, from /proc."""
+    inodes = set()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            target = os.readlink(fd)  # noqa: PTH115
+        except OSError:
+            continue
+        if target.startswith("socket:["):
+            inodes.add(target[8:-1])
+    found = set()
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        path = Path("/proc/net") / table
+        for line in path.read_text().splitlines()[1:] if path.exists() else ():
+            words = line.split()
+            if words[3] == "0A" and words[9] in inodes:
+                raw, port = words[1].split(":")
+                packed = b"".join(bytes.fromhex(raw[i : i + 8])[::-1] for i in range(0, len(raw), 8))
+                found.add((socket.inet_ntop(family, packed), int(port, 16)))
+    return found
+
+
+def test_it_listens_on_its_one_address_only(scheduler: Start, secret: Secret) -> None:
+    child = scheduler()
+    assert listening(child.pid) == {("127.0.0.1", child.endpoint.port)}
+    before = listening(os.getpid())
+    with agents(child.endpoint, secret, "job") as (agent,):
+        agent.expect(Welcome)
+        assert listening(os.getpid()) == before, "an agent listens nowhere"
+
+
+def test_ipv6(scheduler: Start, secret: Secret) -> None:
+    try:
+        bind_listener(Endpoint("::1", 0)).close()
+    except ConfigError:
+        pytest.skip("no IPv6 on this machine")
+    child = scheduler(endpoint=Endpoint("::1", 0))
+    assert listening(child.pid) == {("::1", child.endpoint.port)}
+    with agents(child.endpoint, secret, "job") as (agent,):
+        assert agent.expect(Welcome)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_all_interfaces_are_refused(secret: Secret, host: str) -> None:
+    with pytest.raises(ConfigError, match="every interface"):
+        SchedulerChild(config(), secret, endpoint=Endpoint(host, 0))
+
+
+def test_a_port_in_use_names_its_holder(secret: Secret, scheduler: Start) -> None:
+    child = scheduler()
+    with pytest.raises(ConfigError, match=f"port {child.endpoint.port} is in use by pid {child.pid} .*rendezvous.server"):
+        SchedulerChild(config(), secret, endpoint=child.endpoint)
+
+
+def test_an_address_of_another_machine(secret: Secret) -> None:
+    with pytest.raises(ConfigError, match="no address of this machine"):
+        SchedulerChild(config(), secret, endpoint=Endpoint("192.0.2.1", 0))
+    with pytest.raises(ConfigError, match="no address here"):
+        SchedulerChild(config(), secret, endpoint=Endpoint("no-such-host.invalid", 0))
+
+
+def test_status_and_stop_from_outside(scheduler: Start, secret: Secret) -> None:
+    child = scheduler(nodes=1)
+    with agents(child.endpoint, secret, "job") as (agent,):
+        agent.join("n")
+        start_all(agent)
+        lines = query_status(child.endpoint, secret)
+        assert [event.kind for event in eventlog.parse(lines)] == ["created", "joined", "assigned", "started"]
+        request_stop(child.endpoint, secret, signal.SIGTERM, "a test")
+        stop = agent.expect(StopWorkers)
+        assert (stop.signal, stop.reason) == (15, "stopped by a test")
+        with pytest.raises(RendezvousError, match="serves job 'job'.*you are job 'x'"):
+            request_stop(child.endpoint, secret, signal.SIGTERM, "a test", job="x")
+        with pytest.raises(AuthenticationError):
+            query_status(child.endpoint, Secret.random())
+
+
+def test_a_viewer_cannot_stop(scheduler: Start, secret: Secret) -> None:
+    child = scheduler()
+    with agents(child.endpoint, secret, "job", role="view") as (viewer,):
+        viewer.expect(Welcome)
+        viewer.link.send(StopRequest(15, "a viewer"))
+        assert viewer.expect(Refuse).code == 77
+    assert not child.events("verdict")
+
+
+def test_the_key_decides_the_role_not_the_word(scheduler: Start, secret: Secret, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pdrun.rendezvous import security, zmq_client
+
+    child = scheduler()
+    view = security.key_pair(secret, "view")
+    real = security.key_pair
+    monkeypatch.setattr(
+        zmq_client.security, "key_pair", lambda one, who: view if who == "agent" else real(one, who)
+    )
+    with agents(child.endpoint, secret, "job") as (liar,):
+        assert "a view's key does not make a connection of role agent" in liar.expect(Refuse).reason
+
+
+def test_a_link_that_was_refused_does_not_come_back(scheduler: Start, secret: Secret) -> None:
+    child = scheduler(nodes=1)
+    with agents(child.endpoint, secret, "job", "job") as (first, second):
+        first.join("a")
+        start_all(first)
+        second.expect(Welcome)
+        second.link.send(Join("b", None, 1))
+        assert second.expect(Refuse).code == 69
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline:
+            second.turn()
+        assert len(child.events("refused")) == 1 and isinstance(second, Agent)

@@ -1,0 +1,222 @@
+"""`pdrun.init()` in its four situations, each with real processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pdrun.env import WorkerEnv
+from tests.runtime.helpers import clean, finish, free_port, reports, start, torch, write
+
+pytestmark = pytest.mark.torch
+
+SUM = """
+ctx = pdrun.init()
+import torch, torch.distributed as dist
+value = torch.tensor([float(ctx.rank + 1)])
+dist.all_reduce(value)
+report(ctx, sum=value.item(), group=dist.get_backend(), again=pdrun.init() is ctx)
+"""
+
+
+def worker_environ(rank: int, world: int, port: int) -> dict[str, str]:
+    """What pdrun sets; without its store process, so rank 0 serves the store itself."""
+    environ = WorkerEnv(
+        rank=rank, world_size=world, local_rank=rank, local_world_size=world, node_rank=0, nodes=1,
+        master_addr="127.0.0.1", master_port=port, run_id="r", restart_count=2, generation=2, collective="gloo",
+    ).to_env()  # fmt: skip
+    return {**environ, "TORCHELASTIC_USE_AGENT_STORE": "False", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+@torch
+def test_under_pdrun(tmp_path: Path) -> None:
+    port = free_port()
+    workers = [start(tmp_path, SUM, worker_environ(rank, 2, port)) for rank in range(2)]
+    ended = [finish(worker) for worker in workers]
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    told = reports("".join(out for _, out, _ in ended))
+    assert [(one["rank"], one["main"], one["local_rank"]) for one in told] == [(0, True, 0), (1, False, 1)]
+    assert all(one["again"] and one["sum"] == 3 for one in told)
+    same = {"world_size": 2, "local_world_size": 2, "node_rank": 0, "nodes": 1, "device": "cpu", "backend": "cpu",
+            "collective": "gloo", "generation": 2, "restart_count": 2}  # fmt: skip
+    assert told[1] | same == told[1]
+
+
+@torch
+@pytest.mark.slow
+def test_under_torchrun(tmp_path: Path) -> None:
+    script = write(tmp_path, SUM)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run = subprocess.run([*torchrun, str(script)], env=clean(), capture_output=True, text=True, timeout=90)
+    assert run.returncode == 0, run.stderr
+    assert [(one["rank"], one["world_size"], one["sum"]) for one in reports(run.stdout)] == [(0, 2, 3), (1, 2, 3)]
+
+
+@torch
+def test_alone_listens_on_loopback_only_and_leaves_no_trace(tmp_path: Path) -> None:
+    body = SUM + """
+import psutil
+listening = [c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == "LISTEN"]
+ctx.close(); ctx.close()
+report(ctx, listening=listening, left=dist.is_initialized(), name=os.environ.get("GLOO_SOCKET_IFNAME"))
+"""
+    code, out, err = finish(start(tmp_path, body))
+    assert code == 0, err
+    first, second = reports(out)
+    assert (first["rank"], first["world_size"], first["sum"], first["group"]) == (0, 1, 1, "gloo")
+    assert set(second["listening"]) <= {"127.0.0.1"}
+    assert (second["left"], second["name"]) == (False, None)
+
+
+@torch
+def test_dynamic_cluster(tmp_path: Path) -> None:
+    shared = {"PDRUN_SCHEDULER": f"127.0.0.1:{free_port()}", "PDRUN_WORKERS": "2",
+              "PDRUN_TOKEN_FILE": _token(tmp_path)}  # fmt: skip
+    body = SUM + "ctx.close(); ctx = pdrun.init(); dist.barrier(); report(ctx, second=True)"
+    scheduler = start(tmp_path, body, {**shared, "PDRUN_ROLE": "scheduler"})
+    workers = [start(tmp_path, body, {**shared, "PDRUN_ROLE": "worker"}) for _ in range(2)]
+    ended = [finish(process) for process in (*workers, scheduler)]
+    assert [code for code, _, _ in ended] == [0, 0, 0], ended
+    assert "REPORT" not in ended[2][1]  # the scheduler never reaches the script's own lines
+    told = reports("".join(out for _, out, _ in ended))
+    assert [one["rank"] for one in told] == [0, 0, 1, 1]
+    assert [one["sum"] for one in told if "sum" in one] == [3, 3]
+    assert {(one["local_world_size"], one["nodes"], one["node_rank"]) for one in told} == {(2, 1, 0)}
+
+
+@torch
+def test_dynamic_cluster_by_mindspores_names_ends_with_the_failing_code(tmp_path: Path) -> None:
+    shared = {"MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": str(free_port()), "MS_WORKER_NUM": "2",
+              "PDRUN_TOKEN_FILE": _token(tmp_path)}  # fmt: skip
+    body = "ctx = pdrun.init()\nif ctx.is_main: sys.exit(7)\nimport time; time.sleep(60)"
+    scheduler = start(tmp_path, body, {**shared, "MS_ROLE": "MS_SCHED"})
+    workers = [start(tmp_path, body, {**shared, "MS_ROLE": "MS_WORKER", "MS_NODE_ID": str(rank)}) for rank in range(2)]
+    codes = [finish(process)[0] for process in (*workers, scheduler)]
+    assert codes == [7, -15, 7]
+
+
+def _token(folder: Path) -> str:
+    from pdrun.rendezvous.security import Secret, token_text
+
+    path = folder / "token"
+    path.write_text(token_text(Secret.random()) + "\n")
+    path.chmod(0o600)
+    return str(path)
+
+
+@torch
+def test_the_launchers_variables_beat_the_dynamic_clusters(tmp_path: Path) -> None:
+    dynamic = {"PDRUN_ROLE": "worker", "PDRUN_SCHEDULER": "127.0.0.1:9", "PDRUN_WORKERS": "9"}
+    environ = {"RANK": "0", "WORLD_SIZE": "1", **dynamic}
+    code, out, err = finish(start(tmp_path, "report(pdrun.init())", environ))
+    assert code == 0, err
+    assert reports(out)[0]["world_size"] == 1
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [({"RANK": "0"}, "WORLD_SIZE: is not set"),
+     ({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}, "LOCAL_WORLD_SIZE"),
+     ({"RANK": "x", "WORLD_SIZE": "1"}, "RANK: 'x' is not a whole number"),
+     ({"PDRUN_ROLE": "worker"}, "PDRUN_SCHEDULER"),
+     ({"MS_ROLE": "MS_PSERVER", "MS_SCHED_HOST": "h", "MS_SCHED_PORT": "1", "MS_WORKER_NUM": "1"}, "MS_ROLE")],
+)  # fmt: skip
+def test_half_set_environments_are_refused_by_name(tmp_path: Path, environ: dict[str, str], words: str) -> None:
+    code, _, err = finish(start(tmp_path, "pdrun.init(group=False)", environ))
+    assert code == 1
+    assert "ConfigError" in err
+    assert words in err
+
+
+@torch
+def test_a_world_without_a_meeting_place_is_refused(tmp_path: Path) -> None:
+    environ = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    _, _, err = finish(start(tmp_path, "pdrun.init()", environ))
+    assert "MASTER_ADDR: is not set, though RANK and WORLD_SIZE are" in err
+
+
+WITHOUT_TORCH = """
+class Missing:
+    def find_spec(self, name, *_):
+        if name.split(".")[0] == "torch":
+            raise ModuleNotFoundError(f"No module named {name!r}", name="torch")
+sys.meta_path.insert(0, Missing())
+import importlib.util
+importlib.util.find_spec = lambda *_: None
+"""
+
+
+def test_without_torch_a_context_has_its_device_as_text(tmp_path: Path) -> None:
+    environ = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "PDRUN_DEVICE_KIND": "cuda"}
+    code, out, err = finish(start(tmp_path, WITHOUT_TORCH + "report(pdrun.init(group=False))", environ))
+    assert code == 0, err
+    assert (reports(out)[0]["device"], reports(out)[0]["collective"]) == ("cuda:1", "nccl")
+    _, _, err = finish(start(tmp_path, WITHOUT_TORCH + "pdrun.init()", environ))
+    assert "torch is not installed; pip install torch, or init(group=False)" in err
+
+
+@torch
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [("init(backend='cuda')", "cannot use NVIDIA GPU (CUDA) here"),
+     ("init(collective='nccl')", "is built without nccl"),
+     ("init(backend='gloo')", "'gloo' is not one of"),
+     ("init(timeout=0)", "a timeout of 0 s is not above 0"),
+     ("init(backend='cpu'); pdrun.init(backend='mps')", "this process already has cpu"),
+     ("init(backend='npu')", "needs the package torch_npu")],
+)  # fmt: skip
+def test_what_cannot_be_had_is_said(tmp_path: Path, call: str, words: str) -> None:
+    import torch as module
+
+    if ("cuda" in call or "nccl" in call) and module.cuda.is_available():
+        pytest.skip("this machine has what the test wants missing")
+    code, _, err = finish(start(tmp_path, f"pdrun.{call}"))
+    assert code == 1
+    assert words in err
+
+
+@torch
+def test_a_group_made_by_the_script_is_kept_and_left_alone(tmp_path: Path) -> None:
+    body = """
+import torch.distributed as dist
+from torch.testing._internal.distributed import fake_pg
+dist.init_process_group("fake", store=dist.HashStore(), rank={rank}, world_size={world})
+with pdrun.init() as ctx: pass
+report(ctx, still=dist.is_initialized())
+"""
+    code, out, err = finish(start(tmp_path, body.format(rank=0, world=1)))
+    assert code == 0, err
+    assert reports(out)[0]["still"]
+    _, _, err = finish(start(tmp_path, body.format(rank=1, world=2)))
+    assert "the script's process group says rank 1 of 2, the launcher rank 0 of 1" in err
+
+
+@torch
+def test_a_timeout_bounds_a_collective(tmp_path: Path) -> None:
+    port = free_port()
+    body = """
+ctx = pdrun.init(timeout=2)
+import torch.distributed as dist
+if ctx.is_main:
+    dist.barrier()
+import time
+time.sleep(30)
+"""
+    workers = [start(tmp_path, body, worker_environ(rank, 2, port)) for rank in range(2)]
+    try:
+        code, _, err = finish(workers[0], 25)
+        assert code == 1
+        assert "Timed out" in err or "timeout" in err.lower()
+    finally:
+        workers[1].kill()
+        workers[1].communicate()
+
+
+@torch
+def test_uncaught_exceptions_end_at_once_with_their_traceback(tmp_path: Path) -> None:
+    code, _, err = finish(start(tmp_path, "pdrun.init()\nraise ValueError('boom')"))
+    assert code == 1
+    assert err.rstrip().endswith("ValueError: boom")

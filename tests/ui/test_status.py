@@ -1,0 +1,147 @@
+"""How a job's status looks: plain lines, tables, and what comes from elsewhere never obeyed."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import threading
+from dataclasses import replace
+
+from pdrun.eventlog import Event, JobStatus, NodeStatus, RankStatus, replay
+from pdrun.ui import live, status
+
+
+def job(**changes: object) -> JobStatus:
+    events = [
+        Event("created", 1000.0, {"job": "demo", "run": "demo-1", "nodes": 2}),
+        Event("joined", 1001.0, {"node": "node0", "workers": 2}),
+        Event("joined", 1001.0, {"node": "node1", "workers": 1}),
+        Event("assigned", 1001.0, {"generation": 0, "nodes": [["node0", 0, 2], ["node1", 2, 1]]}),
+        Event("started", 1002.0, {"generation": 0}),
+    ]
+    return replace(replay(events), **changes)  # type: ignore[arg-type]
+
+
+def plain(*found: JobStatus, now: float = 1065.0) -> str:
+    out = io.StringIO()
+    status.show(found, out=out, now=now)
+    return out.getvalue()
+
+
+def on_terminal(call) -> str:
+    """Return what ``call`` writes to a pseudo terminal."""
+    ours, theirs = pty.openpty()
+    got: list[bytes] = []
+
+    def reader() -> None:
+        try:
+            while data := os.read(ours, 4096):
+                got.append(data)
+        except OSError:
+            pass
+
+    thread = threading.Thread(target=reader)
+    thread.start()
+    with os.fdopen(theirs, "w") as out:
+        call(out)
+    thread.join(10)
+    os.close(ours)
+    return b"".join(got).decode()
+
+
+def test_one_job_in_plain_lines() -> None:
+    assert plain(job()) == (
+        "job       demo\n"
+        "run       demo-1\n"
+        "state     running\n"
+        "time      0:01:05\n"
+        "nodes     2 of 2: 2 running\n"
+        "ranks     3: 3 running\n"
+        "node      node0  running  ranks 0-1\n"
+        "node      node1  running  rank 2\n"
+    )
+
+
+def test_a_job_that_failed_names_the_ranks_that_did() -> None:
+    ended = [
+        Event("exited", 1010.0, {"rank": 2, "node": "node1", "code": 1, "how": "exception", "cause": "ValueError: boom"}),
+        Event("exited", 1010.0, {"rank": 0, "node": "node0", "code": 143, "how": "stopped", "cause": "ended by pdrun"}),
+        Event("warning", 1010.0, {"text": "clock differs"}),
+        Event("verdict", 1012.0, {"code": 1, "reason": "rank 2 failed"}),
+    ]
+    found = job()
+    from pdrun.eventlog import apply
+
+    for event in ended:
+        found = apply(found, event)
+    text = plain(found)
+    assert "state     done, exit code 1\n" in text
+    assert "reason    rank 2 failed\n" in text
+    assert "time      0:00:12\n" in text
+    assert "ranks     3: 1 stopped, 1 running, 1 failed\n" in text
+    assert "failed    node1:2 exit code 1: ValueError: boom\n" in text
+    assert "failed    node0:0" not in text
+    assert "warning   clock differs\n" in text
+
+
+def test_several_jobs_are_a_list_and_none_is_said() -> None:
+    text = plain(job(), job(run="demo-2", state="done", code=0))
+    assert text.splitlines() == [
+        "JOB   STATE    CODE  NODES   TIME     RUN",
+        "demo  running        2 of 2  0:01:05  demo-1",
+        "demo  done     0     2 of 2  0:01:05  demo-2",
+    ]
+    assert plain() == "no jobs known here\n"
+
+
+def test_a_thousand_nodes_fit_a_screen() -> None:
+    nodes = {f"n{i}": NodeStatus(f"n{i}", "lost" if i == 500 else "running", i, 8) for i in range(1000)}
+    ranks = {r: RankStatus(r, f"n{r // 8}", "failed", 1, "x") for r in range(8000)}
+    lines = plain(job(nodes=nodes, ranks=ranks)).splitlines()
+    assert len(lines) < 40
+    assert [line for line in lines if line.startswith("node ")] == ["node      n500  lost  ranks 4000-4007"]
+    assert lines[-1] == "failed    and 7984 more"
+
+
+def test_a_terminal_gets_a_table_with_colours() -> None:
+    text = on_terminal(lambda out: status.show([job()], out=out, now=1065.0))
+    assert "\x1b[" in text
+    assert all(word in text for word in ("demo-1", "running", "node1", "ranks 0-1"))
+    text = on_terminal(lambda out: status.show([job(), job(run="demo-2")], out=out, now=1065.0))
+    assert "demo-2" in text
+
+
+def test_names_from_elsewhere_are_shown_not_obeyed() -> None:
+    evil = "\x1b[2J[red]x\n"
+    found = job(job=evil, reason=evil, warnings=(evil,), nodes={evil: NodeStatus(evil, "lost", 0, 1)})
+    for text in (plain(found), on_terminal(lambda out: status.show([found], out=out, now=0.0))):
+        assert "\x1b[2J" not in text
+        assert text.count("\\x1b[2J[red]x\\n") == 4
+
+
+def test_following_elsewhere_than_on_a_terminal_prints_what_changes() -> None:
+    states = [job(), job(), job(state="stopping", reason="by bob"), job(state="done", code=0, reason="by bob")]
+    out = io.StringIO()
+    assert live.follow(lambda: [states.pop(0)], out=out, sleep=lambda seconds: None) == 0
+    assert states == []
+    assert out.getvalue().splitlines() == [
+        "demo: state running", "demo: nodes 2 of 2: 2 running", "demo: ranks 3: 3 running",
+        "demo: state stopping", "demo: reason by bob", "demo: state done, exit code 0",
+    ]  # fmt: skip
+
+
+def test_following_on_a_terminal_ends_with_the_job() -> None:
+    states = [job(), job(state="done", code=7)]
+    text = on_terminal(
+        lambda out: live.follow(lambda: [states.pop(0)], out=out, clock=lambda: 1065.0, sleep=lambda seconds: None)
+    )
+    assert "running" in text and "done, exit code 7" in text
+    assert states == []
+
+
+def test_ctrl_c_ends_following() -> None:
+    def interrupted() -> list[JobStatus]:
+        raise KeyboardInterrupt
+
+    assert live.follow(interrupted, out=io.StringIO()) == 130

@@ -1,0 +1,173 @@
+"""
+A job's status for people: a table on a terminal, plain lines elsewhere. Reads nothing but `pdrun.eventlog.JobStatus`.
+
+A job of a thousand nodes still fits a screen: nodes that are as they should be are counted, the others are listed, and
+of the ranks only those that failed are named. Names and reasons come from other machines: they are shown, never obeyed.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pdrun.eventlog import JobStatus, NodeStatus, RankStatus
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+MOST_NODES = 32
+"""Nodes that are listed one by one; of more only those that are not as they should be."""
+MOST_FAILED = 16
+_COLOURS = {
+    "running": "green", "done": "green", "joined": "cyan", "gathering": "cyan", "suspect": "yellow",
+    "restarting": "yellow", "stopping": "yellow", "lost": "red", "dead": "red", "failed": "red",
+}  # fmt: skip
+
+
+def show(found: Sequence[JobStatus], *, out: Any = None, now: float | None = None) -> None:
+    """
+    Print one status in full, or several as a list.
+
+    Args:
+        found: what to show; none is said, too.
+        out: text stream; stdout by default. A terminal gets tables, anything else plain lines.
+        now: wall clock, for ages.
+    """
+    out = out or sys.stdout
+    now = time.time() if now is None else now
+    if out.isatty():
+        from rich.console import Console
+
+        Console(file=out).print(render(found, now))
+    else:
+        print("\n".join(plain(found, now)), file=out)
+
+
+def plain(found: Sequence[JobStatus], now: float) -> list[str]:
+    """Return the lines that `show` prints where there is no terminal."""
+    if not found:
+        return ["no jobs known here"]
+    if len(found) > 1:
+        return _columns([("JOB", "STATE", "CODE", "NODES", "TIME", "RUN"), *(_row(one, now) for one in found)])
+    one = found[0]
+    lines = [f"{name:<9} {value}" for name, value in facts(one, now)]
+    nodes = _columns([(node.name, node.state, _rank_text(one, node)) for node in listed_nodes(one)])
+    lines += [f"{'node':<9} {line}" for line in nodes]
+    lines += [f"{'failed':<9} {line}" for line in failed_lines(one)]
+    return lines + [f"{'warning':<9} {safe(text)}" for text in one.warnings]
+
+
+def render(found: Sequence[JobStatus], now: float) -> RenderableType:
+    """Return the same as something that rich prints."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    if len(found) != 1:
+        if not found:
+            return Text("no jobs known here")
+        table = Table("job", "state", "code", "nodes", "time", "run", box=None, header_style="bold")
+        for one in found:
+            job, state, *rest = _row(one, now)
+            table.add_row(Text(job), _coloured(state), *(Text(cell) for cell in rest))
+        return table
+    one = found[0]
+    head = Table.grid(padding=(0, 2))
+    for name, value in facts(one, now):
+        head.add_row(Text(name, style="bold"), _coloured(value) if name == "state" else Text(value))
+    nodes = Table("node", "state", "ranks", box=None, header_style="bold")
+    for node in listed_nodes(one):
+        nodes.add_row(Text(safe(node.name)), _coloured(node.state), Text(_rank_text(one, node)))
+    notes = [Text(f"failed  {line}", style="red") for line in failed_lines(one)]
+    notes += [Text(f"warning {safe(text)}", style="yellow") for text in one.warnings]
+    return Group(head, nodes, *notes)
+
+
+def facts(one: JobStatus, now: float) -> list[tuple[str, str]]:
+    """Return the head of a status: pairs of name and value, without colours."""
+    state = one.state if one.code is None else f"{one.state}, exit code {one.code}"
+    rows = [("job", safe(one.job)), ("run", safe(one.run)), ("state", state)]
+    if one.reason:
+        rows.append(("reason", safe(one.reason)))
+    rows.append(("time", age(one, now)))
+    if one.restarts or one.generation:
+        rows.append(("restarts", f"{one.restarts} (generation {one.generation})"))
+    states = Counter(node.state for node in one.nodes.values())
+    rows.append(("nodes", f"{_present(one)}: {_counted(states)}" if states else _present(one)))
+    if one.ranks:
+        rows.append(("ranks", f"{len(one.ranks)}: {_counted(Counter(rank.state for rank in one.ranks.values()))}"))
+    return rows
+
+
+def listed_nodes(one: JobStatus) -> list[NodeStatus]:
+    """Return the nodes that are shown one by one, in rank order."""
+    nodes = sorted(one.nodes.values(), key=lambda node: (node.index < 0, node.index, node.name))
+    if len(nodes) <= MOST_NODES:
+        return nodes
+    usual = Counter(node.state for node in nodes).most_common(1)[0][0]
+    return [node for node in nodes if node.state != usual][:MOST_NODES]
+
+
+def failed_lines(one: JobStatus) -> list[str]:
+    """Return a line for each failed rank, at most MOST_FAILED, and one that counts the rest."""
+    failed = sorted((rank for rank in one.ranks.values() if rank.state == "failed"), key=lambda rank: rank.rank)
+    lines = [_failed_text(rank) for rank in failed[:MOST_FAILED]]
+    return lines + [f"and {len(failed) - MOST_FAILED} more"] * (len(failed) > MOST_FAILED)
+
+
+def age(one: JobStatus, now: float) -> str:
+    """Return how long the job has run, or did: ``1:02:03``; ``-`` when that is not known."""
+    if not one.started_at:
+        return "-"
+    seconds = max(0, round((one.ended_at or now) - one.started_at))
+    hours, rest = divmod(seconds, 3600)
+    return f"{hours}:{rest // 60:02}:{rest % 60:02}"
+
+
+def safe(text: str) -> str:
+    """Return a text from elsewhere with what a terminal would obey made visible."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
+def _row(one: JobStatus, now: float) -> tuple[str, ...]:
+    code = "" if one.code is None else str(one.code)
+    return safe(one.job), one.state, code, _present(one), age(one, now), safe(one.run)
+
+
+def _present(one: JobStatus) -> str:
+    return f"{len(one.nodes)} of {one.expected}" if one.expected else str(len(one.nodes))
+
+
+def _counted(states: Counter[str]) -> str:
+    return ", ".join(f"{count} {state}" for state, count in states.most_common())
+
+
+def _rank_text(one: JobStatus, node: NodeStatus) -> str:
+    ranks = sorted(rank.rank for rank in one.ranks.values() if rank.node == node.name)
+    if not ranks:
+        return f"{node.workers} worker{'s' * (node.workers != 1)}"
+    return f"ranks {ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
+
+
+def _failed_text(rank: RankStatus) -> str:
+    cause = f": {safe(rank.cause)}" if rank.cause else ""
+    return f"{safe(rank.node)}:{rank.rank} exit code {rank.code}{cause}"
+
+
+def _columns(rows: Iterable[tuple[str, ...]]) -> list[str]:
+    rows = [tuple(safe(cell) for cell in row) for row in rows]
+    if not rows:
+        return []
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _coloured(state: str) -> Any:
+    from rich.text import Text
+
+    word = state.split(",")[0]
+    colour = "red" if ", exit code " in state and not state.endswith(" 0") else _COLOURS.get(word, "")
+    return Text(state, style=colour)

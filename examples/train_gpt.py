@@ -122,7 +122,7 @@ def learning_rate(progress: float, peak: float) -> float:
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a byte-level GPT on Python's standard library.")
-    parser.add_argument("--steps", type=int, default=700)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop training earlier, after this time")
     parser.add_argument("--batch", type=int, default=8, help="sequences a worker and step")
     parser.add_argument("--context", type=int, default=64, help="bytes that the model sees")

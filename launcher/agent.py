@@ -14,18 +14,18 @@ from __future__ import annotations
 import os
 import select
 import signal
+import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
 
-from pdrun.clock import Clock, SystemClock
 from pdrun.errors import EXIT_UNAVAILABLE, PdrunError, RendezvousError
 from pdrun.launcher.group import Group
 from pdrun.launcher.model import LaunchPlan
 from pdrun.launcher.ports import Keeper, Link, WorkerOutput
 from pdrun.launcher.preflight import preflight
 from pdrun.launcher.signals import FORWARD, STOP, Signals
-from pdrun.launcher.store import StoreSocket
+from pdrun.launcher.store import Stores
+from pdrun.launcher.surroundings import Surroundings
 from pdrun.launcher.voice import Voice
 from pdrun.rendezvous.messages import (
     Assign,
@@ -50,59 +50,19 @@ STOP_ANSWER = 2.0
 """Seconds that a running job's scheduler has to answer a stop, before this node acts alone."""
 STOP_ANSWER_WAITING = 0.7
 """The same while the nodes are still coming together."""
-HUMAN_EVERY = 5.0
 FAREWELL = 1.0
 
 
-class Child(Protocol):
-    """The scheduler process, as far as the agent needs to know it."""
-
-    def fileno(self) -> int:
-        """Readable when it has ended."""
-        ...
-
-
-@dataclass
-class Surroundings:
-    """Everything that an agent does not decide: real in production, fakes in a test."""
-
-    keeper: Callable[[], Keeper]
-    output: Callable[[LaunchPlan], WorkerOutput]
-    clock: Clock
-    welcomed: Callable[[LaunchPlan, Welcome], None]
-    """Called once, when the run's name is known."""
-    scheduler_child: Child | None = None
-    lifeline: int | None = None
-    """A descriptor whose end means: whoever started this agent is gone, end everything at once."""
-    stdin: int | None = None
-    """What rank 0 reads as its standard input; None: nothing."""
-    address: str = ""
-    """``HOST:PORT`` by which other nodes join; for messages."""
-    events: str = ""
-    """Path of the event log that the scheduler process writes; what it notes is shown. Empty: none."""
-    quiet: bool = False
-    """Another agent prints what is printed once a job."""
-
-
-def run_agent(
-    plan: LaunchPlan | Callable[[Welcome], LaunchPlan], link: Link, *, keeper_factory: Callable[[], Keeper],
-    output_factory: Callable[[LaunchPlan], WorkerOutput], clock: Clock | None = None,
-    scheduler_child: Child | None = None, lifeline: int | None = None, stdin: int | None = None, address: str = "",
-    events: str = "", quiet: bool = False, welcomed: Callable[[LaunchPlan, Welcome], None] = lambda plan, welcome: None,
-) -> int:  # fmt: skip
+def run_agent(plan: LaunchPlan | Callable[[Welcome], LaunchPlan], link: Link, around: Surroundings) -> int:
     """
     Take part in a job until its end; return the exit code of the verdict.
 
     Args:
-        plan: of this node, or how to make it when the scheduler's specification is known (`pdrun join`).
+        plan: of this node, or how to make it once the scheduler has told the job's specification (`pdrun join`).
 
     Raises:
         PdrunError: the plan cannot be made, the scheduler was never reached or refused this node.
     """
-    around = Surroundings(
-        keeper_factory, output_factory, clock or SystemClock(), welcomed, scheduler_child, lifeline, stdin, address,
-        events, quiet,
-    )  # fmt: skip
     with Signals() as signals:
         agent = Agent(plan, link, signals, around)
         try:
@@ -127,11 +87,10 @@ class Agent:
         self._run = ""
         self._assign: Assign | None = None
         self._group: Group | None = None
-        self._store: StoreSocket | None = None
-        self._next_store: StoreSocket | None = None
-        self._wants_store = False
+        self._stores = Stores()
         self._finished = False
         self._stops = 0
+        self._last_stop = int(signal.SIGINT)
         self._answer_by: float | None = None
         self._leaving: int | None = None
         """The code to leave with once no worker is left; set where there will be no verdict."""
@@ -152,9 +111,7 @@ class Agent:
         """End everything that is left, in an order in which nothing is lost: workers, last words, the link."""
         if self._keeper is not None:
             self._keeper.close()
-        for store in (self._store, self._next_store):
-            if store is not None:
-                store.close()
+        self._stores.close()
         self._link.close(FAREWELL)
         if self._output is not None:
             self._output.close()
@@ -172,7 +129,8 @@ class Agent:
         for number in self._signals.read():
             self._signalled(number)
         self._keeper_events()
-        self._store_events(ready)
+        if self._stores.fileno() in ready:
+            self._start_store()
         self._messages(ready)
         if self._group is not None:
             self._group.tick()
@@ -203,12 +161,7 @@ class Agent:
             yield self._link.fileno()
             if self._around.scheduler_child is not None:
                 yield self._around.scheduler_child.fileno()
-        if self._store is not None and self._group is not None and self._is_first:
-            yield self._store.fileno()
-
-    @property
-    def _is_first(self) -> bool:
-        return self._assign is not None and self._assign.node_rank == 0
+        yield self._stores.fileno()
 
     def _conclude(self) -> None:
         """What follows from the state of the workers."""
@@ -224,9 +177,8 @@ class Agent:
 
     def _send_finished(self, generation: int) -> None:
         assert self._plan is not None
-        if self._next_store is None and self._leaving is None and self._plan.spec.policy.max_restarts:
-            self._next_store = StoreSocket(self._plan.listen)
-        self._link.send(Finished(generation, self._next_store.address if self._next_store else ""))
+        again = self._plan.spec.policy.max_restarts > 0
+        self._link.send(Finished(generation, self._stores.hold_next(self._plan.listen) if again else ""))
 
     # The scheduler ----------------------------------------------------------------------------------------------------
 
@@ -274,10 +226,9 @@ class Agent:
         self._output = self._around.output(plan)
         self._voice.begin(plan, self._run, self._output)
         self._around.welcomed(plan, message)
-        self._store = StoreSocket(plan.listen)
         self._link.send(Join(
             node=plan.node, node_rank=plan.spec.place.node_rank, workers=len(plan.workers), facts=dict(plan.facts),
-            store=self._store.address, spec=plan.spec.to_json(),
+            store=self._stores.hold(plan.listen), spec=plan.spec.to_json(),
         ))  # fmt: skip
 
     def _assigned(self, message: Assign) -> None:
@@ -287,7 +238,7 @@ class Agent:
         plan, output = self._plan, self._output
         assert plan is not None and output is not None
         if self._assign is not None:
-            self._end_store()
+            self._stores.turn(self._keeper)
             self._voice.restarting(message)
         self._assign, self._finished = message, False
         found = preflight(plan, output)
@@ -300,8 +251,8 @@ class Agent:
         self._group = Group(
             plan, self._run, message, self._keeper, output, self._clock, self._worker_ended, self._around.stdin
         )
-        self._wants_store = found.imports_torch
-        if self._is_first and self._wants_store:
+        self._stores.wanted = message.node_rank == 0
+        if found.imports_torch:
             self._start_store()
         self._link.send(Ready(message.generation))
 
@@ -358,8 +309,6 @@ class Agent:
 
     # Signals ----------------------------------------------------------------------------------------------------------
 
-    _last_stop = int(signal.SIGINT)
-
     def _signalled(self, number: int) -> None:
         if number in STOP:
             self._asked_to_stop(number)
@@ -406,8 +355,7 @@ class Agent:
         try:
             for event in self._keeper.events():
                 if event.slot < 0:
-                    why = self._store.ended(event) if self._store else ""
-                    if why and not self._finished:
+                    if not self._finished and (why := self._stores.complaint(event)):
                         self._voice.say(f"the process of torch's store (MASTER_PORT) ended: {why}")
                 elif self._group is not None:
                     self._group.take(event)
@@ -419,20 +367,10 @@ class Agent:
             self._voice.say(str(error))
             self._group.abandon(error.what)
 
-    def _store_events(self, ready: set[int]) -> None:
-        if self._store is not None and self._store.fileno() in ready:
-            self._start_store()
-
     def _start_store(self) -> None:
-        plan = self._plan
-        assert plan is not None and self._store is not None and self._keeper is not None
-        python = plan.workers[0].argv[0] if plan.spec.program.kind != "command" else ""
-        self._store.start(self._keeper, python, {**plan.base_env, **plan.spec.env}, plan.cwd)
-
-    def _end_store(self) -> None:
-        """A generation is over: its store goes, the socket that was announced for the next one takes its place."""
-        if self._store is not None:
-            if self._keeper is not None:
-                self._store.end(self._keeper)
-            self._store.close()
-        self._store, self._next_store = self._next_store, None
+        plan, keeper = self._plan, self._keeper
+        assert plan is not None and keeper is not None
+        program = plan.workers[0].argv[0]
+        is_python = plan.spec.program.kind != "command" or Path(program).name.startswith("python")
+        python = program if is_python else sys.executable  # the one that has the workers' torch, where that is known
+        self._stores.start(keeper, python, {**plan.base_env, **plan.spec.env}, plan.cwd)

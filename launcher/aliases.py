@@ -1,7 +1,7 @@
 """
 torchrun's and msrun's spellings: each with its meaning here, or with the reason why it is refused.
 
-One table, read by the command line, the tests and docs/migrating.md. A row is as in `pdrun.launcher.options`: reading
+One table, read by the command line, its help and the tests. A row is as in `pdrun.launcher.options`: reading
 gives values of the JobSpec by path. Meanings that need two options at once (``--redirects`` with ``--tee``,
 ``--worker_num`` with ``--local_worker_num``) leave their parts under ``torchrun.*`` and ``msrun.*`` for `derive`.
 Spellings that pdrun shares (``--node-rank``, ``--max-restarts``, ``--log-dir``, ``-m``) stand in `options`.

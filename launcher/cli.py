@@ -45,18 +45,23 @@ def _run(argv: list[str]) -> int:
     from pdrun.errors import PdrunError
     from pdrun.launcher.cli_commands import build
 
+    commands = build(_show)
+    if "_PDRUN_COMPLETE" in os.environ:  # the shell asks, by way of `pdrun completion`
+        commands.main(argv, prog_name="pdrun", standalone_mode=False)
     try:
-        code = build(_show).main(argv, prog_name="pdrun", standalone_mode=False)
+        # not click's own main(): it turns Ctrl-C and a closed pipe into exits of its own
+        with commands.make_context("pdrun", argv) as context:
+            code = commands.invoke(context)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
+    except click.exceptions.Exit as exit:
+        return exit.exit_code
     except PdrunError as error:
         _say(f"error: {error}")
         return error.exit_code
     except click.ClickException as error:
         _say(f"error: {_plain(error)}")
         return 2
-    except click.Abort:
-        raise KeyboardInterrupt from None
 
 
 def _show(statuses: list[JobStatus]) -> None:

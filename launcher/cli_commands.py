@@ -11,13 +11,12 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from pdrun.errors import UsageError, did_you_mean
-from pdrun.launcher import cli_help, cli_run, values
+from pdrun.launcher import cli_help, cli_run, paths, values
 from pdrun.launcher.aliases import ALIASES
 from pdrun.launcher.options import RUN, Option
 
@@ -59,13 +58,14 @@ class Commands(click.Group):
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[Any]:
         """Complete commands, and options and files of run."""
         run = self.commands["run"]
-        return [*super().shell_complete(ctx, incomplete), *run.shell_complete(click.Context(run), incomplete)]
+        more = run.shell_complete(click.Context(run), incomplete)
+        return [*super().shell_complete(ctx, incomplete), *more]
 
 
 def _check_typing(word: str, commands: Iterable[str]) -> None:
     """Catch a mistyped command before it is taken for the name of a script."""
     near = did_you_mean(word, commands)
-    if near and word.isalpha() and not Path(word).exists():
+    if near and word.isalpha() and not paths.exists(word):
         raise UsageError(f"no such command or file {values.quoted(word)}", hint=near)
 
 
@@ -75,7 +75,8 @@ def build(show: Callable[[list[JobStatus]], None]) -> click.Group:
     group.params.append(
         click.Option(["--version"], is_flag=True, is_eager=True, expose_value=False, callback=_version)
     )
-    for command in (_run(), _join(), _scheduler(), _status(show), _logs(), _stop(), _token(), _env(), _completion(group)):
+    jobs = (_status(show), _logs(), _stop())
+    for command in (_run(), _join(), _scheduler(), *jobs, _token(), _env(), _completion(group)):
         group.add_command(command)
     return group
 

@@ -71,5 +71,5 @@ def scheduler(listen: str, rows: Sequence[Option], params: Mapping[str, Any], en
 
 
 def run_name(job: str) -> str:
-    """Return a unique name of a run, fit for a path: the job, the time of day to the second, four random digits."""
-    return f"{job[:40] or 'job'}-{time.strftime('%m%d-%H%M%S')}-{os.urandom(2).hex()}"
+    """Return a unique name of a run, fit for a path: the job, the time to the second, four random digits."""
+    return f"{job[:40] or 'job'}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"

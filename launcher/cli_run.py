@@ -27,13 +27,14 @@ Rows = Sequence[Option]
 
 def parameters(rows: Rows) -> list[click.Parameter]:
     """Return click's options for the rows of a table, one for each spelling."""
-    return [_option(name, flag=not row.metavar) for row in rows for name in row.names]
+    return [_option(row, name) for row in rows for name in row.names]
 
 
-def _option(name: str, *, flag: bool) -> click.Option:
-    if flag:
-        return click.Option([name, parameter_name(name)], is_flag=True)
-    return click.Option([name, parameter_name(name)], multiple=True, type=click.UNPROCESSED)
+def _option(row: Option, name: str) -> click.Option:
+    second = "_" in name and row.origin != "msrun"  # the shell completes the spelling with dashes only
+    if not row.metavar:
+        return click.Option([name, parameter_name(name)], is_flag=True, hidden=second)
+    return click.Option([name, parameter_name(name)], multiple=True, type=click.UNPROCESSED, hidden=second)
 
 
 def parameter_name(spelling: str) -> str:

@@ -25,6 +25,8 @@ OUT, ERR = 1, 2
 HIGH = 8 << 20
 """Bytes that may wait for a reader before workers are held back."""
 LOW = HIGH // 2
+MERGER_WAIT = 30.0
+"""Seconds for which an agent waits, at its end, for the process that merges its output and may be held up itself."""
 _BATCH = 1 << 20
 _LARGE, _SMALL = 1 << 16, 1 << 12
 
@@ -170,6 +172,7 @@ class Console:
         self._tty = tty if tty is not None else (_isatty(out), _isatty(err))
         wanted = not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
         self._colour = colour if colour is not None else wanted
+        self._least_wait = 0.0
         self._out = Lane(out, "stdout")
         self._err = self._out if _same_place(out, err) else Lane(err, "stderr")
 
@@ -177,7 +180,9 @@ class Console:
     def from_json(cls, data: Mapping[str, Any]) -> Console:
         """Return the console of an agent whose output another pdrun process merges (`to_json` of that process)."""
         out, err = data["tty"]
-        return cls(tty=(bool(out), bool(err)), colour=bool(data["colour"]))
+        console = cls(tty=(bool(out), bool(err)), colour=bool(data["colour"]))
+        console._least_wait = MERGER_WAIT
+        return console
 
     def to_json(self) -> dict[str, Any]:
         """Return what an agent must know to write as if this console were its own."""
@@ -210,9 +215,19 @@ class Console:
         self._out.on_room = self._err.on_room = call
 
     def close(self, timeout: float = 2.0) -> tuple[str, ...]:
-        """Write out everything, giving up on a reader that takes nothing for ``timeout`` seconds; say what was lost."""
-        lanes = [self._out] if self._out is self._err else [self._out, self._err]
-        return tuple(problem for lane in lanes if (problem := lane.close(timeout)))
+        """
+        Write out everything, giving up on a reader that takes nothing for ``timeout`` seconds.
+
+        Returns:
+            What was lost, one line each; what stdout lost is said on stderr, too.
+        """
+        timeout = max(timeout, self._least_wait)
+        lost = [problem] if (problem := self._out.close(timeout)) else []
+        if self._err is not self._out:
+            for line in lost:
+                self.say(f"pdrun: {line}")
+            lost += [problem] if (problem := self._err.close(timeout)) else []
+        return tuple(lost)
 
 
 def _is_open(fd: int) -> bool:

@@ -169,12 +169,12 @@ def stop(
     return EXIT_OK
 
 
-def _ask(remote: Remote, job: str = "") -> JobStatus:
+def _ask(remote: Remote, job: str = "", timeout: float = 5.0) -> JobStatus:
     from pdrun.rendezvous.client import query_status
     from pdrun.rendezvous.security import find_secret
 
     secret = None if remote.insecure else find_secret(remote.token_file)[0]
-    lines = query_status(remote.endpoint, secret, job=job, insecure=remote.insecure)
+    lines = query_status(remote.endpoint, secret, job=job, insecure=remote.insecure, timeout=timeout)
     return eventlog.replay(eventlog.parse(lines))
 
 
@@ -189,7 +189,7 @@ def _request_stop(remote: Remote, job: str, *, force: bool, timeout: float) -> i
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         try:
-            found = _ask(remote, job)
+            found = _ask(remote, job, timeout=2.0)
         except RendezvousError:  # it leaves when every node has
             _say(f"the job at {remote.endpoint} has stopped")
             return EXIT_OK

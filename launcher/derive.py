@@ -125,14 +125,11 @@ def _shown(settled: Settled) -> Derived:
     per_node = _value(settled, "resources.devices", "auto")
     if chosen is None and not any(hidden.values()):
         return files, ()
-    if chosen is None and hidden["all"]:
-        chosen = tuple(key for key in named if not hidden[key])
-    if chosen is None or any(hidden.values()):
-        if not isinstance(per_node, int):
-            raise source.error("needs to know how many workers a node has", "give --nproc-per-node as a number")
-        every = range(per_node) if chosen is None else chosen
-        chosen = tuple(rank for rank in every if not hidden.get(rank, hidden["all"]))
-    return [*files, Wish("output.show_ranks", _global(chosen, per_node, _nodes(settled), source), source)], ()
+    if chosen is None and not hidden["all"] and not isinstance(per_node, int):
+        raise source.error("needs to know how many workers a node has", "give --nproc-per-node as a number")
+    candidates = chosen if chosen is not None else named if hidden["all"] else range(per_node)
+    local = [rank for rank in candidates if not hidden.get(rank, hidden["all"])]
+    return [*files, Wish("output.show_ranks", _global(local, per_node, _nodes(settled), source), source)], ()
 
 
 def _hides(redirects: Mapping[Any, int], tee: Mapping[Any, int], rank: object, source: Source) -> bool:

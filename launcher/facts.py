@@ -17,7 +17,7 @@ from pathlib import Path
 import pdrun
 from pdrun.backends import affinity
 from pdrun.errors import ConfigError, UsageError
-from pdrun.launcher import network, program
+from pdrun.launcher import network, paths, program
 from pdrun.launcher.model import BackendFacts, Facts
 from pdrun.launcher.spec import JobSpec
 from pdrun.topology import Device
@@ -76,7 +76,7 @@ def _cwd(spec: JobSpec) -> str:
     except OSError as error:
         raise ConfigError(f"the working directory is gone ({error.strerror})", hint="cd to one that is there") from None
     cwd = os.path.normpath(start / spec.chdir)
-    if not Path(cwd).is_dir():
+    if not paths.is_folder(cwd):
         raise UsageError(f"{spec.chdir!r} is not a directory", where="--chdir")
     return cwd
 
@@ -135,11 +135,11 @@ def log_error(spec: JobSpec, cwd: str) -> str:
     path = Path(os.path.realpath(typed))
     if str(path).startswith(("/proc/", "/sys/")):
         return "lies in a file system of the kernel"
-    if typed.is_symlink() and not path.exists():
+    if paths.is_link(typed) and not paths.exists(path):
         return "is a link to nothing"
-    while not os.path.lexists(path) and path != path.parent:
+    while not paths.exists(path) and path != path.parent:
         path = path.parent
-    if not path.is_dir():
+    if not paths.is_folder(path):
         return f"cannot be made: {path} is not a directory"
     if not os.access(path, os.W_OK | os.X_OK):
         return f"cannot be written: {path} belongs to another user or is read-only"

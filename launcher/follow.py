@@ -11,7 +11,7 @@ from typing import BinaryIO
 from pdrun.errors import UsageError
 from pdrun.eventlog import JobStatus
 from pdrun.launcher.console import ERR, OUT, Console
-from pdrun.launcher.jobs import Job, is_alive
+from pdrun.launcher.jobs import Job
 from pdrun.launcher.lognames import ERR_SUFFIX, OUT_SUFFIX, stem_pattern
 from pdrun.launcher.ranks import RankSet
 from pdrun.launcher.shaping import PrefixShaper
@@ -54,7 +54,7 @@ class LogReader:
     def step(self) -> bool:
         """Show what is new; False when the job has ended and everything is shown."""
         status = self._read_status(self._job)
-        running = status.state not in ("done", "dead") and is_alive(self._job)
+        running = status.state not in ("done", "dead")
         self._open_new(status)
         for source in self._sources.values():
             self._copy(source)

@@ -137,9 +137,10 @@ class Front:
         """Pass output and signals on until every agent has ended; return the exit code."""
         try:
             while not self._finished():
-                self._wait()
+                held = self._wait()
                 self._reap()
-                self._press(self._patience.due(time.monotonic()))
+                if not held:  # else they may only be waiting for the reader of our output
+                    self._press(self._patience.due(time.monotonic()))
         finally:
             self._cut()
             self._restore.close()
@@ -152,13 +153,15 @@ class Front:
 
     def _finished(self) -> bool:
         """All have ended, and what they wrote is here (a stray child may keep a pipe open: not for ever)."""
-        now = time.monotonic()
+        late = time.monotonic() - AFTER_CUT
+        held = any(self._console.held(stream) for stream in (OUT, ERR))
         return all(
-            agent.code is not None and (not agent.streams or now > agent.ended + AFTER_CUT) for agent in self._agents
+            agent.code is not None and (not agent.streams or (agent.ended < late and not held))
+            for agent in self._agents
         )
 
-    def _wait(self) -> None:
-        """Sleep until something happens; read what is there."""
+    def _wait(self) -> bool:
+        """Sleep until something happens; read what is there; return whether output was held back."""
         poll = select.poll()
         poll.register(self._signals, select.POLLIN)
         for agent in self._agents:
@@ -171,6 +174,7 @@ class Front:
                 self._take_signals()
             else:
                 self._read(fd)
+        return held
 
     def _read(self, fd: int) -> None:
         agent = next(agent for agent in self._agents if fd in agent.streams)

@@ -104,7 +104,7 @@ def launch(
             job=f"{call.stem[:40]}-{folder.name.removeprefix('pdrun-launch-')}",
             env=dict(env or {}),
         )
-        job = _Job(spec, quiet)
+        job = _Job(spec, folder, quiet)
         code = job.wait(grace)
         return _results(read_results(folder), _verdict(logs, spec.job), code, job.tail)
     finally:
@@ -114,7 +114,7 @@ def launch(
 class _Job:
     """The child process that runs the job, and its output."""
 
-    def __init__(self, spec: JobSpec, quiet: bool) -> None:
+    def __init__(self, spec: JobSpec, folder: Path, quiet: bool) -> None:
         self.tail: deque[str] = deque(maxlen=200)
         self._quiet = quiet
         # Its own session: Ctrl-C on the terminal reaches the caller alone, which then stops the job in order.
@@ -123,7 +123,8 @@ class _Job:
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"spec": spec.to_json(), "sources": _SOURCES}).encode() + b"\n")
+        order = {"spec": spec.to_json(), "sources": _SOURCES, "folder": str(folder)}
+        self._process.stdin.write(json.dumps(order).encode("ascii") + b"\n")
         self._process.stdin.flush()
         self._reader = threading.Thread(target=self._read, daemon=True, name="pdrun.launch output")
         self._reader.start()

@@ -2,15 +2,16 @@
 ``python -m pdrun.launcher.function_job``: the launcher process of one `pdrun.launch` call.
 
 The job runs in a process of its own, so that the caller may be a thread, a notebook or a test: signal handlers, the
-event loop and the main thread are this process's. Its standard input carries one line of JSON (specification and
-sources) and stays open as a lifeline: when the caller dies in any way, this process leaves at once, and the keepers
-end every worker.
+event loop and the main thread are this process's. Its standard input carries one line of JSON (specification, sources
+and the call's private folder) and stays open as a lifeline: when the caller dies in any way, this process removes the
+folder and leaves at once, and the keepers end every worker.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import threading
 
@@ -20,7 +21,7 @@ from pdrun.errors import EXIT_SOFTWARE
 def main() -> int:
     """Read the job from standard input, run it, return its exit code."""
     order = json.loads(sys.stdin.buffer.readline())
-    _watch(_take_lifeline())
+    _watch(_take_lifeline(), order["folder"])
     from pdrun.errors import PdrunError
     from pdrun.launcher.facts import gather
     from pdrun.launcher.plan import plan
@@ -44,13 +45,14 @@ def _take_lifeline() -> int:
     return lifeline
 
 
-def _watch(lifeline: int) -> None:
-    threading.Thread(target=_stop_at_end, args=(lifeline,), daemon=True, name="lifeline").start()
+def _watch(lifeline: int, folder: str) -> None:
+    threading.Thread(target=_leave_at_end, args=(lifeline, folder), daemon=True, name="lifeline").start()
 
 
-def _stop_at_end(lifeline: int) -> None:
+def _leave_at_end(lifeline: int, folder: str) -> None:
     while os.read(lifeline, 4096):
         pass
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(EXIT_SOFTWARE)
 
 

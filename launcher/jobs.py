@@ -191,7 +191,7 @@ def _read(path: Path) -> Job | None:
             data: dict[str, Any] = json.loads(file.read(1 << 16))
         known = {item.name: data[item.name] for item in fields(Job) if item.name in data}
         job = Job(**known)
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
     return job if _plain(job) and f"{job.run}.json" == path.name else None
 

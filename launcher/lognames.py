@@ -22,14 +22,22 @@ def prepare_root(root: Path) -> None:
         ConfigError: it is no folder, or cannot be made or written; names it.
     """
     try:
-        if not root.is_dir():
+        made = not root.is_dir()
+        if made:
             make_private(root)
+        if made or _just_made(root):
             (root / ".gitignore").write_text("*\n")
         if not os.access(root, os.W_OK | os.X_OK):
             raise PermissionError(13, "Permission denied")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"cannot hold the logs: {reason}", where=str(root), hint="use --log-dir FOLDER") from error
+
+
+def _just_made(root: Path) -> bool:
+    """Whether all that a folder holds is one run's event log: it was made for that, a moment ago."""
+    inside = list(root.iterdir())
+    return len(inside) == 1 and (inside[0] / "events.jsonl").is_file() and len(list(inside[0].iterdir())) == 1
 
 
 def make_private(folder: Path) -> None:

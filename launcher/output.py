@@ -12,25 +12,24 @@ Used from one thread (the agent's loop); only the wake-up is rung from others.
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import os
 import select
-import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pdrun.errors import ConfigError
 from pdrun.launcher import spec
 from pdrun.launcher.console import ERR, OUT, Console
-from pdrun.launcher.lines import LineSplitter
 from pdrun.launcher.logfiles import LogFile, LogFiles
 from pdrun.launcher.lognames import ERR_SUFFIX, OUT_SUFFIX, check_template, file_stem, prepare_root
+from pdrun.launcher.pipes import Bell, worker_pipe
 from pdrun.launcher.ranks import RankSet
-from pdrun.launcher.shaping import PrefixShaper, Shaper, StraightShaper, clean
+from pdrun.launcher.shaping import PrefixShaper, Shaper, StraightShaper, last_lines
 from pdrun.launcher.tracebacks import Found, TracebackFinder
 
-PIPE_BYTES = 1 << 20
 READ_BYTES = 1 << 18
 TAIL_LINES, TAIL_CHARACTERS = 20, 500
 _TAIL_BYTES = 1 << 14
@@ -94,7 +93,7 @@ class Output:
         self._workers: dict[int, _Worker] = {}
         self._by_fd: dict[int, _Stream] = {}
         self._paths: dict[int, str] = {}
-        self._bell = _Bell()
+        self._bell = Bell()
 
     def prepare(self) -> None:
         """
@@ -115,14 +114,18 @@ class Output:
             self._files.on_room = self._bell.ring
 
     def open(self, rank: int, local_rank: int, generation: int) -> tuple[int, int]:
-        """Make the two pipes of a worker; return the write ends (stdout, stderr), which the caller closes."""
+        """
+        Make the two pipes of a worker; return the write ends (stdout, stderr), which the caller closes.
+
+        Raises:
+            ConfigError: the system gives no more descriptors.
+        """
         self._forget(rank)
         prefix = self._prefix(rank)
         worker = _Worker(rank, hidden=rank not in self._shown, prefix=prefix)
-        ends = []
+        ends: list[int] = []
         for number, suffix in ((OUT, OUT_SUFFIX), (ERR, ERR_SUFFIX)):
-            read, write = _pipe()
-            ends.append(write)
+            read = self._pipe(rank, ends)
             stream = _Stream(
                 number, read, None if worker.hidden else self._shaper(number, prefix, rank),
                 self._file(rank, local_rank, generation, suffix), finder=TracebackFinder() if number == ERR else None,
@@ -172,7 +175,10 @@ class Output:
         worker = self._workers.get(rank)
         if worker is None:
             return ()
-        out, err = (_last_lines(stream.recent) for stream in worker.streams)
+        out, err = (
+            last_lines(stream.recent, TAIL_LINES, TAIL_CHARACTERS, cut=len(stream.recent) >= _TAIL_BYTES)
+            for stream in worker.streams
+        )
         err = err[-(TAIL_LINES - min(len(out), _OUT_SHARE)) :]
         out = out[-(TAIL_LINES - len(err)) :] if len(err) < TAIL_LINES else []
         return tuple(out + err)
@@ -199,7 +205,8 @@ class Output:
             return
         worker.revealed = True
         lines = self.tail(rank)
-        source = f"from its log, {self.log_path(rank)}" if self.log_path(rank) else "no log is written"
+        path = self.log_path(rank)
+        source = f"from its log, {path}" if path else "no log is written"
         self.say(f"pdrun: rank {rank} failed; its last {len(lines)} lines (hidden by --show-ranks; {source}):")
         for line in lines:
             self.say(f"{worker.prefix or rank}| {line}")
@@ -222,6 +229,18 @@ class Output:
         lost += self.console.close(timeout)
         self._bell.close()
         return lost
+
+    def _pipe(self, rank: int, ends: list[int]) -> int:
+        """Return the read end of a new pipe and add its write end to ``ends``; should that fail, close those."""
+        try:
+            read, write = worker_pipe()
+        except OSError as error:
+            for end in ends:
+                os.close(end)
+            hint = "raise the limit on open files (ulimit -n)" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
+            raise ConfigError(f"no pipe for rank {rank}: {error.strerror}", hint=hint) from error
+        ends.append(write)
+        return read
 
     def _prefix(self, rank: int) -> str:
         if self._settings.prefix == "none" or (self._settings.prefix == "auto" and self._world_size == 1):
@@ -283,55 +302,3 @@ class Output:
         worker = self._workers.pop(rank, None)
         for stream in worker.streams if worker else ():
             self._end(stream)
-
-
-class _Bell:
-    """A pipe by which the writer threads wake the agent's loop."""
-
-    def __init__(self) -> None:
-        self.fd, self._write = -1, -1
-        self._lock = threading.Lock()
-
-    def open(self) -> None:
-        self.fd, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-
-    def ring(self) -> None:
-        with self._lock:
-            try:
-                if self._write >= 0:
-                    os.write(self._write, b"\0")
-            except BlockingIOError:  # full: it is ringing
-                pass
-
-    def hush(self) -> None:
-        try:
-            os.read(self.fd, 4096)
-        except BlockingIOError:
-            pass
-
-    def close(self) -> None:
-        with self._lock:
-            for fd in (self.fd, self._write):
-                if fd >= 0:
-                    os.close(fd)
-            self.fd, self._write = -1, -1
-
-
-def _pipe() -> tuple[int, int]:
-    """Return a pipe that neither end of which is inherited by accident; its read end does not block."""
-    read, write = os.pipe2(os.O_CLOEXEC)
-    os.set_blocking(read, False)
-    try:
-        fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-    except (OSError, AttributeError):  # above the user's pipe quota, or not Linux: the usual 64 KiB do
-        pass
-    return read, write
-
-
-def _last_lines(recent: bytes) -> list[str]:
-    """Return the last lines of a stream's end, bars shown in their last state, control characters visible."""
-    splitter = LineSplitter()
-    lines = [line for line in splitter.feed(recent) + splitter.finish() if line.end != b"\r"]
-    if len(recent) >= _TAIL_BYTES:
-        lines = lines[1:]  # its start is missing
-    return [clean(line.text).decode("utf-8", "replace")[:TAIL_CHARACTERS] for line in lines[-TAIL_LINES:]]

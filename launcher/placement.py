@@ -6,7 +6,7 @@ Never fewer than asked for, and never more devices than are visible: what does n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pdrun.backends import affinity
@@ -121,8 +121,3 @@ def threads(spec: JobSpec, environ: Mapping[str, str], binding: Binding) -> tupl
     if first.isascii() and first.isdigit() and 0 < int(first) < 1_000_000:
         return (int(first),) * len(binding.threads), f"OMP_NUM_THREADS={said} is yours and is kept"
     return binding.threads, ""
-
-
-def uniform(placements: Sequence[Placement]) -> bool:
-    """Return whether all nodes have as many workers."""
-    return len({placement.workers for placement in placements}) <= 1

@@ -19,6 +19,7 @@ from importlib import machinery
 from pathlib import Path
 
 from pdrun.errors import did_you_mean
+from pdrun.launcher import paths
 from pdrun.launcher.spec import Program
 from pdrun.launcher.values import quoted
 
@@ -81,7 +82,7 @@ def _unreadable(path: Path) -> str:
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
-        return "is a link to nothing" if path.is_symlink() else "no such file"
+        return "is a link to nothing" if paths.is_link(path) else "no such file"
     except OSError as error:
         return f"cannot be read: {os.strerror(error.errno or errno.EIO)}"
     except ValueError:
@@ -129,12 +130,12 @@ def _executable(target: str, cwd: str, environ: Mapping[str, str]) -> tuple[str,
     if "/" not in target:
         if _on_path(target, environ):
             return "", 0
-        beside = Path(cwd, target).is_file()
+        beside = paths.is_file(Path(cwd, target))
         return f"command not found: {quoted(target)}" + (f"; did you mean './{target}'?" if beside else ""), 127
     path = Path(cwd, target)
-    if not os.path.lexists(path):
+    if not paths.exists(path):
         return f"no such file {quoted(target)}{_hint(_nearby(target, cwd, environ))}", 127
-    if path.is_dir():
+    if paths.is_folder(path):
         return f"{quoted(target)} is a directory", 126
     if not os.access(path, os.X_OK):
         return f"{quoted(target)} is not executable; chmod +x it", 126
@@ -142,8 +143,8 @@ def _executable(target: str, cwd: str, environ: Mapping[str, str]) -> tuple[str,
 
 
 def _on_path(name: str, environ: Mapping[str, str]) -> bool:
-    paths = (Path(folder, name) for folder in environ.get("PATH", os.defpath).split(os.pathsep))
-    return bool(name) and any(path.is_file() and os.access(path, os.X_OK) for path in paths)
+    places = (Path(folder, name) for folder in environ.get("PATH", os.defpath).split(os.pathsep))
+    return bool(name) and any(paths.is_file(place) and os.access(place, os.X_OK) for place in places)
 
 
 def _module(program: Program, cwd: str, environ: Mapping[str, str]) -> Found:
@@ -164,7 +165,7 @@ def _module(program: Program, cwd: str, environ: Mapping[str, str]) -> Found:
         if spec is None:
             return Found(f"{program.target} is a package without a __main__ module, so it cannot be run", 2)
     origin = spec.origin if spec is not None else None
-    if origin is None or not Path(origin).is_file():
+    if origin is None or not paths.is_file(origin):
         return Found(imports_torch=True)
     text = _beginning(Path(origin))
     return Found(file=origin, imports_torch=any(word in text for word in _MENTIONS))

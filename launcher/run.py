@@ -27,6 +27,7 @@ from pdrun.launcher.model import LaunchPlan
 from pdrun.launcher.output import Output
 from pdrun.launcher.ports import Link
 from pdrun.launcher.spec import JobSpec, Place, Policy, Sources, field_paths
+from pdrun.launcher.surroundings import Surroundings
 from pdrun.names import name_from
 from pdrun.net import Endpoint
 from pdrun.rendezvous.events import SchedulerConfig
@@ -254,11 +255,11 @@ def _agent(
         if serves:
             _register(made, welcome.run, seat, str(child.endpoint) if child else "")
 
-    return run_agent(
-        plan, link, keeper_factory=lambda: KeeperProcess(spare=[child.pid] if child else []), output_factory=output,
+    return run_agent(plan, link, Surroundings(
+        keeper=lambda: KeeperProcess(spare=[child.pid] if child else []), output=output, welcomed=welcomed,
         scheduler_child=child, lifeline=seat.lifeline, stdin=_stdin(seat), address=address, events=events,
-        quiet=seat.quiet, welcomed=welcomed,
-    )  # fmt: skip
+        quiet=seat.quiet,
+    ))  # fmt: skip
 
 
 def _register(plan: LaunchPlan, run: str, seat: Seat, scheduler: str) -> None:

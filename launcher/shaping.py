@@ -23,7 +23,10 @@ _BIDI = "\u202a-\u202e\u2066-\u2069"
 _RISKY = re.compile(rf"({_SGR})|[\x00-\x08\x0b-\x1f\x7f-\x9f{_BIDI}]")
 _RISKY_IN_PLACE = re.compile(rf"({_SGR})|[\x00-\x07\x0b\x0c\x0e-\x1f\x7f-\x9f{_BIDI}]")
 """Lets ``\\b`` and ``\\r`` through: they move inside the line only."""
-_UNFINISHED = re.compile(rb"(\x1b(\[[0-9;:]{0,64})?|[\xc2-\xf4][\x80-\xbf]{0,2})\Z")
+_UNFINISHED = re.compile(
+    rb"(?:\x1b(?:\[[0-9;:]{0,64})?|[\xc2-\xdf]|[\xe0-\xef][\x80-\xbf]?|[\xf0-\xf4][\x80-\xbf]{0,2})\Z"
+)
+"""The start of a colour or of a UTF-8 character at the end of what has come so far."""
 _HARMLESS = bytes(range(0x20, 0x7F)) + b"\t\n"
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 
@@ -136,6 +139,24 @@ class StraightShaper(Shaper):
         """Return what was held back, as the worker wrote it."""
         data, self._held = self._held, b""
         return clean(data, in_place=True) if self._tty else data
+
+
+def last_lines(recent: bytes, count: int, characters: int, *, cut: bool) -> list[str]:
+    """
+    Return the last lines of a stream's end, for a summary: bars in their last state, control characters visible.
+
+    Args:
+        recent: the end of the stream.
+        count: lines, at most.
+        characters: of each line, at most.
+        cut: whether something came before ``recent``, so that its first line is perhaps none.
+    """
+    splitter = LineSplitter()
+    pieces = splitter.feed(recent) + splitter.finish()
+    # a bar that nothing followed is a line, too: its last state is what stood on the screen
+    lines = [line for line in pieces[:-1] if line.end != b"\r"] + [line for line in pieces[-1:] if line.text.strip()]
+    lines = lines[1:] if cut and len(lines) > 1 else lines
+    return [clean(line.text).decode("utf-8", "replace")[:characters] for line in lines[-count:]]
 
 
 def _prefixes(prefix: str, colour: int | None) -> tuple[bytes, bytes]:

@@ -22,10 +22,10 @@ from pdrun.launcher.spec import BACKENDS
 from pdrun.launcher.values import Parser, quoted
 from pdrun.launcher.wishes import Level, Source, Wish
 
-LIMIT = 1 << 20
+LIMIT = 1 << 18
 """Bytes of a job file, at most."""
 DEPTH = 8
-EVENTS = 20_000
+EVENTS = 5_000
 """Depth and number of a file's items, at most; a job file has a depth of 3."""
 
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
@@ -71,11 +71,6 @@ REASONS = {
     "program.kind": "follows from the key: write script, module or command",
     "program.target": "is written as script, module or command",
 }
-
-
-def is_job_file(target: str) -> bool:
-    """Return whether what stands in the script's place is a job file."""
-    return target.endswith((".yaml", ".yml"))
 
 
 def load(path: str) -> tuple[Wish, ...]:

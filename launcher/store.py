@@ -88,3 +88,51 @@ class StoreSocket:
         if self._complaints >= 0:
             os.close(self._complaints)
             self._complaints = -1
+
+
+class Stores:
+    """The sockets of this generation and of the next one, as an agent holds them."""
+
+    def __init__(self) -> None:
+        self._now: StoreSocket | None = None
+        self._next: StoreSocket | None = None
+        self.wanted = False
+        """Whether this node serves the present generation's store, and has not begun to."""
+
+    def hold(self, listen: str) -> str:
+        """Bind the socket of the first generation; return its ``HOST:PORT``."""
+        self._now = self._now or StoreSocket(listen)
+        return self._now.address
+
+    def hold_next(self, listen: str) -> str:
+        """Bind the socket of the generation after this one; return its ``HOST:PORT``."""
+        self._next = self._next or StoreSocket(listen)
+        return self._next.address
+
+    def fileno(self) -> int:
+        """Readable when a client has come to a store that has no process yet; -1 when that need not be watched."""
+        return self._now.fileno() if self._now is not None and self.wanted else -1
+
+    def start(self, keeper: Keeper, python: str, env: Mapping[str, str], cwd: str) -> None:
+        """Start the process of the present store; once."""
+        if self._now is not None and self.wanted:
+            self.wanted = False
+            self._now.start(keeper, python, env, cwd)
+
+    def complaint(self, event: KeeperEvent) -> str:
+        """Return why the present store ended, when that is what the event says and nobody had asked for it."""
+        return self._now.ended(event) if self._now is not None else ""
+
+    def turn(self, keeper: Keeper | None) -> None:
+        """A generation is over: its store goes, the socket that was announced for the next one takes its place."""
+        if self._now is not None:
+            if keeper is not None:
+                self._now.end(keeper)
+            self._now.close()
+        self._now, self._next, self.wanted = self._next, None, False
+
+    def close(self) -> None:
+        """Let go of both sockets."""
+        for store in (self._now, self._next):
+            if store is not None:
+                store.close()

@@ -20,10 +20,8 @@ _RANK_PREFIX = re.compile(r"^\[(?:default|rank)\d+\]:\s?", re.MULTILINE)
 _FRAME = re.compile(r'^\s*(?:\|\s*)*File "(?P<file>[^"]*)", line \d+(?:, in (?P<function>.*))?$')
 _RAISED = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?::\s?(?P<text>.*))?$", re.DOTALL)
 _SYNTAX = ("SyntaxError", "IndentationError", "TabError")
-_LAUNCHER_FRAME = re.compile(
-    r"^<frozen (?:runpy|importlib[\w.]*)>$|/runpy\.py$|/importlib/__init__\.py$"
-    r"|/pdrun/(?:launcher/)?[\w.]+\.py$|(?:^|/)launcher/(?:function|starter|bootstrap)\w*\.py$"
-)
+_STARTERS = re.compile(r"^<frozen (?:runpy|importlib[\w.]*)>$|/lib/python[\d.]+/runpy\.py$")
+_OURS = __file__.rpartition("/")[0] + "/"
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,7 @@ def hopeless(error: Raised) -> bool:
 
 def launcher_file(file: str) -> bool:
     """Whether a frame's file is how a worker is started, not what the user runs."""
-    return bool(_LAUNCHER_FRAME.search(file))
+    return file.startswith(_OURS) or bool(_STARTERS.search(file))
 
 
 def users_part(traceback: str) -> str:

@@ -18,9 +18,7 @@ def trace(error: str, *frames: tuple[str, str]) -> str:
     return "Traceback (most recent call last):\n" + "\n".join(lines) + f"\n{error}\n"
 
 
-GLOO = (
-    "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3131"
-)
+GLOO = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:3131"
 DISTRIBUTED = ("/venv/torch/distributed/distributed_c10d.py", "all_reduce")
 NCCL = (
     "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1, remote process exited or there was a "
@@ -46,7 +44,7 @@ EXCEPTIONS = [
     ("BrokenPipeError: [Errno 32] Broken pipe", (DISTRIBUTED,), "communication", None),
     ("EOFError", (("/usr/lib/python3.11/multiprocessing/connection.py", "_recv"),), "communication", "EOFError"),
     ("EOFError: EOF when reading a line", (), "exception", None),
-    ("ConnectionResetError: [Errno 104] Connection reset by peer", (("/venv/requests/api.py", "get"),), "exception", None),
+    ("ConnectionResetError: [Errno 104] Connection reset", (("/venv/requests/api.py", "get"),), "exception", None),
     ("RuntimeError: Connection reset by peer while reading s3://bucket", (), "exception", None),
     ("torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", (), "exception", None),
 ]
@@ -115,7 +113,7 @@ def test_a_kill_by_others_is_no_stop_of_ours():
 
 
 ABORT = (
-    "[rank3]:[E1127 ProcessGroupNCCL.cpp:632] [Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5)",
+    "[rank3]:[E1127 ProcessGroupNCCL.cpp:632] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5)",
     "terminate called after throwing an instance of 'c10::DistBackendError'",
     "  what():  [Rank 3] Some NCCL operations have failed or timed out.",
 )
@@ -129,7 +127,7 @@ def test_an_abort_about_a_peer_is_communication():
 
 
 def test_a_crash_keeps_faulthandlers_stack_and_its_earlier_time():
-    stack = 'Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n  File "a.py", line 1\n'
+    stack = 'Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n  File "a.py"\n'
     cause = cause_of(Evidence(signal.SIGSEGV, 9.0, traceback=(7.0, stack)))
     assert (cause.kind, cause.at, cause.traceback) == ("signal", 7.0, stack)
     # the core was still being written when the others had already been stopped

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdrun.launcher import traces
 from pdrun.launcher.traces import launcher_file, raised, users_part
 
 PLAIN = """Traceback (most recent call last):
@@ -46,10 +49,10 @@ def test_a_group_is_found():
     assert raised(group)[0].summary == "ExceptionGroup: several (1 sub-exception)"
 
 
-LAUNCHED = """Traceback (most recent call last):
+LAUNCHED = f"""Traceback (most recent call last):
   File "<frozen runpy>", line 198, in _run_module_as_main
   File "<frozen runpy>", line 88, in _run_code
-  File "/venv/site-packages/pdrun/launcher/function_worker.py", line 31, in main
+  File "{Path(traces.__file__).with_name("function_worker.py")}", line 31, in main
     result = call()
              ^^^^^^
   File "/home/me/train.py", line 5, in main
@@ -77,8 +80,8 @@ def test_frames_of_pdrun_below_the_users_stay():
 
 
 def test_which_files_are_the_launchers():
-    assert all(map(launcher_file, ("<frozen runpy>", "/venv/lib/python3.11/site-packages/pdrun/launcher/function_x.py")))
-    assert not any(map(launcher_file, ("/home/me/launcher/train.py", "/home/pdrun/project/train.py", "runpy_like.py")))
+    assert all(map(launcher_file, ("<frozen runpy>", "/usr/lib/python3.11/runpy.py", traces.__file__)))
+    assert not any(map(launcher_file, ("/home/me/launcher/train.py", "/home/me/pdrun/train.py", "/me/runpy.py")))
 
 
 @given(st.text(alphabet="Traceback (most recent call last):\n  File\",in ValueError:|+ab", max_size=400))

@@ -24,6 +24,11 @@ def refused(outcome: Outcome, code: int, *words: str) -> None:
     assert outcome.code == code, lines[0]
 
 
+def typed(item: object) -> str:
+    """Name a case by what was typed."""
+    return ascii(" ".join(item)[:40]) if isinstance(item, (list, dict)) else ""
+
+
 WORDS = [
     # numbers: ASCII digits only, in range
     (["--nnodes", "0"], "--nnodes: '0' is below 1"),
@@ -139,7 +144,7 @@ WORDS = [
 OTHER_CODES = {"--log-dir /proc/x": 78, "--python /no/python": 127}
 
 
-@pytest.mark.parametrize(("words", "message"), WORDS, ids=lambda item: " ".join(item)[:40] if isinstance(item, list) else "")
+@pytest.mark.parametrize(("words", "message"), WORDS, ids=typed)
 def test_bad_options_are_refused_in_one_line(pdrun: Call, words: list[str], message: str) -> None:
     start = time.monotonic()
     outcome = pdrun(*words, "train.py")
@@ -190,7 +195,7 @@ PROGRAMS = [
 ]
 
 
-@pytest.mark.parametrize(("words", "code", "message"), PROGRAMS, ids=lambda item: " ".join(item)[:40] if isinstance(item, list) else "")
+@pytest.mark.parametrize(("words", "code", "message"), PROGRAMS, ids=typed)
 def test_bad_programs_and_commands_are_refused_in_one_line(
     pdrun: Call, folder: Path, words: list[str], code: int, message: str
 ) -> None:
@@ -215,7 +220,7 @@ VARIABLES = [
 ]
 
 
-@pytest.mark.parametrize(("environ", "message"), VARIABLES, ids=lambda item: next(iter(item)) if isinstance(item, dict) else "")
+@pytest.mark.parametrize(("environ", "message"), VARIABLES, ids=typed)
 def test_bad_variables_are_a_matter_of_set_up(
     pdrun: Call, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], message: str
 ) -> None:

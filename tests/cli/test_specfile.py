@@ -155,5 +155,5 @@ def test_a_file_that_cannot_be_opened_names_itself(folder: Path) -> None:
 
 
 def test_a_complaint_of_the_parsers_is_one_of_set_up(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="job.yaml:3"):
+    with pytest.raises(ConfigError, match=r"job\.yaml:3"):
         read(folder, HEAD + "job: a/b\n")

@@ -1,5 +1,5 @@
 """
-The surface is frozen on purpose: whoever changes one of these sets changes what users type, and says so in CHANGELOG.md.
+The surface is frozen on purpose: who changes one of these sets changes what users type, and says so in CHANGELOG.md.
 """
 
 from __future__ import annotations
@@ -18,13 +18,18 @@ from pdrun.launcher.spec import field_paths
 from pdrun.launcher.wishes import Level, Source, Wish
 from pdrun.rendezvous import messages
 
-OPTIONS = set("""
+
+def words(text: str) -> set[str]:
+    return set(text.split())
+
+
+OPTIONS = words("""
     -m --module --no-python --no_python --python --env --chdir --nodes --devices --backend --threads --bind --local
     --scheduler --serve --no-serve --node-rank --node_rank --node-name --interface --job --token-file --insecure
     --start-timeout --grace --max-restarts --max_restarts --time-limit --log-dir --log_dir --log-name --no-files
     --show-ranks --prefix --dry-run --explain --json
-""".split())
-TORCHRUNS = set("""
+""")
+TORCHRUNS = words("""
     --nnodes --nproc-per-node --nproc_per_node --master-addr --master_addr --master-port --master_port --rdzv-endpoint
     --rdzv_endpoint --rdzv-id --rdzv_id --rdzv-backend --rdzv_backend --rdzv-conf --rdzv_conf --standalone
     --monitor-interval --monitor_interval --start-method --start_method --role -r --redirects -t --tee
@@ -32,38 +37,39 @@ TORCHRUNS = set("""
     --numa-binding --numa_binding --event-log-handler --event_log_handler --run-path --run_path --logs-specs
     --logs_specs --duplicate-stdout-filters --duplicate_stdout_filters --duplicate-stderr-filters
     --duplicate_stderr_filters --signals-to-handle --signals_to_handle --virtual-local-rank --virtual_local_rank
-""".split())
-MSRUNS = set("""
+""")
+MSRUNS = words("""
     --worker_num --local_worker_num --join --cluster_time_out --bind_core --bind_numa --worker_log_name
     --tail_worker_log --rank_table_file --sim_level --sim_rank_id
-""".split())
+""")
 COMMANDS = {"run", "join", "scheduler", "status", "logs", "stop", "token", "env", "completion"}
-VARIABLES = set("""
+VARIABLES = words("""
     PDRUN_MODULE PDRUN_NO_PYTHON PDRUN_PYTHON PDRUN_CHDIR PDRUN_NODES PDRUN_DEVICES PDRUN_BACKEND PDRUN_THREADS
     PDRUN_BIND PDRUN_LOCAL PDRUN_SCHEDULER PDRUN_SERVE PDRUN_NODE_RANK PDRUN_NODE_NAME PDRUN_INTERFACE PDRUN_JOB
     PDRUN_TOKEN_FILE PDRUN_START_TIMEOUT PDRUN_GRACE PDRUN_MAX_RESTARTS PDRUN_TIME_LIMIT PDRUN_LOG_DIR PDRUN_LOG_NAME
     PDRUN_NO_FILES PDRUN_SHOW_RANKS PDRUN_PREFIX
-""".split())
+""")
 PUBLIC = {"__version__", "Context", "JobFailed", "PdrunError", "WorkerEnv", "init", "launch"}
-MESSAGES = set("""
+MESSAGES = words("""
     Hello Welcome Join Waiting Refuse Assign Ready Unready Start WorkerExit Finished StopWorkers Verdict Heartbeat Echo
     Leave StopRequest StatusQuery StatusReply
-""".split())
-WORKER_VARIABLES = set("""
+""")
+WORKER_VARIABLES = words("""
     RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE NODE_RANK ROLE_NAME ROLE_RANK
     ROLE_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS
     TORCHELASTIC_USE_AGENT_STORE RANK_ID RANK_SIZE DEVICE_ID PDRUN_JOB PDRUN_NODE PDRUN_GENERATION PDRUN_DEVICE_KIND
     PDRUN_COLLECTIVE
-""".split())
-FIELDS = set("""
+""")
+FIELDS = words("""
     program.kind program.target program.args program.python resources.nodes resources.devices resources.backend
     resources.threads resources.bind policy.start_timeout policy.grace policy.max_restarts policy.time_limit
     output.log_dir output.show_ranks output.prefix output.files output.log_name place.scheduler place.node_rank
-    place.node_name place.local place.simulated place.interface place.serve place.token_file place.insecure job env chdir
-""".split())
-EVENTS = set("""
+    place.node_name place.local place.simulated place.interface place.serve place.token_file place.insecure job env
+    chdir
+""")
+EVENTS = words("""
     created joined refused assigned started exited stopping restarting suspect recovered lost left warning verdict
-""".split())
+""")
 
 
 def spellings(rows: tuple[Option, ...]) -> set[str]:

@@ -166,7 +166,7 @@ def test_a_full_disk_below_a_redirected_stdout_is_said_and_stderr_goes_on(tmp_pa
     console.say("pdrun: still here")
     (lost,) = console.close()
     assert lost == "stdout: No space left on device; output after that was not shown"
-    assert (tmp_path / "err").read_text() == "pdrun: still here\n"
+    assert (tmp_path / "err").read_text() == f"pdrun: still here\npdrun: {lost}\n"
     os.close(full)
     os.close(err)
 

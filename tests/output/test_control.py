@@ -19,7 +19,9 @@ from pdrun.eventlog import Event, EventLog, JobStatus
 from pdrun.launcher import control, follow, jobs
 from pdrun.launcher.console import Console
 
-TERM_ONCE = "import signal, sys, time\nsignal.signal(15, lambda n, f: sys.exit(143))\nprint('up', flush=True)\ntime.sleep(60)"
+TERM_ONCE = (
+    "import signal, sys, time\nsignal.signal(15, lambda n, f: sys.exit(143))\nprint('up', flush=True)\ntime.sleep(60)"
+)
 TERM_TWICE = (
     "import signal, sys, time\nseen = []\n"
     "def stop(n, f):\n    seen.append(n)\n    print('term', flush=True)\n    if len(seen) == 2: sys.exit(143)\n"
@@ -66,7 +68,8 @@ def register(home: Path, pid: int, run: str = "demo-1", *events: Event) -> jobs.
     return job
 
 
-def ended(pid: int = 0) -> int:
+def ended() -> int:
+    """Return the number of a process that has gone."""
     child = subprocess.Popen(["true"])
     child.wait(10)
     return child.pid

@@ -163,6 +163,10 @@ def test_a_root_that_is_made_here_is_private_and_stays_out_of_git(tmp_path: Path
     prepare_root(tmp_path / "deep" / "logs")
     assert (tmp_path / "deep" / "logs" / ".gitignore").read_text() == "*\n"
     assert (tmp_path / "deep" / "logs").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "started" / "run").mkdir(parents=True)
+    (tmp_path / "started" / "run" / "events.jsonl").write_text("{}\n")  # the event log may have come first
+    prepare_root(tmp_path / "started")
+    assert (tmp_path / "started" / ".gitignore").exists()
     (tmp_path / "mine").mkdir()
     prepare_root(tmp_path / "mine")
     assert list((tmp_path / "mine").iterdir()) == []

@@ -247,6 +247,29 @@ def test_tail_and_traceback_are_what_a_summary_needs(tmp_path: Path, screen: tup
     output.close()
 
 
+def test_the_tail_of_one_endless_line_and_of_a_bar(tmp_path: Path, screen: tuple[Path, int]) -> None:
+    output = make_output(tmp_path, screen[1], screen[1])
+    code = "import os; os.write(1, b'x' * 100_000); os.write(2, b'loading\\n1%\\r2%\\r')"
+    pump(output, [start_worker(output, 0, code)])
+    output.close()
+    assert output.tail(0) == ("x" * 500, "loading", "2%")
+
+
+def test_too_few_descriptors_are_one_clear_error(tmp_path: Path, screen: tuple[Path, int]) -> None:
+    output = make_output(tmp_path, screen[1], screen[1])
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free + 3, hard))
+    try:
+        with pytest.raises(ConfigError, match=r"no pipe for rank 0: Too many open files; raise the limit .*ulimit -n"):
+            output.open(0, 0, 0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    pump(output, [])
+    output.close()
+
+
 def test_a_new_generation_has_new_files(tmp_path: Path, screen: tuple[Path, int]) -> None:
     output = make_output(tmp_path, screen[1], screen[1])
     for generation in (0, 1):

@@ -88,6 +88,15 @@ def test_one_worker_s_bytes_are_its_own_where_there_is_no_terminal(data: bytes, 
     assert shown + shaper.finish() == data
 
 
+@pytest.mark.parametrize("char", ["e", "é", "█", "🙂"])
+def test_a_whole_character_is_not_held_back_and_a_part_is(char: str) -> None:
+    data = char.encode()
+    assert StraightShaper(tty=True).feed(data, 0.0) == data
+    for cut in range(1, len(data)):
+        shaper = StraightShaper(tty=True)
+        assert (shaper.feed(data[:cut], 0.0), shaper.feed(data[cut:], 0.0)) == (b"", data)
+
+
 def test_a_sequence_that_is_cut_is_not_torn_apart() -> None:
     shaper = StraightShaper(tty=True)
     text = "\x1b[38;5;208m█é\x1b[0m".encode()

@@ -4,9 +4,9 @@ Golden cases: a command line, an environment and the facts of a machine, and the
 A case is one YAML file: ``argv``, ``environ``, ``facts`` and, last, ``expect``. A new quirk is a new file, no code.
 ``PDRUN_GOLDEN=write pytest tests/plan`` writes what comes out into the files, for reading in a diff.
 
-``facts``, each with a default: hostname, cpus ("0-7"), cores and numa (lists of CPU lists), quota, python, torch,
-cuda / npu (number of cards), uuids (cards have GPU-00000000-..), mig (text of nvidia-smi -L), addresses ([name, address]),
-route, local_endpoint, program_error [text, code], log_error, script_digest.
+``facts``, each with a default: hostname, cpus ("0-7"), cores and numa (lists of CPU lists), quota, torch, cuda and npu
+(number of cards), uuids (cards have GPU-00000000-..), mig (text of nvidia-smi -L), addresses ([name, address]), route,
+local_endpoint, program_error [text, code], log_error, script_digest.
 """
 
 from __future__ import annotations
@@ -21,15 +21,12 @@ from pdrun.backends.affinity import parse_cpu_list
 from pdrun.backends.base import Answer, TorchBuild
 from pdrun.errors import PdrunError
 from pdrun.launcher import show
-from pdrun.launcher.aliases import ALIASES
 from pdrun.launcher.cli_commands import build
 from pdrun.launcher.cli_run import request
 from pdrun.launcher.model import BackendFacts, Facts
-from pdrun.launcher.options import RUN
 from pdrun.launcher.plan import plan, simulated
 from pdrun.topology import CpuSet
 
-ROWS = (*RUN, *ALIASES)
 MARK = "expect: |\n"
 
 
@@ -53,7 +50,8 @@ def outcome(case: dict[str, Any], root: Path) -> str:
         nodes = simulated(made, facts) if made.mode == "local" else ()
     except PdrunError as error:
         return f"exit {error.exit_code}\npdrun: error: {error}\n"
-    lines = [show.plan_text(made, nodes), "why:", *(f"  {note}" for note in (*made.notes, f"backend: {made.backend_reason}")), ""]
+    why = [f"  {note}" for note in (*made.notes, f"backend: {made.backend_reason}")]
+    lines = [show.plan_text(made, nodes), "why:", *why, ""]
     said = [f"  {path} by {source}" for path, source in made.sources.items() if source != "default"]
     compared = " ".join(f"{key}={value}" for key, value in made.facts.items())
     return "\n".join([*lines, "sources:", *said, "", f"compared: {compared}"]) + "\n"

@@ -17,6 +17,7 @@ import pytest
 torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 
 LAUNCHERS = ("PDRUN_", "MS_", "TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_", "MASTER_")
+SINGLE = ("RANK", "WORLD_SIZE", "NODE_RANK", "PYTHONUNBUFFERED")
 REPORT = """
 def report(ctx, **more):
     import dataclasses, json
@@ -28,7 +29,7 @@ def report(ctx, **more):
 def clean(more: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return this environment without any launcher's variables, with one thread a worker, and with ``more``."""
     kept = {name: value for name, value in os.environ.items()
-            if not name.startswith(LAUNCHERS) and name not in ("RANK", "WORLD_SIZE", "NODE_RANK")}  # fmt: skip
+            if not name.startswith(LAUNCHERS) and name not in SINGLE}  # fmt: skip
     return {**kept, "OMP_NUM_THREADS": "1", **(more or {})}
 
 

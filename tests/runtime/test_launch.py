@@ -42,7 +42,8 @@ def fail_on_one(kind: type[Exception]) -> None:
 
 
 def test_results_come_in_rank_order(alone: Path) -> None:
-    assert pdrun.launch(rank_and, "a", devices=3, kwargs={"other": {"b": 1}}) == [(rank, "a", {"b": 1}) for rank in range(3)]
+    told = pdrun.launch(rank_and, "a", devices=3, kwargs={"other": {"b": 1}})
+    assert told == [(rank, "a", {"b": 1}) for rank in range(3)]
     assert list(alone.iterdir()) == []
 
 
@@ -54,7 +55,8 @@ def test_lambdas_and_closures_travel_by_value() -> None:
 
 
 def test_two_simulated_nodes() -> None:
-    told = pdrun.launch(lambda: (os.environ["RANK"], os.environ["GROUP_RANK"], os.environ["LOCAL_RANK"]), nodes=2, devices=2)
+    names = ("RANK", "GROUP_RANK", "LOCAL_RANK")
+    told = pdrun.launch(lambda: tuple(os.environ[name] for name in names), nodes=2, devices=2)
     assert told == [("0", "0", "0"), ("1", "0", "1"), ("2", "1", "0"), ("3", "1", "1")]
 
 
@@ -111,7 +113,10 @@ def test_frames_of_closures_keep_their_file() -> None:
     assert __file__ in caught.value.traceback
 
 
-@pytest.mark.parametrize(("code", "expected"), [("import sys; sys.exit(42)", 42), ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", 139)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [("import sys; sys.exit(42)", 42), ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", 139)],
+)
 def test_a_worker_that_leaves_otherwise_keeps_its_code(code: str, expected: int) -> None:
     with pytest.raises(JobFailed) as caught:
         pdrun.launch(exec, code)
@@ -201,6 +206,7 @@ def test_interrupting_or_killing_the_caller_ends_every_worker(tmp_path: Path, nu
         assert caller.wait(30) == expected
         for pid in pids:
             _gone(pid)
+        _empty(tmp_path / "temporary")
     finally:
         caller.kill()
         caller.wait()
@@ -223,6 +229,13 @@ def _gone(pid: int) -> None:
         except OSError:
             return
         assert time.monotonic() < deadline, f"worker {pid} outlived its caller"
+        time.sleep(0.01)
+
+
+def _empty(folder: Path) -> None:
+    deadline = time.monotonic() + 5
+    while any(folder.iterdir()):
+        assert time.monotonic() < deadline, f"{list(folder.iterdir())} was left behind"
         time.sleep(0.01)
 
 

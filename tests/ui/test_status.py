@@ -8,7 +8,7 @@ import pty
 import threading
 from dataclasses import replace
 
-from pdrun.eventlog import Event, JobStatus, NodeStatus, RankStatus, replay
+from pdrun.eventlog import Event, JobStatus, NodeStatus, RankStatus, apply, replay
 from pdrun.ui import live, status
 
 
@@ -65,14 +65,12 @@ def test_one_job_in_plain_lines() -> None:
 
 def test_a_job_that_failed_names_the_ranks_that_did() -> None:
     ended = [
-        Event("exited", 1010.0, {"rank": 2, "node": "node1", "code": 1, "how": "exception", "cause": "ValueError: boom"}),
+        Event("exited", 1010.0, {"rank": 2, "node": "node1", "code": 1, "how": "exception", "cause": "ValueError: b"}),
         Event("exited", 1010.0, {"rank": 0, "node": "node0", "code": 143, "how": "stopped", "cause": "ended by pdrun"}),
         Event("warning", 1010.0, {"text": "clock differs"}),
         Event("verdict", 1012.0, {"code": 1, "reason": "rank 2 failed"}),
     ]
     found = job()
-    from pdrun.eventlog import apply
-
     for event in ended:
         found = apply(found, event)
     text = plain(found)
@@ -80,7 +78,7 @@ def test_a_job_that_failed_names_the_ranks_that_did() -> None:
     assert "reason    rank 2 failed\n" in text
     assert "time      0:00:12\n" in text
     assert "ranks     3: 1 stopped, 1 running, 1 failed\n" in text
-    assert "failed    node1:2 exit code 1: ValueError: boom\n" in text
+    assert "failed    node1:2 exit code 1: ValueError: b\n" in text
     assert "failed    node0:0" not in text
     assert "warning   clock differs\n" in text
 

@@ -1,0 +1,37 @@
+"""
+Questions about paths that never raise: what may not be looked at counts as not there.
+
+pathlib's own ``is_file``, ``is_dir`` and ``exists`` raise PermissionError: one closed folder on PATH would end a job.
+"""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+
+def _mode(path: str | Path, *, follow: bool = True) -> int:
+    try:
+        return Path(path).stat(follow_symlinks=follow).st_mode
+    except (OSError, ValueError):
+        return 0
+
+
+def is_file(path: str | Path) -> bool:
+    """Return whether there is a regular file."""
+    return stat.S_ISREG(_mode(path))
+
+
+def is_folder(path: str | Path) -> bool:
+    """Return whether there is a directory."""
+    return stat.S_ISDIR(_mode(path))
+
+
+def is_link(path: str | Path) -> bool:
+    """Return whether there is a symbolic link, to something or to nothing."""
+    return stat.S_ISLNK(_mode(path, follow=False))
+
+
+def exists(path: str | Path) -> bool:
+    """Return whether there is anything; a link to nothing is something."""
+    return _mode(path, follow=False) != 0

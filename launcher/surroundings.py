@@ -1,0 +1,47 @@
+"""What an agent is given and does not decide: real in production, fakes in a test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from pdrun.clock import Clock, SystemClock
+from pdrun.launcher.model import LaunchPlan
+from pdrun.launcher.ports import Keeper, WorkerOutput
+from pdrun.rendezvous.messages import Welcome
+
+
+class Child(Protocol):
+    """The scheduler process, as far as the agent needs to know it."""
+
+    def fileno(self) -> int:
+        """Readable when it has ended."""
+        ...
+
+
+def _nothing(plan: LaunchPlan, welcome: Welcome) -> None:
+    """The default of `Surroundings.welcomed`."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """See the module."""
+
+    keeper: Callable[[], Keeper]
+    output: Callable[[LaunchPlan], WorkerOutput]
+    clock: Clock = field(default_factory=SystemClock)
+    welcomed: Callable[[LaunchPlan, Welcome], None] = _nothing
+    """Called once, when the run's name is known."""
+    scheduler_child: Child | None = None
+    """The scheduler process of this node, if it has it."""
+    lifeline: int | None = None
+    """A descriptor whose end means: whoever started this agent is gone, end everything at once."""
+    stdin: int | None = None
+    """What rank 0 reads as its standard input; None: nothing."""
+    address: str = ""
+    """``HOST:PORT`` by which other nodes join; for messages."""
+    events: str = ""
+    """Path of the event log that the scheduler process writes; what it notes is shown. Empty: none."""
+    quiet: bool = False
+    """Another agent prints what is printed once a job."""

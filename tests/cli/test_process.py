@@ -1,0 +1,123 @@
+"""The command line as a real process: what a user's shell sees, with a bound on time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+BOUND = 1.0
+"""Seconds that a mistake may cost on a machine that is not overloaded."""
+
+
+def pdrun(
+    *argv: str | bytes, cwd: Path, env: dict[str, str] | None = None
+) -> tuple[subprocess.CompletedProcess[str], float]:
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "pdrun", *argv], cwd=cwd, env={**os.environ, **(env or {})}, capture_output=True,
+        text=True, timeout=60, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    return done, time.monotonic() - start
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "message"),
+    [
+        (["--nodes", "x", "train.py"], 2, "--nodes: 'x' is not a whole number"),
+        (["nope.py"], 2, "no such file 'nope.py'"),
+        (["--nodes", "2", "--scheduler", "host", "train.py"], 2, "has no port"),
+        (["job.yaml"], 78, "job.yaml:2: unknown key"),
+        (["--nodez", "2", "train.py"], 2, "did you mean '--nodes'?"),
+    ],
+)
+def test_a_mistake_costs_one_line_and_less_than_a_second(
+    tmp_path: Path, argv: list[str], code: int, message: str
+) -> None:
+    (tmp_path / "train.py").write_text("open('started', 'w')\n")
+    (tmp_path / "job.yaml").write_text("job: x\nnodez: 2\n")
+    fastest = 60.0
+    for _ in range(3):  # other tests share the machine: the best of three is what the mistake itself costs
+        done, took = pdrun(*argv, cwd=tmp_path)
+        fastest = min(fastest, took)
+        assert (done.returncode, done.stdout) == (code, "")
+        assert [message in line for line in done.stderr.splitlines()] == [True]
+        if fastest < BOUND:
+            break
+    assert fastest < BOUND
+    assert not (tmp_path / "started").exists()
+
+
+def test_a_users_json_module_is_not_ours(tmp_path: Path) -> None:
+    for name in ("json", "dataclasses", "click_extra", "difflib"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('the user has this file')\n")
+    (tmp_path / "train.py").write_text("")
+    done, _ = pdrun("--dry-run", "train.py", cwd=Path("/"), env={"PYTHONPATH": str(tmp_path)})
+    assert "no such file 'train.py'" in done.stderr
+    done, _ = pdrun("--dry-run", str(tmp_path / "train.py"), cwd=Path("/"), env={"PYTHONPATH": str(tmp_path)})
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_paths_beyond_ascii_in_the_c_locale(tmp_path: Path) -> None:
+    folder = tmp_path / "données-数据"
+    folder.mkdir()
+    (folder / "entraîner.py").write_text("")
+    plain = {"LANG": "C", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done, _ = pdrun("--dry-run", "entraîner.py".encode(), cwd=folder, env=plain)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "job        entra-ner-" in done.stdout
+    done, _ = pdrun("manque-é.py".encode(), cwd=folder, env=plain)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_reader_that_goes_away(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pdrun", "run", "--help"], stdout=writing, stderr=subprocess.PIPE, cwd=tmp_path
+    )
+    os.close(writing)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (141, b"")
+
+
+def test_neither_torch_nor_anything_slow_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import torch\n")
+    program = (
+        "import sys; from pdrun.launcher import cli; code = cli.main(['--dry-run', 'train.py']);"
+        "heavy = {'torch', 'numpy', 'zmq', 'rich', 'yaml', 'psutil', 'asyncio', 'socket', 'importlib.metadata'};"
+        "print(sorted(heavy & set(sys.modules)), file=sys.stderr); sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "[]\n")
+
+
+def test_the_token_is_made_once_and_never_shown_by_create(tmp_path: Path) -> None:
+    done, _ = pdrun("token", "create", "job.token", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "")
+    text = (tmp_path / "job.token").read_text()
+    assert text.startswith("pdrun1-")
+    assert text.strip() not in done.stderr
+    assert (tmp_path / "job.token").stat().st_mode & 0o777 == 0o600
+    shown, _ = pdrun("token", "show", "--token-file", "job.token", cwd=tmp_path)
+    assert shown.stdout == text
+    again, _ = pdrun("token", "create", "job.token", cwd=tmp_path)
+    assert again.returncode == 2
+    assert (tmp_path / "job.token").read_text() == text
+
+
+@pytest.mark.parametrize("text", ["", "x", "pdrun1-AAAA", "pdrun1-AAAA-BBBB-00000000", "pdrun2-a-b-c"])
+def test_a_bad_token_is_refused_before_anything_listens(tmp_path: Path, text: str) -> None:
+    (tmp_path / "train.py").write_text("open('started', 'w')\n")
+    done, _ = pdrun(
+        "--nodes", "2", "--scheduler", "127.0.0.1:1", "--serve", "train.py", cwd=tmp_path, env={"PDRUN_TOKEN": text}
+    )
+    assert done.returncode == 78
+    assert "PDRUN_TOKEN" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "started").exists()

@@ -1,0 +1,83 @@
+"""Parsers of values: what they take, and that nothing else gets through."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdrun.errors import UsageError
+from pdrun.launcher import values
+from pdrun.net import Endpoint
+
+
+@given(st.text(max_size=12))
+def test_a_whole_number_is_ascii_digits_or_refused(text: str) -> None:
+    try:
+        found = values.whole(0)(text, "--x")
+    except UsageError as error:
+        assert "\n" not in str(error)
+        return
+    assert text.isascii()
+    assert text.isdigit()
+    assert found == int(text)
+
+
+@given(st.integers(0, values.MOST))
+def test_every_whole_number_in_range_is_taken(number: int) -> None:
+    assert values.whole(0)(str(number), "--x") == number
+
+
+PARSERS = [
+    values.duration, values.duration_or_zero, values.yes_no, values.plain, values.path, values.host, values.port,
+    values.endpoint(), values.interface, values.ranks, values.rank_set, values.assignment, values.log_name,
+    values.node_count, values.name, values.whole(), values.whole_or_auto(), values.choice("a", "b"),
+]  # fmt: skip
+
+
+@given(st.sampled_from(PARSERS), st.text(st.characters(), max_size=40))
+def test_no_text_breaks_a_parser(parser: values.Parser, text: str) -> None:
+    try:
+        parser(text, "--x")
+    except UsageError as error:
+        assert error.where.startswith("--x")
+        assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("30", 30), ("2.5", 2.5), ("30s", 30), ("5m", 300), ("1h", 3600), ("1h30m", 5400), ("1d", 86400), ("250ms", 0.25)],
+)
+def test_durations(text: str, seconds: float) -> None:
+    assert values.duration(text, "--x") == seconds
+
+
+@pytest.mark.parametrize(
+    "text", ["", "s", "30 s", "3x", "1e3", "-1", "+1", ".5", "1_0", "inf", "0", "400d", "\u0663", "1h 2m"]
+)
+def test_no_durations(text: str) -> None:
+    with pytest.raises(UsageError):
+        values.duration(text, "--x")
+
+
+@given(st.sets(st.integers(0, 5000), min_size=1, max_size=200))
+def test_ranks_survive_their_text(numbers: set[int]) -> None:
+    assert values.rank_set(values.rank_text(tuple(numbers)), "--x") == tuple(sorted(numbers))
+
+
+def test_ranks_have_one_spelling() -> None:
+    assert values.ranks("9,7-8,0,7", "--x") == "0,7-9"
+    assert (values.ranks("all", "--x"), values.ranks("none", "--x")) == ("all", "none")
+
+
+def test_endpoints() -> None:
+    parse = values.endpoint()
+    assert parse("[::1]:5", "--x") == Endpoint("::1", 5)
+    assert parse("[fe80::1%eth0]:5", "--x") == Endpoint("fe80::1%eth0", 5)
+    assert parse("localhost:0", "--x") == Endpoint("localhost", 0)
+    assert values.endpoint(29400)("node0", "--x") == Endpoint("node0", 29400)
+
+
+@given(st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,8}", fullmatch=True), st.text(st.characters(exclude_characters="\0")))
+def test_an_assignment_keeps_its_value_as_it_is(name: str, value: str) -> None:
+    assert values.assignment(f"{name}={value}", "--x") == (name, value)

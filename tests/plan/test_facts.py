@@ -1,0 +1,141 @@
+"""Facts: what is read from this machine, without torch, without the network, without running anything of the user's."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from pdrun.launcher import facts, network, program
+from pdrun.launcher.spec import JobSpec, Output, Place, Program, Resources
+from pdrun.net import Endpoint
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "train.py"
+    path.write_text("import torch\n")
+    return path
+
+
+def spec(nodes: int = 1, **place: object) -> JobSpec:
+    return JobSpec(Program("script", "train.py"), Resources(nodes=nodes, backend="cpu"), place=Place(**place))  # type: ignore[arg-type]
+
+
+def test_one_node_asks_nothing_of_the_network(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(*args: object) -> None:
+        raise AssertionError("the network was asked")
+
+    for name in ("addresses", "route", "is_here", "resolve"):
+        monkeypatch.setattr(network, name, asked)
+    for one in (spec(), spec(2, local=True), spec(2, simulated=(0, 2), node_rank=0)):
+        found = facts.gather(one, {"PATH": "/bin"})
+        assert found.addresses == (("lo", "127.0.0.1"),)
+        assert (found.route_address, found.local_endpoint, found.script_digest) == ("127.0.0.1", None, "")
+
+
+def test_several_nodes_know_their_route_and_script(script: Path) -> None:
+    found = facts.gather(spec(2, scheduler=Endpoint("127.0.0.1", 5)), {"PATH": "/bin"})
+    assert found.local_endpoint is True
+    assert found.route_address == "127.0.0.1"
+    assert ("lo", "127.0.0.1") in found.addresses
+    assert len(found.script_digest) == 64
+    assert (found.imports_torch, found.program_error, found.log_error) == (True, "", "")
+
+
+def test_a_name_that_nobody_knows_is_not_this_machine(script: Path) -> None:
+    found = facts.gather(spec(2, scheduler=Endpoint("no-such-host.invalid", 5)), {"PATH": "/bin"})
+    assert (found.local_endpoint, found.route_address) == (False, "")
+
+
+def test_this_machine_by_any_name() -> None:
+    own = network.addresses()
+    assert network.is_here("localhost", "host", own)
+    assert network.is_here("host", "host", own)
+    assert network.is_here("127.0.0.53", "host", own)
+    assert all(network.is_here(address.partition("%")[0], "host", own) for _, address in own)
+    assert not network.is_here("192.0.2.77", "host", own)
+
+
+def test_the_cpu_alone_is_not_searched_for(script: Path) -> None:
+    (only,) = facts.gather(spec(), {}).backends
+    assert (only.name, only.present) == ("cpu", True)
+
+
+def test_torch_is_read_from_its_version_file(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "version.py").write_text("import typing\n__version__ = '2.99.0+cu'\ncuda = None\n")
+    assert facts.torch_version([str(tmp_path / "nowhere"), str(tmp_path)]) == "2.99.0+cu"
+    assert facts.torch_version([]) == ""
+
+
+def test_chdir_is_where_everything_is_looked_for(script: Path, tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "other.py").write_text("")
+    (tmp_path / "inner" / "file").write_text("")
+    asked = JobSpec(
+        Program("script", "other.py"), Resources(backend="cpu"), output=Output(log_dir="file"), chdir="inner"
+    )
+    found = facts.gather(asked, {})
+    assert found.cwd == str(tmp_path / "inner")
+    assert found.program_error == ""
+    assert "is not a directory" in found.log_error
+
+
+def test_a_module_is_found_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "some_package" / "inner"
+    package.mkdir(parents=True)
+    for folder in (package.parent, package):
+        (folder / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    (package / "train.py").write_text("import torch\n")
+    found = program.look(Program("module", "some_package.inner.train"), str(tmp_path), {})
+    assert (found.error, found.file, found.imports_torch) == ("", str(package / "train.py"), True)
+    found = program.look(Program("module", "some_package.inner.trian"), str(tmp_path), {})
+    assert found.error == "no module named 'some_package.inner.trian'"
+    assert "without a __main__" in program.look(Program("module", "some_package"), str(tmp_path), {}).error
+    assert "some_package" not in sys.modules
+
+
+def test_a_module_of_other_paths_is_not_judged(tmp_path: Path) -> None:
+    assert program.look(Program("module", "nowhere"), str(tmp_path), {"PYTHONPATH": "/elsewhere"}).error == ""
+    assert program.look(Program("module", "nowhere", python=sys.executable), str(tmp_path), {}).error == ""
+
+
+def test_a_command_is_looked_for_on_the_workers_path(tmp_path: Path) -> None:
+    tool = tmp_path / "tool"
+    tool.write_text("#!/bin/sh\n")
+    tool.chmod(0o755)
+    asked = Program("command", "tool")
+    assert program.look(asked, "/", {"PATH": f"/nope:{tmp_path}"}).code == 0
+    assert program.look(asked, "/", {"PATH": "/nope"}).code == 127
+    tool.chmod(0o644)
+    assert program.look(asked, "/", {"PATH": str(tmp_path)}).code == 127
+    assert program.look(Program("command", str(tool)), "/", {}).code == 126
+
+
+def test_a_closed_folder_is_not_there_and_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Path.stat
+
+    def closed(self: Path, *, follow_symlinks: bool = True) -> os.stat_result:
+        if str(self).startswith("/closed"):
+            raise PermissionError(13, "Permission denied")
+        return real(self, follow_symlinks=follow_symlinks)
+
+    monkeypatch.setattr(Path, "stat", closed)
+    assert program.look(Program("command", "env"), "/", {"PATH": "/closed/bin:/usr/bin:/bin"}).code == 0
+    assert "Permission denied" in program.look(Program("script", "/closed/x.py"), "/", {}).error
+    assert program.look(Program("command", "/closed/x"), "/", {}).code == 127
+
+
+def test_a_directory_with_a_main_is_a_script(tmp_path: Path) -> None:
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "__main__.py").write_text("")
+    assert program.look(Program("script", "app"), str(tmp_path), {}).error == ""
+
+
+def test_a_fifo_is_never_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.py")
+    assert "not a regular file" in program.look(Program("script", "pipe.py"), str(tmp_path), {}).error

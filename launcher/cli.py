@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def _run(argv: list[str]) -> int:
     from pdrun.errors import PdrunError
     from pdrun.launcher.cli_commands import build
 
-    commands = build(_show)
+    commands = build(_show, _watch)
     if "_PDRUN_COMPLETE" in os.environ:  # the shell asks, by way of `pdrun completion`
         commands.main(argv, prog_name="pdrun", standalone_mode=False)
     try:
@@ -68,6 +68,12 @@ def _show(statuses: list[JobStatus]) -> None:
     from pdrun.ui.status import show
 
     show(statuses)
+
+
+def _watch(read: Callable[[], Sequence[JobStatus]]) -> int:
+    from pdrun.ui.live import follow
+
+    return follow(read)
 
 
 def _plain(error: Any) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -69,13 +69,23 @@ def _check_typing(word: str, commands: Iterable[str]) -> None:
         raise UsageError(f"no such command or file {values.quoted(word)}", hint=near)
 
 
-def build(show: Callable[[list[JobStatus]], None]) -> click.Group:
-    """Return the whole command line. ``show`` shows the status of jobs to people: the one screen that it needs."""
+Show = Callable[["list[JobStatus]"], None]
+Watch = Callable[["Callable[[], Sequence[JobStatus]]"], int]
+
+
+def build(show: Show, watch: Watch) -> click.Group:
+    """
+    Return the whole command line.
+
+    Args:
+        show: shows the status of jobs to people, once.
+        watch: shows what its argument returns until the jobs have ended; returns an exit code.
+    """
     group = Commands("pdrun", invoke_without_command=True, callback=_bare, context_settings=dict(STRICT))
     group.params.append(
         click.Option(["--version"], is_flag=True, is_eager=True, expose_value=False, callback=_version)
     )
-    jobs = (_status(show), _logs(), _stop())
+    jobs = (_status(show, watch), _logs(), _stop())
     for command in (_run(), _join(), _scheduler(), *jobs, _token(), _env(), _completion(group)):
         group.add_command(command)
     return group
@@ -194,16 +204,27 @@ def _reach(scheduler: str | None, token_file: str, insecure: bool) -> Remote | N
     return Remote(values.endpoint()(scheduler, "--scheduler"), token_file, insecure)
 
 
-def _status(show: Callable[[list[JobStatus]], None]) -> click.Command:
-    def callback(job: str | None, json: bool, scheduler: str | None, token_file: str, insecure: bool) -> int:
+def _status(show: Show, watch: Watch) -> click.Command:
+    def callback(
+        job: str | None, json: bool, follow: bool, scheduler: str | None, token_file: str, insecure: bool
+    ) -> int:
         from pdrun.launcher import control
 
+        if json and follow:
+            raise UsageError("--json prints once, --follow shows a screen", hint="leave one of them out")
         remote = _reach(scheduler, token_file, insecure)
-        return control.status(job, json=json, scheduler=remote, show=None if json else show)
+        return control.status(
+            job, json=json, scheduler=remote, show=None if json else show, watch=watch if follow else None
+        )
 
     return click.Command(
         "status", callback=callback, help="Show how a job is: the one that runs, or JOB (a name, a run or a prefix).",
-        params=[_job_argument(), click.Option(["--json"], is_flag=True, help="One JSON object a job."), *_remote()],
+        params=[
+            _job_argument(),
+            click.Option(["--json"], is_flag=True, help="One JSON object a job."),
+            click.Option(["-f", "--follow"], is_flag=True, help="Go on until the job has ended."),
+            *_remote(),
+        ],
         context_settings=dict(STRICT),
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Signals as events, a worker's environment, the preflight, the count of memory kills, the event log on the terminal."""
+"""Signals as events, a worker's environment, the preflight, memory kills, the event log on the terminal."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from pdrun.launcher.options import RUN
 
 def ask(line: str, environ: Mapping[str, str] | None = None) -> Asked:
     """Return what a command line asks for, without looking at any machine."""
-    context = commands(lambda found: None).commands["run"].make_context("run", shlex.split(line))
+    context = commands(lambda found: None, lambda read: 0).commands["run"].make_context("run", shlex.split(line))
     words = context.params.pop("words")
     return request(context.params, words, environ or {}).asked
 

@@ -90,7 +90,7 @@ def test_no_spelling_means_two_things() -> None:
 
 
 def test_commands() -> None:
-    group = build(lambda found: None)
+    group = build(lambda found: None, lambda read: 0)
     assert set(group.commands) == COMMANDS
     assert {name for param in group.commands["run"].params for name in param.opts if name[0] == "-"} == (
         OPTIONS | TORCHRUNS | MSRUNS

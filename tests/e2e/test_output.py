@@ -70,12 +70,17 @@ def test_the_log_folder_is_named_at_start_and_end(shell: Shell) -> None:
 
 def test_hidden_ranks_are_hidden_and_a_failed_one_is_not(shell: Shell) -> None:
     script = shell.script(
-        "import os, sys\nprint('I am', os.environ['RANK'])\nsys.exit('why' if os.environ['RANK'] == '1' else 0)\n"
+        "import os, sys, time\n"
+        "print('I am', os.environ['RANK'], flush=True)\n"
+        "if os.environ['RANK'] != '1': sys.exit(0)\n"
+        "while not os.path.exists('others'): time.sleep(0.01)\n"
+        "sys.exit('why')\n"
     )
-    code, out, err = shell.run("--devices", "3", "--show-ranks", "0", script)
-    assert code == 1
-    assert "I am 0" in out and "I am 2" not in out
-    assert "why" in err
+    job = shell.start("--devices", "3", "--show-ranks", "0", script)
+    job.expect("I am 0")
+    (shell.folder / "others").touch()
+    assert job.wait() == 1
+    assert "I am 2" not in job.out and "why" in job.err
 
 
 def test_status_logs_and_stop_of_a_running_job(shell: Shell) -> None:
@@ -90,6 +95,8 @@ def test_status_logs_and_stop_of_a_running_job(shell: Shell) -> None:
     assert code == 0, out + err
     assert job.wait(20) == 143
     code, out, err = shell.run("status", "demo")
+    assert code == 0 and "143" in out, out + err
+    code, out, err = shell.run("status", "demo", "--follow")
     assert code == 0 and "143" in out, out + err
     code, out, err = shell.run("status", "demmo")
     assert code == 2 and "demo" in err

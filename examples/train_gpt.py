@@ -29,6 +29,15 @@ UNIFORM = math.log(256)
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
+def turn(x: Tensor) -> Tensor:
+    """Rotary positions: turn each pair of features by an angle that grows with the place, so that distances matter."""
+    length, half = x.shape[-2], x.shape[-1] // 2
+    speed = 0.5 ** (torch.arange(half, device=x.device) * 8 / half)
+    angle = torch.arange(length, device=x.device)[:, None] * speed
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], dim=-1)
+
+
 class Block(nn.Module):
     """Attention over what came before, then a perceptron; each adds to its input."""
 
@@ -42,7 +51,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = F.scaled_dot_product_attention(turn(q), turn(k), v, is_causal=True)
         x = x + self.proj(mixed.transpose(1, 2).reshape(batch, length, width))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
@@ -52,17 +61,16 @@ class GPT(nn.Module):
 
     def __init__(self, width: int, layers: int, heads: int, context: int) -> None:
         super().__init__()
-        self.bytes, self.places = nn.Embedding(256, width), nn.Embedding(context, width)
+        self.bytes = nn.Embedding(256, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
         for name, weight in self.named_parameters():
             if weight.dim() == 2:  # the two layers that write to the residual stream start small
                 small = 1 / math.sqrt(2 * layers) if name.endswith(("proj.weight", "down.weight")) else 1.0
-                nn.init.normal_(weight, std=0.02 * small if "places" not in name else 0.01)
+                nn.init.normal_(weight, std=0.02 * small)
 
     def forward(self, x: Tensor) -> Tensor:
-        places = torch.arange(x.shape[1], device=x.device)
-        h = self.norm(self.blocks(self.bytes(x) + self.places(places)))
+        h = self.norm(self.blocks(self.bytes(x)))
         return h @ self.bytes.weight.T  # the embedding is also the output layer
 
 

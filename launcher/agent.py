@@ -94,6 +94,8 @@ class Agent:
         self._answer_by: float | None = None
         self._leaving: int | None = None
         """The code to leave with once no worker is left; set where there will be no verdict."""
+        self._judged = False
+        """Whether the verdict has come."""
         self._code: int | None = None
 
     def run(self) -> int:
@@ -169,11 +171,12 @@ class Agent:
         if group is not None and group.started and group.done and not self._finished:
             self._finished = True
             self._send_finished(group.generation)
+        if self._answer_by is not None and self._clock.monotonic() >= self._answer_by:
+            self._stop_alone()
         if self._leaving is not None and (group is None or not group.started or group.done):
             self._code = self._leaving
-        elif self._answer_by is not None and self._clock.monotonic() >= self._answer_by:
-            self._answer_by = None
-            self._stop_alone()
+            if not self._judged:
+                self._voice.left(self._code)
 
     def _send_finished(self, generation: int) -> None:
         assert self._plan is not None
@@ -277,7 +280,7 @@ class Agent:
 
     def _verdict(self, verdict: Verdict) -> None:
         group = self._group
-        self._answer_by = None
+        self._judged, self._answer_by = True, None
         if group is not None and group.started and not group.done:
             self._leave_alone(verdict.code, signal.SIGTERM)
         else:
@@ -329,12 +332,16 @@ class Agent:
         self._voice.stop_asked(name, self._plan.spec.policy.grace, again=self._stops > 1, running=running)
         if self._leaving is None:
             self._link.send(StopRequest(number, f"{name} on {self._plan.node}", force=self._stops > 1))
-            if self._stops == 1:
-                wait = STOP_ANSWER if running else STOP_ANSWER_WAITING
-                self._answer_by = self._clock.monotonic() + wait
+            self._answer_by = self._clock.monotonic() + self._answer_time(running)
         if self._stops > 1 and self._group is not None and self._group.started:
             self._group.stop(signal.SIGKILL, 0.0)
-            self._answer_by = self._answer_by or self._clock.monotonic() + STOP_ANSWER
+
+    def _answer_time(self, running: bool) -> float:
+        """How long the scheduler may take: the others end first where this node's workers already have."""
+        if self._group is None or not self._group.started:
+            return STOP_ANSWER_WAITING
+        assert self._plan is not None
+        return STOP_ANSWER if running or self._stops > 1 else self._plan.spec.policy.grace + 5 * STOP_ANSWER
 
     def _pause(self) -> None:
         """Ctrl-Z: stop the workers and this process; where other nodes count on its heartbeat that would be its end."""

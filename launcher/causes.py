@@ -73,7 +73,9 @@ class Evidence:
     traceback: tuple[float, str] | None = None
     """The last traceback when nothing followed it, with the time of its first byte."""
     tail: tuple[str, ...] = ()
-    """The last lines that it printed; more than a Cause carries are welcome."""
+    """The last lines that it printed."""
+    recent: str = ""
+    """The end of its stderr, longer than the tail: the reason of an abort may stand above a long stack."""
     stopped_at: float | None = None
     """When pdrun first told this worker to stop."""
     stop_signals: tuple[int, ...] = ()
@@ -156,17 +158,23 @@ def is_communication(error: Raised) -> bool:
 
 def _peer_abort(seen: Evidence) -> bool:
     """Whether an abort in C++ was about a peer: torch and NCCL end the process so when a watchdog gives up."""
-    text = "\n".join(seen.tail)
+    text = _abort_text(seen)
     if _OWN_FAULT.search(text):
         return False
     connection = _CONNECTION.search(text) and _COLLECTIVE_WORDS.search(text) and _ABORTED.search(text)
     return bool(_PEER_GONE.search(text) or connection)
 
 
+def _abort_text(seen: Evidence) -> str:
+    """What was printed last before the abort: from C++'s own last words on, where those are found."""
+    text = unprefixed(seen.recent or "\n".join(seen.tail))
+    return text[max(0, text.rfind("terminate called") - 2000):]
+
+
 def _abort_words(seen: Evidence) -> str:
-    for line in reversed(seen.tail):
+    for line in reversed(_abort_text(seen).split("\n")):
         if "what():" in line or _PEER_GONE.search(line):
-            return unprefixed(line).partition("what():")[2].strip()[:500] or unprefixed(line).strip()[:500]
+            return (line.partition("what():")[2] or line).strip()[:500]
     return ""
 
 

@@ -199,9 +199,9 @@ class Group:
         self._output.drain(worker.rank, DRAIN)
         worker.cause = cause_of(Evidence(
             status=worker.status, at=worker.ended_at or 0.0, traceback=self._output.traceback(worker.rank),
-            tail=self._output.tail(worker.rank), stopped_at=worker.stopped_at, stop_signals=tuple(worker.stop_signals),
-            spawn_failure=worker.failure, oom_kills=oom_kills() - self._oom_before,
-            log=self._output.log_path(worker.rank),
+            tail=self._output.tail(worker.rank), recent=self._output.recent(worker.rank),
+            stopped_at=worker.stopped_at, stop_signals=tuple(worker.stop_signals), spawn_failure=worker.failure,
+            oom_kills=oom_kills() - self._oom_before, log=self._output.log_path(worker.rank),
         ))  # fmt: skip
         if worker.cause.kind == "communication" and any(self._running()) and not self.stopping:
             worker.report_by = self._clock.monotonic() + SETTLE
@@ -223,7 +223,8 @@ class Group:
             self._send(worker)
 
     def _tell_leftovers(self, worker: _Worker, processes: tuple[str, ...], stuck: tuple[str, ...]) -> None:
-        if processes and not self.stopping:
+        by_itself = worker.status is not None and os.WIFEXITED(worker.status)  # a killed one could not tidy up
+        if processes and by_itself and not self.stopping:
             names = "; ".join(processes)
             self._output.say(f"pdrun: rank {worker.rank} left processes behind, which were ended: {names}")
         if stuck:

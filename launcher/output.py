@@ -183,6 +183,11 @@ class Output:
         out = out[-(TAIL_LINES - len(err)) :] if len(err) < TAIL_LINES else []
         return tuple(out + err)
 
+    def recent(self, rank: int) -> str:
+        """The last 16 KiB that a worker printed on stderr: an abort's reason may stand above a long stack."""
+        worker = self._workers.get(rank)
+        return worker.streams[1].recent.decode("utf-8", "replace") if worker else ""
+
     def traceback(self, rank: int) -> tuple[float, str] | None:
         """The last Python traceback on a worker's stderr, when it was as good as its last word."""
         found = self.found(rank)

@@ -128,6 +128,10 @@ class WorkerOutput(Protocol):
         """The last lines of a worker, stderr after stdout, for a summary."""
         ...
 
+    def recent(self, rank: int) -> str:
+        """The last 16 KiB that a worker printed on stderr: an abort's reason may stand above a long stack."""
+        ...
+
     def traceback(self, rank: int) -> tuple[float, str] | None:
         """
         The last Python traceback that a worker printed on stderr, when nothing but its own lines followed.

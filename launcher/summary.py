@@ -55,7 +55,7 @@ def _first(failure: Failure) -> list[str]:
         what = "the traceback" if cause.traceback.strip() else "the last lines"
         lines = [plain(f"  {what} of {who} ({ending(cause)}):"), *(f"    {plain(line)}" for line in evidence)]
     else:
-        lines = [plain(f"  {who} printed nothing ({ending(cause)})")]
+        lines = [] if cause.kind == "lost" else [plain(f"  {who} printed nothing ({ending(cause)})")]
     if cause.log:
         lines.append(plain(f"  log of rank {failure.rank}: {cause.log}"))
     return lines

@@ -130,6 +130,11 @@ class Voice:
             for line in summary(verdict, seconds=self._clock.monotonic() - self._began, log_dir=self._log_dir):
                 self.say(line)
 
+    def left(self, code: int) -> None:
+        """The end without a verdict; why was said before."""
+        if not self._quiet:
+            self.say(f"exit code {code}" + (f", logs in {self._log_dir}" if self._log_dir else ""))
+
 
 class _EventTail:
     """Reads what is added to a file of JSON lines."""

@@ -47,8 +47,8 @@ LONGEST_HANDSHAKE = 4.5
 """Seconds from the first refused handshake to giving up."""
 LONGEST_SILENCE = 20.0
 """Seconds for which somebody may accept connections and say nothing: a scheduler that is still starting."""
-RETRY, RETRY_REFUSED = 0.2, 0.5
-"""Seconds between two attempts: when nobody listens, and after a refused handshake."""
+RETRY, RETRY_REFUSED, RETRY_WELCOMED = 0.2, 0.5, 0.1
+"""Seconds between two attempts: when nobody listens, after a refused handshake, and when one has succeeded before."""
 STATUS_EVERY = 5.0
 LOST_LISTENER = 3.0
 """Seconds without anybody at the port after which a scheduler that was there has ended."""
@@ -108,7 +108,6 @@ class ZmqLink:
         self._nobody_since: float | None = None
         self._attempt_at = now
         self._refusals = 0
-        self._mismatch = False
         self._said = self._expected = 0
         self._connect(now)
 
@@ -225,8 +224,7 @@ class ZmqLink:
         failed = (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
                   zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)  # fmt: skip
         while self._monitor is not None and self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-            message = recv_monitor_message(self._monitor)
-            event, value = int(message["event"]), int(message["value"])
+            event = int(recv_monitor_message(self._monitor)["event"])
             if event == zmq.EVENT_CONNECTED:
                 self._stage, self._nobody_since = _Stage.SHAKING, None
                 self._attempt_at = now
@@ -234,13 +232,12 @@ class ZmqLink:
                 self._stage = _Stage.GREETING
                 self._refusals, self._first_refusal, self._silent_since = 0, None, None
             elif event in failed:
-                self._mismatch |= value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
                 self._refused(now)
             elif event == zmq.EVENT_DISCONNECTED:
                 self._disconnected(now)
             elif event == zmq.EVENT_CLOSED and self._stage is _Stage.CONNECTING:
                 self._nobody_since = self._nobody_since or now
-                self._cut(now, RETRY)
+                self._cut(now, RETRY if self._welcome is None else RETRY_WELCOMED)
 
     def _disconnected(self, now: float) -> None:
         if self._stage is _Stage.SHAKING:
@@ -256,7 +253,7 @@ class ZmqLink:
             self._first_refusal = self._first_refusal or now
         else:
             self._silent_since = self._silent_since or self._attempt_at
-        self._cut(now, RETRY_REFUSED)
+        self._cut(now, RETRY_REFUSED if self._welcome is None else RETRY_WELCOMED)
 
     def _read_socket(self, now: float) -> None:
         zmq = self._zmq
@@ -317,10 +314,10 @@ class ZmqLink:
                 raise RendezvousError(f"lost the scheduler: nothing heard for {silent:.1f} s", where=where)
             return
         if self._refusals >= REFUSALS or (self._first_refusal and now - self._first_refusal > LONGEST_HANDSHAKE):
-            hint = "use the same token on every node (`pdrun token show`)"
-            if self._mismatch:
-                hint = "one side was started with --insecure and the other was not"
-            raise AuthenticationError(f"the token differs or {where} is no pdrun scheduler", hint=hint)
+            raise AuthenticationError(
+                f"the token differs or {where} is no pdrun scheduler",
+                hint="use the same token on every node (`pdrun token show`), and --insecure on all or on none",
+            )
         if self._silent_since and now - self._silent_since > LONGEST_SILENCE:
             raise AuthenticationError(f"{where} takes connections and says nothing: it is no pdrun scheduler")
         if now - self._began > self._start_timeout:

@@ -188,7 +188,7 @@ class ZmqServer:
 
     def close(self, timeout: float) -> None:
         """End everything, giving what was sent at most ``timeout`` seconds to leave."""
-        self._router.disable_monitor()
+        self._router.disable_monitor()  # first: a socket that outlives its monitor waits for ever at its end
         self._context.destroy(linger=max(0, int(timeout * 1000)))
 
     # Reading ----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from pdrun.rendezvous.messages import Assign, Message
 
 
 class FakeKeeper:
-    """Remembers what it was asked; `queue` holds the events to hand out."""
+    """Remembers what it was asked; hands out what a test gave to `add`."""
 
     def __init__(self) -> None:
         self.commands: dict[int, WorkerCommand] = {}
@@ -20,9 +20,16 @@ class FakeKeeper:
         self.sweeps: list[int | None] = []
         self.queue: list[KeeperEvent] = []
         self.closed = False
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK)
 
     def fileno(self) -> int:
-        return -1
+        return self._bell
+
+    def add(self, *events: KeeperEvent) -> None:
+        """Have events handed out, and wake who waits for them."""
+        self.queue += events
+        if events:
+            os.eventfd_write(self._bell, 1)
 
     def spawn(self, command: WorkerCommand, stdin: int, stdout: int, stderr: int, pass_fds: Sequence[int] = ()) -> None:
         self.commands[command.slot] = command
@@ -34,10 +41,14 @@ class FakeKeeper:
         self.sweeps.append(slot)
 
     def events(self) -> Iterable[KeeperEvent]:
+        if self.queue:
+            os.eventfd_read(self._bell)
         found, self.queue = self.queue, []
         return found
 
     def close(self) -> None:
+        if not self.closed:
+            os.close(self._bell)
         self.closed = True
 
 
@@ -70,6 +81,9 @@ class FakeOutput:
 
     def tail(self, rank: int) -> tuple[str, ...]:
         return self.tails.get(rank, ())
+
+    def recent(self, rank: int) -> str:
+        return "\n".join(self.tail(rank))
 
     def traceback(self, rank: int) -> tuple[float, str] | None:
         return self.traces.get(rank)

@@ -126,6 +126,16 @@ def test_an_abort_about_a_peer_is_communication():
     assert cause_of(Evidence(signal.SIGABRT, 9.0, tail=cuda)).kind == "signal"
 
 
+def test_an_aborts_reason_is_found_above_a_long_stack():
+    stack = "Fatal Python error: Aborted\n\n" + "".join(f'  File "/a.py", line {number} in f\n' for number in range(60))
+    recent = "\n".join(ABORT) + "\n" + stack
+    cause = cause_of(Evidence(
+        signal.SIGABRT, 9.0, traceback=(7.0, stack), tail=tuple(recent.splitlines()[-20:]), recent=recent
+    ))  # fmt: skip
+    assert cause.kind == "communication"
+    assert cause.summary == "[Rank 3] Some NCCL operations have failed or timed out."
+
+
 def test_a_crash_keeps_faulthandlers_stack_and_its_earlier_time():
     stack = 'Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n  File "a.py"\n'
     cause = cause_of(Evidence(signal.SIGSEGV, 9.0, traceback=(7.0, stack)))

@@ -46,13 +46,15 @@ class Desk:
 
     def __exit__(self, *error) -> None:
         self.agent.close()
+        for keeper in self.keepers:
+            keeper.close()
         self.signals.__exit__(*error)
 
     def turn(self, *inbox, events=()) -> None:
         """One round of the loop; creates the keeper as `run` does."""
         self.agent._keeper = self.agent._keeper or self.new_keeper()
         self.link.inbox += inbox
-        self.keeper.queue += events
+        self.keeper.add(*events)
         self.agent._turn()
 
     def sent(self, kind):
@@ -109,6 +111,7 @@ def test_a_lost_link_stops_the_workers_with_grace_and_leaves_with_69(desk):
     assert "silent for 10 s" in desk.output.said[-1]
     desk.turn(events=ended(signal.SIGTERM))
     assert desk.agent.run() == 69
+    assert desk.output.said[-1] == "pdrun: exit code 69"
 
 
 def test_a_link_lost_while_leaving_does_not_spin(desk):
@@ -201,6 +204,17 @@ def test_the_second_stop_kills_here_without_asking_anybody(desk):
     desk.agent._signalled(signal.SIGINT)
     assert desk.sent(m.StopRequest)[1].force
     assert (0, signal.SIGKILL, True) in desk.keeper.signals
+
+
+def test_a_node_that_has_finished_waits_for_the_others_to_stop(desk):
+    started(desk)
+    desk.turn(events=ended(0))
+    desk.agent._signalled(signal.SIGINT)
+    assert desk.agent._answer_by > time.monotonic() + 5.0  # their grace
+    desk.agent._signalled(signal.SIGINT)
+    assert desk.agent._answer_by < time.monotonic() + 2.1
+    desk.turn(m.Verdict(130, "stopped by SIGINT on node0"))
+    assert desk.agent.run() == 130
 
 
 def test_missing_nodes_are_named_with_the_command_that_starts_them():

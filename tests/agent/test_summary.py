@@ -65,6 +65,15 @@ job failed after 1.0 s: rank 0 on a failed: exit code 42
 exit code 42, logs in logs/r"""
 
 
+def test_a_lost_worker_is_not_said_to_have_been_silent():
+    cause = Cause("lost", 137, signal=9, summary="the keeper process 7 was killed by SIGKILL")
+    verdict = Verdict(137, f"rank 0 on a failed: {cause.summary}", Failure(0, "a", cause), victims=3)
+    assert picture(verdict, 1, "") == """\
+job failed after 1.0 s: rank 0 on a failed: the keeper process 7 was killed by SIGKILL
+  3 other workers were stopped because of it
+exit code 137"""
+
+
 def test_stopped_and_lost():
     assert picture(Verdict(130, "stopped by SIGINT on node0"), 5) == """\
 job stopped after 5.0 s by SIGINT on node0

@@ -112,14 +112,17 @@ def test_a_killed_launcher_leaves_nothing(shell: Shell, nodes: int) -> None:
 
 def test_restarts_are_counted_for_the_whole_job(shell: Shell) -> None:
     script = shell.script(
-        "import os, sys\n"
-        "count = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
-        "print('attempt', count, 'of', os.environ['RANK'], flush=True)\n"
-        "sys.exit(3 if os.environ['RANK'] == '3' and count != '2' else 0)\n"
+        "import os, sys, time\n"
+        "count, rank = os.environ['TORCHELASTIC_RESTART_COUNT'], os.environ['RANK']\n"
+        "print('attempt', count, 'of', rank, flush=True)\n"
+        "open(f'seen-{count}-{rank}', 'w').close()\n"
+        "while not all(os.path.exists(f'seen-{count}-{other}') for other in range(4)): time.sleep(0.01)\n"
+        "sys.exit(3 if rank == '3' and count != '2' else 0)\n"
     )
     code, out, err = shell.run("--nodes", "2", "--devices", "2", "--local", "--max-restarts", "2", script)
     assert code == 0, err
-    assert [out.count(f"attempt {count} of 0") for count in (0, 1, 2)] == [1, 1, 1]
+    for count in range(3):
+        assert [out.count(f"attempt {count} of {rank}") for rank in range(4)] == [1, 1, 1, 1]
 
 
 def test_hopeless_failures_are_not_tried_again(shell: Shell) -> None:

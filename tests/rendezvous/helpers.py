@@ -12,7 +12,17 @@ from typing import Any, TypeVar
 
 from pdrun.net import Endpoint
 from pdrun.rendezvous.client import ZmqLink
-from pdrun.rendezvous.events import Action, Close, Disconnected, Done, Happening, Received, Record, SchedulerConfig, Send
+from pdrun.rendezvous.events import (
+    Action,
+    Close,
+    Disconnected,
+    Done,
+    Happening,
+    Received,
+    Record,
+    SchedulerConfig,
+    Send,
+)
 from pdrun.rendezvous.invariants import check
 from pdrun.rendezvous.messages import (
     PROTOCOL,

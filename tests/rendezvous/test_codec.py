@@ -136,7 +136,7 @@ def test_long_text_passes_only_where_it_belongs() -> None:
 
 
 def test_what_is_too_long_is_not_sent() -> None:
-    with pytest.raises(CodecError, match="StatusReply: .* bytes are more than"):
+    with pytest.raises(CodecError, match=r"StatusReply: .* bytes are more than"):
         encode(Envelope("a", 0, 0, StatusReply(("x" * Envelope.LIMIT,))))
 
 

@@ -64,7 +64,7 @@ def test_a_failure_stops_everybody_with_one_code() -> None:
     machine.finish("c")
     assert (machine.verdict.code, machine.verdict.victims) == (42, 1)
     assert machine.verdict.first == Failure(1, "b", cause("exit", 42))
-    assert {peer: machine.to(peer, Verdict) for peer in "abc"} == dict.fromkeys("abc", [machine.verdict])
+    assert {peer: machine.to(peer, Verdict) for peer in "abc"} == {peer: [machine.verdict] for peer in "abc"}
 
 
 def test_the_broken_connection_is_never_the_cause() -> None:
@@ -327,7 +327,7 @@ def test_the_time_limit_counts_over_restarts() -> None:
         machine.finish("a")
         if machine.membership.state is JobState.ASSIGNING:
             machine.say("a", Ready(generation))
-    assert machine.verdict.code == 124 and machine.verdict.reason == "the time limit of 5 s has passed, after 2 restarts"
+    assert machine.verdict == Verdict(124, "the time limit of 5 s has passed, after 2 restarts")
 
 
 def test_an_orphaned_scheduler_ends_the_job_at_once() -> None:

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-UNIFORM = math.log(256)
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
@@ -176,8 +175,8 @@ def main() -> None:
         if rank == 0 and (step % args.log_every == 0 or step == args.steps or late):
             steps, now = (step - 1) % args.log_every + 1, time.monotonic()
             speed = steps * world * args.batch * args.context / (now - mark)
-            line = f"step {step:4}/{args.steps}  loss {mean:.3f}  {speed:,.0f} tokens/s"
-            print(f"{line}  {now - begin:.0f} s", flush=True)
+            rate = f"{speed:,.0f} tokens/s  {now - begin:.0f} s"
+            print(f"step {step:4}/{args.steps}  loss {mean:.3f}  {rate}", flush=True)
             mark = now
         if late:
             break
@@ -185,7 +184,7 @@ def main() -> None:
     model.eval()
     final = validate(gpt, args, rank, world, device)
     if rank == 0:
-        print(f"validation loss {final:.3f} (uniform {UNIFORM:.3f}), {time.monotonic() - begin:.0f} s", flush=True)
+        print(f"validation loss {final:.3f} (uniform {math.log(256):.3f}), {time.monotonic() - begin:.0f} s")
         if args.out:
             part = args.out.with_name(args.out.name + ".part")
             torch.save(gpt.state_dict(), part)

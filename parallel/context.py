@@ -43,6 +43,7 @@ class Context:
     local_world_size: int
     node_rank: int
     nodes: int
+    """In a dynamic cluster counted as if every host had as many workers as this one."""
     device: torch.device | str
     """This worker's device, already made the current one; as text (``cuda:1``) where torch is not installed."""
     backend: str

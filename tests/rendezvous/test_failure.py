@@ -327,7 +327,8 @@ def test_the_time_limit_counts_over_restarts() -> None:
         machine.finish("a")
         if machine.membership.state is JobState.ASSIGNING:
             machine.say("a", Ready(generation))
-    assert machine.verdict == Verdict(124, "the time limit of 5 s has passed, after 2 restarts")
+    assert machine.verdict.code == 124
+    assert machine.verdict.reason == "the time limit of 5 s has passed, after 2 restarts"
 
 
 def test_an_orphaned_scheduler_ends_the_job_at_once() -> None:

@@ -1,0 +1,228 @@
+"""Processes without a launcher: the environment of either spelling, ranks, and what everybody exits with."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pdrun.errors import ConfigError, UsageError
+from pdrun.net import Endpoint
+from pdrun.rendezvous.dynamic import DynamicSpec, from_environ
+from pdrun.rendezvous.listen import bind_listener
+
+OURS = {"PDRUN_ROLE": "worker", "PDRUN_SCHEDULER": "10.0.0.1:7077", "PDRUN_WORKERS": "4"}
+THEIRS = {"MS_ROLE": "MS_WORKER", "MS_SCHED_HOST": "10.0.0.1", "MS_SCHED_PORT": "7077", "MS_WORKER_NUM": "4"}
+
+
+def test_both_spellings_say_the_same() -> None:
+    expected = DynamicSpec("worker", Endpoint("10.0.0.1", 7077), 4)
+    assert from_environ(OURS) == from_environ(THEIRS) == from_environ(OURS | THEIRS) == expected
+    assert from_environ(THEIRS | {"MS_ROLE": "MS_SCHED", "MS_TOPO_TIMEOUT": "30"}) == DynamicSpec(
+        "scheduler", Endpoint("10.0.0.1", 7077), 4, timeout=30.0
+    )
+    assert from_environ({}) is None
+    assert from_environ({"PDRUN_SCHEDULER": "a:1", "PDRUN_NODE_RANK": "1", "PDRUN_JOB": "x"}) is None
+
+
+def test_identity() -> None:
+    for extra, rank, name in (
+        ({"MS_NODE_ID": "3"}, 3, ""), ({"MS_NODE_ID": "w-3"}, None, "w-3"), ({"PDRUN_NODE_RANK": "2"}, 2, ""),
+        ({"PDRUN_WORKER_ID": "x", "MS_NODE_ID": "3"}, 3, "x"), ({"PDRUN_NODE_RANK": "3", "MS_NODE_ID": "3"}, 3, ""),
+    ):  # fmt: skip
+        spec = from_environ(OURS | extra)
+        assert spec is not None and (spec.rank, spec.name) == (rank, name)
+
+
+@pytest.mark.parametrize("environ", [OURS, THEIRS], ids=["pdrun", "mindspore"])
+def test_half_an_environment_names_what_is_missing(environ: dict[str, str]) -> None:
+    for name in environ:
+        rest = {key: value for key, value in environ.items() if key != name}
+        with pytest.raises(ConfigError) as caught:
+            from_environ(rest)
+        assert caught.value.where == name and "is not set" in str(caught.value)
+        with pytest.raises(ConfigError, match=name):
+            from_environ({**environ, name: ""})
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"MS_ROLE": "MS_SCHED"}, ["role", "PDRUN_ROLE says worker", "MS_ROLE says scheduler"]),
+    ({"MS_WORKER_NUM": "5"}, ["workers", "PDRUN_WORKERS says 4", "MS_WORKER_NUM says 5"]),
+    ({"MS_SCHED_PORT": "1"}, ["scheduler", "10.0.0.1:7077", "10.0.0.1:1"]),
+    ({"PDRUN_NODE_RANK": "1", "MS_NODE_ID": "2"}, ["rank", "PDRUN_NODE_RANK says 1", "MS_NODE_ID says 2"]),
+    ({"MS_ROLE": "MS_PSERVER"}, ["MS_ROLE", "MS_PSERVER is not supported", "no parameter servers"]),
+    ({"MS_ROLE": "MS_SERVER"}, ["MS_SERVER is not supported"]),
+    ({"PDRUN_ROLE": "boss"}, ["PDRUN_ROLE", "'boss' is not one of scheduler, worker"]),
+    ({"PDRUN_ROLE": "MS_WORKER"}, ["PDRUN_ROLE", "'MS_WORKER'"]),
+    ({"PDRUN_WORKERS": "0"}, ["PDRUN_WORKERS", "'0'"]),
+    ({"PDRUN_WORKERS": "４"}, ["PDRUN_WORKERS"]),
+    ({"MS_WORKER_NUM": "-4"}, ["MS_WORKER_NUM"]),
+    ({"PDRUN_NODE_RANK": "4"}, ["rank 4 is not below the 4"]),
+    ({"PDRUN_JOB": "../x"}, ["PDRUN_JOB"]),
+    ({"PDRUN_SCHEDULER": "10.0.0.1"}, ["PDRUN_SCHEDULER", "no port"]),
+    ({"MS_SCHED_PORT": "65536"}, ["MS_SCHED_PORT"]),
+    ({"MS_SCHED_HOST": "tcp://x"}, ["MS_SCHED_HOST"]),
+])  # fmt: skip
+def test_wrong_and_contradicting_values(changes: dict[str, str], words: list[str]) -> None:
+    with pytest.raises((ConfigError, UsageError)) as caught:
+        from_environ({**OURS, **THEIRS, **changes})
+    for word in words:
+        assert word in str(caught.value)
+
+
+SCRIPT = """
+import os, sys, time
+from pdrun.rendezvous import dynamic
+spec = dynamic.from_environ(os.environ)
+if spec.role == "scheduler":
+    sys.exit(dynamic.run_scheduler(spec, grace=2.0))
+me = dynamic.join(spec)
+store = me.store_socket.getsockname()[1] if me.store_socket else 0
+print(me.rank, me.world_size, me.local_rank, me.local_world_size, me.master, store, flush=True)
+how = os.environ.get(f"TEST_RANK_{me.rank}", os.environ.get("TEST_ALL", ""))
+exec({"": "", "boom": "raise ValueError('boom')", "exit": "sys.exit(7)", "sleep": "time.sleep(60)",
+      "stubborn": "import signal; signal.signal(15, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)",
+      "tidy": "import signal; signal.signal(15, lambda *_: sys.exit(0)); time.sleep(60)"}[how])
+"""
+Run = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def port() -> int:
+    with bind_listener(Endpoint("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+@pytest.fixture
+def run(tmp_path: Path, port: int) -> Iterator[Run]:
+    """Start one process of a dynamic cluster: ``run("worker", TEST_ALL="sleep")``."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(role: str, workers: int = 2, **environ: str) -> subprocess.Popen[str]:
+        base = {key: value for key, value in os.environ.items() if not key.startswith(("PDRUN_", "MS_"))}
+        base |= {"PDRUN_ROLE": role, "PDRUN_SCHEDULER": f"127.0.0.1:{port}", "PDRUN_WORKERS": str(workers)}
+        base |= {"XDG_CONFIG_HOME": str(tmp_path)} | environ
+        started.append(subprocess.Popen(
+            [sys.executable, "-c", SCRIPT], env=base, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ))  # fmt: skip
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.kill()
+        one.communicate()
+
+
+def test_three_workers_get_ranks_and_all_end_well(run: Run) -> None:
+    workers = [run("worker", 3) for _ in range(3)]
+    scheduler = run("scheduler", 3)
+    lines = [worker.communicate(timeout=30)[0].split() for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0, 0]
+    assert scheduler.wait(10) == 0
+    assert sorted(line[0] for line in lines) == ["0", "1", "2"]
+    assert all(line[2:4] == [line[0], "3"] for line in lines), "local ranks follow ranks on one host"
+    (zero,) = [line for line in lines if line[0] == "0"]
+    assert {line[4] for line in lines} == {f"127.0.0.1:{zero[5]}"} and zero[5] != "0"
+    assert [line[5] for line in lines if line is not zero] == ["0", "0"]
+
+
+def test_asked_for_ranks_are_given_and_mindspores_names_work(run: Run, port: int) -> None:
+    none = dict.fromkeys(("PDRUN_ROLE", "PDRUN_SCHEDULER", "PDRUN_WORKERS"), "")
+    scheduler = run("scheduler")
+    theirs = none | {
+        "MS_ROLE": "MS_WORKER", "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": str(port), "MS_WORKER_NUM": "2",
+    }  # fmt: skip
+    second = run("worker", MS_NODE_ID="1", **theirs)
+    first = run("worker", MS_NODE_ID="0", **theirs)
+    assert second.communicate(timeout=30)[0].split()[0] == "1"
+    assert first.communicate(timeout=30)[0].split()[0] == "0"
+    assert scheduler.wait(10) == 0
+
+
+@pytest.mark.parametrize(("how", "code", "word"), [
+    ("boom", 1, "ValueError: boom"), ("exit", 7, "exit code 7"),
+])  # fmt: skip
+def test_a_failing_worker_ends_all_with_its_code(run: Run, how: str, code: int, word: str) -> None:
+    scheduler = run("scheduler")
+    workers = [run("worker", TEST_RANK_1=how, TEST_RANK_0="sleep") for _ in range(2)]
+    found = [worker.communicate(timeout=30) for worker in workers]
+    assert sorted(worker.returncode for worker in workers) == sorted([code, -signal.SIGTERM])
+    (peer,) = [err for worker, (_, err) in zip(workers, found, strict=True) if worker.returncode < 0]
+    assert "job stopped: rank 1 on" in peer and word in peer
+    _, log = scheduler.communicate(timeout=10)
+    assert scheduler.returncode == code and word in log
+
+
+def test_a_killed_worker_ends_all(run: Run) -> None:
+    scheduler = run("scheduler")
+    workers = [run("worker", TEST_ALL="sleep") for _ in range(2)]
+    for worker in workers:
+        assert worker.stdout is not None and worker.stdout.readline()
+    killed = time.monotonic()
+    workers[0].kill()
+    _, err = workers[1].communicate(timeout=10)
+    assert time.monotonic() - killed < 2.0 and "was lost" in err
+    scheduler.communicate(timeout=10)
+    assert scheduler.returncode == 69
+
+
+def test_one_that_ignores_sigterm_is_killed_after_the_grace(run: Run) -> None:
+    scheduler = run("scheduler")
+    workers = [run("worker", TEST_RANK_0="stubborn", TEST_RANK_1="boom") for _ in range(2)]
+    for worker in workers:
+        worker.communicate(timeout=30)
+    assert sorted(worker.returncode for worker in workers) == [-signal.SIGKILL, 1]
+    scheduler.communicate(timeout=10)
+    assert scheduler.returncode == 1
+
+
+def test_a_handler_of_sigterm_may_tidy_up(run: Run) -> None:
+    scheduler = run("scheduler")
+    workers = [run("worker", TEST_RANK_0="tidy", TEST_RANK_1="boom") for _ in range(2)]
+    for worker in workers:
+        worker.communicate(timeout=30)
+    assert sorted(worker.returncode for worker in workers) == [0, 1]
+    scheduler.communicate(timeout=10)
+    assert scheduler.returncode == 1
+
+
+def test_ctrl_c_at_the_scheduler_ends_the_job(run: Run) -> None:
+    scheduler = run("scheduler")
+    workers = [run("worker", TEST_ALL="sleep") for _ in range(2)]
+    for worker in workers:
+        assert worker.stdout is not None and worker.stdout.readline()
+    scheduler.send_signal(signal.SIGINT)
+    _, log = scheduler.communicate(timeout=10)
+    assert scheduler.returncode == 130 and "a signal at the scheduler" in log
+    for worker in workers:
+        worker.communicate(timeout=10)
+        assert worker.returncode in (-signal.SIGINT, 1, 130)
+
+
+def test_ctrl_c_while_waiting_is_quick(run: Run) -> None:
+    scheduler = run("scheduler")
+    worker = run("worker")
+    assert worker.stderr is not None
+    while "1 of 2 workers are here" not in (line := worker.stderr.readline()):
+        assert line, "the worker ended"
+    stopped = time.monotonic()
+    scheduler.send_signal(signal.SIGINT)
+    scheduler.communicate(timeout=10)
+    assert scheduler.returncode == 130 and time.monotonic() - stopped < 1.5
+    worker.communicate(timeout=10)
+    assert worker.returncode != 0
+
+
+def test_a_process_that_expects_another_world_says_so(run: Run) -> None:
+    scheduler = run("scheduler", 1)
+    worker = run("worker", 2)
+    _, err = worker.communicate(timeout=30)
+    assert worker.returncode == 1 and "expects 2 workers, the scheduler has 1" in err
+    scheduler.communicate(timeout=10)
+    assert scheduler.returncode == 78

@@ -119,7 +119,7 @@ class _Job:
         self._quiet = quiet
         # Its own session: Ctrl-C on the terminal reaches the caller alone, which then stops the job in order.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "pdrun.launcher.function_job"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [sys.executable, "-P", "-m", "pdrun.launcher.function_job"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         assert self._process.stdin is not None

@@ -79,8 +79,9 @@ class Voice:
                 self.say(plain(f"{event['kind']}: {', '.join(dict.fromkeys(words))}"))
 
     def waiting(self, message: Waiting) -> None:
-        """Who is here, who is not, and how to start them."""
-        if self._quiet:
+        """Who is here, who is not, and how to start them. Simulated nodes are on their way: silence at first."""
+        coming = self._plan is not None and self._plan.spec.place.simulated and message.elapsed < PATIENCE
+        if self._quiet or coming:
             return
         self.say(
             plain(

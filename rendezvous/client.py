@@ -8,7 +8,6 @@ Both links are `pdrun.launcher.ports.Link` by shape. This module imports no Zero
 from __future__ import annotations
 
 import os
-import secrets
 import select
 import time
 from collections.abc import Callable, Sequence
@@ -75,7 +74,7 @@ class LocalLink:
         hub = self._service.transport
         assert isinstance(hub, MemoryHub)
         self._end = hub.connect()
-        self._agent = secrets.token_hex(16)
+        self._agent = os.urandom(16).hex()
         self._sequence = 0
         self._inbox: list[Message] = []
         self.send(Hello(PROTOCOL, "agent", config.job, self._agent, 0, host, os.getpid()))

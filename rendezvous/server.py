@@ -8,7 +8,6 @@ agent's child (``python -m pdrun.rendezvous.server``, see `main`) or alone (`pdr
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import sys
 from collections import deque
@@ -54,7 +53,7 @@ class Service:
     ) -> None:  # fmt: skip
         self.clock = clock or SystemClock()
         self.transport = transport
-        self.scheduler = secrets.token_hex(16)
+        self.scheduler = os.urandom(16).hex()
         self.machine = Membership(config, self.scheduler, self.clock.monotonic())
         self.done: int | None = None
         """The job's code, once everybody knows the verdict (or had time to)."""

@@ -4,8 +4,8 @@ The membership of one job, decided in one place, as a pure machine: ``step(event
 No socket, clock, thread, log or file: time arrives as an argument, everything to be done leaves as an action.
 
 Rules of this file
-1. `step` first checks the event against the present state (`_check`) and raises IllegalEvent with nothing changed;
-   only then it acts. State changes go through `_move`, whose table is in `transitions.py`.
+1. `step` first checks the event against the present state (`legality.py`), which raises IllegalEvent with nothing
+   changed; only then it acts. State changes go through `_move`, whose table is in `transitions.py`.
 2. Nothing waits for ever: gathering and assigning end by ``start_timeout``, stopping and restarting by ``grace`` plus
    LATE, a silent node by ``dead``, and the end itself by FAREWELL. Running is bounded by ``time_limit`` only.
 3. A repeated message changes nothing, so that an agent whose connection was cut may say everything again.
@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pdrun.rendezvous import verdict as judge
+from pdrun.rendezvous import wording
 from pdrun.rendezvous.events import (
     Action,
     Close,
@@ -34,6 +35,7 @@ from pdrun.rendezvous.events import (
     StopOrdered,
     Tick,
 )
+from pdrun.rendezvous.legality import check_message
 from pdrun.rendezvous.members import Member, Phase, assignments, disagreement, missing, objection, ordered
 from pdrun.rendezvous.messages import (
     PROTOCOL,
@@ -58,7 +60,7 @@ from pdrun.rendezvous.messages import (
     Welcome,
     WorkerExit,
 )
-from pdrun.rendezvous.transitions import LEGAL, TRANSITIONS, IllegalEvent, JobState, Trigger, after
+from pdrun.rendezvous.transitions import TRANSITIONS, IllegalEvent, JobState, Trigger, after
 
 __all__ = [
     "Action", "Close", "Disconnected", "Done", "IllegalEvent", "JobState", "Membership", "Orphaned", "Received",
@@ -144,7 +146,10 @@ class Membership:
         Raises:
             IllegalEvent: the present state does not allow it; nothing was changed.
         """
-        self._check(event)
+        if isinstance(event, Received):
+            session = self.sessions.get(event.peer)
+            member = self.members.get(session.hello.agent) if session else None
+            check_message(event.message, self.state, self.generation, session.hello if session else None, member)
         self._out = []
         self._absorb_stall(now)
         if not self._opened:
@@ -163,41 +168,6 @@ class Membership:
                 self._orphaned(reason, now)
         self._settle(now)
         return self._out
-
-    # What may happen ------------------------------------------------------------------------------------------------
-
-    def _check(self, event: Happening) -> None:
-        if not isinstance(event, Received):
-            return
-        message, session = event.message, self.sessions.get(event.peer)
-        name = type(message).__name__
-        if isinstance(message, Hello):
-            if session:
-                raise IllegalEvent("Hello", self.state, "it was said before on this connection")
-            return
-        if session is None:
-            raise IllegalEvent(name, self.state, "nothing goes before Hello")
-        if session.hello.role == "view" and not isinstance(message, StatusQuery | StopRequest | Leave | Heartbeat):
-            raise IllegalEvent(name, self.state, "a viewer only looks")
-        if isinstance(message, StopRequest) and not 1 <= message.signal <= 64:
-            raise IllegalEvent(name, self.state, f"{message.signal} is no signal")
-        if isinstance(message, Ready | Unready | WorkerExit | Finished):
-            self._check_member(name, message, session)
-        elif not isinstance(message, Join | Heartbeat | Leave | StopRequest | StatusQuery):
-            raise IllegalEvent(name, self.state, "only the scheduler says it")
-
-    def _check_member(self, name: str, message: Ready | Unready | WorkerExit | Finished, session: _Session) -> None:
-        member = self.members.get(session.hello.agent)
-        if member is None:
-            raise IllegalEvent(name, self.state, "the sender has not joined")
-        if message.generation > self.generation:
-            raise IllegalEvent(name, self.state, f"generation {message.generation} does not exist yet")
-        if message.generation < self.generation:
-            return
-        if self.state not in LEGAL[type(message)]:
-            raise IllegalEvent(name, self.state)
-        if isinstance(message, WorkerExit) and message.rank not in member.ranks:
-            raise IllegalEvent(name, self.state, f"rank {message.rank} is not on {member.name}")
 
     # Messages ---------------------------------------------------------------------------------------------------------
 
@@ -226,16 +196,9 @@ class Membership:
 
     def _hello(self, peer: Peer, hello: Hello, now: float) -> None:
         if hello.version != PROTOCOL:
-            return self._refuse(peer, hello, Refuse(
-                78, f"this scheduler speaks version {PROTOCOL} of the protocol, {hello.host or 'you'} speaks "
-                f"{hello.version}: install the same pdrun on every node",
-            ))  # fmt: skip
+            return self._refuse(peer, hello, wording.other_protocol(hello))
         if hello.job and self.job and hello.job != self.job:
-            where = f", started on {self.config.host}" if self.config.host else ""
-            return self._refuse(peer, hello, Refuse(
-                69, f"this scheduler serves job '{self.job}' (run {self.config.run}{where}), you are job '{hello.job}'"
-                f"{f' on {hello.host}' if hello.host else ''}: give one of them another port",
-            ))  # fmt: skip
+            return self._refuse(peer, hello, wording.other_job(self.config, self.job, hello))
         for other, session in list(self.sessions.items()):
             if session.hello.agent == hello.agent:
                 if session.hello.incarnation >= hello.incarnation:
@@ -282,11 +245,11 @@ class Membership:
             taking_part = self.nodes
             refuse = objection(self.config, taking_part, hello, join)
             if refuse is None and len(taking_part) == self.config.nodes:
-                refuse = self._full()
+                refuse = wording.full(self.config, self.job)
         elif self.state is JobState.DONE:
-            refuse = Refuse(69, f"job '{self.job}' (run {self.config.run}) is over")
+            refuse = wording.over(self.config, self.job)
         else:
-            refuse = self._full()
+            refuse = wording.full(self.config, self.job)
         if refuse:
             self._refuse(peer, hello, refuse, node=join.node)
             return
@@ -298,9 +261,6 @@ class Membership:
         self._record("joined", node=join.node, workers=join.workers, host=hello.host, pid=hello.pid)
         if len(self.nodes) < self.config.nodes:
             self._tell_waiting(now)
-
-    def _full(self) -> Refuse:
-        return Refuse(69, f"job '{self.job}' already has its {self.config.nodes} node(s)")
 
     def _progress(self, member: Member, message: Ready | Unready | WorkerExit | Finished, now: float) -> None:
         """A message of the present generation from a node that takes part."""
@@ -560,21 +520,12 @@ class Membership:
 
     def _end(self, code: int, reason: str, now: float) -> None:
         """End a job none of whose workers runs."""
-        if self.restarts:
-            reason += f", after {self.restarts} restart{'s' if self.restarts > 1 else ''}"
-        self._conclude(Trigger.END, Verdict(code, reason), now)
+        self._conclude(Trigger.END, Verdict(code, wording.after_restarts(reason, self.restarts)), now)
 
     def _conclude(self, trigger: Trigger, verdict: Verdict, now: float) -> None:
         self._move(trigger, now)
         self.verdict = verdict
-        data: dict[str, Any] = {"code": verdict.code, "reason": verdict.reason, "victims": verdict.victims}
-        if verdict.first:
-            cause = verdict.first.cause
-            data.update(
-                rank=verdict.first.rank, node=verdict.first.node, how=cause.kind, log=cause.log,
-                traceback=cause.traceback[-8192:],
-            )  # fmt: skip
-        self._record("verdict", **data)
+        self._record("verdict", **wording.verdict_data(verdict))
         for member in self.members.values():
             if member.here:
                 self._tell(member, verdict)

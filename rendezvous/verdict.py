@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pdrun.rendezvous.messages import Cause, CauseKind, Failure, Verdict
+from pdrun.rendezvous.wording import after_restarts
 
 _RANKING: dict[CauseKind, int] = {
     "exception": 0, "startup": 0, "signal": 1, "oom": 1, "exit": 2, "lost": 3, "communication": 4, "stopped": 5,
@@ -77,10 +78,8 @@ def worded(failures: Sequence[Reported], *, restarts: int, code: int | None = No
     victims = sum(not own(item.failure.cause) for item in failures if item is not first)
     if code is None:
         code, reason = (first.failure.cause.code or 1, describe(first.failure)) if first else (70, reason)
-    if restarts:
-        reason += f", after {restarts} restart{'s' if restarts > 1 else ''}"
     return Verdict(
-        code=code, reason=reason, first=first.failure if first else None,
+        code=code, reason=after_restarts(reason, restarts), first=first.failure if first else None,
         others=tuple(_trimmed(other) for other in others[:MOST_OTHERS]), victims=victims,
     )  # fmt: skip
 

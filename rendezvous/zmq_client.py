@@ -38,6 +38,7 @@ from pdrun.rendezvous.messages import (
 )
 from pdrun.rendezvous.resume import Filter, Memory
 from pdrun.rendezvous.security import Secret
+from pdrun.rendezvous.zmq_end import FAR_AWAY, end_context
 
 if TYPE_CHECKING:
     import zmq
@@ -161,10 +162,12 @@ class ZmqLink:
 
     def close(self, timeout: float = 1.0) -> None:
         """Hand over what is queued, for at most ``timeout`` seconds, and close."""
-        linger = int(timeout * 1000) if self._stage in (_Stage.UP, _Stage.OVER) else 0
+        if self._epoll.closed:
+            return
+        linger = timeout if self._stage in (_Stage.UP, _Stage.OVER) else 0.0
         self._stage = _Stage.OVER
-        self._drop_socket(linger)
-        self._context.destroy(linger=linger)
+        self._drop_socket(int(linger * 1000))
+        end_context(self._context, linger)
         self._epoll.close()
 
     # One connection ---------------------------------------------------------------------------------------------------
@@ -174,7 +177,7 @@ class ZmqLink:
         self._incarnation += 1
         sock = self._socket = self._context.socket(zmq.DEALER)
         for option, value in (
-            (zmq.RECONNECT_IVL, -1), (zmq.LINGER, 0), (zmq.MAXMSGSIZE, Envelope.LIMIT), (zmq.SNDHWM, 0),
+            (zmq.RECONNECT_IVL, FAR_AWAY), (zmq.LINGER, 0), (zmq.MAXMSGSIZE, Envelope.LIMIT), (zmq.SNDHWM, 0),
             (zmq.HANDSHAKE_IVL, 3000), (zmq.CONNECT_TIMEOUT, int(self._connect_timeout * 1000)),
             (zmq.HEARTBEAT_IVL, 1000), (zmq.HEARTBEAT_TIMEOUT, 3000), (zmq.TCP_KEEPALIVE, 1),
         ):  # fmt: skip

@@ -24,6 +24,7 @@ from pdrun.rendezvous.events import Peer
 from pdrun.rendezvous.messages import Envelope
 from pdrun.rendezvous.security import Secret
 from pdrun.rendezvous.transport import Arrived, Complaint, Gone, Incoming, Woken
+from pdrun.rendezvous.zmq_end import end_context
 
 if TYPE_CHECKING:
     import zmq
@@ -189,7 +190,10 @@ class ZmqServer:
     def close(self, timeout: float) -> None:
         """End everything, giving what was sent at most ``timeout`` seconds to leave."""
         self._router.disable_monitor()  # first: a socket that outlives its monitor waits for ever at its end
-        self._context.destroy(linger=max(0, int(timeout * 1000)))
+        for one in (self._monitor, self._router, self._zap):
+            if one is not None:
+                one.close(linger=max(0, int(timeout * 1000)))
+        end_context(self._context, timeout)
 
     # Reading ----------------------------------------------------------------------------------------------------------
 

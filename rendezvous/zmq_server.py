@@ -272,16 +272,18 @@ class ZmqServer:
     # Ending one connection --------------------------------------------------------------------------------------------
 
     def _ended(self, fd: int, result: list[Incoming]) -> None:
-        peer = self._by_fd.get(fd)
+        """
+        Report the end of the connection that had a descriptor.
+
+        Should the number have been used again, and the event be about an earlier connection that never spoke, the
+        wrong one is reported: it is shut down, too, so that its agent sees the cut and resumes within milliseconds.
+        """
+        peer = self._by_fd.pop(fd, None)
         if peer is None:
             return
-        closing = self._closing.get(peer)
-        connection = closing[1] if closing else self._connections.get(peer)
-        if connection is not None and connection.name is not None and _remote(fd) == connection.name:
-            return  # the number was used again: the event is about an earlier connection
-        del self._by_fd[fd]
         self._closing.pop(peer, None)
-        if self._connections.pop(peer, None):
+        if connection := self._connections.pop(peer, None):
+            _shut(connection)
             result.append(Gone(peer))
 
     def _drop(self, peer: Peer) -> None:

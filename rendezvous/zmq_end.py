@@ -1,0 +1,24 @@
+"""The end of a ZeroMQ context, bounded: libzmq's own has no limit of time."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import zmq
+
+FAR_AWAY = 3_600_000
+"""
+RECONNECT_IVL, milliseconds, of a socket that is never to reconnect by itself. Not -1, which says just that: with it
+libzmq 4.3.5 was seen never to end the context of a socket whose connection was cut while messages were queued.
+"""
+SPARE = 1.0
+"""Seconds beyond the linger time after which a context is left to the end of the process."""
+
+
+def end_context(context: zmq.Context[zmq.Socket[bytes]], linger: float) -> None:
+    """End a context, all of whose sockets are closed; gives what is queued ``linger`` seconds to leave."""
+    thread = threading.Thread(target=context.term, name="pdrun-zmq-end", daemon=True)
+    thread.start()
+    thread.join(linger + SPARE)

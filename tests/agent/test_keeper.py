@@ -147,7 +147,7 @@ def test_many_workers_at_once_do_not_jam_the_socket(driver):
 
 
 def test_signals_reach_the_process_or_its_group(driver, tmp_path):
-    script = "trap 'exit 7' USR1; (trap 'echo x > %s' USR1; sleep 600 & wait) & echo $! > %s; wait; wait"
+    script = "trap 'exit 7' USR1; (trap 'echo x > %s' USR1; echo 1 > %s; sleep 600 & wait) & wait; wait"
     mark, ready = tmp_path / "mark", tmp_path / "ready"
     driver.start(0, ("/bin/sh", "-c", script % (mark, ready)))
     read_pid(ready)

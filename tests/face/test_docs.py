@@ -1,0 +1,37 @@
+"""What the documents promise exists: links, and the options in their commands."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from pdrun.launcher.aliases import ALIASES
+from pdrun.launcher.cli_commands import build
+from pdrun.launcher.options import RUN
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    ROOT / "benchmarks/README.md",
+]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#:]+)\)", page.read_text())
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_options_in_commands_exist(page: Path) -> None:
+    group = build(lambda found: None, lambda read: 0)
+    known = {name for row in (*RUN, *ALIASES) for name in row.names}
+    known |= {name for command in group.commands.values() for param in command.params for name in param.opts}
+    for line in re.findall(r"^    .*?\bpdrun (.*)$", page.read_text(), re.MULTILINE):
+        ours = line.split(".py")[0].split("#")[0]
+        for option in re.findall(r"(?<!\S)--?[a-z][a-z_-]*", ours):
+            assert option in known, f"{option} in: pdrun {line}"

@@ -25,7 +25,7 @@ from pdrun.launcher.ports import Keeper, Link, WorkerOutput
 from pdrun.launcher.preflight import preflight
 from pdrun.launcher.signals import FORWARD, STOP, Signals
 from pdrun.launcher.store import Stores
-from pdrun.launcher.surroundings import Surroundings
+from pdrun.launcher.surroundings import RUNNING, UP, Surroundings
 from pdrun.launcher.voice import Voice
 from pdrun.rendezvous.messages import (
     Assign,
@@ -64,6 +64,7 @@ def run_agent(plan: LaunchPlan | Callable[[Welcome], LaunchPlan], link: Link, ar
         PdrunError: the plan cannot be made, the scheduler was never reached or refused this node.
     """
     with Signals() as signals:
+        around.reached(UP)
         agent = Agent(plan, link, signals, around)
         try:
             return agent.run()
@@ -196,6 +197,8 @@ class Agent:
             if child is not None and child.fileno() in ready and self._code is None and not messages:
                 raise RendezvousError("the scheduler process on this node has died")
         except RendezvousError as error:
+            if self._stops:  # what follows from the user's stop is no failure
+                return self._stop_alone()
             if self._group is None or not self._group.started:
                 raise
             self._voice.say(f"{error}; stopping the workers of this node")
@@ -262,6 +265,7 @@ class Agent:
     def _start(self, group: Group) -> None:
         assert self._assign is not None
         self._voice.started(self._assign)
+        self._around.reached(RUNNING)
         group.start()
 
     def _worker_ended(self, rank: int, cause: Cause) -> None:

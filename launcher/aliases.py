@@ -61,6 +61,12 @@ def _per_node(text: str, where: str) -> Values:
     return {"resources.devices": values.whole(1)(text, where)}
 
 
+def _numa_binding(text: str, where: str) -> Values:
+    if text != "node":
+        raise UsageError(f"{values.quoted(text)} is not supported: only node is", where=where, hint="or use --bind")
+    return {"resources.bind": "numa"}
+
+
 def _rdzv_endpoint(text: str, where: str) -> Values:
     return place_of()(values.endpoint(C10D_PORT)(text, where))
 
@@ -219,7 +225,7 @@ TORCHRUN = (
     _torchrun("local-addr", "--interface", to("place.interface", values.interface), "ADDR"),
     _torchrun("shutdown-timeout", "--grace", to("policy.grace", values.duration_or_zero), "S"),
     _torchrun("numa-binding", "node: --bind numa",
-              lambda text, where: {"resources.bind": values.choice("node")(text, where) and "numa"}, "HOW"),
+              _numa_binding, "HOW"),
     _torchrun("event-log-handler", "null only", _only(("null",), "pdrun writes its own event log"), "NAME"),
     _torchrun("run-path", "refused", _refused("a script always runs as python SCRIPT")),
     _torchrun("logs-specs", "refused", _refused("log plug-ins of torch are not loaded", "use --log-dir and --log-name"),

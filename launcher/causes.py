@@ -6,6 +6,16 @@ last word together with a failing exit code; its exit code or signal; its last l
 *peer* went away is `communication`: such a worker is a victim, even when it ended first. Whatever began after pdrun had
 told the worker to stop is `stopped`.
 
+A traceback alone proves nothing: a program may print one, with `logging.exception` say, and live on. It counts
+
+* as an `exception`, when the worker then ended by itself: with Python's code for it (1), or soon after (LINGER). `Group`
+  lets a worker whose last word was a traceback do so, for a moment, before it passes on an order to stop;
+* as a `suspect`, when our order ended it first, and nothing says that it had gone on (a line of a logger above the
+  traceback, output after it). A suspect explains a job whose other workers only complain of a peer: it is mostly one that
+  hangs in the destructors of torch.distributed. It never outranks a worker that died by itself. Time is no test
+  here: the destructors may hang until the peers' timeouts, and a caught exception may be a second old;
+* for nothing otherwise.
+
 Limits. A victim is known by the words of gloo, NCCL, HCCL and torch.distributed, in the tables below; other words are
 taken for an error of the worker's own, which is the safer mistake: a true cause is never hidden.
 """
@@ -20,8 +30,12 @@ from dataclasses import dataclass
 
 from pdrun.launcher.model import SpawnFailed
 from pdrun.launcher.traces import Raised, hopeless, raised, unprefixed, users_part
-from pdrun.rendezvous.messages import Cause
+from pdrun.rendezvous.messages import Cause, CauseKind
 
+LINGER = 10.0
+"""Seconds between a traceback and the death that it explains, where the exit code is not Python's own for it."""
+PROMPT = 2.0
+"""The same for a death by SIGKILL or SIGTERM of somebody else, which a traceback rarely has to do with."""
 FATAL = "Fatal Python error"
 """How faulthandler's report of a deadly signal begins."""
 TAIL_LINES = 20
@@ -72,6 +86,8 @@ class Evidence:
     """Monotonic seconds of the end."""
     traceback: tuple[float, str] | None = None
     """The last traceback when nothing followed it, with the time of its first byte."""
+    survived: bool = False
+    """Whether the worker is known to have gone on after that traceback."""
     tail: tuple[str, ...] = ()
     """The last lines that it printed."""
     recent: str = ""
@@ -79,7 +95,7 @@ class Evidence:
     stopped_at: float | None = None
     """When pdrun first told this worker to stop."""
     stop_signals: tuple[int, ...] = ()
-    """The signals that pdrun sent for that."""
+    """The signals that pdrun sent for that; none while the order was still held back."""
     spawn_failure: SpawnFailed | None = None
     oom_kills: int = 0
     """Out-of-memory kills that the kernel counted in this cgroup since the workers started."""
@@ -99,34 +115,61 @@ def cause_of(seen: Evidence) -> Cause:
 
 
 def _failed(seen: Evidence, code: int) -> Cause:
-    at = seen.traceback[0] if seen.traceback else seen.at
-    ours = seen.stopped_at is not None and at >= seen.stopped_at
     number = -code if code < 0 else 0
-    if seen.traceback is not None and not ours and not seen.traceback[1].startswith(FATAL):
-        return _exception(seen, *seen.traceback, number, code)
+    weight = _weight(seen, number, code)
+    if seen.traceback is not None and weight:
+        return _exception(seen, *seen.traceback, number, code, weight)
+    crash = _crash(seen, number)  # faulthandler's report, if any, is older than the core dump
+    ours = seen.stopped_at is not None and (crash[0] if crash else seen.at) >= seen.stopped_at
     if number:
-        return _signalled(seen, number, ours)
+        return _signalled(seen, number, ours, crash or (seen.at, ""))
     if ours:
         return _made(seen, "stopped", code, f"exit code {code} after pdrun had told it to stop")
     last = unprefixed(seen.tail[-1]).strip() if seen.tail else ""
     if code in (1, 2) and _NOT_FOUND.search(last):
         return _made(seen, "startup", code, last[:500], retry=False)
-    return _made(seen, "exit", code, f"exit code {code}")
+    said = last.removeprefix("pdrun: error: ")  # by `pdrun.init()`, of a mistake that the script did not catch
+    return _made(seen, "exit", code, f"exit code {code}" if said == last else said[:500])
 
 
-def _exception(seen: Evidence, at: float, text: str, number: int, code: int) -> Cause:
+def _crash(seen: Evidence, number: int) -> tuple[float, str] | None:
+    """Return faulthandler's report, when it is about this death: not a child's, and not a signal of ours."""
+    if seen.traceback is None or not number or number in seen.stop_signals:
+        return None
+    return seen.traceback if seen.traceback[1].startswith(FATAL) else None
+
+
+def _weight(seen: Evidence, number: int, code: int) -> CauseKind | None:
+    """Return what a traceback says about this end: see the module. None: nothing."""
+    if seen.traceback is None or seen.traceback[1].startswith(FATAL):
+        return None
+    at, told = seen.traceback[0], seen.stopped_at
+    if told is not None and at >= told:
+        return None
+    if seen.stop_signals:
+        return None if seen.survived else "suspect"
+    if number == signal.SIGKILL and seen.oom_kills:
+        return None
+    if code == 1 and told is None:
+        return "exception"
+    limit = PROMPT if number in (signal.SIGKILL, signal.SIGTERM) else LINGER
+    return "exception" if seen.at - at <= limit else None
+
+
+def _exception(seen: Evidence, at: float, text: str, number: int, code: int, weight: CauseKind) -> Cause:
     """The last word was a traceback, and it came before any order of ours to stop."""
     if number in seen.stop_signals:
         number, code = 0, 1  # the order came while it was on its way out, with Python's code for an exception
     chain = raised(text)
     peer = any(is_communication(error) for error in chain) or (number == signal.SIGABRT and _peer_abort(seen))
     return _made(
-        seen, "communication" if peer else "exception", _shell(code), chain[-1].summary if chain else "an exception",
+        seen, "communication" if peer else weight, _shell(code), chain[-1].summary if chain else "an exception",
         number=number, at=at, traceback=users_part(text), retry=not (chain and hopeless(chain[-1])),
     )  # fmt: skip
 
 
-def _signalled(seen: Evidence, number: int, ours: bool) -> Cause:
+def _signalled(seen: Evidence, number: int, ours: bool, since: tuple[float, str]) -> Cause:
+    """It was killed; ``since`` is when that began, with faulthandler's report of it."""
     name = signal_name(number)
     plain = f"killed by {name}" + (f" ({MEANINGS[name]})" if MEANINGS.get(name, "killed") != "killed" else "")
     code = 128 + number
@@ -140,8 +183,7 @@ def _signalled(seen: Evidence, number: int, ours: bool) -> Cause:
         return _made(seen, "communication", code, _abort_words(seen) or plain, number=number)
     if number in (signal.SIGKILL, signal.SIGTERM):
         plain += ", not by pdrun"
-    at, stack = seen.traceback or (seen.at, "")  # faulthandler's, if any; it is older than the core dump
-    return _made(seen, "signal", code, plain, number=number, at=at, traceback=stack)
+    return _made(seen, "signal", code, plain, number=number, at=since[0], traceback=since[1])
 
 
 def is_communication(error: Raised) -> bool:
@@ -199,11 +241,11 @@ def _shell(code: int) -> int:
 
 
 def _made(
-    seen: Evidence, kind: str, code: int, summary: str, *, number: int = 0, at: float | None = None,
+    seen: Evidence, kind: CauseKind, code: int, summary: str, *, number: int = 0, at: float | None = None,
     traceback: str = "", retry: bool = True,
 ) -> Cause:  # fmt: skip
     return Cause(
-        kind=kind, code=code, signal=int(number), at=seen.at if at is None else at, summary=summary,  # type: ignore[arg-type]
+        kind=kind, code=code, signal=int(number), at=seen.at if at is None else at, summary=summary,
         traceback=traceback, tail=() if kind == "ok" else _short(seen.tail), log=seen.log, retry=retry,
     )  # fmt: skip
 

@@ -206,21 +206,24 @@ def _reach(scheduler: str | None, token_file: str, insecure: bool) -> Remote | N
 
 def _status(show: Show, watch: Watch) -> click.Command:
     def callback(
-        job: str | None, json: bool, follow: bool, scheduler: str | None, token_file: str, insecure: bool
+        job: str | None, json: bool, follow: bool, all: bool, scheduler: str | None, token_file: str, insecure: bool
     ) -> int:
         from pdrun.launcher import control
 
+        if all and (job or scheduler):
+            raise UsageError("lists every job, and one is named", where="--all", hint="leave one of them out")
         if json and follow:
             raise UsageError("--json prints once, --follow shows a screen", hint="leave one of them out")
         remote = _reach(scheduler, token_file, insecure)
         return control.status(
-            job, json=json, scheduler=remote, show=None if json else show, watch=watch if follow else None
+            job, json=json, scheduler=remote, show=None if json else show, watch=watch if follow else None, all=all
         )
 
     return click.Command(
         "status", callback=callback, help="Show how a job is: the one that runs, or JOB (a name, a run or a prefix).",
         params=[
             _job_argument(),
+            click.Option(["-a", "--all"], is_flag=True, help="Every job that is known, not only the newest."),
             click.Option(["--json"], is_flag=True, help="One JSON object a job."),
             click.Option(["-f", "--follow"], is_flag=True, help="Go on until the job has ended."),
             *_remote(),
@@ -230,21 +233,26 @@ def _status(show: Show, watch: Watch) -> click.Command:
 
 
 def _logs() -> click.Command:
-    def callback(job: str | None, ranks: str, follow: bool, lines: str | None, stdout: bool, stderr: bool) -> int:
+    def callback(
+        job: str | None, ranks: str, generation: str | None, follow: bool, lines: str | None, stdout: bool, stderr: bool
+    ) -> int:
         from pdrun.launcher import control
 
         count = None if lines is None else int(values.whole(0)(lines, "--lines"))
+        which = values.generation(generation, "--generation") if generation is not None else None
         if stdout and stderr:
             raise UsageError("--stdout and --stderr each show one stream alone", hint="leave both out for both")
         return control.logs(
-            job, ranks=values.ranks(ranks, "--ranks"), follow=follow, lines=count, stdout=not stderr, stderr=not stdout
-        )
+            job, ranks=values.ranks(ranks, "--ranks"), follow=follow, lines=count, stdout=not stderr, stderr=not stdout,
+            generation=which,
+        )  # fmt: skip
 
     return click.Command(
         "logs", callback=callback, help="Print what the workers of a job printed.",
         params=[
             _job_argument(),
             click.Option(["--ranks"], default="all", metavar="RANKS", help="all, or 0,7-9."),
+            click.Option(["--generation"], metavar="N|all", help="0 before the first restart; the last by default."),
             click.Option(["-f", "--follow"], is_flag=True, help="Go on until the job has ended."),
             click.Option(["-n", "--lines"], metavar="N", help="At most N lines of each file's end."),
             click.Option(["--stdout"], is_flag=True, help="Only stdout."),

@@ -10,7 +10,7 @@ from typing import Any
 
 from pdrun.errors import UsageError
 from pdrun.launcher import values
-from pdrun.launcher.cli_run import from_command_line
+from pdrun.launcher.cli_run import from_command_line, warn_of_strangers
 from pdrun.launcher.options import Option
 from pdrun.launcher.spec import Policy
 from pdrun.launcher.wishes import from_environment, settle
@@ -21,6 +21,7 @@ def wishes(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return field path -> value, and field path -> source, of what was said with these options or their twins."""
     said, _ = from_command_line(rows, params)
+    warn_of_strangers(environ)
     twins = {name for row in rows for name in row.env}
     around, _ = from_environment({name: value for name, value in environ.items() if name in twins})
     settled, _ = settle([*said, *around])
@@ -45,15 +46,17 @@ def scheduler(listen: str, rows: Sequence[Option], params: Mapping[str, Any], en
     """Serve one job at ``listen`` until it ends; the job's specification comes with the first node."""
     endpoint = values.endpoint()(listen, "--listen")
     values.interface(endpoint.host, "--listen")
-    said, _ = wishes(rows, params, environ)
+    said, sources = wishes(rows, params, environ)
     if "resources.nodes" not in said:
         raise UsageError("is needed: a scheduler cannot guess how many nodes will come", where="--nodes")
+    from pdrun.launcher.run import blamed
     from pdrun.rendezvous.events import SchedulerConfig
     from pdrun.rendezvous.security import find_secret
     from pdrun.rendezvous.server import serve_standalone
 
     insecure = bool(said.get("place.insecure", False))
-    secret = None if insecure else find_secret(said.get("place.token_file", ""))[0]
+    with blamed(sources.get("place.token_file", "")):
+        secret = None if insecure else find_secret(said.get("place.token_file", ""))[0]
     defaults = Policy()
     run = run_name(said.get("job", ""))
     config = SchedulerConfig(

@@ -20,7 +20,7 @@ from pdrun.launcher.aliases import ALIASES
 from pdrun.launcher.derive import Asked, build
 from pdrun.launcher.model import Facts, LaunchPlan
 from pdrun.launcher.options import RUN, Option
-from pdrun.launcher.wishes import Level, Source, Wish, from_environment, read
+from pdrun.launcher.wishes import Level, Source, Wish, from_environment, read, strangers
 
 Rows = Sequence[Option]
 
@@ -118,6 +118,8 @@ def make_plan(asked: Asked) -> tuple[LaunchPlan, Facts]:
 def run(params: Mapping[str, Any], words: Sequence[str]) -> int:
     """Do what ``pdrun run`` was told: print the plan, or execute it and return the job's exit code."""
     asked = request(params, words, os.environ)
+    if not asked.explain:  # which says it among the reasons
+        warn_of_strangers(os.environ)
     plan, facts = make_plan(asked.asked)
     if asked.explain or asked.dry_run:
         _print(asked, plan, facts)
@@ -126,6 +128,12 @@ def run(params: Mapping[str, Any], words: Sequence[str]) -> int:
     from pdrun.launcher.run import execute
 
     return int(execute(plan))
+
+
+def warn_of_strangers(environ: Mapping[str, str]) -> None:
+    """Say on stderr which PDRUN_ variables nobody reads: a typing slip must not start a job of another size unseen."""
+    for text in strangers(environ):
+        print(f"pdrun: warning: {text}", file=sys.stderr, flush=True)
 
 
 def _print(asked: Request, plan: LaunchPlan, facts: Facts) -> None:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from pdrun import eventlog
 from pdrun.errors import EXIT_OK, EXIT_UNAVAILABLE, RendezvousError, UsageError
@@ -25,6 +26,8 @@ from pdrun.launcher.follow import LogReader
 from pdrun.launcher.jobs import Job, find, find_running, is_alive, jobs, start_ticks
 from pdrun.net import Endpoint
 
+NEWEST = 20
+"""Jobs that `status` lists; all that run are among them."""
 STOP_TIMEOUT = 60.0
 _FORCE_AGAIN = 0.3
 """Seconds between the two signals of a forced stop: the job must see two."""
@@ -47,10 +50,10 @@ class Remote:
 
 def status(
     name: str | None = None, *, json: bool = False, scheduler: Remote | None = None, show: Show | None = None,
-    watch: Watch | None = None,
+    watch: Watch | None = None, all: bool = False,
 ) -> int:  # fmt: skip
     """
-    Show one job, or without a name the one that runs, or else all that are known.
+    Show one job, or without a name the one that runs, or else the newest that are known.
 
     Args:
         name: run, job name or a prefix; None: see above.
@@ -58,11 +61,12 @@ def status(
         scheduler: ask this scheduler instead of the registry.
         show: shows it to people; JSON is printed without it.
         watch: given for ``--follow``: shows it until the job has ended, instead of once.
+        all: every job that is known, however old.
 
     Raises:
         UsageError: no job is called that. RendezvousError, AuthenticationError: the scheduler could not be asked.
     """
-    found = job_statuses(name, scheduler=scheduler)
+    found = job_statuses(name, scheduler=scheduler, all=all)
     if watch is not None:
         names = [one.run for one in found]
         return watch(lambda: [one for name in names for one in job_statuses(name, scheduler=scheduler)])
@@ -74,15 +78,30 @@ def status(
     return EXIT_OK
 
 
-def job_statuses(name: str | None, *, scheduler: Remote | None = None) -> list[JobStatus]:
+def job_statuses(name: str | None, *, scheduler: Remote | None = None, all: bool = False) -> list[JobStatus]:
     """Return what `status` shows; a job that ended without a verdict has state ``dead``."""
     if scheduler is not None:
         return [_ask(scheduler)]
     known = jobs()
-    if name is None:
-        running = [job for job in known if is_alive(job)]
-        return [read_status(job) for job in (running if len(running) == 1 else known)]
-    return [read_status(find(name, known))]
+    if name is not None:
+        return [read_status(_newest(name, known))]
+    running = [job for job in known if is_alive(job)]
+    if len(running) == 1 and not all:
+        return [read_status(running[0])]
+    shown = [job for place, job in enumerate(known) if all or place < NEWEST or job in running]
+    if len(shown) < len(known):
+        _say(f"{len(known) - len(shown)} older job(s) are not listed; --all lists them")
+    return [read_status(job) for job in shown]
+
+
+def _newest(name: str, known: list[Job]) -> Job:
+    """Return the job to look at: of several runs of one name the newest, one that runs before others; says which."""
+    job = find(name, known, newest=True)
+    namesakes = [other for other in known if other.job == job.job]
+    if name != job.run and len(namesakes) > 1:
+        word = "newest that runs" if is_alive(job) else "newest"
+        _say(f"{len(namesakes)} runs are called {job.job}; this is the {word}, {job.run}")
+    return job
 
 
 def read_status(job: Job) -> JobStatus:
@@ -93,8 +112,17 @@ def read_status(job: Job) -> JobStatus:
         found = JobStatus(reason=f"event log {job.events}: {error.strerror}")
     found = replace(found, job=found.job or job.job, run=found.run or job.run, started_at=found.started_at or job.made)
     if found.state != "done" and not is_alive(job) and _is_here(job):
-        found = replace(found, state="dead", reason=found.reason or "its agent ended without a verdict")
+        reason = found.reason or "its agent ended without a verdict"
+        found = replace(found, state="dead", reason=reason, ended_at=_last_written(job.events))
     return found
+
+
+def _last_written(events: str) -> float | None:
+    """Return the wall clock time of an event log's last change: as long as its job is known to have lived."""
+    try:
+        return Path(events).stat().st_mtime if events else None
+    except OSError:
+        return None
 
 
 def to_json(found: JobStatus) -> str:
@@ -105,10 +133,11 @@ def to_json(found: JobStatus) -> str:
 
 def logs(
     name: str | None = None, *, ranks: str = "all", follow: bool = False, lines: int | None = None,
-    stdout: bool = True, stderr: bool = True, console: Console | None = None,
+    stdout: bool = True, stderr: bool = True, generation: int | Literal["all"] | None = None,
+    console: Console | None = None,
 ) -> int:  # fmt: skip
     """
-    Print the workers' logs of a job's last generation, each line behind ``host:rank|``.
+    Print the workers' logs of a job, each line behind ``host:rank|``.
 
     Args:
         name: run, job name or a prefix; None: the job that runs, else the newest.
@@ -117,17 +146,20 @@ def logs(
         lines: of each file at most so many of its end; None: all.
         stdout: whether to show what the workers printed on stdout.
         stderr: the same for stderr.
+        generation: which one, or all; None: the last, and it is said when there are others.
         console: the terminal; for tests.
 
     Raises:
-        UsageError: no such job, no such rank, or its logs are not on this machine.
+        UsageError: no such job, rank or generation, or its logs are not on this machine.
     """
     known = jobs()
     if not known and name is None:
         raise UsageError("no job of yours is known here")
-    job = find(name, known) if name is not None else next((job for job in known if is_alive(job)), known[0])
+    job = _newest(name, known) if name is not None else next((job for job in known if is_alive(job)), known[0])
     console = console or Console()
-    reader = LogReader(job, read_status, console, ranks=ranks, lines=lines, stdout=stdout, stderr=stderr)
+    reader = LogReader(
+        job, read_status, console, ranks=ranks, lines=lines, stdout=stdout, stderr=stderr, generation=generation
+    )
     try:
         while reader.step() and follow:
             reader.pause()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pdrun.env import refuse_owned
 from pdrun.errors import UsageError
 from pdrun.launcher.aliases import MSRUN_PORT, TORCHRUN_PORT
 from pdrun.launcher.spec import JobSpec, Output, Place, Policy, Program, Resources, Sources, field_paths
@@ -54,16 +55,22 @@ Derived = tuple[Sequence[Wish], Sequence[str]]
 
 
 def _standalone(settled: Settled) -> Derived:
+    """torchrun passes over its endpoint when it is to stand alone; pdrun's own spellings contradict that."""
     alone = settled.get("torchrun.standalone")
-    for path in ("scheduler.host", "scheduler.port", "place.serve"):
-        if alone and path in settled and settled[path].source.level <= alone.source.level:
-            raise contradiction(alone, settled[path])
+    ours = [path for path in ("scheduler.host", "scheduler.port", "place.serve") if path in settled]
+    for wish in (settled[path] for path in ours):
+        own = wish.path == "place.serve" or wish.source.label in ("--scheduler", "PDRUN_SCHEDULER")
+        if alone and own and wish.source.level <= alone.source.level:
+            raise contradiction(alone, wish)
     return (), ()
 
 
 def _scheduler(settled: Settled) -> Derived:
     """Put host and port together; a host alone gets the port that its launcher would have taken."""
     host, port = settled.get("scheduler.host"), settled.get("scheduler.port")
+    if alone := settled.get("torchrun.standalone"):
+        said = dict.fromkeys(wish.source.said() for wish in (host, port) if wish)
+        return (), [f"{text} is not used: {alone.source.said()} meets nobody" for text in said]
     if host is None:
         if port is not None and _nodes(settled) > 1 and not _value(settled, "place.local", False):
             raise port.source.error("a port without a host", "add --master-addr with the first node's address")
@@ -207,6 +214,12 @@ def _check(settled: Settled) -> None:
         raise rank.source.error(f"{rank.value} is not a place among {nodes} node(s) ({count})", f"use 0 to {nodes - 1}")
     if rank and serve and serve.value != (rank.value == 0):
         raise contradiction(serve, rank)
+    for path, wish in settled.items():
+        if path.startswith("env."):
+            try:
+                refuse_owned(path.removeprefix("env."), where=wish.source.label)
+            except UsageError as error:
+                raise wish.source.blame(error) from None
     name = settled.get("output.log_name")
     if name and nodes > 1 and "{rank}" not in name.value and "{node}" not in name.value and "{host" not in name.value:
         raise name.source.error(f"{name.value!r} is the same on every node", "add {rank} or {node}")

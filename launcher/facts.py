@@ -42,6 +42,7 @@ def gather(spec: JobSpec, environ: Mapping[str, str] | None = None, root: Path =
     scheduler = spec.place.scheduler
     found = program.look(spec.program, cwd, {**environ, **spec.env})
     torch = _torch_folder(spec)
+    route = network.route(scheduler) if networked else network.LOOPBACK[1]
     return Facts(
         hostname=hostname,
         environ=environ,
@@ -56,7 +57,8 @@ def gather(spec: JobSpec, environ: Mapping[str, str] | None = None, root: Path =
         uid=os.getuid(),
         script_digest=_digest(found.file) if networked and found.file else "",
         local_endpoint=network.is_here(scheduler.host, hostname, addresses) if networked and scheduler else None,
-        route_address=network.route(scheduler) if networked else network.LOOPBACK[1],
+        route_address=route,
+        scheduler_fault=network.name_fault(scheduler.host) if scheduler and not route else "",
         program_error=found.error,
         program_error_code=found.code,
         log_error=log_error(spec, cwd),

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 from pdrun.errors import UsageError
 from pdrun.eventlog import JobStatus
@@ -15,6 +15,7 @@ from pdrun.launcher.jobs import Job
 from pdrun.launcher.lognames import ERR_SUFFIX, OUT_SUFFIX, stem_pattern
 from pdrun.launcher.ranks import RankSet
 from pdrun.launcher.shaping import PrefixShaper
+from pdrun.launcher.values import rank_text
 
 PERIOD = 0.2
 """Seconds between two looks at files that grow."""
@@ -35,7 +36,7 @@ class LogReader:
 
     def __init__(
         self, job: Job, read_status: Callable[[Job], JobStatus], console: Console, *,
-        ranks: str, lines: int | None, stdout: bool, stderr: bool,
+        ranks: str, lines: int | None, stdout: bool, stderr: bool, generation: int | Literal["all"] | None = None,
     ) -> None:  # fmt: skip
         """Find the files; arguments as in `pdrun.launcher.control.logs`, which also names the errors."""
         self._job, self._read_status, self._console = job, read_status, console
@@ -46,6 +47,8 @@ class LogReader:
                           ((OUT_SUFFIX, OUT, stdout), (ERR_SUFFIX, ERR, stderr)) if wanted}  # fmt: skip
         self._pattern = stem_pattern(job.log_name)
         self._sources: dict[Path, _Source] = {}
+        self._seen: set[int] = set()
+        self._wanted = generation
         self._generation = -1
         self._folder = _run_folder(job)
         if not self._folder.is_dir():
@@ -55,7 +58,15 @@ class LogReader:
         """Show what is new; False when the job has ended and everything is shown."""
         status = self._read_status(self._job)
         running = status.state not in ("done", "dead")
-        self._open_new(status)
+        there = _generations(self._folder)
+        first = self._generation < 0
+        for generation in self._next(there, running):
+            self._turn(generation, status)
+        if self._generation >= 0:
+            self._open_new(status)
+            self._check_ranks(status)
+        if first and self._generation >= 0:
+            self._lines = None  # what comes from now on is new as a whole
         for source in self._sources.values():
             self._copy(source)
         if not running:
@@ -68,19 +79,44 @@ class LogReader:
         while self._console.held(OUT) or self._console.held(ERR):
             time.sleep(PERIOD)
 
-    def _open_new(self, status: JobStatus) -> None:
-        """Open files that have appeared, of the newest generation; leave an older one when a newer begins."""
-        generation = _newest_generation(self._folder)
-        if generation is None:
+    def _next(self, there: list[int], running: bool) -> list[int]:
+        """Return the generations to go on with, in order; says so when the wanted one hides others."""
+        newer = [number for number in there if number > self._generation]
+        if self._wanted == "all":
+            return newer
+        if self._wanted is not None:
+            if self._wanted not in there and not running:
+                raise UsageError(
+                    f"{self._wanted} is no generation of run {self._job.run}", where="--generation",
+                    hint=f"there {'are' if len(there) > 1 else 'is'} {', '.join(map(str, there)) or 'none'}",
+                )  # fmt: skip
+            return [number for number in newer if number == self._wanted]
+        if self._generation < 0 and len(there) > 1:
+            self._console.say(f"pdrun: generation {there[-1]}, the last of {len(there)}; --generation all shows all")
+        return newer[-1:]
+
+    def _turn(self, generation: int, status: JobStatus) -> None:
+        """Leave a generation, which has ended, for the next."""
+        if self._generation >= 0:
+            self._open_new(status)
+        for source in self._sources.values():
+            self._copy(source)
+        self._close()
+        self._generation = generation
+
+    def _check_ranks(self, status: JobStatus) -> None:
+        """Refuse ranks that the job does not have, once it is known which ones it has."""
+        if self._all or not status.ranks:
             return
-        if generation != self._generation:
-            for source in self._sources.values():
-                self._copy(source)
-            self._close()
-            self._sources, first = {}, self._generation < 0
-            self._generation = generation
-            self._lines = self._lines if first else None
-        for path, rank, stream in self._files(self._folder / str(generation)):
+        known = {*status.ranks, *self._seen}
+        if none := self._ranks.without(known):
+            raise UsageError(
+                f"run {self._job.run} has no rank {none}", where="--ranks", hint=f"there are {rank_text(tuple(known))}"
+            )
+
+    def _open_new(self, status: JobStatus) -> None:
+        """Open files of the generation that have appeared."""
+        for path, rank, stream in self._files(self._folder / str(self._generation)):
             if path not in self._sources:
                 self._sources[path] = self._open(path, rank, stream, status)
 
@@ -92,6 +128,7 @@ class LogReader:
             if path.suffix not in self._suffixes or not path.is_file() or match is None:
                 continue
             rank = int(match["rank"]) if "rank" in match.groupdict() else None
+            self._seen |= {rank} if rank is not None else set()
             if self._all or (rank is not None and rank in self._ranks):
                 found.append((path, rank, self._suffixes[path.suffix]))
         return iter(sorted(found, key=lambda item: (item[1] is None, item[1] or 0, item[2], str(item[0]))))
@@ -144,6 +181,5 @@ def _run_folder(job: Job) -> Path:
     return Path(job.events).parent if job.events and not inside.is_dir() else inside
 
 
-def _newest_generation(folder: Path) -> int | None:
-    numbers = [int(path.name) for path in folder.iterdir() if path.name.isascii() and path.name.isdigit()]
-    return max(numbers, default=None)
+def _generations(folder: Path) -> list[int]:
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isascii() and path.name.isdigit())

@@ -13,6 +13,7 @@ through a private folder that exists during the call only.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -25,6 +26,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from pdrun.env import refuse_owned
 from pdrun.errors import (
     EXIT_CONFIG,
     EXIT_DEADLINE,
@@ -42,6 +44,7 @@ from pdrun.errors import (
     UsageError,
 )
 from pdrun.eventlog import read
+from pdrun.launcher import jobs
 from pdrun.launcher.function_file import Result, read_results, write_call
 from pdrun.launcher.spec import JobSpec, Output, Place, Policy, Program, Resources
 from pdrun.names import name_from
@@ -77,8 +80,12 @@ def launch(
     Call ``fn(*args, **kwargs)`` in ``nodes * devices`` worker processes; return their results in rank order.
 
     Args:
+        fn: what every worker calls; functions of ``__main__``, lambdas and closures are fine.
+        args: its positional arguments, the same for all workers.
+        nodes: above 1, so many nodes are simulated, all on this machine.
         devices: workers on each node; auto: every visible accelerator, one worker where there is none.
         backend: kind of device; auto: what this machine has.
+        kwargs: its keyword arguments.
         env: variables for the workers.
         grace: seconds that workers get to end when another failed or the call was interrupted.
         timeout: seconds after which the whole job is stopped.
@@ -90,6 +97,7 @@ def launch(
         UsageError, ConfigError: the call cannot be started; DeadlineExceeded: ``timeout`` passed.
         KeyboardInterrupt: the job has been stopped.
     """
+    _check(nodes, devices, grace, timeout, env)
     folder = Path(tempfile.mkdtemp(prefix="pdrun-launch-"))
     try:
         call = folder / f"{name_from(getattr(fn, '__name__', 'function'))}.call"
@@ -108,7 +116,28 @@ def launch(
         code = job.wait(grace)
         return _results(read_results(folder), _verdict(logs, spec.job), code, job.tail)
     finally:
+        jobs.forget(folder / "logs")
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check(nodes: object, devices: object, grace: object, timeout: object, env: object) -> None:
+    """Refuse arguments of other types here, where Python's caller sees which one it was."""
+    for name, count in (("nodes", nodes), ("devices", 1 if devices == "auto" else devices)):
+        if not isinstance(count, int) or isinstance(count, bool):
+            hint = "" if name == "nodes" else "give a whole number or 'auto'"
+            raise UsageError(f"{count!r} is not a whole number", where=f"launch({name}=)", hint=hint)
+        if count < 1:
+            raise UsageError(f"{count} is below 1", where=f"launch({name}=)")
+    for name, time, least in (("grace", grace, True), ("timeout", 1.0 if timeout is None else timeout, False)):
+        number = isinstance(time, int | float) and not isinstance(time, bool)
+        if not number or not (0 < time < math.inf or (least and time == 0)):  # type: ignore[operator]
+            raise UsageError(f"{time!r} is not a number of seconds", where=f"launch({name}=)", hint="give 600 for 10m")
+    if env is not None and not isinstance(env, Mapping):
+        raise UsageError(f"{env!r} is not a mapping of names to texts", where="launch(env=)")
+    for name, text in (env or {}).items():
+        if not isinstance(name, str) or not isinstance(text, str):
+            raise UsageError(f"{name!r}: {text!r} are not two texts", where="launch(env=)")
+        refuse_owned(name, where="launch(env=)")
 
 
 class _Job:

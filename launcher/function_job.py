@@ -14,14 +14,17 @@ import os
 import shutil
 import sys
 import threading
+from pathlib import Path
 
+from pdrun import early
 from pdrun.errors import EXIT_SOFTWARE
 
 
 def main() -> int:
     """Read the job from standard input, run it, return its exit code."""
+    early.begin()
     order = json.loads(sys.stdin.buffer.readline())
-    _watch(_take_lifeline(), order["folder"])
+    _watch(_take_lifeline(), Path(order["folder"]))
     from pdrun.errors import PdrunError
     from pdrun.launcher.facts import gather
     from pdrun.launcher.plan import plan
@@ -45,13 +48,16 @@ def _take_lifeline() -> int:
     return lifeline
 
 
-def _watch(lifeline: int, folder: str) -> None:
+def _watch(lifeline: int, folder: Path) -> None:
     threading.Thread(target=_leave_at_end, args=(lifeline, folder), daemon=True, name="lifeline").start()
 
 
-def _leave_at_end(lifeline: int, folder: str) -> None:
+def _leave_at_end(lifeline: int, folder: Path) -> None:
     while os.read(lifeline, 4096):
         pass
+    from pdrun.launcher.jobs import forget
+
+    forget(folder / "logs")
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(EXIT_SOFTWARE)
 

@@ -45,7 +45,11 @@ def _named(value: object) -> str:
 
 def user_traceback(error: BaseException) -> str:
     """Return the traceback as Python prints it, without the frames of this file: the user's function is the first."""
-    return "".join(traceback.format_exception(type(error), error, _skip_own(error.__traceback__)))
+    trace = _skip_own(error.__traceback__)
+    text = "".join(traceback.format_exception(type(error), error, trace))
+    head = "Traceback (most recent call last):\n"
+    # where no frame is the user's (a wrong number of arguments) the header still tells that it was an exception
+    return head + text if trace is None and not text.startswith((head, "  +")) else text
 
 
 def _skip_own(trace: TracebackType | None) -> TracebackType | None:

@@ -6,6 +6,9 @@ The workers of one generation on this node: started together, watched, stopped w
 
 A worker that ended because a peer went away is held back SETTLE seconds while others of this node still run: its report
 would have them stopped, and the one that is really at fault may need that time to print why.
+
+A worker whose last word is a traceback gets an order to stop PATIENCE seconds later than the others: if it was not caught,
+the worker ends by itself in that time, with Python's code for it, and that proves it (see `causes`).
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pdrun.clock import Clock
-from pdrun.launcher.causes import Evidence, cause_of
+from pdrun.launcher.causes import LINGER, Evidence, cause_of
 from pdrun.launcher.model import Exited, KeeperEvent, LaunchPlan, Spawned, SpawnFailed, Swept, WorkerCommand, WorkerPlan
 from pdrun.launcher.oom import oom_kills
 from pdrun.launcher.ports import Keeper, WorkerOutput
@@ -28,6 +31,8 @@ SETTLE = 0.4
 SWEEP_WAIT = 0.5
 """Seconds that the report of an exit waits for the sweep of what the worker left."""
 DRAIN = 0.3
+PATIENCE = 2.0
+"""Seconds; at most half of the grace. Interpreters that have loaded torch need half a second to leave, busy ones more."""
 STUCK = 5.0
 
 Report = Callable[[int, Cause], None]
@@ -42,6 +47,9 @@ class _Worker:
     ended_at: float | None = None
     stopped_at: float | None = None
     stop_signals: list[int] = field(default_factory=list)
+    signal_at: float | None = None
+    """When a signal to stop that was held back is due, and which."""
+    held_signal: int = 0
     failure: SpawnFailed | None = None
     swept: bool = False
     report_by: float = 0.0
@@ -137,8 +145,8 @@ class Group:
             if first:
                 worker.stopped_at = None if _dumps_core(worker.pid) else now
             if kill_at > now and worker.stopped_at is not None:
-                worker.stop_signals.append(number)
-                self._keeper.signal(worker.plan.local_rank, number, group=self._plan.spec.program.kind == "command")
+                wait = self._patience(worker, number, grace) if first else 0.0
+                worker.signal_at, worker.held_signal = now + wait, number
         self._flush_held()
         self.tick()
 
@@ -163,12 +171,14 @@ class Group:
     def tick(self) -> None:
         """Do what has become due."""
         now = self._clock.monotonic()
+        for worker in self._running():
+            if worker.signal_at is not None and now >= worker.signal_at:
+                self._tell(worker, worker.held_signal, group=self._plan.spec.program.kind == "command")
         if self._kill_at is not None and now >= self._kill_at and self._give_up_at is None:
             self._give_up_at = now + STUCK
             for worker in self._running():
                 worker.stopped_at = worker.stopped_at or now
-                worker.stop_signals.append(signal.SIGKILL)
-                self._keeper.signal(worker.plan.local_rank, signal.SIGKILL, group=True)
+                self._tell(worker, signal.SIGKILL, group=True)
         if self._give_up_at is not None and now >= self._give_up_at:
             for worker in self._running():
                 worker.ended_at, worker.swept = now, True
@@ -186,10 +196,23 @@ class Group:
     def deadline(self) -> float | None:
         """Monotonic time at which `tick` has something to do, or None."""
         times = [time for time in (self._give_up_at or self._kill_at,) if time is not None and any(self._running())]
+        times += [worker.signal_at for worker in self._running() if worker.signal_at is not None]
         for worker in self._workers.values():
             if not worker.running and not (worker.reported and worker.swept):
                 times.append(worker.report_by + (STUCK + SWEEP_WAIT if worker.reported else 0.0))
         return min(times, default=None)
+
+    def _tell(self, worker: _Worker, number: int, *, group: bool) -> None:
+        worker.signal_at = None
+        worker.stop_signals.append(number)
+        self._keeper.signal(worker.plan.local_rank, number, group=group)
+
+    def _patience(self, worker: _Worker, number: int, grace: float) -> float:
+        """Seconds to hold an order to stop back: only where the worker may be on its way out, never for a Ctrl-C."""
+        last = self._output.traceback(worker.rank)
+        if last is None or number == signal.SIGINT or self._output.survived(worker.rank):
+            return 0.0
+        return min(PATIENCE, grace / 2) if self._clock.monotonic() - last[0] <= LINGER else 0.0
 
     def _running(self) -> Iterator[_Worker]:
         return (worker for worker in self._workers.values() if worker.running)
@@ -199,7 +222,7 @@ class Group:
         self._output.drain(worker.rank, DRAIN)
         worker.cause = cause_of(Evidence(
             status=worker.status, at=worker.ended_at or 0.0, traceback=self._output.traceback(worker.rank),
-            tail=self._output.tail(worker.rank), recent=self._output.recent(worker.rank),
+            survived=self._output.survived(worker.rank), tail=self._output.tail(worker.rank), recent=self._output.recent(worker.rank),
             stopped_at=worker.stopped_at, stop_signals=tuple(worker.stop_signals), spawn_failure=worker.failure,
             oom_kills=oom_kills() - self._oom_before, log=self._output.log_path(worker.rank),
         ))  # fmt: skip
@@ -214,7 +237,7 @@ class Group:
         if worker.cause is None or worker.reported:
             return
         worker.reported = True
-        if worker.cause.kind not in ("ok", "stopped"):
+        if worker.cause.kind not in ("ok", "stopped", "suspect"):
             self._output.reveal(worker.rank)
         self._report(worker.rank, worker.cause)
 

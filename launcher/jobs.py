@@ -89,6 +89,17 @@ def register(job: Job, folder: Path | None = None) -> bool:
     return True
 
 
+def forget(log_dir: Path, folder: Path | None = None) -> None:
+    """Remove the entries of runs whose logs lay in ``log_dir``, which is no more: nothing could be shown of them."""
+    try:
+        folder = folder or registry_folder()
+        for job in jobs(folder):
+            if job.log_dir == str(log_dir):
+                (folder / f"{job.run}.json").unlink(missing_ok=True)
+    except OSError:
+        pass
+
+
 def jobs(folder: Path | None = None) -> list[Job]:
     """Return every entry, the newest first; what is no entry of this user is passed over."""
     try:
@@ -111,9 +122,12 @@ def prune(folder: Path, kept: int = KEPT) -> None:
             path.unlink(missing_ok=True)
 
 
-def find(name: str, known: Iterable[Job]) -> Job:
+def find(name: str, known: Iterable[Job], *, newest: bool = False) -> Job:
     """
     Return the job that ``name`` means: a run, a job's name (its running or else newest run), or a prefix of one only.
+
+    Args:
+        newest: several runs of one job that run at once are no question: the newest is meant.
 
     Raises:
         UsageError: there is none, or more than one; names those that there are.
@@ -125,7 +139,7 @@ def find(name: str, known: Iterable[Job]) -> Job:
         [job for job in known if job.run.startswith(name) or job.job.startswith(name)],
     ):
         if matches:
-            return _one(name, matches)
+            return _one(name, matches, newest)
     hint = did_you_mean(name, [word for job in known for word in (job.job, job.run)])
     raise UsageError(f"no job {name!r}", hint=" ".join(part for part in (hint, _listed(known)) if part))
 
@@ -163,12 +177,15 @@ def start_ticks(pid: int) -> int | None:
         return None
 
 
-def _one(name: str, matches: list[Job]) -> Job:
+def _one(name: str, matches: list[Job], newest: bool) -> Job:
     """Of several runs of one job, the running one or the newest; several jobs, or several that run, are a question."""
     running = [job for job in matches if is_alive(job)]
     if len(matches) == 1 or len(running) == 1:
         return (running or matches)[0]
-    if running or len({job.job for job in matches}) > 1:
+    one_job = len({job.job for job in running or matches}) == 1
+    if running and one_job and newest:
+        return max(running, key=lambda job: job.made)
+    if running or not one_job:
         raise UsageError(f"{name!r} means more than one job", hint=_listed(running or matches, "name one run:"))
     return matches[0]
 

@@ -60,6 +60,8 @@ class Facts:
     """Exit code that goes with it: 2, 126 or 127."""
     log_error: str = ""
     """Why no log files can be made in the log folder, or empty."""
+    scheduler_fault: str = ""
+    """Why the name of the scheduler's host leads nowhere, or empty."""
     imports_torch: bool = False
     """Whether the script's text mentions torch: then the store is started at once instead of on first use."""
 

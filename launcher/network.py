@@ -49,12 +49,31 @@ def resolve(host: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
+def name_fault(host: str) -> str:
+    """Return why a host's name leads nowhere, or the empty string."""
+    from pdrun.rendezvous import lookup
+
+    return lookup.name_fault(host)
+
+
 def is_here(host: str, hostname: str, own: Iterable[tuple[str, str]]) -> bool:
     """Return whether ``host`` is this machine."""
     if host in (hostname, "localhost"):
         return True
     mine = {address.partition("%")[0] for _, address in own}
     return any(is_loopback(address) or address.partition("%")[0] in mine for address in resolve(host))
+
+
+def speaks_zmtp(endpoint: Endpoint, timeout: float = 3.0) -> bool:
+    """Return whether a ZeroMQ socket answers there: it greets every connection at once (RFC 23), others do not so."""
+    import socket
+
+    try:
+        with socket.create_connection((endpoint.host, endpoint.port), timeout) as probe:
+            greeting = probe.recv(10, socket.MSG_WAITALL)
+    except OSError:
+        return False
+    return len(greeting) == 10 and (greeting[0], greeting[9]) == (0xFF, 0x7F)
 
 
 def route(scheduler: Endpoint | None) -> str:

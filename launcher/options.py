@@ -195,7 +195,7 @@ RUN = (
 
 OTHER_VARIABLES = (
     "PDRUN_TOKEN", "PDRUN_ROLE", "PDRUN_WORKER_NUM", "PDRUN_WORKERS", "PDRUN_NODE", "PDRUN_GENERATION",
-    "PDRUN_DEVICE_KIND", "PDRUN_COLLECTIVE", "PDRUN_RANK", "PDRUN_RUN",
+    "PDRUN_DEVICE_KIND", "PDRUN_COLLECTIVE", "PDRUN_RANK", "PDRUN_RUN", "PDRUN_WORKER_ID", "PDRUN_WORKER_OF",
 )  # fmt: skip
 """Variables of pdrun that are no option's twin: the token, the dynamic cluster's, and what workers are given."""
 GIVEN_TO_WORKERS = ("PDRUN_JOB",)

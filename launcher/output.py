@@ -28,7 +28,7 @@ from pdrun.launcher.lognames import ERR_SUFFIX, OUT_SUFFIX, check_template, file
 from pdrun.launcher.pipes import Bell, worker_pipe
 from pdrun.launcher.ranks import RankSet
 from pdrun.launcher.shaping import PrefixShaper, Shaper, StraightShaper, last_lines
-from pdrun.launcher.tracebacks import Found, TracebackFinder
+from pdrun.launcher.tracebacks import PAUSE, Found, TracebackFinder
 
 READ_BYTES = 1 << 18
 TAIL_LINES, TAIL_CHARACTERS = 20, 500
@@ -49,6 +49,8 @@ class _Stream:
     file: LogFile | None
     recent: bytes = b""
     finder: TracebackFinder | None = None
+    heard_at: float = 0.0
+    """Monotonic seconds at which something was last read."""
 
 
 @dataclass
@@ -193,6 +195,13 @@ class Output:
         found = self.found(rank)
         return (found.at, found.text) if found and found.last_word else None
 
+    def survived(self, rank: int) -> bool:
+        """Whether a worker's output tells that it went on after the traceback that is its last word on stderr."""
+        worker, found = self._workers.get(rank), self.found(rank)
+        if worker is None or found is None:
+            return False
+        return found.survived or worker.streams[0].heard_at > found.at + PAUSE
+
     def found(self, rank: int) -> Found | None:
         """The last traceback of a worker with all that is known of it, also when much was printed after it."""
         worker = self._workers.get(rank)
@@ -200,8 +209,16 @@ class Output:
         return finder.found if finder else None
 
     def log_path(self, rank: int) -> str:
-        """Path of the worker's error log, or the empty string when no files are written."""
-        return self._paths.get(rank, "")
+        """
+        Path of the worker's log that tells why it ended, or the empty string when no files are written.
+
+        The error log, unless the evidence is what it printed on stdout; ``rank_3.{out,err}`` when it may be in either.
+        """
+        path, worker = self._paths.get(rank, ""), self._workers.get(rank)
+        out, err = (bool(stream.recent.strip()) for stream in worker.streams) if worker else (False, True)
+        if not path or not out or self.traceback(rank):
+            return path
+        return path.removesuffix(ERR_SUFFIX) + (f".{{{OUT_SUFFIX[1:]},{ERR_SUFFIX[1:]}}}" if err else OUT_SUFFIX)
 
     def reveal(self, rank: int) -> None:
         """A worker failed: show the last lines of one that --show-ranks hides; once."""
@@ -211,8 +228,9 @@ class Output:
         worker.revealed = True
         lines = self.tail(rank)
         path = self.log_path(rank)
-        source = f"from its log, {path}" if path else "no log is written"
-        self.say(f"pdrun: rank {rank} failed; its last {len(lines)} lines (hidden by --show-ranks; {source}):")
+        source = f"its log is {path}" if path else "no log is written"
+        last = {0: "printed nothing", 1: "its last line"}.get(len(lines), f"its last {len(lines)} lines")
+        self.say(f"pdrun: rank {rank} failed; {last} (hidden by --show-ranks; {source}){':' * bool(lines)}")
         for line in lines:
             self.say(f"{worker.prefix or rank}| {line}")
 
@@ -281,7 +299,7 @@ class Output:
             return False
         if not data:
             return False
-        now = time.monotonic()
+        now = stream.heard_at = time.monotonic()
         if stream.file:
             self._files.write(stream.file, data)
         if stream.finder:

@@ -51,6 +51,7 @@ def place(spec: JobSpec, facts: Facts, sources: Sources) -> Placement:
     devices = visible[index * workers : (index + 1) * workers] if backend.name != CPU else ()
     cpus = affinity.share(facts.cpus, index, count) if count > 1 else facts.cpus
     binding = affinity.split(cpus, workers, _mode(spec, facts.cpus, count))
+    _check_bound(spec, sources, binding, len(facts.cpus.cores) or len(facts.cpus.cpus), workers * count)
     given = grants(backend, devices, facts.environ) if devices else (Grant({}, 0),) * workers
     notes = []
     if len(visible) > workers * count and backend.name != CPU:
@@ -108,6 +109,17 @@ def _mode(spec: JobSpec, cpus: CpuSet, nodes: int) -> affinity.Mode:
     if nodes > 1 and cores < nodes:
         return "none"
     return spec.resources.bind
+
+
+def _check_bound(spec: JobSpec, sources: Sources, binding: Binding, cores: int, workers: int) -> None:
+    """Refuse a binding that was asked for by name and cannot be had; only ``auto`` goes on without one."""
+    if spec.resources.bind not in ("cores", "numa") or binding.bound:
+        return
+    source = sources.get("resources.bind", "--bind")
+    raise ConfigError(
+        f"{spec.resources.bind} cannot be had: {cores} core(s) may be used here, for {workers} worker(s)",
+        where=source, hint="start fewer workers, or use --bind auto",
+    )  # fmt: skip
 
 
 def threads(spec: JobSpec, environ: Mapping[str, str], binding: Binding) -> tuple[tuple[int, ...], str]:

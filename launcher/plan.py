@@ -22,6 +22,8 @@ from pdrun.names import name_from
 from pdrun.net import Endpoint
 
 LOOPBACK = "127.0.0.1"
+LONGEST_COMMAND = 400
+"""Characters of a command that nodes show each other."""
 
 
 def plan(spec: JobSpec, facts: Facts, sources: Sources, notes: tuple[str, ...] = ()) -> LaunchPlan:
@@ -88,11 +90,38 @@ def job_key(spec: JobSpec) -> str:
     return f"{name_from(stem.removesuffix('.py'))[:48]}-{digest}"
 
 
+def command_text(spec: JobSpec) -> str:
+    """
+    Return, in one line, what must be the same on every node; equal exactly where that is.
+
+    What is long is cut, and its digest stands for the rest.
+    """
+    import shlex
+
+    program = spec.program
+    kind = {"module": ["-m"], "command": ["--no-python"]}.get(program.kind, [])
+    text = shlex.join(["pdrun", "--nodes", str(spec.resources.nodes), *kind, program.target, *program.args])
+    text = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    if len(text) <= LONGEST_COMMAND:
+        return text
+    import hashlib
+
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return f"{text[:LONGEST_COMMAND]}... ({len(text)} characters, sha256 {digest})"
+
+
 def node_name(spec: JobSpec, facts: Facts) -> str:
-    """Return the name of this node in the job."""
-    if spec.place.simulated:
-        return f"node{spec.place.simulated[0]}"
-    return spec.place.node_name or name_from(facts.hostname)
+    """
+    Return the name of this node in the job: what the user said, else the host's.
+
+    A node rank above 0 on the machine of the scheduler, which is node 0's, means several nodes on one machine, as they
+    are started to try things out: such a node's name carries its rank.
+    """
+    where = spec.place
+    if where.simulated:
+        return f"node{where.simulated[0]}"
+    rank = f"-{where.node_rank}" if where.node_rank and facts.local_endpoint else ""
+    return where.node_name or name_from(facts.hostname) + rank
 
 
 Meeting = tuple[Mode, Endpoint | None, str, tuple[str, ...]]
@@ -121,7 +150,7 @@ def _meeting(spec: JobSpec, facts: Facts, sources: Sources) -> Meeting:
                 f"{where.scheduler} has port 0, which only the first node can choose",
                 where=sources.get("place.scheduler", "--scheduler"), hint="give the port that it printed",
             )  # fmt: skip
-        return "join", where.scheduler, listen, (why,)
+        return "join", where.scheduler, listen, (why, facts.scheduler_fault)
     if facts.local_endpoint is False:
         outer = f"{where.scheduler.host} is not an address of this machine: listening on {listen} in its place"
         return "first", Endpoint(listen, where.scheduler.port), listen, (why, outer)
@@ -159,6 +188,11 @@ def _listen(spec: JobSpec, facts: Facts, sources: Sources) -> str:
     if not wanted:
         if facts.route_address:
             return facts.route_address
+        if facts.scheduler_fault:
+            raise ConfigError(
+                facts.scheduler_fault, where=sources.get("place.scheduler", "--scheduler"),
+                hint="check the name, or give the address",
+            )  # fmt: skip
         raise ConfigError(
             "this machine has no route to other machines", hint="name an address with --interface, or use --local"
         )
@@ -239,7 +273,7 @@ def _environment(spec: JobSpec, facts: Facts) -> tuple[dict[str, str], tuple[str
 def _reported(spec: JobSpec, facts: Facts, backend: str) -> dict[str, str]:
     """Return what nodes compare when they meet; what is not known here is left out."""
     known = {
-        "command": job_key(replace(spec, job="")),
+        "command": command_text(spec),
         "script": facts.script_digest,
         "python": "" if spec.program.python else facts.python_version,
         "torch": facts.torch_version,

@@ -141,8 +141,12 @@ class WorkerOutput(Protocol):
         """
         ...
 
+    def survived(self, rank: int) -> bool:
+        """Whether a worker's output tells that it went on after the traceback that `traceback` returns."""
+        ...
+
     def log_path(self, rank: int) -> str:
-        """Path of the worker's error log, or the empty string when no files are written."""
+        """Path of the log that tells why the worker ended, or the empty string when no files are written."""
         ...
 
     def say(self, text: str) -> None:

@@ -131,7 +131,10 @@ def _executable(target: str, cwd: str, environ: Mapping[str, str]) -> tuple[str,
         if _on_path(target, environ):
             return "", 0
         beside = paths.is_file(Path(cwd, target))
-        return f"command not found: {quoted(target)}" + (f"; did you mean './{target}'?" if beside else ""), 127
+        hint = f"did you mean './{target}'?" if beside else ""
+        if not hint and len(target.split()) > 1:
+            hint = "arguments are words of their own, in a job file under args:"
+        return f"command not found: {quoted(target)}{_hint(hint)}", 127
     path = Path(cwd, target)
     if not paths.exists(path):
         return f"no such file {quoted(target)}{_hint(_nearby(target, cwd, environ))}", 127

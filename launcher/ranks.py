@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from pdrun.errors import UsageError
 
 
@@ -21,6 +23,13 @@ class RankSet:
             self._ranges = [(0, float("inf"))]
         elif text != "none":
             self._ranges = [_range(part.strip(), text, where) for part in text.split(",")]
+
+    def without(self, known: Collection[int]) -> str:
+        """Return the parts of the list that hold none of the known ranks, as written; empty when each holds one."""
+        if self.text in ("all", "none"):
+            return ""
+        parts = zip(self.text.split(","), self._ranges, strict=True)
+        return ",".join(part.strip() for part, (low, high) in parts if not any(low <= rank <= high for rank in known))
 
     def __contains__(self, rank: int) -> bool:
         return any(low <= rank <= high for low, high in self._ranges)

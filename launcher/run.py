@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pdrun import early
 from pdrun.clock import SystemClock
 from pdrun.errors import ConfigError
 from pdrun.launcher import jobs
@@ -91,9 +94,10 @@ def execute_join(endpoint: Endpoint, overrides: Mapping[str, Any], sources: Sour
         told = dict.fromkeys(field_paths(), f"the job at {endpoint}")
         return plan(spec, gather(spec), {**told, **sources, "place.scheduler": "join"})
 
-    secret = _secret(Seat(), overrides.get("place.token_file", ""), overrides.get("place.insecure", False))
+    named = overrides.get("place.token_file", ""), sources.get("place.token_file", "")
+    secret = _secret(Seat(), *named, overrides.get("place.insecure", False))
     timeout = overrides.get("policy.start_timeout", Policy().start_timeout)
-    return _agent(planned, _zmq_link(endpoint, secret, "", timeout), Seat())
+    return _agent(planned, _zmq_link(endpoint, secret, "", timeout, needs_spec=True), Seat())
 
 
 def joined_spec(text: str, overrides: Mapping[str, Any], endpoint: Endpoint) -> JobSpec:
@@ -137,7 +141,7 @@ def scheduler_config(plan: LaunchPlan, run: str) -> SchedulerConfig:
     return SchedulerConfig(
         job=plan.job, run=run, nodes=plan.nodes, spec=shared_spec(plan.spec), start_timeout=policy.start_timeout,
         grace=policy.grace, max_restarts=policy.max_restarts, time_limit=policy.time_limit,
-        host=plan.facts.get("host", plan.node),
+        command=plan.facts.get("command", ""), host=plan.facts.get("host", plan.node),
     )  # fmt: skip
 
 
@@ -166,7 +170,7 @@ def _first(plan: LaunchPlan, seat: Seat) -> int:
 
     assert plan.scheduler is not None
     insecure = plan.spec.place.insecure
-    secret = _secret(seat, plan.spec.place.token_file, insecure)
+    secret = _secret(seat, plan.spec.place.token_file, plan.sources.get("place.token_file", ""), insecure)
     listener = _listener(plan, seat)
     if listener is None:
         return _join(plan, seat)
@@ -182,7 +186,8 @@ def _first(plan: LaunchPlan, seat: Seat) -> int:
             scheduler_config(plan, run), secret, listen_fd=listener.fileno(), events_path=events, insecure=insecure
         )
     try:
-        link = _zmq_link(child.endpoint, secret, plan.job, plan.spec.policy.start_timeout)
+        command = plan.facts.get("command", "")
+        link = _zmq_link(child.endpoint, secret, plan.job, plan.spec.policy.start_timeout, command)
         return _agent(plan, link, seat, child=child, events=str(events or ""), serves=True)
     finally:
         child.close()
@@ -191,8 +196,10 @@ def _first(plan: LaunchPlan, seat: Seat) -> int:
 def _join(plan: LaunchPlan, seat: Seat) -> int:
     assert plan.scheduler is not None
     place = plan.spec.place
-    secret = _secret(seat, place.token_file, place.insecure)
-    return _agent(plan, _zmq_link(plan.scheduler, secret, plan.job, plan.spec.policy.start_timeout), seat)
+    secret = _secret(seat, place.token_file, plan.sources.get("place.token_file", ""), place.insecure)
+    command = plan.facts.get("command", "")
+    link = _zmq_link(plan.scheduler, secret, plan.job, plan.spec.policy.start_timeout, command)
+    return _agent(plan, link, seat)
 
 
 def _listener(plan: LaunchPlan, seat: Seat) -> socket.socket | None:
@@ -211,19 +218,48 @@ def _listener(plan: LaunchPlan, seat: Seat) -> socket.socket | None:
     except ConfigError as error:
         taken = isinstance(error.__context__, OSError) and error.__context__.errno == errno.EADDRINUSE
         if taken and plan.spec.place.serve is None and plan.spec.place.node_rank is None:
+            _look_who(plan.scheduler, error)
             return None
         raise
 
 
-def _secret(seat: Seat, token_file: str, insecure: bool) -> Secret | None:
+def _look_who(endpoint: Endpoint, taken: ConfigError) -> None:
+    """
+    Say who has the port that this node would have taken; where it is no scheduler that is an error at once.
+
+    A scheduler of ours is known by its command and left in peace: it would take the look for a failed handshake.
+    """
+    from pdrun.launcher.network import speaks_zmtp
+
+    print(f"pdrun: {taken.what}: joining the scheduler there", file=sys.stderr, flush=True)
+    if not re.search(r"[/\s(]pdrun(?:[\s)]|\.rendezvous\b)", taken.what) and not speaks_zmtp(endpoint):
+        raise ConfigError(f"{taken.what}, and that is no scheduler", where=taken.where, hint=taken.hint) from None
+
+
+def _secret(seat: Seat, token_file: str, source: str, insecure: bool) -> Secret | None:
     from pdrun.rendezvous.security import find_secret
 
     if insecure:
         return None
-    return seat.secret or find_secret(token_file)[0]
+    with blamed(source):
+        return seat.secret or find_secret(token_file)[0]
 
 
-def _zmq_link(endpoint: Endpoint, secret: Secret | None, job: str, start_timeout: float) -> Link:
+@contextmanager
+def blamed(source: str) -> Iterator[None]:
+    """Have a complaint about ``--token-file`` name the place that the file's name really came from."""
+    try:
+        yield
+    except ConfigError as error:
+        if source:
+            error.where = re.sub("^--token-file(?= |$)", lambda _: source, error.where)
+        raise
+
+
+def _zmq_link(
+    endpoint: Endpoint, secret: Secret | None, job: str, start_timeout: float, command: str = "", *,
+    needs_spec: bool = False,
+) -> Link:  # fmt: skip
     from pdrun.rendezvous.client import ZmqLink
 
     def say(text: str) -> None:
@@ -231,7 +267,7 @@ def _zmq_link(endpoint: Endpoint, secret: Secret | None, job: str, start_timeout
 
     return ZmqLink(
         endpoint, secret, job=job, host=socket.gethostname(), start_timeout=start_timeout, insecure=secret is None,
-        on_status=say,
+        on_status=say, command=command, needs_spec=needs_spec,
     )  # fmt: skip
 
 
@@ -258,8 +294,17 @@ def _agent(
     return run_agent(plan, link, Surroundings(
         keeper=lambda: KeeperProcess(spare=[child.pid] if child else []), output=output, welcomed=welcomed,
         scheduler_child=child, lifeline=seat.lifeline, stdin=_stdin(seat), address=address, events=events,
-        quiet=seat.quiet,
+        reached=lambda mark: _reached(seat, mark), quiet=seat.quiet,
     ))  # fmt: skip
+
+
+def _reached(seat: Seat, mark: bytes) -> None:
+    """Tell the process that holds the lifeline; one that is gone is noticed elsewhere."""
+    if seat.lifeline is not None:
+        try:
+            os.write(seat.lifeline, mark)
+        except OSError:
+            pass
 
 
 def _register(plan: LaunchPlan, run: str, seat: Seat, scheduler: str) -> None:

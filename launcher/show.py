@@ -142,7 +142,7 @@ def _data(plan: LaunchPlan) -> dict[str, Any]:
 
 def explain(plan: LaunchPlan, facts: Facts) -> str:
     """Return every effective value with its source, what was taken out, and why each thing was decided."""
-    rows = [(path, _value(plan.spec, path), plan.sources.get(path, "default")) for path in field_paths()]
+    rows = [(path, _value(plan.spec, path, facts.python), plan.sources.get(path, "default")) for path in field_paths()]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     lines = [f"{path:<{widths[0]}}  {value:<{min(widths[1], 40)}}  {source}" for path, value, source in rows]
     lines += ["", "why:", *(f"  {note}" for note in plan.notes)]
@@ -158,11 +158,21 @@ def _backends(facts: Facts, chosen: str = "") -> Iterable[str]:
             yield f"  backend {found.name}: {'usable' if found.present else 'refused'}: {found.reason}"
 
 
-def _value(spec: JobSpec, path: str) -> str:
+_DEVICES = {
+    "auto": "auto (accelerators, else one worker)", "accelerators": "every accelerator", "cpus": "one a usable CPU",
+    "accelerators-or-cpus": "accelerators, else one a usable CPU",
+}  # fmt: skip
+
+
+def _value(spec: JobSpec, path: str, python: str) -> str:
     group, _, name = path.rpartition(".")
     value = getattr(getattr(spec, group) if group else spec, name)
     if path == "env":
         return " ".join(f"{key}={shown(key, text)}" for key, text in value.items()) or "-"
+    if path == "program.python" and spec.program.kind != "command":
+        return spec.program.python or python
+    if path == "resources.devices":
+        return _DEVICES.get(str(value), str(value))
     if path == "program.args":
         return shlex.join(value) or "-"
     if isinstance(value, bool):

@@ -17,13 +17,15 @@ import signal
 import threading
 from types import FrameType, TracebackType
 
+from pdrun import early
+
 STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP)
 FORWARD = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH, signal.SIGCONT)
 _TAKEN = (*STOP, *FORWARD, signal.SIGTSTP)
 
 
 class Signals:
-    """Takes the signals over inside a ``with`` block and gives them back after it."""
+    """Takes the signals over inside a ``with`` block; gives them back after it, or lets nothing disturb the exit."""
 
     def __init__(self) -> None:
         self._read, self._write = -1, -1
@@ -45,7 +47,7 @@ class Signals:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            signal.signal(number, early.afterwards(handler))  # type: ignore[arg-type]
         if self._previous:
             signal.set_wakeup_fd(self._wakeup)
         os.close(self._read)

@@ -116,7 +116,7 @@ class JobSpec:
     job: str = ""
     """The user's name for the job (``--job``, ``--rdzv-id``); empty: made from the program (`plan.job_key`)."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """``--env NAME=VALUE``: set in every worker, whatever pdrun would have set."""
+    """``--env NAME=VALUE``: set in every worker; not the variables that `WorkerEnv` writes."""
     chdir: str = ""
 
     def __post_init__(self) -> None:

@@ -23,7 +23,9 @@ _SGR = re.compile(r"\x1b\[[0-9;:]*m")
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
-def summary(verdict: Verdict, *, seconds: float, log_dir: str = "") -> list[str]:
+def summary(
+    verdict: Verdict, *, seconds: float, log_dir: str = "", python: str = "", revealed: bool = False
+) -> list[str]:
     """
     Return the lines that tell how a job ended, without pdrun's prefix.
 
@@ -31,6 +33,8 @@ def summary(verdict: Verdict, *, seconds: float, log_dir: str = "") -> list[str]
         verdict: the scheduler's.
         seconds: how long the job took on this node.
         log_dir: folder of this run's logs; empty when no files are written.
+        python: the workers' interpreter on this node, for a hint; empty when it is not known.
+        revealed: the first cause's last lines have just been shown here, and are not shown again.
     """
     took = f"after {duration(seconds)}"
     if verdict.code == EXIT_OK:
@@ -41,22 +45,24 @@ def summary(verdict: Verdict, *, seconds: float, log_dir: str = "") -> list[str]
         lines = [plain(f"job {word} {took}{' ' if word == 'stopped' and reason != verdict.reason else ': '}{reason}")]
         lines += _others(verdict.others)
     else:
-        lines = [plain(f"job failed {took}: {verdict.reason}"), *_first(verdict.first)]
+        lines = [plain(f"job failed {took}: {verdict.reason}"), *_first(verdict.first, revealed)]
         lines += _victims(verdict.victims) + _others(verdict.others)
-        lines += [f"  hint: {text}" for text in hints(verdict.first.cause)]
+        lines += [f"  hint: {text}" for text in hints(verdict.first.cause, python)]
     logs = f", logs in {log_dir}" if log_dir else ""
     return [*lines[: LINES - 1], f"exit code {verdict.code}{logs}"]
 
 
-def _first(failure: Failure) -> list[str]:
+def _first(failure: Failure, revealed: bool) -> list[str]:
     cause, evidence = failure.cause, _evidence(failure.cause)
     who = f"rank {failure.rank} on {failure.node}"
-    if evidence:
-        what = "the traceback" if cause.traceback.strip() else "the last lines"
+    if evidence and revealed:
+        lines = [plain(f"  the last words of {who} ({ending(cause)}) stand above")]
+    elif evidence:
+        what = "the traceback" if cause.traceback.strip() else f"the last line{'s' * (len(evidence) > 1)}"
         lines = [plain(f"  {what} of {who} ({ending(cause)}):"), *(f"    {plain(line)}" for line in evidence)]
     else:
         lines = [] if cause.kind == "lost" else [plain(f"  {who} printed nothing ({ending(cause)})")]
-    if cause.log:
+    if cause.log and (evidence or cause.kind == "lost"):
         lines.append(plain(f"  log of rank {failure.rank}: {cause.log}"))
     return lines
 
@@ -96,7 +102,7 @@ def _others(others: Sequence[Failure]) -> list[str]:
     return lines
 
 
-def hints(cause: Cause) -> Iterable[str]:
+def hints(cause: Cause, python: str = "") -> Iterable[str]:
     """What one can do about it, where that is known."""
     text = f"{cause.summary}\n{cause.traceback[-2000:]}"
     if cause.kind == "oom":
@@ -110,7 +116,7 @@ def hints(cause: Cause) -> Iterable[str]:
     elif re.search(r"OutOfMemoryError|CUDA out of memory|NPU out of memory", text):
         yield "the device's memory is full: a smaller batch, or is another process on that device?"
     elif cause.summary.startswith("ModuleNotFoundError"):
-        yield "is it installed for the interpreter of the workers? ('pdrun --explain' names it)"
+        yield f"is it installed for the interpreter of the workers{f', {python}' if python else ''}?"
     elif cause.kind == "startup" and cause.code == 126:
         yield "check its permissions and first line (#!); for a Python script leave --no-python out"
 

@@ -12,6 +12,10 @@ from pdrun.launcher.ports import Keeper, WorkerOutput
 from pdrun.rendezvous.messages import Welcome
 
 
+UP, RUNNING = b"u", b"r"
+"""How far an agent is, as it tells whoever started it: signals reach it; the scheduler will notice its end."""
+
+
 class Child(Protocol):
     """The scheduler process, as far as the agent needs to know it."""
 
@@ -22,6 +26,10 @@ class Child(Protocol):
 
 def _nothing(plan: LaunchPlan, welcome: Welcome) -> None:
     """The default of `Surroundings.welcomed`."""
+
+
+def _unheard(mark: bytes) -> None:
+    """The default of `Surroundings.reached`."""
 
 
 @dataclass(frozen=True)
@@ -43,5 +51,7 @@ class Surroundings:
     """``HOST:PORT`` by which other nodes join; for messages."""
     events: str = ""
     """Path of the event log that the scheduler process writes; what it notes is shown. Empty: none."""
+    reached: Callable[[bytes], None] = _unheard
+    """Called with UP once signals are taken, with RUNNING before workers are started."""
     quiet: bool = False
     """Another agent prints what is printed once a job."""

@@ -10,7 +10,10 @@ Finds the last Python traceback in a worker's stderr, as it comes, without any d
 
 Also read: exception groups, a SyntaxError of the script itself (no header), faulthandler's `Fatal Python error`, rich's
 boxes. What Python prints while it ignores an exception is not a cause. Pure: bytes and times come in as arguments.
-Limits: a traceback behind a logger's prefix is not seen; text of other threads inside one is kept as it stands.
+A header may stand behind other text, as on a progress bar's unfinished line (``10%|# | 1/9Traceback (most ...``); such
+a one counts when the next line is what follows a header.
+Limits: a traceback with a logger's prefix on every line is not seen; text of other threads inside one is kept as it
+stands.
 """
 
 from __future__ import annotations
@@ -27,6 +30,10 @@ MESSAGE_LINES = 100
 """Lines after the exception's own that can belong to its message."""
 LAST_WORD_LINES = 20
 """Lines of its own that a dying worker may still print (``giving up``) before its traceback is no longer the reason."""
+LAST_WORD_SECONDS = 30.0
+"""Seconds in which it may print them: closing a run's recorder takes its time, a minute of ordinary life is none."""
+PAUSE = 2.0
+"""Seconds after which a further line is not part of a traceback's message, and a sign of life after it."""
 _FOREIGN_LINES = 20
 _COMPLETE = ("message", "gap", "chain", "fatal", "group", "box")
 """States in which the open block can be shown; a group's or a box's end is only known from what follows."""
@@ -56,8 +63,16 @@ _NOISE = re.compile(
     rb"|  warnings\.warn\(|.*ResourceWarning:|Exception ignored |sys:1: "
 )
 _LOG = re.compile(rb"\[?\d{4}-\d\d-\d\d|\[?\d\d:\d\d:\d\d|\[?(?:DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL)\b")
+_LOGGED = re.compile(rb".*\b(?:WARN(?:ING)?|ERROR|CRITICAL|FATAL)\b|[WEF]\d{4} ")
+"""A logger's line of a level at which exceptions are logged."""
 _RANK = re.compile(rb"\[rank\d+\]: ")
+_BAR = re.compile(rb"\r|\d%|\d+/\d+|it/s|s/it")
+_PART = {"frames": re.compile(rb'  File "'), "group": _GROUP_LINE, "box": _BOX_LINE,
+         "fatal": re.compile(rb"$|Current thread|Thread 0x|Python runtime state|<|Stack \(")}  # fmt: skip
+"""What the first line below a header that stood behind other text must be."""
 _SGR = re.compile(rb"\x1b\[[0-9;:]*m")
+_HEADS = {"group": _GROUP, "frames": _HEADER, "box": _BOX, "fatal": _FATAL}
+_KINDS: dict[str, Kind] = {"fatal": "fatal", "script": "syntax"}
 _HINTS = (b"Traceback (most recent", b"Fatal Python error", b'  File "')
 
 
@@ -71,11 +86,20 @@ class Found:
     kind: Kind
     lines_after: int
     """Lines that followed it, noise of a shutdown not counted."""
+    spoke_for: float = 0.0
+    """Seconds from its first byte to the last of those lines (or to a half one, or a bar's update)."""
+    logged: bool = False
+    """Whether a logger's line (warning or worse) stood directly above it: the program had caught this exception."""
 
     @property
     def last_word(self) -> bool:
         """Whether the worker said little enough afterwards that it ended because of this."""
-        return self.lines_after <= LAST_WORD_LINES
+        return self.lines_after <= LAST_WORD_LINES and self.spoke_for <= LAST_WORD_SECONDS
+
+    @property
+    def survived(self) -> bool:
+        """Whether its surroundings say that the program went on after it."""
+        return self.logged or self.spoke_for > PAUSE
 
     @property
     def summary(self) -> str:
@@ -105,6 +129,10 @@ class TracebackFinder:
         self._block = _Block(0.0, "exception")
         self._found: _Block | None = None
         self._after = 0
+        self._spoke_at = 0.0
+        self._heard_at = 0.0
+        self._above = b""
+        self._glued = False
         self._count = 0
         self._ignore = False
         self._takers: dict[str, Callable[[bytes], bool]] = {
@@ -118,20 +146,23 @@ class TracebackFinder:
         data, first_at = self._half + data, self._half_at if self._half else at
         if self._quiet(data):
             cut = data.rfind(b"\n") + 1
-            self._half, self._half_at = data[cut:][:LIMIT], first_at if not cut else at
+            if cut:
+                self._above = data[data.rfind(b"\n", 0, cut - 1) + 1 : cut - 1]
+            self._half, self._half_at = _start(data[cut:]), first_at if not cut else at
             return
-        *lines, self._half = data.split(b"\n")
-        self._half = self._half[:LIMIT]  # no decision needs more of a line, and no message is worth more
+        *lines, half = data.split(b"\n")
         for line in lines:
-            self._line(line, first_at)
+            self._line(line, first_at, at)
             first_at = at
-        self._half_at = first_at
+        self._half, self._half_at = _start(half), first_at
+        if half and self._state in ("idle", "message", "gap") and not _NOISE.match(half):
+            self._spoke_at = at
 
     def finish(self) -> None:
         """The stream has ended: take a last half line as a line."""
         half, self._half = self._half, b""
         if half:
-            self._line(half, self._half_at)
+            self._line(half, self._half_at, self._half_at)
 
     @property
     def found(self) -> Found | None:
@@ -141,51 +172,70 @@ class TracebackFinder:
             block = self._block
         if block is None:
             return None
-        return Found(block.at, block.text(), block.kind, self._after)
+        return Found(
+            block.at, block.text(), block.kind, self._after, max(0.0, self._spoke_at - block.at), block.logged
+        )
 
     def _quiet(self, data: bytes) -> bool:
         return self._state == "idle" and self._found is None and not any(hint in data for hint in _HINTS)
 
-    def _line(self, line: bytes, at: float) -> None:
-        """One whole line, through the state's method; a line that ends a block is looked at again from idle."""
+    def _line(self, line: bytes, first_at: float, at: float) -> None:
+        """
+        One whole line, through the state's method; a line that ends a block is looked at again from idle.
+
+        Args:
+            first_at: when its first byte came: long before the rest, where a bar stands at its beginning.
+            at: when its last byte came.
+        """
         bare = _SGR.sub(b"", line) if b"\x1b" in line else line
         if bare.startswith(b"[rank"):  # torch.distributed's excepthook marks each line
             bare = _RANK.sub(b"", bare)
         bare = bare.removesuffix(b"\r")
-        if not self._starts(bare, at) and not self._takers[self._state](bare):
+        if self._state in ("message", "gap", "chain") and at - self._heard_at > PAUSE:
+            self._settle()  # a message is printed in one go: what comes later is the program's further life
+        if self._glued and bare:
+            self._glued = False
+            if not _PART[self._state].match(bare):
+                self._give_up()
+        if not self._starts(bare, first_at, at) and not self._takers[self._state](bare):
             self._settle()
-            self._count_after(bare)
+            self._count_after(bare, at)
+        self._above, self._heard_at = bare, at
 
-    def _starts(self, line: bytes, at: float) -> bool:
+    def _starts(self, line: bytes, first_at: float, at: float) -> bool:
         """Open a block when this line is the head of one; a chain goes on with the block that is open."""
         if self._state in ("frames", "group") and not _FATAL.match(line):
             return False
-        kind: Kind = "exception"
-        if _HEADER.match(line):
-            state = "frames"
-        elif _GROUP.match(line):
-            state = "group"
-        elif _BOX.match(line):
-            state = "box"
-        elif _FATAL.match(line):
-            state, kind = "fatal", "fatal"
-        elif self._state == "idle" and _SCRIPT_FRAME.match(line):
-            state, kind = "script", "syntax"
-        else:
+        state, start = self._head(line)
+        if not state:
             return self._ignores(line)
         if self._state == "message" and line.startswith(b"Original "):
             return False  # a data loader's worker: part of the message
         chained = self._state == "chain" and state in ("frames", "group")
         if not chained:
             self._settle()
-            self._block = _Block(at, kind)
-        self._block.add(line)
-        self._state, self._count = state, 0
+            above = line[:start].rpartition(b"\r")[2] or self._above
+            self._block = _Block(at if start else first_at, _KINDS.get(state, "exception"), bool(_LOGGED.match(above)))
+        self._block.add(line[start:])
+        self._state, self._count, self._glued = state, 0, start > 0
         if self._ignore:
             self._state, self._ignore = "ignored", False
         elif state in _COMPLETE:
             self._after = 0
         return True
+
+    def _head(self, line: bytes) -> tuple[str, int]:
+        """The state that this line opens as the head of a block, if any, and where in the line the head begins."""
+        for state, pattern in _HEADS.items():
+            if pattern.match(line):
+                return state, 0
+        if self._state == "idle" and _SCRIPT_FRAME.match(line):
+            return "script", 0
+        if self._state in ("idle", "gap", "fatal", "box") or (self._state == "message" and _BAR.search(line)):
+            for state, pattern in _HEADS.items():
+                if found := pattern.search(line):
+                    return state, found.start()
+        return "", 0
 
     def _ignores(self, line: bytes) -> bool:
         """Note that the traceback which follows is one that Python does not act on."""
@@ -201,10 +251,11 @@ class TracebackFinder:
             self._found = self._block
         self._state = "idle"
 
-    def _count_after(self, line: bytes) -> None:
+    def _count_after(self, line: bytes, at: float) -> None:
         if self._found is None or not line.strip() or _NOISE.match(line):
             return
         self._after += 1
+        self._spoke_at = at
         if self._after > 10 * LAST_WORD_LINES:  # long stale: forget it, so that feed is cheap again
             self._found, self._after = None, 0
 
@@ -299,11 +350,16 @@ class TracebackFinder:
         return False
 
 
+def _start(half: bytes) -> bytes:
+    """What is kept of a line that has not ended: no decision needs more; of a bar drawn over and over, its end."""
+    return half if len(half) <= LIMIT else half[half.rfind(b"\r", 0, -1) + 1 :][:LIMIT]
+
+
 class _Block:
     """The lines of one block; only LIMIT bytes of the end are kept."""
 
-    def __init__(self, at: float, kind: Kind) -> None:
-        self.at, self.kind = at, kind
+    def __init__(self, at: float, kind: Kind, logged: bool = False) -> None:
+        self.at, self.kind, self.logged = at, kind, logged
         self._lines: deque[bytes] = deque()
         self._size = 0
 

@@ -191,6 +191,11 @@ def rank_text(numbers: tuple[int, ...]) -> str:
     return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs) or "none"
 
 
+def generation(text: str, where: str) -> int | Literal["all"]:
+    """Return the number of a generation, 0 before the first restart, or ``all``."""
+    return "all" if text == "all" else int(whole(0)(text, where))
+
+
 def assignment(text: str, where: str) -> tuple[str, str]:
     """Return (name, value) of ``NAME=VALUE``; the value may be empty and may hold further ``=``."""
     name, equals, value = text.partition("=")

@@ -14,9 +14,12 @@ from typing import Any
 
 from pdrun.clock import Clock
 from pdrun.launcher.model import LaunchPlan
+from pdrun.launcher.network import is_loopback
 from pdrun.launcher.ports import WorkerOutput
+from pdrun.launcher.ranks import RankSet
 from pdrun.launcher.summary import duration, plain, summary
-from pdrun.rendezvous.messages import Assign, StopWorkers, Verdict, Waiting
+from pdrun.net import parse_endpoint
+from pdrun.rendezvous.messages import Assign, Failure, StopWorkers, Verdict, Waiting
 
 LOOK_EVERY = 0.5
 """Seconds between two looks into the event log."""
@@ -41,6 +44,7 @@ class Voice:
         self._look_at = clock.monotonic()
         self._began = clock.monotonic()
         self._later: tuple[float, str] | None = None
+        self._told_token = False
         self._log_dir = ""
         self._plan: LaunchPlan | None = None
 
@@ -88,13 +92,31 @@ class Voice:
                 f"{len(message.present)} of {message.expected} nodes are here ({', '.join(message.present)}), missing: "
                 f"{', '.join(message.missing)}; {duration(message.elapsed)} of {duration(message.timeout)}"
             )
-            + (f"; start each with: pdrun join {self._address}" if self._address else "")
+            + self._how_to_join()
         )
+
+    def _how_to_join(self) -> str:
+        """How the missing nodes are started; once, too, where they get the token that a shared home would give."""
+        if not self._address:
+            return ""
+        place = self._plan.spec.place if self._plan is not None else None
+        if place is not None and place.insecure:
+            return f"; start each with: pdrun join --insecure {self._address}"
+        line = f"; start each with: pdrun join {self._address}"
+        if self._told_token or is_loopback(parse_endpoint(self._address, where="scheduler").host):
+            return line
+        self._told_token = True
+        own = "of this node's --token-file" if place is not None and place.token_file else "of `pdrun token show` here"
+        return f"{line} (a host that does not share this home needs the token {own})"
 
     def started(self, assign: Assign) -> None:
         """The workers start."""
         if self._quiet or self._plan is None or assign.restarts:
             return
+        shown = self._plan.spec.output.show_ranks
+        if none := RankSet(shown).without(range(assign.world_size)):
+            there = f"the ranks are 0-{assign.world_size - 1}" if assign.world_size > 1 else "the only rank is 0"
+            self.say(f"warning: --show-ranks {shown}: there is no rank {none}; {there}")
         workers = f"{assign.world_size} worker{'s' if assign.world_size > 1 else ''}"
         nodes = f"{assign.nodes} node{'s' if assign.nodes > 1 else ''}"
         logs = f", logs in {self._log_dir}" if self._log_dir else ""
@@ -128,8 +150,25 @@ class Voice:
         self._later = None
         self.look()
         if not self._quiet:
-            for line in summary(verdict, seconds=self._clock.monotonic() - self._began, log_dir=self._log_dir):
+            for line in summary(
+                verdict, seconds=self._clock.monotonic() - self._began, log_dir=self._log_dir,
+                python=self._python(verdict), revealed=self._revealed(verdict),
+            ):  # fmt: skip
                 self.say(line)
+
+    def _here(self, failure: Failure | None) -> LaunchPlan | None:
+        """The plan, when a failure was on this machine: of this node, or one that it simulates."""
+        plan = self._plan
+        return plan if plan and failure and (plan.node == failure.node or plan.spec.place.simulated) else None
+
+    def _python(self, verdict: Verdict) -> str:
+        plan = self._here(verdict.first)
+        return plan.workers[0].argv[0] if plan and plan.workers and plan.spec.program.kind != "command" else ""
+
+    def _revealed(self, verdict: Verdict) -> bool:
+        """Whether the output has shown the first cause's last lines, because --show-ranks hides that rank."""
+        plan, first = self._here(verdict.first), verdict.first
+        return plan is not None and first is not None and first.rank not in RankSet(plan.spec.output.show_ranks)
 
     def left(self, code: int) -> None:
         """The end without a verdict; why was said before."""

@@ -95,7 +95,7 @@ def from_environment(environ: Mapping[str, str]) -> tuple[tuple[Wish, ...], tupl
                 continue
             wishes += _twin(option, Source(name, Level.ENVIRONMENT, environ[name]))
             notes += [f"{name}: {option.note}"] if option.note else []
-    return tuple(wishes), (*notes, *_strangers(environ))
+    return tuple(wishes), (*notes, *strangers(environ))
 
 
 def _twin(option: Option, source: Source) -> Sequence[Wish]:
@@ -112,7 +112,7 @@ def _twin(option: Option, source: Source) -> Sequence[Wish]:
     return [Wish(path, value, source) for path, value in option.off.items()]
 
 
-def _strangers(environ: Mapping[str, str]) -> Iterable[str]:
+def strangers(environ: Mapping[str, str]) -> Iterable[str]:
     """Yield a note for each PDRUN_ variable that nobody reads: most are typing slips."""
     known = {*OTHER_VARIABLES, *(name for option in RUN for name in option.env)}
     for name in sorted(environ):

@@ -26,6 +26,7 @@ from pdrun.backends.detect import backend as backend_named
 from pdrun.backends.detect import choose, probe_all
 from pdrun.env import WorkerEnv
 from pdrun.errors import ConfigError, UsageError
+from pdrun.parallel import complain
 
 if TYPE_CHECKING:
     import torch
@@ -113,10 +114,13 @@ def init(
         timeout: seconds that a collective may take before it fails; default: torch's own.
         group: False makes no process group; then torch is not needed.
 
+    An error that the script does not catch is told in one line and ends it with the error's exit code.
+
     Raises:
         ConfigError: a half-set or contradictory environment, a missing device or a torch without the collective.
         RendezvousError: the scheduler of a dynamic cluster cannot be reached or refuses this process.
     """
+    complain.watch()
     if timeout is not None and timeout <= 0:
         raise UsageError(f"a timeout of {timeout} s is not above 0", where="pdrun.init")
     if _process.context is None:

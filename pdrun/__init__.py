@@ -15,8 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pdrun.env import WorkerEnv as WorkerEnv
+    from pdrun.errors import ConfigError as ConfigError
+    from pdrun.errors import DeadlineExceeded as DeadlineExceeded
     from pdrun.errors import JobFailed as JobFailed
     from pdrun.errors import PdrunError as PdrunError
+    from pdrun.errors import RendezvousError as RendezvousError
+    from pdrun.errors import UsageError as UsageError
     from pdrun.launcher.function import launch as launch
     from pdrun.parallel.context import Context as Context
     from pdrun.parallel.context import init as init
@@ -24,9 +28,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "ConfigError": "pdrun.errors",
     "Context": "pdrun.parallel.context",
+    "DeadlineExceeded": "pdrun.errors",
     "JobFailed": "pdrun.errors",
     "PdrunError": "pdrun.errors",
+    "RendezvousError": "pdrun.errors",
+    "UsageError": "pdrun.errors",
     "WorkerEnv": "pdrun.env",
     "init": "pdrun.parallel.context",
     "launch": "pdrun.launcher.function",
@@ -38,8 +46,22 @@ __all__ = ["__version__", *_HOMES]
 def __getattr__(name: str) -> Any:
     """Load a public name from its home on first use."""
     if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+        return getattr(_load(_HOMES[name]), name)
     raise AttributeError(f"module 'pdrun' has no attribute {name!r}")
+
+
+def _load(module: str) -> Any:
+    """Import a module of pdrun; where this is the source tree, which holds the others elsewhere, say so in one line."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        from pathlib import Path
+
+        root = Path(__file__).parents[1]
+        if not (error.name or "").startswith("pdrun.") or not (root / "pyproject.toml").exists():
+            raise
+        what = f"{root} is pdrun's source tree, which hides the installed package"
+        raise ImportError(f"{what}: use another folder, or pip install -e .", name=error.name) from None
 
 
 def __dir__() -> list[str]:

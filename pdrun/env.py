@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pdrun.errors import ConfigError
+from pdrun.errors import ConfigError, UsageError
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,20 @@ class WorkerEnv:
             if low >= high:
                 raise ConfigError(f"{low} of {high}: a rank must be below its count", where=names)
         return found
+
+
+def refuse_owned(name: str, *, where: str) -> None:
+    """
+    Raise UsageError for a variable that the user wants to set and that pdrun has to: ranks, sizes, the store, the job.
+
+    ROLE_NAME is free: it is a label, which torchrun's ``--role`` sets.
+    """
+    owned = set(WorkerEnv(0, 1, 0, 1, 0, 1, "", 0, "").to_env()) - {"ROLE_NAME"}
+    if name in owned or name.startswith(("TORCHELASTIC_", "PDRUN_WORKER_")):
+        raise UsageError(
+            f"{name} is pdrun's own: it tells each worker its place and where the others meet", where=where,
+            hint="use another name",
+        )  # fmt: skip
 
 
 def _count(environ: Mapping[str, str], name: str, default: int | None = None) -> int:

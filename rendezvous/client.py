@@ -166,7 +166,7 @@ def _ask(
                     raise _refused(message, endpoint)
             due = min(link.deadline() or deadline, deadline)
             select.select([link.fileno()], [], [], max(0.0, due - time.monotonic()))
-        raise RendezvousError(f"no answer within {timeout:g} s", where=str(endpoint))
+        raise RendezvousError(f"no answer within {timeout:g} s: {link.absence}", where=str(endpoint))
     finally:
         link.close(0.5)
 

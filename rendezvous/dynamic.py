@@ -23,6 +23,7 @@ from pdrun.net import Endpoint, check_host, parse_endpoint, parse_port
 from pdrun.rendezvous.events import SchedulerConfig
 from pdrun.rendezvous.member import DynamicMember, join_scheduler
 from pdrun.rendezvous.security import Secret, find_secret
+from pdrun.rendezvous.wording import count
 
 __all__ = ["DynamicMember", "DynamicSpec", "from_environ", "join", "run_scheduler"]
 
@@ -83,7 +84,9 @@ def from_environ(environ: Mapping[str, str]) -> DynamicSpec | None:
         raise _missing("PDRUN_WORKERS" if ours else "MS_WORKER_NUM", environ)
     rank, name = _identity(environ)
     if rank is not None and rank >= workers:
-        raise ConfigError(f"rank {rank} is not below the {workers} worker(s)", where="PDRUN_NODE_RANK or MS_NODE_ID")
+        raise ConfigError(
+            f"rank {rank} is not below the {count(workers, 'worker')}", where="PDRUN_NODE_RANK or MS_NODE_ID"
+        )
     job = environ.get("PDRUN_JOB") or "dynamic"
     timeout = _count(environ, "MS_TOPO_TIMEOUT", 1)
     return DynamicSpec(
@@ -100,7 +103,7 @@ def run_scheduler(
     secret = secret or find_secret()[0]
     config = SchedulerConfig(
         job=spec.job, run=f"{spec.job}-{secrets.token_hex(4)}", nodes=spec.workers, start_timeout=spec.timeout,
-        grace=grace, host=socket.gethostname(),
+        grace=grace, host=socket.gethostname(), unit="worker",
     )  # fmt: skip
     how = f"start each worker with PDRUN_ROLE=worker PDRUN_SCHEDULER={spec.scheduler} PDRUN_WORKERS={spec.workers}"
     return serve_standalone(config, secret, spec.scheduler, say=say, how_to_join=how)
@@ -128,7 +131,7 @@ def join(
         found = member.world_size
         member.finish(78)
         raise ConfigError(
-            f"this process expects {spec.workers} workers, the scheduler has {found}", where="PDRUN_WORKERS"
+            f"this process expects {count(spec.workers, 'worker')}, the scheduler has {found}", where="PDRUN_WORKERS"
         )
     return member
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from pdrun.rendezvous.messages import Message
 
@@ -34,6 +34,10 @@ class SchedulerConfig:
     max_restarts: int = 0
     time_limit: float | None = None
     """Counted from the first Start, restarts included."""
+    command: str = ""
+    """What the job runs, for messages; empty: what the first agent says."""
+    unit: Literal["node", "worker"] = "node"
+    """What the members are called in messages: in a dynamic cluster each is one worker."""
     host: str = ""
     """Name of the host that the scheduler runs on, for messages."""
     hosts: tuple[str, ...] = ()

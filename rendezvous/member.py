@@ -8,6 +8,7 @@ Limits. The exit code is known when the process ends by `sys.exit`, by an uncaug
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import queue
 import select
@@ -45,8 +46,10 @@ from pdrun.rendezvous.messages import (
 )
 from pdrun.rendezvous.security import Secret
 
-FAREWELL = 2.0
-"""Seconds that the end of the process waits for its last words to leave."""
+FAREWELL = 10.0
+"""Seconds that the end of the process waits, at most, until the scheduler has read its last words."""
+LINGER = 1.0
+"""Seconds that the connection has to hand over the very last word, which nobody depends on."""
 
 
 def say_on_stderr(text: str) -> None:
@@ -128,7 +131,8 @@ class DynamicMember:
 
     def finish(self, code: int = 0) -> None:
         """
-        Report the end of this worker and leave; returns when that is sent (bounded). Only the first call counts.
+        Report the end of this worker and leave; returns when the scheduler has read that (bounded). Only the first
+        call counts.
 
         Called by itself when the interpreter exits.
         """
@@ -136,10 +140,10 @@ class DynamicMember:
             return
         self._finished = True
         cause = self._outcome or Cause("exit" if code else "ok", code, summary=f"exit code {code}" if code else "")
-        for message in (WorkerExit(self.generation, self.rank, cause), Finished(self.generation), Leave(), None):
+        for message in (WorkerExit(self.generation, self.rank, cause), Finished(self.generation), None):
             self._words.put(message)
         self._wake()
-        self._thread.join(FAREWELL)
+        self._thread.join(FAREWELL + 2 * LINGER)
 
     # At the end of the process ----------------------------------------------------------------------------------------
 
@@ -178,7 +182,7 @@ class DynamicMember:
             if not self._finished:
                 self._die(f"job stopped: {error}", signal.SIGTERM, 5.0)
         finally:
-            self._link.close(FAREWELL / 2)
+            self._link.close(LINGER)
 
     def _turn(self) -> bool:
         due = self._link.deadline()
@@ -189,6 +193,7 @@ class DynamicMember:
         while not self._words.empty():
             message = self._words.get()
             if message is None:
+                self._depart()
                 return False
             self._link.send(message)
         for message in self._link.poll():
@@ -199,6 +204,17 @@ class DynamicMember:
                 self._die(f"job stopped: {message.reason}", signal.SIGTERM, 5.0)
                 return False
         return True
+
+    def _depart(self, patience: float = FAREWELL) -> None:
+        """Leave, but not before the scheduler has read what was said: a node that is cut off earlier counts as lost."""
+        deadline = time.monotonic() + patience
+        self._link.confirm()
+        while not self._link.confirmed and time.monotonic() < deadline:
+            due = min(self._link.deadline() or deadline, deadline)
+            select.select([self._link.fileno()], [], [], max(0.0, due - time.monotonic()))
+            if any(isinstance(message, Verdict | Refuse) for message in self._link.poll()):
+                break
+        self._link.send(Leave())
 
     def _die(self, why: str, number: int, grace: float) -> None:
         """
@@ -211,8 +227,10 @@ class DynamicMember:
         certain = signal.getsignal(number) is signal.SIG_DFL if number != signal.SIGKILL else True
         if certain:
             self._finished = True
-            for message in (WorkerExit(self.generation, self.rank, stopped), Finished(self.generation), Leave()):
+            for message in (WorkerExit(self.generation, self.rank, stopped), Finished(self.generation)):
                 self._link.send(message)
+            with contextlib.suppress(PdrunError):
+                self._depart(min(grace, LINGER))
             self._link.close(0.5)
             os.kill(self._pid, number)
         else:
@@ -227,9 +245,12 @@ class DynamicMember:
                 message = self._words.get(timeout=min(0.5, max(0.01, deadline - time.monotonic())))
             except queue.Empty:
                 if not self._finished:
-                    self._link.poll()
+                    with contextlib.suppress(PdrunError):  # a scheduler that is lost does not lift the deadline
+                        self._link.poll()
                 continue
             if message is None:
+                with contextlib.suppress(PdrunError):
+                    self._depart()
                 return
             self._link.send(message)
         os.kill(self._pid, signal.SIGKILL)

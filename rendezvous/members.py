@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from pdrun.names import natural_key
+from pdrun.rendezvous import wording
 from pdrun.rendezvous.events import Peer, SchedulerConfig
 from pdrun.rendezvous.messages import Assign, Hello, Join, Refuse
 
@@ -72,36 +73,31 @@ class Member:
 def objection(config: SchedulerConfig, members: Sequence[Member], hello: Hello, join: Join) -> Refuse | None:
     """Return why a node cannot join those who are here, or None when it can."""
     if not join.node or join.workers < 1:
-        return Refuse(78, f"a node needs a name and at least one worker, not {join.node!r} with {join.workers}")
+        return Refuse(
+            78, f"a {config.unit} needs a name and at least one worker, not {join.node!r} with {join.workers}"
+        )
+    if members and (different := disagreement(config.must_agree, members[0], join)):
+        return wording.must_agree(different[0], members[0].join, join)
     for other in members:
         if other.name == join.node:
-            return Refuse(
-                78, f"two nodes are called '{join.node}': one on host {other.hello.host} (pid {other.hello.pid}), "
-                f"one on host {hello.host} (pid {hello.pid}); give each its own --node-name, or end the older one",
-            )  # fmt: skip
+            return wording.same_name(config, join.node, other.hello, hello)
         if join.node_rank is not None and other.join.node_rank == join.node_rank:
             return Refuse(
-                78, f"node rank {join.node_rank} is claimed twice: by {other.name} on host {other.hello.host} "
-                f"and by {join.node} on host {hello.host}",
+                78, f"{wording.place(config, join.node_rank)} is claimed twice: by {other.name} on host "
+                f"{other.hello.host} and by {join.node} on host {hello.host}",
             )  # fmt: skip
     if join.node_rank is not None and not 0 <= join.node_rank < config.nodes:
         return Refuse(
-            78, f"{join.node} asks for node rank {join.node_rank}, but the job has {config.nodes} node(s): "
-            f"0 to {config.nodes - 1}",
+            78, f"{join.node} asks for {wording.place(config, join.node_rank)}, but the job has "
+            f"{wording.count(config.nodes, config.unit)}: 0 to {config.nodes - 1}",
         )  # fmt: skip
-    if members and (different := disagreement(config.must_agree, members[0], join)):
-        return Refuse(78, f"{different[0]}: all nodes must run the same")
     return None
 
 
 def disagreement(keys: Iterable[str], first: Member, join: Join) -> list[str]:
-    """Return one line for each fact in ``keys`` that both nodes know and that differs, naming nodes and values."""
+    """Return those of ``keys`` that are facts of both nodes and differ."""
     mine, theirs = first.join.facts, join.facts
-    return [
-        f"{key} differs: {mine[key]!r} on {first.name}, {theirs[key]!r} on {join.node}"
-        for key in keys
-        if key in mine and key in theirs and mine[key] != theirs[key]
-    ]
+    return [key for key in keys if key in mine and key in theirs and mine[key] != theirs[key]]
 
 
 def ordered(config: SchedulerConfig, members: Iterable[Member]) -> list[Member]:
@@ -132,8 +128,8 @@ def missing(config: SchedulerConfig, members: Sequence[Member]) -> tuple[str, ..
         return tuple(absent)
     claimed = {member.join.node_rank for member in members}
     if members and None not in claimed and lacking <= 64:
-        return tuple(f"node rank {rank}" for rank in range(config.nodes) if rank not in claimed)
-    return (f"{lacking} more node{'s' if lacking > 1 else ''}",)
+        return tuple(wording.place(config, rank) for rank in range(config.nodes) if rank not in claimed)
+    return (wording.count(lacking, f"more {config.unit}"),)
 
 
 def assignments(nodes: Sequence[Member], generation: int, restarts: int) -> list[Assign]:

@@ -29,7 +29,7 @@ PROTOCOL = 1
 """Version of this file; two sides with different versions refuse each other by name."""
 
 Role = Literal["agent", "view"]
-CauseKind = Literal["ok", "exception", "signal", "oom", "exit", "communication", "startup", "lost", "stopped"]
+CauseKind = Literal["ok", "exception", "signal", "oom", "exit", "communication", "startup", "lost", "suspect", "stopped"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ class Cause:
     """
     ok: exit code 0. exception: a Python traceback was its last word. signal, oom: killed. exit: a code without a
     traceback. communication: an exception or abort whose text says that a peer went away. startup: could not be
-    started. lost: its node was lost. stopped: ended after pdrun told it to.
+    started. lost: its node was lost. suspect: a traceback was its last word, but it had not ended when pdrun stopped it.
+    stopped: ended after pdrun told it to.
     """
     code: int
     """As a shell shows it: the exit code, ``128 + N`` for signal N, 126 or 127 when it could not be started."""
@@ -85,11 +86,13 @@ class Hello:
     """Grows by one at each reconnect of the same process; the greatest wins."""
     host: str
     pid: int
+    command: str = ""
+    """What the sender runs, as Join's fact of that name: for the refusal of another job."""
 
 
 @dataclass(frozen=True)
 class Welcome:
-    """The scheduler's answer to Hello."""
+    """The scheduler's answer to Hello; said again to who has not joined once the specification is known."""
 
     job: str
     run: str

@@ -25,6 +25,7 @@ from pdrun.rendezvous.events import Happening, Orphaned, Peer, Received, Schedul
 from pdrun.rendezvous.messages import Envelope, Hello, Message, Refuse, StatusReply
 from pdrun.rendezvous.state import Close, Disconnected, Done, IllegalEvent, Membership, Record, Report, Send, Tick
 from pdrun.rendezvous.transport import Arrived, Complaint, Gone, ServerTransport
+from pdrun.rendezvous.wording import count, how_to_start
 
 if TYPE_CHECKING:
     from pdrun.rendezvous.security import Secret
@@ -195,8 +196,9 @@ def serve_standalone(
 
     service = Service(config, transport, record=record)
     named = f"job '{config.job}'" if config.job else "the first job that comes"
-    say(f"scheduler of {named} (run {config.run}) on {transport.endpoint}, waiting for {config.nodes} node(s)")
-    say(how_to_join or f"on each node: pdrun join {transport.endpoint}")
+    awaited = count(config.nodes, config.unit)
+    say(f"scheduler of {named} (run {config.run}) on {transport.endpoint}, waiting for {awaited}")
+    say(how_to_join or how_to_start(config, transport.endpoint, insecure=insecure))
     if insecure:
         say("INSECURE: no token is asked for; anybody who reaches this port can take part in the job")
     signals: list[int] = []

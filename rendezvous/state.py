@@ -109,6 +109,7 @@ class Membership:
         self.scheduler = scheduler
         self.job = config.job
         self.spec = config.spec
+        self.command = config.command
         self.state = JobState.GATHERING
         self.generation = -1
         self.restarts = 0
@@ -198,7 +199,7 @@ class Membership:
         if hello.version != PROTOCOL:
             return self._refuse(peer, hello, wording.other_protocol(hello))
         if hello.job and self.job and hello.job != self.job:
-            return self._refuse(peer, hello, wording.other_job(self.config, self.job, hello))
+            return self._refuse(peer, hello, wording.other_job(self.config, self.job, self.command, hello))
         for other, session in list(self.sessions.items()):
             if session.hello.agent == hello.agent:
                 if session.hello.incarnation >= hello.incarnation:
@@ -210,15 +211,18 @@ class Membership:
             why = member.why_lost or "a newer connection of the same agent was here"
             return self._refuse(peer, hello, Refuse(69, f"{member.name} was given up: {why}"))
         if not self.job and hello.job and hello.role == "agent":
-            self.job = hello.job
+            self.job, self.command = hello.job, hello.command
             self._record_created()
         self.sessions[peer] = _Session(hello)
-        self._send(peer, Welcome(
-            self.job, self.config.run, self.spec, self.scheduler, self.config.heartbeat, self.config.dead
-        ))  # fmt: skip
+        self._welcome(peer)
         if member is not None:
             self._resume(member, peer, hello, now)
         return None
+
+    def _welcome(self, peer: Peer) -> None:
+        self._send(peer, Welcome(
+            self.job, self.config.run, self.spec, self.scheduler, self.config.heartbeat, self.config.dead
+        ))  # fmt: skip
 
     def _resume(self, member: Member, peer: Peer, hello: Hello, now: float) -> None:
         """A node is back on a new connection: tell it again all that holds now."""
@@ -254,10 +258,14 @@ class Membership:
             self._refuse(peer, hello, refuse, node=join.node)
             return
         if taking_part:
-            for line in disagreement(self.config.should_agree, taking_part[0], join):
-                self._record("warning", text=line)
+            for key in disagreement(self.config.should_agree, taking_part[0], join):
+                self._record("warning", text=wording.differs(key, taking_part[0].join, join))
         self.members[hello.agent] = Member(hello, join, peer, now, join.store)
-        self.spec = self.spec or join.spec
+        self.command = self.command or join.facts.get("command", "")
+        if join.spec and not self.spec:
+            self.spec = join.spec
+            for other in self._visitors():
+                self._welcome(other)
         self._record("joined", node=join.node, workers=join.workers, host=hello.host, pid=hello.pid)
         if len(self.nodes) < self.config.nodes:
             self._tell_waiting(now)
@@ -361,7 +369,7 @@ class Membership:
             self.sessions.pop(member.peer, None)
         member.peer, member.phase, member.why_lost = None, Phase.LOST, why
         self._record("lost", node=member.name, reason=why)
-        reason = f"node {member.place} was lost: {why}"
+        reason = f"{self.config.unit} {member.place} was lost: {why}"
         if self.state is JobState.ASSIGNING:
             self._end(69, reason, now)
             return None
@@ -469,7 +477,8 @@ class Membership:
             self._start(nodes, now)
         elif self.state is JobState.RUNNING and finished:
             world = next(iter(self._assigns.values())).world_size
-            self._conclude(Trigger.FINISHED, Verdict(0, f"all {world} worker(s) succeeded"), now)
+            every = f"all {world} workers" if world > 1 else "the worker"
+            self._conclude(Trigger.FINISHED, Verdict(0, f"{every} succeeded"), now)
         elif self.state in (JobState.RESTARTING, JobState.STOPPING) and self.ending:
             if finished or now >= self.ending.deadline:
                 self._stopped(nodes, self.ending, now)
@@ -529,12 +538,22 @@ class Membership:
         for member in self.members.values():
             if member.here:
                 self._tell(member, verdict)
+        if not self.spec:  # who waits to be told what the job runs waits in vain
+            for peer in self._visitors():
+                self._refuse(peer, self.sessions[peer].hello, wording.over(self.config, self.job))
 
     # Small words ------------------------------------------------------------------------------------------------------
 
     def _move(self, trigger: Trigger, now: float) -> None:
         self.state = after(self.state, trigger)
         self._since = now
+
+    def _visitors(self) -> list[Peer]:
+        """Connections of agents that have said nothing yet but Hello."""
+        return [
+            peer for peer, session in self.sessions.items()
+            if session.hello.role == "agent" and session.hello.agent not in self.members and not session.stops
+        ]  # fmt: skip
 
     def _send(self, peer: Peer, message: Message) -> None:
         self._out.append(Send(peer, message))

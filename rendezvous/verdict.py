@@ -15,8 +15,8 @@ from pdrun.rendezvous.messages import Cause, CauseKind, Failure, Verdict
 from pdrun.rendezvous.wording import after_restarts
 
 _RANKING: dict[CauseKind, int] = {
-    "exception": 0, "startup": 0, "signal": 1, "oom": 1, "exit": 2, "lost": 3, "communication": 4, "stopped": 5,
-    "ok": 6,
+    "exception": 0, "startup": 0, "signal": 1, "oom": 1, "exit": 2, "lost": 3, "suspect": 4, "communication": 5,
+    "stopped": 6, "ok": 7,
 }  # fmt: skip
 
 MOST_OTHERS = 8

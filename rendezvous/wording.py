@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from pdrun.net import Endpoint
 from pdrun.rendezvous.events import SchedulerConfig
-from pdrun.rendezvous.messages import PROTOCOL, Hello, Refuse, Verdict
+from pdrun.rendezvous.messages import PROTOCOL, Hello, Join, Refuse, Verdict
 
 MOST_TRACEBACK = 8192
 """Characters of a traceback in the event log; the worker's own log has all of it."""
@@ -19,19 +20,57 @@ def other_protocol(hello: Hello) -> Refuse:
     )  # fmt: skip
 
 
-def other_job(config: SchedulerConfig, job: str, hello: Hello) -> Refuse:
-    """Two unrelated jobs meet at one address: both are named."""
+def count(number: int, what: str) -> str:
+    """Return ``1 node``, ``2 nodes``."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def place(config: SchedulerConfig, rank: int) -> str:
+    """Return what a member's rank is called: ``node rank 2``; of a member that is one worker, ``rank 2``."""
+    return f"node rank {rank}" if config.unit == "node" else f"rank {rank}"
+
+
+def other_job(config: SchedulerConfig, job: str, command: str, hello: Hello) -> Refuse:
+    """Two jobs meet at one address: both are named, and what they run where that is what differs."""
+    mine, theirs = (f" with `{command}`", f" with `{hello.command}`") if command and hello.command else ("", "")
+    advice = "type the same on every node, or give one of the jobs another port"
+    if mine == theirs:
+        mine, theirs, advice = "", "", "give both the same --job, or one of them another port"
     started = f", started on {config.host}" if config.host else ""
     sender = f" on {hello.host}" if hello.host else ""
     return Refuse(
-        69, f"this scheduler serves job '{job}' (run {config.run}{started}), you are job '{hello.job}'{sender}: "
-        "give one of them another port",
+        69, f"this scheduler serves job '{job}' (run {config.run}{started}){mine}, you are job '{hello.job}'{sender}"
+        f"{theirs}: {advice}",
     )  # fmt: skip
+
+
+def same_name(config: SchedulerConfig, name: str, older: Hello, newer: Hello) -> Refuse:
+    """Two members have one name."""
+    cure = "--node-name" if config.unit == "node" else "PDRUN_WORKER_ID"
+    return Refuse(
+        78, f"two {config.unit}s are called '{name}': one on host {older.host} (pid {older.pid}), "
+        f"one on host {newer.host} (pid {newer.pid}); give each its own {cure}, or end the older one",
+    )  # fmt: skip
+
+
+def must_agree(key: str, first: Join, join: Join) -> Refuse:
+    """Two nodes cannot be of one job, though they say so."""
+    if key == "command":
+        return Refuse(
+            78, f"the commands differ: `{first.facts[key]}` on {first.node}, `{join.facts[key]}` on {join.node}: "
+            "type the same on every node, or give one of the jobs another port",
+        )  # fmt: skip
+    return Refuse(78, f"{differs(key, first, join)}: all nodes must run the same")
+
+
+def differs(key: str, first: Join, join: Join) -> str:
+    """Return a line about a fact in which two nodes differ, naming nodes and values."""
+    return f"{key} differs: {first.facts[key]!r} on {first.node}, {join.facts[key]!r} on {join.node}"
 
 
 def full(config: SchedulerConfig, job: str) -> Refuse:
     """One node too many."""
-    return Refuse(69, f"job '{job}' already has its {config.nodes} node(s)")
+    return Refuse(69, f"job '{job}' already has its {count(config.nodes, config.unit)}")
 
 
 def over(config: SchedulerConfig, job: str) -> Refuse:
@@ -54,3 +93,12 @@ def verdict_data(verdict: Verdict) -> dict[str, Any]:
             traceback=cause.traceback[-MOST_TRACEBACK:],
         )  # fmt: skip
     return data
+
+
+def how_to_start(config: SchedulerConfig, endpoint: Endpoint, *, insecure: bool) -> str:
+    """Return how nodes come to a scheduler that was started by itself: the first says what the job runs."""
+    trust = " --insecure" if insecure else ""
+    return (
+        f"on each node: pdrun --nodes {config.nodes} --scheduler {endpoint} --no-serve{trust} SCRIPT ARGUMENTS; "
+        f"or, once one is there: pdrun join{trust} {endpoint}"
+    )

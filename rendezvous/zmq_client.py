@@ -24,6 +24,7 @@ from pdrun.errors import AuthenticationError, ConfigError, RendezvousError
 from pdrun.net import Endpoint
 from pdrun.rendezvous import security
 from pdrun.rendezvous.codec import CodecError, decode, encode
+from pdrun.rendezvous.lookup import Lookup
 from pdrun.rendezvous.messages import (
     PROTOCOL,
     Assign,
@@ -48,8 +49,11 @@ LONGEST_HANDSHAKE = 4.5
 """Seconds from the first refused handshake to giving up."""
 LONGEST_SILENCE = 20.0
 """Seconds for which somebody may accept connections and say nothing: a scheduler that is still starting."""
-RETRY, RETRY_REFUSED, RETRY_WELCOMED = 0.2, 0.5, 0.1
-"""Seconds between two attempts: when nobody listens, after a refused handshake, and when one has succeeded before."""
+RETRY, RETRY_UNNAMED, RETRY_REFUSED, RETRY_WELCOMED = 0.2, 1.0, 0.5, 0.1
+"""
+Seconds between two attempts: when nobody listens, when the host's name is not known (yet), after a refused handshake,
+and when one has succeeded before.
+"""
 STATUS_EVERY = 5.0
 LOST_LISTENER = 3.0
 """Seconds without anybody at the port after which a scheduler that was there has ended."""
@@ -70,7 +74,8 @@ class ZmqLink:
     def __init__(
         self, endpoint: Endpoint, secret: Secret | None, *, job: str = "", role: Literal["agent", "view"] = "agent",
         host: str = "", start_timeout: float = 600.0, connect_timeout: float = 3.0, insecure: bool = False,
-        on_status: Callable[[str], None] | None = None, clock: Clock | None = None,
+        on_status: Callable[[str], None] | None = None, clock: Clock | None = None, command: str = "",
+        needs_spec: bool = False,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -78,6 +83,8 @@ class ZmqLink:
             start_timeout: seconds until a scheduler must have welcomed us.
             connect_timeout: seconds of one TCP attempt.
             on_status: is given a line every few seconds while nobody is there.
+            command: what the sender runs, for the refusal of another job.
+            needs_spec: hold the welcome back until the scheduler knows what the job runs, for ``start_timeout`` too.
         """
         import zmq
 
@@ -87,6 +94,7 @@ class ZmqLink:
         self.endpoint = endpoint
         self._secret, self._insecure = secret, insecure
         self._job, self._role, self._host = job, role, host
+        self._command, self._needs_spec = command, needs_spec
         self._start_timeout, self._connect_timeout = start_timeout, connect_timeout
         self._on_status = on_status
         self._clock = clock or SystemClock()
@@ -99,7 +107,7 @@ class ZmqLink:
         self._inbox: list[Message] = []
         self._memory, self._filter = Memory(), Filter()
         self._welcome: Welcome | None = None
-        self._beats = self._echo = 0
+        self._beats = self._echo = self._mark = 0
         now = self._clock.monotonic()
         self._began = self._heard = self._last = now
         self._retry_at = self._beat_at = now
@@ -109,6 +117,7 @@ class ZmqLink:
         self._nobody_since: float | None = None
         self._attempt_at = now
         self._refusals = 0
+        self._lookup = Lookup(endpoint.host)
         self._said = self._expected = 0
         self._connect(now)
 
@@ -148,6 +157,16 @@ class ZmqLink:
         if not result:
             self._judge(now)
         return result
+
+    def confirm(self) -> None:
+        """Ask that the scheduler confirms all that was sent so far; `confirmed` tells, after some `poll`."""
+        self._mark = self._beats + 1
+        self._beat_at = self._clock.monotonic()
+
+    @property
+    def confirmed(self) -> bool:
+        """Whether the scheduler has read all that was sent before `confirm`: it answers heartbeats in their order."""
+        return self._echo >= self._mark
 
     def deadline(self) -> float | None:
         """Monotonic time at which `poll` wants to be called although nothing arrived."""
@@ -194,7 +213,9 @@ class ZmqLink:
         for one in (sock, self._monitor):
             self._epoll.register(int(one.getsockopt(zmq.FD)), select.EPOLLIN)
         self._stage, self._said, self._expected, self._attempt_at = _Stage.CONNECTING, 0, 0, now
-        self._put(Hello(PROTOCOL, self._role, self._job, self._agent, self._incarnation, self._host, os.getpid()))
+        self._put(Hello(
+            PROTOCOL, self._role, self._job, self._agent, self._incarnation, self._host, os.getpid(), self._command
+        ))  # fmt: skip
 
     def _drop_socket(self, linger: int = 0) -> None:
         for one in (self._socket, self._monitor):
@@ -238,9 +259,11 @@ class ZmqLink:
                 self._refused(now)
             elif event == zmq.EVENT_DISCONNECTED:
                 self._disconnected(now)
-            elif event == zmq.EVENT_CLOSED and self._stage is _Stage.CONNECTING:
+            elif event in (zmq.EVENT_CLOSED, zmq.EVENT_CONNECT_RETRIED) and self._stage is _Stage.CONNECTING:
                 self._nobody_since = self._nobody_since or now
-                self._cut(now, RETRY if self._welcome is None else RETRY_WELCOMED)
+                self._lookup.begin()
+                named = event == zmq.EVENT_CLOSED  # else there was no address to open a connection to
+                self._cut(now, RETRY_WELCOMED if self._welcome else RETRY if named else RETRY_UNNAMED)
 
     def _disconnected(self, now: float) -> None:
         if self._stage is _Stage.SHAKING:
@@ -286,9 +309,14 @@ class ZmqLink:
                 self._stage = _Stage.OVER
                 self._inbox.append(Refuse(69, f"the scheduler at {self.endpoint} is another one now"))
                 return
-            self._welcome, self._stage, self._beat_at = self._welcome or message, _Stage.UP, now
-            for again in self._memory.to_repeat():
-                self._put(again)
+            if self._welcome is None or message.spec:
+                self._welcome = message
+            if self._stage is not _Stage.UP:
+                self._stage, self._beat_at = _Stage.UP, now
+                for again in self._memory.to_repeat():
+                    self._put(again)
+            if self._needs_spec and not message.spec:
+                return
         elif isinstance(message, Assign):
             self._memory.forget_before(message.generation)
         if self._filter.is_new(message):
@@ -315,6 +343,8 @@ class ZmqLink:
             silent = now - self._heard
             if gone or (self._welcome.dead and self._welcome.heartbeat and silent > self._welcome.dead):
                 raise RendezvousError(f"lost the scheduler: nothing heard for {silent:.1f} s", where=where)
+            if self._needs_spec and not self._welcome.spec:
+                self._await_spec(now)
             return
         if self._refusals >= REFUSALS or (self._first_refusal and now - self._first_refusal > LONGEST_HANDSHAKE):
             raise AuthenticationError(
@@ -325,9 +355,27 @@ class ZmqLink:
             raise AuthenticationError(f"{where} takes connections and says nothing: it is no pdrun scheduler")
         if now - self._began > self._start_timeout:
             raise RendezvousError(
-                f"no scheduler there within {self._start_timeout:g} s", where=where,
+                self._lookup.fault or f"no scheduler there within {self._start_timeout:g} s", where=where,
                 hint="start pdrun on the first node, and check the address",
             )  # fmt: skip
-        if now >= self._status_at and self._nobody_since is not None and self._on_status:
+        if self._nobody_since is not None:
+            self._report(f"waiting for the scheduler at {where}: {self.absence}", now)
+
+    @property
+    def absence(self) -> str:
+        """Why nobody answers, as far as that is known."""
+        return self._lookup.fault or "nobody listens there yet"
+
+    def _await_spec(self, now: float) -> None:
+        if now - self._began > self._start_timeout:
+            raise RendezvousError(
+                f"nobody said within {self._start_timeout:g} s what the job runs", where=str(self.endpoint),
+                hint=f"start one node with its script: pdrun --scheduler {self.endpoint} --no-serve SCRIPT",
+            )  # fmt: skip
+        self._report(f"the scheduler at {self.endpoint} does not know yet what the job runs: waiting for the node "
+                     "that is started with its script", now)  # fmt: skip
+
+    def _report(self, line: str, now: float) -> None:
+        if now >= self._status_at and self._on_status:
             self._status_at = now + STATUS_EVERY
-            self._on_status(f"waiting for the scheduler at {where}: nobody listens there yet")
+            self._on_status(line)

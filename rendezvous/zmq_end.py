@@ -20,5 +20,10 @@ SPARE = 1.0
 def end_context(context: zmq.Context[zmq.Socket[bytes]], linger: float) -> None:
     """End a context, all of whose sockets are closed; gives what is queued ``linger`` seconds to leave."""
     thread = threading.Thread(target=context.term, name="pdrun-zmq-end", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # an interpreter on its way out starts no thread (Python 3.12): one that may hang does it
+        if threading.current_thread().daemon:
+            context.term()
+        return
     thread.join(linger + SPARE)

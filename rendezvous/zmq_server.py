@@ -24,6 +24,7 @@ from pdrun.rendezvous.events import Peer
 from pdrun.rendezvous.messages import Envelope
 from pdrun.rendezvous.security import Secret
 from pdrun.rendezvous.transport import Arrived, Complaint, Gone, Incoming, Woken
+from pdrun.rendezvous.wording import count
 from pdrun.rendezvous.zmq_end import end_context
 
 if TYPE_CHECKING:
@@ -222,7 +223,7 @@ class ZmqServer:
                 failed += 1
         if failed:
             result.append(Complaint(
-                f"{failed} connection(s) failed the handshake: they hold another token, or are not of pdrun"
+                f"{count(failed, 'connection')} failed the handshake: another token, or not of pdrun"
             ))  # fmt: skip
         return ended
 

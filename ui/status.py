@@ -23,7 +23,7 @@ MOST_NODES = 32
 MOST_FAILED = 16
 _COLOURS = {
     "running": "green", "done": "green", "joined": "cyan", "gathering": "cyan", "suspect": "yellow",
-    "restarting": "yellow", "stopping": "yellow", "lost": "red", "dead": "red", "failed": "red",
+    "restarting": "yellow", "stopping": "yellow", "stopped": "yellow", "lost": "red", "dead": "red", "failed": "red",
 }  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def plain(found: Sequence[JobStatus], now: float) -> list[str]:
         return _columns([("JOB", "STATE", "CODE", "NODES", "TIME", "RUN"), *(_row(one, now) for one in found)])
     one = found[0]
     lines = [f"{name:<9} {value}" for name, value in facts(one, now)]
-    nodes = _columns([(node.name, node.state, _rank_text(one, node)) for node in listed_nodes(one)])
+    nodes = _columns([(node.name, node_state(node), _rank_text(one, node)) for node in listed_nodes(one)])
     lines += [f"{'node':<9} {line}" for line in nodes]
     lines += [f"{'failed':<9} {line}" for line in failed_lines(one)]
     return lines + [f"{'warning':<9} {safe(text)}" for text in one.warnings]
@@ -80,7 +80,7 @@ def render(found: Sequence[JobStatus], now: float) -> RenderableType:
         head.add_row(Text(name, style="bold"), _coloured(value) if name == "state" else Text(value))
     nodes = Table("node", "state", "ranks", box=None, header_style="bold")
     for node in listed_nodes(one):
-        nodes.add_row(Text(safe(node.name)), _coloured(node.state), Text(_rank_text(one, node)))
+        nodes.add_row(Text(safe(node.name)), _coloured(node_state(node)), Text(_rank_text(one, node)))
     notes = [Text(f"failed  {line}", style="red") for line in failed_lines(one)]
     notes += [Text(f"warning {safe(text)}", style="yellow") for text in one.warnings]
     return Group(head, nodes, *notes)
@@ -88,18 +88,30 @@ def render(found: Sequence[JobStatus], now: float) -> RenderableType:
 
 def facts(one: JobStatus, now: float) -> list[tuple[str, str]]:
     """Return the head of a status: pairs of name and value, without colours."""
-    state = one.state if one.code is None else f"{one.state}, exit code {one.code}"
+    state = job_state(one) if one.code is None else f"{job_state(one)}, exit code {one.code}"
     rows = [("job", safe(one.job)), ("run", safe(one.run)), ("state", state)]
     if one.reason:
         rows.append(("reason", safe(one.reason)))
     rows.append(("time", age(one, now)))
     if one.restarts or one.generation:
         rows.append(("restarts", f"{one.restarts} (generation {one.generation})"))
-    states = Counter(node.state for node in one.nodes.values())
+    states = Counter(node_state(node) for node in one.nodes.values())
     rows.append(("nodes", f"{_present(one)}: {_counted(states)}" if states else _present(one)))
     if one.ranks:
         rows.append(("ranks", f"{len(one.ranks)}: {_counted(Counter(rank.state for rank in one.ranks.values()))}"))
     return rows
+
+
+def job_state(one: JobStatus) -> str:
+    """Return the word for people: a job that is over is ``done``, ``failed`` or, if somebody wanted it, ``stopped``."""
+    if one.state != "done" or not one.code:
+        return one.state
+    return "stopped" if one.reason.startswith(("stopped by", "the time limit")) else "failed"
+
+
+def node_state(node: NodeStatus) -> str:
+    """Return the word for people: a node that has left is not one that is left."""
+    return "ended" if node.state == "left" else node.state
 
 
 def listed_nodes(one: JobStatus) -> list[NodeStatus]:
@@ -122,6 +134,8 @@ def age(one: JobStatus, now: float) -> str:
     """Return how long the job has run, or did: ``1:02:03``; ``-`` when that is not known."""
     if not one.started_at:
         return "-"
+    if one.state == "dead" and one.ended_at is None:
+        return "-"
     seconds = max(0, round((one.ended_at or now) - one.started_at))
     hours, rest = divmod(seconds, 3600)
     return f"{hours}:{rest // 60:02}:{rest % 60:02}"
@@ -134,7 +148,7 @@ def safe(text: str) -> str:
 
 def _row(one: JobStatus, now: float) -> tuple[str, ...]:
     code = "" if one.code is None else str(one.code)
-    return safe(one.job), one.state, code, _present(one), age(one, now), safe(one.run)
+    return safe(one.job), job_state(one), code, _present(one), age(one, now), safe(one.run)
 
 
 def _present(one: JobStatus) -> str:

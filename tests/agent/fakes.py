@@ -58,6 +58,7 @@ class FakeOutput:
     def __init__(self) -> None:
         self.tails: dict[int, tuple[str, ...]] = {}
         self.traces: dict[int, tuple[float, str]] = {}
+        self.survivors: set[int] = set()
         self.said: list[str] = []
         self.revealed: list[int] = []
         self.drained: list[int] = []
@@ -87,6 +88,9 @@ class FakeOutput:
 
     def traceback(self, rank: int) -> tuple[float, str] | None:
         return self.traces.get(rank)
+
+    def survived(self, rank: int) -> bool:
+        return rank in self.survivors
 
     def log_path(self, rank: int) -> str:
         return f"/logs/rank_{rank}.err"

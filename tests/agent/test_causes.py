@@ -77,6 +77,8 @@ def test_plain_words():
     assert cause_of(Evidence(signal.SIGSEGV, 1.0)).summary == "killed by SIGSEGV (segmentation fault)"
     assert cause_of(Evidence(signal.SIGKILL, 1.0)).summary == "killed by SIGKILL, not by pdrun"
     assert cause_of(Evidence(3 << 8, 1.0)).summary == "exit code 3"
+    said = cause_of(Evidence(78 << 8, 1.0, tail=("a", "pdrun: error: RANK: 'x' is not a whole number")))
+    assert (said.kind, said.code, said.summary) == ("exit", 78, "RANK: 'x' is not a whole number")
 
 
 def test_out_of_memory_needs_proof():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -219,11 +220,27 @@ def test_a_node_that_has_finished_waits_for_the_others_to_stop(desk):
 
 def test_missing_nodes_are_named_with_the_command_that_starts_them():
     with Desk(address="10.0.0.1:29400") as desk:
-        desk.turn(WELCOME, m.Waiting(("node0",), ("node rank 1",), 2, 5.0, 600.0))
-        assert desk.output.said == [
+        waiting = m.Waiting(("node0",), ("node rank 1",), 2, 5.0, 600.0)
+        desk.turn(WELCOME, waiting, waiting)
+        line = (
             "pdrun: 1 of 2 nodes are here (node0), missing: node rank 1; 5.0 s of 10 min 0 s; "
             "start each with: pdrun join 10.0.0.1:29400"
-        ]
+        )
+        token = "the token of `pdrun token show` here"
+        assert desk.output.said == [f"{line} (a host that does not share this home needs {token})", line]
+
+
+@pytest.mark.parametrize(("address", "place", "end"), [
+    ("127.0.0.1:29400", {}, "pdrun join 127.0.0.1:29400"),
+    ("10.0.0.1:29400", {"insecure": True}, "pdrun join --insecure 10.0.0.1:29400"),
+    ("10.0.0.1:29400", {"token_file": "t"}, "needs the token of this node's --token-file)"),
+])  # fmt: skip
+def test_the_line_for_the_others_says_how_they_are_trusted(address, place, end):
+    plan = make_plan(1, nodes=2)
+    plan = replace(plan, spec=replace(plan.spec, place=replace(plan.spec.place, **place)))
+    with Desk(plan=plan, address=address) as desk:
+        desk.turn(WELCOME, m.Waiting(("node0",), ("1 more node",), 2, 5.0, 600.0))
+        assert desk.output.said[0].endswith(end)
 
 
 def test_the_end_of_the_lifeline_ends_everything_at_once():

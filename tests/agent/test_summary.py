@@ -57,12 +57,23 @@ exit code 137"""
 
 
 def test_a_silent_worker():
-    cause = Cause("exit", 42, summary="exit code 42")
+    cause = Cause("exit", 42, summary="exit code 42", log="logs/r/0/rank_0.err")
     verdict = Verdict(42, "rank 0 on a failed: exit code 42", Failure(0, "a", cause))
     assert picture(verdict, 1) == """\
 job failed after 1.0 s: rank 0 on a failed: exit code 42
   rank 0 on a printed nothing (exit code 42)
 exit code 42, logs in logs/r"""
+
+
+def test_lines_that_were_just_revealed_are_not_said_again():
+    cause = Cause("exit", 3, summary="exit code 3", tail=("why",), log="logs/r/0/rank_0.out")
+    verdict = Verdict(3, "rank 0 on a failed: exit code 3", Failure(0, "a", cause))
+    assert "\n".join(summary(verdict, seconds=1, log_dir="logs/r", revealed=True)) == """\
+job failed after 1.0 s: rank 0 on a failed: exit code 3
+  the last words of rank 0 on a (exit code 3) stand above
+  log of rank 0: logs/r/0/rank_0.out
+exit code 3, logs in logs/r"""
+    assert "  the last line of rank 0 on a (exit code 3):\n    why\n" in picture(verdict)
 
 
 def test_a_lost_worker_is_not_said_to_have_been_silent():
@@ -110,6 +121,9 @@ def test_hints_are_given_where_they_help_only():
     assert "smaller batch" in next(iter(hints(Cause("exception", 1, summary="OutOfMemoryError: CUDA out of memory"))))
     assert "/dev/shm" in next(iter(hints(Cause("signal", 135, signal=7))))
     assert "network" in next(iter(hints(Cause("communication", 1))))
+    missing = Cause("exception", 1, summary="ModuleNotFoundError: No module named 'x'")
+    assert "workers, /usr/bin/python3?" in next(iter(hints(missing, "/usr/bin/python3")))
+    assert "interpreter of the workers?" in next(iter(hints(missing)))
 
 
 def test_durations():

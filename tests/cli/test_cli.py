@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -125,6 +126,45 @@ def test_explain_names_overridden_and_unknown_variables(pdrun: Call, monkeypatch
     assert "PDRUN_NODES=7 is overridden by --nodes 1" in text
     assert "PDRUN_DEVICE is no variable of pdrun; did you mean 'PDRUN_DEVICES'?" in text
     assert "PMI_RANK is taken out of the workers' environment" in text
+
+
+def test_a_mistyped_variable_is_a_warning_on_every_run(
+    pdrun: Call, plans: list[LaunchPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert pdrun("train.py").err == ""
+    monkeypatch.setenv("PDRUN_DEVICE", "2")
+    warning = "pdrun: warning: PDRUN_DEVICE is no variable of pdrun; did you mean 'PDRUN_DEVICES'?\n"
+    outcome = pdrun("train.py")
+    assert (outcome.code, outcome.err) == (42, warning)
+    monkeypatch.setattr(run, "execute_join", lambda *args: 0)
+    assert pdrun("join", "h:1").err == warning
+
+
+def test_variables_of_the_dynamic_cluster_and_of_workers_are_known(
+    pdrun: Call, plans: list[LaunchPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PDRUN_ROLE", "PDRUN_WORKERS", "PDRUN_WORKER_ID", "PDRUN_WORKER_OF", "PDRUN_TOKEN"):
+        monkeypatch.setenv(name, "x")
+    assert pdrun("train.py").err == ""
+
+
+def test_explain_shows_words_that_can_be_understood(pdrun: Call) -> None:
+    text = pdrun("--dry-run", "--explain", "--nproc-per-node", "auto", "train.py").out
+    assert "resources.devices " in text and "accelerators, else one a usable CPU" in text
+    assert "accelerators-or-cpus" not in text
+    assert any(line.startswith("program.python ") and sys.executable in line for line in text.splitlines())
+
+
+@pytest.mark.parametrize("words", [["train.py"], ["join", "h:1"]])
+def test_a_bad_token_file_is_blamed_on_where_it_was_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    monkeypatch.setenv("PDRUN_TOKEN_FILE", "/nowhere/token")
+    assert cli.main(["--nodes", "2", "--interface", "lo", *words] if words == ["train.py"] else words) == 78
+    assert "pdrun: error: PDRUN_TOKEN_FILE /nowhere/token: cannot be read" in capsys.readouterr().err
+    more = ["--token-file", "/no/token"]
+    assert cli.main(["--nodes", "2", "--interface", "lo", *more, *words] if len(words) == 1 else [*words, *more]) == 78
+    assert "pdrun: error: --token-file /no/token: cannot be read" in capsys.readouterr().err
 
 
 def test_inside_a_worker_the_outer_jobs_name_is_not_taken(pdrun: Call, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,8 @@ SAME = [
      "--nodes 2 --start-timeout 60 --serve x"),
     ("--rdzv-conf timeout=900 x", "--start-timeout 15m x"),
     ("--standalone x", "--nodes 1 x"),
+    ("--standalone --rdzv-backend c10d --rdzv-endpoint localhost:0 x", "--nodes 1 x"),
+    ("--standalone --master-addr h --master-port 29500 x", "--nodes 1 x"),
     ("--shutdown-timeout 5 --max_restarts 3 --log_dir d --local-addr eth0 x",
      "--grace 5s --max-restarts 3 --log-dir d --interface eth0 x"),
     ("--role trainer x", "--env ROLE_NAME=trainer x"),
@@ -131,3 +133,9 @@ def test_the_command_line_counts_before_variables_of_both_kinds() -> None:
 
 def test_msruns_rows_are_spelt_as_msrun_spells_them() -> None:
     assert all(len(row.names) == 1 and "-" not in row.names[0][2:] for row in MSRUN)
+
+
+def test_an_endpoint_that_standalone_passes_over_is_named() -> None:
+    asked = ask("--standalone --rdzv-endpoint localhost:0 x")
+    assert asked.spec.place.scheduler is None
+    assert "--rdzv-endpoint localhost:0 is not used: --standalone meets nobody" in asked.notes

@@ -49,7 +49,10 @@ VARIABLES = words("""
     PDRUN_TOKEN_FILE PDRUN_START_TIMEOUT PDRUN_GRACE PDRUN_MAX_RESTARTS PDRUN_TIME_LIMIT PDRUN_LOG_DIR PDRUN_LOG_NAME
     PDRUN_NO_FILES PDRUN_SHOW_RANKS PDRUN_PREFIX
 """)
-PUBLIC = {"__version__", "Context", "JobFailed", "PdrunError", "WorkerEnv", "init", "launch"}
+PUBLIC = words("""
+    __version__ ConfigError Context DeadlineExceeded JobFailed PdrunError RendezvousError UsageError WorkerEnv init
+    launch
+""")
 MESSAGES = words("""
     Hello Welcome Join Waiting Refuse Assign Ready Unready Start WorkerExit Finished StopWorkers Verdict Heartbeat Echo
     Leave StopRequest StatusQuery StatusReply

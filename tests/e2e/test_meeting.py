@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import socket
@@ -92,6 +93,41 @@ def test_unnamed_jobs_are_told_apart_by_their_command(shell: Shell) -> None:
     assert mine.wait(10) == 130
 
 
+def test_one_job_with_two_commands_is_told_both(shell: Shell) -> None:
+    where, script = f"127.0.0.1:{free_port()}", shell.script(HELLO)
+    first = node(shell, where, "a", "--job", "q", script, "2")
+    first.expect("1 of 2 nodes", timeout=15)
+    second = node(shell, where, "b", "--job", "q", script, "3")
+    assert second.wait(15) == 78
+    assert f"`pdrun --nodes 2 {script} 2` on a, `pdrun --nodes 2 {script} 3` on b: type the same" in second.err
+    third = node(shell, where, "c", script, "3")
+    assert third.wait(15) == 69
+    assert f"with `pdrun --nodes 2 {script} 2`" in third.err and "or give one of the jobs another port" in third.err
+    first.signal(signal.SIGINT)
+    assert first.wait(10) == 130
+
+
+def test_node_ranks_on_one_host_need_no_names(shell: Shell) -> None:
+    where, script = f"127.0.0.1:{free_port()}", shell.script(HELLO)
+    common = ("--nodes", "2", "--devices", "1", "--scheduler", where)
+    jobs = [shell.start(*common, "--node-rank", str(rank), script) for rank in (0, 1)]
+    assert [job.wait(30) for job in jobs] == [0, 0], jobs[0].err + jobs[1].err
+    assert hellos(*jobs) == [(0, 2, 0, 1, 0), (1, 2, 0, 1, 1)]
+
+
+def test_a_name_that_is_not_known_is_said(shell: Shell) -> None:
+    script = shell.script(HELLO)
+    nowhere = ("--nodes", "2", "--scheduler", "no-such-host.invalid:1")
+    words = "the name 'no-such-host.invalid' is not known here"
+    code, _, err = shell.run(*nowhere, "--dry-run", script)
+    assert code == 78 and f"--scheduler: {words}" in err
+    for args in ((*nowhere, "--interface", "lo", "--start-timeout", "3", script),
+                 ("join", "no-such-host.invalid:1", "--start-timeout", "3")):  # fmt: skip
+        code, _, err = shell.run(*args)
+        assert code == 69 and f"waiting for the scheduler at no-such-host.invalid:1: {words}" in err
+        assert f"error: no-such-host.invalid:1: {words}" in err
+
+
 def test_a_wrong_token_is_77_within_five_seconds_and_said_on_both_sides(shell: Shell) -> None:
     where, script = f"127.0.0.1:{free_port()}", shell.script(HELLO)
     first = node(shell, where, "a", script, "--node-rank", "0")
@@ -121,6 +157,19 @@ def test_strangers_at_the_port_are_dropped_and_the_service_goes_on(shell: Shell)
     assert hellos(first, second) == [(0, 2, 0, 1, 0), (1, 2, 0, 1, 1)]
 
 
+def test_a_port_that_something_else_holds_is_said_at_once(shell: Shell) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        where = f"127.0.0.1:{other.getsockname()[1]}"
+        start = time.monotonic()
+        first = node(shell, where, "a", shell.script(HELLO))
+        first.expect(rf"port \d+ is in use by pid {os.getpid()} \(.*\): joining the scheduler there", timeout=5)
+        assert first.wait(15) == 78
+        assert time.monotonic() - start < 6
+    assert f"error: {where}: port" in first.err and "and that is no scheduler" in first.err
+
+
 def test_join_needs_only_the_address(shell: Shell) -> None:
     where, script = f"127.0.0.1:{free_port()}", shell.script(HELLO)
     first = node(shell, where, "a", script, devices=2)
@@ -139,3 +188,14 @@ def test_a_standing_scheduler_serves_nodes_that_only_connect(shell: Shell) -> No
     jobs = [node(shell, where, name, script, "--no-serve") for name in ("a", "b")]
     assert [job.wait(30) for job in jobs] == [0, 0], jobs[0].err + scheduler.err
     assert scheduler.wait(15) == 0
+
+
+def test_a_standing_scheduler_says_how_nodes_come_and_a_joiner_waits_for_the_script(shell: Shell) -> None:
+    where, script = f"127.0.0.1:{free_port()}", shell.script(HELLO)
+    scheduler = shell.start("scheduler", "--nodes", "2", "--listen", where)
+    scheduler.expect(f"pdrun --nodes 2 --scheduler {where} --no-serve SCRIPT")
+    joiner = shell.start("join", where, "--node-name", "b")
+    joiner.expect("does not know yet what the job runs", timeout=15)
+    first = node(shell, where, "a", script, "--no-serve")
+    assert [first.wait(30), joiner.wait(30), scheduler.wait(15)] == [0, 0, 0], joiner.err
+    assert [found[:2] for found in hellos(first, joiner)] == [(0, 2), (1, 2)]

@@ -83,6 +83,21 @@ def test_hidden_ranks_are_hidden_and_a_failed_one_is_not(shell: Shell) -> None:
     assert "I am 2" not in job.out and "why" in job.err
 
 
+def test_a_hidden_rank_that_fails_is_told_once_with_the_file_that_says_why(shell: Shell) -> None:
+    script = shell.script("import sys\nprint('the reason')\nsys.exit(3)\n")
+    code, out, err = shell.run("--devices", "1", "--show-ranks", "none", script)
+    assert code == 3
+    assert (out + err).count("the reason") == 1, err
+    assert "rank 0 failed; its last line (hidden by --show-ranks;" in err
+    assert "/0/rank_0.out" in err and "rank_0.err" not in err
+
+
+def test_ranks_to_show_that_the_job_does_not_have_are_a_warning(shell: Shell) -> None:
+    code, _, err = shell.run("--devices", "2", "--show-ranks", "0,7-9", shell.script("print('x')\n"))
+    assert code == 0
+    assert err.count("pdrun: warning: --show-ranks 0,7-9: there is no rank 7-9; the ranks are 0-1") == 1
+
+
 def test_status_logs_and_stop_of_a_running_job(shell: Shell) -> None:
     script = shell.script("import time\nprint('working', flush=True)\ntime.sleep(300)\n")
     job = shell.start("--devices", "2", "--job", "demo", script)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdrun.env import WorkerEnv
-from pdrun.errors import ConfigError
+from pdrun.env import WorkerEnv, refuse_owned
+from pdrun.errors import ConfigError, UsageError
 
 
 @st.composite
@@ -90,3 +90,12 @@ def test_every_field_travels() -> None:
             base, **{item.name: value, **({"local_world_size": 2} if item.name == "local_rank" else {})}
         )
         assert changed.to_env() != base.to_env(), item.name
+
+
+def test_variables_that_the_launcher_writes_are_its_own_and_others_are_free() -> None:
+    written = set(WorkerEnv(0, 1, 0, 1, 0, 1, "h", 1, "run").to_env())
+    for name in (written | {"TORCHELASTIC_ERROR_FILE", "PDRUN_WORKER_OF"}) - {"ROLE_NAME"}:
+        with pytest.raises(UsageError, match=f"launch: {name} is pdrun's own"):
+            refuse_owned(name, where="launch")
+    for name in ("ROLE_NAME", "OMP_NUM_THREADS", "MY_RANK", "NCCL_DEBUG", "PDRUN_LOG_DIR"):
+        refuse_owned(name, where="launch")

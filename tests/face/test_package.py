@@ -106,3 +106,22 @@ def test_the_installed_command_runs_from_anywhere(built: Path, tmp_path: Path) -
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("hello") == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["-m", "pdrun", "--version"], 78), (["-c", "import pdrun; pdrun.launch"], 1),
+        (["-c", "from pdrun import init"], 1),
+    ],
+)  # fmt: skip
+def test_the_source_tree_that_hides_the_installed_package_says_so(words: list[str], code: int) -> None:
+    """Without site-packages nothing else is installed: the tree's own folder pdrun/ is all that is found."""
+    done = subprocess.run(
+        [sys.executable, "-S", *words], cwd=ROOT, capture_output=True, text=True, timeout=60,
+        env={"PATH": "/usr/bin:/bin"},
+    )  # fmt: skip
+    assert done.returncode == code
+    last = done.stderr.splitlines()[-1]
+    assert "is pdrun's source tree, which hides the installed package: use another folder, or pip install -e ." in last
+    assert code != 78 or done.stderr.count("\n") == 1

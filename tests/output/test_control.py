@@ -130,6 +130,7 @@ def test_a_job_whose_agent_was_killed_is_dead_not_running(home: Path) -> None:
     register(home, ended())
     (one,) = control.job_statuses("demo")
     assert (one.state, one.reason) == ("dead", "its agent ended without a verdict")
+    assert one.ended_at == (home / "logs" / "demo-1" / "events.jsonl").stat().st_mtime
     register(home, os.getpid())
     assert control.job_statuses("demo")[0].state == "running"
 
@@ -149,6 +150,34 @@ def test_status_without_a_name_is_of_the_one_that_runs_else_of_all(home: Path) -
     assert len(control.job_statuses(None)) == 2
     register(home, os.getpid(), "demo-3")
     assert [one.run for one in control.job_statuses(None)] == ["demo-3"]
+    assert len(control.job_statuses(None, all=True)) == 3
+
+
+def test_only_the_newest_are_listed_unless_all_are_asked_for(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gone = ended()
+    for number in range(control.NEWEST + 3):
+        jobs.register(replace(register(home, gone, f"demo-{number:02}"), made=float(number)))
+    shown = [one.run for one in control.job_statuses(None)]
+    assert shown == [f"demo-{number:02}" for number in range(control.NEWEST + 2, 2, -1)]
+    assert capsys.readouterr().err == "pdrun: 3 older job(s) are not listed; --all lists them\n"
+    assert len(control.job_statuses(None, all=True)) == control.NEWEST + 3
+    for number in range(2):
+        jobs.register(replace(register(home, os.getpid(), f"demo-{number:02}"), made=float(number)))
+    assert {"demo-00", "demo-01"} < {one.run for one in control.job_statuses(None)}
+
+
+def test_of_two_runs_with_one_name_the_newest_is_shown_and_none_is_stopped(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for made in (1.0, 2.0):
+        jobs.register(replace(register(home, os.getpid(), f"demo-{made:g}"), made=made))
+        write(home, 0, "rank_0.out", b"%d\n" % made, f"demo-{made:g}")
+    assert [one.run for one in control.job_statuses("demo")] == ["demo-2"]
+    assert capsys.readouterr().err == "pdrun: 2 runs are called demo; this is the newest that runs, demo-2\n"
+    assert show(home, "demo")[1] == "n0:0| 2\n"
+    assert show(home, "demo-1")[1] == "n0:0| 1\n"
+    with pytest.raises(UsageError, match="means more than one job; name one run: demo"):
+        control.stop("demo")
 
 
 # Logs -----------------------------------------------------------------------------------------------------------------
@@ -182,9 +211,22 @@ def test_logs_of_the_last_generation_with_prefixes_in_rank_order(home: Path) -> 
     code, out, err = show(home, "demo")
     assert code == 0
     assert out == "n0:0| out 0\nn0:1| out 1\n10| out 10\nn0:0| half\nn0:1| half\n10| half\n"
-    assert err == "n0:0| err 0\nn0:1| err 1\n10| err 10\n"
-    assert show(home, ranks="1", stderr=False)[1:] == ("n0:1| out 1\nn0:1| half\n", "")
-    assert show(home, ranks="7")[1:] == ("", "")
+    said = "pdrun: generation 1, the last of 2; --generation all shows all\n"
+    assert err == said + "n0:0| err 0\nn0:1| err 1\n10| err 10\n"
+    assert show(home, ranks="1", stderr=False)[1:] == ("n0:1| out 1\nn0:1| half\n", said)
+    with pytest.raises(UsageError, match=r"--ranks: run demo-1 has no rank 7,20-30; there are 0-1,10"):
+        show(home, ranks="0,7,20-30")
+
+
+def test_logs_of_other_generations(home: Path) -> None:
+    register(home, ended())
+    for generation in (0, 1, 10):
+        write(home, generation, "rank_0.out", b"1\n2\ng%d\n" % generation)
+    assert show(home, generation=1, lines=1) == (0, "n0:0| g1\n", "")
+    assert show(home, generation="all", lines=1) == (0, "n0:0| g0\nn0:0| g1\nn0:0| g10\n", "")
+    assert show(home, lines=1)[1] == "n0:0| g10\n"
+    with pytest.raises(UsageError, match=r"--generation: 2 is no generation of run demo-1; there are 0, 1, 10"):
+        show(home, generation=2)
 
 
 @pytest.mark.parametrize(("lines", "expected"), [(1, "3\n"), (2, "2\n3\n"), (9, "1\n2\n3\n"), (0, "")])

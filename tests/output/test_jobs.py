@@ -123,6 +123,22 @@ def test_names_that_find_none_or_several() -> None:
         find("demo", [alive("demo-4", "demo"), *KNOWN])
 
 
+def test_of_several_runs_that_run_the_newest_can_be_asked_for() -> None:
+    newer = replace(alive("demo-4", "demo"), made=9.0)
+    assert find("demo", [newer, *KNOWN], newest=True) == newer
+    assert find("demo", KNOWN[1:], newest=True).run == "demo-2"
+    with pytest.raises(UsageError, match="means more than one job"):
+        find("e", [alive("e-1", "eval"), alive("e-2", "else")], newest=True)
+
+
+def test_entries_whose_logs_are_no_more_are_forgotten(tmp_path: Path) -> None:
+    register(entry("r1", log_dir="/gone"), tmp_path)
+    register(entry("r2"), tmp_path)
+    jobs.forget(Path("/gone"), tmp_path)
+    assert [job.run for job in jobs.jobs(tmp_path)] == ["r2"]
+    jobs.forget(Path("/gone"), tmp_path / "nowhere")
+
+
 def test_the_one_that_runs() -> None:
     assert find_running(KNOWN).run == "demo-3"
     with pytest.raises(UsageError, match="no job of yours is running"):

@@ -189,8 +189,25 @@ def test_hidden_ranks_are_logged_and_revealed_when_they_fail(tmp_path: Path, scr
     output.close()
     shown = screen[0].read_text()
     assert sorted(re.findall(r"node0:(\d)\| I am", shown)) == ["0", "1", "2", "3"]
-    assert re.search(r"rank 1 failed; its last 1 lines \(hidden by --show-ranks; from its log, .*rank_1\.err\)", shown)
+    assert re.search(r"rank 1 failed; its last line \(hidden by --show-ranks; its log is .*rank_1\.out\):\n", shown)
     assert log(tmp_path, 1) == b"I am 1\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [
+        ("print('why')", "rank_0.out"), ("import sys; sys.exit('why')", "rank_0.err"), ("", "rank_0.err"),
+        ("import sys; print('why'); print('or', file=sys.stderr)", "rank_0.{out,err}"),
+        ("print('step'); raise ValueError('why')", "rank_0.err"),
+    ],
+)  # fmt: skip
+def test_the_log_that_is_named_holds_the_evidence(
+    tmp_path: Path, screen: tuple[Path, int], code: str, name: str
+) -> None:
+    output = make_output(tmp_path, screen[1], screen[1])
+    pump(output, [start_worker(output, 0, code)])
+    assert output.log_path(0).rpartition("/")[2] == name
+    output.close()
 
 
 @pytest.mark.parametrize(
@@ -302,6 +319,8 @@ def test_sets_of_ranks_that_are_none(text: str) -> None:
 def test_sets_of_ranks() -> None:
     assert [rank for rank in range(12) if rank in RankSet("0,7-9")] == [0, 7, 8, 9]
     assert 10**6 in RankSet("all") and 0 not in RankSet("none")
+    assert RankSet("0,7-9, 4").without(range(2)) == "7-9,4"
+    assert [RankSet(text).without(range(2)) for text in ("all", "none", "1-5")] == [""] * 3
 
 
 def test_the_agent_s_side_loads_nothing_heavy() -> None:

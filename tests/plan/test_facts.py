@@ -44,11 +44,13 @@ def test_several_nodes_know_their_route_and_script(script: Path) -> None:
     assert ("lo", "127.0.0.1") in found.addresses
     assert len(found.script_digest) == 64
     assert (found.imports_torch, found.program_error, found.log_error) == (True, "", "")
+    assert found.scheduler_fault == ""
 
 
 def test_a_name_that_nobody_knows_is_not_this_machine(script: Path) -> None:
     found = facts.gather(spec(2, scheduler=Endpoint("no-such-host.invalid", 5)), {"PATH": "/bin"})
     assert (found.local_endpoint, found.route_address) == (False, "")
+    assert found.scheduler_fault.startswith("the name 'no-such-host.invalid' is not known here: ")
 
 
 def test_this_machine_by_any_name() -> None:

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from pdrun.backends.base import Backend
 from pdrun.errors import PdrunError
 from pdrun.launcher.model import BackendFacts, Facts
-from pdrun.launcher.plan import job_key, plan, program_argv, simulated
+from pdrun.launcher.plan import command_text, job_key, node_name, plan, program_argv, simulated
 from pdrun.launcher.scrub import scrub, shown
 from pdrun.launcher.spec import JobSpec, Place, Program, Resources
+from pdrun.net import Endpoint
 from pdrun.topology import CpuSet, Device
 
 FACTS = Facts(
@@ -102,6 +103,41 @@ def test_nothing_listens_everywhere() -> None:
         assert made.scheduler is None or made.scheduler.host == "127.0.0.1"
 
 
+def test_nodes_compare_their_commands_as_text() -> None:
+    one = JobSpec(Program("script", "slow.py", ("2", "a b", "x\ny")), Resources(nodes=2))
+    assert command_text(one) == "pdrun --nodes 2 slow.py 2 'a b' 'x\\ny'"
+    assert plan(one, FACTS, {}).facts["command"] == command_text(dataclasses.replace(one, job="q"))
+    module = Program("module", "a.b", ())
+    assert command_text(JobSpec(module)) == "pdrun --nodes 1 -m a.b"
+    assert command_text(JobSpec(Program("command", "a.b", ()))) == "pdrun --nodes 1 --no-python a.b"
+
+
+@given(st.lists(st.text(max_size=300), max_size=4), st.lists(st.text(max_size=300), max_size=4))
+def test_the_text_of_a_command_is_short_and_as_exact_as_the_command(one: list[str], two: list[str]) -> None:
+    texts = [command_text(JobSpec(Program("script", "a.py", tuple(args)))) for args in (one, two)]
+    assert (texts[0] == texts[1]) == (one == two)
+    assert all(text.isprintable() and len(text) < 500 for text in texts)
+
+
+def test_several_nodes_on_the_schedulers_machine_have_names_of_their_own() -> None:
+    def name(local: bool, **place: object) -> str:
+        spec = JobSpec(SCRIPT, Resources(nodes=3), place=Place(scheduler=Endpoint("host1", 5), **place))  # type: ignore[arg-type]
+        return node_name(spec, dataclasses.replace(FACTS, local_endpoint=local))
+
+    assert [name(True, node_rank=rank) for rank in (0, 1, 2)] == ["host1", "host1-1", "host1-2"]
+    assert [name(False, node_rank=rank) for rank in (0, 1)] == ["host1", "host1"]
+    assert (name(True), name(True, node_rank=1, node_name="mine")) == ("host1", "mine")
+
+
+def test_a_name_that_is_not_known_is_the_error_and_not_the_route() -> None:
+    facts = dataclasses.replace(FACTS, route_address="", local_endpoint=False, scheduler_fault="the name 'n' is unknown")
+    spec = JobSpec(SCRIPT, Resources(nodes=2), place=Place(scheduler=Endpoint("n", 5)))
+    with pytest.raises(PdrunError, match="^--scheduler: the name 'n' is unknown; check the name"):
+        plan(spec, facts, {"place.scheduler": "--scheduler"})
+    made = plan(dataclasses.replace(spec, place=dataclasses.replace(spec.place, interface="lo")), facts, {})
+    assert made.mode == "join" and facts.scheduler_fault in made.notes
+
+
 def test_no_route_is_an_error_and_never_a_smaller_job() -> None:
     with pytest.raises(PdrunError, match="no route to other machines"):
         plan(JobSpec(SCRIPT, Resources(nodes=2)), dataclasses.replace(FACTS, route_address=""), {})
@@ -134,3 +170,18 @@ def test_secrets_are_not_shown(name: str) -> None:
 def test_the_table_of_a_backend_is_what_a_plan_names() -> None:
     assert plan(JobSpec(SCRIPT), FACTS, {}).collective == "gloo"
     assert {field.name for field in dataclasses.fields(Backend)} >= {"name", "collective", "variables"}
+
+
+@pytest.mark.parametrize("bind", ["cores", "numa"])
+def test_a_binding_that_was_asked_for_and_cannot_be_had_is_refused(bind: str) -> None:
+    facts = machine(2, None, 0)
+    sources = {"resources.bind": "--bind"}
+    spec = JobSpec(SCRIPT, Resources(devices=4, bind=bind))  # type: ignore[arg-type]
+    with pytest.raises(PdrunError, match=rf"--bind: {bind} cannot be had: 2 core\(s\) .* 4 worker\(s\); .*--bind auto"):
+        plan(spec, facts, sources)
+    local = dataclasses.replace(spec, resources=Resources(3, 1, bind=bind), place=Place(local=True))  # type: ignore[arg-type]
+    with pytest.raises(PdrunError, match=rf"{bind} cannot be had"):
+        plan(local, facts, sources)
+    assert not any(worker.cpus for worker in plan(JobSpec(SCRIPT, Resources(devices=4)), facts, {}).workers)
+    enough = JobSpec(SCRIPT, Resources(devices=2, bind=bind))  # type: ignore[arg-type]
+    assert all(worker.cpus for worker in plan(enough, facts, sources).workers)

@@ -44,12 +44,29 @@ def test_all_well() -> None:
     assert machine.membership.state is JobState.RUNNING
     machine.say("b", WorkerExit(0, 1, Cause("ok", 0)))
     machine.finish("b")
-    assert machine.verdict == Verdict(0, "all 2 worker(s) succeeded")
+    assert machine.verdict == Verdict(0, "all 2 workers succeeded")
     assert machine.to("a", Verdict) == machine.to("b", Verdict) == [machine.verdict]
     assert not machine.done
     machine.say("a", Leave())
     machine.say("b", Leave())
     assert machine.done == [0]
+
+
+def test_one_worker_is_no_plural() -> None:
+    machine = running("a")
+    machine.finish("a")
+    assert machine.verdict == Verdict(0, "the worker succeeded")
+
+
+def test_a_node_that_has_done_its_part_may_be_cut_off() -> None:
+    machine = running("a", "b")
+    machine.say("a", WorkerExit(0, 0, Cause("ok", 0)), Finished(0))
+    machine.cut("a")
+    machine.beat(30.0, "b")
+    assert "left" in machine.kinds() and "lost" not in machine.kinds()
+    assert machine.membership.state is JobState.RUNNING
+    machine.say("b", WorkerExit(0, 1, Cause("ok", 0)), Finished(0))
+    assert machine.verdict == Verdict(0, "all 2 workers succeeded")
 
 
 def test_a_failure_stops_everybody_with_one_code() -> None:

@@ -89,6 +89,53 @@ def test_another_job_is_refused_naming_both() -> None:
     assert "refused" in machine.kinds()
 
 
+@pytest.mark.parametrize("config_command", ["pdrun slow.py 2", ""], ids=["told", "heard of the first agent"])
+def test_another_command_is_refused_showing_both(config_command: str) -> None:
+    machine = Machine(config(command=config_command))
+    machine.enter("a", facts={"command": "pdrun slow.py 2"})
+    machine.say("p", hello("x", job="other", command="pdrun slow.py 3"))
+    reason = refused(machine, "p").reason
+    assert "'job' (run run-1, started on head) with `pdrun slow.py 2`, you are job 'other'" in reason
+    assert reason.endswith("`pdrun slow.py 3`: type the same on every node, or give one of the jobs another port")
+    machine.say("q", hello("y", job="other", command="pdrun slow.py 2"))
+    assert refused(machine, "q").reason.endswith("give both the same --job, or one of them another port")
+
+
+def test_who_came_before_the_specification_is_told_it() -> None:
+    machine = Machine(config(job="", spec=""))
+    machine.say("early", hello("e", job=""))
+    machine.say("view", hello("v", job="", role="view"))
+    machine.enter("a", spec="{}")
+    assert [welcome.spec for welcome in machine.to("early", Welcome)] == ["", "{}"]
+    assert machine.to("early", Welcome)[1].job == "job"
+    assert [len(machine.to(peer, Welcome)) for peer in ("a", "view")] == [1, 1]
+    machine.say("early", Join("b", None, 1))
+    assert machine.membership.state is JobState.ASSIGNING
+
+
+def test_who_waits_for_a_specification_hears_the_end() -> None:
+    machine = Machine(config(job="", spec="", start_timeout=3.0, heartbeat=0.0))
+    machine.say("early", hello("e", job=""))
+    machine.say("view", hello("v", job="", role="view"))
+    machine.tick(4.0)
+    assert refused(machine, "early").code == 69 and not machine.to("view", Refuse)
+
+
+def test_members_of_a_dynamic_cluster_are_called_workers() -> None:
+    machine = Machine(config(nodes=3, unit="worker"))
+    machine.enter("a")
+    assert machine.to("a", Waiting)[0].missing == ("2 more workers",)
+    machine.enter("a2", node_rank=3)
+    assert "rank 3, but the job has 3 workers: 0 to 2" in refused(machine, "a2").reason
+    machine.say("a3", hello("a3"), Join("a", None, 1))
+    assert "two workers are called 'a'" in refused(machine, "a3").reason
+    assert "PDRUN_WORKER_ID" in refused(machine, "a3").reason
+    machine.run("b", "c")
+    machine.enter("d")
+    assert refused(machine, "d").reason == "job 'job' already has its 3 workers"
+    assert not any("node" in str(record.data.get("reason", "")) for record in machine.records)
+
+
 def test_an_empty_job_means_whichever() -> None:
     machine = Machine()
     machine.say("p", hello("x", job=""))
@@ -114,11 +161,13 @@ def test_another_protocol_is_refused() -> None:
     (Join("b", -1, 1), ("node rank -1",)),
     (Join("b", None, 0), ("at least one worker",)),
     (Join("", None, 1), ("needs a name",)),
-    (Join("b", None, 1, {"command": "y"}), ("command differs: 'x' on a, 'y' on b",)),
+    (Join("b", None, 1, {"command": "y"}), ("the commands differ: `x` on a, `y` on b: type the same", "another port")),
+    (Join("a", None, 1, {"command": "y"}), ("the commands differ: `x` on a, `y` on a",)),
+    (Join("b", None, 1, {"command": "x", "pdrun": "2"}), ("pdrun differs: '1' on a, '2' on b",)),
 ])  # fmt: skip
 def test_a_node_that_cannot_be_right_is_refused(join: Join, words: tuple[str, ...]) -> None:
     machine = Machine(config(nodes=3))
-    machine.enter("a", node_rank=0, facts={"command": "x"})
+    machine.enter("a", node_rank=0, facts={"command": "x", "pdrun": "1"})
     machine.say("b", hello("b"), join)
     refuse = refused(machine, "b")
     assert refuse.code == 78
@@ -141,7 +190,7 @@ def test_an_extra_node_and_a_late_one_are_refused() -> None:
     machine = Machine()
     machine.run("a", "b")
     machine.enter("c")
-    assert refused(machine, "c") == Refuse(69, "job 'job' already has its 2 node(s)")
+    assert refused(machine, "c") == Refuse(69, "job 'job' already has its 2 nodes")
     machine.finish("a", "b")
     machine.enter("d")
     assert refused(machine, "d").code == 69 and "is over" in refused(machine, "d").reason

@@ -228,6 +228,57 @@ def test_a_cut_connection_is_resumed_without_the_agent_noticing(scheduler: Start
         assert not child.events("lost")
 
 
+def test_what_is_confirmed_has_been_read_although_the_connection_was_cut(scheduler: Start, secret: Secret) -> None:
+    child = scheduler()
+    with agents(child.endpoint, secret, "job", "job") as (first, second):
+        for name, agent in (("a", first), ("b", second)):
+            agent.join(name)
+        start_all(first, second)
+        assert first.link.confirmed, "nothing was asked for"
+        cut(first.link)
+        first.turn()
+        first.link.send(WorkerExit(0, 0, Cause("ok", 0)))
+        first.link.send(Finished(0))
+        first.link.confirm()
+        assert not first.link.confirmed
+        until(lambda: first.turn() or first.link.confirmed, "the scheduler confirms")
+        first.link.close(0.0)
+        second.link.send(WorkerExit(0, 1, Cause("ok", 0)))
+        second.link.send(Finished(0))
+        assert second.expect(Verdict).code == 0
+        assert not child.events("lost")
+
+
+def test_a_name_that_is_not_known_is_called_that(secret: Secret) -> None:
+    endpoint, heard = Endpoint("no-such-host.invalid", 1), list[str]()
+    with agents(endpoint, secret, "job", start_timeout=3.0, on_status=heard.append) as (agent,):
+        with pytest.raises(RendezvousError, match=r"the name 'no-such-host.invalid' is not known here: \w+"):
+            agent.expect(Welcome)
+    assert "not known here" in heard[-1]
+    with pytest.raises(RendezvousError, match="not known here"):
+        query_status(endpoint, secret, timeout=1.0)
+
+
+def test_a_joiner_waits_until_somebody_says_what_the_job_runs(scheduler: Start, secret: Secret) -> None:
+    child = scheduler(job="", spec="")
+    heard: list[str] = []
+    with agents(child.endpoint, secret, "", "job", needs_spec=True, on_status=heard.append) as (joiner, first):
+        until(lambda: joiner.turn() or heard, "a line about what it waits for")
+        assert "does not know yet what the job runs" in heard[0] and not joiner.inbox
+        first.link._needs_spec = False
+        first.join("a", spec="{}")
+        assert joiner.expect(Welcome).spec == "{}"
+        joiner.link.send(Join("b", None, 1))
+        start_all(first, joiner)
+
+
+def test_a_joiner_does_not_wait_for_ever(scheduler: Start, secret: Secret) -> None:
+    child = scheduler(job="", spec="")
+    with agents(child.endpoint, secret, "", needs_spec=True, start_timeout=1.0) as (joiner,):
+        with pytest.raises(RendezvousError, match="nobody said within 1 s what the job runs"):
+            joiner.expect(Welcome)
+
+
 def heard_by_all(found: list[Agent], kind: type) -> None:
     """Serve all agents by turns until each has a message of a kind."""
     deadline = time.monotonic() + 10

@@ -126,9 +126,40 @@ def test_the_launchers_variables_beat_the_dynamic_clusters(tmp_path: Path) -> No
 )  # fmt: skip
 def test_half_set_environments_are_refused_by_name(tmp_path: Path, environ: dict[str, str], words: str) -> None:
     code, _, err = finish(start(tmp_path, "pdrun.init(group=False)", environ))
-    assert code == 1
-    assert "ConfigError" in err
-    assert words in err
+    assert code == 78
+    (line,) = err.splitlines()
+    assert line.startswith("pdrun: error: ") and words in line
+
+
+HALF = {"RANK": "0"}
+
+
+def test_an_error_of_init_can_be_caught_and_others_keep_their_traceback(tmp_path: Path) -> None:
+    body = """
+try:
+    pdrun.init(group=False)
+except pdrun.PdrunError as error:
+    print("caught", error.exit_code)
+raise KeyError("mine")
+"""
+    code, out, err = finish(start(tmp_path, body, HALF))
+    assert (code, out) == (1, "caught 78\n")
+    assert err.startswith("Traceback") and err.rstrip().endswith("KeyError: 'mine'")
+
+
+def test_a_hook_of_the_scripts_own_is_left_alone(tmp_path: Path) -> None:
+    body = "sys.excepthook = lambda kind, error, trace: print('mine', kind.__name__)\npdrun.init(group=False)"
+    assert finish(start(tmp_path, body, HALF)) == (1, "mine ConfigError\n", "")
+
+
+def test_an_error_of_init_under_a_command_line_is_one_line_too() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import pdrun; pdrun.init(group=False)"], env=clean(HALF), capture_output=True, text=True,
+        timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (
+        78, "pdrun: error: WORLD_SIZE: is not set, though other variables of a launcher are\n"
+    )  # fmt: skip
 
 
 @torch
@@ -174,8 +205,8 @@ def test_what_cannot_be_had_is_said(tmp_path: Path, call: str, words: str) -> No
     if ("cuda" in call or "nccl" in call) and module.cuda.is_available():
         pytest.skip("this machine has what the test wants missing")
     code, _, err = finish(start(tmp_path, f"pdrun.{call}"))
-    assert code == 1
-    assert words in err
+    assert code in (2, 78)
+    assert words in err and "Traceback" not in err
 
 
 @torch

@@ -15,6 +15,7 @@ import pytest
 
 import pdrun
 from pdrun.errors import ConfigError, DeadlineExceeded, JobFailed, PdrunError, UsageError
+from pdrun.launcher import jobs
 from tests.runtime.helpers import clean, torch
 
 
@@ -247,3 +248,44 @@ def test_files_of_the_call_are_private(alone: Path) -> None:
         ]
 
     assert pdrun.launch(look, str(alone)) == [[("pdrun-launch-", "0o700"), (".call", "0o600")]]
+
+
+def test_a_job_that_keeps_no_logs_leaves_no_entry_behind(tmp_path: Path) -> None:
+    pdrun.launch(rank_and)
+    with pytest.raises(JobFailed):
+        pdrun.launch(exec, "1 / 0")
+    assert jobs.jobs() == []
+    pdrun.launch(rank_and, log_dir=tmp_path / "logs")
+    assert [job.log_dir for job in jobs.jobs()] == [str(tmp_path / "logs")]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"timeout": "10m"}, r"launch\(timeout=\): '10m' is not a number of seconds; give 600 for 10m"),
+        ({"timeout": 0}, r"launch\(timeout=\): 0 is not"),
+        ({"timeout": float("nan")}, r"launch\(timeout=\): nan is not"),
+        ({"grace": None}, r"launch\(grace=\): None is not a number"),
+        ({"devices": "4"}, r"launch\(devices=\): '4' is not a whole number; give a whole number or 'auto'"),
+        ({"nodes": 2.0}, r"launch\(nodes=\): 2.0 is not a whole number"),
+        ({"env": {"A": 1}}, r"launch\(env=\): 'A': 1 are not two texts"),
+        ({"env": ["A"]}, r"launch\(env=\): \['A'\] is not a mapping"),
+        ({"env": {"RANK": "1"}}, r"launch\(env=\): RANK is pdrun's own"),
+    ],
+)
+def test_arguments_of_another_type_are_refused_at_once(alone: Path, wrong: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        pdrun.launch(rank_and, **wrong)  # type: ignore[arg-type]
+    assert list(alone.iterdir()) == []
+
+
+def test_failures_outside_the_users_own_frames_are_told_alike() -> None:
+    with pytest.raises(JobFailed, match=r"rank 0 on \S+ failed: TypeError: .*rank_and\(\) takes") as caught:
+        pdrun.launch(rank_and, 1, 2, 3)
+    assert caught.value.traceback.startswith("Traceback (most recent call last):\nTypeError: ")
+    with pytest.raises(JobFailed, match=r"rank 0 on \S+ failed: TypeError: the result of rank 0"):
+        pdrun.launch(threading.Lock)
+
+
+def test_the_errors_of_a_call_are_public() -> None:
+    assert (pdrun.UsageError, pdrun.ConfigError, pdrun.DeadlineExceeded) == (UsageError, ConfigError, DeadlineExceeded)

@@ -74,7 +74,7 @@ def test_a_job_that_failed_names_the_ranks_that_did() -> None:
     for event in ended:
         found = apply(found, event)
     text = plain(found)
-    assert "state     done, exit code 1\n" in text
+    assert "state     failed, exit code 1\n" in text
     assert "reason    rank 2 failed\n" in text
     assert "time      0:00:12\n" in text
     assert "ranks     3: 1 stopped, 1 running, 1 failed\n" in text
@@ -91,6 +91,21 @@ def test_several_jobs_are_a_list_and_none_is_said() -> None:
         "demo  done     0     2 of 2  0:01:05  demo-2",
     ]
     assert plain() == "no jobs known here\n"
+
+
+def test_words_for_how_a_job_ended_and_for_nodes_that_have_left() -> None:
+    assert status.job_state(job(state="done", code=0)) == "done"
+    assert status.job_state(job(state="done", code=143, reason="rank 0 on a failed: SIGTERM")) == "failed"
+    assert status.job_state(job(state="done", code=143, reason="stopped by SIGTERM on a")) == "stopped"
+    assert status.job_state(job(state="done", code=124, reason="the time limit of 5 s has passed")) == "stopped"
+    left = apply(job(), Event("left", 1010.0, {"node": "node0"}))
+    assert "nodes     2 of 2: 1 ended, 1 running\n" in plain(left)
+    assert "node      node0  ended    ranks 0-1\n" in plain(left)
+
+
+def test_a_dead_job_grows_no_older() -> None:
+    assert status.age(job(state="dead", ended_at=1003.0), 9999.0) == "0:00:03"
+    assert status.age(job(state="dead"), 9999.0) == "-"
 
 
 def test_a_thousand_nodes_fit_a_screen() -> None:
@@ -134,7 +149,7 @@ def test_following_on_a_terminal_ends_with_the_job() -> None:
     text = on_terminal(
         lambda out: live.follow(lambda: [states.pop(0)], out=out, clock=lambda: 1065.0, sleep=lambda seconds: None)
     )
-    assert "running" in text and "done, exit code 7" in text
+    assert "running" in text and "failed, exit code 7" in text
     assert states == []
 
 

@@ -14,6 +14,7 @@ Limits: root, and code that runs as the same user, can read the secret. It never
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import hmac
 import os
@@ -216,17 +217,17 @@ def _make_cookie(path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
-            os.fchmod(fd, 0o600)
-            os.write(fd, secrets.token_bytes(SIZE))
-            os.fsync(fd)
+            with open(fd, "wb", buffering=0) as file:
+                os.fchmod(fd, 0o600)
+                if file.write(secrets.token_bytes(SIZE)) != SIZE:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                os.fsync(fd)
+            try:
+                os.link(draft, path, follow_symlinks=False)
+            except FileExistsError:
+                pass  # another process was first: its cookie is the one
         finally:
-            os.close(fd)
-        try:
-            os.link(draft, path, follow_symlinks=False)
-        except FileExistsError:
-            pass
-        finally:
-            draft.unlink()
+            draft.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(
             f"cannot be made: {error.strerror}", where=f"cookie {path}", hint="give --token-file or PDRUN_TOKEN"

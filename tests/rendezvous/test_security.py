@@ -225,3 +225,14 @@ def test_a_home_that_cannot_be_written_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be made"):
         load_cookie(tmp_path / "file" / "pdrun" / "cookie")
+
+
+def test_a_disk_that_fills_up_leaves_no_draft_of_a_cookie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    path = tmp_path / "pdrun" / "cookie"
+    with pytest.raises(ConfigError, match="No space left"):
+        load_cookie(path)
+    assert list(path.parent.iterdir()) == []

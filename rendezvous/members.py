@@ -13,6 +13,9 @@ from pdrun.rendezvous import wording
 from pdrun.rendezvous.events import Peer, SchedulerConfig
 from pdrun.rendezvous.messages import Assign, Hello, Join, Refuse
 
+MOST_WORKERS = 1 << 16
+"""Workers of one node; what claims more is a mistake, and would make a table of ranks that no memory holds."""
+
 
 class Phase(Enum):
     """Where a node stands in the present generation."""
@@ -72,9 +75,9 @@ class Member:
 
 def objection(config: SchedulerConfig, members: Sequence[Member], hello: Hello, join: Join) -> Refuse | None:
     """Return why a node cannot join those who are here, or None when it can."""
-    if not join.node or join.workers < 1:
+    if not join.node or not 1 <= join.workers <= MOST_WORKERS:
         return Refuse(
-            78, f"a {config.unit} needs a name and at least one worker, not {join.node!r} with {join.workers}"
+            78, f"a {config.unit} needs a name and 1 to {MOST_WORKERS} workers, not {join.node!r} with {join.workers}"
         )
     if members and (different := disagreement(config.must_agree, members[0], join)):
         return wording.must_agree(different[0], members[0].join, join)

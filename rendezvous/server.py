@@ -17,8 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from pdrun import early
 from pdrun.clock import Clock, SystemClock
-from pdrun.errors import PdrunError
 from pdrun.eventlog import Event, EventLog
 from pdrun.net import Endpoint
 from pdrun.rendezvous.events import Happening, Orphaned, Peer, Received, SchedulerConfig, StopOrdered
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 MOST_LINES = 400_000
 """Characters of event lines that a StatusReply holds: the newest."""
+FEWEST_FILES = 40
+MOST_REFUSALS, REFUSALS_IN = 20, 10.0
+"""Refusals that are recorded one by one in so many seconds; beyond that they are counted with the complaints."""
 COMPLAIN_EVERY = 5.0
 """Seconds between two warnings about what strangers do at the port."""
 
@@ -66,6 +69,7 @@ class Service:
         self._size = 0
         self._complained = float("-inf")
         self._muted = 0
+        self._refusals: deque[float] = deque()
 
     def poll_once(self, timeout: float) -> None:
         """Wait for at most ``timeout`` seconds (never beyond the machine's next tick) and do all that is due."""
@@ -81,6 +85,11 @@ class Service:
             else:
                 self.woken.append(item.fd)
         self._step(Tick())
+
+    @property
+    def talks(self) -> bool:
+        """Whether anybody is connected."""
+        return bool(self._conversations)
 
     def stop(self, number: int, by: str, *, force: bool = False) -> None:
         """Stop the job from the scheduler's own side."""
@@ -120,6 +129,8 @@ class Service:
                 case Close(peer):
                     self.transport.close_peer(peer)
                     self._conversations.pop(peer, None)
+                case Record("refused", _) if self._refused_often():
+                    self._muted += 1
                 case Record(kind, data):
                     self._record(Event(kind, self.clock.wall(), data))
                 case Report(peer):
@@ -140,6 +151,16 @@ class Service:
             self._size -= len(self._lines.popleft())
         if self._record_event:
             self._record_event(event)
+
+    def _refused_often(self) -> bool:
+        """Whether so many were refused in a short time that one more is only counted."""
+        now = self.clock.monotonic()
+        while self._refusals and now - self._refusals[0] > REFUSALS_IN:
+            self._refusals.popleft()
+        if len(self._refusals) >= MOST_REFUSALS:
+            return True
+        self._refusals.append(now)
+        return False
 
     def _complain(self, text: str) -> None:
         """Warn about strangers, at a rate that no flood of them raises."""
@@ -244,7 +265,7 @@ def _catch(signals: list[int]) -> Callable[[], None]:
 
     def restore() -> None:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, early.afterwards(handler))  # type: ignore[arg-type]
 
     return restore
 
@@ -256,15 +277,16 @@ def main() -> int:
     stdin: one JSON line {config, secret, listen_fd, host, port, events, insecure}, then nothing; its end means that the
     agent has died. stdout: one JSON line {"endpoint": "HOST:PORT"} or {"error": ..., "code": ...}.
     """
-    import json
-
+    early.begin()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the agents' business
     try:
         order = _read_order(sys.stdin.buffer.readline())
         transport, service, log = _start(order)
-    except (PdrunError, ValueError, OSError) as error:
-        print(json.dumps({"error": str(error), "code": getattr(error, "exit_code", 70)}), flush=True)
+    except Exception as error:  # whatever it is, the agent says it to the user
+        ours = early.too_few("the scheduler", FEWEST_FILES) if early.ran_out(error) else error
+        _answer({"error": str(ours), "code": getattr(ours, "exit_code", 70)})
         return 1
-    print(json.dumps({"endpoint": str(transport.endpoint)}), flush=True)
+    _answer({"endpoint": str(transport.endpoint)})
     transport.watch(0)
     try:
         _serve_until_done(service, order["config"])
@@ -273,6 +295,18 @@ def main() -> int:
         if log:
             log.close()
     return 0
+
+
+def _answer(what: dict[str, Any]) -> None:
+    """Tell the agent; that it is gone already is told once more by the end of stdin."""
+    import json
+
+    data = json.dumps(what).encode() + b"\n"
+    try:
+        while data:
+            data = data[os.write(1, data) :]
+    except BrokenPipeError:
+        pass
 
 
 def _read_order(line: bytes) -> dict[str, Any]:
@@ -289,7 +323,6 @@ def _start(order: dict[str, Any]) -> tuple[Any, Service, EventLog | None]:
     from pdrun.rendezvous.security import Secret
     from pdrun.rendezvous.zmq_server import ZmqServer
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the agents' business
     transport = ZmqServer(
         Secret.from_hex(order["secret"]) if order["secret"] else None,
         endpoint=Endpoint(order["host"], order["port"]) if order["listen_fd"] is None else None,
@@ -308,7 +341,7 @@ def _serve_until_done(service: Service, config: SchedulerConfig) -> None:
             service.transport.unwatch(0)  # type: ignore[attr-defined]
             if service.machine.verdict is None:
                 service.orphaned(f"the node of the scheduler{f' ({config.host})' if config.host else ''} was lost")
-                leave_at = clock.monotonic() + 0.9
+                leave_at = clock.monotonic() + (0.9 if service.talks else 0.0)
 
 
 if __name__ == "__main__":

@@ -339,8 +339,10 @@ class Membership:
         if member is None or member.peer != peer or not member.here:
             return
         member.peer, member.cut_at = None, now
-        talking = now - member.heard < 2 * self.config.heartbeat
-        member.gone_at = now + (self.config.reconnect if talking else self.config.suspect)
+        # An agent that talked a moment ago has ended, or is back at once. One that was silent before, as when its host
+        # stands still or packets are lost, has the same time in which to be heard again as without the cut.
+        talking = not self.config.heartbeat or now - member.heard < 2 * self.config.heartbeat
+        member.gone_at = max(now + self.config.reconnect, 0.0 if talking else member.heard + self.config.dead)
 
     def _watch(self, member: Member, now: float) -> None:
         """Suspect or give up a node that is cut or silent."""

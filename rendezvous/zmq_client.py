@@ -237,7 +237,14 @@ class ZmqLink:
         if self._socket is not None:
             envelope = Envelope(self._agent, self._incarnation, self._said, message)
             self._said += 1
-            self._socket.send(encode(envelope), self._zmq.NOBLOCK)
+            try:
+                self._socket.send(encode(envelope), self._zmq.NOBLOCK)
+            except self._zmq.Again:
+                # Its pipe is gone already: a peer that closed at once. The monitor knows how; nothing said is lost.
+                now = self._clock.monotonic()
+                self._read_monitor(now)
+                if self._socket is not None:
+                    self._cut(now, RETRY)
 
     # What happened ----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,128 @@
+"""The end of a dynamic cluster's worker: nothing that it said last is lost, and nothing is waited for too long."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from pdrun.errors import RendezvousError
+from pdrun.net import Endpoint
+from pdrun.rendezvous import member as module
+from pdrun.rendezvous.member import DynamicMember
+from pdrun.rendezvous.messages import Finished, Leave, Message, Verdict, WorkerExit
+from pdrun.rendezvous.zmq_end import end_context
+
+
+class SlowLink:
+    """A link whose scheduler reads late, or never."""
+
+    def __init__(self, polls: int, answer: Callable[[], Sequence[Message]] = tuple) -> None:
+        self.log: list[object] = []
+        self._answer, self._polls = answer, polls
+        self._asked = self._ended = False
+        self._read, self._write = os.pipe()
+
+    @property
+    def confirmed(self) -> bool:
+        return self._asked and self._polls <= 0
+
+    def confirm(self) -> None:
+        self._asked = True
+
+    def fileno(self) -> int:
+        return self._read
+
+    def deadline(self) -> float:
+        return time.monotonic() + 0.01
+
+    def send(self, message: Message) -> None:
+        self.log.append(("read, then" if self.confirmed else "unread, then", type(message)))
+
+    def poll(self) -> Sequence[Message]:
+        self._polls -= self._asked
+        return self._answer() if self._asked else ()
+
+    def close(self, timeout: float) -> None:
+        self.log.append("closed")
+        os.close(self._write)
+        os.close(self._read)
+
+
+@pytest.fixture
+def member(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any], DynamicMember]]:
+    """Make the member of a link, and take back what it hangs into the interpreter."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(sys, "exit", sys.exit)
+    made: list[DynamicMember] = []
+
+    def make(link: Any) -> DynamicMember:
+        made.append(DynamicMember(
+            rank=0, world_size=2, local_rank=0, local_world_size=2, master=Endpoint("127.0.0.1", 1), job="j", run="r",
+            generation=0, name="w", host="h", store_socket=None, _link=link, _say=lambda text: None,
+        ))  # fmt: skip
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.finish()
+        atexit.unregister(one.finish)
+
+
+LAST_WORDS = [("unread, then", WorkerExit), ("unread, then", Finished)]
+
+
+def test_a_worker_leaves_when_its_last_words_are_read(member: Callable[[Any], DynamicMember]) -> None:
+    link = SlowLink(polls=20)
+    member(link).finish()
+    assert link.log == [*LAST_WORDS, ("read, then", Leave), "closed"]
+
+
+def test_a_scheduler_that_never_reads_is_not_waited_for(
+    member: Callable[[Any], DynamicMember], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = SlowLink(polls=10**9)
+    monkeypatch.setattr(module.DynamicMember._depart, "__defaults__", (0.3,))
+    started = time.monotonic()
+    member(link).finish()
+    assert 0.3 <= time.monotonic() - started < 3.0
+    assert link.log == [*LAST_WORDS, ("unread, then", Leave), "closed"]
+
+
+def test_a_verdict_or_a_lost_scheduler_ends_the_waiting(member: Callable[[Any], DynamicMember]) -> None:
+    def lost() -> Sequence[Message]:
+        raise RendezvousError("lost the scheduler")
+
+    judged = SlowLink(10**9, lambda: [Verdict(0, "all 2 workers succeeded")])
+    cut_off = SlowLink(10**9, lost)
+    for link in (judged, cut_off):
+        started = time.monotonic()
+        member(link).finish()
+        assert time.monotonic() - started < 3.0
+    assert judged.log == [*LAST_WORDS, ("unread, then", Leave), "closed"]
+    assert cut_off.log == [*LAST_WORDS, "closed"]
+
+
+def test_a_context_is_ended_although_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    import zmq
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    contexts: list[zmq.Context[zmq.Socket[bytes]]] = [zmq.Context(), zmq.Context()]
+    waiting = threading.Event()
+    helper = threading.Thread(target=lambda: (waiting.wait(10), end_context(contexts[0], 0.1)), daemon=True)
+    helper.start()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    waiting.set()
+    helper.join(10)
+    assert contexts[0].closed, "a thread that may hang ends it itself"
+    end_context(contexts[1], 0.1)
+    assert not contexts[1].closed, "the main thread, which may not, leaves it"
+    contexts[1].term()

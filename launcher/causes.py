@@ -8,11 +8,11 @@ told the worker to stop is `stopped`.
 
 A traceback alone proves nothing: a program may print one, with `logging.exception` say, and live on. It counts
 
-* as an `exception`, when the worker then ended by itself: with Python's code for it (1), or soon after (LINGER). `Group`
-  lets a worker whose last word was a traceback do so, for a moment, before it passes on an order to stop;
+* as an `exception`, when the worker then ended by itself: with Python's code for it (1), or soon after (LINGER).
+  `Group` lets a worker whose last word was a traceback do so, for a moment, before it passes on an order to stop;
 * as a `suspect`, when our order ended it first, and nothing says that it had gone on (a line of a logger above the
-  traceback, output after it). A suspect explains a job whose other workers only complain of a peer: it is mostly one that
-  hangs in the destructors of torch.distributed. It never outranks a worker that died by itself. Time is no test
+  traceback, output after it). A suspect explains a job whose other workers only complain of a peer: it is mostly one
+  that hangs in the destructors of torch.distributed. It never outranks a worker that died by itself. Time is no test
   here: the destructors may hang until the peers' timeouts, and a caught exception may be a second old;
 * for nothing otherwise.
 

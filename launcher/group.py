@@ -7,8 +7,8 @@ The workers of one generation on this node: started together, watched, stopped w
 A worker that ended because a peer went away is held back SETTLE seconds while others of this node still run: its report
 would have them stopped, and the one that is really at fault may need that time to print why.
 
-A worker whose last word is a traceback gets an order to stop PATIENCE seconds later than the others: if it was not caught,
-the worker ends by itself in that time, with Python's code for it, and that proves it (see `causes`).
+A worker whose last word is a traceback gets an order to stop PATIENCE seconds later than the others: if the exception
+was not caught, it ends by itself in that time, with Python's code for it, and that proves it (see `causes`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SWEEP_WAIT = 0.5
 """Seconds that the report of an exit waits for the sweep of what the worker left."""
 DRAIN = 0.3
 PATIENCE = 2.0
-"""Seconds; at most half of the grace. Interpreters that have loaded torch need half a second to leave, busy ones more."""
+"""Seconds, at most half of the grace: interpreters that have loaded torch need 0.5 s to leave, busy ones more."""
 STUCK = 5.0
 
 Report = Callable[[int, Cause], None]
@@ -222,8 +222,9 @@ class Group:
         self._output.drain(worker.rank, DRAIN)
         worker.cause = cause_of(Evidence(
             status=worker.status, at=worker.ended_at or 0.0, traceback=self._output.traceback(worker.rank),
-            survived=self._output.survived(worker.rank), tail=self._output.tail(worker.rank), recent=self._output.recent(worker.rank),
-            stopped_at=worker.stopped_at, stop_signals=tuple(worker.stop_signals), spawn_failure=worker.failure,
+            survived=self._output.survived(worker.rank), tail=self._output.tail(worker.rank),
+            recent=self._output.recent(worker.rank), stopped_at=worker.stopped_at,
+            stop_signals=tuple(worker.stop_signals), spawn_failure=worker.failure,
             oom_kills=oom_kills() - self._oom_before, log=self._output.log_path(worker.rank),
         ))  # fmt: skip
         if worker.cause.kind == "communication" and any(self._running()) and not self.stopping:

@@ -3,16 +3,20 @@ The keeper: a small process between the agent and the workers, so that nothing o
 
 It is the parent of every worker and a sub-reaper: whatever a worker leaves behind, `setsid` or not, comes back to it.
 The agent holds the other end of a socket; when that end closes, for whatever reason (SIGKILL included), the keeper
-kills every descendant and leaves. Workers die with the keeper by PR_SET_PDEATHSIG. No root and no cgroup is needed.
+kills every descendant and leaves; a keeper that was stopped is woken for that (its own PDEATHSIG is SIGCONT). Workers
+die with the keeper by PR_SET_PDEATHSIG, and what they had started comes to the agent. Should both be killed in one
+instant, a child of the keeper stands by, forked at the start: it ends every process that carries this keeper's mark.
+No root and no cgroup is needed.
 
 Run as a file, ``python -I -S keeper.py FD TOKEN``: standard library only, nothing of pdrun is imported (so all is in
 one file), and nothing slow: dataclasses, typing and pathlib would double the 20 ms of its start, which every launch
 waits for. Messages are JSON, one a SOCK_SEQPACKET packet; descriptors come with SCM_RIGHTS; a command lies in the
 first of them.
 
-Limits. A set-user-ID worker loses its PDEATHSIG (the kernel clears it), not the sweep. A process in uninterruptible
-sleep cannot be killed by anybody: it is named, and waited for no longer than STUCK seconds. Only descendants of this
-process are ever signalled: each is pinned by a pidfd and known by its start time before it is.
+Limits. The one that stands by does not find a process that has emptied its environment, nor helps when it is killed in
+the same instant too. A set-user-ID worker loses its PDEATHSIG (the kernel clears it), not the sweep. A process in
+uninterruptible sleep cannot be killed by anybody: it is named, and waited for no longer than STUCK seconds. Only what
+descends from this process is ever signalled: each is pinned by a pidfd and known by its start time before it is.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import ctypes
 import errno
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -214,6 +219,8 @@ def become(command: dict[str, Any], descriptors: list[int], report: int, keeper:
             os.sched_setaffinity(0, command["cpus"])
         stage = command["argv"][0]
         env = {_bytes(name): _bytes(value) for name, value in command["env"].items()}
+        if command["nofile"]:  # the user's own limit: this process has a higher one
+            resource.setrlimit(resource.RLIMIT_NOFILE, tuple(command["nofile"]))
         exec_program([_bytes(word) for word in command["argv"]], env)
     except OSError as error:
         os.write(report, f"{error.errno} {stage}: {os.strerror(error.errno or 0)}"[:4000].encode("utf-8", "replace"))
@@ -232,6 +239,8 @@ class Keeper:
 
     def __init__(self, agent: socket.socket, token: str) -> None:
         self.agent, self.token = agent, token
+        self.standby = 0
+        """Pid of the child that stands by; 0: none."""
         self.myself = process(os.getpid())
         self.children: dict[int, Child] = {}
         self.sessions: dict[int, int] = {}  # pid of a worker, ended ones too until swept -> slot
@@ -296,6 +305,8 @@ class Keeper:
             self.signal(message["slot"], message["number"], message["group"])
         elif message["op"] == "sweep":
             self.sweeps.append(Sweep(message["slot"], time.monotonic()))
+        elif message["op"] == "ping":
+            self.send(ev="pong")
         return True
 
     def send(self, **event: Any) -> None:
@@ -410,7 +421,7 @@ class Keeper:
 
     def advance(self, sweep: Sweep) -> bool:
         """Take a sweep one step further; True when it is done and answered."""
-        roots = children(self.myself) if self.myself else []
+        roots = [root for root in children(self.myself) if root.pid != self.standby] if self.myself else []
         if sweep.slot is not None:
             others = any(child.slot >= 0 and child.slot != sweep.slot for child in self.children.values())
             mine = {sweep.slot} if others else {sweep.slot, None}  # whose owner is unknown goes with the last worker
@@ -454,9 +465,54 @@ def _shortened(lines: list[str]) -> list[str]:
     return lines if len(lines) <= LISTED else [*lines[:LISTED], f"... and {len(lines) - LISTED} more"]
 
 
+def marked(token: str) -> Iterator[Process]:
+    """Yield every living process that a worker of this keeper has started, or that is one."""
+    mark = f"{MARKER}={token}.".encode()
+    for pid in _numbers("/proc"):
+        try:
+            found = process(pid) if mark in _read(f"/proc/{pid}/environ") else None
+        except OSError:
+            continue
+        if found is not None and found.state not in "ZX":
+            yield found
+
+
+def stand_by(token: str, keeper: int) -> NoReturn:
+    """Wait for the end of pipe ``keeper``: the keeper was killed, for in order it ends this process first."""
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_IGN)
+        os.read(keeper, 1)
+        give_up_at, empty = time.monotonic() + STUCK, 0
+        while empty < 3 and time.monotonic() < give_up_at:  # what is being forked is not seen yet
+            empty += 1
+            for member in marked(token):
+                kill(member)
+                empty = 0
+            time.sleep(RETRY)
+    finally:
+        os._exit(0)
+
+
+def start_standby(agent: int, token: str) -> int:
+    """Fork the process that stands by; return its pid, 0 where there can be none. It must not hold the agent's end."""
+    try:
+        read, write = os.pipe2(os.O_CLOEXEC)
+        pid = os.fork()
+    except OSError:
+        return 0
+    if pid == 0:
+        os.close(write)
+        os.close(agent)
+        stand_by(token, read)
+    os.close(read)  # the other end stays open, here alone, for as long as this process lives
+    return pid
+
+
 def main(argv: list[str]) -> NoReturn:
     """Take the socket's descriptor and the token from the command line, and serve."""
     number = int(argv[1])
+    prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
     os.setsid()
     with open(os.devnull, "r+b", buffering=0) as null:
         os.dup2(null.fileno(), 0)
@@ -464,7 +520,10 @@ def main(argv: list[str]) -> NoReturn:
     os.set_inheritable(number, False)
     os.closerange(3, number)
     os.closerange(number + 1, 1 << 20)
-    Keeper(socket.socket(fileno=number), argv[2]).run()
+    standby = start_standby(number, argv[2])
+    keeper = Keeper(socket.socket(fileno=number), argv[2])
+    keeper.standby = standby
+    keeper.run()
     os._exit(0)
 
 

@@ -2,7 +2,9 @@
 The agent's handle of the keeper process: starts it, speaks to it, and cleans up should the keeper itself be killed.
 
 The agent makes itself a sub-reaper as well: when the keeper dies, its workers die with it (PR_SET_PDEATHSIG) and what
-they had started comes to the agent, which ends it. Everything here is bounded; nothing waits for a keeper that hangs.
+they had started comes to the agent, which ends it. Everything here is bounded; nothing waits for a keeper that hangs:
+it is asked for a sign of life every PING seconds (`beat`), and one that leaves PINGS of them unanswered is ended. What
+counts are questions that it had PING seconds to answer, not time, so that a stall of the agent itself ends nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import sys
 import tempfile
 import time
@@ -19,11 +22,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from pdrun import early
 from pdrun.errors import PdrunError
 from pdrun.launcher import keeper as proc
 from pdrun.launcher.model import Exited, KeeperEvent, Spawned, SpawnFailed, Swept, WorkerCommand
 
 CLOSING = proc.STUCK + 1.0
+PING = 2.0
+PINGS = 5
+PONG = json.dumps({"ev": "pong"}).encode()
 
 
 class KeeperProcess:
@@ -47,7 +54,9 @@ class KeeperProcess:
         self.spare = {*spare, *(child.pid for child in (proc.children(myself) if myself else ()))}
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket: socket.socket | None = ours
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(PING * PINGS), 0))
         self._dead: str = ""
+        self._unanswered, self._ping_at, self._frozen = 0, 0.0, False
         argv = [python, "-I", "-S", proc.__file__, str(theirs.fileno()), os.urandom(8).hex()]
         try:
             theirs.set_inheritable(True)
@@ -92,11 +101,15 @@ class KeeperProcess:
             try:
                 data = self._socket.recv(1 << 17, socket.MSG_DONTWAIT)
             except BlockingIOError:
+                if self._frozen and not found:
+                    raise self._bury() from None
                 return found
             except OSError:
                 data = b""
             if data:
-                found.append(_event(json.loads(data)))
+                self._unanswered, self._frozen = 0, False
+                if data != PONG:
+                    found.append(_event(json.loads(data)))
             elif found:
                 return found  # the end of the connection is seen again by the next call
             else:
@@ -105,16 +118,24 @@ class KeeperProcess:
             raise PdrunError(self._dead)
         return found
 
+    def beat(self) -> float:
+        """Ask for a sign of life, when that is due; return when it is due next. Call after `events`, which hears it."""
+        now = time.monotonic()
+        if now >= self._ping_at and not self._frozen:
+            self._frozen = self._unanswered >= PINGS
+            if not self._frozen:
+                self._unanswered, self._ping_at = self._unanswered + 1, now + PING
+                self._send({"op": "ping"})
+        return now if self._frozen else self._ping_at
+
     def close(self) -> None:
         """End all descendants, the keeper with them, and wait for it (at most 6 s, then it is killed)."""
         if self._socket is None:
             return
         self._socket.close()
         self._socket = None
-        if not _ends_within(self.pid, CLOSING):
-            os.kill(self.pid, signal.SIGKILL)
-        status = _reap(self.pid)
-        if status != 0:
+        os.kill(self.pid, signal.SIGCONT)  # one that was stopped would not see the end of the connection
+        if self._ended(CLOSING) != 0:
             self._end_orphans()
 
     def _send(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
@@ -124,18 +145,27 @@ class KeeperProcess:
             socket.send_fds(self._socket, [json.dumps(message).encode()], descriptors, socket.MSG_NOSIGNAL)
         except (BrokenPipeError, ConnectionResetError):
             pass  # `events` says so
+        except BlockingIOError:  # it has read nothing for as long as SO_SNDTIMEO says
+            self._frozen = True
+
+    def _ended(self, seconds: float) -> int:
+        """Wait for the keeper's end, kill it after that many seconds, and return how it ended, as waitpid does."""
+        if not _ends_within(self.pid, seconds):
+            os.kill(self.pid, signal.SIGKILL)
+            if not _ends_within(self.pid, proc.STUCK):
+                return int(signal.SIGKILL)
+        return _reap(self.pid)
 
     def _bury(self) -> PdrunError:
         """The keeper is gone without having been asked: end what it had started, and say how it went."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-        if not _ends_within(self.pid, 1.0):
-            os.kill(self.pid, signal.SIGKILL)
-        status = _reap(self.pid)
+        code = os.waitstatus_to_exitcode(self._ended(0.0 if self._frozen else 1.0))
         self._end_orphans()
-        code = os.waitstatus_to_exitcode(status)
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        if self._frozen:
+            how = f"did not answer for {PING * PINGS:g} s (was it stopped?) and was ended"
         self._dead = f"the keeper process {self.pid} {how}; every worker on this node has been ended"
         return PdrunError(self._dead, hint="nothing of the job is left here; start it again")
 
@@ -178,6 +208,7 @@ def _body(command: WorkerCommand) -> int:
         "env": {_portable(name): _portable(value) for name, value in command.env.items()},
         "cwd": _portable(command.cwd),
         "cpus": list(command.cpus),
+        "nofile": early.users_limit(),
     }).encode()  # fmt: skip
     if hasattr(os, "memfd_create"):
         number = os.memfd_create("pdrun-command", os.MFD_CLOEXEC)

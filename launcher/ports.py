@@ -75,8 +75,13 @@ class Keeper(Protocol):
         Return what has happened since the last call.
 
         Raises:
-            PdrunError: the keeper itself died; every worker has been told to die with it.
+            PdrunError: the keeper itself died, or was silent for too long (see `beat`) and was ended; every worker has
+                been told to die with it.
         """
+        ...
+
+    def beat(self) -> float | None:
+        """Have the keeper show that it lives; return when to call again (monotonic seconds), None: no need to."""
         ...
 
     def close(self) -> None:

@@ -29,7 +29,9 @@ PROTOCOL = 1
 """Version of this file; two sides with different versions refuse each other by name."""
 
 Role = Literal["agent", "view"]
-CauseKind = Literal["ok", "exception", "signal", "oom", "exit", "communication", "startup", "lost", "suspect", "stopped"]
+CauseKind = Literal[
+    "ok", "exception", "signal", "oom", "exit", "communication", "startup", "lost", "suspect", "stopped"
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Cause:
     """
     ok: exit code 0. exception: a Python traceback was its last word. signal, oom: killed. exit: a code without a
     traceback. communication: an exception or abort whose text says that a peer went away. startup: could not be
-    started. lost: its node was lost. suspect: a traceback was its last word, but it had not ended when pdrun stopped it.
+    started. lost: its node was lost. suspect: a traceback was its last word, but it still ran when pdrun stopped it.
     stopped: ended after pdrun told it to.
     """
     code: int

@@ -46,6 +46,9 @@ class FakeKeeper:
         found, self.queue = self.queue, []
         return found
 
+    def beat(self) -> float | None:
+        return None
+
     def close(self) -> None:
         if not self.closed:
             os.close(self._bell)

@@ -62,6 +62,44 @@ def test_others_are_stopped_and_the_summary_tells(jobs):
     gone(jobs.pids())
 
 
+HANDLED = """
+import logging, traceback
+if rank == 0:
+    try: 1 / 0
+    except ZeroDivisionError: {how}
+    note(); time.sleep(60)
+while not os.path.exists("pids"): time.sleep(0.01)
+time.sleep({pause})
+{end}
+"""
+
+
+@pytest.mark.parametrize("how", ["logging.exception('handled')", "traceback.print_exc()"])
+@pytest.mark.parametrize(
+    ("end", "code"), [("os._exit(3)", 3), ("os.kill(os.getpid(), 9)", 137), ("raise KeyError('own')", 1)]
+)
+@pytest.mark.parametrize("pause", [0, 1.5])
+def test_an_exception_that_was_handled_is_nobody_s_cause(jobs, how, end, code, pause):
+    found, job = jobs.run(*jobs.python(HANDLED.format(how=how, end=end, pause=pause)), workers=2, grace=1.0)
+    assert found == code, job.err
+    assert "rank 1 on node0 failed" in job.err
+
+
+def test_one_that_hangs_on_its_way_out_explains_its_victims(jobs):
+    code = """
+import atexit
+if rank == 0:
+    atexit.register(time.sleep, 60)
+    atexit.register(note)
+    raise ValueError("true cause")
+while not os.path.exists("pids"): time.sleep(0.01)
+raise RuntimeError("Connection closed by peer")
+"""
+    found, job = jobs.run(*jobs.python(code), workers=2, grace=1.0)
+    assert found == 1, job.err
+    assert "rank 0 on node0 failed: ValueError: true cause" in job.err
+
+
 @pytest.mark.parametrize(
     ("content", "mode", "code"), [(None, 0, 127), (b"no program\n", 0o755, 126), (b"#!/bin/sh\n", 0o644, 126)]
 )
@@ -292,3 +330,12 @@ def test_nothing_heavy_is_imported_for_one_node(jobs):
     imported = {line.rpartition("|")[2].strip() for line in job.err.splitlines() if line.startswith("import time:")}
     assert found == 0 and "pdrun.launcher.agent" in imported
     assert not heavy & imported
+
+
+def test_a_keeper_that_is_stopped_ends_the_job_with_clear_words(jobs):
+    job = jobs.start(*jobs.python("note(); time.sleep(600)"), workers=2)
+    until(lambda: len(jobs.pids()) == 2, what="two workers")
+    os.kill(keeper_of(job.process.pid), signal.SIGSTOP)
+    assert job.wait() == 137, job.err
+    assert "did not answer for 10 s" in job.err
+    gone(jobs.pids(), 0.5)

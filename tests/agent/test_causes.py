@@ -6,9 +6,13 @@ import errno
 import signal
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pdrun.launcher.causes import Evidence, cause_of
 from pdrun.launcher.model import SpawnFailed
+from pdrun.rendezvous.messages import Failure
+from pdrun.rendezvous.verdict import Reported, first_cause
 
 
 def trace(error: str, *frames: tuple[str, str]) -> str:
@@ -102,11 +106,47 @@ def test_what_ends_after_our_order_is_stopped(status):
 
 def test_what_began_before_our_order_is_its_own():
     before = (7.9, trace("ValueError: boom"))
-    cause = cause_of(Evidence(1 << 8, 9.0, traceback=before, stopped_at=8.0, stop_signals=(15,)))
+    cause = cause_of(Evidence(1 << 8, 9.0, traceback=before, stopped_at=8.0))  # while our signal was held back
     assert (cause.kind, cause.code, cause.at) == ("exception", 1, 7.9)
-    # our SIGTERM caught it on its way out, before Python could leave with 1
+    # our SIGTERM caught it on its way out, before Python could leave with 1: or it had lived on
     cause = cause_of(Evidence(signal.SIGTERM, 9.0, traceback=before, stopped_at=8.0, stop_signals=(15,)))
-    assert (cause.kind, cause.code, cause.signal) == ("exception", 1, 0)
+    assert (cause.kind, cause.code, cause.signal) == ("suspect", 1, 0)
+
+
+HANDLED = trace("ZeroDivisionError: division by zero")
+
+
+@pytest.mark.parametrize("age", [0.01, 1.5, 9.0, 600.0])
+@pytest.mark.parametrize("status", [signal.SIGTERM, signal.SIGKILL, signal.SIGSEGV, 1 << 8, 3 << 8, 143 << 8])
+@pytest.mark.parametrize("survived", [False, True])
+def test_an_end_by_our_order_never_proves_a_traceback(age, status, survived):
+    cause = cause_of(Evidence(
+        status, 20.5, traceback=(20.0 - age, HANDLED), survived=survived, stopped_at=20.0, stop_signals=(15, 9)
+    ))  # fmt: skip
+    assert cause.kind == ("stopped" if survived else "suspect")
+
+
+OWN_END = [
+    # status, seconds from the traceback to the end, out-of-memory kills -> kind, code
+    (1 << 8, 0.5, 0, "exception", 1), (1 << 8, 900.0, 0, "exception", 1),
+    (3 << 8, 0.5, 0, "exception", 3), (3 << 8, 60.0, 0, "exit", 3),
+    (signal.SIGABRT, 5.0, 0, "exception", 134), (signal.SIGSEGV, 60.0, 0, "signal", 139),
+    (signal.SIGKILL, 0.5, 0, "exception", 137), (signal.SIGKILL, 5.0, 0, "signal", 137),
+    (signal.SIGKILL, 0.5, 1, "oom", 137), (signal.SIGTERM, 60.0, 0, "signal", 143),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("status", "age", "kills", "kind", "code"), OWN_END)
+def test_a_traceback_explains_a_death_that_is_near(status, age, kills, kind, code):
+    cause = cause_of(Evidence(status, 1000.0, traceback=(1000.0 - age, HANDLED), oom_kills=kills))
+    assert (cause.kind, cause.code) == (kind, code)
+    assert cause.at == (1000.0 - age if kind == "exception" else 1000.0)
+
+
+def test_a_child_s_crash_long_ago_does_not_hide_our_order():
+    stack = 'Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n  File "a.py"\n'
+    cause = cause_of(Evidence(signal.SIGTERM, 9.0, traceback=(1.0, stack), stopped_at=8.0, stop_signals=(15,)))
+    assert (cause.kind, cause.traceback) == ("stopped", "")
 
 
 def test_a_kill_by_others_is_no_stop_of_ours():
@@ -200,3 +240,34 @@ def test_a_cause_is_small_enough_to_travel():
     assert len(cause.summary) <= 500
     assert (len(cause.tail), max(map(len, cause.tail))) == (20, 500)
     assert cause.traceback.endswith("x\n")
+
+
+ENDS = st.sampled_from([signal.SIGTERM, signal.SIGKILL, 1 << 8, 3 << 8])
+OWN_DEATHS = st.one_of(
+    st.sampled_from([signal.SIGSEGV, signal.SIGKILL, signal.SIGABRT, 3 << 8, 255 << 8]).map(
+        lambda status: Evidence(status, 10.0)
+    ),
+    st.just(Evidence(1 << 8, 10.2, traceback=(10.0, trace("KeyError: 'own'")))),
+)
+
+
+def first(*seen: Evidence) -> int:
+    found = first_cause([Reported(Failure(rank, "node0", cause_of(one)), rank, 0.0) for rank, one in enumerate(seen)])
+    return found.failure.rank if found else -1
+
+
+@given(ENDS, st.floats(0.001, 1000.0), st.booleans(), OWN_DEATHS)
+def test_who_died_by_itself_goes_before_whoever_printed_a_traceback_and_was_stopped(status, age, survived, own):
+    handled = Evidence(
+        status, 11.0, traceback=(10.1 - age, HANDLED), survived=survived, stopped_at=10.1, stop_signals=(15, 9)
+    )  # fmt: skip
+    assert first(handled, own) == 1
+
+
+@given(ENDS, st.floats(0.2, 1000.0), st.booleans())
+def test_whoever_hangs_on_its_way_out_goes_before_its_victims(status, age, survived):
+    victim = Evidence(1 << 8, 10.0, traceback=(9.5, trace(GLOO)))
+    hanging = Evidence(
+        status, 11.0, traceback=(10.1 - age, HANDLED), survived=survived, stopped_at=10.1, stop_signals=(15, 9)
+    )  # fmt: skip
+    assert first(victim, hanging) == (0 if survived else 1)

@@ -142,7 +142,37 @@ def test_what_ended_before_the_stop_keeps_its_cause():
     desk.exit(0, signal.SIGTERM)
     desk.exit(1, signal.SIGTERM)
     assert desk.kinds == [(0, "exception"), (1, "stopped")]
-    assert [cause.code for _, cause in desk.reports] == [1, 143]
+    assert [cause.code for _, cause in desk.reports] == [143, 143]
+    assert desk.keeper.signals == [(1, signal.SIGTERM, True)]  # the other was still on its way out
+
+
+def test_an_order_to_stop_waits_for_one_that_may_be_leaving():
+    desk = Desk(2)
+    desk.output.traces = {0: (desk.clock.monotonic(), OWN)}
+    desk.clock.advance(0.05)
+    desk.group.stop(signal.SIGTERM, 30.0)
+    assert desk.group.deadline() == desk.clock.monotonic() + module.PATIENCE
+    desk.later(module.PATIENCE / 2)
+    assert desk.keeper.signals == [(1, signal.SIGTERM, True)]
+    desk.later(module.PATIENCE / 2 + 0.01)
+    assert desk.keeper.signals[1:] == [(0, signal.SIGTERM, True)]
+    desk.exit(0, signal.SIGTERM)
+    desk.exit(1, signal.SIGTERM)
+    assert desk.kinds == [(0, "suspect"), (1, "stopped")]
+
+
+@pytest.mark.parametrize(("number", "age", "survived", "grace", "wait"), [
+    (signal.SIGTERM, 0.1, False, 2.0, 1.0), (signal.SIGTERM, 0.1, True, 30.0, 0.0),
+    (signal.SIGTERM, 11.0, False, 30.0, 0.0), (signal.SIGINT, 0.1, False, 30.0, 0.0),
+])  # fmt: skip
+def test_that_waiting_is_short_and_rare(number, age, survived, grace, wait):
+    desk = Desk(1)
+    desk.output.traces, desk.output.survivors = {0: (desk.clock.monotonic(), OWN)}, {0} if survived else set()
+    desk.clock.advance(age)
+    desk.group.stop(number, grace)
+    assert len(desk.keeper.signals) == (not wait)
+    desk.later(wait + 0.001)
+    assert desk.keeper.signals == [(0, number, True)]
 
 
 def test_workers_that_cannot_start_are_reported():

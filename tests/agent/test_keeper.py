@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import resource
+import select
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from pdrun.errors import PdrunError
+from pdrun.launcher import keeper_client
 from pdrun.launcher.model import Exited, Spawned, SpawnFailed, Swept
 from tests.agent.helpers import REPOSITORY, alive, keeper_driver, python, read_pid, until
 
@@ -247,6 +249,107 @@ def test_killed_agent_leaves_nothing(tmp_path):
     finally:
         agent.kill()
         agent.communicate()
+
+
+PLAIN_AND_DETACHED = """
+import os, sys, time
+def left(name):
+    with open(f"{sys.argv[1]}/{name}", "w") as file: file.write(f"{os.getpid()}\\n")
+    os.closerange(0, 3)
+    time.sleep(600)
+if os.fork() == 0: left("plain")
+if os.fork() == 0: os.setsid(); left("session")
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0: left("double")
+    os._exit(0)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def agent(tmp_path):
+    """A process with a keeper and a worker that has made children of all kinds: (process, keeper, all others)."""
+    worker = f"exec {sys.executable} -S -c '{PLAIN_AND_DETACHED}' {tmp_path}"
+    process = subprocess.Popen([sys.executable, "-c", AGENT, worker], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+    keeper = 0
+    try:
+        keeper, leader = map(int, process.stdout.readline().split())
+        others = [leader, *(read_pid(tmp_path / name) for name in ("plain", "session", "double"))]
+        children = Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()
+        yield process, keeper, [*others, *map(int, children)]
+    finally:
+        process.kill()
+        process.communicate()
+        if keeper and alive(keeper):
+            os.kill(keeper, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("keeper_first", [False, True])
+def test_agent_and_keeper_killed_in_one_instant_leave_nothing(agent, keeper_first):
+    process, keeper, others = agent
+    for pid in (keeper, process.pid) if keeper_first else (process.pid, keeper):
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: not any(map(alive, others)), 5, f"the end of {others}")
+
+
+def test_a_keeper_that_was_stopped_wakes_when_its_agent_dies(agent):
+    process, keeper, others = agent
+    os.kill(keeper, signal.SIGSTOP)
+    until(lambda: Path(f"/proc/{keeper}/stat").read_text().rpartition(")")[2].split()[0] == "T", what="the stop")
+    process.kill()
+    until(lambda: not any(map(alive, [keeper, *others])), 5, "everything to end")
+
+
+def test_a_keeper_that_does_not_answer_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(keeper_client, "PING", 0.1)
+    with keeper_driver() as driver:
+        driver.start(0, python(DETACHED + "time.sleep(600)", tmp_path / "pid"))
+        worker, left = driver.wait(Spawned).pid, read_pid(tmp_path / "pid")
+        for _ in range(3 * keeper_client.PINGS):  # it answers: nothing happens
+            due = driver.keeper.beat()
+            until(lambda due=due: time.monotonic() >= due)
+            assert list(driver.keeper.events()) == []
+        os.kill(driver.keeper.pid, signal.SIGSTOP)
+        begin = time.monotonic()
+        with pytest.raises(PdrunError, match=r"keeper process \d+ did not answer for .* was ended"):
+            until(lambda: driver.keeper.events() or driver.keeper.beat() is None)
+        assert time.monotonic() - begin >= 0.1 * keeper_client.PINGS
+        assert not alive(driver.keeper.pid)
+        assert not alive(worker)
+        assert not alive(left)
+
+
+def test_a_stall_of_the_agent_is_no_silence_of_the_keeper(driver, monkeypatch):
+    now = time.monotonic()
+    monkeypatch.setattr(keeper_client.time, "monotonic", lambda: now)
+    for _ in range(2 * keeper_client.PINGS):
+        now += 60.0
+        driver.keeper.beat()
+        driver.keeper.beat()  # not due again
+        assert select.select([driver.keeper.fileno()], [], [], 5)[0]
+        assert list(driver.keeper.events()) == []
+
+
+def test_closing_does_not_wait_for_a_stopped_keeper(driver):
+    driver.start(0, ("/bin/sleep", "600"))
+    driver.wait(Spawned)
+    os.kill(driver.keeper.pid, signal.SIGSTOP)
+    begin = time.monotonic()
+    driver.keeper.close()
+    assert time.monotonic() - begin < 2.0
+
+
+def test_the_one_that_stands_by_is_no_leftover(driver):
+    standby = Path(f"/proc/{driver.keeper.pid}/task/{driver.keeper.pid}/children")
+    driver.start(0, ("/bin/true",))
+    driver.wait(Exited)
+    before = standby.read_text().split()
+    driver.keeper.sweep(None)
+    assert driver.wait(Swept, None).processes == ()
+    assert len(before) == 1 and standby.read_text().split() == before
+    driver.keeper.close()
+    assert not alive(int(before[0]))
 
 
 def test_killed_keeper_is_a_clear_error_and_leaves_nothing(tmp_path):

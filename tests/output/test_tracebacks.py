@@ -183,3 +183,71 @@ def test_a_box_of_rich_is_read(tmp_path: Path) -> None:
     data = stderr_of("from rich.traceback import install\ninstall()\nraise ValueError('boxed')", tmp_path)
     found = need(data + NOISE)
     assert (found.summary, found.lines_after) == ("ValueError: boxed", 0)
+
+
+BAR = "\rEpoch 1:  10%|\u2588         | 1/10 [00:00<00:01,  8.1it/s, loss=0.1]".encode()
+MARKED = b"".join(b"[rank0]: " + line + b"\n" for line in PLAIN.splitlines())
+GROUP = b"""  + Exception Group Traceback (most recent call last):
+  |   File "a.py", line 1, in <module>
+  | ExceptionGroup: many (1 sub-exception)
+  +-+---------------- 1 ----------------
+    | ValueError: 1
+    +------------------------------------
+"""
+FATAL = b"""Fatal Python error: Segmentation fault
+
+Current thread 0x00007f (most recent call first):
+  File "a.py", line 1 in <module>
+"""
+
+
+@pytest.mark.parametrize("bar", [BAR, BAR * 3, BAR * 3000, b"Loading ... ", b"50%|#####     |\r"], ids=len)
+@pytest.mark.parametrize(
+    ("text", "plain"), [(PLAIN, PLAIN), (MARKED, PLAIN), (GROUP, GROUP), (FATAL, FATAL)],
+    ids=["plain", "marked", "group", "fatal"],
+)  # fmt: skip
+@pytest.mark.parametrize("before", [b"", PLAIN, PLAIN + b"\nstep 1\n", b"2026-01-01 10:00:00 INFO x\n"], ids=len)
+@pytest.mark.parametrize("size", [1 << 20, 37])
+def test_one_behind_a_bar_is_found_whole_and_with_its_own_time(
+    bar: bytes, text: bytes, plain: bytes, before: bytes, size: int
+) -> None:
+    finder = TracebackFinder()
+    for at, data in ((1.0, before + bar), (99.0, text)):
+        for low in range(0, len(data), size):
+            finder.feed(data[low : low + size], at)
+    finder.finish()
+    found = finder.found
+    assert found is not None
+    assert (found.text, found.at, found.last_word, found.survived) == (plain.decode(), 99.0, True, False)
+
+
+def test_text_that_only_speaks_of_a_traceback_is_none() -> None:
+    for line in (b"see: Traceback (most recent call last):", b"it said Fatal Python error: x", b"10% Traceback (most"):
+        assert read(line + b"\nstep 2\nValueError: no\n") is None
+        found = need(PLAIN + b"\n" + line + b"\nstep 2\n")
+        assert (found.text, found.last_word) == (PLAIN.decode(), True)
+
+
+def fed(*parts: tuple[float, bytes]) -> Found:
+    finder = TracebackFinder()
+    for at, data in parts:
+        finder.feed(data, at)
+    assert finder.found is not None
+    return finder.found
+
+
+def test_the_signs_that_a_program_lived_on() -> None:
+    assert not fed((1.0, PLAIN), (2.0, b"giving up\n"), (9.0, NOISE)).survived
+    assert need(b"ERROR:root:handled\n" + PLAIN).survived
+    assert need(b"2026-01-01 10:00:00,1 - x - ERROR - handled\n" + PLAIN).survived
+    assert need(b"ERROR:root:" + PLAIN).survived
+    assert not need(b"2026-01-01 10:00:00,1 - x - INFO - step\n" + PLAIN).survived
+    for life in (b"step 2\n", b"\r 20%|##", b"step"):
+        later = fed((1.0, PLAIN), (9.0, life))
+        assert (later.survived, later.last_word, later.text) == (True, True, PLAIN.decode())
+        assert not fed((1.0, PLAIN), (60.0, life)).last_word
+
+
+def test_a_message_ends_with_a_pause() -> None:
+    found = fed((1.0, PLAIN), (1.5, b"  a note\n"), (8.0, b"step 2\nstep 3\n"))
+    assert (found.text, found.lines_after) == (PLAIN.decode() + "  a note\n", 2)

@@ -98,6 +98,8 @@ class Agent:
         self._judged = False
         """Whether the verdict has come."""
         self._code: int | None = None
+        self._beat_at: float | None = None
+        """When the keeper is to be asked again for a sign of life."""
 
     def run(self) -> int:
         """Loop until the job is over for this node."""
@@ -147,7 +149,8 @@ class Agent:
         for fd in (*self._descriptors(), *(self._output.filenos() if self._output else ())):
             if fd >= 0:
                 poll.register(fd, select.POLLIN)
-        times = [self._answer_by, self._voice.deadline(), self._group.deadline() if self._group else None]
+        times = [self._answer_by, self._beat_at, self._voice.deadline()]
+        times.append(self._group.deadline() if self._group else None)
         if self._leaving is None:
             times.append(self._link.deadline())
         due = min((time for time in times if time is not None), default=None)
@@ -198,7 +201,8 @@ class Agent:
                 raise RendezvousError("the scheduler process on this node has died")
         except RendezvousError as error:
             if self._stops:  # what follows from the user's stop is no failure
-                return self._stop_alone()
+                self._stop_alone()
+                return
             if self._group is None or not self._group.started:
                 raise
             self._voice.say(f"{error}; stopping the workers of this node")
@@ -370,9 +374,11 @@ class Agent:
                         self._voice.say(f"the process of torch's store (MASTER_PORT) ended: {why}")
                 elif self._group is not None:
                     self._group.take(event)
+            running = self._group is not None and self._group.started and not self._group.done
+            self._beat_at = self._keeper.beat() if running else None
         except PdrunError as error:
             self._keeper.close()
-            self._keeper = None
+            self._keeper, self._beat_at = None, None
             if self._group is None or not self._group.started:
                 raise
             self._voice.say(str(error))

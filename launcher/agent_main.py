@@ -12,23 +12,34 @@ import os
 import sys
 from typing import Any
 
-from pdrun.errors import ConfigError, PdrunError
+from pdrun import early
 
 LONGEST_LINE = 16 << 20
 
 
 def main() -> int:
-    """Read the order, run the agent, return its exit code."""
+    """Read the order, run the agent, return its exit code; never raises."""
+    early.begin()
+    from pdrun.errors import PdrunError
+
     try:
         order = _read_order()
+        if order.get("nofile"):
+            early.remember_limit(*order["nofile"])
         return _run(order)
     except PdrunError as error:
         print(f"pdrun: {error}", file=sys.stderr, flush=True)
         return error.exit_code
+    except Exception as error:
+        from pdrun.launcher.cli import fault
+
+        return fault(error)
 
 
 def _read_order() -> dict[str, Any]:
     """Read one line from descriptor 0, byte-exact: nothing after it may be taken into a buffer."""
+    from pdrun.errors import ConfigError
+
     line = bytearray()
     while not line.endswith(b"\n"):
         data = os.read(0, 65536)

@@ -3,6 +3,7 @@ The command line's outermost layer: one call in, one exit code out, one line for
 
     a PdrunError, a click error    ``pdrun: error: WHERE: WHAT; HINT`` and its code (2, 69, 77, 78 ...)
     Ctrl-C                         130
+    stdout takes nothing           one line, 74
     anything else                  a fault of pdrun: one line, the traceback in a file, 70
 
 The commands themselves are in `cli_run` (the default) and `cli_commands`; what they print first is in `cli_help`.
@@ -10,6 +11,7 @@ The commands themselves are in `cli_run` (the default) and `cli_commands`; what 
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -17,6 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pdrun.eventlog import JobStatus
+
+
+FEWEST_FILES = 64
+"""Descriptors with which anything small can be done."""
+EXIT_OUTPUT = 74
+"""EX_IOERR of sysexits.h: what was asked for could not be printed."""
+_UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,11 +41,11 @@ def main(argv: Sequence[str]) -> int:
         _say("interrupted")
         return 130
     except BrokenPipeError:
-        # the reader of our output went away (pdrun --help | head): keep the interpreter's last flush quiet
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # the reader of our output went away (pdrun --help | head)
+        _drop_output()
         return 141
     except Exception as error:
-        return _fault(error)
+        return fault(error)
 
 
 def _run(argv: list[str]) -> int:
@@ -71,7 +80,10 @@ def _show(statuses: list[JobStatus]) -> None:
 
 
 def _watch(read: Callable[[], Sequence[JobStatus]]) -> int:
+    from pdrun import early
     from pdrun.ui.live import follow
+
+    early.give_back()  # a screen must be left as it was found
 
     return follow(read)
 
@@ -98,11 +110,31 @@ def _say(text: str) -> None:
         pass  # nobody listens; the exit code still tells
 
 
-def _fault(error: Exception) -> int:
-    """Report a fault of pdrun itself: the traceback is for whoever mends it, not for the user's terminal."""
+def _drop_output() -> None:
+    """Keep the interpreter's last flush quiet: what stdout still holds goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def fault(error: Exception) -> int:
+    """
+    Report an error that nobody has foreseen, and return the exit code.
+
+    A disk or a terminal that takes nothing, and a limit of open files, are the machine's; the rest is a fault of pdrun
+    itself, whose traceback is for whoever mends it, not for the user's terminal.
+    """
     import tempfile
     import traceback
 
+    from pdrun import early
+
+    if early.ran_out(error):
+        few = early.too_few("pdrun", FEWEST_FILES)
+        _say(f"error: {few}")
+        return few.exit_code
+    if isinstance(error, OSError) and error.errno in _UNWRITTEN and error.filename is None:
+        _drop_output()
+        _say(f"error: the output could not be written: {error.strerror} ({errno.errorcode[error.errno]})")
+        return EXIT_OUTPUT
     text = "".join(traceback.format_exception(error))
     try:
         fd, path = tempfile.mkstemp(prefix="pdrun-fault-", suffix=".txt")

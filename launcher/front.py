@@ -7,6 +7,9 @@
 It decides nothing about the job; the scheduler does. It passes signals on, and it bounds every wait: an agent that
 stays after another has ended is asked to stop (SIGTERM), then loses its lifeline (stdin), then is killed. When this
 process dies in any way, the lifelines break and every agent ends with all its workers.
+
+Until the workers are about to start (an agent says so on its lifeline, a socket) the scheduler may not know an agent,
+or not live yet: then the end of one agent ends the others at once, and one that cannot take a signal is killed.
 """
 
 from __future__ import annotations
@@ -14,26 +17,31 @@ from __future__ import annotations
 import os
 import select
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
 
+from pdrun import early
+from pdrun.errors import EXIT_SOFTWARE
 from pdrun.launcher.adapters.local import AgentStart, agent_command, agent_starts, bind_scheduler
 from pdrun.launcher.console import ERR, OUT, Console
 from pdrun.launcher.model import LaunchPlan
+from pdrun.launcher.surroundings import RUNNING, UP
 from pdrun.rendezvous.security import Secret
 
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP)
 PASSED_ON = (*STOPPING, signal.SIGUSR1, signal.SIGUSR2)
 AFTER_EXIT = 5.0
 """Seconds that others may stay after an agent has left by itself: a verdict reaches all at once."""
 AFTER_KILL = 15.0
 """Seconds, beside the grace, that others may stay after an agent was killed: the scheduler must notice first."""
 AFTER_CUT = 5.0
+AFTER_EARLY = 1.0
+"""Seconds that others may stay after an agent has left by itself before there were workers, and then after the cut."""
 _TICK = 0.5
 _HELD_LINE = 1 << 20
 
@@ -47,7 +55,8 @@ def run_local(plan: LaunchPlan) -> int:
     """
     console = Console()
     with bind_scheduler() as listener:
-        starts = agent_starts(plan, listener, Secret.random(), front=os.getpid(), screen=console.to_json())
+        told = {**console.to_json(), "nofile": early.users_limit()}
+        starts = agent_starts(plan, listener, Secret.random(), front=os.getpid(), screen=told)
         front = Front(starts, console, grace=plan.spec.policy.grace)
         front.start()
     return front.run()
@@ -57,12 +66,17 @@ def run_local(plan: LaunchPlan) -> int:
 class _Agent:
     node: str
     process: subprocess.Popen[bytes]
+    lifeline: socket.socket
     streams: dict[int, int] = field(default_factory=dict)
     """Open descriptor -> OUT or ERR."""
     halves: dict[int, bytes] = field(default_factory=dict)
     code: int | None = None
     """As Popen says it: negative for a signal."""
     ended: float = 0.0
+    up: bool = False
+    """Whether it takes signals."""
+    hears: bool = True
+    """Whether it may still say something on its lifeline."""
 
 
 class Patience:
@@ -72,9 +86,14 @@ class Patience:
         self._grace = grace
         self._steps: list[tuple[float, str]] = []
 
-    def first_end(self, now: float, *, killed: bool) -> None:
-        """An agent has ended; only the first one sets the times."""
-        if not self._steps:
+    def first_end(self, now: float, *, killed: bool, running: bool = True) -> None:
+        """An agent has ended; only the first one sets the times. ``running``: there may be workers by now."""
+        if self._steps:
+            return
+        if not running:
+            cut = now if killed else now + AFTER_EARLY
+            self._steps = [(cut, "cut"), (cut + AFTER_EARLY, "kill")]
+        else:
             term = now + (AFTER_KILL + self._grace if killed else AFTER_EXIT)
             cut = term + self._grace + AFTER_CUT
             self._steps = [(term, "term"), (cut, "cut"), (cut + AFTER_CUT, "kill")]
@@ -88,18 +107,24 @@ class Patience:
         return self._steps.pop(0)[1] if self._steps and now >= self._steps[0][0] else ""
 
 
-def verdict_code(ends: Sequence[tuple[str, int]], *, asked: Sequence[str] = ()) -> tuple[int, str]:
+def verdict_code(
+    ends: Sequence[tuple[str, int]], *, asked: Sequence[str] = (), stops: Sequence[int] = ()
+) -> tuple[int, str]:
     """
     Return the exit code of a job and, when the agents do not agree about it, a line that says so.
 
     Args:
         ends: (node, code as Popen says it) in the order in which the agents ended.
         asked: nodes whose agents ended only after this process had asked them to; theirs is no verdict.
+        stops: signals by which the user has stopped the job, before all had ended.
     """
-    own = [(node, code) for node, code in ends if code >= 0]
-    said = [(node, code) for node, code in own if node not in asked] or own
+    free = [(node, code) for node, code in ends if node not in asked]
+    said = [(node, code) for node, code in free if code >= 0]
+    stopped = [128 + number for number in stops]
+    if stopped and (not said or any(code in stopped for _, code in said)):
+        return next((code for _, code in said if code in stopped), stopped[0]), ""
     if not said:
-        return 128 - ends[0][1], ""
+        return (128 - free[0][1] if free else EXIT_SOFTWARE), ""
     code = next((code for _, code in said if code), 0)
     if len({code for _, code in said}) == 1:
         return code, ""
@@ -115,8 +140,9 @@ class Front:
         self._starts, self._console = starts, console
         self._agents: list[_Agent] = []
         self._patience = Patience(grace)
-        self._asked: list[str] = []
-        self._stops = 0
+        self._asked: set[str] = set()
+        self._stops: list[int] = []
+        self._running = False
         self._restore = ExitStack()
         self._signals = -1
 
@@ -141,11 +167,15 @@ class Front:
                 self._reap()
                 if not held:  # else they may only be waiting for the reader of our output
                     self._press(self._patience.due(time.monotonic()))
+            return self._conclude()
         finally:
             self._cut()
             self._restore.close()
+
+    def _conclude(self) -> int:
         ends = sorted(self._agents, key=lambda agent: agent.ended)
-        code, note = verdict_code([(agent.node, agent.code or 0) for agent in ends], asked=self._asked)
+        codes = [(agent.node, agent.code or 0) for agent in ends]
+        code, note = verdict_code(codes, asked=tuple(self._asked), stops=self._stops)
         if note:
             self._console.say(f"pdrun: {note}")
         self._console.close()
@@ -165,6 +195,8 @@ class Front:
         poll = select.poll()
         poll.register(self._signals, select.POLLIN)
         for agent in self._agents:
+            if agent.hears and agent.lifeline.fileno() >= 0:
+                poll.register(agent.lifeline, select.POLLIN)
             for fd, stream in agent.streams.items():
                 if not self._console.held(stream):
                     poll.register(fd, select.POLLIN)
@@ -177,7 +209,9 @@ class Front:
         return held
 
     def _read(self, fd: int) -> None:
-        agent = next(agent for agent in self._agents if fd in agent.streams)
+        agent = next((agent for agent in self._agents if fd in agent.streams), None)
+        if agent is None:
+            return self._hear(next(agent for agent in self._agents if agent.lifeline.fileno() == fd))
         data = os.read(fd, 1 << 18)
         whole = agent.halves.get(fd, b"") + data
         # agents write whole lines; what is left over was cut by the pipe (or is a prompt of a job with one worker)
@@ -187,23 +221,34 @@ class Front:
         if not data:
             os.close(fd)
             del agent.streams[fd]
+        return None
+
+    def _hear(self, agent: _Agent) -> None:
+        try:
+            said = agent.lifeline.recv(4096)
+        except OSError:  # it ended without having read its order
+            said = b""
+        agent.hears = bool(said)
+        agent.up = agent.up or UP in said
+        self._running = self._running or RUNNING in said
 
     def _reap(self) -> None:
         for agent in self._agents:
             if agent.code is None and (code := agent.process.poll()) is not None:
                 agent.code, agent.ended = code, time.monotonic()
-                if code < 0:
-                    self._console.say(f"pdrun: the agent of {agent.node} was killed by {_signal_name(-code)}")
-                self._patience.first_end(agent.ended, killed=code < 0)
+                if code < 0 and agent.node not in self._asked:
+                    when = "" if self._running else " before the job began; stopping the others"
+                    self._console.say(f"pdrun: the agent of {agent.node} was killed by {_signal_name(-code)}{when}")
+                self._patience.first_end(agent.ended, killed=code < 0, running=self._running)
 
     def _press(self, step: str) -> None:
         left = [agent for agent in self._agents if agent.code is None]
         if not step or not left:
             return
         names = ", ".join(agent.node for agent in left)
+        self._asked.update(agent.node for agent in left)
         if step == "term":
             self._console.say(f"pdrun: {names} did not end with the others: stopping")
-            self._asked += [agent.node for agent in left]
             for agent in left:
                 agent.process.send_signal(signal.SIGTERM)
         elif step == "cut":
@@ -216,22 +261,28 @@ class Front:
     def _cut(self) -> None:
         """Close the lifelines: agents that are left kill everything and end."""
         for agent in self._agents:
-            if agent.process.stdin:
-                try:
-                    agent.process.stdin.close()
-                except OSError:  # a line that it never read
-                    pass
+            agent.lifeline.close()
 
     def _take_signals(self) -> None:
         for number in os.read(self._signals, 64):
             if number in STOPPING:
-                self._stops += 1
-                if self._stops == 3:
+                self._stops.append(number)
+                if len(self._stops) == 3:
                     self._patience.hurry(time.monotonic())
             if number in PASSED_ON:
-                for agent in self._agents:
-                    if agent.code is None:
-                        agent.process.send_signal(number)
+                self._pass_on(number)
+
+    def _pass_on(self, number: int) -> None:
+        """Give a signal to every agent; one that cannot take it yet has nothing to tidy up, and is killed by a stop."""
+        left = [agent for agent in self._agents if agent.code is None]
+        for agent in left:
+            if agent.up:
+                agent.process.send_signal(number)
+            elif number in STOPPING:
+                self._asked.add(agent.node)
+                agent.process.kill()
+        if number in STOPPING and left and not any(agent.up for agent in left):
+            self._console.say(f"pdrun: stopped by {_signal_name(number)} before the job began")
 
     def _catch_signals(self) -> None:
         """From here on signals are bytes on a pipe. One that was ignored when we started (nohup) stays ignored."""
@@ -242,31 +293,36 @@ class Front:
             before = signal.getsignal(number)
             if before != signal.SIG_IGN or number == signal.SIGCHLD:
                 signal.signal(number, _noted)
-                self._restore.callback(signal.signal, number, before if before is not None else signal.SIG_DFL)
+                after = early.afterwards(before if before is not None else signal.SIG_DFL)
+                self._restore.callback(signal.signal, number, after)  # type: ignore[arg-type]
 
 
 def _spawn(command: Sequence[str], start: AgentStart) -> _Agent:
     """Start an agent in a session of its own: a Ctrl-C reaches it once, through this process."""
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
-        pass_fds=start.pass_fds, start_new_session=True,
-    )  # fmt: skip
+    ours, theirs = socket.socketpair()
+    try:
+        process = subprocess.Popen(
+            command, stdin=theirs.fileno(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
+            pass_fds=start.pass_fds, start_new_session=True,
+        )  # fmt: skip
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
     assert process.stdout and process.stderr
     # descriptors of our own: closed by `_read` at the end of the stream
     streams = {os.dup(process.stdout.fileno()): OUT, os.dup(process.stderr.fileno()): ERR}
     process.stdout.close()
     process.stderr.close()
-    return _Agent(start.node, process, streams)
+    return _Agent(start.node, process, ours, streams)
 
 
 def _tell(agent: _Agent, line: str) -> None:
     """Give an agent its orders; one that is gone already is found by `_reap`."""
-    stdin: Any = agent.process.stdin
-    data = memoryview(line.encode())
     try:
-        while data:
-            data = data[stdin.write(data) :]
-    except BrokenPipeError:
+        agent.lifeline.sendall(line.encode())
+    except OSError:
         pass
 
 

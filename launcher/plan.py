@@ -191,7 +191,7 @@ def _listen(spec: JobSpec, facts: Facts, sources: Sources) -> str:
         if facts.scheduler_fault:
             raise ConfigError(
                 facts.scheduler_fault, where=sources.get("place.scheduler", "--scheduler"),
-                hint="check the name, or give the address",
+                hint="check it, or give the address",
             )  # fmt: skip
         raise ConfigError(
             "this machine has no route to other machines", hint="name an address with --interface, or use --local"

@@ -64,11 +64,38 @@ def execute(plan: LaunchPlan, seat: Seat | None = None) -> int:
     Raises:
         PdrunError: the job could not be started or reached.
     """
+    with _enough_files(plan):
+        return _execute(plan, seat or Seat())
+
+
+@contextmanager
+def _enough_files(plan: LaunchPlan) -> Iterator[None]:
+    """Complain of too low a limit of open files before anything is started, or when it is met after all."""
+    count, what = files_needed(plan)
+    early.need_descriptors(count, what)
+    try:
+        yield
+    except Exception as error:
+        if early.ran_out(error):
+            raise early.too_few(what, 2 * count) from error
+        raise
+
+
+def files_needed(plan: LaunchPlan) -> tuple[int, str]:
+    """Return how many descriptors the busiest process of a plan needs on this node, and for what."""
+    asked = plan.spec.resources.devices
+    workers = len(plan.workers) or (asked if isinstance(asked, int) else 1)
+    most = (4 if plan.spec.output.files else 2) * workers  # two pipes and two log files each
+    own = 16 if plan.mode == "alone" else 32 + plan.nodes
+    front = 16 + 3 * plan.nodes if plan.mode == "local" else 0
+    return max(own + most, 32, front), f"a node with {workers} worker{'s' if workers > 1 else ''}"
+
+
+def _execute(plan: LaunchPlan, seat: Seat) -> int:
     if plan.mode == "local":
         from pdrun.launcher.front import run_local
 
         return run_local(plan)
-    seat = seat or Seat()
     if plan.mode == "alone":
         return _alone(plan, seat)
     return _first(plan, seat) if plan.mode == "first" else _join(plan, seat)
@@ -92,7 +119,9 @@ def execute_join(endpoint: Endpoint, overrides: Mapping[str, Any], sources: Sour
     def planned(welcome: Welcome) -> LaunchPlan:
         spec = joined_spec(welcome.spec, overrides, endpoint)
         told = dict.fromkeys(field_paths(), f"the job at {endpoint}")
-        return plan(spec, gather(spec), {**told, **sources, "place.scheduler": "join"})
+        made = plan(spec, gather(spec), {**told, **sources, "place.scheduler": "join"})
+        early.need_descriptors(*files_needed(made))
+        return made
 
     named = overrides.get("place.token_file", ""), sources.get("place.token_file", "")
     secret = _secret(Seat(), *named, overrides.get("place.insecure", False))

@@ -24,7 +24,8 @@ def watch() -> None:
 def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
     if not isinstance(error, PdrunError):
         return sys.__excepthook__(kind, error, trace)
-    print(f"pdrun: error: {error}", file=sys.stderr, flush=True)
+    # torch's hook calls this one with a buffer in place of stderr, which it drops when a hook leaves
+    print(f"pdrun: error: {error}", file=sys.__stderr__ or sys.stderr, flush=True)
     if not (hasattr(sys, "ps1") or sys.flags.interactive):
         raise SystemExit(error.exit_code)  # the interpreter takes the code from a hook that leaves so
     return None

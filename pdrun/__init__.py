@@ -11,9 +11,11 @@ Names are loaded on first use, so that ``import pdrun`` costs nothing.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # typing itself would take longer than all else here
+    from typing import Any
+
     from pdrun.env import WorkerEnv as WorkerEnv
     from pdrun.errors import ConfigError as ConfigError
     from pdrun.errors import DeadlineExceeded as DeadlineExceeded

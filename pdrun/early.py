@@ -1,23 +1,25 @@
 """
 What a process of pdrun does before anything else, so that no moment of its life is without an answer.
 
-    descriptors 0-2    one that was closed (``>&-``) becomes /dev/null: else the next file or socket would get its number
+    descriptors 0-2    one that was closed (``>&-``) becomes /dev/null; else the next file would get its number
     SIGINT and others  until somebody takes them (`pdrun.launcher.signals`), they end the process quietly with 128 + N
     RLIMIT_NOFILE      raised towards the hard limit for pdrun itself; workers get back what the user had
 
-Only the mains call `begin`, never a library: handlers and limits are the process's own. Costs no import but `resource`.
+Only the mains call `begin`, never a library: handlers and limits are the process's own. No import of it takes time.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import resource
 import signal
 import sys
-from types import FrameType
 
-from pdrun.errors import ConfigError
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # nothing that takes time comes before the handlers
+    from types import FrameType
+
+    from pdrun.errors import ConfigError
 
 STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP)
 MOST = 1 << 16
@@ -64,7 +66,7 @@ def _open_closed() -> None:
             got = os.open(os.devnull, os.O_RDWR)  # the lowest free number: this one, since those below it are open
             os.set_inheritable(got, True)
             if getattr(sys, name) is None:
-                setattr(sys, name, open(got, "w" if number else "r", closefd=False))
+                setattr(sys, name, os.fdopen(got, "w" if number else "r", closefd=False))
 
 
 # Descriptors ----------------------------------------------------------------------------------------------------------
@@ -81,6 +83,8 @@ def remember_limit(soft: int, hard: int) -> None:
 
 
 def _raise_limit() -> None:
+    import resource
+
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -99,6 +103,8 @@ def need_descriptors(count: int, what: str) -> None:
     Raises:
         ConfigError: it may not.
     """
+    import resource
+
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < count:
         raise too_few(what, count)
@@ -106,6 +112,10 @@ def need_descriptors(count: int, what: str) -> None:
 
 def too_few(what: str, count: int) -> ConfigError:
     """The error for EMFILE: ``what`` needs about ``count`` descriptors in one process."""
+    import resource
+
+    from pdrun.errors import ConfigError
+
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return ConfigError(
         f"a process may open {soft} files here, and {what} needs about {count}", where="RLIMIT_NOFILE",

@@ -325,4 +325,5 @@ def _cause_of(kind: type[BaseException], error: BaseException, trace: TracebackT
         return Cause("signal", 130, signal.SIGINT, time.monotonic(), "interrupted (SIGINT)", text[-65536:])
     if isinstance(error, ConnectionError) or "Connection closed by peer" in text or "Connection reset" in text:
         how = "communication"
-    return Cause(how, 1, 0, time.monotonic(), summary[:500], text[-65536:])
+    code = error.exit_code if isinstance(error, PdrunError) else 1  # as `pdrun.init` ends a process
+    return Cause(how, code, 0, time.monotonic(), summary[:500], text[-65536:])

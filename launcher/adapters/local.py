@@ -4,7 +4,10 @@ Several nodes on this machine: what each simulated node's agent is told.
 An agent reads one line of JSON on stdin, which stays open as its lifeline:
 
     {"spec": "{...}", "sources": {...}, "secret": "9f3c...", "scheduler_fd": 5 | null,
-     "quiet": false, "tty": [true, true], "colour": true, "front": 4711}
+     "quiet": false, "tty": [true, true], "colour": true, "front": 4711,
+     "nofile": [1024, 4096] | null}
+
+and says on the same socket how far it is: `UP`, `RUNNING` of `pdrun.launcher.surroundings`.
 
 Node 0 gets the scheduler's listening socket and prints what is printed once a job; the others are quiet.
 """
@@ -68,7 +71,7 @@ def agent_starts(
         listener: the scheduler's socket, from `bind_scheduler`.
         secret: of this job.
         front: pid of the process that starts them, which `pdrun stop` signals.
-        screen: `Console.to_json` of that process.
+        screen: `Console.to_json` of that process, and ``nofile``: the user's RLIMIT_NOFILE where it was raised.
     """
     endpoint = Endpoint(HOST, int(listener.getsockname()[1]))
     return tuple(

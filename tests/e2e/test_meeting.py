@@ -95,12 +95,16 @@ def test_unnamed_jobs_are_told_apart_by_their_command(shell: Shell) -> None:
 
 def test_one_job_with_two_commands_is_told_both(shell: Shell) -> None:
     where, script = f"127.0.0.1:{free_port()}", shell.script(HELLO)
-    first = node(shell, where, "a", "--job", "q", script, "2")
+    def start(name: str, argument: str, *job: str) -> Job:
+        named = ("--nodes", "2", "--devices", "1", "--scheduler", where, "--node-name", name)
+        return shell.start(*named, *job, script, argument)
+
+    first = start("a", "2", "--job", "q")
     first.expect("1 of 2 nodes", timeout=15)
-    second = node(shell, where, "b", "--job", "q", script, "3")
+    second = start("b", "3", "--job", "q")
     assert second.wait(15) == 78
     assert f"`pdrun --nodes 2 {script} 2` on a, `pdrun --nodes 2 {script} 3` on b: type the same" in second.err
-    third = node(shell, where, "c", script, "3")
+    third = start("c", "3")
     assert third.wait(15) == 69
     assert f"with `pdrun --nodes 2 {script} 2`" in third.err and "or give one of the jobs another port" in third.err
     first.signal(signal.SIGINT)

@@ -25,10 +25,12 @@ import json, os, sys
 from pdrun.launcher import front
 from pdrun.launcher.adapters.local import AgentStart
 from pdrun.launcher.console import Console
-front.AFTER_EXIT, front.AFTER_KILL, front.AFTER_CUT = 0.5, 0.5, 0.5
+front.AFTER_EXIT, front.AFTER_KILL, front.AFTER_CUT, front.AFTER_EARLY = 0.5, 0.5, 0.5, 0.5
 codes = json.loads(sys.argv[1])
-starts = [AgentStart(f"node{i}", json.dumps({"code": code}) + "\\n") for i, code in enumerate(codes)]
-agent = "import json, os, signal, sys, time\\norder = json.loads(sys.stdin.readline())\\nexec(order['code'])"
+lines = [json.dumps({"code": code, "said": sys.argv[2]}) + "\\n" for code in codes]
+starts = [AgentStart(f"node{i}", line) for i, line in enumerate(lines)]
+agent = "import json, os, signal, sys, time\\norder = json.loads(sys.stdin.readline())\\n"
+agent += "os.write(0, order['said'].encode())\\nexec(order['code'])"
 job = front.Front(starts, Console(), grace=0.2)
 job.start([sys.executable, "-u", "-c", agent])
 sys.exit(job.run())
@@ -37,12 +39,12 @@ UNTIL_EOF = "open('pid', 'a').write(str(os.getpid()) + '\\n'); print('up'); sys.
 
 
 class Fronted:
-    """A front with fake agents, in a process of its own."""
+    """A front with fake agents, in a process of its own; they say at once what real ones say later: up, running."""
 
-    def __init__(self, folder: Path, *codes: str) -> None:
+    def __init__(self, folder: Path, *codes: str, said: str = "ur") -> None:
         self.folder = folder
         self.process = subprocess.Popen(
-            [sys.executable, "-c", RUN, json.dumps(codes)], cwd=folder, stdin=subprocess.DEVNULL,
+            [sys.executable, "-c", RUN, json.dumps(codes), said], cwd=folder, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0,
         )  # fmt: skip
         os.set_blocking(self.process.stdout.fileno(), True)
@@ -134,6 +136,33 @@ def test_an_agent_that_is_killed_is_named_and_the_others_decide(tmp_path: Path) 
     assert err == "pdrun: the agent of node0 was killed by SIGKILL\n"
 
 
+@pytest.mark.parametrize("said", ["", "u"])
+def test_an_agent_killed_before_the_job_began_ends_the_others_at_once(tmp_path: Path, said: str) -> None:
+    start = time.monotonic()
+    status, _, err = Fronted(tmp_path, "time.sleep(0.2); os.kill(os.getpid(), 9)", UNTIL_EOF, said=said).finish()
+    assert status == 137
+    assert err == "pdrun: the agent of node0 was killed by SIGKILL before the job began; stopping the others\n"
+    assert time.monotonic() - start < 3
+
+
+def test_an_agent_that_fails_before_the_job_began_ends_others_that_hang(tmp_path: Path) -> None:
+    hung = "signal.signal(15, signal.SIG_IGN)\nwhile True: time.sleep(0.05)"
+    status, _, err = Fronted(tmp_path, "sys.exit(77)", UNTIL_EOF, hung, said="u").finish()
+    assert status == 77
+    assert "pdrun: killing the agent of node2" in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGQUIT])
+def test_the_front_answers_for_agents_that_take_no_signals_yet(tmp_path: Path, number: int) -> None:
+    job = Fronted(tmp_path, UNTIL_EOF, UNTIL_EOF, said="")
+    assert job.lines(2) == [b"up\n"] * 2
+    job.process.send_signal(signal.SIGUSR1)
+    job.process.send_signal(number)
+    status, _, err = job.finish()
+    assert (status, err) == (128 + number, f"pdrun: stopped by {signal.Signals(number).name} before the job began\n")
+    assert gone(job.pids(), 1.0)
+
+
 def test_when_all_are_killed_the_first_signal_is_the_code(tmp_path: Path) -> None:
     assert Fronted(tmp_path, "os.kill(os.getpid(), 9)", "os.kill(os.getpid(), 9)").finish()[0] == 137
 
@@ -159,7 +188,7 @@ def test_the_third_stop_signal_cuts_the_lifelines(tmp_path: Path) -> None:
         job.process.send_signal(signal.SIGINT)
         assert job.lines(1) == [b"ignored\n"]
     job.process.send_signal(signal.SIGINT)
-    assert job.finish()[0] == 70
+    assert job.finish()[0] == 130
 
 
 def test_a_closed_stdout_does_not_end_the_job(tmp_path: Path) -> None:
@@ -194,12 +223,30 @@ def test_a_command_that_cannot_be_started_leaves_nothing_behind() -> None:
         ([("a", -9), ("b", 1)], [], 1, False),
         ([("a", -11), ("b", -9)], [], 139, False),
         ([("a", 78), ("b", 143)], ["b"], 78, False),
-        ([("a", -9), ("b", 143)], ["b"], 143, False),
+        ([("a", -9), ("b", 143)], ["b"], 137, False),
+        ([("a", 143), ("b", -9)], ["a"], 137, False),
+        ([("a", 143), ("b", -9)], ["a", "b"], 70, False),
     ],
 )
 def test_verdict_code(ends: list[tuple[str, int]], asked: list[str], code: int, told: bool) -> None:
     found, note = verdict_code(ends, asked=asked)
     assert (found, bool(note)) == (code, told)
+
+
+@pytest.mark.parametrize(
+    ("ends", "asked", "stops", "code"),
+    [
+        ([("a", 69), ("b", 130)], [], [2, 2], 130),
+        ([("a", 143), ("b", 143)], [], [2, 15], 143),
+        ([("a", -9), ("b", -9)], ["a", "b"], [2], 130),
+        ([("a", 70), ("b", 70)], ["a", "b"], [15, 2, 2], 143),
+        ([("a", 3), ("b", 3)], [], [2], 3),
+    ],
+)
+def test_the_users_stop_wins_over_what_follows_from_it(
+    ends: list[tuple[str, int]], asked: list[str], stops: list[int], code: int
+) -> None:
+    assert verdict_code(ends, asked=asked, stops=stops) == (code, "")
 
 
 def test_patience_is_longer_when_an_agent_was_killed() -> None:
@@ -210,6 +257,14 @@ def test_patience_is_longer_when_an_agent_was_killed() -> None:
         assert patience.due(100.0 + term - 0.1) == ""
         assert [patience.due(100.0 + term), patience.due(100.0 + term)] == ["term", ""]
         assert [patience.due(1000.0), patience.due(1000.0), patience.due(1000.0)] == ["cut", "kill", ""]
+
+
+def test_before_there_are_workers_patience_is_short() -> None:
+    for killed, cut in ((True, 100.0), (False, 100.0 + front.AFTER_EARLY)):
+        patience = Patience(30.0)
+        patience.first_end(100.0, killed=killed, running=False)
+        assert patience.due(cut - 0.1) == ""
+        assert [patience.due(cut), patience.due(cut), patience.due(cut + front.AFTER_EARLY)] == ["cut", "", "kill"]
 
 
 def test_what_each_agent_is_told() -> None:

@@ -154,8 +154,8 @@ def test_a_hook_of_the_scripts_own_is_left_alone(tmp_path: Path) -> None:
 
 def test_an_error_of_init_under_a_command_line_is_one_line_too() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", "import pdrun; pdrun.init(group=False)"], env=clean(HALF), capture_output=True, text=True,
-        timeout=60,
+        [sys.executable, "-c", "import pdrun; pdrun.init(group=False)"], env=clean(HALF), timeout=60,
+        capture_output=True, text=True,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (
         78, "pdrun: error: WORLD_SIZE: is not set, though other variables of a launcher are\n"

@@ -14,6 +14,7 @@ import os
 import platform
 import re
 import resource
+import signal
 import statistics
 import subprocess
 import sys
@@ -59,7 +60,7 @@ dist.destroy_process_group()
     "idle": "import os, time, torch\nopen(f'up{os.environ[\"RANK\"]}', 'w').close()\ntime.sleep(600)\n",
     "restart": """
 import os, time, torch
-print("main", os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"], time.time(), flush=True)
+print("main", os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"], time.time(), os.getpid(), flush=True)
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1": raise SystemExit
 time.sleep(600)
 """,
@@ -129,11 +130,8 @@ def restart(workers: int, rounds: int, cwd: str) -> None:
             command = [*launchers(workers)[name], "--max-restarts", "1", "--grace", "0", str(script)]
             process = subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
             assert process.stdout is not None
-            for _ in range(workers):
-                process.stdout.readline()
-            victim = next(item for item in psutil.Process(process.pid).children(recursive=True)
-                          if item.environ().get("RANK") == "0" or item.cmdline()[-1:] == [str(script)])  # fmt: skip
-            victim.kill()
+            first = [process.stdout.readline() for _ in range(workers)]
+            os.kill(int(first[0].split()[4]), signal.SIGKILL)
             killed = time.time()
             lines = process.stdout.read().splitlines()
             process.wait()

@@ -286,6 +286,8 @@ class Leaving:
             if name not in KEPT_ALIVE and not name.startswith(TORN_DOWN)
         }  # fmt: skip
         libc = ctypes.CDLL(None)
+        if not hasattr(libc, "on_exit"):
+            return  # not glibc: the long way out
         libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
         libc["__cxa_atexit"](ctypes.cast(libc.fflush, ctypes.c_void_p), None, None)
 

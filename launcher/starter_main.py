@@ -24,6 +24,7 @@ import importlib.util
 import json
 import os
 import socket
+import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -176,10 +177,11 @@ class Starter:
             between = -1
         if between == 0:
             os.close(go)
+            myself = os.getpid()
             for order in orders:
                 try:
                     if os.fork() == 0:
-                        return self.become(order, orders, hold)
+                        return self.become(order, orders, hold, myself)
                 except OSError as error:
                     order.fail(error)
             os._exit(0)
@@ -189,7 +191,7 @@ class Starter:
         os.close(hold)
         return None
 
-    def become(self, order: Order, orders: "list[Order]", hold: int) -> "forked.Program":
+    def become(self, order: Order, orders: "list[Order]", hold: int, between: int) -> "forked.Program":
         """The worker's side: take its place; an error goes to the keeper as one of exec does."""
         stage = "session"
         try:
@@ -212,8 +214,10 @@ class Starter:
                 program = self.prepare(order, command)
             except Exception:  # of any kind: then the interpreter itself is what cannot be wrong
                 program = None
-            os.read(hold, 1)  # ends when the process between has
+            os.read(hold, 1)  # ends when the process between has, or the starter
             os.close(hold)
+            while os.getppid() == between:
+                time.sleep(0.001)
             keeper.prctl(keeper.PR_SET_PDEATHSIG, 9)
             if os.getppid() != order.facts["keeper"]:
                 os._exit(127)

@@ -64,7 +64,8 @@ FIELDS = words("""
     program.kind program.target program.args program.python program.start resources.nodes resources.devices
     resources.backend resources.threads resources.bind policy.start_timeout policy.grace policy.max_restarts
     policy.time_limit output.log_dir output.show_ranks output.prefix output.files output.log_name
-    place.scheduler place.node_rank place.node_name place.local place.simulated place.interface place.serve place.token_file place.insecure job env
+    place.scheduler place.node_rank place.node_name place.local
+    place.simulated place.interface place.serve place.token_file place.insecure job env
     chdir
 """)
 EVENTS = words("""

@@ -20,10 +20,11 @@ from pathlib import Path
 
 from pdrun.errors import EXIT_UNAVAILABLE, PdrunError, RendezvousError
 from pdrun.launcher.group import Group
-from pdrun.launcher.model import LaunchPlan
+from pdrun.launcher.model import LaunchPlan, StarterState
 from pdrun.launcher.ports import Keeper, Link, WorkerOutput
 from pdrun.launcher.preflight import preflight
 from pdrun.launcher.signals import FORWARD, STOP, Signals
+from pdrun.launcher.starting import starter_command
 from pdrun.launcher.store import Stores
 from pdrun.launcher.surroundings import RUNNING, UP, Surroundings
 from pdrun.launcher.voice import Voice
@@ -79,6 +80,7 @@ class Agent:
         self, plan: LaunchPlan | Callable[[Welcome], LaunchPlan], link: Link, signals: Signals, around: Surroundings
     ) -> None:
         self._planner = plan if callable(plan) else lambda welcome: plan
+        self._known = None if callable(plan) else plan
         self._link, self._signals, self._around = link, signals, around
         self._clock = around.clock
         self._voice = Voice(self._clock, quiet=around.quiet, address=around.address, events=around.events)
@@ -103,7 +105,7 @@ class Agent:
 
     def run(self) -> int:
         """Loop until the job is over for this node."""
-        self._keeper = self._around.keeper()
+        self._keeper = self._made_keeper(self._known)
         try:
             while self._code is None:
                 self._turn()
@@ -233,6 +235,8 @@ class Agent:
     def _welcome(self, message: Welcome) -> None:
         plan = self._plan = self._planner(message)
         self._run = message.run
+        if self._known is None and self._keeper is not None:
+            self._prepare(self._keeper, plan)
         self._output = self._around.output(plan)
         self._voice.begin(plan, self._run, self._output)
         self._around.welcomed(plan, message)
@@ -256,7 +260,7 @@ class Agent:
             self._link.send(Unready(message.generation, found.code, found.reason))
             return
         if self._keeper is None:
-            self._keeper = self._around.keeper()
+            self._keeper = self._made_keeper(plan)
         output.begin(self._run, message.world_size)
         self._group = Group(
             plan, self._run, message, self._keeper, output, self._clock, self._worker_ended, self._around.stdin
@@ -271,6 +275,8 @@ class Agent:
         self._voice.started(self._assign)
         self._around.reached(RUNNING)
         group.start()
+        if self._plan is not None and self._plan.spec.policy.max_restarts == 0 and self._keeper is not None:
+            self._keeper.dismiss()
 
     def _worker_ended(self, rank: int, cause: Cause) -> None:
         assert self._assign is not None
@@ -364,12 +370,27 @@ class Agent:
 
     # The keeper and the store -----------------------------------------------------------------------------------------
 
+    def _made_keeper(self, plan: LaunchPlan | None) -> Keeper:
+        """Start a keeper, and with it the import of torch, as soon as it is known that workers will be forked."""
+        keeper = self._around.keeper()
+        if plan is not None:
+            self._prepare(keeper, plan)
+        return keeper
+
+    @staticmethod
+    def _prepare(keeper: Keeper, plan: LaunchPlan) -> None:
+        if plan.starting.how == "fork":
+            keeper.prepare(starter_command(plan))
+
     def _keeper_events(self) -> None:
         if self._keeper is None:
             return
         try:
             for event in self._keeper.events():
-                if event.slot < 0:
+                if isinstance(event, StarterState):
+                    if event.why and not self._finished:
+                        self._voice.say(f"workers cannot be forked, each imports for itself: {event.why}")
+                elif event.slot < 0:
                     if not self._finished and (why := self._stores.complaint(event)):
                         self._voice.say(f"the process of torch's store (MASTER_PORT) ended: {why}")
                 elif self._group is not None:
@@ -390,4 +411,5 @@ class Agent:
         program = plan.workers[0].argv[0]
         is_python = plan.spec.program.kind != "command" or Path(program).name.startswith("python")
         python = program if is_python else sys.executable  # the one that has the workers' torch, where that is known
-        self._stores.start(keeper, python, {**plan.base_env, **plan.spec.env}, plan.cwd)
+        fork = plan.starting.how == "fork"
+        self._stores.start(keeper, python, {**plan.base_env, **plan.spec.env}, plan.cwd, fork=fork)

@@ -63,6 +63,10 @@ def gather(spec: JobSpec, environ: Mapping[str, str] | None = None, root: Path =
         program_error_code=found.code,
         log_error=log_error(spec, cwd),
         imports_torch=found.imports_torch,
+        wants_torch=found.told.torch,
+        optimizes=found.told.optimizes,
+        unforkable=found.unforkable,
+        late_variable=found.told.late,
     )
 
 

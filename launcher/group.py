@@ -24,6 +24,7 @@ from pdrun.launcher.causes import LINGER, Evidence, cause_of
 from pdrun.launcher.model import Exited, KeeperEvent, LaunchPlan, Spawned, SpawnFailed, Swept, WorkerCommand, WorkerPlan
 from pdrun.launcher.oom import oom_kills
 from pdrun.launcher.ports import Keeper, WorkerOutput
+from pdrun.launcher.starting import start_of
 from pdrun.launcher.worker_env import worker_env
 from pdrun.rendezvous.messages import Assign, Cause
 
@@ -100,7 +101,9 @@ class Group:
                 env = worker_env(self._plan, self._run, self._assign, worker.plan)
                 out, err = self._output.open(worker.rank, slot, self.generation)
                 stdin = self._stdin if worker.rank == 0 and self._stdin is not None else null
-                command = WorkerCommand(slot, worker.plan.argv, env, self._plan.cwd, worker.plan.cpus)
+                command = WorkerCommand(
+                    slot, worker.plan.argv, env, self._plan.cwd, worker.plan.cpus, start_of(self._plan.starting)
+                )
                 try:
                     self._keeper.spawn(command, stdin, out, err)
                 finally:

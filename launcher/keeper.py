@@ -8,6 +8,10 @@ die with the keeper by PR_SET_PDEATHSIG, and what they had started comes to the 
 instant, a child of the keeper stands by, forked at the start: it ends every process that carries this keeper's mark.
 No root and no cgroup is needed.
 
+Where there is a starter (`starter_main`: a child of the keeper that has imported torch), workers are forked from it and
+come to the keeper as to the nearest sub-reaper, so that nothing of this differs. A starter that is not fit, or dies
+before it has forked a worker, costs its speed only: the keeper still holds the command, and executes it.
+
 Run as a file, ``python -I -S keeper.py FD TOKEN``: standard library only, nothing of pdrun is imported (so all is in
 one file), and nothing slow: dataclasses, typing and pathlib would double the 20 ms of its start, which every launch
 waits for. Messages are JSON, one a SOCK_SEQPACKET packet; descriptors come with SCM_RIGHTS; a command lies in the
@@ -50,6 +54,10 @@ STUCK = 5.0
 RETRY = 0.02
 PACKET = 1 << 16
 LISTED = 32
+STARTER = -(1 << 30)
+"""The slot of the starter, by which leftovers of itself (not of its workers) are known."""
+SLOT_WIDTH = 12
+"""Digits of a slot in MARKER: a forked worker overwrites the starter's in place."""
 
 
 def prctl(option: int, value: int) -> None:
@@ -149,15 +157,41 @@ class Child:
     """
     A process that the keeper has started. ``report``: read end of the pipe that closes at exec or brings the error.
 
-    ``waiting``: signals that came before exec, when the child does not yet stand as its program would.
+    ``waiting``: signals that came before exec, when the child does not yet stand as its program would. ``order``: what
+    the starter was asked to fork, until it has; ``pid`` is 0 so long.
     """
 
-    __slots__ = ("error", "pid", "report", "slot", "waiting")
+    __slots__ = ("error", "order", "pid", "report", "slot", "waiting")
 
-    def __init__(self, slot: int, pid: int, report: int) -> None:
-        self.slot, self.pid, self.report = slot, pid, report
+    def __init__(self, slot: int, pid: int, report: int, order: Order | None = None) -> None:
+        self.slot, self.pid, self.report, self.order = slot, pid, report, order
         self.waiting: list[tuple[int, bool]] = []
         self.error = ""
+
+
+class Order:
+    """A command with its descriptors, kept until a process has them; the first descriptor holds the command's text."""
+
+    __slots__ = ("command", "descriptors", "strict")
+
+    def __init__(self, command: dict[str, Any], descriptors: list[int], strict: bool) -> None:
+        self.command, self.descriptors, self.strict = command, descriptors, strict
+
+    def close(self) -> None:
+        """Let go of the descriptors; once."""
+        for number in self.descriptors:
+            os.close(number)
+        self.descriptors = []
+
+
+class Starter:
+    """The process that forks workers. ``waiting``: those that it will be asked for once it says that it is ready."""
+
+    __slots__ = ("pid", "ready", "socket", "waiting")
+
+    def __init__(self, pid: int, connection: socket.socket, ready: bool = False) -> None:
+        self.pid, self.socket, self.ready = pid, connection, ready
+        self.waiting: list[Child] = []
 
 
 class Sweep:
@@ -230,6 +264,11 @@ def become(command: dict[str, Any], descriptors: list[int], report: int, keeper:
         os._exit(127)
 
 
+def marker(token: str, slot: int) -> str:
+    """The value of MARKER for the starter and what it forks: of one width, so that each can write its own in place."""
+    return f"{token}.{slot:0{SLOT_WIDTH}d}"
+
+
 def _bytes(text: str) -> bytes:
     return text.encode("utf-8", "surrogateescape")
 
@@ -243,6 +282,10 @@ class Keeper:
         """Pid of the child that stands by; 0: none."""
         self.myself = process(os.getpid())
         self.children: dict[int, Child] = {}
+        self.unborn: list[Child] = []
+        self.starter: Starter | None = None
+        self.no_starter = "it was never asked for"
+        self.dismissed = False
         self.sessions: dict[int, int] = {}  # pid of a worker, ended ones too until swept -> slot
         self.sweeps: list[Sweep] = []
         self.outbox: deque[bytes] = deque()
@@ -268,9 +311,12 @@ class Keeper:
         poll = select.poll()
         poll.register(self.agent, select.POLLIN | (select.POLLOUT if self.outbox else 0))
         poll.register(self.wake, select.POLLIN)
-        execs = {child.report: child for child in self.children.values() if child.report >= 0}
+        execs = {child.report: child for child in (*self.children.values(), *self.unborn) if child.report >= 0}
         for number in execs:
             poll.register(number, select.POLLIN)
+        starter = self.starter
+        if starter is not None:
+            poll.register(starter.socket, select.POLLIN)
         for number, event in poll.poll(RETRY * 1000 if self.sweeps else None):
             if number == self.agent.fileno():
                 if event & select.POLLOUT:
@@ -279,6 +325,8 @@ class Keeper:
                     return False
             elif number in execs:
                 self.after_exec(execs[number])
+            elif starter is not None and starter is self.starter and number == starter.socket.fileno():
+                self.hear_starter(starter)
         self.reap()
         self.sweeps = [sweep for sweep in self.sweeps if not self.advance(sweep)]
         return True
@@ -300,7 +348,12 @@ class Keeper:
             return False
         message = json.loads(data)
         if message["op"] == "spawn":
-            self.spawn(message["slot"], message["count"], list(descriptors))
+            self.spawn(message, list(descriptors))
+        elif message["op"] == "prepare":
+            self.prepare(list(descriptors))
+        elif message["op"] == "dismiss":
+            self.dismissed = True
+            self.dismiss_starter()
         elif message["op"] == "signal":
             self.signal(message["slot"], message["number"], message["group"])
         elif message["op"] == "sweep":
@@ -326,36 +379,178 @@ class Keeper:
                 return
             self.outbox.popleft()
 
-    def spawn(self, slot: int, count: int, descriptors: list[int]) -> None:
+    def spawn(self, message: dict[str, Any], descriptors: list[int]) -> None:
         """Start a process in a slot; whether that went well is known when its report pipe closes."""
+        slot, order = message["slot"], Order({}, descriptors, message.get("start") == "fork")
         try:
-            if len(descriptors) != count:
+            if len(descriptors) != message["count"]:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            if any(child.slot == slot for child in self.children.values()):
+            if any(child.slot == slot for child in (*self.children.values(), *self.unborn)):
                 raise OSError(errno.EBUSY, f"slot {slot} is taken")
-            body = _read(f"/proc/self/fd/{descriptors[0]}")
-            command = json.loads(body)
-            command["env"][MARKER] = f"{self.token}.{slot}"
-            report, write = os.pipe2(os.O_CLOEXEC)
-            keeper, pid = os.getpid(), os.fork()
-            if pid == 0:
-                become(command, descriptors[1:], write, keeper, self.hangup_ignored)
-            os.close(write)
-            self.children[pid] = Child(slot, pid, report)
-            self.sessions[pid] = slot
+            order.command = json.loads(_read(f"/proc/self/fd/{descriptors[0]}"))
+            order.command["env"][MARKER] = f"{self.token}.{slot}"
+            if message.get("start") and self.starter is not None:
+                self.order_fork(Child(slot, 0, -1, order))
+            else:
+                self.without_starter(slot, order)
         except OSError as error:
-            self.send(ev="failed", slot=slot, errno=error.errno, message=error.strerror)
+            self.refuse(slot, order, error)
+
+    def refuse(self, slot: int, order: Order, error: OSError) -> None:
+        """Say that a process could not be started."""
+        order.close()
+        self.send(ev="failed", slot=slot, errno=error.errno, message=error.strerror)
+
+    def execute(self, slot: int, order: Order) -> int:
+        """Fork and exec the order's command; return the pid."""
+        report, write = os.pipe2(os.O_CLOEXEC)
+        keeper, pid = os.getpid(), os.fork()
+        if pid == 0:
+            become(order.command, order.descriptors[1:], write, keeper, self.hangup_ignored)
+        os.close(write)
+        order.close()
+        self.children[pid] = Child(slot, pid, report)
+        self.sessions[pid] = slot
+        return pid
+
+    # The starter ------------------------------------------------------------------------------------------------------
+
+    def prepare(self, descriptors: list[int]) -> None:
+        """Start the starter; its command is in the first descriptor, and it gets a socket to this process as fd 3."""
+        order = Order({}, descriptors, False)
+        try:
+            order.command = json.loads(_read(f"/proc/self/fd/{descriptors[0]}"))
+            order.command["env"][MARKER] = marker(self.token, STARTER)
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs, open(os.devnull, "r+b", buffering=0) as null:
+                printed = os.memfd_create("pdrun-starter", os.MFD_CLOEXEC)
+                order.descriptors += [os.dup(null.fileno()), os.dup(null.fileno()), printed, os.dup(theirs.fileno())]
+                self.starter = Starter(self.execute(STARTER, order), ours)
+        except OSError as error:
+            self.no_starter = f"the starter could not be started: {error.strerror}"
         finally:
-            for number in descriptors:
-                os.close(number)
+            order.close()
+
+    def hear_starter(self, starter: Starter) -> None:
+        """It is ready, or says why it is not, or is gone; what waits for it is forked or executed."""
+        try:
+            said = starter.socket.recv(PACKET, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError:
+            said = b""
+        why = json.loads(said)["why"] if said else f"the starter ended{'' if starter.ready else ' before it was ready'}"
+        if said and not why:
+            starter.ready = True
+            self.send(ev="starter", slot=STARTER, why="")
+            for child in starter.waiting:
+                self.order_fork(child)
+            starter.waiting = []
+            self.dismiss_starter()
+            return
+        if not starter.ready or said:
+            self.send(ev="starter", slot=STARTER, why=why)
+        self.no_starter = why
+        self.lose_starter(starter)
+
+    def lose_starter(self, starter: Starter) -> None:
+        """There is no starter from here on: execute what waited for it."""
+        starter.socket.close()
+        self.starter = None
+        for child in starter.waiting:
+            self.instead(child)
+
+    def dismiss_starter(self) -> None:
+        """No more workers will be wanted: the end of its socket, behind the last order, ends a starter."""
+        if self.dismissed and self.starter is not None and self.starter.ready:
+            self.starter.socket.close()
+            self.starter, self.no_starter = None, "it was dismissed"
+
+    def order_fork(self, child: Child) -> None:
+        """Ask the starter for a worker, now or as soon as it is ready; it is known by its pid when that has come."""
+        starter, order = self.starter, child.order
+        assert order is not None
+        if starter is None:
+            self.instead(child)
+            return
+        if child not in self.unborn:
+            self.unborn.append(child)
+        if not starter.ready:
+            starter.waiting.append(child)
+            return
+        child.report, write = os.pipe2(os.O_CLOEXEC)
+        try:
+            facts = {"token": self.token, "slot": child.slot, "keeper": os.getpid()}
+            socket.send_fds(starter.socket, [json.dumps(facts).encode()], [write, *order.descriptors])
+        except OSError:
+            pass  # it is gone: the report's end says so
+        finally:
+            os.close(write)
+
+    def instead(self, child: Child) -> None:
+        """Execute what could not be forked."""
+        self.unborn.remove(child)
+        order, child.order = child.order, None
+        assert order is not None
+        try:
+            self.without_starter(child.slot, order)
+        except OSError as error:
+            self.refuse(child.slot, order, error)
+        for number, group in child.waiting:
+            self.signal(child.slot, number, group)
+
+    def without_starter(self, slot: int, order: Order) -> None:
+        """Execute the order, unless it was to be a fork or nothing."""
+        if order.strict:
+            raise OSError(errno.EPERM, f"cannot be forked: {self.no_starter}")
+        self.execute(slot, order)
+
+    def born(self, child: Child, text: str) -> str:
+        """The starter's word on a worker: its pid, or why there is none; return what follows it."""
+        if not text:
+            os.close(child.report)
+            self.instead(child)
+            return ""
+        self.unborn.remove(child)
+        assert child.order is not None
+        child.order.close()
+        child.order = None
+        head, _, rest = text.partition("\n")
+        if not head.startswith("pid "):
+            os.close(child.report)
+            number, _, message = head.partition(" ")
+            self.send(ev="failed", slot=child.slot, errno=int(number), message=message)
+            return ""
+        child.pid = int(head[4:])
+        self.children[child.pid] = child
+        self.sessions[child.pid] = child.slot
+        for waiting, group in child.waiting:
+            if waiting == signal.SIGKILL:
+                self.deliver(child, waiting, group)
+        return rest
+
+    def look_for_newborns(self) -> None:
+        """Read every pid that is there to be read: what ends may be a worker whose pid is not known yet."""
+        poll = select.poll()
+        reports = {child.report: child for child in self.unborn if child.report >= 0}
+        for number in reports:
+            poll.register(number, select.POLLIN)
+        for number, _ in poll.poll(0):
+            self.after_exec(reports[number])
 
     def after_exec(self, child: Child) -> None:
-        """The report pipe has something: nothing but its end means that exec went well."""
+        """The report pipe has something: nothing but its end means that exec (or becoming a worker) went well."""
         text = os.read(child.report, 4096).decode("utf-8", "replace")
+        if child.order is not None:
+            text = self.born(child, text)
+            if not text:
+                return
         os.close(child.report)
         child.report = -1
         if text:
             child.error = text  # sent when it has been reaped: then its slot is free again
+            return
+        if child.slot == STARTER:
             return
         self.send(ev="spawned", slot=child.slot, pid=child.pid)
         for signal_number, group in child.waiting:
@@ -363,12 +558,26 @@ class Keeper:
 
     def signal(self, slot: int, number: int, group: bool) -> None:
         """Send a signal to the process of a slot; before exec only SIGKILL goes at once."""
-        for child in self.children.values():
+        for child in [*self.children.values(), *self.unborn]:
             if child.slot == slot:
-                if child.report >= 0 and number != signal.SIGKILL:
+                if child.pid == 0:
+                    self.signal_unborn(child, number, group)
+                elif child.report >= 0 and number != signal.SIGKILL:
                     child.waiting.append((number, group))
                 else:
                     self.deliver(child, number, group)
+
+    def signal_unborn(self, child: Child, number: int, group: bool) -> None:
+        """A deadly signal for what the starter was not yet asked for ends it unstarted; others wait for the worker."""
+        starter, deadly = self.starter, (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+        if starter is None or child not in starter.waiting or number not in deadly:
+            child.waiting.append((number, group))
+            return
+        starter.waiting.remove(child)
+        self.unborn.remove(child)
+        if child.order is not None:
+            child.order.close()
+        self.send(ev="exited", slot=child.slot, pid=0, status=number, at=time.monotonic())
 
     @staticmethod
     def deliver(child: Child, number: int, group: bool) -> None:
@@ -394,8 +603,14 @@ class Keeper:
                 if pid == 0:
                     return
                 at = time.monotonic()
+                if pid not in self.children:
+                    self.look_for_newborns()
                 child = self.children.pop(pid, None)
                 if child is None:
+                    continue
+                if child.slot == STARTER:
+                    if child.report >= 0:
+                        os.close(child.report)
                     continue
                 if child.report >= 0:
                     self.after_exec(child)
@@ -423,7 +638,8 @@ class Keeper:
         """Take a sweep one step further; True when it is done and answered."""
         roots = [root for root in children(self.myself) if root.pid != self.standby] if self.myself else []
         if sweep.slot is not None:
-            others = any(child.slot >= 0 and child.slot != sweep.slot for child in self.children.values())
+            everybody = (*self.children.values(), *self.unborn)
+            others = any(child.slot >= 0 and child.slot != sweep.slot for child in everybody)
             mine = {sweep.slot} if others else {sweep.slot, None}  # whose owner is unknown goes with the last worker
             roots = [root for root in roots if self.owner(root) in mine]
         now = time.monotonic()

@@ -25,7 +25,7 @@ from typing import Any
 from pdrun import early
 from pdrun.errors import PdrunError
 from pdrun.launcher import keeper as proc
-from pdrun.launcher.model import Exited, KeeperEvent, Spawned, SpawnFailed, Swept, WorkerCommand
+from pdrun.launcher.model import Exited, KeeperEvent, Spawned, SpawnFailed, StarterState, Swept, WorkerCommand
 
 CLOSING = proc.STUCK + 1.0
 PING = 2.0
@@ -77,9 +77,23 @@ class KeeperProcess:
         body = _body(command)
         try:
             descriptors = [body, stdin, stdout, stderr, *pass_fds]
-            self._send({"op": "spawn", "slot": command.slot, "count": len(descriptors)}, descriptors)
+            start = "" if command.start == "exec" else command.start
+            message = {"op": "spawn", "slot": command.slot, "count": len(descriptors), "start": start}
+            self._send(message, descriptors)
         finally:
             os.close(body)
+
+    def prepare(self, command: WorkerCommand) -> None:
+        """Start the starter; answered by one StarterState."""
+        body = _body(command)
+        try:
+            self._send({"op": "prepare"}, [body])
+        finally:
+            os.close(body)
+
+    def dismiss(self) -> None:
+        """Let the starter go once it has forked what it was asked for."""
+        self._send({"op": "dismiss"})
 
     def signal(self, slot: int, number: int, *, group: bool) -> None:
         """Send a signal to the process of a slot, or to its process group."""
@@ -194,6 +208,8 @@ def _event(message: dict[str, Any]) -> KeeperEvent:
         return SpawnFailed(slot, message["errno"], message["message"])
     if kind == "exited":
         return Exited(slot, message["pid"], message["status"], message["at"])
+    if kind == "starter":
+        return StarterState(slot, message["why"])
     return Swept(slot, tuple(message["processes"]), tuple(message["stuck"]))
 
 

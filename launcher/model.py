@@ -64,6 +64,14 @@ class Facts:
     """Why the name of the scheduler's host leads nowhere, or empty."""
     imports_torch: bool = False
     """Whether the script's text mentions torch: then the store is started at once instead of on first use."""
+    wants_torch: bool = False
+    """Whether the program, or a module of its own, imports torch or what is built on it."""
+    optimizes: bool = False
+    """Whether the program's text mentions optimizers, compilation or trainers: what drags in torch._dynamo."""
+    unforkable: str = ""
+    """Why the program needs an interpreter of its own (an archive, a folder, compiled), or empty."""
+    late_variable: str = ""
+    """``train.py:3 sets OMP_NUM_THREADS``: before its import of torch, which is too late in a fork; or empty."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,19 @@ class WorkerPlan:
     """Value of OMP_NUM_THREADS."""
     device_index: int = 0
     """Index of its device among those that the worker sees (`WorkerEnv.device_index`)."""
+
+
+@dataclass(frozen=True)
+class Starting:
+    """How the workers of this node come to life."""
+
+    how: Literal["fork", "exec"] = "exec"
+    """fork: from a process that has imported torch; by exec all the same should that process turn out unfit."""
+    reason: str = ""
+    modules: tuple[str, ...] = ()
+    """What that process imports."""
+    strict: bool = False
+    """The user asked for forks: never exec instead."""
 
 
 Mode = Literal["alone", "local", "first", "join"]
@@ -122,6 +143,7 @@ class LaunchPlan:
     """What Join reports for comparison between nodes."""
     notes: tuple[str, ...] = ()
     """One line each; shown by --explain: why cpu, why this scheduler, what was ignored."""
+    starting: Starting = Starting()
 
 
 @dataclass(frozen=True)
@@ -134,6 +156,8 @@ class WorkerCommand:
     env: Mapping[str, str]
     cwd: str
     cpus: tuple[int, ...] = ()
+    start: Literal["exec", "auto", "fork"] = "exec"
+    """auto: forked where there is a starter. fork: forked or not at all."""
 
 
 STORE_SLOT = -1
@@ -178,4 +202,12 @@ class Swept:
     """Those that even SIGKILL did not end (uninterruptible sleep), as ``pid command state``."""
 
 
-KeeperEvent = Spawned | SpawnFailed | Exited | Swept
+@dataclass(frozen=True)
+class StarterState:
+    """The starter is ready (``why`` is empty), or says why the workers will be executed instead."""
+
+    slot: int
+    why: str
+
+
+KeeperEvent = Spawned | SpawnFailed | Exited | Swept | StarterState

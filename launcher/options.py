@@ -89,6 +89,10 @@ RUN = (
         ("--python",), "interpreter of the workers (default: the one that runs pdrun)",
         to("program.python", values.path), GROUPS[0], "PATH", ("PDRUN_PYTHON",),
     ),
+    Option(
+        ("--start",), "fork workers from one import of torch, or exec each: auto, fork, exec",
+        to("program.start", values.choice("auto", "fork", "exec")), GROUPS[0], "HOW", ("PDRUN_START",),
+    ),
     Option(("--env",), "set a variable in every worker; may be repeated", _variable, GROUPS[0], "NAME=VALUE"),
     Option(
         ("--chdir",), "start the workers in this folder, as if typed there", to("chdir", values.path), GROUPS[0],

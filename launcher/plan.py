@@ -18,6 +18,7 @@ from pdrun.launcher.model import Facts, LaunchPlan, Mode, WorkerPlan
 from pdrun.launcher.placement import Placement, place, threads
 from pdrun.launcher.scrub import scrub
 from pdrun.launcher.spec import JobSpec, Program, Sources
+from pdrun.launcher.starting import starting
 from pdrun.names import name_from
 from pdrun.net import Endpoint
 
@@ -42,6 +43,7 @@ def plan(spec: JobSpec, facts: Facts, sources: Sources, notes: tuple[str, ...] =
     placement = place(spec, facts, sources) if mode != "local" else _first_of(spec, facts, sources)
     counts, thread_note = threads(spec, facts.environ, placement.binding)
     base, scrubbed = _environment(spec, facts)
+    visibility = {} if mode == "local" else _visibility(placement)
     return LaunchPlan(
         mode=mode,
         job=job_key(spec),
@@ -52,7 +54,7 @@ def plan(spec: JobSpec, facts: Facts, sources: Sources, notes: tuple[str, ...] =
         workers=() if mode == "local" else _workers(spec, facts, placement, counts),
         backend=placement.backend.name,
         backend_reason=placement.reason,
-        visibility={} if mode == "local" else _visibility(placement),
+        visibility=visibility,
         collective=placement.backend.collective,
         base_env=base,
         scrubbed=scrubbed,
@@ -61,6 +63,7 @@ def plan(spec: JobSpec, facts: Facts, sources: Sources, notes: tuple[str, ...] =
         cwd=facts.cwd,
         facts=_reported(spec, facts, placement.backend.name),
         notes=tuple(filter(None, (*notes, *reasons, *placement.notes, placement.binding.note, thread_note))),
+        starting=starting(spec, facts, sources, {**base, **spec.env}, visibility),
     )
 
 

@@ -62,6 +62,14 @@ class Keeper(Protocol):
         """
         ...
 
+    def prepare(self, command: WorkerCommand) -> None:
+        """Start the process that workers are forked from (`WorkerCommand.start`); answered by one StarterState."""
+        ...
+
+    def dismiss(self) -> None:
+        """Let that process go once it has forked what it was asked for: no more workers will be wanted."""
+        ...
+
     def signal(self, slot: int, number: int, *, group: bool) -> None:
         """Send a signal to the process of a slot, or to its whole process group; a slot that has ended is no error."""
         ...

@@ -14,12 +14,13 @@ import os
 import stat
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import machinery
 from pathlib import Path
 
 from pdrun.errors import did_you_mean
 from pdrun.launcher import paths
+from pdrun.launcher.sources import Told, told
 from pdrun.launcher.spec import Program
 from pdrun.launcher.values import quoted
 
@@ -38,6 +39,10 @@ class Found:
     file: str = ""
     """The file that holds it, where it is a Python file."""
     imports_torch: bool = False
+    """Whether its text mentions torch."""
+    told: Told = field(default_factory=Told)
+    unforkable: str = ""
+    """Why it needs an interpreter of its own, or empty."""
 
 
 def look(program: Program, cwd: str, environ: Mapping[str, str]) -> Found:
@@ -55,12 +60,12 @@ def _script(program: Program, cwd: str, environ: Mapping[str, str]) -> Found:
     target = program.target
     if target == "-":
         return Found("a program on standard input is not supported: every worker needs to read it", 2)
-    path = Path(cwd, target)
+    path, alone = Path(cwd, target), ""
     error = _unreadable(path)
     if error == "no such file":
         return Found(f"no such file {quoted(target)}{_hint(_nearby(target, cwd, environ))}", 2)
     if error == "is a directory":
-        path, error = path / "__main__.py", ""
+        path, error, alone = path / "__main__.py", "", "a folder is run by the interpreter itself"
         if _unreadable(path):
             return Found(f"{quoted(target)} is a directory without a __main__.py", 2)
     if error:
@@ -71,7 +76,11 @@ def _script(program: Program, cwd: str, environ: Mapping[str, str]) -> Found:
     first = text.partition(b"\n")[0]
     if first.startswith(b"#!") and b"python" not in first and first.rpartition(b"/")[2].split(b" ")[-1] in _SHELLS:
         return Found(f"{quoted(target)} is a shell script, not a Python script; add --no-python", 2)
-    return Found(file=str(path), imports_torch=any(word in text for word in _MENTIONS))
+    if path.suffix == ".pyc" or text.startswith(b"PK"):
+        alone = "an archive or compiled file is run by the interpreter itself"
+    mentions = any(word in text for word in _MENTIONS)
+    found = Told(b"torch" in text, optimizes=True) if program.kind == "function" else told(path, text)
+    return Found(file=str(path), imports_torch=mentions or found.torch, told=found, unforkable=alone)
 
 
 _SHELLS = (b"sh", b"bash", b"dash", b"zsh", b"ksh", b"csh", b"tcsh", b"fish")
@@ -171,7 +180,9 @@ def _module(program: Program, cwd: str, environ: Mapping[str, str]) -> Found:
     if origin is None or not paths.is_file(origin):
         return Found(imports_torch=True)
     text = _beginning(Path(origin))
-    return Found(file=origin, imports_torch=any(word in text for word in _MENTIONS))
+    found = told(Path(origin), text)
+    mentions = any(word in text for word in _MENTIONS)
+    return Found(file=origin, imports_torch=mentions or found.torch, told=found)
 
 
 def _find(name: str, path: Sequence[str]) -> machinery.ModuleSpec | None:

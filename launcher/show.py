@@ -36,6 +36,7 @@ def plan_text(plan: LaunchPlan, nodes: Sequence[LaunchPlan] = ()) -> str:
         ("scheduler", _scheduler(plan)),
         ("listen", plan.listen),
         ("program", shlex.join(_argv(plan, nodes))),
+        ("start", f"{plan.starting.how}: {plan.starting.reason}"),
         ("folder", plan.cwd),
         ("backend", f"{plan.backend}, collectives by {plan.collective} ({plan.backend_reason.partition(';')[0]})"),
         ("logs", _logs(plan.spec)),
@@ -132,6 +133,7 @@ def _data(plan: LaunchPlan) -> dict[str, Any]:
             }
             for worker in plan.workers
         ],
+        "starting": asdict(plan.starting),
         "removed": list(plan.scrubbed),
         "compared": dict(plan.facts),
         "notes": list(plan.notes),
@@ -146,6 +148,7 @@ def explain(plan: LaunchPlan, facts: Facts) -> str:
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     lines = [f"{path:<{widths[0]}}  {value:<{min(widths[1], 40)}}  {source}" for path, value, source in rows]
     lines += ["", "why:", *(f"  {note}" for note in plan.notes)]
+    lines += [f"  start {plan.starting.how}: {plan.starting.reason}"]
     lines += [f"  backend {plan.backend}: {plan.backend_reason.partition(';')[0]}"]
     lines += _backends(facts, plan.backend)
     lines += [f"  {name} is taken out of the workers' environment" for name in plan.scrubbed]

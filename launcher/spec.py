@@ -37,6 +37,8 @@ class Program:
     args: tuple[str, ...] = ()
     python: str = ""
     """Interpreter; empty means the one that runs pdrun."""
+    start: Literal["auto", "fork", "exec"] = "auto"
+    """fork: from one process a node that has imported torch. exec: an interpreter each. auto: fork where it is safe."""
 
 
 @dataclass(frozen=True)

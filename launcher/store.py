@@ -48,8 +48,8 @@ class StoreSocket:
         """Readable when the first client has come and there is no process yet; -1 when that need not be watched."""
         return self._listener.fileno() if self._listener and not self.started else -1
 
-    def start(self, keeper: Keeper, python: str, env: Mapping[str, str], cwd: str) -> None:
-        """Hand the socket to a store process; once."""
+    def start(self, keeper: Keeper, python: str, env: Mapping[str, str], cwd: str, *, fork: bool = False) -> None:
+        """Hand the socket to a store process; once. ``fork``: from the starter, where there is one."""
         if self.started or self._listener is None:
             return
         self.started = True
@@ -57,7 +57,9 @@ class StoreSocket:
         with tempfile.TemporaryFile() as complaints, open(os.devnull, "r+b", buffering=0) as null:
             self._complaints = os.dup(complaints.fileno())
             keeper.spawn(
-                WorkerCommand(self._slot, argv, {**env, "OMP_NUM_THREADS": "1"}, cwd),
+                WorkerCommand(
+                    self._slot, argv, {**env, "OMP_NUM_THREADS": "1"}, cwd, start="auto" if fork else "exec"
+                ),
                 null.fileno(), null.fileno(), complaints.fileno(), (self._listener.fileno(),),
             )  # fmt: skip
         self._listener.close()
@@ -113,11 +115,11 @@ class Stores:
         """Readable when a client has come to a store that has no process yet; -1 when that need not be watched."""
         return self._now.fileno() if self._now is not None and self.wanted else -1
 
-    def start(self, keeper: Keeper, python: str, env: Mapping[str, str], cwd: str) -> None:
+    def start(self, keeper: Keeper, python: str, env: Mapping[str, str], cwd: str, *, fork: bool = False) -> None:
         """Start the process of the present store; once."""
         if self._now is not None and self.wanted:
             self.wanted = False
-            self._now.start(keeper, python, env, cwd)
+            self._now.start(keeper, python, env, cwd, fork=fork)
 
     def complaint(self, event: KeeperEvent) -> str:
         """Return why the present store ended, when that is what the event says and nobody had asked for it."""

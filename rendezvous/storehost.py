@@ -84,6 +84,10 @@ def main(argv: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     here = Path(__file__).resolve()
     sys.path[:] = [path for path in sys.path if Path(path).resolve() != here.parent]  # our state.py is not torch's
+    if "torch" in sys.modules:  # forked from a process that has it
+        store = serve(whole_store_class())
+        while store:
+            signal.pause()
     root = torch_root()
     if WHOLE in argv or not known_to_load_light(root):
         store_class = whole_store_class()

@@ -20,6 +20,8 @@ class FakeKeeper:
         self.sweeps: list[int | None] = []
         self.queue: list[KeeperEvent] = []
         self.closed = False
+        self.prepared: list[WorkerCommand] = []
+        self.dismissed = False
         self._bell = os.eventfd(0, os.EFD_NONBLOCK)
 
     def fileno(self) -> int:
@@ -33,6 +35,12 @@ class FakeKeeper:
 
     def spawn(self, command: WorkerCommand, stdin: int, stdout: int, stderr: int, pass_fds: Sequence[int] = ()) -> None:
         self.commands[command.slot] = command
+
+    def prepare(self, command: WorkerCommand) -> None:
+        self.prepared.append(command)
+
+    def dismiss(self) -> None:
+        self.dismissed = True
 
     def signal(self, slot: int, number: int, *, group: bool) -> None:
         self.signals.append((slot, int(number), group))

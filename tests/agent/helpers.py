@@ -67,7 +67,7 @@ class KeeperDriver:
         deadline = time.monotonic() + seconds
         while True:
             for event in self.seen:
-                if isinstance(event, kind) and event.slot == slot:
+                if isinstance(event, kind) and slot in (None, event.slot):
                     self.seen.remove(event)
                     return event
             if time.monotonic() > deadline:

@@ -1,0 +1,126 @@
+"""
+Which variables are read when a process starts or imports torch, and so come too late in a worker forked after that.
+
+Pure text work, standard library only: the launcher decides with it, and the starter, which may run in an interpreter
+without pdrun, loads this file by its path. The names come from tracing ``import torch`` (2.11 to 2.13), its libraries
+and torch._dynamo. A name that is missing here makes a forked worker ignore a late change of it; one too many costs
+speed only. Variables that torch, NCCL, gloo or a driver read at first use (NCCL_*, GLOO_*, CUDA_VISIBLE_DEVICES) are
+not among them.
+"""
+
+from __future__ import annotations
+
+import re
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+FROZEN = re.compile(
+    r"PYTHON\w*|LD_\w+|MALLOC_\w+|GLIBC_TUNABLES|LANG|LC_\w+|TZ"  # read when a process starts
+    r"|OMP_\w+|GOMP_\w+|KMP_\w+|MKL_\w+|OPENBLAS_\w+|GOTO_\w+|MKLDNN_\w+|DNNL_\w+|ONEDNN_\w+|BLIS_\w+"
+    r"|PYTORCH_(?:CUDA_|HIP_|NPU_|)ALLOC_CONF|PYTORCH_JIT\w*|PYTORCH_NVML_BASED_CUDA_CHECK"
+    r"|TORCH_(?:SHOW_CPP_STACKTRACES|CPP_LOG_LEVEL|LOGS|LOGS_FORMAT|LOGS_OUT|TRACE|USE_RTLD_GLOBAL"
+    r"|DEVICE_BACKEND_AUTOLOAD|ALLOW_TF32_CUBLAS_OVERRIDE|BLAS_PREFER_\w+|COMPILE\w*|DISTRIBUTED_DEBUG)"
+    r"|TORCHDYNAMO_\w+|TORCHINDUCTOR_\w+|TRITON_\w+|KINETO_\w+|NPY_\w+|NUMPY_\w+"
+)
+"""Names whose value counts at import or before it."""
+AROUND = re.compile(r"HOME|USER|LOGNAME|TMPDIR|TEMP|TMP|CC|CXX|CUDA_HOME|CUDA_PATH|ROCM_HOME|XDG_CACHE_HOME")
+"""Further names that imports look at, which scripts set for other reasons: two processes that share an import agree."""
+PER_WORKER = re.compile(r"(?:\w+_)?VISIBLE_DEVICES|ZE_AFFINITY_MASK")
+"""Names that differ between the workers of a node, beside ranks, and are read at first use."""
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS")
+"""Names that a forked worker applies itself: whole numbers only."""
+FIXED_PLACES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "GOMP_SPINCOUNT", "LD_PRELOAD",
+                "LD_AUDIT", "KMP_BLOCKTIME", "NVTX_INJECTION64_PATH", "CUDA_INJECTION64_PATH", "COVERAGE_PROCESS_START",
+                "PYTHONPROFILEIMPORTTIME", "PYTHONDUMPREFS", "PYTHONINSPECT")  # fmt: skip
+"""Names whose very presence means that a process is to be started by exec: tools that attach there, fixed CPUs."""
+
+
+def frozen(name: str) -> bool:
+    """Whether a change of this variable after the import would go unnoticed."""
+    return FROZEN.fullmatch(name) is not None
+
+
+def needs_exec(environ: dict[str, str]) -> str:
+    """Return why workers with this environment cannot be forked, or the empty string."""
+    for name in FIXED_PLACES:
+        if environ.get(name):
+            return f"{name} is set, which counts when a process starts"
+    for name in THREADS:
+        if not re.fullmatch(r"[1-9][0-9]{0,3}|", environ.get(name, "")):
+            return f"{name}={environ[name]} is no plain number of threads"
+    return ""
+
+
+def importing(environ: dict[str, str]) -> dict[str, str]:
+    """Return the environment for the import itself: one thread, so that no pool is ever made before a fork."""
+    return {**environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+def signature(environ: dict[str, str]) -> dict[str, str]:
+    """Return what two processes must have in common for one to use the other's import; thread counts apart."""
+    return {
+        name: value for name, value in sorted(environ.items())
+        if (frozen(name) or AROUND.fullmatch(name)) and name not in THREADS
+    }  # fmt: skip
+
+
+_SETS = re.compile(r"environ|putenv")
+
+
+def late_assignment(text: str) -> tuple[int, str] | None:
+    """
+    Return line and name of the first variable that a program sets before its own import of torch, and that a forked
+    worker would find set too late; None where there is none, or the text is no Python.
+    """
+    if not _SETS.search(text):
+        return None
+    import ast
+
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    torch = min((getattr(node, "lineno", 0) for node in ast.walk(tree) if _imports_torch(node)), default=1 << 30)
+    found = [(line, name) for node in ast.walk(tree) for line, name in _assigned(node) if frozen(name) and line < torch]
+    return min(found, default=None)
+
+
+def _imports_torch(node: object) -> bool:
+    import ast
+
+    if isinstance(node, ast.Import):
+        return any(alias.name.partition(".")[0] == "torch" for alias in node.names)
+    return isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch"
+
+
+def _assigned(node: object) -> list[tuple[int, str]]:
+    """The variables that a statement or call sets by a name written there."""
+    import ast
+
+    keys: list[ast.expr] = []
+    line = getattr(node, "lineno", 0)
+    if isinstance(node, ast.Assign | ast.AugAssign | ast.Delete):
+        targets = [node.target] if isinstance(node, ast.AugAssign) else node.targets
+        keys = [target.slice for target in targets if isinstance(target, ast.Subscript) and _environ(target.value)]
+        if isinstance(node, ast.AugAssign) and _environ(node.target) and isinstance(node.value, ast.Dict):
+            keys += [key for key in node.value.keys if key is not None]
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        name = node.func.attr
+        if name in ("putenv", "unsetenv") or (name in ("setdefault", "pop") and _environ(node.func.value)):
+            keys = node.args[:1]
+        elif name == "update" and _environ(node.func.value):
+            keys = [key for arg in node.args if isinstance(arg, ast.Dict) for key in arg.keys if key is not None]
+            return [*_names(keys, line), *((line, word.arg) for word in node.keywords if word.arg)]
+    return _names(keys, line)
+
+
+def _names(keys: Iterable[object], line: int) -> list[tuple[int, str]]:
+    found = (getattr(key, "value", None) for key in keys)
+    return [(line, name if isinstance(name, str) else name.decode()) for name in found if isinstance(name, str | bytes)]
+
+
+def _environ(node: object) -> bool:
+    """Whether an expression is ``os.environ``, or ``environ`` imported from it."""
+    return "environ" in (getattr(node, "attr", ""), getattr(node, "id", ""))

@@ -1,0 +1,92 @@
+"""
+Fork or exec? Decided before anything starts, from what was asked and what is true. Pure.
+
+A fork from one process that has imported torch saves every worker its import. It is chosen where nothing can differ
+from exec but what docs/starting.md lists; in doubt, exec, which costs time only. A starter may still turn out unfit (a
+plug-in of torch that starts threads or opens a device at import): then the keeper executes, and the agent says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Literal
+
+from pdrun.errors import UsageError
+from pdrun.launcher import importtime
+from pdrun.launcher.model import Facts, LaunchPlan, Starting, WorkerCommand
+from pdrun.launcher.spec import JobSpec, Sources
+
+_MAIN_FILE = Path(__file__).with_name("starter_main.py")
+_STARTER_SLOT = -1
+PLAIN = ("torch", "torch.distributed")
+OPTIMIZER = ("torch._dynamo",)
+"""What the construction of a first optimizer imports, as dear as torch itself."""
+
+
+def starting(
+    spec: JobSpec, facts: Facts, sources: Sources, environ: Mapping[str, str], visibility: Mapping[int, Iterable[str]]
+) -> Starting:
+    """
+    Return how the workers are started.
+
+    Args:
+        environ: what all workers have in common.
+        visibility: local rank -> names of the variables that are its own.
+
+    Raises:
+        UsageError: forks were asked for and are impossible.
+    """
+    asked = spec.program.start
+    if asked == "exec":
+        return Starting("exec", "asked for")
+    why = _impossible(spec, facts, environ, visibility)
+    modules = PLAIN + (OPTIMIZER if facts.optimizes else ())
+    if asked == "fork":
+        if why:
+            raise UsageError(f"workers cannot be forked: {why}", where=sources.get("program.start", "--start"))
+        return Starting("fork", "asked for", modules, strict=True)
+    why = why or _pointless(facts)
+    if why:
+        return Starting("exec", why)
+    return Starting("fork", f"one process imports {', '.join(modules)} and forks the workers", modules)
+
+
+def _impossible(
+    spec: JobSpec, facts: Facts, environ: Mapping[str, str], visibility: Mapping[int, Iterable[str]]
+) -> str:
+    if spec.program.kind == "command":
+        return "a command is executed as it is"
+    if facts.unforkable:
+        return facts.unforkable
+    if not facts.torch_version:
+        return "torch is not installed for the workers' interpreter"
+    own = sorted({name for names in visibility.values() for name in names if not importtime.PER_WORKER.fullmatch(name)})
+    if own:
+        return f"{own[0]} differs between the workers and may count at import"
+    return importtime.needs_exec(dict(environ))
+
+
+def _pointless(facts: Facts) -> str:
+    if not facts.wants_torch:
+        return "the program does not import torch"
+    if facts.late_variable:
+        return f"{facts.late_variable} before its import of torch, too late in a fork"
+    return ""
+
+
+def start_of(starting: Starting) -> Literal["exec", "auto", "fork"]:
+    """Return what the keeper is told for each worker."""
+    if starting.how == "exec":
+        return "exec"
+    return "fork" if starting.strict else "auto"
+
+
+def starter_command(plan: LaunchPlan) -> WorkerCommand:
+    """Return the command of the starter, as long as a worker's, so that it can carry that one's words later."""
+    python, *flags = plan.workers[0].argv[:2]
+    argv = [python, *(flag for flag in flags if flag == "-P"), str(_MAIN_FILE), ",".join(plan.starting.modules)]
+    length = sum(len(word.encode("utf-8", "surrogateescape")) + 1 for word in plan.workers[0].argv)
+    padding = max(0, length - sum(len(word.encode("utf-8", "surrogateescape")) + 1 for word in argv) - 1)
+    env = importtime.importing({**plan.base_env, **plan.spec.env})
+    return WorkerCommand(_STARTER_SLOT, (*argv, "-" * padding), env, plan.cwd)

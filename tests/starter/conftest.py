@@ -1,0 +1,108 @@
+"""A keeper with a starter that has imported torch, once a module of tests, and programs run both ways from it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from pdrun.launcher.model import Exited, Spawned, SpawnFailed, StarterState, Starting, WorkerCommand
+from pdrun.launcher.starting import PLAIN, starter_command
+from tests.agent.fakes import make_plan
+from tests.agent.helpers import KeeperDriver, keeper_driver
+
+pytest.importorskip("torch")
+
+
+@dataclass
+class Ended:
+    """How a program went."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Bench:
+    """Runs programs, forked from the starter or executed, and waits for them."""
+
+    def __init__(self, driver: KeeperDriver) -> None:
+        self.driver, self.slots = driver, 0
+        self.env = {**plain_environment(), "OMP_NUM_THREADS": "1", "RANK": "0"}
+
+    def start(
+        self, argv: tuple[str, ...], out: int, err: int, *, start: str = "fork", env: Mapping[str, str] | None = None,
+        cwd: str = "/", cpus: tuple[int, ...] = (), stdin: int | None = None,
+    ) -> int:  # fmt: skip
+        """Start a program; return its slot."""
+        self.slots += 1
+        null = os.open(os.devnull, os.O_RDWR)
+        command = WorkerCommand(self.slots, argv, {**self.env, **(env or {})}, cwd, cpus, start)  # type: ignore[arg-type]
+        self.driver.keeper.spawn(command, null if stdin is None else stdin, out, err)
+        os.close(null)
+        return self.slots
+
+    def run(
+        self, *argv: str, start: str = "fork", env: Mapping[str, str] | None = None, cwd: str = "/",
+        cpus: tuple[int, ...] = (), python: bool = True, stdin: int | None = None,
+    ) -> Ended:  # fmt: skip
+        """Run ``python ARGV`` to its end."""
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            words = (sys.executable, *argv) if python else argv
+            slot = self.start(
+                words, out.fileno(), err.fileno(), start=start, env=env, cwd=cwd, cpus=cpus, stdin=stdin
+            )  # fmt: skip
+            code = os.waitstatus_to_exitcode(self.driver.wait(Exited, slot, 60).status)
+            self.driver.seen = [event for event in self.driver.seen if event.slot != slot]
+            texts = []
+            for file in (out, err):
+                file.seek(0)
+                texts.append(file.read().decode(errors="replace"))
+        return Ended(code, *texts)
+
+    def refused(self, *argv: str, cwd: str = "/", cpus: tuple[int, ...] = ()) -> SpawnFailed:
+        """The keeper's word on a program that could not become one."""
+        null = os.open(os.devnull, os.O_RDWR)
+        slot = self.start((sys.executable, *argv), null, null, cwd=cwd, cpus=cpus)
+        os.close(null)
+        return self.driver.wait(SpawnFailed, slot)
+
+    def both(self, *argv: str, **more: object) -> tuple[Ended, Ended]:
+        """Run a program forked and executed."""
+        return self.run(*argv, **more), self.run(*argv, start="exec", **more)  # type: ignore[arg-type]
+
+    def pid(self, slot: int) -> int:
+        """The pid of a program that was started."""
+        return self.driver.wait(Spawned, slot, 30).pid
+
+
+def plain_environment() -> dict[str, str]:
+    """What the tests' own environment has that an interpreter needs."""
+    return {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "TMPDIR") if name in os.environ}
+
+
+def starter_of(env: Mapping[str, str], modules: tuple[str, ...] = PLAIN, python: str = sys.executable) -> WorkerCommand:
+    """The command of a starter for workers with this environment."""
+    plan = make_plan(1, argv=(python, "x" * 200), kind="script")
+    return starter_command(replace(plan, base_env=dict(env), starting=Starting("fork", modules=modules)))
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Bench]:
+    """One starter for the tests of a module."""
+    with keeper_driver() as driver:
+        made = Bench(driver)
+        driver.keeper.prepare(starter_of(made.env))
+        assert driver.wait(StarterState, None, 60).why == ""
+        yield made
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """Where a test writes its program."""
+    return tmp_path / "prog.py"

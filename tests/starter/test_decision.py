@@ -1,0 +1,99 @@
+"""Fork or exec: what decides, as tables; and what a program's text tells."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pdrun.errors import UsageError
+from pdrun.launcher.importtime import frozen, late_assignment, needs_exec
+from pdrun.launcher.model import Facts
+from pdrun.launcher.sources import told
+from pdrun.launcher.spec import JobSpec, Program
+from pdrun.launcher.starting import starting
+from pdrun.topology import CpuSet
+
+FIT = Facts(
+    hostname="h", environ={}, cwd="/", python="/p/python", python_version="3.11", torch_version="2.13.0",
+    pdrun_version="0", cpus=CpuSet((0, 1), None, (), ()), backends=(), addresses=(), uid=0, wants_torch=True,
+)  # fmt: skip
+
+
+def decided(facts: Facts = FIT, start: str = "auto", kind: str = "script", env=None, visible=None):
+    spec = JobSpec(Program(kind, "train.py", start=start))  # type: ignore[arg-type]
+    return starting(spec, facts, {"program.start": "--start"}, env or {}, visible or {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"wants_torch": False}, "does not import torch"), ({"torch_version": ""}, "not installed"),
+     ({"unforkable": "a folder"}, "a folder"), ({"late_variable": "a.py:3 sets OMP_NUM_THREADS"}, "a.py:3 sets")],
+)  # fmt: skip
+def test_auto_executes_what_is_unsafe_or_useless(changes: dict, words: str) -> None:
+    found = decided(replace(FIT, **changes))
+    assert found.how == "exec" and words in found.reason
+
+
+@pytest.mark.parametrize(
+    "env", [{"LD_PRELOAD": "x.so"}, {"OMP_PROC_BIND": "true"}, {"OMP_NUM_THREADS": "4,2"}, {"OMP_NUM_THREADS": "0"}]
+)
+def test_environments_that_count_at_the_start_of_a_process(env: dict[str, str]) -> None:
+    assert decided(env=env).how == "exec"
+    with pytest.raises(UsageError, match="cannot be forked"):
+        decided(start="fork", env=env)
+
+
+def test_fork_and_exec_as_asked() -> None:
+    assert decided().how == "fork" and not decided().strict
+    assert decided(start="exec").how == "exec"
+    assert decided(replace(FIT, wants_torch=False), "fork").strict
+    with pytest.raises(UsageError, match="a command is executed"):
+        decided(start="fork", kind="command")
+
+
+def test_optimizers_bring_what_they_import() -> None:
+    assert "torch._dynamo" not in decided().modules
+    assert "torch._dynamo" in decided(replace(FIT, optimizes=True)).modules
+
+
+def test_only_variables_that_are_read_at_first_use_may_differ_between_workers() -> None:
+    assert decided(visible={0: {"CUDA_VISIBLE_DEVICES": "0"}, 1: {"CUDA_VISIBLE_DEVICES": "1"}}).how == "fork"
+    assert "TORCH_LOGS differs" in decided(visible={0: {"TORCH_LOGS": "x"}}).reason
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("import os\nos.environ['OMP_NUM_THREADS'] = '1'\nimport torch", (2, "OMP_NUM_THREADS")),
+     ("import os, torch\nos.environ['OMP_NUM_THREADS'] = '1'", None),
+     ("from os import environ\nenviron.setdefault('MKL_NUM_THREADS', '1')\nfrom torch import nn", (2, "MKL_NUM_THREADS")),
+     ("import os\nos.environ.update({'KMP_X': '1'}, TORCH_LOGS='x')\n", (2, "KMP_X")),
+     ("import os\nos.putenv('LD_LIBRARY_PATH', 'x')\nimport torch", (2, "LD_LIBRARY_PATH")),
+     ("import os\ndel os.environ['PYTORCH_CUDA_ALLOC_CONF']\nimport torch", (2, "PYTORCH_CUDA_ALLOC_CONF")),
+     ("import os\nos.environ |= {'NPY_X': '1'}\nimport torch", (2, "NPY_X")),
+     ("import os\nos.environ['CUDA_VISIBLE_DEVICES'] = '0'\nimport torch", None),
+     ("import os\nos.environ['NCCL_DEBUG'] = 'INFO'\nimport torch", None),
+     ("os.environ[name] = 'x'", None), ("environ = broken(", None)],
+)  # fmt: skip
+def test_assignments_that_come_too_late(text: str, found: tuple[int, str] | None) -> None:
+    assert late_assignment(text) == found
+
+
+def test_names() -> None:
+    assert all(map(frozen, ("OMP_NUM_THREADS", "PYTHONPATH", "LD_PRELOAD", "TORCH_LOGS", "PYTORCH_CUDA_ALLOC_CONF")))
+    assert not any(map(frozen, ("RANK", "NCCL_DEBUG", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES", "TORCH_HOME")))
+    assert needs_exec({"OMP_NUM_THREADS": "4"}) == ""
+
+
+def test_a_programs_own_modules_are_read_too(tmp_path: Path) -> None:
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "__init__.py").write_text("from . import model\n")
+    (tmp_path / "pkg" / "model.py").write_text("import os\nos.environ['OMP_X'] = '1'\nfrom torch import optim\n")
+    script = tmp_path / "train.py"
+    for text, torch in (("import pkg\n", True), ("import sys  # torch\n", False), ("import numpy, torch\n", True),
+                        ("import pdrun\npdrun.init()\n", True), ("import pdrun\n", False)):  # fmt: skip
+        script.write_text(text)
+        assert told(script, text.encode()).torch is torch, text
+    found = told(script, b"import pkg\n")
+    assert found.optimizes and found.late == "model.py:2 sets OMP_X"

@@ -85,7 +85,8 @@ def files_needed(plan: LaunchPlan) -> tuple[int, str]:
     """Return how many descriptors the busiest process of a plan needs on this node, and for what."""
     asked = plan.spec.resources.devices
     workers = len(plan.workers) or (asked if isinstance(asked, int) else 1)
-    most = (4 if plan.spec.output.files else 2) * workers  # two pipes and two log files each
+    # the agent holds two pipes and two log files a worker; the keeper, until a starter has forked it, its whole order
+    most = (6 if plan.spec.program.kind != "command" else 4 if plan.spec.output.files else 2) * workers
     own = 16 if plan.mode == "alone" else 32 + plan.nodes
     front = 16 + 3 * plan.nodes if plan.mode == "local" else 0
     return max(own + most, 32, front), f"a node with {workers} worker{'s' if workers > 1 else ''}"

@@ -170,8 +170,11 @@ def test_too_few_descriptors_is_one_line(shell: Shell, limit: int, args: str) ->
 
 
 @pytest.mark.parametrize("args", ["--devices 4", "--nodes 2 --devices 2 --local"])
-def test_the_limit_that_is_said_to_do_does(shell: Shell, args: str) -> None:
-    shell.script(HI)
+@pytest.mark.parametrize("imports", ["", pytest.param("import torch\n", marks=pytest.mark.torch)])
+def test_the_limit_that_is_said_to_do_does(shell: Shell, args: str, imports: str) -> None:
+    if imports:
+        pytest.importorskip("torch")
+    shell.script(imports + HI)
     refused = in_shell(shell, f"ulimit -n 16; pdrun {args} work.py")
     needed = int(refused.stderr.partition("needs about ")[2].partition(";")[0])
     done = in_shell(shell, f"ulimit -n {needed}; pdrun {args} work.py")

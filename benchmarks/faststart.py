@@ -68,9 +68,10 @@ time.sleep(600)
 }
 
 
-def launchers(workers: int) -> dict[str, list[str]]:
-    """Name -> command line up to the script."""
-    pdrun = [str(BIN / "pdrun"), "--devices", str(workers), "--threads", "1", "--no-files", "--prefix", "none"]
+def launchers(workers: int, row: str = "") -> dict[str, list[str]]:
+    """Name -> command line up to the script; every row but nccl is about CPUs, on a machine with GPUs too."""
+    pdrun = [str(BIN / "pdrun"), "--devices", str(workers), "--threads", "1", "--no-files", "--prefix", "none",
+             "--backend", "cuda" if row == "nccl" else "cpu"]  # fmt: skip
     return {
         "pdrun": pdrun,
         "pdrun --start exec": [*pdrun, "--start", "exec"],
@@ -92,9 +93,9 @@ def in_turn(row: str, workers: int, rounds: int, cwd: str) -> None:
     """One row of the table: all launchers, in turn."""
     script = Path(cwd, f"{row}.py")
     script.write_text(PROGRAMS[row])
-    found: dict[str, list[tuple[float, float, str]]] = {name: [] for name in launchers(workers)}
+    found: dict[str, list[tuple[float, float, str]]] = {name: [] for name in launchers(workers, row)}
     for _ in range(rounds):
-        for name, command in launchers(workers).items():
+        for name, command in launchers(workers, row).items():
             found[name].append(timed([*command, str(script)], cwd))
     base = [statistics.median(run[part] for run in found["torchrun"]) for part in (0, 1)]
     for name, runs in found.items():

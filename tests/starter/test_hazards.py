@@ -112,7 +112,7 @@ import torch
 def test_no_accelerator_is_touched(bench: Bench, script: Path) -> None:
     script.write_text(FORKED + """
 import os, torch
-print(torch.cuda.is_initialized(), torch.cuda._is_in_bad_fork(), torch._C._cuda_isInBadFork() if hasattr(torch._C, '_cuda_isInBadFork') else 0)
+print(torch.cuda.is_initialized(), torch.cuda._is_in_bad_fork(), int(torch._C._cuda_isInBadFork()) if hasattr(torch._C, '_cuda_isInBadFork') else 0)
 print([p for p in (os.readlink(f'/proc/self/fd/{n}') for n in os.listdir('/proc/self/fd') if os.path.exists(f'/proc/self/fd/{n}')) if '/dev/nv' in p])
 """)
     assert bench.run(str(script)).out == "False False 0\n[]\n"

@@ -12,6 +12,7 @@ write the clipboard). What goes to a file or a pipe is left as it is.
 from __future__ import annotations
 
 import re
+from typing import Protocol
 
 from pdrun.launcher.lines import LIMIT, Line, LineSplitter
 
@@ -54,16 +55,16 @@ def _visible(match: re.Match[str]) -> str:
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
-class Shaper:
+class Shaper(Protocol):
     """Shapes one stream for the terminal."""
 
     def feed(self, data: bytes, now: float) -> bytes:
         """Take the next bytes, at monotonic second ``now``; return what is to be shown for them."""
-        raise NotImplementedError
+        ...
 
     def finish(self) -> bytes:
         """The stream has ended: return what was held back, as a whole line."""
-        raise NotImplementedError
+        ...
 
 
 class PrefixShaper(Shaper):

@@ -25,8 +25,6 @@ FROZEN = re.compile(
     r"|TORCHDYNAMO_\w+|TORCHINDUCTOR_\w+|TRITON_\w+|KINETO_\w+|NPY_\w+|NUMPY_\w+"
 )
 """Names whose value counts at import or before it."""
-AROUND = re.compile(r"HOME|USER|LOGNAME|TMPDIR|TEMP|TMP|CC|CXX|CUDA_HOME|CUDA_PATH|ROCM_HOME|XDG_CACHE_HOME")
-"""Further names that imports look at, which scripts set for other reasons: two processes that share an import agree."""
 PER_WORKER = re.compile(r"(?:\w+_)?VISIBLE_DEVICES|ZE_AFFINITY_MASK")
 """Names that differ between the workers of a node, beside ranks, and are read at first use."""
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS")
@@ -56,14 +54,6 @@ def needs_exec(environ: dict[str, str]) -> str:
 def importing(environ: dict[str, str]) -> dict[str, str]:
     """Return the environment for the import itself: one thread, so that no pool is ever made before a fork."""
     return {**environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-
-
-def signature(environ: dict[str, str]) -> dict[str, str]:
-    """Return what two processes must have in common for one to use the other's import; thread counts apart."""
-    return {
-        name: value for name, value in sorted(environ.items())
-        if (frozen(name) or AROUND.fullmatch(name)) and name not in THREADS
-    }  # fmt: skip
 
 
 _SETS = re.compile(r"environ|putenv")

@@ -31,7 +31,6 @@ from pdrun.errors import (
     EXIT_CONFIG,
     EXIT_DEADLINE,
     EXIT_OK,
-    EXIT_RESTARTS,
     EXIT_SOFTWARE,
     EXIT_UNAVAILABLE,
     EXIT_USAGE,
@@ -40,7 +39,6 @@ from pdrun.errors import (
     JobFailed,
     PdrunError,
     RendezvousError,
-    RestartsExhausted,
     UsageError,
 )
 from pdrun.eventlog import read
@@ -51,7 +49,7 @@ from pdrun.names import name_from
 
 _OURS: Mapping[int, type[PdrunError]] = {
     EXIT_USAGE: UsageError, EXIT_CONFIG: ConfigError, EXIT_UNAVAILABLE: RendezvousError, EXIT_SOFTWARE: PdrunError,
-    EXIT_RESTARTS: RestartsExhausted, EXIT_DEADLINE: DeadlineExceeded,
+    EXIT_DEADLINE: DeadlineExceeded,
 }  # fmt: skip
 _SOURCES = {
     "program.target": "launch(fn)", "resources.nodes": "launch(nodes=)", "resources.devices": "launch(devices=)",

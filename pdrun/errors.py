@@ -8,7 +8,6 @@ The type says who must act, the text says what is wrong, where, and what to do:
     |-- ConfigError            78  a file, an environment variable or a node's set-up is wrong
     |-- RendezvousError        69  the nodes did not come together, or the job could not be reached
     |-- AuthenticationError    77  the token differs
-    |-- RestartsExhausted      75  the job failed and every restart was used
     |-- DeadlineExceeded      124  a time limit set by the user passed
     `-- JobFailed               *  a worker failed: its own exit code, 128 + N for signal N
 
@@ -24,7 +23,6 @@ EXIT_OK = 0
 EXIT_USAGE = 2
 EXIT_UNAVAILABLE = 69
 EXIT_SOFTWARE = 70
-EXIT_RESTARTS = 75
 EXIT_AUTHENTICATION = 77
 EXIT_CONFIG = 78
 EXIT_DEADLINE = 124
@@ -75,12 +73,6 @@ class AuthenticationError(PdrunError):
     """This side and the scheduler hold different tokens."""
 
     exit_code = EXIT_AUTHENTICATION
-
-
-class RestartsExhausted(PdrunError):
-    """The job kept failing until its last restart was used."""
-
-    exit_code = EXIT_RESTARTS
 
 
 class DeadlineExceeded(PdrunError):

@@ -132,7 +132,7 @@ def test_events() -> None:
 def test_exit_codes() -> None:
     codes = {kind.__name__: kind.exit_code for kind in errors.PdrunError.__subclasses__()}
     assert codes == {
-        "UsageError": 2, "ConfigError": 78, "RendezvousError": 69, "AuthenticationError": 77, "RestartsExhausted": 75,
+        "UsageError": 2, "ConfigError": 78, "RendezvousError": 69, "AuthenticationError": 77,
         "DeadlineExceeded": 124, "JobFailed": 70,
     }  # fmt: skip
 

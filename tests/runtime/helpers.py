@@ -22,7 +22,8 @@ REPORT = """
 def report(ctx, **more):
     import dataclasses, json
     told = {**dataclasses.asdict(ctx), "device": str(ctx.device), "main": ctx.is_main, **more}
-    print("REPORT " + json.dumps(told), flush=True)
+    sys.stdout.flush()
+    os.write(1, f"REPORT {json.dumps(told)}\n".encode())  # in one piece: under torchrun the workers share a pipe
 """
 
 

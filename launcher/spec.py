@@ -46,6 +46,11 @@ class Resources:
     """How many of what."""
 
     nodes: int = 1
+    """Nodes that take part at most."""
+    min_nodes: int = 0
+    """``--nodes MIN:MAX``: the job runs with at least so many; 0: with ``nodes`` only."""
+    spares: int = 0
+    """Nodes beyond ``nodes`` that stand by to replace one that is lost."""
     devices: int | Literal["auto", "accelerators", "cpus", "accelerators-or-cpus"] = "auto"
     """
     Workers on each node. auto: every accelerator that is visible, one where there is none. The others are torchrun's
@@ -67,6 +72,22 @@ class Policy:
     grace: float = 30.0
     """Between the first signal and SIGKILL, on every path."""
     max_restarts: int = 0
+    """Restarts after failures, of the whole job."""
+    restart_window: float | None = None
+    """Only restarts of the last so many seconds count; None: all."""
+    restart_on: tuple[int, ...] = ()
+    """Exit codes after which to restart; empty: all but ``no_restart_on``."""
+    no_restart_on: tuple[int, ...] = ()
+    backoff: float = 1.0
+    """Before the second of two restarts in quick succession; doubled for each further one, at most 30."""
+    gather: float = 10.0
+    """Elastic: with fewer than the most nodes, quiet after which to form."""
+    grow: float | None = None
+    """Elastic: how soon after a late joiner a larger generation is opened; None: it waits for the next one."""
+    scheduler_loss: float = 60.0
+    """How long to wait for a lost scheduler with the workers going on; 0: stop at once."""
+    hang_timeout: float | None = None
+    """Without progress for so long a worker hangs; None: only what certainly hangs does."""
     time_limit: float | None = None
     """Of the whole job; None: no limit."""
 
@@ -152,7 +173,8 @@ class JobSpec:
         return cls(
             program=Program(**{**program, "args": tuple(program["args"])}),
             resources=Resources(**data.pop("resources")),
-            policy=Policy(**data.pop("policy")),
+            policy=Policy(**{key: tuple(value) if isinstance(value, list) else value
+                             for key, value in data.pop("policy").items()}),
             output=Output(**data.pop("output")),
             place=Place(
                 scheduler=Endpoint(**scheduler) if scheduler else None,

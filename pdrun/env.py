@@ -45,6 +45,10 @@ class WorkerEnv:
     """Index of the device among those visible to this worker."""
     collective: str = "gloo"
     """torch.distributed's name of the backend that fits the device."""
+    agreed_step: int = -1
+    """The last step of which every worker of an earlier generation had said that it is saved; -1: none."""
+    agent: str = ""
+    """Path of the agent's datagram socket, in a folder that only this user can enter; empty: there is none."""
 
     def to_env(self) -> dict[str, str]:
         """Return the variables, as text."""
@@ -73,6 +77,8 @@ class WorkerEnv:
             "PDRUN_GENERATION": str(self.generation),
             "PDRUN_DEVICE_KIND": self.device_kind,
             "PDRUN_COLLECTIVE": self.collective,
+            **({"PDRUN_AGREED_STEP": str(self.agreed_step)} if self.agreed_step >= 0 else {}),
+            **({"PDRUN_AGENT": self.agent} if self.agent else {}),
         }
 
     @classmethod
@@ -105,6 +111,8 @@ class WorkerEnv:
             device_kind=environ.get("PDRUN_DEVICE_KIND", ""),
             device_index=_count(environ, "DEVICE_ID", local),
             collective=environ.get("PDRUN_COLLECTIVE", ""),
+            agreed_step=_count(environ, "PDRUN_AGREED_STEP", -1),
+            agent=environ.get("PDRUN_AGENT", ""),
         )
         for low, high, names in (
             (found.rank, found.world_size, "RANK and WORLD_SIZE"),

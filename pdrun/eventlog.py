@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 KINDS = (
     "created", "joined", "refused", "assigned", "started", "exited", "stopping", "restarting",
-    "suspect", "recovered", "lost", "left", "warning", "verdict",
+    "suspect", "recovered", "lost", "left", "standby", "gathering", "progress", "hang", "resumed", "warning", "verdict",
 )  # fmt: skip
 
 

@@ -25,13 +25,34 @@ class SchedulerConfig:
     run: str
     """Unique name of this run."""
     nodes: int
-    """How many nodes the job needs, at least 1."""
+    """How many nodes take part at most, at least 1."""
     spec: str = ""
     """The job's specification as JSON, handed to joiners; empty: the first Join's is kept."""
     start_timeout: float = 600.0
     """For the nodes to come together, and again for each generation to become ready."""
     grace: float = 30.0
     max_restarts: int = 0
+    """Restarts after failures, of the whole job; membership changes of an elastic job are none."""
+    restart_window: float | None = None
+    """Only restarts of the last so many seconds count against ``max_restarts``; None: all."""
+    restart_on: tuple[int, ...] = ()
+    """Exit codes (as a shell shows them) after which to restart; empty: all but ``no_restart_on``."""
+    no_restart_on: tuple[int, ...] = ()
+    backoff: float = 1.0
+    """Seconds before the second of two restarts in quick succession, doubled for each further one, at most 30."""
+    min_nodes: int = 0
+    """The job runs with at least so many nodes; 0: with ``nodes`` only."""
+    gather: float = 10.0
+    """With fewer than ``nodes``: seconds in which nobody has joined, after which a generation is formed."""
+    spares: int = 0
+    """Nodes beyond ``nodes`` that may join and stand by."""
+    grow: float | None = None
+    """
+    With fewer than ``nodes`` running and nodes standing by: seconds after the last of them came in which a new, larger
+    generation is opened; None: they wait for the next one.
+    """
+    patience: float = 60.0
+    """Handed out in Welcome: how long agents wait for a lost scheduler; 0: not at all."""
     time_limit: float | None = None
     """Counted from the first Start, restarts included."""
     command: str = ""
@@ -96,7 +117,18 @@ class Orphaned:
     reason: str
 
 
-Happening = Received | Disconnected | Tick | StopOrdered | Orphaned
+@dataclass(frozen=True)
+class Resumed:
+    """
+    This scheduler is the successor of one that died, and has replayed its journal: every connection is gone, every
+    deadline starts afresh.
+    """
+
+    scheduler: str
+    """Incarnation of the successor."""
+
+
+Happening = Received | Disconnected | Tick | StopOrdered | Orphaned | Resumed
 
 
 @dataclass(frozen=True)

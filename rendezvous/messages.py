@@ -17,7 +17,13 @@ A conversation, agent on the left:
                      <-  Verdict        ... or the end: one code for every node
     Leave            ->
 
-Heartbeat and Echo run beside it. StopRequest and StatusQuery come from agents and from viewers.
+A node that joins a job which has its nodes gets Standby and waits for a later generation. One that must go (its machine
+is to be taken away) says Depart, ends its workers as for a restart, and leaves; the others form a new generation.
+
+Heartbeat and Echo run beside it, and Progress, which carries what the workers told (`pdrun.progress`). A worker that
+hangs is reported by Hung; the scheduler asks all nodes for their workers' stacks (ShowStacks, Stacks) before it ends
+the generation. Notice is a line for the people at the terminals. StopRequest and StatusQuery come from agents and from
+viewers.
 """
 
 from __future__ import annotations
@@ -25,12 +31,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of this file; two sides with different versions refuse each other by name."""
 
 Role = Literal["agent", "view"]
 CauseKind = Literal[
-    "ok", "exception", "signal", "oom", "exit", "communication", "startup", "lost", "suspect", "stopped"
+    "ok", "exception", "signal", "oom", "exit", "communication", "startup", "lost", "suspect", "stopped", "hang"
 ]  # fmt: skip
 
 
@@ -43,7 +49,7 @@ class Cause:
     ok: exit code 0. exception: a Python traceback was its last word. signal, oom: killed. exit: a code without a
     traceback. communication: an exception or abort whose text says that a peer went away. startup: could not be
     started. lost: its node was lost. suspect: a traceback was its last word, but it still ran when pdrun stopped it.
-    stopped: ended after pdrun told it to.
+    stopped: ended after pdrun told it to. hang: made no progress for the hang timeout.
     """
     code: int
     """As a shell shows it: the exit code, ``128 + N`` for signal N, 126 or 127 when it could not be started."""
@@ -107,6 +113,13 @@ class Welcome:
     """Seconds between the heartbeats that the scheduler expects."""
     dead: float
     """Seconds of silence after which either side counts the other as lost."""
+    lease: float = 0.0
+    """
+    Seconds without an answer of the scheduler after which a node ends its own workers, because a new generation may
+    be formed without it; 0: never, the job cannot go on without this node.
+    """
+    patience: float = 60.0
+    """Seconds for which a node waits for a lost scheduler to come back before it gives the job up."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +158,16 @@ class Refuse:
     code: int
     """The exit code that the refused side should leave with."""
     reason: str
+    rejoin: bool = False
+    """True: this agent was given up, the job goes on. End the workers; then a new agent on this node may join."""
+
+
+@dataclass(frozen=True)
+class Standby:
+    """You are in, but have no part in the present generation: a spare, or too late for it."""
+
+    reason: str
+    """One line for the user."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +186,8 @@ class Assign:
     """Workers of lower ranks on the same host, in other nodes; for a dynamic cluster, where a worker is a node."""
     local_world_size: int = 0
     """All workers on the same host, over all of its nodes."""
+    agreed_step: int = -1
+    """The last step of which every worker of an earlier generation had said that it is saved; -1: none."""
 
 
 @dataclass(frozen=True)
@@ -254,6 +279,77 @@ class Leave:
 
 
 @dataclass(frozen=True)
+class Depart:
+    """
+    This node must go, the job may go on without it: as Leave, but in order. Its workers are ended with the usual grace
+    (StopWorkers), it says Finished, then Leave. Where the job cannot go on without it, the whole job is stopped.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Step:
+    """How far one worker is."""
+
+    rank: int
+    step: int
+    busy: float = 0.0
+    """Seconds of its own work in the last step, without waiting for others, where the script tells; else 0."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far the workers of a node are: those that have moved since the last Progress."""
+
+    generation: int
+    steps: tuple[Step, ...] = ()
+    saved: int = -1
+    """The last step that every worker of this node has said to be saved; -1: none."""
+
+
+@dataclass(frozen=True)
+class Hung:
+    """A worker of this node seems to hang."""
+
+    generation: int
+    rank: int
+    why: str
+    """One line: ``no progress for 300 s (step 1200)``."""
+
+
+@dataclass(frozen=True)
+class ShowStacks:
+    """Tell what your workers are doing."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class StackGroup:
+    """Workers that stand at the same place."""
+
+    ranks: tuple[int, ...]
+    stack: str
+    """Innermost call first, as faulthandler prints it; at most 8 KiB."""
+
+
+@dataclass(frozen=True)
+class Stacks:
+    """The answer to ShowStacks: the workers of this node, grouped by equal stack."""
+
+    generation: int
+    groups: tuple[StackGroup, ...]
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Something for the people at the terminals: a slow worker, a hang, a node that was lost. May have several lines."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class StopRequest:
     """Somebody wants the whole job to stop: ``signal`` goes to the workers, the job's code is ``128 + signal``."""
 
@@ -277,7 +373,8 @@ class StatusReply:
 
 Message = (
     Hello | Welcome | Join | Waiting | Refuse | Assign | Ready | Unready | Start | WorkerExit | Finished | StopWorkers
-    | Verdict | Heartbeat | Echo | Leave | StopRequest | StatusQuery | StatusReply
+    | Verdict | Heartbeat | Echo | Leave | Standby | Depart | Progress | Hung | ShowStacks | Stacks | Notice
+    | StopRequest | StatusQuery | StatusReply
 )  # fmt: skip
 
 

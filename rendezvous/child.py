@@ -1,19 +1,26 @@
 """
-The scheduler as a child of the first node's agent: started, its address learned, its death noticed at once.
+The scheduler as a child of the first node's agent: started, its address learned, its death noticed at once and mended.
 
 The listening socket is bound here, so that a port in use is reported before anything starts, and inherited; the
 secret goes over stdin; the end of stdin tells the child that its agent has died.
+
+Should the child die, another one is started on the same socket, which stays open here meanwhile: agents that come back
+wait in its queue. It goes on from the journal. `tend` does all this without ever waiting.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, ClassVar
 
 from pdrun.errors import ConfigError, RendezvousError
 from pdrun.net import Endpoint, parse_endpoint
@@ -24,15 +31,24 @@ from pdrun.rendezvous.security import Secret
 
 START_TIMEOUT = 30.0
 """Seconds for the child to listen; a process start and two imports, on a machine that may be busy."""
+RESTARTS, WINDOW = 3, 60.0
+"""So many restarts in so many seconds; after the next death it is given up."""
+BACKOFF = (0.0, 0.2, 0.5)
+"""Seconds before the first, second and third restart within WINDOW."""
+REAP = 1.0
+"""Seconds for a process to be gone once its output has ended; then it is killed."""
 
 
 class SchedulerChild:
-    """A running scheduler process. `fileno` becomes readable when it ends."""
+    """A running scheduler process. `fileno` becomes readable when `tend` has something to do, as at its end."""
+
+    COMMAND: ClassVar[tuple[str, ...]] = (sys.executable, "-P", "-m", "pdrun.rendezvous.server")
+    """What is started; another one in tests."""
 
     def __init__(
         self, config: SchedulerConfig, secret: Secret | None, *, endpoint: Endpoint | None = None,
         listen_fd: int | None = None, events_path: Path | str | None = None, insecure: bool = False,
-        timeout: float = START_TIMEOUT,
+        journal: Path | str | None = None, timeout: float = START_TIMEOUT,
     ) -> None:  # fmt: skip
         """
         Start it and wait until it listens.
@@ -41,6 +57,8 @@ class SchedulerChild:
             endpoint: where to listen (port 0: the system chooses), or
             listen_fd: a listening socket to hand over; the caller may close its own copy afterwards.
             events_path: file of the event log; None: none is written.
+            journal: file from which a successor goes on; None: there is no successor.
+            timeout: seconds for each process to come up.
 
         Raises:
             ConfigError: the address cannot be listened on.
@@ -48,28 +66,35 @@ class SchedulerChild:
         """
         if (endpoint is None) == (listen_fd is None):
             raise ValueError("give either an endpoint or a listening descriptor")
-        fd = bind_listener(endpoint).detach() if endpoint else os.dup(listen_fd if listen_fd is not None else -1)
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "pdrun.rendezvous.server"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                pass_fds=(fd,), start_new_session=True, bufsize=0,
-            )  # fmt: skip
-        finally:
-            os.close(fd)
-        order = {
-            "config": to_plain(config), "secret": secret.reveal().hex() if secret else None, "listen_fd": fd,
-            "host": "", "port": 0, "events": str(events_path) if events_path else None, "insecure": insecure,
+        self.on_start: Callable[[int], object] = lambda pid: None
+        """Called with the pid of each process that is started later on."""
+        self._listener = bind_listener(endpoint).detach() if endpoint else os.dup(listen_fd or 0)
+        self._journal = Path(journal) if journal else None
+        self._timeout = timeout
+        self._order: dict[str, Any] = {
+            "config": to_plain(config), "secret": secret.reveal().hex() if secret else None,
+            "events": str(events_path) if events_path else None, "insecure": insecure,
+            "journal": str(journal) if journal else None,
         }  # fmt: skip
+        self._deaths: list[float] = []
+        self._died_at = 0.0
+        self._again_at: float | None = None
+        """When another process is to be started; None: one runs, or none will."""
+        self._answer_by: float | None = None
+        """While a process is starting: until when it must have told that it listens."""
+        self._line = b""
         try:
-            self._give(json.dumps(order).encode() + b"\n")
+            self._start()
             self.endpoint: Endpoint = self._await_endpoint(timeout)
         except BaseException:
-            self._end(0.0)
+            self.close(0.0)
             raise
+        if self._journal is None:
+            self._close_listener()  # with nobody to inherit it: a dead scheduler's port refuses at once
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The process id of the present one, or of the last."""
         return self._process.pid
 
     @property
@@ -78,9 +103,39 @@ class SchedulerChild:
         return self._process.poll()
 
     def fileno(self) -> int:
-        """A descriptor that becomes readable (at its end) when the process has ended."""
-        assert self._process.stdout is not None
-        return self._process.stdout.fileno()
+        """A descriptor that becomes readable when `tend` is due: an answer, or the end; -1: see `deadline`."""
+        stream = self._process.stdout
+        return -1 if stream is None or stream.closed else stream.fileno()
+
+    def deadline(self) -> float | None:
+        """Monotonic time at which `tend` is due although nothing is readable; None: no such time."""
+        return self._again_at if self._again_at is not None else self._answer_by
+
+    def tend(self) -> str:
+        """
+        Deal with a death, or with the answer of a successor; never waits. Return a line for the user, or "".
+
+        Raises:
+            RendezvousError: the scheduler has ended, and there will be no successor; says why.
+        """
+        now = time.monotonic()
+        if self._again_at is not None:
+            if now >= self._again_at:
+                self._again_at = None
+                self._start()
+                self.on_start(self.pid)
+            return ""
+        if self.fileno() >= 0 and select.select([self.fileno()], [], [], 0)[0]:
+            data = os.read(self.fileno(), 65536)
+            self._line += data
+            if not data:
+                return self._ended(now)
+            if self._answer_by is not None and self._line.endswith(b"\n"):
+                return self._answered(now)
+        if self._answer_by is not None and now >= self._answer_by:
+            self._process.kill()  # its end is told by `fileno`
+            self._answer_by = None
+        return ""
 
     def close(self, timeout: float = 5.0) -> None:
         """
@@ -88,32 +143,53 @@ class SchedulerChild:
 
         It is killed after ``timeout`` seconds.
         """
-        self._end(timeout)
+        self._again_at = self._answer_by = None
+        self._close_listener()
+        if hasattr(self, "_process"):
+            self._reap(timeout)
 
-    def _give(self, line: bytes) -> None:
+    # One process ------------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        self._line, self._answer_by = b"", time.monotonic() + self._timeout
+        self._process = subprocess.Popen(
+            self.COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(self._listener,),
+            start_new_session=True, bufsize=0,
+        )  # fmt: skip
+        order = json.dumps({**self._order, "listen_fd": self._listener}).encode() + b"\n"
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(line)
+            # all of it fits at once, so that an agent whose workers go on does not wait for a process to start
+            fcntl.fcntl(self._process.stdin, fcntl.F_SETPIPE_SZ, max(65536, len(order)))
+        except OSError:
+            pass
+        try:
+            self._process.stdin.write(order)
         except BrokenPipeError:
             pass  # the missing answer tells
 
     def _await_endpoint(self, timeout: float) -> Endpoint:
-        line, deadline = b"", time.monotonic() + timeout
-        while not line.endswith(b"\n"):
+        deadline = time.monotonic() + timeout
+        while not self._line.endswith(b"\n"):
             left = deadline - time.monotonic()
             if left <= 0 or not select.select([self.fileno()], [], [], left)[0]:
                 raise RendezvousError(f"the scheduler process did not come up within {timeout:g} s")
             more = os.read(self.fileno(), 65536)
             if not more:
                 raise RendezvousError(f"the scheduler process ended at once (status {self._process.wait(5)})")
-            line += more
-        answer = json.loads(line)
+            self._line += more
+        return self._endpoint()
+
+    def _endpoint(self) -> Endpoint:
+        """Read the process's answer."""
+        answer = json.loads(self._line)
+        self._line, self._answer_by = b"", None
         if "endpoint" not in answer:
             kind = ConfigError if answer.get("code") == ConfigError.exit_code else RendezvousError
             raise kind(str(answer.get("error")), where="scheduler")
         return parse_endpoint(answer["endpoint"], where="scheduler")
 
-    def _end(self, timeout: float) -> None:
+    def _reap(self, timeout: float) -> int:
         process = self._process
         if process.stdin is not None:
             process.stdin.close()
@@ -124,3 +200,42 @@ class SchedulerChild:
             process.wait()
         if process.stdout is not None:
             process.stdout.close()
+        return int(process.returncode)
+
+    # From one process to the next -------------------------------------------------------------------------------------
+
+    def _answered(self, now: float) -> str:
+        try:
+            self._endpoint()
+        except (ConfigError, RendezvousError) as error:
+            self._give_up(f"the scheduler process on this node has died, and cannot be resumed: {error.what}")
+        return f"the scheduler process is back after {now - self._died_at:.1f} s"
+
+    def _ended(self, now: float) -> str:
+        status = self._reap(REAP)
+        how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        died = f"the scheduler process on this node has died ({how})"
+        self._deaths = [at for at in self._deaths if now - at < WINDOW]
+        if status == 0:
+            self._give_up("the scheduler process on this node has ended")
+        if self._journal is None:
+            self._give_up(died)
+        elif not self._journal.exists():
+            self._give_up(f"{died}, and {self._journal}, from which to go on, is not there")
+        if len(self._deaths) >= RESTARTS:
+            self._give_up(f"{died}, after {RESTARTS} restarts in {WINDOW:g} s")
+        if self._answer_by is None or not self._deaths:
+            self._died_at = now
+        self._answer_by, self._again_at = None, now + BACKOFF[min(len(self._deaths), len(BACKOFF) - 1)]
+        self._deaths.append(now)
+        return f"{died}: starting it again; the workers go on"
+
+    def _give_up(self, why: str) -> None:
+        self._close_listener()
+        self._reap(REAP)
+        raise RendezvousError(why)
+
+    def _close_listener(self) -> None:
+        if self._listener >= 0:
+            os.close(self._listener)
+            self._listener = -1

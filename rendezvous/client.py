@@ -32,7 +32,7 @@ from pdrun.rendezvous.messages import (
     StopRequest,
     Welcome,
 )
-from pdrun.rendezvous.server import Service
+from pdrun.rendezvous.service import Service
 from pdrun.rendezvous.transport import MemoryHub
 
 if TYPE_CHECKING:
@@ -76,8 +76,9 @@ class LocalLink:
         self._end = hub.connect()
         self._agent = os.urandom(16).hex()
         self._sequence = 0
+        self._job, self._host = config.job, host
         self._inbox: list[Message] = []
-        self.send(Hello(PROTOCOL, "agent", config.job, self._agent, 0, host, os.getpid()))
+        self.send(self._hello())
 
     def fileno(self) -> int:
         """There is none: ask `deadline`."""
@@ -100,6 +101,24 @@ class LocalLink:
         now = self._clock.monotonic()
         return now if self._inbox else now + self._service.machine.tick_every
 
+    def silent_for(self) -> float:
+        """A scheduler in this process is never out of reach."""
+        return 0.0
+
+    def cut_off_for(self) -> float:
+        """A scheduler in this process is never cut off."""
+        return 0.0
+
+    def renew(self) -> None:
+        """Begin again as a new agent, after the old one was given up."""
+        self._end.close()
+        self._service.poll_once(0.0)
+        hub = self._service.transport
+        assert isinstance(hub, MemoryHub)
+        self._end, self._inbox = hub.connect(), []
+        self._agent, self._sequence = os.urandom(16).hex(), 0
+        self.send(self._hello())
+
     def close(self, timeout: float = 1.0) -> None:
         """End the scheduler, too."""
         self._end.close()
@@ -107,6 +126,9 @@ class LocalLink:
         self._service.transport.close(0.0)
         if self._log:
             self._log.close()
+
+    def _hello(self) -> Hello:
+        return Hello(PROTOCOL, "agent", self._job, self._agent, 0, self._host, os.getpid())
 
     def _turn(self) -> None:
         self._service.poll_once(0.0)

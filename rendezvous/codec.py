@@ -18,7 +18,8 @@ from functools import cache
 from types import UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
-from pdrun.rendezvous import messages
+from pdrun.rendezvous import events, messages
+from pdrun.rendezvous.events import Happening, Received
 from pdrun.rendezvous.messages import Envelope, Message
 
 LONGEST = 64 * 1024
@@ -29,6 +30,7 @@ DEEPEST = 16
 
 _Reader = Callable[[Any, str], Any]
 _TYPES: dict[str, type[Any]] = {cls.__name__: cls for cls in get_args(Message)}
+_EVENTS: dict[str, type[Any]] = {cls.__name__: cls for cls in get_args(events.Happening)}
 _HEAD = ("sender", "incarnation", "sequence", "type", "body")
 _TOKENS = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|[\[{]|[\]}]', re.DOTALL)
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -94,6 +96,31 @@ def from_plain(cls: type[Any], value: Any, place: str) -> Any:
     """
     hint: Any = cls
     return _reader(hint, "")(value, place)
+
+
+def event_to_plain(event: Happening) -> dict[str, Any]:
+    """Return an event of the membership machine as plain JSON values, for the journal."""
+    if isinstance(event, Received):
+        message = event.message
+        return {"kind": "Received", "peer": event.peer, "type": type(message).__name__, "body": _plain(message)}
+    return {"kind": type(event).__name__, "body": _plain(event)}
+
+
+def event_from_plain(value: Any, place: str) -> Happening:
+    """
+    Inverse of `event_to_plain`.
+
+    Raises:
+        CodecError: the values describe no event.
+    """
+    kind = value.get("kind") if isinstance(value, dict) else None
+    if kind == "Received" and set(value) == {"kind", "peer", "type", "body"} and value["type"] in tuple(_TYPES):
+        name = value["type"]
+        return Received(_text(value["peer"], f"{place}.peer"), from_plain(_TYPES[name], value["body"], name))
+    if kind != "Received" and kind in tuple(_EVENTS) and set(value) == {"kind", "body"}:
+        event: Happening = from_plain(_EVENTS[kind], value["body"], f"{place}.{kind}")
+        return event
+    raise CodecError(f"{place}: no event")
 
 
 def load_json(data: bytes, limit: int = Envelope.LIMIT) -> Any:

@@ -15,6 +15,7 @@ import secrets
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, TypeVar
 
 from pdrun.errors import ConfigError, PdrunError
@@ -53,6 +54,8 @@ class DynamicSpec:
     job: str = "dynamic"
     timeout: float = 600.0
     """Seconds for all to come together."""
+    journal: str = ""
+    """File from which a scheduler that died is resumed by starting it again (PDRUN_JOURNAL); empty: none."""
 
 
 def from_environ(environ: Mapping[str, str]) -> DynamicSpec | None:
@@ -90,7 +93,8 @@ def from_environ(environ: Mapping[str, str]) -> DynamicSpec | None:
     job = environ.get("PDRUN_JOB") or "dynamic"
     timeout = _count(environ, "MS_TOPO_TIMEOUT", 1)
     return DynamicSpec(
-        role, scheduler, workers, rank, name, check_name(job, where="PDRUN_JOB"), float(timeout or 600)
+        role, scheduler, workers, rank, name, check_name(job, where="PDRUN_JOB"), float(timeout or 600),
+        environ.get("PDRUN_JOURNAL", ""),
     )
 
 
@@ -98,15 +102,19 @@ def run_scheduler(
     spec: DynamicSpec, *, secret: Secret | None = None, grace: float = 30.0, say: Callable[[str], None] | None = None
 ) -> int:
     """Serve the job of a ``scheduler`` process until it is over; return the job's code."""
-    from pdrun.rendezvous.server import serve_standalone
+    from pdrun.rendezvous.recovery import of_same_run
+    from pdrun.rendezvous.standalone import serve_standalone
 
+    journal = Path(spec.journal) if spec.journal else None
     secret = secret or find_secret()[0]
     config = SchedulerConfig(
         job=spec.job, run=f"{spec.job}-{secrets.token_hex(4)}", nodes=spec.workers, start_timeout=spec.timeout,
         grace=grace, host=socket.gethostname(), unit="worker",
     )  # fmt: skip
     how = f"start each worker with PDRUN_ROLE=worker PDRUN_SCHEDULER={spec.scheduler} PDRUN_WORKERS={spec.workers}"
-    return serve_standalone(config, secret, spec.scheduler, say=say, how_to_join=how)
+    return serve_standalone(
+        of_same_run(config, journal), secret, spec.scheduler, say=say, how_to_join=how, journal=journal
+    )
 
 
 def join(

@@ -1,7 +1,7 @@
 """
 What goes into the membership machine and what comes out: its configuration, its events, its actions.
 
-Plain frozen values. `pdrun.rendezvous.state` gives them meaning, `pdrun.rendezvous.server` carries them out.
+Plain frozen values. `pdrun.rendezvous.state` gives them meaning, `pdrun.rendezvous.service` carries them out.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ class SchedulerConfig:
     With fewer than ``nodes`` running and nodes standing by: seconds after the last of them came in which a new, larger
     generation is opened; None: they wait for the next one.
     """
+    relays: int | None = None
+    """Relay processes beside the scheduler, which take the agents in; None: as many as the job's size asks for."""
     patience: float = 60.0
     """Handed out in Welcome: how long agents wait for a lost scheduler; 0: not at all."""
     time_limit: float | None = None
@@ -69,7 +71,10 @@ class SchedulerConfig:
     """Facts whose difference is a warning."""
     waiting_every: float = 5.0
     heartbeat: float = 1.0
-    """Between two heartbeats of an agent; 0: nobody beats and nobody is suspected (all in one process)."""
+    """
+    Between two heartbeats of an agent, and more in a job of thousands of nodes (`watch.times`); 0: nobody beats and
+    nobody is suspected (all in one process).
+    """
     suspect: float = 3.0
     """Silence after which a node is called suspect; also how long a cut connection may take to come back."""
     dead: float = 10.0
@@ -87,6 +92,13 @@ class Received:
 
     peer: Peer
     message: Message
+
+
+@dataclass(frozen=True)
+class Heard:
+    """Connections behind a relay were heard, and hear what they are answered: in place of a Heartbeat of each."""
+
+    peers: tuple[Peer, ...]
 
 
 @dataclass(frozen=True)
@@ -118,6 +130,26 @@ class Orphaned:
 
 
 @dataclass(frozen=True)
+class Silent:
+    """A node that the failure detector has given up."""
+
+    agent: str
+    why: str
+    cut_at: float
+    """When it was last known to talk, on the scheduler's clock: failures after that may be its doing."""
+
+
+@dataclass(frozen=True)
+class GivenUp:
+    """
+    The failure detector has given nodes up. The machine says this to itself at a Tick; a journal keeps it, since the
+    heartbeats that it follows from are not kept.
+    """
+
+    nodes: tuple[Silent, ...]
+
+
+@dataclass(frozen=True)
 class Resumed:
     """
     This scheduler is the successor of one that died, and has replayed its journal: every connection is gone, every
@@ -128,7 +160,7 @@ class Resumed:
     """Incarnation of the successor."""
 
 
-Happening = Received | Disconnected | Tick | StopOrdered | Orphaned | Resumed
+Happening = Received | Heard | Disconnected | Tick | StopOrdered | Orphaned | GivenUp | Resumed
 
 
 @dataclass(frozen=True)

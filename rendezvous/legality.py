@@ -8,19 +8,26 @@ from __future__ import annotations
 
 from pdrun.rendezvous.members import Member
 from pdrun.rendezvous.messages import (
+    Depart,
     Finished,
     Heartbeat,
     Hello,
+    Hung,
     Join,
     Leave,
     Message,
+    Progress,
     Ready,
+    Stacks,
     StatusQuery,
     StopRequest,
     Unready,
     WorkerExit,
 )
 from pdrun.rendezvous.transitions import LEGAL, IllegalEvent, JobState
+
+OfGeneration = Ready | Unready | WorkerExit | Finished | Progress | Hung | Stacks
+"""What a node says about its part in one generation."""
 
 
 def check_message(
@@ -45,23 +52,24 @@ def check_message(
         raise IllegalEvent(name, state, "a viewer only looks")
     if isinstance(message, StopRequest) and not 1 <= message.signal <= 64:
         raise IllegalEvent(name, state, f"{message.signal} is no signal")
-    if isinstance(message, Ready | Unready | WorkerExit | Finished):
-        _check_progress(message, state, generation, member)
-    elif not isinstance(message, Join | Heartbeat | Leave | StopRequest | StatusQuery):
+    if isinstance(message, OfGeneration):
+        _check_generation(message, state, generation, member)
+    elif isinstance(message, Depart) and member is None:
+        raise IllegalEvent(name, state, "the sender has not joined")
+    elif not isinstance(message, Join | Heartbeat | Leave | Depart | StopRequest | StatusQuery):
         raise IllegalEvent(name, state, "only the scheduler says it")
 
 
-def _check_progress(
-    message: Ready | Unready | WorkerExit | Finished, state: JobState, generation: int, member: Member | None
-) -> None:
+def _check_generation(message: OfGeneration, state: JobState, generation: int, member: Member | None) -> None:
     name = type(message).__name__
     if member is None:
         raise IllegalEvent(name, state, "the sender has not joined")
     if message.generation > generation:
         raise IllegalEvent(name, state, f"generation {message.generation} does not exist yet")
-    if message.generation < generation:
+    over = state is JobState.GATHERING and generation >= 0  # the last one is, and the next is not yet formed
+    if message.generation < generation or over:
         return
     if state not in LEGAL[type(message)]:
         raise IllegalEvent(name, state)
-    if isinstance(message, WorkerExit) and message.rank not in member.ranks:
+    if isinstance(message, WorkerExit | Hung) and message.rank not in member.ranks:
         raise IllegalEvent(name, state, f"rank {message.rank} is not on {member.name}")

@@ -9,6 +9,12 @@ import socket
 from pdrun.errors import ConfigError
 from pdrun.net import Endpoint
 
+SEGMENT = 1220
+"""
+Bytes of payload in a TCP packet, either way: an MTU of 1280, the least that IPv6 allows. A path (a tunnel, an overlay)
+that swallows larger packets and tells nobody lets the handshake through and then hangs; this is never large.
+"""
+
 
 def bind_listener(endpoint: Endpoint, *, backlog: int = 128) -> socket.socket:
     """
@@ -29,6 +35,7 @@ def bind_listener(endpoint: Endpoint, *, backlog: int = 128) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SEGMENT)
         listener.bind(address)
         listener.listen(backlog)
     except OSError as error:

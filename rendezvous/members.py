@@ -4,7 +4,7 @@ Nodes: what is known of each, who may come in, and in which order they stand. Pu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -16,10 +16,15 @@ from pdrun.rendezvous.messages import Assign, Hello, Join, Refuse
 MOST_WORKERS = 1 << 16
 """Workers of one node; what claims more is a mistake, and would make a table of ranks that no memory holds."""
 
+MOST_NAMES = 16
+"""Names in one message about who is here and who is not."""
+
 
 class Phase(Enum):
     """Where a node stands in the present generation."""
 
+    STANDBY = "standby"
+    """It has no part in it."""
     JOINED = "joined"
     READY = "ready"
     RUNNING = "running"
@@ -28,29 +33,35 @@ class Phase(Enum):
     LOST = "lost"
 
 
-@dataclass
+@dataclass(eq=False)
 class Member:
-    """A node that takes part. Owned and changed by the membership machine only."""
+    """A node that is, or was, in the job. Owned and changed by the membership machine only."""
 
     hello: Hello
     join: Join
     peer: Peer | None
     """Its connection; None while it is cut."""
     heard: float
-    """When it was last heard, on the scheduler's clock, moved by the scheduler's own stalls."""
+    """When it was last heard, on the clock of the failure detector (`Watch`)."""
+    answered: float
+    """Since when it may not have heard the scheduler: the time of its last heartbeat that it knows to be answered."""
     store: str
     """Where it holds a socket for the store of the next generation."""
     phase: Phase = Phase.JOINED
     cut_at: float = 0.0
-    """While cut: since when."""
+    """While cut: since when, on the scheduler's clock."""
     gone_at: float = 0.0
-    """While cut: when it will be given up."""
+    """While cut: when it will be given up, on the detector's clock."""
     suspect: bool = False
     index: int = -1
+    """Place in the present generation, in the last one while another is being formed; -1: it had no part."""
     first_rank: int = 0
     exits: dict[int, int] = field(default_factory=dict)
     """rank -> code, of the present generation."""
-    why_lost: str = ""
+    standby: str = ""
+    """What it was told about why it has no part."""
+    departs: str = ""
+    """Why it is about to leave."""
 
     @property
     def name(self) -> str:
@@ -65,6 +76,8 @@ class Member:
     @property
     def ranks(self) -> range:
         """Its global ranks in the present generation."""
+        if self.index < 0:
+            return range(0)
         return range(self.first_rank, self.first_rank + self.join.workers)
 
     @property
@@ -73,22 +86,31 @@ class Member:
         return self.phase not in (Phase.LOST, Phase.LEFT)
 
 
-def objection(config: SchedulerConfig, members: Sequence[Member], hello: Hello, join: Join) -> Refuse | None:
-    """Return why a node cannot join those who are here, or None when it can."""
+def objection(
+    config: SchedulerConfig, first: Member | None, namesake: Member | None, rival: Member | None, hello: Hello,
+    join: Join,
+) -> Refuse | None:  # fmt: skip
+    """
+    Return why a node cannot join those who are here, or None when it can.
+
+    Args:
+        first: one of those who are here, if any are; they agree with each other.
+        namesake: who is here and has the newcomer's name.
+        rival: who is here and asked for the place that the newcomer asks for.
+    """
     if not join.node or not 1 <= join.workers <= MOST_WORKERS:
         return Refuse(
             78, f"a {config.unit} needs a name and 1 to {MOST_WORKERS} workers, not {join.node!r} with {join.workers}"
         )
-    if members and (different := disagreement(config.must_agree, members[0], join)):
-        return wording.must_agree(different[0], members[0].join, join)
-    for other in members:
-        if other.name == join.node:
-            return wording.same_name(config, join.node, other.hello, hello)
-        if join.node_rank is not None and other.join.node_rank == join.node_rank:
-            return Refuse(
-                78, f"{wording.place(config, join.node_rank)} is claimed twice: by {other.name} on host "
-                f"{other.hello.host} and by {join.node} on host {hello.host}",
-            )  # fmt: skip
+    if first is not None and (different := disagreement(config.must_agree, first, join)):
+        return wording.must_agree(different[0], first.join, join)
+    if namesake is not None:
+        return wording.same_name(config, join.node, namesake.hello, hello)
+    if rival is not None and join.node_rank is not None:
+        return Refuse(
+            78, f"{wording.place(config, join.node_rank)} is claimed twice: by {rival.name} on host "
+            f"{rival.hello.host} and by {join.node} on host {hello.host}",
+        )  # fmt: skip
     if join.node_rank is not None and not 0 <= join.node_rank < config.nodes:
         return Refuse(
             78, f"{join.node} asks for {wording.place(config, join.node_rank)}, but the job has "
@@ -103,41 +125,51 @@ def disagreement(keys: Iterable[str], first: Member, join: Join) -> list[str]:
     return [key for key in keys if key in mine and key in theirs and mine[key] != theirs[key]]
 
 
-def ordered(config: SchedulerConfig, members: Iterable[Member]) -> list[Member]:
+def ordered(config: SchedulerConfig, members: Sequence[Member]) -> list[Member]:
     """
     Return the nodes in rank order.
 
-    A node rank that was asked for wins; the others fill the free places in the order of the host list, else of the
-    natural sort of their names. The result depends on who is here only, not on who came first.
+    Those who were in the last generation keep their order. The others get the node rank that they asked for, where
+    there is such a place, and fill what is free behind, in the order of the host list, else of the natural sort of
+    their names. So of a first generation the result depends on who is here only, not on who came first.
     """
-    members = list(members)
     given = {name: place for place, name in enumerate(config.hosts)}
-    claimed = {member.join.node_rank: member for member in members if member.join.node_rank is not None}
-    free = iter(sorted(
-        (member for member in members if member.join.node_rank is None),
+    stay = sorted((member for member in members if member.index >= 0), key=lambda member: member.index)
+    claimed: dict[int | None, Member] = {member.join.node_rank: member for member in members
+               if member.index < 0 and member.join.node_rank is not None and member.join.node_rank < len(members)}
+    new = sorted(
+        (member for member in members if member.index < 0 and member is not claimed.get(member.join.node_rank)),
         key=lambda m: (given.get(m.name, given.get(m.hello.host, len(given))), natural_key(m.name)),
-    ))  # fmt: skip
+    )  # fmt: skip
+    free = iter([*stay, *new])
     return [claimed[place] if place in claimed else next(free) for place in range(len(members))]
 
 
-def missing(config: SchedulerConfig, members: Sequence[Member]) -> tuple[str, ...]:
-    """Return who is not here: names where they are known, else node ranks, else a count."""
-    lacking = config.nodes - len(members)
+def missing(
+    config: SchedulerConfig, lacking: int, names: Mapping[str, Member], claims: Mapping[int, Member]
+) -> tuple[str, ...]:
+    """
+    Return who is not here: names where they are known, else node ranks, else a count.
+
+    Args:
+        lacking: how many are.
+        names, claims: those who are here, by name and by the node rank that they asked for.
+    """
     if lacking <= 0:
         return ()
-    names = {member.name for member in members} | {member.hello.host for member in members}
-    absent = [host for host in config.hosts if host not in names]
-    if len(absent) == lacking:
-        return tuple(absent)
-    claimed = {member.join.node_rank for member in members}
-    if members and None not in claimed and lacking <= 64:
-        return tuple(wording.place(config, rank) for rank in range(config.nodes) if rank not in claimed)
+    if config.hosts and lacking <= MOST_NAMES:
+        hosts = {member.hello.host for member in names.values()}
+        absent = [host for host in config.hosts if host not in names and host not in hosts]
+        if len(absent) == lacking:
+            return tuple(absent)
+    if claims and len(claims) == len(names) and lacking <= MOST_NAMES:
+        return tuple(wording.place(config, rank) for rank in range(config.nodes) if rank not in claims)[:lacking]
     return (wording.count(lacking, f"more {config.unit}"),)
 
 
-def assignments(nodes: Sequence[Member], generation: int, restarts: int) -> list[Assign]:
+def assignments(nodes: Sequence[Member], generation: int, restarts: int, agreed: int) -> list[Assign]:
     """
-    Number the nodes, which stand in rank order, and return each one's place.
+    Number the nodes, which stand in rank order, and return each one's place. ``agreed``: see `Assign.agreed_step`.
 
     Sets ``index`` and ``first_rank`` of each. Local ranks count the workers of nodes that share a host.
     """
@@ -153,6 +185,7 @@ def assignments(nodes: Sequence[Member], generation: int, restarts: int) -> list
         result.append(Assign(
             generation=generation, node_rank=index, nodes=len(nodes), first_rank=first, world_size=world,
             restarts=restarts, master=nodes[0].store, local_rank=seen[host], local_world_size=shared[host],
+            agreed_step=agreed,
         ))  # fmt: skip
         seen[host] += member.join.workers
         first += member.join.workers

@@ -144,11 +144,15 @@ class Waiting:
     """Sent to every joined agent while the job is gathering."""
 
     present: tuple[str, ...]
+    """Names of those who are here, at most 16."""
     missing: tuple[str, ...]
-    """Names, or descriptions (``node rank 2``, ``1 more node``), of what is not here."""
+    """Names, or descriptions (``node rank 2``, ``1 more node``), of what is not here, at most 16."""
     expected: int
+    """Nodes that are awaited: the least of an elastic job, or the most once the least are here."""
     elapsed: float
     timeout: float
+    here: int = 0
+    """How many are here; 0 where a sender does not say: as many as ``present`` names."""
 
 
 @dataclass(frozen=True)
@@ -316,6 +320,8 @@ class Hung:
     rank: int
     why: str
     """One line: ``no progress for 300 s (step 1200)``."""
+    waits: bool = False
+    """It is only quiet, as who waits for others is: no hang while a worker of another node is at work."""
 
 
 @dataclass(frozen=True)
@@ -340,11 +346,13 @@ class Stacks:
 
     generation: int
     groups: tuple[StackGroup, ...]
+    active: tuple[int, ...] = ()
+    """Ranks that are at work: within the hang timeout they printed, used CPU time or did a step."""
 
 
 @dataclass(frozen=True)
 class Notice:
-    """Something for the people at the terminals: a slow worker, a hang, a node that was lost. May have several lines."""
+    """Something for the people at the terminals, a slow worker, a hang, a node that was lost; one line or several."""
 
     text: str
 
@@ -386,7 +394,10 @@ class Envelope:
     """``agent`` of Hello, or the scheduler's incarnation."""
     incarnation: int
     sequence: int
-    """Counts up from 0 on each connection; a replay or a gap is refused."""
+    """
+    Counts up from 0 on each connection; a replay or a gap is refused. Heartbeat and Echo are outside the count, and
+    always 0: a relay answers them in the scheduler's place.
+    """
     body: Message
 
     LIMIT: ClassVar[int] = 1 << 20

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 from pdrun.rendezvous.messages import (
     Assign,
+    Depart,
     Finished,
+    Hung,
     Join,
     Leave,
     Message,
+    Progress,
     Ready,
+    Standby,
     Start,
     StopRequest,
     StopWorkers,
@@ -32,7 +36,13 @@ class Memory:
 
     def note(self, message: Message) -> None:
         """Keep a message that changes the scheduler's state; others are let go."""
-        if isinstance(message, Join | Ready | Unready | WorkerExit | Finished | StopRequest | Leave):
+        if isinstance(message, Progress):  # the last one tells what is saved; who moved before it moves again
+            self._kept = [kept for kept in self._kept if not isinstance(kept, Progress)]
+        if isinstance(message, Hung):  # told again while it lasts
+            self._kept = [kept for kept in self._kept if not isinstance(kept, Hung) or kept.rank != message.rank]
+        if isinstance(
+            message, Join | Ready | Unready | WorkerExit | Finished | Depart | Hung | Progress | StopRequest | Leave
+        ):
             self._kept.append(message)
 
     def forget_before(self, generation: int) -> None:
@@ -52,10 +62,12 @@ class Filter:
 
     def is_new(self, message: Message) -> bool:
         """Whether the agent has not had this message yet."""
-        if not isinstance(message, Welcome | Assign | Start | StopWorkers | Verdict):
+        if not isinstance(message, Welcome | Assign | Standby | Start | StopWorkers | Verdict):
             return True
         before = self._last.get(type(message))
         self._last[type(message)] = message
+        if isinstance(message, Assign):
+            self._last.pop(Standby, None)  # to be left out once more, for the same reason, is news
         if isinstance(message, Welcome | Verdict):
             return before is None
         return message != before

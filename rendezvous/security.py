@@ -1,7 +1,7 @@
 """
 One 32-byte secret a user, and everything that is derived from it: CURVE keys, and the token text that people copy.
 
-HKDF-SHA256 makes three key pairs from the secret: the scheduler's, and one for each role of its clients (agent, view).
+HKDF-SHA256 makes key pairs from the secret: the scheduler's, and one for each role of its clients (agent, view, relay).
 So the scheduler's public key is itself unknown to outsiders: without the secret there is not even a handshake.
 
 Where the secret comes from, first hit wins: a token file, PDRUN_TOKEN_FILE, PDRUN_TOKEN (taken out of the environment
@@ -92,7 +92,7 @@ def hkdf(secret: bytes, info: bytes, salt: bytes = _SALT) -> bytes:
     return hmac.new(key, info + b"\x01", hashlib.sha256).digest()
 
 
-def key_pair(secret: Secret, who: Literal["server", "agent", "view"]) -> KeyPair:
+def key_pair(secret: Secret, who: Literal["server", "agent", "view", "relay"]) -> KeyPair:
     """Return the CURVE keys of the scheduler or of a role of its clients."""
     import zmq
     from zmq.utils import z85

@@ -3,142 +3,95 @@ The membership of one job, decided in one place, as a pure machine: ``step(event
 
 No socket, clock, thread, log or file: time arrives as an argument, everything to be done leaves as an action.
 
-Rules of this file
+Rules of the machine, whose rooms `job.py` lists
 1. `step` first checks the event against the present state (`legality.py`), which raises IllegalEvent with nothing
-   changed; only then it acts. State changes go through `_move`, whose table is in `transitions.py`.
+   changed; only then it acts. State changes go through `Job.move`, whose table is in `transitions.py`.
 2. Nothing waits for ever: gathering and assigning end by ``start_timeout``, stopping and restarting by ``grace`` plus
-   LATE, a silent node by ``dead``, and the end itself by FAREWELL. Running is bounded by ``time_limit`` only.
+   LATE and the longest back-off, a silent node by ``dead``, a hang by `hangs.WITHIN`, and the end itself by FAREWELL.
+   Running is bounded by ``time_limit`` only.
 3. A repeated message changes nothing, so that an agent whose connection was cut may say everything again.
 4. One verdict: once `verdict` is set it never changes.
+5. The same events at the same times lead to the same state: nothing depends on chance, or on the order of a set. Only
+   the failure detector depends on more, the heartbeats; what it decides becomes an event of its own (`GivenUp`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import replace
 
-from pdrun.rendezvous import verdict as judge
-from pdrun.rendezvous import wording
+from pdrun.rendezvous import admission, elastic, generations, loss, reports
 from pdrun.rendezvous.events import (
     Action,
     Close,
     Disconnected,
     Done,
+    GivenUp,
     Happening,
+    Heard,
     Orphaned,
     Peer,
     Received,
     Record,
     Report,
+    Resumed,
     SchedulerConfig,
     Send,
     StopOrdered,
     Tick,
 )
-from pdrun.rendezvous.legality import check_message
-from pdrun.rendezvous.members import Member, Phase, assignments, disagreement, missing, objection, ordered
+from pdrun.rendezvous.job import SIGTERM, Job, Session
+from pdrun.rendezvous.legality import OfGeneration, check_message
+from pdrun.rendezvous.members import MOST_NAMES, Member, Phase, missing
 from pdrun.rendezvous.messages import (
-    PROTOCOL,
-    Assign,
+    Depart,
     Echo,
-    Failure,
     Finished,
     Heartbeat,
     Hello,
+    Hung,
     Join,
     Leave,
     Message,
+    Progress,
     Ready,
     Refuse,
-    Start,
+    Stacks,
     StatusQuery,
     StopRequest,
-    StopWorkers,
     Unready,
-    Verdict,
-    Waiting,
-    Welcome,
     WorkerExit,
 )
-from pdrun.rendezvous.transitions import TRANSITIONS, IllegalEvent, JobState, Trigger, after
+from pdrun.rendezvous.transitions import TRANSITIONS, IllegalEvent, JobState, Trigger
+from pdrun.rendezvous.wording import count
 
 __all__ = [
     "Action", "Close", "Disconnected", "Done", "IllegalEvent", "JobState", "Membership", "Orphaned", "Received",
     "Record", "Report", "SchedulerConfig", "Send", "StopOrdered", "TRANSITIONS", "Tick", "Trigger",
 ]  # fmt: skip
 
-LATE = 5.0
-"""Seconds beyond the grace in which a node must have reported the end of its workers."""
 FAREWELL = 3.0
 """Seconds that agents get to hear the verdict and leave."""
-SIGTERM, SIGKILL = 15, 9
 
 
-@dataclass
-class Ending:
-    """How the workers of the present generation are being ended."""
-
-    reason: str
-    signal: int
-    grace: float
-    deadline: float
-    code: int | None = None
-    """The verdict's code, whatever the workers report (a signal, a limit, a lost node); None: the first cause's."""
-
-
-@dataclass
-class _Session:
-    """A connection that has said Hello."""
-
-    hello: Hello
-    stops: int = 0
-    """StopRequests that came over it."""
-
-
-class Membership:
-    """The job's state. Read its attributes freely; change them through `step` only."""
+class Membership(Job):
+    """The machine: a job, and the one way to change it."""
 
     def __init__(self, config: SchedulerConfig, scheduler: str, now: float) -> None:
+        """See `Job`."""
+        super().__init__(config, scheduler, now)
+        self.lasting: list[Happening] = []
         """
-        Args:
-            config: what to do.
-            scheduler: incarnation of this scheduler, 32 hexadecimal digits.
-            now: monotonic seconds.
+        What a journal must keep of the last step, in order, so that `replay` leads to the same state: not heartbeats
+        and ticks at which nothing was done.
         """
-        self.config = config
-        self.scheduler = scheduler
-        self.job = config.job
-        self.spec = config.spec
-        self.command = config.command
-        self.state = JobState.GATHERING
-        self.generation = -1
-        self.restarts = 0
-        self.sessions: dict[Peer, _Session] = {}
-        self.members: dict[str, Member] = {}
-        """By the agent's random name; lost ones stay, so that they can be told."""
-        self.failures: list[judge.Reported] = []
-        self.verdict: Verdict | None = None
-        self.done = False
-        self.ending: Ending | None = None
-        self._assigns: dict[str, Assign] = {}
         self._opened = False
-        self._began = now
-        self._since = now
-        """When the present state was entered."""
-        self._last = now
-        self._waiting_at = now + config.waiting_every
-        self._limit_at: float | None = None
-        self._out: list[Action] = []
+        self._replaying = False
 
     @property
     def tick_every(self) -> float:
         """Seconds in which a Tick is due, at most."""
-        return self.config.heartbeat / 4 if self.config.heartbeat else min(1.0, self.config.waiting_every)
-
-    @property
-    def nodes(self) -> list[Member]:
-        """Those who take part now, in rank order once there is one."""
-        return sorted((member for member in self.members.values() if member.here), key=lambda member: member.index)
+        return self.watch.times.tick
 
     def step(self, event: Happening, now: float) -> list[Action]:
         """
@@ -151,437 +104,233 @@ class Membership:
             session = self.sessions.get(event.peer)
             member = self.members.get(session.hello.agent) if session else None
             check_message(event.message, self.state, self.generation, session.hello if session else None, member)
-        self._out = []
-        self._absorb_stall(now)
+        self.out, self.lasting = [], []
+        if isinstance(event, Resumed):
+            self._resumed(event, now)
+        elif not self._replaying:
+            self.watch.passed(now)
         if not self._opened:
             self._opened = True
-            self._record_created()
+            self.record_created()
+        if isinstance(event, Tick) and not self._replaying:
+            self._detect(now)
+        if self._take(event, now):
+            self.lasting.append(event)
+        generations.settle(self, now)
+        for peer, told, code in self.fenced:
+            self.send(peer, Refuse(code or 69, told, rejoin=not code and elastic.is_open(self)))
+            self.close(peer)
+        self.fenced = []
+        if isinstance(event, Tick) and self.out:
+            self.lasting.append(event)
+        return self.out
+
+    def replay(self, past: Iterable[tuple[float, Happening]]) -> list[tuple[float, Record]]:
+        """
+        Take the events of a journal, each with its time, as `lasting` named them, and return what was recorded then.
+        Nothing is to be done for them again. Afterwards `step` takes Resumed, and the machine goes on from there.
+
+        Raises:
+            IllegalEvent: the events do not follow from each other.
+        """
+        self._replaying = True
+        said: list[tuple[float, Record]] = []
+        try:
+            for now, event in past:
+                said += [(now, action) for action in self.step(event, now) if isinstance(action, Record)]
+                self.watch.seen(now)
+        finally:
+            self._replaying = False
+        return said
+
+    def _take(self, event: Happening, now: float) -> bool:
+        """Act; return whether a journal must keep the event even where it led to nothing that can be seen."""
         match event:
             case Received(peer, message):
-                self._received(peer, message, now)
+                return self._received(peer, message, now)
+            case Heard(peers):
+                self._heard(peers, now)
+                return False
             case Disconnected(peer):
                 self._disconnected(peer, now)
             case Tick():
                 self._tick(now)
+                return False
             case StopOrdered(signal, by, force):
-                self._stop_ordered(signal, by, force, now)
+                generations.stop_ordered(self, signal, by, force, now)
             case Orphaned(reason):
-                self._orphaned(reason, now)
-        self._settle(now)
-        return self._out
+                generations.orphaned(self, reason, now)
+            case GivenUp():
+                self._given_up(event, now)
+            case Resumed():
+                pass
+        return True
 
     # Messages ---------------------------------------------------------------------------------------------------------
 
-    def _received(self, peer: Peer, message: Message, now: float) -> None:
+    def _received(self, peer: Peer, message: Message, now: float) -> bool:
         if isinstance(message, Hello):
-            return self._hello(peer, message, now)
+            admission.hello(self, peer, message, now)
+            return True
         session = self.sessions[peer]
         member = self.members.get(session.hello.agent)
-        if member is not None and member.peer == peer:
-            self._heard(member, now)
+        if member is not None:
+            admission.heard(self, member, now)
         match message:
             case Heartbeat(number):
-                self._send(peer, Echo(number))
+                if member is not None:
+                    self.watch.beaten(member, message, now)
+                self.send(peer, Echo(number))
+                return False
             case StatusQuery():
-                self._out.append(Report(peer))
+                self.out.append(Report(peer))
+                return False
             case StopRequest():
                 self._stop_request(peer, session, message, now)
             case Leave():
-                self._leave(peer, member, message, now)
+                loss.leave(self, peer, member, message, now)
+            case Depart(reason) if member is not None:
+                loss.depart(self, member, reason, now)
             case Join():
-                self._join(peer, session.hello, message, now)
-            case Ready() | Unready() | WorkerExit() | Finished() if member is not None and member.here:
-                if message.generation == self.generation:
-                    self._progress(member, message, now)
-        return None
+                admission.join(self, peer, session.hello, message, now)
+            case _ if isinstance(message, OfGeneration) and member is not None:
+                if message.generation == self.generation and self.state is not JobState.GATHERING:
+                    return self._of_generation(member, message, now)
+                if isinstance(message, Finished):
+                    reports.finished_before(self, member, message)
+        return True
 
-    def _hello(self, peer: Peer, hello: Hello, now: float) -> None:
-        if hello.version != PROTOCOL:
-            return self._refuse(peer, hello, wording.other_protocol(hello))
-        if hello.job and self.job and hello.job != self.job:
-            return self._refuse(peer, hello, wording.other_job(self.config, self.job, self.command, hello))
-        for other, session in list(self.sessions.items()):
-            if session.hello.agent == hello.agent:
-                if session.hello.incarnation >= hello.incarnation:
-                    return self._refuse(peer, hello, Refuse(69, "a newer connection of the same agent is here"))
-                del self.sessions[other]
-                self._out.append(Close(other))
-        member = self.members.get(hello.agent)
-        if member is not None and (not member.here or member.hello.incarnation >= hello.incarnation):
-            why = member.why_lost or "a newer connection of the same agent was here"
-            return self._refuse(peer, hello, Refuse(69, f"{member.name} was given up: {why}"))
-        if not self.job and hello.job and hello.role == "agent":
-            self.job, self.command = hello.job, hello.command
-            self._record_created()
-        self.sessions[peer] = _Session(hello)
-        self._welcome(peer)
-        if member is not None:
-            self._resume(member, peer, hello, now)
-        return None
+    def _heard(self, peers: Iterable[Peer], now: float) -> None:
+        """A relay tells who beats."""
+        for peer in peers:
+            session = self.sessions.get(peer)
+            member = self.members.get(session.hello.agent) if session else None
+            if member is not None:
+                admission.heard(self, member, now)
+                self.watch.met(member, now)
 
-    def _welcome(self, peer: Peer) -> None:
-        self._send(peer, Welcome(
-            self.job, self.config.run, self.spec, self.scheduler, self.config.heartbeat, self.config.dead
-        ))  # fmt: skip
-
-    def _resume(self, member: Member, peer: Peer, hello: Hello, now: float) -> None:
-        """A node is back on a new connection: tell it again all that holds now."""
-        member.peer, member.hello = peer, hello
-        self._heard(member, now)
-        if assign := self._assigns.get(hello.agent):
-            self._send(peer, assign)
-            if self.state in (JobState.RUNNING, JobState.RESTARTING, JobState.STOPPING):
-                self._send(peer, Start(self.generation))
-        ending = self.state in (JobState.RESTARTING, JobState.STOPPING) and member.phase is not Phase.FINISHED
-        if self.ending and ending:
-            self._send(peer, self._stop_workers(self.ending))
-        if self.verdict:
-            self._send(peer, self.verdict)
-
-    def _join(self, peer: Peer, hello: Hello, join: Join, now: float) -> None:
-        if hello.agent in self.members:
-            return
-        taking_part = self.nodes
-        if self.state is JobState.GATHERING:
-            for old in taking_part:
-                if old.peer is None and (old.name == join.node):
-                    self._forget(old, "its agent was started again")
-            taking_part = self.nodes
-            refuse = objection(self.config, taking_part, hello, join)
-            if refuse is None and len(taking_part) == self.config.nodes:
-                refuse = wording.full(self.config, self.job)
-        elif self.state is JobState.DONE:
-            refuse = wording.over(self.config, self.job)
-        else:
-            refuse = wording.full(self.config, self.job)
-        if refuse:
-            self._refuse(peer, hello, refuse, node=join.node)
-            return
-        if taking_part:
-            for key in disagreement(self.config.should_agree, taking_part[0], join):
-                self._record("warning", text=wording.differs(key, taking_part[0].join, join))
-        self.members[hello.agent] = Member(hello, join, peer, now, join.store)
-        self.command = self.command or join.facts.get("command", "")
-        if join.spec and not self.spec:
-            self.spec = join.spec
-            for other in self._visitors():
-                self._welcome(other)
-        self._record("joined", node=join.node, workers=join.workers, host=hello.host, pid=hello.pid)
-        if len(self.nodes) < self.config.nodes:
-            self._tell_waiting(now)
-
-    def _progress(self, member: Member, message: Ready | Unready | WorkerExit | Finished, now: float) -> None:
-        """A message of the present generation from a node that takes part."""
+    def _of_generation(self, member: Member, message: OfGeneration, now: float) -> bool:
+        """A message of the present generation from a node that is here."""
         match message:
-            case Ready() if self.state is JobState.ASSIGNING:
-                member.phase = Phase.READY
-            case Unready(_, code, reason) if self.state is JobState.ASSIGNING:
-                self._end(code or 70, f"{member.name} cannot start: {reason}", now)
-            case WorkerExit() if message.rank not in member.exits:
-                self._worker_exit(member, message, now)
-            case Finished(_, store) if member.phase is Phase.RUNNING:
-                member.phase = Phase.FINISHED
-                member.store = store or member.store
-            case _:
-                pass
+            case Ready() | Unready():
+                reports.ready(self, member, message, now)
+            case WorkerExit():
+                reports.worker_exit(self, member, message, now)
+            case Finished():
+                reports.finished(self, member, message)
+            case Progress():
+                return reports.progress(self, member, message)
+            case Hung():
+                reports.hung(self, member, message, now)
+            case Stacks():
+                reports.stacks(self, member, message, now)
+        return True
 
-    def _worker_exit(self, member: Member, message: WorkerExit, now: float) -> None:
-        cause = message.cause
-        member.exits[message.rank] = cause.code
-        self._record(
-            "exited", generation=self.generation, rank=message.rank, node=member.name, code=cause.code,
-            how=cause.kind, cause=cause.summary,
-        )  # fmt: skip
-        if not judge.failed(cause):
-            return
-        failure = Failure(message.rank, member.name, cause)
-        self.failures.append(judge.Reported(failure, len(self.failures), now))
-        if self.state is not JobState.RUNNING:
-            return
-        again = self.restarts < self.config.max_restarts and cause.retry
-        self._stop_all(Trigger.FAILED if again else Trigger.STOP, judge.describe(failure), now)
-
-    def _leave(self, peer: Peer, member: Member | None, message: Leave, now: float) -> None:
-        self._out.append(Close(peer))
-        del self.sessions[peer]
-        if member is None or member.peer != peer or not member.here:
-            return
-        member.peer = None
-        if self.state is JobState.GATHERING:
-            self._forget(member, message.reason)
-        elif self.state is JobState.DONE or member.phase is Phase.FINISHED:
-            self._part(member, message.reason)
-        else:
-            member.cut_at = now
-            self._lose(member, f"it left before the end{': ' + message.reason if message.reason else ''}", now)
-
-    # Liveness ---------------------------------------------------------------------------------------------------------
-
-    def _absorb_stall(self, now: float) -> None:
-        """Move every deadline of the failure detector by the time in which this scheduler itself stood still."""
-        late = now - self._last - self.tick_every
-        self._last = now
-        if late > 0:
-            for member in self.members.values():
-                member.heard += late
-                if member.peer is None:
-                    member.gone_at += late
-
-    def _heard(self, member: Member, now: float) -> None:
-        member.heard = now
-        if member.suspect:
-            member.suspect = False
-            self._record("recovered", node=member.name)
-
-    def _disconnected(self, peer: Peer, now: float) -> None:
-        session = self.sessions.pop(peer, None)
-        member = self.members.get(session.hello.agent) if session else None
-        if member is None or member.peer != peer or not member.here:
-            return
-        member.peer, member.cut_at = None, now
-        # An agent that talked a moment ago has ended, or is back at once. One that was silent before, as when its host
-        # stands still or packets are lost, has the same time in which to be heard again as without the cut.
-        talking = not self.config.heartbeat or now - member.heard < 2 * self.config.heartbeat
-        member.gone_at = max(now + self.config.reconnect, 0.0 if talking else member.heard + self.config.dead)
-
-    def _watch(self, member: Member, now: float) -> None:
-        """Suspect or give up a node that is cut or silent."""
-        if member.peer is None:
-            if now >= member.gone_at:
-                self._lose(member, "its agent ended or its connection was cut", now)
-            return
-        silent = now - member.heard
-        if not self.config.heartbeat:
-            return
-        if silent > self.config.dead:
-            member.cut_at = member.heard + 2 * self.config.heartbeat
-            self._lose(member, f"nothing was heard of it for {silent:.1f} s", now)
-        elif silent > self.config.suspect and not member.suspect:
-            member.suspect = True
-            self._record("suspect", node=member.name, silent=round(silent, 1))
-
-    def _lose(self, member: Member, why: str, now: float) -> None:
-        if self.state is JobState.GATHERING:
-            return self._forget(member, why)
-        if self.state is JobState.DONE or member.phase is Phase.FINISHED:
-            return self._part(member, why)
-        if member.peer is not None:
-            self._send(member.peer, Refuse(69, f"{member.name} was given up: {why}"))
-            self._out.append(Close(member.peer))
-            self.sessions.pop(member.peer, None)
-        member.peer, member.phase, member.why_lost = None, Phase.LOST, why
-        self._record("lost", node=member.name, reason=why)
-        reason = f"{self.config.unit} {member.place} was lost: {why}"
-        if self.state is JobState.ASSIGNING:
-            self._end(69, reason, now)
-            return None
-        earlier = any(judge.own(item.failure.cause) and item.at < member.cut_at for item in self.failures)
-        if self.state in (JobState.RUNNING, JobState.RESTARTING):
-            self._stop_all(Trigger.STOP, reason, now, code=None if earlier else 69)
-        elif self.ending and self.ending.code is None and not earlier:
-            self.ending = replace(self.ending, code=69, reason=reason)
-        return None
-
-    def _part(self, member: Member, why: str) -> None:
-        """A node that has done its part goes; nothing is lost with it, but no further generation can begin."""
-        if member.peer is not None:
-            self._out.append(Close(member.peer))
-            self.sessions.pop(member.peer, None)
-        member.peer, member.phase = None, Phase.LEFT
-        self._record("left", node=member.name, reason=why)
-
-    def _forget(self, member: Member, why: str) -> None:
-        """A node goes while the job is gathering: its place is free again."""
-        if member.peer is not None:
-            self._out.append(Close(member.peer))
-            self.sessions.pop(member.peer, None)
-        del self.members[member.hello.agent]
-        self._record("left", node=member.name, reason=why)
-
-    def _tick(self, now: float) -> None:
-        for member in list(self.members.values()):
-            if member.here and not self.done:
-                self._watch(member, now)
-        waited = now - self._since
-        if self.state is JobState.GATHERING:
-            if waited > self.config.start_timeout:
-                absent = ", ".join(missing(self.config, self.nodes))
-                self._end(69, f"{absent} did not come within {self.config.start_timeout:g} s", now)
-            elif now >= self._waiting_at:
-                self._tell_waiting(now)
-        elif self.state is JobState.ASSIGNING and waited > self.config.start_timeout:
-            slow = ", ".join(member.name for member in self.nodes if member.phase is not Phase.READY)
-            self._end(69, f"{slow} did not become ready within {self.config.start_timeout:g} s", now)
-        if self._limit_at is not None and now >= self._limit_at and self.verdict is None:
-            self._limit_at = None
-            self._give_up(124, f"the time limit of {self.config.time_limit:g} s has passed", SIGTERM, False, now)
-
-    # Stopping ---------------------------------------------------------------------------------------------------------
-
-    def _stop_request(self, peer: Peer, session: _Session, message: StopRequest, now: float) -> None:
+    def _stop_request(self, peer: Peer, session: Session, message: StopRequest, now: float) -> None:
         if session.hello.role == "view":
-            self._refuse(peer, session.hello, Refuse(77, "a viewer may look at the job, not stop it"))
+            self.refuse(peer, session.hello, Refuse(77, "a viewer may look at the job, not stop it"))
             return
         session.stops += 1
-        self._stop_ordered(message.signal, message.by, message.force or session.stops > 1, now)
+        generations.stop_ordered(self, message.signal, message.by, message.force or session.stops > 1, now)
 
-    def _stop_ordered(self, signal: int, by: str, force: bool, now: float) -> None:
-        if self.verdict is None:
-            self._give_up(128 + signal, f"stopped by {by}" if by else f"stopped by signal {signal}", signal, force, now)
-
-    def _give_up(self, code: int, reason: str, signal: int, force: bool, now: float) -> None:
-        """End the job for a reason that no worker's exit code changes; a repetition with ``force`` shortens the end."""
-        if self.state in (JobState.GATHERING, JobState.ASSIGNING):
-            self._end(code, reason, now)
-        elif self.state in (JobState.RUNNING, JobState.RESTARTING):
-            self._stop_all(Trigger.STOP, reason, now, code=code, signal=signal, grace=0.0 if force else None)
-        elif force and self.ending and self.ending.grace > 0:
-            self.ending = replace(self.ending, signal=SIGKILL, grace=0.0, deadline=now + LATE)
-            self._tell_stop(self.ending)
-
-    def _stop_all(
-        self, trigger: Trigger, reason: str, now: float, *, code: int | None = None, signal: int = SIGTERM,
-        grace: float | None = None,
-    ) -> None:  # fmt: skip
-        grace = self.config.grace if grace is None else grace
-        self._move(trigger, now)
-        self.ending = Ending(reason, signal, grace, now + grace + LATE, code)
-        kind = "restarting" if trigger is Trigger.FAILED else "stopping"
-        self._record(kind, reason=reason, generation=self.generation)
-        self._tell_stop(self.ending)
-
-    def _stop_workers(self, stop: Ending) -> StopWorkers:
-        return StopWorkers(self.generation, stop.signal, stop.grace, stop.reason)
-
-    def _tell_stop(self, stop: Ending) -> None:
-        for member in self.nodes:
-            if member.phase is not Phase.FINISHED:
-                self._tell(member, self._stop_workers(stop))
-
-    def _orphaned(self, reason: str, now: float) -> None:
-        if self.verdict is not None:
+    def _disconnected(self, peer: Peer, now: float) -> None:
+        session = self.forget_session(peer)
+        member = self.members.get(session.hello.agent) if session else None
+        if member is None or member.peer != peer:
             return
-        if self.state in (JobState.RUNNING, JobState.RESTARTING):
-            self._tell_stop(Ending(reason, SIGTERM, self.config.grace, now))
-        self._conclude(Trigger.ORPHANED, Verdict(69, reason), now)
+        member.peer = None
+        self.cut[member.hello.agent] = member
+        self.watch.cut(member, now)
 
-    # From generation to generation ------------------------------------------------------------------------------------
+    # Time -------------------------------------------------------------------------------------------------------------
 
-    def _settle(self, now: float) -> None:
-        """Do what follows from the phases of all nodes together."""
-        nodes = self.nodes
-        finished = all(member.phase is Phase.FINISHED for member in nodes)
-        if self.state is JobState.GATHERING:
-            if len(nodes) == self.config.nodes and all(member.peer for member in nodes):
-                self._move(Trigger.FULL, now)
-                self._assign(ordered(self.config, nodes))
-        elif self.state is JobState.ASSIGNING and all(member.phase is Phase.READY for member in nodes):
-            self._start(nodes, now)
-        elif self.state is JobState.RUNNING and finished:
-            world = next(iter(self._assigns.values())).world_size
-            every = f"all {world} workers" if world > 1 else "the worker"
-            self._conclude(Trigger.FINISHED, Verdict(0, f"{every} succeeded"), now)
-        elif self.state in (JobState.RESTARTING, JobState.STOPPING) and self.ending:
-            if finished or now >= self.ending.deadline:
-                self._stopped(nodes, self.ending, now)
-        elif self.verdict and not self.done and (not nodes or now - self._since > FAREWELL):
-            self.done = True
-            self._out.append(Done(self.verdict.code))
-
-    def _stopped(self, nodes: list[Member], stop: Ending, now: float) -> None:
-        """Every worker has ended, or had its time."""
-        late = [member.name for member in nodes if member.phase is not Phase.FINISHED]
-        for name in late:
-            self._record("warning", text=f"{name} did not report the end of its workers in time")
-        first = judge.first_cause(self.failures)
-        whole = not late and len(nodes) == self.config.nodes
-        if self.state is JobState.RESTARTING and whole and not (first and not first.failure.cause.retry):
-            self.restarts += 1
-            self._move(Trigger.AGAIN, now)
-            self._assign(nodes)
+    def _detect(self, now: float) -> None:
+        """Ask the failure detector; what it has decided is an event."""
+        if self.done:
             return
-        verdict = judge.worded(self.failures, restarts=self.restarts, code=stop.code, reason=stop.reason)
-        self._conclude(Trigger.FINISHED, verdict, now)
+        given_up, suspects = self.watch.overdue(self.members.values(), now)
+        for member, silent in suspects:
+            self.record("suspect", node=member.name, silent=round(silent, 1))
+        if given_up is not None:
+            self._given_up(given_up, now)
+            generations.settle(self, now)
+            self.lasting.append(given_up)
 
-    def _assign(self, nodes: list[Member]) -> None:
-        """Number the nodes, which stand in rank order, and open the next generation."""
-        self.generation += 1
-        self.failures, self.ending = [], None
-        assigns = assignments(nodes, self.generation, self.restarts)
-        self._assigns = {member.hello.agent: assign for member, assign in zip(nodes, assigns, strict=True)}
-        self._record(
-            "assigned", generation=self.generation, restarts=self.restarts, master=nodes[0].store,
-            nodes=[[member.name, member.first_rank, member.join.workers] for member in nodes],
-        )  # fmt: skip
-        for member, assign in zip(nodes, assigns, strict=True):
-            member.phase = Phase.JOINED
-            member.exits = {}
-            self._tell(member, assign)
+    def _given_up(self, event: GivenUp, now: float) -> None:
+        for lost in event.nodes:
+            if (member := self.members.get(lost.agent)) is not None:
+                member.cut_at = lost.cut_at
+                loss.give_up(self, member, lost.why, now)
 
-    def _start(self, nodes: list[Member], now: float) -> None:
-        self._move(Trigger.READY, now)
-        self._record("started", generation=self.generation)
-        if self._limit_at is None and self.config.time_limit is not None:
-            self._limit_at = now + self.config.time_limit
-        for member in nodes:
-            member.phase = Phase.RUNNING
-            self._tell(member, Start(self.generation))
+    def _tick(self, now: float) -> None:
+        """Do what is due. Looks at every node once, at most."""
+        config, waited = self.config, now - self.since
+        match self.state:
+            case JobState.GATHERING:
+                self._gathering(waited, now)
+            case JobState.ASSIGNING if waited > config.start_timeout:
+                self._never_ready(now)
+            case JobState.RUNNING if elastic.should_grow(self, now):
+                more = count(self.counts[Phase.STANDBY], f"more {config.unit}")
+                generations.stop_all(self, Trigger.CHANGED, f"{more} can take part", now, change=True)
+            case JobState.RUNNING:
+                reports.look(self, now)
+            case JobState.RESTARTING | JobState.STOPPING if self.ending is not None:
+                if self.ending.again_at is not None and self.state is JobState.RESTARTING:
+                    if now >= self.ending.again_at and not self._limit_passed(now):
+                        generations.again(self, self.ending, now)
+                elif now >= self.ending.deadline:
+                    generations.stopped(self, self.ending, now)
+            case JobState.DONE if waited > FAREWELL:
+                generations.farewell(self)
+        if self._limit_passed(now):
+            self.limit_at = None
+            generations.give_up(self, 124, f"the time limit of {config.time_limit:g} s has passed", SIGTERM, False, now)
 
-    # The end ----------------------------------------------------------------------------------------------------------
+    def _limit_passed(self, now: float) -> bool:
+        return self.limit_at is not None and now >= self.limit_at and self.verdict is None
 
-    def _end(self, code: int, reason: str, now: float) -> None:
-        """End a job none of whose workers runs."""
-        self._conclude(Trigger.END, Verdict(code, wording.after_restarts(reason, self.restarts)), now)
+    def _gathering(self, waited: float, now: float) -> None:
+        config = self.config
+        if elastic.should_form(self, now):
+            generations.form(self, now)
+        elif waited > config.start_timeout:
+            lacking = elastic.least(config) - elastic.present(self)
+            absent = ", ".join(missing(config, lacking, self.names, self.claims))
+            why = f"{self.short}; " if self.short else ""
+            generations.end(self, 69, f"{why}{absent} did not come within {config.start_timeout:g} s", now)
+        elif now >= self.waiting_at:
+            elastic.tell_waiting(self, now)
 
-    def _conclude(self, trigger: Trigger, verdict: Verdict, now: float) -> None:
-        self._move(trigger, now)
-        self.verdict = verdict
-        self._record("verdict", **wording.verdict_data(verdict))
-        for member in self.members.values():
-            if member.here:
-                self._tell(member, verdict)
-        if not self.spec:  # who waits to be told what the job runs waits in vain
-            for peer in self._visitors():
-                self._refuse(peer, self.sessions[peer].hello, wording.over(self.config, self.job))
+    def _never_ready(self, now: float) -> None:
+        """Nodes that do not become ready hold up all others; an elastic job goes on without them."""
+        slow = [member for member in self.members.values() if member.phase is Phase.JOINED]
+        why = f"did not become ready within {self.config.start_timeout:g} s"
+        named = ", ".join(member.name for member in slow[:MOST_NAMES])
+        if len(slow) > MOST_NAMES:
+            named += f" and {len(slow) - MOST_NAMES} more"
+        if not elastic.is_elastic(self.config):
+            generations.end(self, 69, f"{named} {why}", now)
+            return
+        for member in slow:
+            loss.give_up(self, member, f"it {why}", now)
 
-    # Small words ------------------------------------------------------------------------------------------------------
-
-    def _move(self, trigger: Trigger, now: float) -> None:
-        self.state = after(self.state, trigger)
-        self._since = now
-
-    def _visitors(self) -> list[Peer]:
-        """Connections of agents that have said nothing yet but Hello."""
-        return [
-            peer for peer, session in self.sessions.items()
-            if session.hello.role == "agent" and session.hello.agent not in self.members and not session.stops
-        ]  # fmt: skip
-
-    def _send(self, peer: Peer, message: Message) -> None:
-        self._out.append(Send(peer, message))
-
-    def _tell(self, member: Member, message: Message) -> None:
-        if member.peer is not None:
-            self._send(member.peer, message)
-
-    def _tell_waiting(self, now: float) -> None:
-        nodes = self.nodes
-        self._waiting_at = now + self.config.waiting_every
-        waiting = Waiting(
-            tuple(member.name for member in nodes), missing(self.config, nodes), self.config.nodes,
-            round(now - self._began, 3), self.config.start_timeout,
-        )  # fmt: skip
-        for member in nodes:
-            self._tell(member, waiting)
-
-    def _refuse(self, peer: Peer, hello: Hello, refuse: Refuse, node: str = "") -> None:
-        self._send(peer, refuse)
-        self._out.append(Close(peer))
-        self.sessions.pop(peer, None)
-        self._record("refused", node=node, host=hello.host, job=hello.job, code=refuse.code, reason=refuse.reason)
-
-    def _record_created(self) -> None:
-        self._record("created", job=self.job, run=self.config.run, nodes=self.config.nodes, host=self.config.host)
-
-    def _record(self, kind: str, **data: Any) -> None:
-        self._out.append(Record(kind, data))
+    def _resumed(self, event: Resumed, now: float) -> None:
+        """The successor's first step: every connection is gone, and nothing is late because of the time between."""
+        away = self.watch.gap(now)
+        self.scheduler = event.scheduler
+        self.sessions, self.agents = {}, {}
+        for agent, member in self.members.items():
+            member.peer = None
+            self.cut[agent] = member
+        self.watch.afresh(self.members.values(), now)
+        self.since, self.joined_at, self.waiting_at = self.since + away, self.joined_at + away, now
+        if self.ending is not None:
+            again_at = self.ending.again_at
+            self.ending = replace(
+                self.ending, deadline=self.ending.deadline + away, again_at=again_at and again_at + away
+            )
+        if self.inquiry is not None:
+            self.inquiry.deadline += away
+        self.progress.shift(away)
+        self.record("resumed", scheduler=event.scheduler, away=round(away, 1))

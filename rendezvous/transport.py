@@ -46,7 +46,14 @@ class Woken:
     fd: int
 
 
-Incoming = Arrived | Gone | Complaint | Woken
+@dataclass(frozen=True)
+class Alive:
+    """These connections were heard, and hear what they are answered, since the last time: in place of heartbeats."""
+
+    peers: tuple[Peer, ...]
+
+
+Incoming = Arrived | Gone | Complaint | Woken | Alive
 
 
 class ServerTransport(Protocol):

@@ -8,15 +8,16 @@ inside a node `Cause.at` counts, between nodes the order in which the scheduler 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from pdrun.rendezvous.messages import Cause, CauseKind, Failure, Verdict
 from pdrun.rendezvous.wording import after_restarts
 
 _RANKING: dict[CauseKind, int] = {
-    "exception": 0, "startup": 0, "signal": 1, "oom": 1, "exit": 2, "lost": 3, "suspect": 4, "communication": 5,
-    "stopped": 6, "ok": 7,
+    "exception": 0, "startup": 0, "hang": 0, "signal": 1, "oom": 1, "exit": 2, "lost": 3, "suspect": 4,
+    "communication": 5, "stopped": 6, "ok": 7,
 }  # fmt: skip
 
 MOST_OTHERS = 8
@@ -33,6 +34,62 @@ class Reported:
     """Place among the failures of its generation, as they arrived."""
     at: float
     """When it arrived, on the scheduler's clock."""
+
+
+class Failures(Sequence[Reported]):
+    """
+    The failures of one generation as they arrive, each in constant time and in little memory: only the first cause so
+    far keeps all of its text, a few others the end of theirs.
+    """
+
+    def __init__(self) -> None:
+        self._all: list[Reported] = []
+        self._first: int | None = None
+        self._own: set[int] = set()
+        """Ranks that failed by themselves and still have some text."""
+        self._own_since: float | None = None
+
+    def add(self, failure: Failure, now: float) -> None:
+        """One more, at its arrival; a rank that hung has failed already, whatever it ends with."""
+        if self.hung == failure.rank:
+            return
+        new = Reported(failure, len(self._all), now)
+        mine = own(failure.cause)
+        if mine and self._own_since is None:
+            self._own_since = now
+        self._all.append(new)
+        before = self.first
+        if before is None or first_cause((before, new)) is new:
+            self._first, new = new.order, before or new
+        if new.order == self._first:
+            return
+        keep = own(new.failure.cause) and (new.failure.rank in self._own or len(self._own) < MOST_OTHERS)
+        if keep:
+            self._own.add(new.failure.rank)
+        self._all[new.order] = replace(new, failure=_trimmed(new.failure) if keep else _bare(new.failure))
+
+    @property
+    def first(self) -> Reported | None:
+        """The one that explains the others: the same as `first_cause` of all."""
+        return None if self._first is None else self._all[self._first]
+
+    @property
+    def hung(self) -> int | None:
+        """The rank that was given up because it hung."""
+        return self._all[0].failure.rank if self._all and self._all[0].failure.cause.kind == "hang" else None
+
+    def own_before(self, time: float) -> bool:
+        """Whether some worker had failed by itself before ``time``."""
+        return self._own_since is not None and self._own_since < time
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._all[index]
+
+    def __iter__(self) -> Iterator[Reported]:
+        return iter(self._all)
 
 
 def own(cause: Cause) -> bool:
@@ -60,10 +117,13 @@ def describe(failure: Failure) -> str:
     """Return ``rank 1 on node0 failed: ValueError: boom``, one line."""
     cause = failure.cause
     why = cause.summary.splitlines()[0] if cause.summary.strip() else f"exit code {cause.code}"
-    return f"rank {failure.rank} on {failure.node} failed: {why}"
+    word = "hung" if cause.kind == "hang" else "failed"
+    return f"rank {failure.rank} on {failure.node} {word}: {why}"
 
 
-def worded(failures: Sequence[Reported], *, restarts: int, code: int | None = None, reason: str = "") -> Verdict:
+def worded(
+    failures: Sequence[Reported], *, restarts: int, code: int | None = None, reason: str = "", why_not: str = ""
+) -> Verdict:
     """
     Return the verdict over a job that failed.
 
@@ -72,12 +132,15 @@ def worded(failures: Sequence[Reported], *, restarts: int, code: int | None = No
         restarts: how often the job was started again before.
         code, reason: given when something other than a worker ended the job (a signal, a lost node, a limit); a
             worker's own code is used otherwise. After the last restart too: the reason then tells the count.
+        why_not: why the job is not tried again, where that needs saying.
     """
     first = first_cause(failures) if code is None else None
     others = [item.failure for item in failures if item is not first and own(item.failure.cause)]
     victims = sum(not own(item.failure.cause) for item in failures if item is not first)
     if code is None:
         code, reason = (first.failure.cause.code or 1, describe(first.failure)) if first else (70, reason)
+    if why_not and first:
+        reason = f"{reason} ({why_not})"
     return Verdict(
         code=code, reason=after_restarts(reason, restarts), first=first.failure if first else None,
         others=tuple(_trimmed(other) for other in others[:MOST_OTHERS]), victims=victims,
@@ -90,3 +153,8 @@ def _trimmed(failure: Failure) -> Failure:
     return replace(
         failure, cause=replace(cause, traceback=cause.traceback[-_OTHER_TRACEBACK:], tail=cause.tail[-_OTHER_TAIL:])
     )
+
+
+def _bare(failure: Failure) -> Failure:
+    """A failure without its text: one of a hundred thousand."""
+    return replace(failure, cause=replace(failure.cause, traceback="", tail=()))

@@ -70,7 +70,23 @@ def differs(key: str, first: Join, join: Join) -> str:
 
 def full(config: SchedulerConfig, job: str) -> Refuse:
     """One node too many."""
-    return Refuse(69, f"job '{job}' already has its {count(config.nodes, config.unit)}")
+    spares = f" and {count(config.spares, 'spare')}" if config.spares else ""
+    return Refuse(69, f"job '{job}' already has its {count(config.nodes, config.unit)}{spares}")
+
+
+def stopping(config: SchedulerConfig, job: str) -> Refuse:
+    """Too late for an elastic job."""
+    return Refuse(69, f"job '{job}' (run {config.run}) is being stopped")
+
+
+def standby(config: SchedulerConfig, running: int) -> str:
+    """Why a node has no part in the generation of so many nodes that is running, or about to."""
+    has = f"the job runs with {count(running, config.unit)}"
+    if running >= config.nodes:
+        return f"{has}, as many as it takes: this one is a spare"
+    if config.grow is not None:
+        return f"{has}: a larger generation begins when nobody else has come for {config.grow:g} s"
+    return f"{has}: this one takes part when the next generation is formed"
 
 
 def over(config: SchedulerConfig, job: str) -> Refuse:
@@ -93,6 +109,11 @@ def verdict_data(verdict: Verdict) -> dict[str, Any]:
             traceback=cause.traceback[-MOST_TRACEBACK:],
         )  # fmt: skip
     return data
+
+
+def straggler(rank: int, node: str, why: str) -> str:
+    """Return the line about a worker that is slower than the others."""
+    return f"rank {rank} on {node} {why}"
 
 
 def how_to_start(config: SchedulerConfig, endpoint: Endpoint, *, insecure: bool) -> str:

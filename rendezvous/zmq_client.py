@@ -7,7 +7,8 @@ closed. All attempts share one epoll descriptor, so that `fileno` stays the same
 
 CURVE fails without a word; the socket monitor tells. Three handshakes refused, or one for LONGEST_HANDSHAKE: another
 token, or no pdrun. Nobody at the port at all: agents may start before their scheduler, so that is tried again until
-``start_timeout``.
+``start_timeout``. After the first welcome a lost scheduler is waited for (`pdrun.rendezvous.patience`); a successor is
+known by job and run, and told again all that holds.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Literal
 
 from pdrun.clock import Clock, SystemClock
-from pdrun.errors import AuthenticationError, ConfigError, RendezvousError
+from pdrun.errors import ConfigError
 from pdrun.net import Endpoint
 from pdrun.rendezvous import security
 from pdrun.rendezvous.codec import CodecError, decode, encode
@@ -37,6 +38,7 @@ from pdrun.rendezvous.messages import (
     Verdict,
     Welcome,
 )
+from pdrun.rendezvous.patience import NOBODY, Patience
 from pdrun.rendezvous.resume import Filter, Memory
 from pdrun.rendezvous.security import Secret
 from pdrun.rendezvous.zmq_end import FAR_AWAY, end_context
@@ -44,20 +46,11 @@ from pdrun.rendezvous.zmq_end import FAR_AWAY, end_context
 if TYPE_CHECKING:
     import zmq
 
-REFUSALS = 3
-LONGEST_HANDSHAKE = 4.5
-"""Seconds from the first refused handshake to giving up."""
-LONGEST_SILENCE = 20.0
-"""Seconds for which somebody may accept connections and say nothing: a scheduler that is still starting."""
 RETRY, RETRY_UNNAMED, RETRY_REFUSED, RETRY_WELCOMED = 0.2, 1.0, 0.5, 0.1
 """
 Seconds between two attempts: when nobody listens, when the host's name is not known (yet), after a refused handshake,
 and when one has succeeded before.
 """
-STATUS_EVERY = 5.0
-LOST_LISTENER = 3.0
-"""Seconds without anybody at the port after which a scheduler that was there has ended."""
-
 
 class _Stage(Enum):
     IDLE = "no socket"
@@ -95,8 +88,7 @@ class ZmqLink:
         self._secret, self._insecure = secret, insecure
         self._job, self._role, self._host = job, role, host
         self._command, self._needs_spec = command, needs_spec
-        self._start_timeout, self._connect_timeout = start_timeout, connect_timeout
-        self._on_status = on_status
+        self._connect_timeout = connect_timeout
         self._clock = clock or SystemClock()
         self._agent, self._incarnation = secrets.token_hex(16), -1
         self._context = zmq.Context()
@@ -109,14 +101,8 @@ class ZmqLink:
         self._welcome: Welcome | None = None
         self._beats = self._echo = self._mark = 0
         now = self._clock.monotonic()
-        self._began = self._heard = self._last = now
-        self._retry_at = self._beat_at = now
-        self._status_at = now + 1.0
-        self._first_refusal: float | None = None
-        self._silent_since: float | None = None
-        self._nobody_since: float | None = None
-        self._attempt_at = now
-        self._refusals = 0
+        self._patience = Patience(endpoint, start_timeout, on_status, now)
+        self._retry_at = self._beat_at = self._attempt_at = now
         self._lookup = Lookup(endpoint.host)
         self._said = self._expected = 0
         self._connect(now)
@@ -143,7 +129,7 @@ class ZmqLink:
             RendezvousError: nobody answered, or the scheduler was lost.
         """
         now = self._clock.monotonic()
-        self._absorb_stall(now)
+        self._patience.turn(now)
         self._read_monitor(now)
         self._read_socket(now)
         if self._stage is _Stage.IDLE and now >= self._retry_at:
@@ -153,10 +139,34 @@ class ZmqLink:
             self._put(Heartbeat(self._beats, self._echo))
             self._beat_at = now + (self._welcome.heartbeat or 1.0)
             self._read_socket(now)
+        if self._stage is _Stage.UP and self._welcome and self._patience.deaf(self._welcome, now):
+            self._cut(now, 0.0)
         result, self._inbox = self._inbox, []
         if not result:
             self._judge(now)
         return result
+
+    def silent_for(self) -> float:
+        """Seconds since the scheduler was last heard, without those in which this process itself stood still."""
+        return self._patience.silent_for(self._clock.monotonic())
+
+    def cut_off_for(self) -> float:
+        """Seconds for which nothing of the scheduler's machine was heard, not even that it took a connection."""
+        return self._patience.cut_off_for(self._clock.monotonic())
+
+    def renew(self) -> None:
+        """
+        Begin again as a new agent, after the old one was given up: another name, nothing to repeat, nothing known.
+
+        The next `poll` has a Welcome, as the first one had. Only a scheduler of the same job and run is accepted.
+        """
+        now = self._clock.monotonic()
+        self._drop_socket()
+        self._agent, self._incarnation = secrets.token_hex(16), -1
+        self._memory, self._filter, self._inbox = Memory(), Filter(), []
+        self._beats = self._echo = self._mark = 0
+        self._stage, self._retry_at = _Stage.IDLE, now
+        self._patience.cut(now)
 
     def confirm(self) -> None:
         """Ask that the scheduler confirms all that was sent so far; `confirmed` tells, after some `poll`."""
@@ -202,7 +212,7 @@ class ZmqLink:
         ):  # fmt: skip
             sock.setsockopt(option, value)
         # A name is looked up by libzmq, in its own thread, for one family an attempt.
-        name_again = self._nobody_since is not None and self._incarnation % 2 == 1
+        name_again = self._patience.nobody_since is not None and self._incarnation % 2 == 1
         sock.setsockopt(zmq.IPV6, int(":" in self.endpoint.host or name_again))
         if self._secret:
             keys = security.key_pair(self._secret, self._role)
@@ -230,13 +240,16 @@ class ZmqLink:
     def _cut(self, now: float, wait: float) -> None:
         """The connection is over; try again in ``wait`` seconds, unless nothing is to be said any more."""
         if self._stage is not _Stage.OVER:
+            if self._welcome is not None:
+                self._patience.cut(now)
             self._drop_socket()
             self._stage, self._retry_at = _Stage.IDLE, now + wait
 
     def _put(self, message: Message) -> None:
         if self._socket is not None:
-            envelope = Envelope(self._agent, self._incarnation, self._said, message)
-            self._said += 1
+            counted = not isinstance(message, Heartbeat)
+            envelope = Envelope(self._agent, self._incarnation, self._said if counted else 0, message)
+            self._said += counted
             try:
                 self._socket.send(encode(envelope), self._zmq.NOBLOCK)
             except self._zmq.Again:
@@ -257,17 +270,17 @@ class ZmqLink:
         while self._monitor is not None and self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             event = int(recv_monitor_message(self._monitor)["event"])
             if event == zmq.EVENT_CONNECTED:
-                self._stage, self._nobody_since = _Stage.SHAKING, None
-                self._attempt_at = now
+                self._stage, self._attempt_at = _Stage.SHAKING, now
+                self._patience.somebody(now)
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._stage = _Stage.GREETING
-                self._refusals, self._first_refusal, self._silent_since = 0, None, None
+                self._patience.shaken()
             elif event in failed:
                 self._refused(now)
             elif event == zmq.EVENT_DISCONNECTED:
                 self._disconnected(now)
             elif event in (zmq.EVENT_CLOSED, zmq.EVENT_CONNECT_RETRIED) and self._stage is _Stage.CONNECTING:
-                self._nobody_since = self._nobody_since or now
+                self._patience.nobody(now)
                 self._lookup.begin()
                 named = event == zmq.EVENT_CLOSED  # else there was no address to open a connection to
                 self._cut(now, RETRY_WELCOMED if self._welcome else RETRY if named else RETRY_UNNAMED)
@@ -281,11 +294,7 @@ class ZmqLink:
         return self._cut(now, 0.0 if self._stage is _Stage.UP else RETRY)
 
     def _refused(self, now: float) -> None:
-        if now - self._attempt_at < 2.5:
-            self._refusals += 1
-            self._first_refusal = self._first_refusal or now
-        else:
-            self._silent_since = self._silent_since or self._attempt_at
+        self._patience.refused(now, self._attempt_at)
         self._cut(now, RETRY_REFUSED if self._welcome is None else RETRY_WELCOMED)
 
     def _read_socket(self, now: float) -> None:
@@ -300,10 +309,11 @@ class ZmqLink:
                 return None
             except CodecError:
                 return self._cut(now, RETRY)
-            if envelope.sequence != self._expected:
+            counted = not isinstance(envelope.body, Echo)
+            if envelope.sequence != (self._expected if counted else 0):
                 return self._cut(now, RETRY)
-            self._expected += 1
-            self._heard = now
+            self._expected += counted
+            self._patience.heard(now)
             self._take(envelope.body, now)
         return None
 
@@ -312,7 +322,8 @@ class ZmqLink:
             self._echo = message.number
             return
         if isinstance(message, Welcome):
-            if self._welcome and self._welcome.scheduler != message.scheduler:
+            known = self._welcome
+            if known and (known.run != message.run or known.job not in ("", message.job)):
                 self._stage = _Stage.OVER
                 self._inbox.append(Refuse(69, f"the scheduler at {self.endpoint} is another one now"))
                 return
@@ -320,6 +331,7 @@ class ZmqLink:
                 self._welcome = message
             if self._stage is not _Stage.UP:
                 self._stage, self._beat_at = _Stage.UP, now
+                self._patience.up(now)
                 for again in self._memory.to_repeat():
                     self._put(again)
             if self._needs_spec and not message.spec:
@@ -333,56 +345,18 @@ class ZmqLink:
 
     # Patience ---------------------------------------------------------------------------------------------------------
 
-    def _absorb_stall(self, now: float) -> None:
-        """Time in which this process itself stood still is not the scheduler's silence."""
-        late = now - self._last - 1.5
-        self._last = now
-        if late > 0:
-            self._heard += late
-
     def _judge(self, now: float) -> None:
         """Raise what time has made certain."""
         if self._stage is _Stage.OVER or isinstance(self._filter.seen(Verdict), Verdict):
             return
-        where = str(self.endpoint)
-        if self._welcome:
-            gone = self._nobody_since is not None and now - self._nobody_since > LOST_LISTENER
-            silent = now - self._heard
-            if gone or (self._welcome.dead and self._welcome.heartbeat and silent > self._welcome.dead):
-                raise RendezvousError(f"lost the scheduler: nothing heard for {silent:.1f} s", where=where)
-            if self._needs_spec and not self._welcome.spec:
-                self._await_spec(now)
+        if self._welcome is None:
+            self._patience.judge_start(self._lookup.fault, now)
             return
-        if self._refusals >= REFUSALS or (self._first_refusal and now - self._first_refusal > LONGEST_HANDSHAKE):
-            raise AuthenticationError(
-                f"the token differs or {where} is no pdrun scheduler",
-                hint="use the same token on every node (`pdrun token show`), and --insecure on all or on none",
-            )
-        if self._silent_since and now - self._silent_since > LONGEST_SILENCE:
-            raise AuthenticationError(f"{where} takes connections and says nothing: it is no pdrun scheduler")
-        if now - self._began > self._start_timeout:
-            raise RendezvousError(
-                self._lookup.fault or f"no scheduler there within {self._start_timeout:g} s", where=where,
-                hint="start pdrun on the first node, and check the address",
-            )  # fmt: skip
-        if self._nobody_since is not None:
-            self._report(f"waiting for the scheduler at {where}: {self.absence}", now)
+        self._patience.judge_lost(self._welcome, now)
+        if self._needs_spec and not self._welcome.spec:
+            self._patience.judge_spec(now)
 
     @property
     def absence(self) -> str:
         """Why nobody answers, as far as that is known."""
-        return self._lookup.fault or "nobody listens there yet"
-
-    def _await_spec(self, now: float) -> None:
-        if now - self._began > self._start_timeout:
-            raise RendezvousError(
-                f"nobody said within {self._start_timeout:g} s what the job runs", where=str(self.endpoint),
-                hint=f"start one node with its script: pdrun --scheduler {self.endpoint} --no-serve SCRIPT",
-            )  # fmt: skip
-        self._report(f"the scheduler at {self.endpoint} does not know yet what the job runs: waiting for the node "
-                     "that is started with its script", now)  # fmt: skip
-
-    def _report(self, line: str, now: float) -> None:
-        if now >= self._status_at and self._on_status:
-            self._status_at = now + STATUS_EVERY
-            self._on_status(line)
+        return self._lookup.fault or NOBODY

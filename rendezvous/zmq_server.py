@@ -4,7 +4,8 @@ The scheduler's transport over TCP: one ZeroMQ ROUTER, CURVE with a ZAP handler 
 Every limit is set: 1 MiB a frame, two frames a message, 1000 messages queued a connection, 3 s for a handshake, a token
 bucket a connection. Whoever sends what is no envelope, or cannot take what is sent, is cut off; the service goes on.
 A connection's end is learned from the socket monitor within milliseconds, and its owner by the descriptor (SRCFD)
-from which its messages came. Limits: ROUTER has no call that ends one connection, so its descriptor is shut down.
+from which its messages came. A relay's connection carries those of many agents (see `relayed`), each a peer of its own.
+Limits: ROUTER has no call that ends one connection, so its descriptor is shut down.
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pdrun.errors import ConfigError
 from pdrun.net import Endpoint
-from pdrun.rendezvous import security
+from pdrun.rendezvous import relayed, security
 from pdrun.rendezvous.codec import CodecError, decode, encode
 from pdrun.rendezvous.events import Peer
 from pdrun.rendezvous.messages import Envelope
+from pdrun.rendezvous.relays import Relays
 from pdrun.rendezvous.security import Secret
-from pdrun.rendezvous.transport import Arrived, Complaint, Gone, Incoming, Woken
+from pdrun.rendezvous.transport import Arrived, Complaint, Incoming, Woken
 from pdrun.rendezvous.wording import count
 from pdrun.rendezvous.zmq_end import end_context
 
@@ -60,6 +62,9 @@ class _Connection:
 class ZmqServer:
     """A ServerTransport over TCP. Not for use by several threads."""
 
+    roles: tuple[Literal["agent", "view", "relay"], ...] = ("agent", "view", "relay")
+    """Whose keys open the door."""
+
     def __init__(
         self, secret: Secret | None, *, endpoint: Endpoint | None = None, listen_fd: int | None = None,
         insecure: bool = False,
@@ -80,6 +85,7 @@ class ZmqServer:
         self._connections: dict[Peer, _Connection] = {}
         self._by_fd: dict[int, Peer] = {}
         self._closing: dict[Peer, tuple[float, _Connection]] = {}
+        self._relays = Relays(self._put)
         self._pending: list[Incoming] = []
         self._watched: list[int] = []
         self._context = zmq.Context()
@@ -106,13 +112,13 @@ class ZmqServer:
         zap = self._context.socket(self._zmq.REP)
         zap.bind("inproc://zeromq.zap.01")
         self._poller.register(zap, self._zmq.POLLIN)
-        self._roles = {security.key_pair(secret, role).public: role for role in ("agent", "view")}
+        self._roles = {security.key_pair(secret, role).public: role for role in self.roles}
         return zap
 
     def _configure(self, secret: Secret | None) -> None:
         zmq, router = self._zmq, self._router
         for option, value in (
-            (zmq.ROUTER_MANDATORY, 1), (zmq.MAXMSGSIZE, Envelope.LIMIT), (zmq.SNDHWM, HIGH_WATER),
+            (zmq.ROUTER_MANDATORY, 1), (zmq.MAXMSGSIZE, relayed.LIMIT), (zmq.SNDHWM, HIGH_WATER),
             (zmq.RCVHWM, HIGH_WATER), (zmq.HANDSHAKE_IVL, int(HANDSHAKE * 1000)), (zmq.BACKLOG, BACKLOG),
             (zmq.HEARTBEAT_IVL, 1000), (zmq.HEARTBEAT_TIMEOUT, 3000), (zmq.LINGER, 1000), (zmq.TCP_KEEPALIVE, 1),
         ):  # fmt: skip
@@ -155,6 +161,7 @@ class ZmqServer:
 
     def poll(self, timeout: float) -> Sequence[Incoming]:
         """Wait for at most ``timeout`` seconds and return what came in."""
+        self._relays.flush()
         wait = 0 if self._pending else max(0, int(timeout * 1000))
         ready = dict(self._poller.poll(wait))
         if self._zap in ready:
@@ -171,25 +178,34 @@ class ZmqServer:
 
     def send(self, peer: Peer, envelope: Envelope) -> None:
         """Send without waiting; a connection that cannot take it is ended and reported as Gone."""
+        if peer in self._relays:
+            self._relays.send(peer, encode(envelope))
+        else:
+            self._put(peer, encode(envelope))
+
+    def _put(self, peer: Peer, data: bytes) -> None:
         connection = self._connections.get(peer)
         if connection is None:
             return
         try:
-            self._router.send_multipart([connection.identity, encode(envelope)], self._zmq.NOBLOCK)
+            self._router.send_multipart([connection.identity, data], self._zmq.NOBLOCK)
         except self._zmq.ZMQError as error:
             slow = error.errno == self._zmq.EAGAIN
             if slow:
                 self._pending.append(Complaint(f"{self._where(connection)} does not read: cut off"))
             self._drop(peer)
-            self._pending.append(Gone(peer))
+            self._pending += self._relays.ended(peer)
 
     def close_peer(self, peer: Peer) -> None:
         """End a connection after what was sent to it had time to leave; no Gone is reported for it."""
-        if connection := self._connections.pop(peer, None):
+        if peer in self._relays:
+            self._relays.close(peer)
+        elif connection := self._connections.pop(peer, None):
             self._closing[peer] = (time.monotonic() + FAREWELL, connection)
 
     def close(self, timeout: float) -> None:
         """End everything, giving what was sent at most ``timeout`` seconds to leave."""
+        self._relays.flush()
         self._router.disable_monitor()  # first: a socket that outlives its monitor waits for ever at its end
         for one in (self._monitor, self._router, self._zap):
             if one is not None:
@@ -251,13 +267,19 @@ class ZmqServer:
         try:
             if len(frames) != 1:
                 raise CodecError("a message has one frame")
-            if not connection.allow(now):
+            if connection.role != "relay" and not connection.allow(now):
                 raise CodecError(f"more than {RATE:g} messages a second")
-            result.append(Arrived(peer, connection.role, decode(bytes(frames[0].buffer))))
+            result += self._open(peer, connection.role, bytes(frames[0].buffer))
         except CodecError as error:
             result.append(Complaint(f"{self._where(connection)} was cut off: {error}"))
             self._drop(peer)
-            result.append(Gone(peer))
+            result += self._relays.ended(peer)
+
+    def _open(self, peer: Peer, role: str, data: bytes) -> Sequence[Incoming]:
+        """Return what a frame of a connection means."""
+        if role == "relay" or (not role and data.startswith(relayed.MAGIC)):  # a role is proved unless --insecure
+            return self._relays.open(peer, data)
+        return (Arrived(peer, role, decode(data)),)
 
     def _admit(self, identity: bytes, frame: zmq.Frame) -> _Connection:
         fd = int(frame.get(self._zmq.SRCFD))
@@ -285,7 +307,7 @@ class ZmqServer:
         self._closing.pop(peer, None)
         if connection := self._connections.pop(peer, None):
             _shut(connection)
-            result.append(Gone(peer))
+            result += self._relays.ended(peer)
 
     def _drop(self, peer: Peer) -> None:
         """End a connection now."""

@@ -23,7 +23,7 @@ class Scheduler(SchedulerChild):
 
     def __init__(self, secret: Secret | None, events: Path, endpoint: Endpoint = LOOPBACK, **changes: Any) -> None:
         self.secret, self.events_path = secret, events
-        options = {key: changes.pop(key) for key in ("insecure",) if key in changes}
+        options = {key: changes.pop(key) for key in ("insecure", "journal") if key in changes}
         super().__init__(config(**changes), secret, endpoint=endpoint, events_path=events, **options)
 
     def events(self, kind: str = "") -> list[eventlog.Event]:

@@ -20,6 +20,7 @@ from pdrun.rendezvous.events import (
     Happening,
     Received,
     Record,
+    Resumed,
     SchedulerConfig,
     Send,
 )
@@ -67,13 +68,16 @@ class Machine:
     sent: list[Send] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)
     done: list[int] = field(default_factory=list)
+    journal: list[tuple[float, Happening]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.began = self.now
         self.membership = Membership(self.config, "s" * 32, self.now)
 
     def step(self, event: Happening) -> list[Action]:
         actions = self.membership.step(event, self.now)
         check(self.membership)
+        self.journal += [(self.now, each) for each in self.membership.lasting]
         for action in actions:
             match action:
                 case Send():
@@ -85,6 +89,20 @@ class Machine:
                 case Done(code):
                     self.done.append(code)
         return actions
+
+    def replayed(self) -> Membership:
+        """What a successor of the scheduler finds in the journal."""
+        machine = Membership(self.config, "s" * 32, self.began)
+        machine.replay(self.journal)
+        return machine
+
+    def succeed(self, away: float = 2.0) -> None:
+        """The scheduler dies; after so many seconds its successor goes on from the journal."""
+        machine = self.replayed()
+        assert durable(machine) == durable(self.membership)
+        self.now += away
+        self.membership = machine
+        self.step(Resumed("t" * 32))
 
     def say(self, peer: str, *messages: Message) -> None:
         for message in messages:
@@ -109,7 +127,8 @@ class Machine:
         end = self.now + seconds
         while self.now < end:
             for peer in peers:
-                self.say(peer, Heartbeat(1, 0))
+                if peer in self.membership.sessions:
+                    self.say(peer, Heartbeat(1, 0))
             self.tick(min(0.5, end - self.now))
 
     def to(self, peer: str, kind: type[M]) -> list[M]:
@@ -141,6 +160,26 @@ class Machine:
     def verdict(self) -> Verdict:
         assert self.membership.verdict is not None, f"no verdict, job is {self.membership.state}"
         return self.membership.verdict
+
+
+PASSING = ("heard", "answered", "gone_at", "suspect", "cut_at")
+"""What the failure detector knows of a member."""
+
+
+def durable(machine: Membership) -> dict[str, Any]:
+    """All of a machine's state that must survive the death of its scheduler; not who was heard when."""
+    found = dict(vars(machine))
+    for passing in ("watch", "out", "lasting", "waiting_at", "progress", "began", "_replaying"):
+        found.pop(passing, None)
+    members = {
+        agent: [value for name, value in vars(member).items() if name not in PASSING]
+        for agent, member in machine.members.items()
+    }
+    places = {name: list(found.pop(name)) for name in ("names", "claims", "cut", "departing")}
+    return {
+        **found, "members": members, **places, "failures": list(machine.failures), "saved": machine.progress.saved,
+        "progressed": machine.progress.any,
+    }  # fmt: skip
 
 
 # Real sockets ---------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from pdrun.rendezvous.messages import (
     Welcome,
     WorkerExit,
 )
-from pdrun.rendezvous.server import MOST_LINES, Service
+from pdrun.rendezvous.service import MOST_LINES, Service
 from pdrun.rendezvous.transport import MemoryHub
 
 from .helpers import cause, config

@@ -301,7 +301,7 @@ def cut(link: ZmqLink) -> None:
 
 
 def test_a_killed_scheduler_is_noticed(scheduler: Start, secret: Secret) -> None:
-    child = scheduler()
+    child = scheduler(patience=2.0)
     with agents(child.endpoint, secret, "job") as (agent,):
         agent.join("n")
         agent.expect(Waiting)

@@ -1,0 +1,305 @@
+"""
+The scheduler's journal: what a successor needs to go on with the job. Append-only, one file, mode 0600.
+
+    pdrun journal 1
+    frame: length of the payload | CRC-32 of the payload | CRC-32 of those two, begun with the one of the frame before
+    payload: JSON; of the first frame a Header, of every other one an Entry
+    frame, payload, frame, payload ...
+
+Written ahead: the entries of everything that came in together are appended and synced once (`commit`), and only then
+is acted upon. So a half-written end was never acted upon: it is cut off. Anything else that does not fit (a payload
+that differs from its checksum, a frame that does not follow the one before) is damage, and named with its place.
+
+Limits: the file must lie on a disk that this process can lock; one that hangs, hangs the scheduler. The file is as
+secret as the job's specification, and holds no token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import struct
+import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pdrun.errors import ConfigError, RendezvousError
+from pdrun.rendezvous import codec
+from pdrun.rendezvous.events import Happening, SchedulerConfig
+from pdrun.rendezvous.messages import Envelope
+
+MAGIC = b"pdrun journal 1\n"
+_FRAME = struct.Struct(">III")
+LONGEST = 4 * Envelope.LIMIT
+"""Bytes of one payload, at most."""
+LOCK_WAIT = 2.0
+"""Seconds for the lock: a process that was killed a moment ago may still hold it."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """Whose journal this is."""
+
+    job: str
+    """As the scheduler was told it; empty: it was to adopt the first agent's."""
+    run: str
+    config: str
+    """`digest` of the scheduler's configuration."""
+    scheduler: str
+    """Incarnation of the scheduler that began it."""
+    now: float
+    """Monotonic seconds when the job began."""
+    wall: float
+    """The wall clock at the same moment, for the times in the event log."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One event that the membership machine took."""
+
+    group: int
+    """Counts the commits: entries of one group were written, and then acted upon, together."""
+    now: float
+    """Monotonic seconds at which it was taken."""
+    event: Happening
+
+
+@dataclass(frozen=True)
+class Past:
+    """What a journal tells."""
+
+    header: Header
+    entries: tuple[Entry, ...]
+    offsets: tuple[int, ...] = ()
+    """Where each entry begins, for complaints."""
+    torn: int = 0
+    """Bytes of a half-written entry at the end, which were cut off."""
+
+
+def digest(config: SchedulerConfig) -> str:
+    """Return what must be equal for a journal to be continued: everything but the run's name."""
+    text = json.dumps(codec.to_plain(replace(config, run="")), sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+class Journal:
+    """A journal that is being written. `add` what happens, `commit` before acting on it."""
+
+    def __init__(self, path: Path, fd: int, chain: int, group: int) -> None:
+        """Not to be called directly: see `create` and `reopen`. ``fd`` belongs to this object."""
+        self.path = path
+        self.group = group
+        """Number of the group that is being collected."""
+        self._fd, self._chain = fd, chain
+        self._pending = bytearray()
+
+    def add(self, now: float, event: Happening) -> None:
+        """Collect an entry; nothing is written before `commit`."""
+        self._pend({"group": self.group, "now": now, "event": codec.event_to_plain(event)})
+
+    def commit(self) -> None:
+        """
+        Write what was collected and wait until it is on the disk.
+
+        Raises:
+            OSError: it could not be written. The journal is of no use any more: `discard` it.
+        """
+        if not self._pending:
+            return
+        data = memoryview(bytes(self._pending))
+        self._pending.clear()
+        while data:
+            data = data[os.write(self._fd, data) :]
+        os.fdatasync(self._fd)
+        self.group += 1
+
+    def close(self) -> None:
+        """Let the file go. What was not committed is lost, as it should be."""
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):  # a broken disk may say so here once more
+                os.close(self._fd)
+            self._fd = -1
+
+    def discard(self) -> None:
+        """Remove the file: nobody is to go on from it."""
+        try:
+            self.path.unlink(missing_ok=True)
+        except OSError:
+            try:
+                os.ftruncate(self._fd, 0)
+            except OSError:
+                pass  # a disk that takes neither cannot be opened for writing by a successor either
+        self.close()
+
+    def _pend(self, payload: dict[str, Any]) -> None:
+        data = json.dumps(payload, ensure_ascii=True, separators=(",", ":")).encode()
+        head = struct.pack(">II", len(data), zlib.crc32(data))
+        self._chain = zlib.crc32(head, self._chain)
+        self._pending += head + struct.pack(">I", self._chain) + data
+
+
+def create(path: Path, header: Header) -> Journal:
+    """
+    Begin a journal; its folder is made (0700) where it is missing.
+
+    Raises:
+        OSError: it cannot be written, or it is there already.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    journal = Journal(path, fd, 0, 0)
+    try:
+        _lock(path, fd)
+        journal._pending += MAGIC
+        journal._pend(codec.to_plain(header))
+        journal.commit()
+        _sync_folder(path.parent)
+    except BaseException:
+        journal.discard()
+        raise
+    return journal
+
+
+def reopen(path: Path) -> tuple[Journal, Past]:
+    """
+    Read a journal to its end, cut off what is half-written there, and open it for going on.
+
+    Raises:
+        RendezvousError: it is damaged, or cannot be read. ConfigError: another scheduler writes it right now.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+    except OSError as error:
+        raise RendezvousError(f"the scheduler's journal cannot be opened: {error.strerror}", where=str(path)) from None
+    try:
+        _lock(path, fd)
+        data = path.read_bytes()
+        header, entries, offsets, good, chain = _read(path, data)
+        if good < len(data):
+            os.ftruncate(fd, good)
+            os.fdatasync(fd)
+    except OSError as error:
+        os.close(fd)
+        raise RendezvousError(f"the scheduler's journal cannot be read: {error.strerror}", where=str(path)) from None
+    except BaseException:
+        os.close(fd)
+        raise
+    group = entries[-1].group + 1 if entries else 1
+    return Journal(path, fd, chain, group), Past(header, tuple(entries), tuple(offsets), len(data) - good)
+
+
+def read_header(path: Path) -> Header:
+    """
+    Return whose journal a file is, without opening it for going on.
+
+    Raises:
+        RendezvousError: it is none, or it is damaged there. OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        data = file.read(LONGEST)
+    return _read(path, data, header_only=True)[0]
+
+
+# Reading --------------------------------------------------------------------------------------------------------------
+
+
+def _read(path: Path, data: bytes, header_only: bool = False) -> tuple[Header, list[Entry], list[int], int, int]:
+    """Return header, entries, their offsets, the length of what is whole, and the checksum that comes next."""
+    header: Header | None = None
+    entries: list[Entry] = []
+    offsets: list[int] = []
+    good, chain = len(MAGIC), 0
+    if not data.startswith(MAGIC):
+        raise damage(path, 0, "it is no journal of this version of pdrun")
+    for start, payload, follows in _frames(path, data):
+        try:
+            value = codec.load_json(payload, LONGEST)
+            if header is None:
+                header = codec.from_plain(Header, value, "header")
+            else:
+                entries.append(_entry(value))
+                offsets.append(start)
+        except codec.CodecError as error:
+            raise damage(path, start, str(error)) from None
+        good, chain = start + _FRAME.size + len(payload), follows
+        if header_only:
+            break
+    if header is None:
+        raise damage(path, len(MAGIC), "it ends before it says whose it is")
+    return header, entries, offsets, good, chain
+
+
+def _frames(path: Path, data: bytes) -> Iterator[tuple[int, bytes, int]]:
+    """Yield (offset, payload, running checksum) of every whole frame; what is half there at the end is left out."""
+    at, chain = len(MAGIC), 0
+    while at < len(data):
+        head = data[at : at + _FRAME.size]
+        # Where the machine itself went down, a file may have grown by bytes that were never written: zeros.
+        if len(head) < _FRAME.size or not (any(head) or any(data[at:])):
+            return
+        length, checksum, follows = _FRAME.unpack(head)
+        chain = zlib.crc32(head[:8], chain)
+        if chain != follows:
+            raise damage(path, at, "what is there does not follow what stands before it")
+        payload = data[at + _FRAME.size : at + _FRAME.size + length]
+        if len(payload) < length:
+            return
+        if zlib.crc32(payload) != checksum:
+            raise damage(path, at, "its checksum differs")
+        yield at, payload, chain
+        at += _FRAME.size + length
+
+
+def _entry(value: Any) -> Entry:
+    if not isinstance(value, dict) or set(value) != {"group", "now", "event"}:
+        raise codec.CodecError("an entry has the fields group, now, event")
+    when = codec.from_plain(_When, {"group": value["group"], "now": value["now"]}, "entry")
+    return Entry(when.group, when.now, codec.event_from_plain(value["event"], "event"))
+
+
+@dataclass(frozen=True)
+class _When:
+    """An entry without its event, which may be of any kind."""
+
+    group: int
+    now: float
+
+
+def damage(path: Path, offset: int, why: str) -> RendezvousError:
+    """Return the error about a journal from which nobody can go on."""
+    return RendezvousError(
+        f"the scheduler's journal is damaged at byte {offset}: {why}", where=str(path),
+        hint="the job cannot be resumed: remove the file and start the job again",
+    )  # fmt: skip
+
+
+def _lock(path: Path, fd: int) -> None:
+    deadline = time.monotonic() + LOCK_WAIT
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                return  # a file system without locks: the port is one lock already
+            if time.monotonic() > deadline:
+                raise ConfigError("another scheduler writes this journal", where=str(path)) from None
+            time.sleep(0.02)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Have the file's name survive, too."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError:
+        pass  # not every file system can
+    finally:
+        os.close(fd)

@@ -1,0 +1,185 @@
+"""
+How long a link waits for its scheduler, and what it says when that is over. Pure: time is an argument.
+
+Before the first welcome: a token that differs is told after a few refused handshakes, nobody at the port after the
+start timeout. Afterwards: whoever is welcomed once waits for a lost scheduler, which may be started again, for the
+``patience`` of the Welcome. Time in which this process itself stood still is nobody's silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pdrun.errors import AuthenticationError, RendezvousError
+from pdrun.net import Endpoint
+from pdrun.rendezvous.messages import Welcome
+
+REFUSALS = 3
+LONGEST_HANDSHAKE = 4.5
+"""Seconds from the first refused handshake to giving up."""
+LONGEST_SILENCE = 20.0
+"""Seconds for which somebody may accept connections and say nothing: a scheduler that is still starting."""
+STATUS_EVERY = 5.0
+LOST_LISTENER = 1.0
+"""Seconds of a lost connection that also a link without patience bears: a cut is mended in less."""
+OWN_STALL = 1.5
+"""Seconds between two calls that are no stall of this process."""
+
+
+class Patience:
+    """What one link knows of its scheduler's silence."""
+
+    def __init__(
+        self, endpoint: Endpoint, start_timeout: float, report: Callable[[str], None] | None, now: float
+    ) -> None:
+        """
+        Args:
+            start_timeout: seconds until a scheduler must have welcomed us.
+            report: is given a line every few seconds while nobody is there.
+        """
+        self._where, self._start_timeout, self._say = endpoint, start_timeout, report
+        self._began = self._last = now
+        self._status_at = now + 1.0
+        self._heard = self._reached = now
+        self._lost_since: float | None = None
+        """Since when a scheduler that had welcomed us is out of reach."""
+        self._refusals = 0
+        self._first_refusal: float | None = None
+        self._mute_since: float | None = None
+        self.nobody_since: float | None = None
+        """Since when nobody listens at the port."""
+
+    # What happened ----------------------------------------------------------------------------------------------------
+
+    def turn(self, now: float) -> None:
+        """Called at each turn of the loop: excuses what this process slept through."""
+        late = now - self._last - OWN_STALL
+        self._last = now
+        if late > 0:
+            self._heard += late
+            self._reached += late
+            if self._lost_since is not None:
+                self._lost_since += late
+
+    def heard(self, now: float) -> None:
+        """A message came."""
+        self._heard = now
+
+    def silent_for(self, now: float) -> float:
+        """Seconds since the scheduler was last heard, without those in which this process itself stood still."""
+        late = max(0.0, now - self._last - OWN_STALL)
+        return max(0.0, now - self._heard - late)
+
+    def cut_off_for(self, now: float) -> float:
+        """
+        As `silent_for`, but a connection that the scheduler's machine took counts as a word: no network is cut then.
+
+        Not so one that was refused or failed: that may have come from this machine.
+        """
+        late = max(0.0, now - self._last - OWN_STALL)
+        return max(0.0, now - max(self._heard, self._reached) - late)
+
+    def nobody(self, now: float) -> None:
+        """Nobody listens."""
+        self.nobody_since = self.nobody_since or now
+
+    def somebody(self, now: float) -> None:
+        """Somebody took the connection."""
+        self._reached = now
+        self.nobody_since = None
+
+    def shaken(self) -> None:
+        """The handshake succeeded: the token is right."""
+        self._refusals, self._first_refusal, self._mute_since = 0, None, None
+
+    def refused(self, now: float, began: float) -> None:
+        """An attempt that began at ``began`` ended before the handshake did."""
+        if now - began < 2.5:
+            self._refusals += 1
+            self._first_refusal = self._first_refusal or now
+        else:
+            self._mute_since = self._mute_since or began
+
+    def up(self, now: float) -> None:
+        """The scheduler has welcomed us."""
+        self._lost_since = None
+
+    def cut(self, now: float) -> None:
+        """The connection to a scheduler that had welcomed us is gone."""
+        if self._lost_since is None:
+            self._lost_since, self._status_at = now, now + STATUS_EVERY
+
+    # What follows -----------------------------------------------------------------------------------------------------
+
+    def deaf(self, welcome: Welcome, now: float) -> bool:
+        """Whether a connection that stands has been silent for so long that another one is to be made."""
+        return bool(welcome.dead and welcome.heartbeat) and now - self._heard > welcome.dead
+
+    def judge_lost(self, welcome: Welcome, now: float) -> None:
+        """
+        Judge the absence of a scheduler that had welcomed us.
+
+        Raises:
+            RendezvousError: patience is over.
+        """
+        if self._lost_since is None:
+            return
+        gone = now - self._lost_since
+        if gone > max(welcome.patience, LOST_LISTENER):
+            raise RendezvousError(
+                f"lost the scheduler: nothing heard for {now - self._heard:.1f} s", where=str(self._where)
+            )
+        self.report(
+            f"lost the scheduler at {self._where}: waiting for it to come back, for {welcome.patience - gone:.0f} s "
+            "more; the workers go on", now,
+        )  # fmt: skip
+
+    def judge_start(self, fault: str, now: float) -> None:
+        """
+        Judge the absence of a scheduler that has not welcomed us yet.
+
+        Args:
+            fault: why the scheduler's name is not known; empty: it is.
+
+        Raises:
+            AuthenticationError: it holds another token, or it is none. RendezvousError: it never came.
+        """
+        where = str(self._where)
+        if self._refusals >= REFUSALS or (self._first_refusal and now - self._first_refusal > LONGEST_HANDSHAKE):
+            raise AuthenticationError(
+                f"the token differs or {where} is no pdrun scheduler",
+                hint="use the same token on every node (`pdrun token show`), and --insecure on all or on none",
+            )
+        if self._mute_since and now - self._mute_since > LONGEST_SILENCE:
+            raise AuthenticationError(f"{where} takes connections and says nothing: it is no pdrun scheduler")
+        if now - self._began > self._start_timeout:
+            raise RendezvousError(
+                fault or f"no scheduler there within {self._start_timeout:g} s", where=where,
+                hint="start pdrun on the first node, and check the address",
+            )  # fmt: skip
+        if self.nobody_since is not None:
+            self.report(f"waiting for the scheduler at {where}: {fault or NOBODY}", now)
+
+    def judge_spec(self, now: float) -> None:
+        """
+        Judge that the scheduler does not know yet what the job runs.
+
+        Raises:
+            RendezvousError: nobody said it in time.
+        """
+        if now - self._began > self._start_timeout:
+            raise RendezvousError(
+                f"nobody said within {self._start_timeout:g} s what the job runs", where=str(self._where),
+                hint=f"start one node with its script: pdrun --scheduler {self._where} --no-serve SCRIPT",
+            )  # fmt: skip
+        self.report(f"the scheduler at {self._where} does not know yet what the job runs: waiting for the node "
+                    "that is started with its script", now)  # fmt: skip
+
+    def report(self, line: str, now: float) -> None:
+        """Say a line, unless one was said a moment ago."""
+        if now >= self._status_at and self._say:
+            self._status_at = now + STATUS_EVERY
+            self._say(line)
+
+
+NOBODY = "nobody listens there yet"

@@ -1,0 +1,151 @@
+"""
+A scheduler's way into the job: begin it with a fresh journal, without one, or go on from where a predecessor died.
+
+A scheduler inside the agent has no journal, and loads none of what deals with them.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pdrun import eventlog
+from pdrun.clock import Clock
+from pdrun.errors import ConfigError
+from pdrun.eventlog import Event
+from pdrun.rendezvous.events import Happening, SchedulerConfig
+from pdrun.rendezvous.state import Membership
+
+if TYPE_CHECKING:
+    from pdrun.rendezvous.replay import Keeper
+
+
+@dataclass
+class Recovery:
+    """The machine, and what keeps its successor able to go on."""
+
+    machine: Membership
+    scheduler: str
+    """Incarnation of this scheduler."""
+    shift: float = 0.0
+    """To be added to the clock: after a start of the whole host it begins anew, and time never goes back."""
+    resumed: bool = False
+    said: tuple[Event, ...] = ()
+    """What predecessors had said for the event log, and"""
+    unwritten: tuple[Event, ...] = ()
+    """those at its end which are missing in the log."""
+    warning: str = ""
+    """What the user should know: a half-written end, or no journal at all."""
+    _keeper: Keeper | None = None
+
+    def before(self, event: Happening) -> None:
+        """Called before each step of the machine."""
+        if self._keeper is not None:
+            self._keeper.before(self.machine, event)
+
+    def after(self, now: float) -> None:
+        """Called after each step, before its actions are carried out."""
+        if self._keeper is not None:
+            self._keeper.after(self.machine, now)
+
+    def commit(self) -> str:
+        """
+        Make the steps since the last call safe; return a warning when that is not possible any more.
+
+        A disk that is full, or gone, does not end a healthy job: the job loses only its way back from a second fault.
+        """
+        if self._keeper is None:
+            return ""
+        try:
+            self._keeper.journal.commit()
+            return ""
+        except OSError as error:
+            path = self._keeper.journal.path
+            self.forget()
+            return _without(path, error)
+
+    def forget(self) -> None:
+        """Remove the journal: the job is over, or nobody is to go on from it."""
+        if self._keeper is not None:
+            self._keeper.journal.discard()
+            self._keeper = None
+
+    def close(self) -> None:
+        """Let the journal go; a successor may go on from it."""
+        if self._keeper is not None:
+            self._keeper.journal.close()
+            self._keeper = None
+
+
+def begin(config: SchedulerConfig, clock: Clock, journal: Path | None = None) -> Recovery:
+    """Begin a job. A journal that cannot be written is a warning, not an error."""
+    now, scheduler = clock.monotonic(), os.urandom(16).hex()
+    found = Recovery(Membership(config, scheduler, now), scheduler)
+    if journal is not None:
+        from pdrun.rendezvous.journal import Header, create, digest
+        from pdrun.rendezvous.replay import Keeper
+
+        header = Header(config.job, config.run, digest(config), scheduler, now, clock.wall())
+        try:
+            found._keeper = Keeper(create(journal, header))
+        except OSError as error:
+            found.warning = _without(journal, error)
+    return found
+
+
+def resume(config: SchedulerConfig, clock: Clock, journal: Path, events: Path | None = None) -> Recovery:
+    """
+    Go on with the job of a journal.
+
+    Args:
+        config: as the predecessor's.
+        events: the event log, to complete it.
+
+    Raises:
+        ConfigError: the journal is another job's, or another scheduler writes it.
+        RendezvousError: it is damaged, or cannot be read; names file and place.
+    """
+    from pdrun.rendezvous.journal import digest, reopen
+    from pdrun.rendezvous.replay import Keeper, not_written, replay
+
+    writer, past = reopen(journal)
+    header = past.header
+    if (header.job, header.run) != (config.job, config.run) or header.config != digest(config):
+        writer.close()
+        raise ConfigError(
+            f"the journal is of job '{header.job}', run {header.run}, or of other settings than these",
+            where=str(journal), hint="start the scheduler with the same options, or name another journal",
+        )  # fmt: skip
+    restored = replay(config, past, journal)
+    end = list(eventlog.tail(events)) if events is not None and events.exists() else []
+    last = past.entries[-1].now if past.entries else header.now
+    torn = f"the end of the scheduler's journal was half-written: {past.torn} bytes of it were cut off"
+    return Recovery(
+        restored.machine, os.urandom(16).hex(), max(0.0, last - clock.monotonic()), True, restored.said,
+        tuple(not_written(restored, end)), torn if past.torn else "", Keeper(writer),
+    )  # fmt: skip
+
+
+def enter(config: SchedulerConfig, clock: Clock, journal: Path | None, events: Path | None = None) -> Recovery:
+    """Resume where there is a journal, begin where there is none. Raises as `resume`."""
+    if journal is not None and journal.exists():
+        return resume(config, clock, journal, events)
+    return begin(config, clock, journal)
+
+
+def of_same_run(config: SchedulerConfig, journal: Path | None) -> SchedulerConfig:
+    """Return the configuration with the run of an existing journal: for a scheduler that makes up its run's name."""
+    if journal is None or not journal.exists():
+        return config
+    from pdrun.rendezvous.journal import read_header
+
+    return replace(config, run=read_header(journal).run)
+
+
+def _without(path: Path, error: OSError) -> str:
+    return (
+        f"the scheduler's journal {path} cannot be written ({error.strerror or error}): the job goes on, but it ends "
+        "should the scheduler die"
+    )

@@ -1,0 +1,39 @@
+"""
+A scheduler process that is killed at a chosen commit of its journal: ``dying_server.py MOMENT NUMBER MARKER``.
+
+torn: half of the entry is written. written: all of it is, and nothing was acted upon. Only the process that makes the
+file MARKER dies, so that its successor lives. The product has no such place; here it is put in from outside.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from pdrun.rendezvous import server
+from pdrun.rendezvous.journal import Journal
+
+moment, number, marker = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+commit, count = Journal.commit, 0
+
+
+def dying(journal: Journal) -> None:
+    global count
+    pending = bytes(journal._pending)
+    count += bool(pending)
+    last = bool(pending) and count == number and not marker.exists()
+    if last:
+        marker.touch()
+    if last and moment == "torn":
+        os.write(journal._fd, pending[: len(pending) // 2])
+    else:
+        commit(journal)
+    if last:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+Journal.commit = dying  # type: ignore[method-assign]
+if __name__ == "__main__":
+    sys.exit(server.main())

@@ -1,0 +1,451 @@
+"""The journal: the same state out of it as went in, nothing lost at any byte of a torn end, and damage named."""
+
+from __future__ import annotations
+
+import os
+import random
+import stat
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdrun import eventlog
+from pdrun.clock import FakeClock
+from pdrun.errors import ConfigError, RendezvousError
+from pdrun.eventlog import Event, EventLog
+from pdrun.rendezvous import messages as m
+from pdrun.rendezvous.codec import CodecError, event_from_plain, event_to_plain
+from pdrun.rendezvous.events import (
+    Disconnected,
+    GivenUp,
+    Happening,
+    Heard,
+    Orphaned,
+    Received,
+    Resumed,
+    SchedulerConfig,
+    Silent,
+    StopOrdered,
+    Tick,
+)
+from pdrun.rendezvous.journal import Header, Journal, Past, create, digest, reopen
+from pdrun.rendezvous.recovery import begin, enter, of_same_run, resume
+from pdrun.rendezvous.replay import Keeper, Restored, not_written, replay
+from pdrun.rendezvous.service import Service
+from pdrun.rendezvous.state import IllegalEvent, JobState, Membership
+from pdrun.rendezvous.transport import MemoryHub
+
+from .helpers import cause, config, hello
+
+EVENTS: list[Happening] = [
+    Received("p", hello("a")),
+    Received("p", m.Join("n", None, 2, {"command": "x"}, "h:1", "{}")),
+    Received("p", m.WorkerExit(0, 1, cause(traceback="t", tail=("a", "b")))),
+    Received("p", m.Stacks(0, (m.StackGroup((0, 1), "here"),))),
+    Received("p", m.Progress(0, (m.Step(0, 5, 0.25),), 4)),
+    Heard(("p", "q")), Disconnected("p"), Tick(), StopOrdered(15, "me", True), Orphaned("gone"), Resumed("s" * 32),
+    GivenUp((Silent("a", "nothing was heard of it for 10.1 s", 12.5),)),
+]  # fmt: skip
+
+
+def header(settings: SchedulerConfig, now: float = 1000.0) -> Header:
+    return Header(settings.job, settings.run, digest(settings), "s" * 32, now, 1_700_000_000.0)
+
+
+def written(path: Path, groups: list[list[Happening]]) -> bytes:
+    """Write a journal with so many commits; return its bytes."""
+    journal = create(path, header(config()))
+    for number, group in enumerate(groups):
+        for event in group:
+            journal.add(1000.0 + number, event)
+        journal.commit()
+    journal.close()
+    return path.read_bytes()
+
+
+def test_every_event_comes_back(tmp_path: Path) -> None:
+    written(tmp_path / "new" / "j", [EVENTS])
+    journal, past = reopen(tmp_path / "new" / "j")
+    journal.close()
+    assert [entry.event for entry in past.entries] == EVENTS
+    assert past.header == header(config()) and past.torn == 0
+    assert stat.S_IMODE((tmp_path / "new" / "j").stat().st_mode) == 0o600
+    assert {type(event) for event in EVENTS} == set(Happening.__args__), "an event that the journal was not asked about"
+
+
+@pytest.mark.parametrize("plain", [
+    {}, [], None, {"kind": "Nothing", "body": {}}, {"kind": [], "body": {}}, {"kind": "Tick", "body": {"x": 1}},
+    {"kind": "Received", "peer": "p", "type": "Tick", "body": {}}, {"kind": "Received", "body": {}},
+    {"kind": "Received", "peer": 1, "type": "Leave", "body": {"reason": ""}},
+])  # fmt: skip
+def test_what_is_no_event_is_refused(plain: Any) -> None:
+    with pytest.raises(CodecError):
+        event_from_plain(plain, "event")
+    assert event_from_plain(event_to_plain(Tick()), "event") == Tick()
+
+
+def test_an_end_that_is_torn_at_any_byte_is_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    whole = written(path, [EVENTS[:2], EVENTS[2:4]])
+    path.unlink()
+    first = len(written(path, [EVENTS[:2], EVENTS[2:3]]))
+    for cut in range(first, len(whole)):
+        path.write_bytes(whole[:cut])
+        journal, past = reopen(path)
+        assert [entry.event for entry in past.entries] == EVENTS[:3] and past.torn == cut - first
+        journal.add(1010.0, Tick())  # and it goes on from there
+        journal.commit()
+        journal.close()
+        journal, past = reopen(path)
+        journal.close()
+        assert [entry.event for entry in past.entries] == [*EVENTS[:3], Tick()] and past.torn == 0
+        assert past.entries[-1].group > past.entries[-2].group
+
+
+def test_bytes_that_were_never_written_are_a_torn_end(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    whole = written(path, [EVENTS])
+    path.write_bytes(whole + bytes(5000))
+    journal, past = reopen(path)
+    journal.close()
+    assert len(past.entries) == len(EVENTS) and past.torn == 5000 and path.read_bytes() == whole
+
+
+def test_every_flipped_byte_is_damage_that_names_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    whole = written(path, [EVENTS[:1], EVENTS[6:8]])
+    ends = []
+    for count in range(3):
+        path.unlink()
+        groups = [EVENTS[:1], EVENTS[6:8]]
+        ends.append(len(written(path, groups[:count])))
+    for at in range(len(whole)):
+        broken = bytearray(whole)
+        broken[at] ^= 1 << (at % 8)
+        path.write_bytes(broken)
+        with pytest.raises(RendezvousError) as caught:
+            reopen(path)
+        assert str(path) in str(caught.value) and caught.value.exit_code == 69
+        place = int(str(caught.value).split("at byte ")[1].split(":")[0])
+        assert place <= at and (place >= ends[0] or at < ends[0]), "the complaint is about another entry"
+
+
+def test_entries_cannot_be_taken_out_or_exchanged(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    sizes = []
+    for count in range(4):
+        whole = written(path, [[event] for event in EVENTS[:count]])
+        sizes.append(len(whole))
+        path.unlink()
+    path.write_bytes(whole[: sizes[1]] + whole[sizes[2] :])
+    with pytest.raises(RendezvousError, match=f"damaged at byte {sizes[1]}"):
+        reopen(path)
+
+
+def test_a_journal_has_one_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdrun.rendezvous.journal.LOCK_WAIT", 0.1)
+    journal = create(tmp_path / "j", header(config()))
+    with pytest.raises(ConfigError, match="another scheduler writes this journal"):
+        reopen(tmp_path / "j")
+    journal.close()
+    reopen(tmp_path / "j")[0].close()
+
+
+def test_a_journal_of_another_job_or_of_other_settings_is_refused(tmp_path: Path) -> None:
+    path, clock = tmp_path / "j", FakeClock()
+    begin(config(), clock, path).close()
+    for other in ({"job": "another"}, {"run": "run-2"}, {"grace": 3.0}, {"nodes": 3}):
+        with pytest.raises(ConfigError, match="another journal"):
+            resume(config(**other), clock, path)
+    assert of_same_run(config(run="made-up"), path).run == "run-1"
+    assert of_same_run(config(run="made-up"), tmp_path / "none").run == "made-up"
+    assert enter(config(), clock, path).resumed
+
+
+@pytest.mark.parametrize("text", [b"", b"pdrun journal 1", b"pdrun journal 1\n", b"something else\n" * 9])
+def test_what_is_no_journal_is_called_that(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "j").write_bytes(text)
+    with pytest.raises(RendezvousError, match="damaged at byte"):
+        reopen(tmp_path / "j")
+
+
+def test_entries_that_do_not_follow_are_damage(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    written(path, [[Received("p", m.Ready(0))]])
+    with pytest.raises(RendezvousError, match="the job was not there"):
+        resume(config(), FakeClock(), path)
+
+
+# A journal that cannot be written -------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_a_full_disk_costs_the_way_back_and_not_the_job(tmp_path: Path) -> None:
+    events: list[Event] = []
+    recovery = begin(config(nodes=1), FakeClock(), tmp_path / "j")
+    service = Service(config(nodes=1), MemoryHub(), clock=FakeClock(), record=events.append, recovery=recovery)
+    hub = service.transport
+    assert isinstance(hub, MemoryHub) and recovery._keeper is not None
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, recovery._keeper.journal._fd)
+    os.close(full)
+    end = hub.connect()
+    for number, message in enumerate((hello("a"), m.Join("n", None, 1, store="h:1"))):
+        end.send(m.Envelope("a", 0, number, message))
+        service.poll_once(0.0)
+    assert [type(envelope.body) for envelope in end.take()] == [m.Welcome, m.Assign], "the job goes on"
+    told = [str(event.data["text"]) for event in events if event.kind == "warning"]
+    assert len(told) == 1 and "No space left on device" in told[0] and "it ends should the scheduler die" in told[0]
+    assert not (tmp_path / "j").exists(), "nobody may go on from half a journal"
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    recovery = begin(config(), FakeClock(), tmp_path / "file" / "j")
+    assert "cannot be written" in recovery.warning and not recovery.resumed
+
+
+def test_without_an_event_log_the_terminals_are_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    recovery = begin(config(nodes=2), FakeClock(), tmp_path / "j")
+    service = Service(config(nodes=2), MemoryHub(), clock=FakeClock(), recovery=recovery)
+    hub = service.transport
+    assert isinstance(hub, MemoryHub) and recovery._keeper is not None
+    end = hub.connect()
+    end.send(m.Envelope("a", 0, 0, hello("a")))
+    end.send(m.Envelope("a", 0, 1, m.Join("n", None, 1, store="h:1")))
+    service.poll_once(0.0)
+    os.close(recovery._keeper.journal._fd)
+    end.send(m.Envelope("a", 0, 2, m.StopRequest(15, "me")))
+    service.poll_once(0.0)
+    service.poll_once(0.0)
+    notices = [envelope.body.text for envelope in end.take() if isinstance(envelope.body, m.Notice)]
+    assert len(notices) == 1 and "cannot be written" in notices[0]
+
+
+# The same state -------------------------------------------------------------------------------------------------------
+
+OF_THE_MOMENT = {
+    "watch", "heard", "answered", "gone_at", "suspect",  # the failure detector's: begins afresh (Resumed)
+    "out", "lasting", "fenced", "_replaying",  # of one step
+    "waiting_at",  # when Waiting is told again, be it to nobody
+    "_tracks", "_look_at", "_record_at", "_news",  # how far workers are: told again with the next Progress
+}  # fmt: skip
+
+
+def picture(value: Any) -> Any:
+    """What lasts of a machine, as plain values that can be compared."""
+    if isinstance(value, Enum) or value is None or isinstance(value, str | int | float | bool):
+        return value
+    if isinstance(value, dict):
+        return [[picture(key), picture(one)] for key, one in value.items()]
+    if isinstance(value, list | tuple):
+        return [picture(one) for one in value]
+    if isinstance(value, set | frozenset):
+        return sorted(map(picture, value))
+    names = [item.name for item in fields(value)] if is_dataclass(value) else sorted(vars(value))
+    return {name: picture(getattr(value, name)) for name in names if name not in OF_THE_MOMENT}
+
+
+@dataclass
+class Node:
+    """An agent that mostly says what is due."""
+
+    name: str
+    incarnation: int = -1
+    peer: str = ""
+    life: int = 0
+    ranks: list[int] = field(default_factory=list)
+    generation: int = -1
+
+    @property
+    def agent(self) -> str:
+        return f"{self.name}-{self.life}"
+
+
+class Walk:
+    """A random life of a job, written into a journal, and killed now and then."""
+
+    def __init__(self, settings: SchedulerConfig, path: Path, seed: int) -> None:
+        self.settings, self.path, self.random = settings, path, random.Random(seed)
+        self.now, self.kills = 1000.0, 0
+        self.machine = Membership(settings, "s" * 32, self.now)
+        self.keeper = Keeper(create(path, header(settings)))
+        self.nodes = [Node(f"n{i}") for i in range(settings.nodes + settings.spares + 1)]
+
+    def step(self, event: Happening) -> None:
+        self.keeper.before(self.machine, event)
+        try:
+            actions = self.machine.step(event, self.now)
+        except IllegalEvent:
+            return
+        self.keeper.after(self.machine, self.now)
+        told = {node.peer: node for node in self.nodes if node.peer}
+        for action in actions:
+            node, message = told.get(getattr(action, "peer", "")), getattr(action, "message", None)
+            if node and isinstance(message, m.Assign) and message.generation > node.generation:
+                node.generation = message.generation
+                node.ranks = [message.first_rank, message.first_rank + 1]
+
+    def say(self, node: Node, message: m.Message) -> None:
+        if node.peer:
+            self.step(Received(node.peer, message))
+
+    def turn(self) -> None:
+        node, chance = self.random.choice(self.nodes), self.random.random()
+        if chance < 0.3:
+            for other in self.nodes:
+                if self.random.random() < 0.9:
+                    self.say(other, m.Heartbeat(1, 1))
+            self.now += self.random.choice([0.01, 0.25, 0.25, 1.0, 4.0, 30.0])
+            self.step(Tick())
+        elif not node.peer:
+            node.incarnation += 1
+            node.peer = f"{node.agent}.{node.incarnation}.{self.kills}"
+            self.say(node, hello(node.agent, incarnation=node.incarnation))
+            self.say(node, m.Join(node.name, None, 2, store=f"{node.name}:1"))
+        elif chance < 0.36:
+            self.step(Disconnected(node.peer))
+            node.peer = ""
+        elif chance < 0.38:
+            self.say(node, self.random.choice([m.Leave("bye"), m.Depart("away")]))
+            node.life, node.incarnation, node.peer = node.life + 1, -1, ""
+        elif chance < 0.385:
+            self.say(node, m.StopRequest(2, node.name))
+        elif chance < 0.39:
+            self.step(Received("viewer", hello("v", role="view")))
+            self.step(Received("viewer", m.StatusQuery()))
+            self.step(Disconnected("viewer"))
+        else:
+            self.work(node)
+
+    def work(self, node: Node) -> None:
+        generation = node.generation
+        if self.machine.state is JobState.ASSIGNING:
+            self.say(node, m.Ready(generation))
+        elif self.random.random() < 0.5:
+            rank = self.random.choice(node.ranks or [0])
+            saved = self.random.choice([-1, 3, 5])
+            self.say(node, self.random.choice([
+                m.Progress(generation, (m.Step(rank, 5, 0.1),), saved), m.Stacks(generation, ()),
+                m.Hung(generation, rank, "no progress") if self.random.random() < 0.1 else m.Heartbeat(2, 2),
+            ]))  # fmt: skip
+        elif node.ranks:
+            code = self.random.choice([0, 0, 1])
+            self.say(node, m.WorkerExit(generation, node.ranks.pop(), cause("exit" if code else "ok", code)))
+        else:
+            self.say(node, m.Finished(generation, f"{node.name}:2"))
+
+    def read(self) -> tuple[Journal, Past, Restored]:
+        self.keeper.journal.commit()
+        self.keeper.journal.close()
+        journal, past = reopen(self.path)
+        return journal, past, replay(self.settings, past, self.path)
+
+    def kill(self) -> None:
+        """The scheduler dies, and its successor goes on."""
+        journal, _, restored = self.read()
+        assert picture(restored.machine) == picture(self.machine)
+        self.machine, self.keeper = restored.machine, Keeper(journal)
+        self.kills += 1
+        self.now += 1.0
+        for node in self.nodes:
+            node.peer = ""
+        self.step(Resumed(f"{self.kills:032x}"))
+
+
+@given(
+    st.integers(0, 1 << 32), st.integers(1, 4), st.integers(0, 2), st.integers(0, 2),
+    st.sampled_from([0.0, 30.0]), st.integers(0, 4),
+)  # fmt: skip
+@settings(max_examples=80, deadline=None)
+def test_replay_leads_to_the_same_state(
+    seed: int, nodes: int, spares: int, restarts: int, grow: float, fewer: int
+) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        walk = Walk(
+            config(nodes=nodes, min_nodes=max(1, nodes - fewer) if fewer else 0, spares=spares, max_restarts=restarts,
+                   grow=grow or None, gather=1.0, backoff=0.5),
+            Path(folder, "j"), seed,
+        )  # fmt: skip
+        for _ in range(160):
+            walk.turn()
+            if walk.random.random() < 0.02:
+                walk.kill()
+        walk.kill()
+        walk.keeper.journal.close()
+
+
+def test_the_walk_reaches_what_it_is_to_prove(tmp_path: Path) -> None:
+    """A walk that never leaves the first state would prove nothing."""
+    seen: set[JobState] = set()
+    for seed in range(40):
+        walk = Walk(config(nodes=2, min_nodes=1, spares=1, max_restarts=2, gather=1.0), tmp_path / f"{seed}", seed)
+        for _ in range(160):
+            walk.turn()
+            seen.add(walk.machine.state)
+        walk.kill()
+        walk.keeper.journal.close()
+    assert seen == set(JobState)
+
+
+def test_heartbeats_ticks_and_viewers_have_no_entries(tmp_path: Path) -> None:
+    walk = Walk(config(nodes=1, waiting_every=1000.0), tmp_path / "j", 0)
+    node = walk.nodes[0]
+    node.peer = "p"
+    for message in (hello(node.agent), m.Join(node.name, None, 2, store="h:1"), m.Ready(0)):
+        walk.say(node, message)
+    before = len(walk.keeper.journal._pending)
+    for number in range(1000):
+        walk.now += 0.25
+        walk.say(node, m.Heartbeat(number, number))
+        walk.step(Tick())
+        walk.step(Received("viewer", hello("v", role="view")))
+        walk.step(Received("viewer", m.StatusQuery()))
+        walk.step(Disconnected("viewer"))
+    assert len(walk.keeper.journal._pending) == before
+    walk.keeper.journal.close()
+
+
+# The event log --------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_decided_and_not_written_is_written_by_the_successor(tmp_path: Path) -> None:
+    """Killed between the journal and the event log, and in the middle of a line of it."""
+    path, log, clock = tmp_path / "j", tmp_path / "events.jsonl", FakeClock()
+    recovery = begin(config(nodes=1), clock, path)
+    service = Service(config(nodes=1), MemoryHub(), clock=clock, record=EventLog(log).append, recovery=recovery)
+    hub = service.transport
+    assert isinstance(hub, MemoryHub)
+    end = hub.connect()
+    for number, message in enumerate((hello("a"), m.Join("n", None, 1, store="h:1"), m.Ready(0))):
+        end.send(m.Envelope("a", 0, number, message))
+        service.poll_once(0.0)
+    whole, past = log.read_text(), path.read_bytes()
+    recovery.close()
+    assert whole.count("\n") == 4 and whole.endswith("}\n")
+    last = whole.rstrip("\n").rindex("\n") + 1
+    for cut in (last, last + 10, len(whole) - 1, len(whole)):
+        log.write_text(whole[:cut])
+        path.write_bytes(past)
+        found = resume(config(nodes=1), clock, path, log)
+        again = Service(config(nodes=1), MemoryHub(), clock=clock, record=EventLog(log).append, recovery=found)
+        status = eventlog.replay(eventlog.read(log))
+        kinds = [event.kind for event in eventlog.read(log)]
+        assert status.state == "running" and kinds[:3] == ["created", "joined", "assigned"]
+        assert kinds.count("started") == 1 and kinds[-1] == "resumed"
+        assert len(again._lines) == 5
+        found.close()
+
+
+def test_nothing_is_written_twice_into_the_event_log(tmp_path: Path) -> None:
+    restored = Restored(Membership(config(), "s" * 32, 0.0), (Event("a", 1.0), Event("b", 2.0, {"x": (1,)})), 1)
+    assert not_written(restored, []) == [Event("b", 2.0, {"x": (1,)})]
+    assert not_written(restored, [Event("b", 9.0, {"x": [1]})]) == []

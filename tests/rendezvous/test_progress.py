@@ -1,0 +1,166 @@
+"""How far the workers are: the agreed step, stragglers, and the sparse record of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdrun.rendezvous.messages import Assign, Notice, Progress, Ready, Step
+from pdrun.rendezvous.progress import ProgressBook
+from pdrun.rendezvous.state import IllegalEvent, JobState
+
+from .helpers import Machine, config
+
+
+def running(*names: str, workers: int = 1, **changes: object) -> Machine:
+    machine = Machine(config(nodes=len(names), heartbeat=0.0, **changes))
+    machine.run(*names, workers=workers)
+    return machine
+
+
+def report(machine: Machine, name: str, *steps: tuple[int, int] | tuple[int, int, float], saved: int = -1) -> None:
+    machine.say(name, Progress(machine.membership.generation, tuple(Step(*each) for each in steps), saved))
+
+
+def restart(machine: Machine, *names: str) -> int:
+    """Fail, start again, and return the step that the next generation was told."""
+    machine.fail(names[0], machine.membership.names[names[0]].ranks[0])
+    machine.finish(*names)
+    machine.tick(31.0)
+    for name in names:
+        machine.say(name, Ready(machine.membership.generation))
+    assert machine.membership.state is JobState.RUNNING
+    told = {machine.to(name, Assign)[-1].agreed_step for name in names}
+    assert len(told) == 1
+    return told.pop()
+
+
+def test_the_agreed_step_is_the_one_that_every_node_has_saved() -> None:
+    machine = running("a", "b", max_restarts=9)
+    assert machine.to("a", Assign)[0].agreed_step == -1
+    report(machine, "a", (0, 120), saved=100)
+    assert restart(machine, "a", "b") == -1  # b has saved nothing
+    report(machine, "a", (0, 120), saved=100)
+    report(machine, "b", (1, 60), saved=50)
+    assert restart(machine, "a", "b") == 50
+    assert restart(machine, "a", "b") == 50  # nothing was saved since
+    report(machine, "a", (0, 90), saved=80)
+    report(machine, "b", (1, 90), saved=40)
+    assert restart(machine, "a", "b") == 50
+    report(machine, "a", saved=80)
+    report(machine, "b", saved=70)
+    report(machine, "b", saved=60)
+    assert restart(machine, "a", "b") == 70
+
+
+def test_a_lost_node_counts_with_what_it_had_saved() -> None:
+    machine = Machine(config(nodes=3, min_nodes=2))
+    machine.run("a", "b", "c")
+    report(machine, "a", saved=9)
+    report(machine, "b", saved=8)
+    report(machine, "c", saved=7)
+    machine.cut("c")
+    machine.beat(1.0, "a", "b")
+    machine.finish("a", "b")
+    assert machine.to("a", Assign)[-1].agreed_step == 7
+
+
+def test_reports_of_another_generation_or_another_nodes_ranks_count_for_nothing() -> None:
+    machine = running("a", "b", max_restarts=2)
+    report(machine, "a", (0, 5), (1, 99))
+    report(machine, "b", (1, 5))
+    machine.tick(6.0)
+    data = next(record.data for record in machine.records if record.kind == "progress")
+    assert (data["step"], data["most"]) == (5, 5)
+    restart(machine, "a", "b")
+    machine.say("a", Progress(0, (Step(0, 77),), 77))
+    machine.say("b", Progress(0, (), 77))
+    assert restart(machine, "a", "b") == -1
+    with pytest.raises(IllegalEvent, match="does not exist yet"):
+        machine.say("a", Progress(9))
+
+
+def test_the_record_is_sparse_and_names_the_slowest() -> None:
+    machine = running("a", "b", workers=2)
+    for second in range(30):
+        report(machine, "a", (0, second + 3), (1, second + 2))
+        report(machine, "b", (2, second + 1), (3, second + 3), saved=second)
+        machine.tick(1.0)
+    found = [record.data for record in machine.records if record.kind == "progress"]
+    assert 5 <= len(found) <= 7
+    last = found[-1]
+    assert last["generation"] == 0 and last["rank"] == 2 and last["most"] - last["step"] == 2 and last["saved"] == -1
+    machine.tick(30.0)
+    assert len([r for r in machine.records if r.kind == "progress"]) <= len(found) + 1  # nothing new, nothing said
+
+
+def warnings(machine: Machine) -> list[str]:
+    return [record.data["text"] for record in machine.records if record.kind == "warning"]
+
+
+def test_a_worker_that_stays_behind_is_named_once_a_minute() -> None:
+    machine = running("a", "b", workers=2)
+    for second in range(100):
+        report(machine, "a", (0, second), (1, second))
+        report(machine, "b", (2, max(0, second - 5)), (3, second))
+        machine.tick(1.0)
+        if second == 8:
+            assert not warnings(machine)
+        if second == 30:
+            assert len(warnings(machine)) == 1
+    assert len(warnings(machine)) == 2
+    assert warnings(machine)[0].startswith("rank 2 on b is 5 steps behind the others")
+    assert [notice.text for notice in machine.to("a", Notice)] == warnings(machine)
+
+
+def test_who_catches_up_or_is_one_step_behind_or_has_ended_is_no_straggler() -> None:
+    machine = running("a", "b", workers=2)
+    for second in range(40):
+        steps = second if second % 6 else second - 2
+        report(machine, "a", (0, second), (1, steps))
+        report(machine, "b", (2, second - 1))
+        if second < 4:
+            report(machine, "b", (3, 0))
+        if second == 4:
+            from pdrun.rendezvous.messages import Cause, WorkerExit
+
+            machine.say("b", WorkerExit(0, 3, Cause("ok", 0)))
+        machine.tick(1.0)
+    assert not warnings(machine)
+
+
+def test_a_worker_whose_own_work_takes_longer_is_named() -> None:
+    machine = running("a", "b", workers=2)
+    for step in range(6):
+        report(machine, "a", (0, step, 0.10), (1, step, 0.11))
+        report(machine, "b", (2, step, 0.16), (3, step, 0.1))
+        machine.tick(1.0)
+        if step == 3:
+            assert not warnings(machine)
+    machine.tick(2.0)
+    assert warnings(machine) == ["rank 2 on b works 0.16 s on a step, the others 0.1 s"]
+
+
+def test_one_slow_step_is_no_straggler() -> None:
+    machine = running("a", "b")
+    for step in range(20):
+        report(machine, "a", (0, step, 0.1))
+        report(machine, "b", (1, step, 5.0 if step % 3 == 0 else 0.1))
+        machine.tick(1.0)
+    assert not warnings(machine)
+
+
+def test_many_stragglers_are_counted() -> None:
+    machine = running("a", "b", workers=30)
+    for second in range(14):
+        report(machine, "a", *((rank, second) for rank in range(30)))
+        report(machine, "b", *((rank, 0 if rank < 42 else second) for rank in range(30, 60)))
+        machine.tick(1.0)
+    assert len(warnings(machine)) == 9 and warnings(machine)[-1] == "4 more workers are slower than the others"
+
+
+def test_a_book_says_which_reports_must_not_be_forgotten() -> None:
+    book = ProgressBook(0.0)
+    assert book.take("a", Progress(0, (Step(0, 1),)), range(1))
+    assert not book.take("a", Progress(0, (Step(0, 2),)), range(1))
+    assert book.take("a", Progress(0, (), 2), range(1))
+    assert not book.take("a", Progress(0, (), 2), range(1))

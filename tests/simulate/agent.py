@@ -1,0 +1,432 @@
+"""
+An agent as `pdrun.launcher.agent` behaves, over the simulated network, with workers that are only numbers.
+
+It uses the product's own `Memory` and `Filter`, so that what is repeated after a cut is what real agents repeat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pdrun.rendezvous.messages import (
+    PROTOCOL,
+    Assign,
+    Cause,
+    CauseKind,
+    Depart,
+    Echo,
+    Envelope,
+    Finished,
+    Heartbeat,
+    Hello,
+    Hung,
+    Join,
+    Leave,
+    Message,
+    Progress,
+    Ready,
+    Refuse,
+    ShowStacks,
+    StackGroup,
+    Stacks,
+    Start,
+    Step,
+    StopRequest,
+    StopWorkers,
+    Unready,
+    Verdict,
+    Welcome,
+    WorkerExit,
+)
+from pdrun.rendezvous.resume import Filter, Memory
+
+from .network import Connection, Network
+from .world import World
+
+RETRY = 0.3
+KILL = 0.2
+"""Seconds in which SIGKILL ends every worker of a node and what they had started."""
+ASK = 1.5
+"""Seconds in which an agent that stood still must hear the scheduler again, should its lease be over."""
+
+
+@dataclass
+class Job:
+    """What the workers do, and what the agents are told on their command lines."""
+
+    name: str = "job"
+    run: str = "run"
+    work: int = 40
+    """Steps until a worker is done; one a second."""
+    save_every: int = 5
+    grace: float = 2.0
+    obey: float = 1.0
+    """Share of SIGTERMs that end a worker at once; others take their time, some until SIGKILL."""
+    elastic: bool = False
+    hang_timeout: float = 20.0
+
+
+@dataclass
+class Run:
+    """The workers of one node in one generation: what a judge may look at."""
+
+    agent: SimAgent
+    assign: Assign
+    began: float
+    ended: float | None = None
+    living: dict[int, int] = field(default_factory=dict)
+    """rank -> the step that it began with"""
+    exits: dict[int, Cause] = field(default_factory=dict)
+    stopping: bool = False
+    hung: set[int] = field(default_factory=set)
+    saved: int = -1
+
+
+class SimAgent:
+    """One agent process on one node."""
+
+    def __init__(
+        self, world: World, network: Network, job: Job, node: str, workers: int, told: Callable[[Run], None],
+        node_rank: int | None = None,
+    ) -> None:  # fmt: skip
+        self.world, self.network, self.job = world, network, job
+        self.node, self.workers, self.node_rank = node, workers, node_rank
+        self.told = told
+        self.frozen = self.dead = False
+        self.code: int | None = None
+        self.verdict: Verdict | None = None
+        self.fenced = self.departing = False
+        self.runs: list[Run] = []
+        self.unready: str = ""
+        self.born = world.now
+        self.frozen_at = 0.0
+        self._paused: list[tuple[Callable[..., None], tuple[object, ...]]] = []
+        self._new_identity()
+        self._connect()
+
+    @property
+    def name(self) -> str:
+        return self.agent
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process is there."""
+        return not self.dead and self.code is None
+
+    @property
+    def run(self) -> Run | None:
+        """The present generation's workers."""
+        return self.runs[-1] if self.runs else None
+
+    def _new_identity(self) -> None:
+        self.agent = f"{self.world.random.getrandbits(128):032x}"
+        self.incarnation = -1
+        self.memory, self.filter = Memory(), Filter()
+        self.connection: Connection | None = None
+        self.up = False
+        self.welcome: Welcome | None = None
+        self.assign: Assign | None = None
+        self.started = self.finished = False
+        self.echo = self.beats = 0
+        self.answered = self.read_at = self.world.now
+        self.doubt = 0
+        """Held back until an answer to the heartbeat of this number: what came after a silence may be long past."""
+        self.held: list[Message] = []
+        self.lost_at: float | None = None
+        self.reset_at = float("-inf")
+
+    # Time -------------------------------------------------------------------------------------------------------------
+
+    def later(self, delay: float, act: Callable[..., None], *arguments: object) -> None:
+        """Plan something of this process's own: not while it is frozen, never after its death."""
+        self.world.after(delay, self._do, act, arguments)
+
+    def _do(self, act: Callable[..., None], arguments: tuple[object, ...]) -> None:
+        if not self.alive:
+            return
+        if self.frozen:
+            self._paused.append((act, arguments))
+        else:
+            act(*arguments)
+
+    def freeze(self, seconds: float) -> None:
+        """Every process of the node stands still."""
+        if self.alive and not self.frozen:
+            self.frozen, self.frozen_at = True, self.world.now
+            self.network.watch(self.node)
+            self.world.after(seconds, self._thaw)
+
+    def _thaw(self) -> None:
+        self.frozen = False
+        if not self.alive:
+            return
+        if self.welcome:  # its lease has run on; a moment to ask whether it is still in
+            self.answered = max(self.answered, self.world.now - self.welcome.lease + ASK)
+        paused, self._paused = self._paused, []
+        for act, arguments in paused:
+            self._do(act, arguments)
+        if self.connection and self.connection.here and not self.connection.there:
+            self.connection.here = False
+            self.disconnected(self.connection)
+
+    def die(self, *, silently: bool) -> None:
+        """The agent is killed, or its machine loses power; its workers end with it."""
+        self.dead = True
+        self._all_end()
+        if self.connection:
+            self.network.client_gone(self.connection, silently=silently)
+
+    def _exit(self, code: int) -> None:
+        if self.code is None:
+            self.code = code
+            self._all_end()
+            if self.connection:
+                self.network.client_gone(self.connection)
+
+    # The link ---------------------------------------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        if self.connection and self.connection.here:
+            return None
+        connection = self.network.connect(self)
+        if connection is None:
+            patience = self.welcome.patience if self.welcome else 600.0
+            self.lost_at = self.world.now if self.lost_at is None else self.lost_at
+            if self.world.now - self.lost_at > patience:
+                return self._give_up()
+            return self.later(RETRY, self._connect)
+        self.lost_at = None
+        self.connection, self.up, self.sequence = connection, False, 0
+        self.doubt, self.held = 0, []
+        self.incarnation += 1
+        self._put(Hello(PROTOCOL, "agent", self.job.name, self.agent, self.incarnation, self.node, 1))
+        return None
+
+    def _give_up(self) -> None:
+        """No scheduler for too long."""
+        self._stop_run(0.0)
+        self.later(KILL, self._exit, 69)
+
+    def _put(self, message: Message) -> None:
+        if self.connection and self.connection.here:
+            counted = not isinstance(message, Heartbeat)
+            sequence = self.sequence if counted else 0
+            self.network.client_send(self.connection, Envelope(self.agent, self.incarnation, sequence, message))
+            self.sequence += counted
+
+    def say(self, message: Message) -> None:
+        """Send, now or after the next reconnection."""
+        self.memory.note(message)
+        if self.up:
+            self._put(message)
+
+    def disconnected(self, connection: Connection) -> None:
+        """The network: a connection is over."""
+        if connection is self.connection and self.alive:
+            self.up = False
+            self.later(RETRY * self.world.random.random(), self._connect)
+
+    def arrived(self, connection: Connection, envelope: Envelope) -> None:
+        """The network: a message came."""
+        if connection is self.connection:
+            self._do(self._take, (envelope.body,))
+
+    def _beat(self, connection: Connection) -> None:
+        if connection is self.connection and connection.here and self.welcome:
+            self.beats += 1
+            self._put(Heartbeat(self.beats, self.echo))
+            lease = self.welcome.lease
+            if lease and self.world.now - self.answered > lease:
+                self._lease_ends()
+            self.later(self.welcome.heartbeat or 1.0, self._beat, connection)
+
+    def _watch_lease(self) -> None:
+        """While cut, nothing beats: the lease is watched all the same."""
+        if self.welcome and self.welcome.lease:
+            if self.world.now - self.answered > self.welcome.lease:
+                self._lease_ends()
+            self.later(0.5, self._watch_lease)
+
+    def _lease_ends(self) -> None:
+        run = self.run
+        if run and run.ended is None and not run.stopping and self.started:
+            self._stop_run(0.0)
+
+    # What it is told --------------------------------------------------------------------------------------------------
+
+    def _take(self, message: Message) -> None:
+        silence, self.read_at = self.world.now - self.read_at, self.world.now
+        self.answered = self.world.now
+        if self.welcome and self.welcome.lease and silence > self.welcome.lease:
+            self.doubt = self.beats + 1
+        if isinstance(message, Echo):
+            self.echo = max(self.echo, message.number)
+            if self.doubt and self.echo >= self.doubt:
+                self.doubt = 0
+                held, self.held = self.held, []
+                for each in held:
+                    self._take(each)
+            return
+        if self.doubt and not isinstance(message, Refuse | Welcome):
+            self.held.append(message)
+            return
+        if isinstance(message, Welcome):
+            if not self.up:
+                self.up = True
+                first, self.welcome = self.welcome is None, message
+                if first:
+                    self._watch_lease()
+                for again in self.memory.to_repeat():
+                    self._put(again)
+                self._beat(self.connection)  # type: ignore[arg-type]
+        elif isinstance(message, Assign):
+            self.memory.forget_before(message.generation)
+        if self.filter.is_new(message):
+            self._heard(message)
+
+    def _heard(self, message: Message) -> None:
+        match message:
+            case Welcome():
+                self.say(Join(self.node, self.node_rank, self.workers, {}, f"{self.node}:1"))
+            case Assign():
+                self._assigned(message)
+            case Start(generation) if self.assign and self.assign.generation == generation and not self.started:
+                self._start(self.assign)
+            case StopWorkers(generation, _, grace, _):
+                if self.started and self.run and self.run.assign.generation == generation:
+                    self._stop_run(grace)
+            case ShowStacks(generation) if self.world.random.random() < 0.8:
+                ranks = tuple(self.run.living) if self.run else ()
+                self.say(Stacks(generation, (StackGroup(ranks, "somewhere"),) if ranks else ()))
+            case Refuse(code, _, rejoin):
+                self._refused(code, rejoin)
+            case Verdict():
+                self.verdict = message
+                self._stop_run(self.job.grace)
+                self._leave_when_done(message.code)
+            case _:
+                pass
+
+    def _assigned(self, assign: Assign) -> None:
+        if self.assign is not None and assign.generation <= self.assign.generation:
+            return
+        self.assign, self.started, self.finished = assign, False, False
+        if self.unready:
+            self.later(0.05, self.say, Unready(assign.generation, 78, self.unready))
+        else:
+            self.later(self.world.random.random() * 0.5, self.say, Ready(assign.generation))
+
+    def _refused(self, code: int, rejoin: bool) -> None:
+        self.fenced = self.fenced or rejoin
+        self.up = False
+        if self.connection:
+            self.network.client_gone(self.connection)
+        self._stop_run(0.0)
+        self.later(KILL + 0.05, self._rejoin if rejoin else self._exit, *(() if rejoin else (code or 69,)))
+
+    def _rejoin(self) -> None:
+        self._new_identity()
+        self._connect()
+
+    def _leave_when_done(self, code: int) -> None:
+        if self.run is None or self.run.ended is not None:
+            self.say(Leave())
+            self.later(0.01, self._exit, code)
+        else:
+            self.later(0.1, self._leave_when_done, code)
+
+    # Workers ----------------------------------------------------------------------------------------------------------
+
+    def _start(self, assign: Assign) -> None:
+        self.started = True
+        ranks = range(assign.first_rank, assign.first_rank + self.workers)
+        begin = assign.agreed_step + 1
+        run = Run(self, assign, self.world.now, living=dict.fromkeys(ranks, begin))
+        self.runs.append(run)
+        self.told(run)
+        left = max(1, self.job.work - begin)
+        for rank in ranks:
+            self.later(left + self.world.random.random() * 0.2, self._ends, run, rank, Cause("ok", 0))
+        self.later(self.job.save_every, self._report, run)
+
+    def _report(self, run: Run) -> None:
+        if run is self.run and run.living and not run.stopping:
+            steps = {rank: first + int(self.world.now - run.began) for rank, first in run.living.items()}
+            if not run.hung and not run.exits:
+                run.saved = min(steps.values()) - min(steps.values()) % self.job.save_every
+            told = tuple(Step(rank, step) for rank, step in steps.items() if rank not in run.hung)
+            self.say(Progress(run.assign.generation, told, run.saved))
+            self.later(self.job.save_every, self._report, run)
+
+    def fail(self, rank: int, kind: CauseKind, code: int) -> None:
+        """A worker of the present generation ends badly."""
+        run = self.run
+        if run and run.ended is None and self.alive:
+            self._do(self._ends, (run, rank, Cause(kind, code, summary=f"{kind} {code}", at=self.world.now)))
+
+    def hang(self, rank: int) -> None:
+        """A worker of the present generation stands still; its node notices after the hang timeout."""
+        run = self.run
+        if run and rank in run.living and self.alive:
+            run.hung.add(rank)
+            self.later(self.job.hang_timeout, self._notice_hang, run, rank)
+
+    def _notice_hang(self, run: Run, rank: int) -> None:
+        if rank in run.living and not run.stopping:
+            self.say(Hung(run.assign.generation, rank, "no progress"))
+
+    def _ends(self, run: Run, rank: int, cause: Cause) -> None:
+        if rank not in run.living or (rank in run.hung and cause.kind == "ok"):
+            return
+        del run.living[rank]
+        if run.stopping and cause.kind == "ok":
+            cause = Cause("stopped", 143, 15)
+        run.exits[rank] = cause
+        self.say(WorkerExit(run.assign.generation, rank, cause))
+        if not run.living:
+            self._all_ended(run)
+
+    def _all_ended(self, run: Run) -> None:
+        run.ended = self.world.now
+        self.finished = True
+        self.say(Finished(run.assign.generation, f"{self.node}:{run.assign.generation + 2}"))
+        if self.departing:
+            self.say(Leave("departed"))
+            self.later(0.05, self._exit, 143)
+
+    def _stop_run(self, grace: float) -> None:
+        run = self.run
+        if run is None or run.ended is not None:
+            return
+        first = not run.stopping
+        run.stopping = True
+        for rank in list(run.living):
+            obeys = self.world.random.random() < self.job.obey and rank not in run.hung
+            delay = KILL if grace == 0 else 0.05 if obeys else min(grace, 10.0) + KILL
+            if first or grace == 0:
+                self.later(delay, self._ends, run, rank, Cause("stopped", 143, 15))
+
+    def _all_end(self) -> None:
+        run = self.run
+        if run and run.ended is None:
+            run.ended = self.world.now + KILL
+            run.living.clear()
+
+    # What its user does -----------------------------------------------------------------------------------------------
+
+    def depart(self) -> None:
+        """SIGTERM at an agent of an elastic job."""
+        if not self.alive or self.departing:
+            return
+        if self.run and self.run.ended is None:
+            self.departing = True
+            self.say(Depart("its machine is taken away"))
+        else:
+            self.say(Leave("its machine is taken away"))
+            self.later(0.05, self._exit, 143)
+
+    def stop(self) -> None:
+        """Ctrl-C."""
+        if self.alive:
+            self.say(StopRequest(2, f"SIGINT on {self.node}"))

@@ -1,0 +1,157 @@
+"""The scheduler's process: the product's own `Service`, machine and journal, killed, paused and started again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from pdrun.eventlog import Event
+from pdrun.rendezvous import recovery
+from pdrun.rendezvous.events import SchedulerConfig
+from pdrun.rendezvous.invariants import check
+from pdrun.rendezvous.messages import Heartbeat, Verdict
+from pdrun.rendezvous.service import Service
+from pdrun.rendezvous.state import Membership
+from pdrun.rendezvous.transport import Arrived
+
+from .judge import Violation
+from .network import Network, SchedulerDied
+from .world import World
+
+
+class SimScheduler:
+    """Polls its service whenever something came in, and at its ticks."""
+
+    def __init__(self, world: World, network: Network, config: SchedulerConfig, journal: Path) -> None:
+        self.world, self.network, self.config, self.journal = world, network, config, journal
+        self.service: Service | None = None
+        self.over = False
+        self.verdict: Verdict | None = None
+        self.deaths = 0
+        self.note: Callable[[str], None] = lambda text: None
+        self._paused_until = 0.0
+        self._planned = False
+        self._life = 0
+
+    @property
+    def machine(self) -> Membership | None:
+        """The machine, of the last scheduler that lived."""
+        return self.service.machine if self.service else None
+
+    def start(self) -> None:
+        """The process comes up; a second time with what its journal says."""
+        self._life += 1
+        self._planned = False
+        self._recovery = recovery.enter(self.config, self.world, self.journal)
+        self.service = Service(
+            self.config, self.network, clock=self.world, record=self._record, recovery=self._recovery
+        )
+        check(self.service.machine)
+        self.network.sends_left = None
+        self.network.listening = True
+        self._turn(self._life)
+
+    def kill(self, *, in_the_middle: bool) -> str | None:
+        """SIGKILL, now, while it writes its journal, or after a few sends; its agent starts it again within 2 s."""
+        if self.over or not self.network.listening:
+            return None
+        rng = self.world.random
+        if not in_the_middle:
+            self._died()
+            return "now"
+        if rng.random() < 0.5:
+            self.network.sends_left = rng.randrange(4)
+            return f"after {self.network.sends_left} more sends"
+        self._tear()
+        return "at its next word to the journal"
+
+    def _tear(self) -> None:
+        """Have the process die while it writes: what was not acted upon is there in part, or not at all."""
+        keeper = self._recovery._keeper
+        if keeper is None:
+            return
+        journal, share = keeper.journal, self.world.random.random()
+
+        def torn() -> None:
+            if journal._pending:
+                os.write(journal._fd, journal._pending[: int(share * len(journal._pending))])
+                raise SchedulerDied
+
+        journal.commit = torn  # type: ignore[method-assign]
+
+    def pause(self, seconds: float) -> str | None:
+        """Its process gets no CPU."""
+        if self.over or self.world.now < self._paused_until:
+            return None
+        self._paused_until = self.world.now + seconds
+        return f"for {seconds} s"
+
+    def wake(self) -> None:
+        """Something came in."""
+        if not self._planned and self.service is not None and not self.over:
+            self._planned = True
+            wait = max(0.0, self._paused_until - self.world.now)
+            self.world.after(wait, self._woken, self._life)
+
+    def _woken(self, life: int) -> None:
+        self._planned = False
+        self._poll(life)
+
+    def _turn(self, life: int) -> None:
+        if life != self._life or self.service is None or self.over:
+            return
+        if self.world.now < self._paused_until:
+            self.world.after(self._paused_until - self.world.now, self._turn, life)
+            return
+        self._poll(life)
+        if self.service is not None and not self.over:
+            self.world.after(self.service.machine.tick_every, self._turn, life)
+
+    def _poll(self, life: int) -> None:
+        service = self.service
+        if life != self._life or service is None or self.over:
+            return
+        if self.world.now < self._paused_until:
+            self.wake()
+            return
+        dull = all(isinstance(item, Arrived) and isinstance(item.envelope.body, Heartbeat)
+                   for item in self.network.waiting)  # fmt: skip
+        try:
+            service.poll_once(0.0)
+        except SchedulerDied:
+            self._died()
+            return
+        if not dull or self.world.events % 16 == 0:
+            check(service.machine)
+        self._see(service.machine)
+        if service.done is not None:
+            self.over = True
+            self.network.process_died()
+
+    def _see(self, machine: Membership) -> None:
+        if machine.verdict is None:
+            return
+        if self.verdict is None:
+            self.verdict = machine.verdict
+        assert machine.verdict == self.verdict, f"the verdict changed from {self.verdict} to {machine.verdict}"
+
+    def _died(self) -> None:
+        self.deaths += 1
+        self.note("the scheduler has died")
+        self._recovery.close()
+        self.service = None
+        self._life += 1
+        self.network.process_died()
+        self.world.after(self.world.random.choice((0.2, 0.6, 2.0)), self.start)
+
+    def close(self) -> None:
+        """The life is over: leave nothing behind."""
+        if self.service is not None:
+            self.service.close()
+        self.journal.unlink(missing_ok=True)
+
+    def _record(self, event: Event) -> None:
+        self.note(f"{event.kind} { {name: value for name, value in event.data.items() if name != 'scheduler'} }")
+        if event.kind == "warning" and "connection was refused" in str(event.data.get("text")):
+            raise Violation(f"an honest agent broke the protocol: {event.data['text']}")

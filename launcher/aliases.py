@@ -16,7 +16,7 @@ from typing import Literal
 
 from pdrun.errors import UsageError, did_you_mean
 from pdrun.launcher import values
-from pdrun.launcher.options import Option, Read, Values, place_of, to
+from pdrun.launcher.options import Option, Read, Values, nodes_of, place_of, to
 
 TORCHRUN_PORT, C10D_PORT, MSRUN_PORT = 29500, 29400, 8118
 """Ports that the other launchers take when none is named; all nodes must agree on it, so it is kept."""
@@ -67,6 +67,12 @@ def _numa_binding(text: str, where: str) -> Values:
     return {"resources.bind": "numa"}
 
 
+def _nnodes(text: str, where: str) -> Values:
+    """torchrun opens a larger group soon after a node has come; it waits 30 s beyond MIN, as its last_call_timeout."""
+    found = dict(nodes_of(text, where))
+    return {**found, "torchrun.grow": 30.0} if found["resources.min_nodes"] else found
+
+
 def _rdzv_endpoint(text: str, where: str) -> Values:
     return place_of()(values.endpoint(C10D_PORT)(text, where))
 
@@ -90,9 +96,8 @@ _CONF: dict[str, Read] = {
     "timeout": to("policy.start_timeout", values.duration),
     "is_host": to("place.serve", values.yes_no),
     "rank": to("place.node_rank", values.whole(0)),
-    "last_call_timeout": _nothing(values.duration),
+    "last_call_timeout": to("torchrun.gather", values.duration),
 }
-"""last_call_timeout: how long torchrun waits beyond MIN nodes; with one fixed number there is nothing to wait for."""
 
 
 def _rdzv_conf(text: str, where: str) -> Values:
@@ -197,7 +202,7 @@ def _torchrun(name: str, help: str, read: Read, metavar: str = "", note: str = "
 
 
 TORCHRUN = (
-    _torchrun("nnodes", "--nodes; N or N:N", to("resources.nodes", values.node_count), "N"),
+    _torchrun("nnodes", "--nodes; MIN:MAX means --grow 30s too", _nnodes, "N|MIN:MAX"),
     _torchrun("nproc-per-node", "--devices; a number, auto, gpu, cpu or xpu", _per_node, "N"),
     _torchrun("master-addr", "host of --scheduler", to("scheduler.host", values.host), "HOST"),
     _torchrun("master-port", "port of --scheduler", to("scheduler.port", values.port), "PORT"),
@@ -208,10 +213,10 @@ TORCHRUN = (
         "rdzv-backend", "static or c10d", _only(("static", "c10d"), "pdrun brings its own rendezvous"), "NAME",
         "the nodes meet at pdrun's own scheduler",
     ),
-    _torchrun("rdzv-conf", "join_timeout, timeout, is_host, rank", _rdzv_conf, "K=V,..",
+    _torchrun("rdzv-conf", "join_timeout, timeout, last_call_timeout, is_host, rank", _rdzv_conf, "K=V,..",
               "settings of torchrun's rendezvous were carried over to pdrun's"),
     _torchrun("standalone", "one node, nothing listens",
-              lambda text, where: {"resources.nodes": 1, "torchrun.standalone": True}),
+              lambda text, where: {**nodes_of("1", where), "torchrun.standalone": True}),
     _torchrun("monitor-interval", "no longer needed", _nothing(values.duration), "S",
               "workers are watched by events, so there is no interval between two looks"),
     _torchrun("start-method", "no effect on scripts", _only(("spawn", "fork", "forkserver"), "there is no such method"),

@@ -155,15 +155,17 @@ def _join() -> click.Command:
 
 
 def _scheduler() -> click.Command:
-    wanted = ("--nodes", "--job", "--token-file", "--insecure", "--start-timeout", "--grace", "--max-restarts",
-              "--time-limit", "--log-dir")  # fmt: skip
+    wanted = ("--nodes", "--spares", "--job", "--token-file", "--insecure", "--start-timeout", "--grace",
+              "--max-restarts", "--restart-window", "--restart-on", "--no-restart-on", "--backoff", "--gather",
+              "--grow", "--on-scheduler-loss", "--time-limit", "--log-dir")  # fmt: skip
     rows = tuple(row for row in RUN if row.names[0] in wanted)
-    shown = tuple(replace(row, help="nodes of the job; needed") if row.names[0] == "--nodes" else row for row in rows)
+    needed = "nodes of the job; needed (MIN:MAX: they may come and go)"
+    shown = tuple(replace(row, help=needed) if row.names[0] == "--nodes" else row for row in rows)
 
-    def callback(listen: str, **params: Any) -> int:
+    def callback(listen: str, journal: str, **params: Any) -> int:
         from pdrun.launcher import cli_join
 
-        return cli_join.scheduler(listen, rows, params, os.environ)
+        return cli_join.scheduler(listen, rows, params, os.environ, journal=journal)
 
     command = _Described(
         "scheduler", callback=callback, help="Run a scheduler alone, for nodes that join it.",
@@ -172,6 +174,10 @@ def _scheduler() -> click.Command:
             click.Option(
                 ["--listen"], metavar="HOST:PORT", default="127.0.0.1:0", show_default=True,
                 help="One address of this machine; port 0 is chosen by the system.",
+            ),
+            click.Option(
+                ["--journal"], metavar="FILE", default="",
+                help="Keep in FILE what the same command, started again, needs to go on with the job.",
             ),
         ],
         context_settings=dict(STRICT),

@@ -12,7 +12,7 @@ from pdrun.errors import UsageError
 from pdrun.launcher import values
 from pdrun.launcher.cli_run import from_command_line, warn_of_strangers
 from pdrun.launcher.options import Option
-from pdrun.launcher.spec import Policy
+from pdrun.launcher.spec import Policy, Resources
 from pdrun.launcher.wishes import from_environment, settle
 
 
@@ -42,34 +42,45 @@ def join(endpoint: str, rows: Sequence[Option], params: Mapping[str, Any], envir
     return int(execute_join(where, overrides, sources))
 
 
-def scheduler(listen: str, rows: Sequence[Option], params: Mapping[str, Any], environ: Mapping[str, str]) -> int:
-    """Serve one job at ``listen`` until it ends; the job's specification comes with the first node."""
+def scheduler(
+    listen: str, rows: Sequence[Option], params: Mapping[str, Any], environ: Mapping[str, str], *, journal: str = ""
+) -> int:
+    """
+    Serve one job at ``listen`` until it ends; the job's specification comes with the first node.
+
+    With ``journal``, a file: go on with the job that it tells of, or keep in it what a later call needs for that.
+    """
     endpoint = values.endpoint()(listen, "--listen")
+    if journal and not endpoint.port:
+        raise UsageError(
+            "needs an address that stays", where="--journal", hint="give one, with a port: --listen HOST:PORT"
+        )
     values.interface(endpoint.host, "--listen")
     said, sources = wishes(rows, params, environ)
     if "resources.nodes" not in said:
         raise UsageError("is needed: a scheduler cannot guess how many nodes will come", where="--nodes")
-    from pdrun.launcher.run import blamed
-    from pdrun.rendezvous.events import SchedulerConfig
+    from pdrun.launcher.run import blamed, membership
+    from pdrun.rendezvous.recovery import of_same_run
     from pdrun.rendezvous.security import find_secret
-    from pdrun.rendezvous.server import serve_standalone
+    from pdrun.rendezvous.standalone import serve_standalone
 
     insecure = bool(said.get("place.insecure", False))
     with blamed(sources.get("place.token_file", "")):
         secret = None if insecure else find_secret(said.get("place.token_file", ""))[0]
-    defaults = Policy()
     run = run_name(said.get("job", ""))
-    config = SchedulerConfig(
-        job=said.get("job", ""), run=run, nodes=said["resources.nodes"],
-        start_timeout=said.get("policy.start_timeout", defaults.start_timeout),
-        grace=said.get("policy.grace", defaults.grace),
-        max_restarts=said.get("policy.max_restarts", defaults.max_restarts),
-        time_limit=said.get("policy.time_limit", defaults.time_limit),
+    groups: dict[str, dict[str, Any]] = {"resources": {}, "policy": {}}
+    for path, value in said.items():
+        group, _, name = path.partition(".")
+        groups.setdefault(group, {})[name] = value
+    config = membership(
+        Resources(**groups["resources"]), Policy(**groups["policy"]), job=said.get("job", ""), run=run,
         host=os.uname().nodename,
     )  # fmt: skip
+    kept = Path(journal) if journal else None
+    config = of_same_run(config, kept)
     logs = said.get("output.log_dir")
-    events = Path(logs) / run / "events.jsonl" if logs else None
-    return int(serve_standalone(config, secret, endpoint, insecure=insecure, events_path=events))
+    events = Path(logs) / config.run / "events.jsonl" if logs else None
+    return int(serve_standalone(config, secret, endpoint, insecure=insecure, events_path=events, journal=kept))
 
 
 

@@ -120,6 +120,8 @@ def run(params: Mapping[str, Any], words: Sequence[str]) -> int:
     asked = request(params, words, os.environ)
     if not asked.explain:  # which says it among the reasons
         warn_of_strangers(os.environ)
+    if not asked.dry_run:
+        await_scheduler_name(asked.asked)
     plan, facts = make_plan(asked.asked)
     if asked.explain or asked.dry_run:
         _print(asked, plan, facts)
@@ -128,6 +130,18 @@ def run(params: Mapping[str, Any], words: Sequence[str]) -> int:
     from pdrun.launcher.run import execute
 
     return int(execute(plan))
+
+
+def await_scheduler_name(asked: Asked) -> None:
+    """Hold the plan back until the scheduler's name leads somewhere, for the start timeout at most."""
+    from pdrun.launcher import network
+    from pdrun.launcher.facts import is_networked
+
+    where = asked.spec.place.scheduler
+    if where is not None and is_networked(asked.spec):
+        network.await_name(
+            where, asked.spec.policy.start_timeout, lambda text: print(f"pdrun: {text}", file=sys.stderr, flush=True)
+        )
 
 
 def warn_of_strangers(environ: Mapping[str, str]) -> None:

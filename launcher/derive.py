@@ -16,7 +16,7 @@ from pdrun.errors import UsageError
 from pdrun.launcher.aliases import MSRUN_PORT, TORCHRUN_PORT
 from pdrun.launcher.spec import JobSpec, Output, Place, Policy, Program, Resources, Sources, field_paths
 from pdrun.launcher.values import rank_text
-from pdrun.launcher.wishes import Source, Wish, contradiction, settle
+from pdrun.launcher.wishes import Level, Source, Wish, contradiction, settle
 from pdrun.net import Endpoint
 
 Settled = dict[str, Wish]
@@ -102,7 +102,17 @@ def _msrun_counts(settled: Settled) -> Derived:
         )
     source = Source(given.source.label, given.source.level, given.source.text)
     per_node = local.source if local else source
-    return [Wish("resources.nodes", total // each, source), Wish("resources.devices", each, per_node)], notes
+    nodes = [Wish("resources.nodes", total // each, source), Wish("resources.min_nodes", 0, source)]
+    return [*nodes, Wish("resources.devices", each, per_node)], notes
+
+
+def _elastic(settled: Settled) -> Derived:
+    """torchrun's ``--nnodes MIN:MAX`` takes late nodes in soon; its last_call_timeout is about such jobs alone."""
+    if not _value(settled, "resources.min_nodes", 0):
+        return (), ()
+    pairs = (("torchrun.grow", "policy.grow"), ("torchrun.gather", "policy.gather"))
+    said = [(settled[theirs], ours) for theirs, ours in pairs if theirs in settled and ours not in settled]
+    return [Wish(ours, wish.value, wish.source) for wish, ours in said], ()
 
 
 def _binding(settled: Settled) -> Derived:
@@ -163,7 +173,9 @@ def _global(local: Sequence[int], per_node: object, nodes: int, source: Source) 
     return rank_text(tuple(node * per_node + rank for node in range(nodes) for rank in local if rank < per_node))
 
 
-_DERIVED: tuple[Callable[[Settled], Derived], ...] = (_msrun_counts, _standalone, _scheduler, _binding, _shown)
+_DERIVED: tuple[Callable[[Settled], Derived], ...] = (
+    _msrun_counts, _elastic, _standalone, _scheduler, _binding, _shown,
+)  # fmt: skip
 
 
 def _value(settled: Settled, path: str, default: Any) -> Any:
@@ -214,6 +226,7 @@ def _check(settled: Settled) -> None:
         raise rank.source.error(f"{rank.value} is not a place among {nodes} node(s) ({count})", f"use 0 to {nodes - 1}")
     if rank and serve and serve.value != (rank.value == 0):
         raise contradiction(serve, rank)
+    _check_elastic(settled)
     for path, wish in settled.items():
         if path.startswith("env."):
             try:
@@ -225,9 +238,24 @@ def _check(settled: Settled) -> None:
         raise name.source.error(f"{name.value!r} is the same on every node", "add {rank} or {node}")
 
 
+def _check_elastic(settled: Settled) -> None:
+    least = _value(settled, "resources.min_nodes", 0)
+    elastic = 0 < least < _nodes(settled)
+    for path in ("policy.gather", "policy.grow"):
+        wish = settled.get(path)
+        if wish and not elastic and wish.source.level is Level.COMMAND:
+            raise wish.source.error("is about jobs that change their size", "write --nodes MIN:MAX")
+    only, never = settled.get("policy.restart_on"), settled.get("policy.no_restart_on")
+    both = sorted({*_value(settled, "policy.restart_on", ())} & {*_value(settled, "policy.no_restart_on", ())})
+    if only and never and both:
+        raise never.source.error(f"{never.source.text} contradicts {only.source.said()}: code {both[0]} is in both")
+
+
 def _sources(settled: Settled) -> dict[str, str]:
     """Return a place for every field of the specification, and for every variable of ``--env``."""
     labels = {path: wish.source.label for path, wish in settled.items()}
+    if not _value(settled, "resources.min_nodes", 0):  # one number was said: the least follows from the most
+        labels.pop("resources.min_nodes", None)
     variables = {path: label for path, label in labels.items() if path.startswith("env.")}
     sources = {path: labels.get(path, "default") for path in field_paths()}
     if variables:

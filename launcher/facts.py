@@ -73,7 +73,7 @@ def gather(spec: JobSpec, environ: Mapping[str, str] | None = None, root: Path =
 def is_networked(spec: JobSpec) -> bool:
     """Return whether the job may meet other machines."""
     place = spec.place
-    return not place.local and place.simulated is None and (spec.resources.nodes > 1 or place.serve is not None)
+    return not place.local and place.simulated is None and (spec.resources.members > 1 or place.serve is not None)
 
 
 def _cwd(spec: JobSpec) -> str:

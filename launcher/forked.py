@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from typing import Any
 
 PR_SET_MM, PR_SET_MM_ARG_END = 35, 9
+STACKS_SIGNAL = 51
+"""As in `pdrun.elastic`, which need not be there for this interpreter."""
 KEPT_ALIVE = ("sys", "builtins", "__main__", "__mp_main__")
 TORN_DOWN = "torch.distributed"
 """Modules in which scripts leave things that must end with the process (process groups) are torn down as ever."""
@@ -179,6 +181,25 @@ def let_threads_finish() -> None:
     home.destroy_process_group = destroy_process_group
     face: Any = sys.modules["torch.distributed"]
     face.destroy_process_group = destroy_process_group
+
+
+def offer_stacks(agent: str) -> None:
+    """Have STACKS_SIGNAL write this worker's stacks into a file beside its agent's socket, as `pdrun.elastic` does."""
+    import faulthandler
+    import fcntl
+
+    if not agent:
+        return
+    try:
+        path = f"{agent.rpartition('/')[0]}/{os.getpid()}.stacks"
+        low = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            high = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 200)  # scripts may count on 3, 4, ...
+        finally:
+            os.close(low)
+        faulthandler.register(STACKS_SIGNAL, file=high, all_threads=True)
+    except (OSError, ValueError):
+        pass  # they are then read from outside, as far as that goes
 
 
 def watch_late(frozen: Callable[[str], bool]) -> None:

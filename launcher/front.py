@@ -10,6 +10,9 @@ process dies in any way, the lifelines break and every agent ends with all its w
 
 Until the workers are about to start (an agent says so on its lifeline, a socket) the scheduler may not know an agent,
 or not live yet: then the end of one agent ends the others at once, and one that cannot take a signal is killed.
+
+Where the job may go on without a node (MIN:MAX, spares, restarts) the end of an agent is the scheduler's affair: only
+that of node 0, which runs the scheduler, sets the others a time.
 """
 
 from __future__ import annotations
@@ -26,12 +29,12 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 from pdrun import early
-from pdrun.errors import EXIT_SOFTWARE
+from pdrun.errors import EXIT_SOFTWARE, ConfigError
 from pdrun.launcher.adapters.local import AgentStart, agent_command, agent_starts, bind_scheduler
 from pdrun.launcher.console import ERR, OUT, Console
 from pdrun.launcher.model import LaunchPlan
-from pdrun.launcher.surroundings import RUNNING, UP
-from pdrun.rendezvous.security import Secret
+from pdrun.launcher.surroundings import FOR_ALL, RUNNING, UP
+from pdrun.rendezvous.security import Secret, find_secret
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP)
 PASSED_ON = (*STOPPING, signal.SIGUSR1, signal.SIGUSR2)
@@ -56,10 +59,22 @@ def run_local(plan: LaunchPlan) -> int:
     console = Console()
     with bind_scheduler() as listener:
         told = {**console.to_json(), "nofile": early.users_limit()}
-        starts = agent_starts(plan, listener, Secret.random(), front=os.getpid(), screen=told)
-        front = Front(starts, console, grace=plan.spec.policy.grace)
+        starts = agent_starts(plan, listener, _secret(plan), front=os.getpid(), screen=told)
+        front = Front(starts, console, grace=plan.spec.policy.grace, outlives=plan.spec.reopens)
         front.start()
     return front.run()
+
+
+def _secret(plan: LaunchPlan) -> Secret:
+    """Return this job's secret: the user's own where others may join, from another terminal, else a random one."""
+    if not plan.spec.reopens:
+        return Secret.random()
+    try:
+        return find_secret(plan.spec.place.token_file)[0]
+    except ConfigError:
+        if plan.spec.place.token_file:
+            raise
+        return Secret.random()  # no home: then nobody joins
 
 
 @dataclass
@@ -108,7 +123,7 @@ class Patience:
 
 
 def verdict_code(
-    ends: Sequence[tuple[str, int]], *, asked: Sequence[str] = (), stops: Sequence[int] = ()
+    ends: Sequence[tuple[str, int]], *, asked: Sequence[str] = (), stops: Sequence[int] = (), leader: str = ""
 ) -> tuple[int, str]:
     """
     Return the exit code of a job and, when the agents do not agree about it, a line that says so.
@@ -117,7 +132,12 @@ def verdict_code(
         ends: (node, code as Popen says it) in the order in which the agents ended.
         asked: nodes whose agents ended only after this process had asked them to; theirs is no verdict.
         stops: signals by which the user has stopped the job, before all had ended.
+        leader: node whose code is the job's, as the others may have left it earlier; empty: there is none.
     """
+    if leader and leader not in asked:
+        first = next((code for node, code in ends if node == leader), -1)
+        if first >= 0:
+            return first, ""
     free = [(node, code) for node, code in ends if node not in asked]
     said = [(node, code) for node, code in free if code >= 0]
     stopped = [128 + number for number in stops]
@@ -135,8 +155,17 @@ def verdict_code(
 class Front:
     """The agents of one job on this machine."""
 
-    def __init__(self, starts: Sequence[AgentStart], console: Console, *, grace: float) -> None:
-        """Prepare; nothing is started yet. ``grace`` is the job's, in seconds."""
+    def __init__(
+        self, starts: Sequence[AgentStart], console: Console, *, grace: float, outlives: bool = False
+    ) -> None:  # fmt: skip
+        """
+        Prepare; nothing is started yet.
+
+        Args:
+            grace: the job's, in seconds.
+            outlives: the job may go on when an agent has ended.
+        """
+        self._outlives = outlives
         self._starts, self._console = starts, console
         self._agents: list[_Agent] = []
         self._patience = Patience(grace)
@@ -175,7 +204,8 @@ class Front:
     def _conclude(self) -> int:
         ends = sorted(self._agents, key=lambda agent: agent.ended)
         codes = [(agent.node, agent.code or 0) for agent in ends]
-        code, note = verdict_code(codes, asked=tuple(self._asked), stops=self._stops)
+        leader = self._agents[0].node if self._outlives else ""
+        code, note = verdict_code(codes, asked=tuple(self._asked), stops=self._stops, leader=leader)
         if note:
             self._console.say(f"pdrun: {note}")
         self._console.close()
@@ -239,7 +269,8 @@ class Front:
                 if code < 0 and agent.node not in self._asked:
                     when = "" if self._running else " before the job began; stopping the others"
                     self._console.say(f"pdrun: the agent of {agent.node} was killed by {_signal_name(-code)}{when}")
-                self._patience.first_end(agent.ended, killed=code < 0, running=self._running)
+                if not self._outlives or not self._running or agent is self._agents[0]:
+                    self._patience.first_end(agent.ended, killed=code < 0, running=self._running)
 
     def _press(self, step: str) -> None:
         left = [agent for agent in self._agents if agent.code is None]
@@ -250,7 +281,7 @@ class Front:
         if step == "term":
             self._console.say(f"pdrun: {names} did not end with the others: stopping")
             for agent in left:
-                agent.process.send_signal(signal.SIGTERM)
+                _signal_all(agent, signal.SIGTERM)
         elif step == "cut":
             self._cut()
         else:
@@ -277,7 +308,7 @@ class Front:
         left = [agent for agent in self._agents if agent.code is None]
         for agent in left:
             if agent.up:
-                agent.process.send_signal(number)
+                _signal_all(agent, number)
             elif number in STOPPING:
                 self._asked.add(agent.node)
                 agent.process.kill()
@@ -324,6 +355,16 @@ def _tell(agent: _Agent, line: str) -> None:
         agent.lifeline.sendall(line.encode())
     except OSError:
         pass
+
+
+def _signal_all(agent: _Agent, number: int) -> None:
+    """Signal an agent in the name of the whole job: a SIGTERM then does not mean that its node alone is to go."""
+    if number in STOPPING and agent.up:
+        try:
+            agent.lifeline.send(FOR_ALL, socket.MSG_DONTWAIT)
+        except OSError:
+            pass  # it is ending, or has been told often enough
+    agent.process.send_signal(number)
 
 
 def _noted(number: int, frame: FrameType | None) -> None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pdrun.clock import Clock
+from pdrun.launcher import procfs
 from pdrun.launcher.causes import LINGER, Evidence, cause_of
 from pdrun.launcher.model import Exited, KeeperEvent, LaunchPlan, Spawned, SpawnFailed, Swept, WorkerCommand, WorkerPlan
 from pdrun.launcher.oom import oom_kills
@@ -68,8 +69,9 @@ class Group:
 
     def __init__(
         self, plan: LaunchPlan, run: str, assign: Assign, keeper: Keeper, output: WorkerOutput, clock: Clock,
-        report: Report, stdin: int | None = None,
+        report: Report, stdin: int | None = None, channel: str = "",
     ) -> None:  # fmt: skip
+        self._channel = channel
         self._plan, self._run, self._assign = plan, run, assign
         self._keeper, self._output, self._clock, self._report, self._stdin = keeper, output, clock, report, stdin
         self._workers = {
@@ -98,7 +100,7 @@ class Group:
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         try:
             for slot, worker in self._workers.items():
-                env = worker_env(self._plan, self._run, self._assign, worker.plan)
+                env = worker_env(self._plan, self._run, self._assign, worker.plan, self._channel)
                 out, err = self._output.open(worker.rank, slot, self.generation)
                 stdin = self._stdin if worker.rank == 0 and self._stdin is not None else null
                 command = WorkerCommand(
@@ -152,6 +154,16 @@ class Group:
                 worker.signal_at, worker.held_signal = now + wait, number
         self._flush_held()
         self.tick()
+
+    def alive(self) -> list[tuple[int, int, int]]:
+        """Return (rank, slot, pid) of the workers that run now."""
+        return [(worker.rank, slot, worker.pid) for slot, worker in self._workers.items()
+                if worker.running and worker.pid]  # fmt: skip
+
+    @property
+    def ranks(self) -> range:
+        """The ranks of this node."""
+        return range(self._assign.first_rank, self._assign.first_rank + len(self._workers))
 
     def forward(self, number: int) -> None:
         """Pass on a signal that is none of ours."""
@@ -209,6 +221,8 @@ class Group:
         worker.signal_at = None
         worker.stop_signals.append(number)
         self._keeper.signal(worker.plan.local_rank, number, group=group)
+        if number != signal.SIGKILL and _is_stopped(worker.pid):
+            self._keeper.signal(worker.plan.local_rank, signal.SIGCONT, group=group)  # or it would not hear of it
 
     def _patience(self, worker: _Worker, number: int, grace: float) -> float:
         """Seconds to hold an order to stop back: only where the worker may be on its way out, never for a Ctrl-C."""
@@ -261,6 +275,12 @@ class Group:
         for _ in range(8):  # a pipe holds 1 MiB, a read takes a quarter of it
             for fd in list(self._output.filenos()):
                 self._output.read(fd)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether somebody has stopped a process (SIGSTOP): it hears nothing until it is continued."""
+    found = procfs.state(pid) if pid else None
+    return found is not None and found.letter == "T"
 
 
 def _dumps_core(pid: int) -> bool:

@@ -7,11 +7,15 @@ name may all be one machine. psutil and the resolver are loaded only when a job 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 
+from pdrun.errors import RendezvousError
 from pdrun.net import Endpoint
 
 LOOPBACK = ("lo", "127.0.0.1")
+ASK_EVERY, SAY_EVERY = 0.5, 5.0
+"""Seconds between two questions to the resolver, and between two lines about a name that it does not know yet."""
 _FAR = (("192.0.2.1", 9), ("2001:db8::1", 9))
 """Addresses reserved for documentation: routed by default, never reached; nothing is sent to them."""
 
@@ -54,6 +58,26 @@ def name_fault(host: str) -> str:
     from pdrun.rendezvous import lookup
 
     return lookup.name_fault(host)
+
+
+def await_name(scheduler: Endpoint, timeout: float, say: Callable[[str], None]) -> None:
+    """
+    Wait until the scheduler's host has an address: where names are made with the machines (a service of Kubernetes,
+    a cloud's DNS), a node may be up before the name is.
+
+    Raises:
+        RendezvousError: not within ``timeout`` seconds.
+    """
+    end = time.monotonic() + timeout
+    again = 0.0
+    while fault := name_fault(scheduler.host):
+        now = time.monotonic()
+        if now >= end:
+            raise RendezvousError(fault, where=str(scheduler), hint="check it, or give the address")
+        if now >= again:
+            say(f"waiting for the scheduler at {scheduler}: {fault}")
+            again = now + SAY_EVERY
+        time.sleep(min(ASK_EVERY, end - now))
 
 
 def is_here(host: str, hostname: str, own: Iterable[tuple[str, str]]) -> bool:

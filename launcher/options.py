@@ -71,6 +71,12 @@ def _node_rank(text: str, where: str) -> Values:
     return {"place.node_rank": values.whole(0)(text, where)}
 
 
+def nodes_of(text: str, where: str) -> Values:
+    """Read ``N`` or ``MIN:MAX``. Both bounds are said, so that one source never completes another's."""
+    least, most = values.node_range(text, where)
+    return {"resources.nodes": most, "resources.min_nodes": least}
+
+
 def _variable(text: str, where: str) -> Values:
     name, value = values.assignment(text, where)
     return {f"env.{name}": value}
@@ -99,8 +105,12 @@ RUN = (
         "DIR", ("PDRUN_CHDIR",),
     ),
     Option(
-        ("--nodes",), "nodes of the job (default: 1)", to("resources.nodes", values.whole(1)), GROUPS[1], "N",
-        ("PDRUN_NODES",), first=True,
+        ("--nodes",), "nodes (default 1); MIN:MAX: they may come and go", nodes_of, GROUPS[1],
+        "N|MIN:MAX", ("PDRUN_NODES",), first=True,
+    ),
+    Option(
+        ("--spares",), "further nodes that stand by to replace one that is lost (default: 0)",
+        to("resources.spares", values.whole(0)), GROUPS[1], "N", ("PDRUN_SPARES",),
     ),
     Option(
         ("--devices",), "workers on each node (auto: one a device)",
@@ -167,6 +177,38 @@ RUN = (
         first=True,
     ),
     Option(
+        ("--restart-window",), "only restarts of the last TIME count (default: all)",
+        to("policy.restart_window", values.duration), GROUPS[3], "TIME", ("PDRUN_RESTART_WINDOW",),
+    ),
+    Option(
+        ("--restart-on",), "restart after these exit codes only: 1,3-5,SIGKILL",
+        to("policy.restart_on", values.exit_codes), GROUPS[3], "CODES", ("PDRUN_RESTART_ON",),
+    ),
+    Option(
+        ("--no-restart-on",), "never restart after these exit codes",
+        to("policy.no_restart_on", values.exit_codes), GROUPS[3], "CODES", ("PDRUN_NO_RESTART_ON",),
+    ),
+    Option(
+        ("--backoff",), "before the second of two quick restarts, then doubled (default: 1s)",
+        to("policy.backoff", values.duration_or_zero), GROUPS[3], "TIME", ("PDRUN_BACKOFF",),
+    ),
+    Option(
+        ("--gather",), "MIN:MAX: quiet after which fewer than MAX nodes begin (default: 10s)",
+        to("policy.gather", values.duration_or_zero), GROUPS[3], "TIME", ("PDRUN_GATHER",),
+    ),
+    Option(
+        ("--grow",), "MIN:MAX: restart with a late node after TIME (default: at the next restart)",
+        to("policy.grow", values.duration_or_zero), GROUPS[3], "TIME", ("PDRUN_GROW",),
+    ),
+    Option(
+        ("--on-scheduler-loss",), "workers go on meanwhile, or stop: wait[=TIME], stop (default: wait=60s)",
+        to("policy.scheduler_loss", values.scheduler_loss), GROUPS[3], "HOW", ("PDRUN_ON_SCHEDULER_LOSS",),
+    ),
+    Option(
+        ("--hang-timeout",), "without progress for TIME a worker hangs: show all stacks, then as a failure",
+        to("policy.hang_timeout", values.duration), GROUPS[3], "TIME", ("PDRUN_HANG_TIMEOUT",),
+    ),
+    Option(
         ("--time-limit",), "end the job after this time, with exit code 124",
         to("policy.time_limit", values.duration), GROUPS[3], "TIME", ("PDRUN_TIME_LIMIT",),
     ),
@@ -198,8 +240,9 @@ RUN = (
 )  # fmt: skip
 
 OTHER_VARIABLES = (
-    "PDRUN_TOKEN", "PDRUN_ROLE", "PDRUN_WORKER_NUM", "PDRUN_WORKERS", "PDRUN_NODE", "PDRUN_GENERATION",
+    "PDRUN_TOKEN", "PDRUN_JOURNAL", "PDRUN_ROLE", "PDRUN_WORKER_NUM", "PDRUN_WORKERS", "PDRUN_NODE", "PDRUN_GENERATION",
     "PDRUN_DEVICE_KIND", "PDRUN_COLLECTIVE", "PDRUN_RANK", "PDRUN_RUN", "PDRUN_WORKER_ID", "PDRUN_WORKER_OF",
+    "PDRUN_AGREED_STEP", "PDRUN_AGENT",
 )  # fmt: skip
 """Variables of pdrun that are no option's twin: the token, the dynamic cluster's, and what workers are given."""
 GIVEN_TO_WORKERS = ("PDRUN_JOB",)

@@ -202,6 +202,11 @@ class Output:
             return False
         return found.survived or worker.streams[0].heard_at > found.at + PAUSE
 
+    def heard_at(self, rank: int) -> float:
+        """Monotonic seconds at which something that a worker printed was last read; 0: never."""
+        worker = self._workers.get(rank)
+        return max((stream.heard_at for stream in worker.streams), default=0.0) if worker else 0.0
+
     def found(self, rank: int) -> Found | None:
         """The last traceback of a worker with all that is known of it, also when much was printed after it."""
         worker = self._workers.get(rank)

@@ -69,13 +69,14 @@ def plan(spec: JobSpec, facts: Facts, sources: Sources, notes: tuple[str, ...] =
 
 def simulated(plan: LaunchPlan, facts: Facts) -> tuple[LaunchPlan, ...]:
     """Return the plan of each node that a ``local`` plan simulates, in order; all are as strict as a real one."""
-    count = plan.nodes
+    count = plan.spec.resources.members
     return tuple(_simulate(plan, facts, index, count) for index in range(count))
 
 
 def _simulate(whole: LaunchPlan, facts: Facts, index: int, count: int) -> LaunchPlan:
+    rank = index if index < whole.nodes else None  # a spare has no place of its own
     place = replace(
-        whole.spec.place, simulated=(index, count), node_rank=index, scheduler=whole.scheduler, node_name=""
+        whole.spec.place, simulated=(index, count), node_rank=rank, scheduler=whole.scheduler, node_name=""
     )
     return plan(replace(whole.spec, place=place), facts, whole.sources)
 
@@ -87,7 +88,8 @@ def job_key(spec: JobSpec) -> str:
     import hashlib
 
     program = spec.program
-    text = json.dumps([program.kind, program.target, list(program.args), spec.resources.nodes])
+    nodes = spec.resources.nodes if spec.resources.least == spec.resources.nodes else spec.resources.range
+    text = json.dumps([program.kind, program.target, list(program.args), nodes])
     digest = hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:8]
     stem = program.target.rstrip("/").rpartition("/")[2]
     return f"{name_from(stem.removesuffix('.py'))[:48]}-{digest}"
@@ -103,7 +105,7 @@ def command_text(spec: JobSpec) -> str:
 
     program = spec.program
     kind = {"module": ["-m"], "command": ["--no-python"]}.get(program.kind, [])
-    text = shlex.join(["pdrun", "--nodes", str(spec.resources.nodes), *kind, program.target, *program.args])
+    text = shlex.join(["pdrun", "--nodes", spec.resources.range, *kind, program.target, *program.args])
     text = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
     if len(text) <= LONGEST_COMMAND:
         return text
@@ -132,7 +134,7 @@ Meeting = tuple[Mode, Endpoint | None, str, tuple[str, ...]]
 
 
 def _meeting(spec: JobSpec, facts: Facts, sources: Sources) -> Meeting:
-    where, nodes = spec.place, spec.resources.nodes
+    where, nodes = spec.place, spec.resources.members
     if where.simulated is not None:
         index, _ = where.simulated
         return "first" if index == 0 else "join", where.scheduler or Endpoint(LOOPBACK, 0), LOOPBACK, ()
@@ -225,7 +227,7 @@ def _log_error(spec: JobSpec, facts: Facts, source: str) -> PdrunError:
 
 def _first_of(spec: JobSpec, facts: Facts, sources: Sources) -> Placement:
     """Check every simulated node's placement, and return the first one's."""
-    count = spec.resources.nodes
+    count = spec.resources.members
     placements = [
         place(replace(spec, place=replace(spec.place, simulated=(index, count))), facts, sources)
         for index in range(count)

@@ -30,12 +30,32 @@ class Link(Protocol):
 
         Raises:
             AuthenticationError: the scheduler holds another token.
-            RendezvousError: nobody answered, or the scheduler was lost (silent for its `dead` time).
+            RendezvousError: nobody answered, or the scheduler was lost for longer than the `patience` of its Welcome.
         """
         ...
 
     def deadline(self) -> float | None:
         """Monotonic time at which `poll` wants to be called although nothing arrived; None: no such time."""
+        ...
+
+    def silent_for(self) -> float:
+        """Seconds since the scheduler was last heard, without those in which this process itself stood still."""
+        ...
+
+    def cut_off_for(self) -> float:
+        """
+        As `silent_for`, but a scheduler whose machine still takes connections is only away: it is being started again.
+
+        More than the `lease` of its Welcome: a new generation may have been formed without this node.
+        """
+        ...
+
+    def renew(self) -> None:
+        """
+        Begin again as a new agent, after a Refuse with `rejoin`: nothing said before is repeated.
+
+        The next `poll` that has anything begins with a Welcome, as the first one did.
+        """
         ...
 
     def close(self, timeout: float = 1.0) -> None:
@@ -156,6 +176,10 @@ class WorkerOutput(Protocol):
 
     def survived(self, rank: int) -> bool:
         """Whether a worker's output tells that it went on after the traceback that `traceback` returns."""
+        ...
+
+    def heard_at(self, rank: int) -> float:
+        """Monotonic seconds at which something that a worker printed was last read; 0: never."""
         ...
 
     def log_path(self, rank: int) -> str:

@@ -13,6 +13,7 @@ import re
 import secrets
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,7 +30,7 @@ from pdrun.launcher.keeper_client import KeeperProcess
 from pdrun.launcher.model import LaunchPlan
 from pdrun.launcher.output import Output
 from pdrun.launcher.ports import Link
-from pdrun.launcher.spec import JobSpec, Place, Policy, Sources, field_paths
+from pdrun.launcher.spec import JobSpec, Place, Policy, Resources, Sources, field_paths
 from pdrun.launcher.surroundings import Surroundings
 from pdrun.names import name_from
 from pdrun.net import Endpoint
@@ -87,8 +88,9 @@ def files_needed(plan: LaunchPlan) -> tuple[int, str]:
     workers = len(plan.workers) or (asked if isinstance(asked, int) else 1)
     # the agent holds two pipes and two log files a worker; the keeper, until a starter has forked it, its whole order
     most = (6 if plan.spec.program.kind != "command" else 4 if plan.spec.output.files else 2) * workers
-    own = 16 if plan.mode == "alone" else 32 + plan.nodes
-    front = 16 + 3 * plan.nodes if plan.mode == "local" else 0
+    nodes = plan.spec.resources.members
+    own = 16 if plan.mode == "alone" else 32 + nodes
+    front = 16 + 3 * nodes if plan.mode == "local" else 0
     return max(own + most, 32, front), f"a node with {workers} worker{'s' if workers > 1 else ''}"
 
 
@@ -167,11 +169,19 @@ def run_name(plan: LaunchPlan) -> str:
 
 def scheduler_config(plan: LaunchPlan, run: str) -> SchedulerConfig:
     """Return what the scheduler of this plan's job is told."""
-    policy = plan.spec.policy
+    host = plan.facts.get("host", plan.node)
+    config = membership(plan.spec.resources, plan.spec.policy, job=plan.job, run=run, host=host)
+    return replace(config, spec=shared_spec(plan.spec), command=plan.facts.get("command", ""))
+
+
+def membership(resources: Resources, policy: Policy, *, job: str, run: str, host: str) -> SchedulerConfig:
+    """Return how a scheduler forms a job, keeps it and ends it."""
     return SchedulerConfig(
-        job=plan.job, run=run, nodes=plan.nodes, spec=shared_spec(plan.spec), start_timeout=policy.start_timeout,
-        grace=policy.grace, max_restarts=policy.max_restarts, time_limit=policy.time_limit,
-        command=plan.facts.get("command", ""), host=plan.facts.get("host", plan.node),
+        job=job, run=run, host=host, nodes=resources.nodes, min_nodes=resources.min_nodes, spares=resources.spares,
+        start_timeout=policy.start_timeout, grace=policy.grace, max_restarts=policy.max_restarts,
+        restart_window=policy.restart_window, restart_on=policy.restart_on, no_restart_on=policy.no_restart_on,
+        backoff=policy.backoff, gather=policy.gather, grow=policy.grow, patience=policy.scheduler_loss,
+        time_limit=policy.time_limit,
     )  # fmt: skip
 
 
@@ -211,16 +221,34 @@ def _first(plan: LaunchPlan, seat: Seat) -> int:
         )  # fmt: skip
     run = run_name(plan)
     events = events_path(plan, run)
-    with listener:
-        child = SchedulerChild(
-            scheduler_config(plan, run), secret, listen_fd=listener.fileno(), events_path=events, insecure=insecure
-        )
-    try:
-        command = plan.facts.get("command", "")
-        link = _zmq_link(child.endpoint, secret, plan.job, plan.spec.policy.start_timeout, command)
-        return _agent(plan, link, seat, child=child, events=str(events or ""), serves=True)
-    finally:
-        child.close()
+    with _journal(plan, events) as journal:
+        with listener:
+            child = SchedulerChild(
+                scheduler_config(plan, run), secret, listen_fd=listener.fileno(), events_path=events,
+                insecure=insecure, journal=journal,
+            )  # fmt: skip
+        try:
+            command = plan.facts.get("command", "")
+            link = _zmq_link(child.endpoint, secret, plan.job, plan.spec.policy.start_timeout, command)
+            return _agent(plan, link, seat, child=child, events=str(events or ""), serves=True)
+        finally:
+            child.close()
+
+
+@contextmanager
+def _journal(plan: LaunchPlan, events: Path | None) -> Iterator[Path | None]:
+    """
+    Yield the file from which a scheduler that died is resumed: beside the event log, else in a folder of its own.
+
+    None where the user wants no waiting for a lost scheduler.
+    """
+    if not plan.spec.policy.scheduler_loss:
+        yield None
+    elif events is not None:
+        yield events.with_name("scheduler.journal")
+    else:
+        with tempfile.TemporaryDirectory(prefix="pdrun-", ignore_cleanup_errors=True) as folder:  # mode 0700
+            yield Path(folder, "scheduler.journal")
 
 
 def _join(plan: LaunchPlan, seat: Seat) -> int:
@@ -308,8 +336,8 @@ def _agent(
     address = str(child.endpoint) if child else ""
     if isinstance(plan, LaunchPlan) and plan.scheduler and not plan.spec.place.simulated:
         address = address or str(plan.scheduler)
-    elif isinstance(plan, LaunchPlan):
-        address = ""  # the nodes are started by this command itself
+    elif isinstance(plan, LaunchPlan) and not plan.spec.reopens:
+        address = ""  # the nodes are started by this command itself, and no others can come
 
     def output(made: LaunchPlan) -> Output:
         return Output(
@@ -317,12 +345,18 @@ def _agent(
             console=seat.console,
         )  # fmt: skip
 
+    def keeper() -> KeeperProcess:
+        made = KeeperProcess(spare=[child.pid] if child else [])
+        if child:
+            child.on_start = made.spare.add  # the keeper's sweeps leave a restarted scheduler alone, too
+        return made
+
     def welcomed(made: LaunchPlan, welcome: Welcome) -> None:
         if serves:
             _register(made, welcome.run, seat, str(child.endpoint) if child else "")
 
     return run_agent(plan, link, Surroundings(
-        keeper=lambda: KeeperProcess(spare=[child.pid] if child else []), output=output, welcomed=welcomed,
+        keeper=keeper, output=output, welcomed=welcomed,
         scheduler_child=child, lifeline=seat.lifeline, stdin=_stdin(seat), address=address, events=events,
         reached=lambda mark: _reached(seat, mark), quiet=seat.quiet,
     ))  # fmt: skip

@@ -16,7 +16,7 @@ from typing import Any
 
 from pdrun.launcher.model import Facts, LaunchPlan, WorkerPlan
 from pdrun.launcher.scrub import is_launchers, shown
-from pdrun.launcher.spec import JobSpec, field_paths
+from pdrun.launcher.spec import JobSpec, Policy, field_paths
 from pdrun.launcher.values import rank_text
 
 _MODES = {
@@ -32,7 +32,7 @@ def plan_text(plan: LaunchPlan, nodes: Sequence[LaunchPlan] = ()) -> str:
     rows = [
         ("job", plan.job),
         ("mode", f"{plan.mode}: {_MODES[plan.mode]}"),
-        ("nodes", f"{plan.nodes}; this one is {plan.node}" if plan.mode != "local" else str(plan.nodes)),
+        ("nodes", _nodes(plan)),
         ("scheduler", _scheduler(plan)),
         ("listen", plan.listen),
         ("program", shlex.join(_argv(plan, nodes))),
@@ -41,6 +41,9 @@ def plan_text(plan: LaunchPlan, nodes: Sequence[LaunchPlan] = ()) -> str:
         ("backend", f"{plan.backend}, collectives by {plan.collective} ({plan.backend_reason.partition(';')[0]})"),
         ("logs", _logs(plan.spec)),
         ("policy", _policy(plan.spec)),
+        ("changes", _changes(plan.spec)),
+        ("restarts", _restarts(plan.spec.policy)),
+        ("hangs", f"no progress for {seconds(hang)}" if (hang := plan.spec.policy.hang_timeout) is not None else ""),
         *(("set", f"{name}={shown(name, value)}") for name, value in plan.spec.env.items()),
         ("removed", ", ".join(plan.scrubbed) or "-"),
     ]
@@ -48,6 +51,34 @@ def plan_text(plan: LaunchPlan, nodes: Sequence[LaunchPlan] = ()) -> str:
     for node in nodes or (plan,):
         lines += ["", f"{node.node}: {len(node.workers)} worker(s)", *_workers(node)]
     return "\n".join(lines) + "\n"
+
+
+def _nodes(plan: LaunchPlan) -> str:
+    resources = plan.spec.resources
+    count = f"{resources.least} to {plan.nodes}" if resources.least < plan.nodes else str(plan.nodes)
+    spares = f" and {resources.spares} that stand{'s' * (resources.spares == 1)} by" if resources.spares else ""
+    return count + spares + ("" if plan.mode == "local" else f"; this one is {plan.node}")
+
+
+def _changes(spec: JobSpec) -> str:
+    """How an elastic job forms and changes; empty for one of a fixed size."""
+    policy, resources = spec.policy, spec.resources
+    if not resources.elastic:
+        return ""
+    loss = "a lost node is replaced by one that stands by"
+    if resources.least == resources.nodes:
+        return loss
+    late = f"takes late nodes in after {seconds(policy.grow)}" if policy.grow is not None else "late nodes wait"
+    least = f"{resources.least} node{'s' * (resources.least > 1)}"
+    return f"goes on with {least}, begins after {seconds(policy.gather)} of quiet, {late}"
+
+
+def _restarts(policy: Policy) -> str:
+    """What counts as a restart, where there may be any and that was said."""
+    window = f"within {seconds(policy.restart_window)}" if policy.restart_window is not None else ""
+    only = f"after {rank_text(policy.restart_on)} only" if policy.restart_on else ""
+    never = f"never after {rank_text(policy.no_restart_on)}" if policy.no_restart_on else ""
+    return ", ".join(filter(None, (window, only, never))) if policy.max_restarts else ""
 
 
 def _scheduler(plan: LaunchPlan) -> str:
@@ -174,6 +205,10 @@ def _value(spec: JobSpec, path: str, python: str) -> str:
         return " ".join(f"{key}={shown(key, text)}" for key, text in value.items()) or "-"
     if path == "program.python" and spec.program.kind != "command":
         return spec.program.python or python
+    if path in ("policy.restart_on", "policy.no_restart_on"):
+        return rank_text(value) if value else "-"
+    if path == "resources.min_nodes":
+        return str(spec.resources.least)
     if path == "resources.devices":
         return _DEVICES.get(str(value), str(value))
     if path == "program.args":

@@ -63,6 +63,26 @@ class Resources:
     bind: Literal["auto", "cores", "numa", "none"] = "auto"
     """CPU binding. auto: cores where the node has at least one core a worker, else none."""
 
+    @property
+    def least(self) -> int:
+        """Nodes with which the job runs at least."""
+        return self.min_nodes or self.nodes
+
+    @property
+    def members(self) -> int:
+        """Nodes that may be there at once, those that stand by included."""
+        return self.nodes + self.spares
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the job goes on without a node that leaves."""
+        return self.least < self.nodes or self.spares > 0
+
+    @property
+    def range(self) -> str:
+        """The nodes as one types them: ``4``, or ``2:4``."""
+        return f"{self.least}:{self.nodes}" if self.least < self.nodes else str(self.nodes)
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -142,14 +162,23 @@ class JobSpec:
     """``--env NAME=VALUE``: set in every worker; not the variables that `WorkerEnv` writes."""
     chdir: str = ""
 
+    @property
+    def reopens(self) -> bool:
+        """Whether a generation of workers may be followed by another one."""
+        return self.policy.max_restarts > 0 or self.resources.elastic
+
     def __post_init__(self) -> None:
         if self.job:
             check_name(self.job, where="--job")
-        whole = (("--nodes", self.resources.nodes, 1), ("--devices", self.resources.devices, 1),
+        whole = (("--nodes", self.resources.nodes, 1), ("--nodes", self.resources.min_nodes, 0),
+                 ("--spares", self.resources.spares, 0), ("--devices", self.resources.devices, 1),
                  ("--threads", self.resources.threads, 1), ("--max-restarts", self.policy.max_restarts, 0))  # fmt: skip
         for name, value, least in whole:
             if isinstance(value, int) and value < least:
                 raise UsageError(f"{value} is below {least}", where=name)
+        if self.resources.min_nodes > self.resources.nodes:
+            least, most = self.resources.min_nodes, self.resources.nodes
+            raise UsageError(f"at least {least} nodes are more than at most {most}", where="--nodes")
         if self.resources.backend not in BACKENDS:
             raise UsageError(f"{self.resources.backend!r} is not one of {', '.join(BACKENDS)}", where="--backend")
         rank = self.place.node_rank
@@ -170,11 +199,13 @@ class JobSpec:
         place = dict(data.pop("place"))
         scheduler, simulated = place.pop("scheduler"), place.pop("simulated")
         program = dict(data.pop("program"))
+        policy: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in data.pop("policy").items()
+        }
         return cls(
             program=Program(**{**program, "args": tuple(program["args"])}),
             resources=Resources(**data.pop("resources")),
-            policy=Policy(**{key: tuple(value) if isinstance(value, list) else value
-                             for key, value in data.pop("policy").items()}),
+            policy=Policy(**policy),
             output=Output(**data.pop("output")),
             place=Place(
                 scheduler=Endpoint(**scheduler) if scheduler else None,

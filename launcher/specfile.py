@@ -48,12 +48,15 @@ GROUPS: Mapping[str, Mapping[str, Parser]] = {
         "start": values.choice("auto", "fork", "exec"),
     },
     "resources": {
-        "nodes": values.whole(1), "devices": values.whole_or_auto(), "backend": values.choice(*BACKENDS),
-        "threads": values.whole_or_auto(), "bind": values.choice("auto", "cores", "numa", "none"),
+        "nodes": values.node_range, "spares": values.whole(0), "devices": values.whole_or_auto(),
+        "backend": values.choice(*BACKENDS), "threads": values.whole_or_auto(),
+        "bind": values.choice("auto", "cores", "numa", "none"),
     },
     "policy": {
         "start_timeout": values.duration, "grace": values.duration_or_zero, "max_restarts": values.whole(0),
-        "time_limit": values.duration,
+        "restart_window": values.duration, "restart_on": values.exit_codes, "no_restart_on": values.exit_codes,
+        "backoff": values.duration_or_zero, "gather": values.duration_or_zero, "grow": values.duration_or_zero,
+        "scheduler_loss": values.scheduler_loss, "hang_timeout": values.duration, "time_limit": values.duration,
     },
     "output": {
         "log_dir": values.path, "log_name": values.log_name, "files": _yes_no, "show_ranks": values.ranks,
@@ -69,6 +72,7 @@ SINGLE: Mapping[str, Parser] = {"job": values.name, "chdir": values.path}
 REASONS = {
     "place.insecure": "must be said on the command line (--insecure), so that nobody inherits it from a file",
     "place.simulated": "is pdrun's own; use local: true",
+    "resources.min_nodes": "is the lower number of nodes: 'MIN:MAX'",
     "program.kind": "follows from the key: write script, module or command",
     "program.target": "is written as script, module or command",
 }
@@ -182,6 +186,10 @@ class _File:
             elif name in ("script", "module", "command"):
                 yield self.value("program.target", value, keys[name])
                 yield Wish("program.kind", name, self.source(key, name))
+            elif name == "nodes":
+                both = self.value("resources.nodes", value, keys[name])
+                yield Wish("resources.nodes", both.value[1], both.source)
+                yield Wish("resources.min_nodes", both.value[0], both.source)
             else:
                 yield self.value(f"{group}.{name}", value, keys[name])
 

@@ -246,6 +246,7 @@ class Starter:
         forked.streams()
         forked.fresh_state()
         forked.threads(os.environ)
+        forked.offer_stacks(os.environ.get("PDRUN_AGENT", ""))
         forked.watch_late(importtime.frozen)
         return forked.program([os.fsdecode(word) for word in argv])
 

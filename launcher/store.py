@@ -133,6 +133,11 @@ class Stores:
             self._now.close()
         self._now, self._next, self.wanted = self._next, None, False
 
+    def renew(self, keeper: Keeper | None) -> None:
+        """This node begins again as a new one: nothing of its old sockets is announced any more."""
+        self.turn(keeper)
+        self.turn(keeper)
+
     def close(self) -> None:
         """Let go of both sockets."""
         for store in (self._now, self._next):

@@ -34,7 +34,7 @@ def summary(
         seconds: how long the job took on this node.
         log_dir: folder of this run's logs; empty when no files are written.
         python: the workers' interpreter on this node, for a hint; empty when it is not known.
-        revealed: the first cause's last lines have just been shown here, and are not shown again.
+        revealed: the first cause's last lines, or the stacks of a hang, have just been shown here, and are not again.
     """
     took = f"after {duration(seconds)}"
     if verdict.code == EXIT_OK:
@@ -55,6 +55,9 @@ def summary(
 def _first(failure: Failure, revealed: bool) -> list[str]:
     cause, evidence = failure.cause, _evidence(failure.cause)
     who = f"rank {failure.rank} on {failure.node}"
+    if cause.kind == "hang":
+        where = f"where every rank was{' stands above' if revealed else ':'}"
+        return [f"  {where}", *(f"    {plain(line)}" for line in evidence if not revealed)]
     if evidence and revealed:
         lines = [plain(f"  the last words of {who} ({ending(cause)}) stand above")]
     elif evidence:
@@ -78,6 +81,8 @@ def ending(cause: Cause) -> str:
 
 def _evidence(cause: Cause) -> list[str]:
     """The traceback, the middle cut out of a long one, else the last lines of output."""
+    if cause.kind == "hang":
+        return cause.traceback.rstrip().split("\n")[: LINES - 10] if cause.traceback.strip() else []
     if not cause.traceback.strip():
         return [line for line in cause.tail if line.strip()][-_TAIL_LINES:]
     lines = cause.traceback.rstrip().split("\n")
@@ -111,6 +116,8 @@ def hints(cause: Cause, python: str = "") -> Iterable[str]:
         yield "something outside pdrun killed it, often the kernel for lack of memory: look at 'dmesg' on that node"
     elif cause.kind == "signal" and cause.signal == 7:
         yield "is /dev/shm full there ('df -h /dev/shm')? data loaders keep their batches in it"
+    elif cause.kind == "hang":
+        yield "--hang-timeout must be longer than the longest honest wait: an evaluation or a checkpoint, say"
     elif cause.kind == "communication":
         yield "no worker failed by itself: look for a network fault, or a timeout while one rank was busy"
     elif re.search(r"OutOfMemoryError|CUDA out of memory|NPU out of memory", text):

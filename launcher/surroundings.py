@@ -13,13 +13,28 @@ from pdrun.rendezvous.messages import Welcome
 
 UP, RUNNING = b"u", b"r"
 """How far an agent is, as it tells whoever started it: signals reach it; the scheduler will notice its end."""
+FOR_ALL = b"a"
+"""Told to an agent by whoever started it: the signals that follow mean the whole job, not this node alone."""
 
 
 class Child(Protocol):
     """The scheduler process, as far as the agent needs to know it."""
 
     def fileno(self) -> int:
-        """Readable when it has ended."""
+        """Readable when `tend` is due; -1: see `deadline`."""
+        ...
+
+    def deadline(self) -> float | None:
+        """Monotonic time at which `tend` is due although nothing is readable; None: no such time."""
+        ...
+
+    def tend(self) -> str:
+        """
+        Start it again when it has died; never waits. Return a line for the user, or the empty string.
+
+        Raises:
+            RendezvousError: it has ended for good.
+        """
         ...
 
 
@@ -43,7 +58,7 @@ class Surroundings:
     scheduler_child: Child | None = None
     """The scheduler process of this node, if it has it."""
     lifeline: int | None = None
-    """A descriptor whose end means: whoever started this agent is gone, end everything at once."""
+    """A descriptor whose end means: whoever started this agent is gone, end everything at once. May say FOR_ALL."""
     stdin: int | None = None
     """What rank 0 reads as its standard input; None: nothing."""
     address: str = ""

@@ -9,6 +9,7 @@ tables of options hold; nothing here reads a file, the environment or the clock.
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -226,20 +227,43 @@ def log_name(text: str, where: str) -> str:
     return text
 
 
-def node_count(text: str, where: str) -> int:
-    """Return the nodes of torchrun's ``--nnodes``: ``N`` or ``N:N``."""
+def node_range(text: str, where: str) -> tuple[int, int]:
+    """Return (least, most) of ``N`` or ``MIN:MAX``; least is 0 where both are the same."""
     if ":" not in text:
-        return int(whole(1)(text, where))
+        return 0, int(whole(1)(text, where))
     low, _, high = text.partition(":")
     bounds = int(whole(1)(low, where)), int(whole(1)(high, where))
     if bounds[0] > bounds[1]:
         raise UsageError(f"{quoted(text)} has its lower number last", where=where, hint=f"write {high}:{low}")
-    if bounds[0] < bounds[1]:
-        raise UsageError(
-            f"{quoted(text)} asks for a job that changes its size, which pdrun does not do yet", where=where,
-            hint=f"give one number, {high} say",
-        )  # fmt: skip
-    return bounds[0]
+    return (0 if bounds[0] == bounds[1] else bounds[0]), bounds[1]
+
+
+def exit_codes(text: str, where: str) -> tuple[int, ...]:
+    """Return exit codes, ascending, each once: ``1,3-5``; a signal's name is 128 + its number (SIGKILL: 137)."""
+    found: set[int] = set()
+    for part in text.split(","):
+        if re.fullmatch(r"SIG[A-Z0-9]+", part) and part in signal.Signals.__members__:
+            found.add(128 + signal.Signals[part])
+            continue
+        match = re.fullmatch(r"([0-9]{1,3})(?:-([0-9]{1,3}))?", part)
+        low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+        if not 1 <= low <= high <= 255:
+            raise UsageError(
+                f"{quoted(part)} is no exit code of a failure", where=where,
+                hint="write 1 to 255, a range as 3-5, or a signal as SIGKILL, separated by commas",
+            )  # fmt: skip
+        found.update(range(low, high + 1))
+    return tuple(sorted(found))
+
+
+def scheduler_loss(text: str, where: str) -> float:
+    """Return for how many seconds a lost scheduler is waited for: ``wait``, ``wait=TIME``, or 0 for ``stop``."""
+    word, equals, time = text.partition("=")
+    if text == "stop":
+        return 0.0
+    if word != "wait" or (equals and not time):
+        raise UsageError(f"{quoted(text)} is not one of wait, wait=TIME, stop", where=where)
+    return duration(time, where) if equals else 60.0
 
 
 def name(text: str, where: str) -> str:

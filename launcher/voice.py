@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ LOOK_EVERY = 0.5
 """Seconds between two looks into the event log."""
 PATIENCE = 1.0
 """Seconds after which it is said why the workers are being stopped; a quicker end says it in its summary."""
+NOTICE_LINES = 100
+TWICE = 5.0
+"""Seconds in which a line from two sources is said once."""
 _SHOWN = ("warning", "refused", "suspect", "recovered")
 
 
@@ -45,6 +49,13 @@ class Voice:
         self._began = clock.monotonic()
         self._later: tuple[float, str] | None = None
         self._told_token = False
+        self._standby = ""
+        self._noticed = ""
+        self._told: deque[tuple[float, str]] = deque(maxlen=2 * NOTICE_LINES)
+        self._why = ""
+        """Why the workers of the last generation were stopped."""
+        self._restarts = 0
+        self._world = 0
         self._log_dir = ""
         self._plan: LaunchPlan | None = None
 
@@ -78,7 +89,7 @@ class Voice:
             return
         self._look_at = now + LOOK_EVERY
         for event in self._events.more():
-            if event.get("kind") in _SHOWN:
+            if event.get("kind") in _SHOWN and not self._known(str(event.get("text", ""))):
                 words = [str(event[key]) for key in ("node", "host", "text", "reason") if event.get(key)]
                 self.say(plain(f"{event['kind']}: {', '.join(dict.fromkeys(words))}"))
 
@@ -87,31 +98,59 @@ class Voice:
         coming = self._plan is not None and self._plan.spec.place.simulated and message.elapsed < PATIENCE
         if self._quiet or coming:
             return
-        self.say(
-            plain(
-                f"{len(message.present)} of {message.expected} nodes are here ({', '.join(message.present)}), missing: "
-                f"{', '.join(message.missing)}; {duration(message.elapsed)} of {duration(message.timeout)}"
-            )
-            + self._how_to_join()
-        )
+        here = message.here or len(message.present)
+        names = ", ".join((*message.present, *(["..."] if here > len(message.present) else [])))
+        least = self._plan.spec.resources.least if self._plan is not None else message.expected
+        if here >= least:  # enough to begin: more are welcome, and nothing is missing
+            rest = f"; they begin in {duration(max(0.0, message.timeout - message.elapsed))} unless more come"
+        else:
+            spent = f"{duration(message.elapsed)} of {duration(message.timeout)}"
+            rest = f", missing: {', '.join(message.missing)}; {spent}"
+        self.say(plain(f"{here} of {message.expected} nodes are here ({names}){rest}") + self._how_to_join())
+
+    def standing_by(self, reason: str) -> None:
+        """This node has no part in the present generation; said again when the reason changes."""
+        if reason != self._standby:
+            self._standby = reason
+            self.say(plain(f"{self._plan.node if self._plan else 'this node'} stands by: {reason}"))
+
+    def notice(self, text: str) -> None:
+        """The scheduler tells something to everybody."""
+        self._noticed = text
+        for line in text.splitlines()[:NOTICE_LINES]:
+            if (line.startswith(" ") or not self._known(line)) and not self._quiet:  # stacks may have equal lines
+                self.say(plain(line))
+
+    def _known(self, text: str) -> bool:
+        """Whether a line was said a moment ago: what the scheduler tells stands in its event log, too. Notes it."""
+        now = self._clock.monotonic()
+        known = any(before == text and now - at < TWICE for at, before in self._told)
+        if text:
+            self._told.append((now, text))
+        return known and bool(text)
 
     def _how_to_join(self) -> str:
         """How the missing nodes are started; once, too, where they get the token that a shared home would give."""
         if not self._address:
             return ""
         place = self._plan.spec.place if self._plan is not None else None
-        if place is not None and place.insecure:
-            return f"; start each with: pdrun join --insecure {self._address}"
-        line = f"; start each with: pdrun join {self._address}"
-        if self._told_token or is_loopback(parse_endpoint(self._address, where="scheduler").host):
+        line = f"; start each with: {self._join_line()}"
+        here = is_loopback(parse_endpoint(self._address, where="scheduler").host)
+        if self._told_token or here or (place is not None and place.insecure):
             return line
         self._told_token = True
         own = "of this node's --token-file" if place is not None and place.token_file else "of `pdrun token show` here"
         return f"{line} (a host that does not share this home needs the token {own})"
 
+    def _join_line(self) -> str:
+        insecure = self._plan is not None and self._plan.spec.place.insecure
+        return f"pdrun join {'--insecure ' * insecure}{self._address}"
+
     def started(self, assign: Assign) -> None:
-        """The workers start."""
-        if self._quiet or self._plan is None or assign.restarts:
+        """The workers start: how many, the first time and whenever that has changed."""
+        self._standby = ""
+        before, self._world = self._world, assign.world_size
+        if self._quiet or self._plan is None or before == assign.world_size:
             return
         shown = self._plan.spec.output.show_ranks
         if none := RankSet(shown).without(range(assign.world_size)):
@@ -121,26 +160,38 @@ class Voice:
         nodes = f"{assign.nodes} node{'s' if assign.nodes > 1 else ''}"
         logs = f", logs in {self._log_dir}" if self._log_dir else ""
         self.say(f"{workers} on {nodes}, {self._plan.backend}{logs}")
+        if self._plan.spec.resources.elastic and self._address and not before:
+            self.say(f"further nodes may join with: {self._join_line()}")
 
     def stopping(self, message: StopWorkers) -> None:
         """Somebody failed: why, unless it is all over in a moment."""
+        self._why = message.reason
         if not self._quiet and not message.reason.startswith("stopped by"):
             text = plain(f"{message.reason}; stopping the other workers (grace {duration(message.grace)})")
             self._later = (self._clock.monotonic() + PATIENCE, text)
 
     def restarting(self, assign: Assign) -> None:
-        """A new generation begins."""
-        if self._later is not None:
-            self._later = (0.0, self._later[1])
-            self.look()
+        """A new generation begins, after a failure or because nodes came or went; says why."""
+        self._later = None
         if not self._quiet and self._plan is not None:
-            self.say(f"restart {assign.restarts} of {self._plan.spec.policy.max_restarts}")
+            counted = assign.restarts > self._restarts
+            most = self._plan.spec.policy.max_restarts
+            what = f"restart {assign.restarts} of {most}" if counted else "starting again"
+            size = f" with {assign.nodes} node{'s' * (assign.nodes > 1)}" if self._plan.spec.resources.elastic else ""
+            self.say(plain(f"{what}{size}{f': {self._why}' if self._why else ''}"))
+        self._restarts, self._why = assign.restarts, ""
 
-    def stop_asked(self, name: str, grace: float, *, again: bool, running: bool) -> None:
-        """The user wants the job to end."""
-        if self._quiet:
+    def stop_asked(self, name: str, grace: float, *, again: bool, running: bool, leaves: bool = False) -> None:
+        """The user wants the job to end, or this node to leave it."""
+        node = self._plan.node if self._plan else "this node"
+        if leaves and again:
+            self.say(f"{name} again: killing all workers of {node}")
+        elif leaves:
+            once_more = f", grace {duration(grace)}; once more kills its workers at once" if running else ""
+            self.say(f"{name}: {node} leaves the job, which goes on without it{once_more}")
+        elif self._quiet:
             return
-        if again:
+        elif again:
             self.say(f"{name} again: killing all workers")
         elif running:
             self.say(f"{name}: stopping the job, grace {duration(grace)}; once more kills at once")
@@ -166,8 +217,10 @@ class Voice:
         return plan.workers[0].argv[0] if plan and plan.workers and plan.spec.program.kind != "command" else ""
 
     def _revealed(self, verdict: Verdict) -> bool:
-        """Whether the output has shown the first cause's last lines, because --show-ranks hides that rank."""
+        """Whether the first cause's last lines (for --show-ranks hides that rank), or a hang's stacks, were shown."""
         plan, first = self._here(verdict.first), verdict.first
+        if first is not None and first.cause.kind == "hang":
+            return bool(first.cause.traceback) and first.cause.traceback in self._noticed
         return plan is not None and first is not None and first.rank not in RankSet(plan.spec.output.show_ranks)
 
     def left(self, code: int) -> None:

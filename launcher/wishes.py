@@ -137,7 +137,7 @@ def settle(wishes: Iterable[Wish]) -> tuple[dict[str, Wish], tuple[str, ...]]:
         if before.source.level == wish.source.level:
             raise contradiction(wish, before)
         notes.append(f"{wish.source.said()} is overridden by {before.source.said()}")
-    return chosen, tuple(notes)
+    return chosen, tuple(dict.fromkeys(notes))
 
 
 def contradiction(one: Wish, other: Wish) -> PdrunError:

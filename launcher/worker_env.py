@@ -17,18 +17,24 @@ from pdrun.net import parse_endpoint
 from pdrun.rendezvous.messages import Assign
 
 
-def worker_env(plan: LaunchPlan, run: str, assign: Assign, worker: WorkerPlan) -> dict[str, str]:
-    """Return the environment of a worker in a generation; ``run`` is the unique name of this run."""
+def worker_env(plan: LaunchPlan, run: str, assign: Assign, worker: WorkerPlan, channel: str = "") -> dict[str, str]:
+    """
+    Return the environment of a worker in a generation.
+
+    Args:
+        run: the unique name of this run.
+        channel: path of the agent's socket; empty: there is none.
+    """
     return {
         "OMP_NUM_THREADS": str(worker.threads),
         **plan.base_env,
-        **identity(plan, run, assign, worker).to_env(),
+        **identity(plan, run, assign, worker, channel).to_env(),
         **plan.visibility.get(worker.local_rank, {}),
         **plan.spec.env,
     }
 
 
-def identity(plan: LaunchPlan, run: str, assign: Assign, worker: WorkerPlan) -> WorkerEnv:
+def identity(plan: LaunchPlan, run: str, assign: Assign, worker: WorkerPlan, channel: str = "") -> WorkerEnv:
     """Return who the worker is: the contract with the script."""
     master = parse_endpoint(assign.master, where="the scheduler's assignment")
     return WorkerEnv(
@@ -49,5 +55,7 @@ def identity(plan: LaunchPlan, run: str, assign: Assign, worker: WorkerPlan) -> 
         device_kind=plan.backend,
         device_index=worker.device_index,
         collective=plan.collective,
+        agreed_step=assign.agreed_step,
+        agent=channel,
     )
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from pdrun import elastic
 from pdrun.backends.base import Backend
 from pdrun.backends.detect import backend as backend_named
 from pdrun.backends.detect import choose, probe_all
@@ -121,6 +122,7 @@ def init(
         RendezvousError: the scheduler of a dynamic cluster cannot be reached or refuses this process.
     """
     complain.watch()
+    elastic.attach()
     if timeout is not None and timeout <= 0:
         raise UsageError(f"a timeout of {timeout} s is not above 0", where="pdrun.init")
     if _process.context is None:

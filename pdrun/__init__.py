@@ -3,6 +3,7 @@ pdrun: start a PyTorch job on whatever the cluster is, keep it alive, tell the t
 
     import pdrun
     ctx = pdrun.init()                      # in a script: rank, device and collective, however the job was started
+    pdrun.progress(step)                    # in its loop: hangs and slow ranks are found (pdrun.elastic has more)
     results = pdrun.launch(fn, devices=4)   # in a program: run a function on four workers, get four results
 
 Names are loaded on first use, so that ``import pdrun`` costs nothing.
@@ -16,6 +17,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # typing itself would take longer than all else here
     from typing import Any
 
+    from pdrun import elastic as elastic
+    from pdrun.elastic import progress as progress
     from pdrun.env import WorkerEnv as WorkerEnv
     from pdrun.errors import ConfigError as ConfigError
     from pdrun.errors import DeadlineExceeded as DeadlineExceeded
@@ -38,8 +41,10 @@ _HOMES = {
     "RendezvousError": "pdrun.errors",
     "UsageError": "pdrun.errors",
     "WorkerEnv": "pdrun.env",
+    "elastic": "pdrun.elastic",
     "init": "pdrun.parallel.context",
     "launch": "pdrun.launcher.function",
+    "progress": "pdrun.elastic",
 }
 
 __all__ = ["__version__", *_HOMES]
@@ -48,7 +53,8 @@ __all__ = ["__version__", *_HOMES]
 def __getattr__(name: str) -> Any:
     """Load a public name from its home on first use."""
     if name in _HOMES:
-        return getattr(_load(_HOMES[name]), name)
+        home = _load(_HOMES[name])
+        return home if name == "elastic" else getattr(home, name)
     raise AttributeError(f"module 'pdrun' has no attribute {name!r}")
 
 

@@ -49,6 +49,8 @@ class EventLog:
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
                 self._file = self.path.open("a", encoding="ascii", buffering=1)
+                if _half_line(self.path):  # of a scheduler that was killed: what follows must not be lost with it
+                    self._file.write("\n")
             self._file.write(event.to_line() + "\n")
         except OSError:
             self.lost += 1
@@ -69,6 +71,20 @@ def read(path: Path) -> Iterator[Event]:
         yield from parse(file)
 
 
+def tail(path: Path, size: int = 1 << 18) -> Iterator[Event]:
+    """Yield the events at the end of a log, of its last ``size`` bytes."""
+    with path.open("rb") as file:
+        end = file.seek(0, 2)
+        file.seek(max(0, end - size))
+        yield from parse(file.read().decode(errors="replace").split("\n"))
+
+
+def _half_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        end = file.seek(0, 2)
+        return bool(end) and file.seek(end - 1) >= 0 and file.read(1) != b"\n"
+
+
 def parse(lines: Iterable[str]) -> Iterator[Event]:
     """Yield the events that lines of a log hold; lines that are no whole event are passed over."""
     for line in lines:
@@ -85,7 +101,7 @@ class NodeStatus:
 
     name: str
     state: str
-    """joined, running, suspect, lost, left or done."""
+    """joined, standby, running, suspect, lost, left or done."""
     index: int = -1
     workers: int = 0
 
@@ -121,6 +137,10 @@ class JobStatus:
     nodes: Mapping[str, NodeStatus] = field(default_factory=dict)
     ranks: Mapping[int, RankStatus] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    step: int = -1
+    """The step of the worker that is the furthest behind; -1: nobody has reported any."""
+    saved: int = -1
+    """The last step that all workers have saved."""
 
 
 def replay(events: Iterable[Event]) -> JobStatus:
@@ -151,12 +171,22 @@ def apply(status: JobStatus, event: Event) -> JobStatus:
             return _exited(status, data)
         case "stopping" | "restarting":
             return replace(status, state=event.kind, reason=str(data.get("reason", "")))
-        case "suspect" | "lost" | "left":
+        case "gathering":
+            status = replace(status, state="gathering", reason=str(data.get("reason", "")))
+            return _renamed(status, "running", "joined")
+        case "progress":
+            return replace(status, step=int(data.get("step", -1)), saved=int(data.get("saved", -1)))
+        case "suspect" | "lost" | "left" | "standby":
             return _with_node(status, str(data["node"]), state=event.kind)
         case "recovered":
-            return _with_node(status, str(data["node"]), state="running")
+            return _with_node(status, str(data["node"]), state=_usual(status, str(data["node"])))
+        case "resumed":
+            return _renamed(status, "suspect", None)
         case "warning":
             return replace(status, warnings=(*status.warnings, str(data.get("text", ""))))
+        case "hang":
+            text = f"rank {data.get('rank')} on {data.get('node')} hangs: {data.get('reason', '')}"
+            return replace(status, warnings=(*status.warnings, text))
         case "verdict":
             return replace(
                 status, state="done", code=int(data["code"]), reason=str(data.get("reason", "")), ended_at=event.time
@@ -169,15 +199,32 @@ def _with_node(status: JobStatus, name: str, **changes: Any) -> JobStatus:
     return replace(status, nodes={**status.nodes, name: replace(node, **changes)})
 
 
+def _usual(status: JobStatus, name: str) -> str:
+    """The state of a node about which nothing is wrong."""
+    node = status.nodes.get(name)
+    if status.state == "gathering":
+        return "joined"
+    return "running" if node is None or node.index >= 0 else "standby"
+
+
+def _renamed(status: JobStatus, old: str, new: str | None) -> JobStatus:
+    """Every node in state ``old`` is in state ``new`` now; None: as is usual for it."""
+    changed = {name: replace(node, state=new or _usual(status, name))
+               for name, node in status.nodes.items() if node.state == old}  # fmt: skip
+    return replace(status, nodes={**status.nodes, **changed})
+
+
 def _assigned(status: JobStatus, data: Mapping[str, Any]) -> JobStatus:
     """One event a generation: ``nodes`` is a list of ``[name, first rank, workers]`` in node order."""
-    nodes, ranks = dict(status.nodes), {}
+    nodes = {name: replace(node, index=-1) for name, node in status.nodes.items()}  # some may have no part in this one
+    ranks: dict[int, RankStatus] = {}
     for index, (name, first, workers) in enumerate(data["nodes"]):
         nodes[name] = NodeStatus(name, nodes[name].state if name in nodes else "joined", index, workers)
         ranks.update({rank: RankStatus(rank, name, "running") for rank in range(first, first + workers)})
     return replace(
-        status, generation=int(data["generation"]), restarts=int(data.get("restarts", 0)), nodes=nodes, ranks=ranks
-    )
+        status, generation=int(data["generation"]), restarts=int(data.get("restarts", 0)), nodes=nodes, ranks=ranks,
+        step=-1,
+    )  # fmt: skip
 
 
 def _exited(status: JobStatus, data: Mapping[str, Any]) -> JobStatus:

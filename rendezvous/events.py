@@ -106,6 +106,8 @@ class Disconnected:
     """A connection has ended, by whichever side."""
 
     peer: Peer
+    between: bool = False
+    """True: a relay between has ended, which says nothing about the node."""
 
 
 @dataclass(frozen=True)

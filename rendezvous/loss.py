@@ -24,13 +24,10 @@ def give_up(job: Job, member: Member, why: str, now: float, *, coming: int = 0) 
         return _forget(job, member, why)
     if job.state is JobState.DONE or member.phase is Phase.FINISHED:
         return _part(job, member, why)
-    planned = bool(member.departs)
     reason = f"{job.config.unit} {member.place} was lost: {why}"
     elastic.fence(job, member, why)
     coming = coming if elastic.is_elastic(job.config) else 0
-    if planned:
-        pass  # the next generation is being formed without it already
-    elif job.state is JobState.ASSIGNING:
+    if job.state is JobState.ASSIGNING:
         job.changed = reason
     elif job.state is JobState.RUNNING:
         if elastic.are_enough(job, coming):

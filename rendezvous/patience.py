@@ -15,6 +15,11 @@ from pdrun.net import Endpoint
 from pdrun.rendezvous.messages import Welcome
 
 REFUSALS = 3
+REFUSAL = 1.5
+"""
+Seconds within which a handshake that was turned down has ended. One that ends later was not answered, which libzmq tells
+by the same event, up to a fifth earlier than its HANDSHAKE_IVL of 3 s: a scheduler whose machine stands still.
+"""
 LONGEST_HANDSHAKE = 4.5
 """Seconds from the first refused handshake to giving up."""
 LONGEST_SILENCE = 20.0
@@ -22,6 +27,8 @@ LONGEST_SILENCE = 20.0
 STATUS_EVERY = 5.0
 LOST_LISTENER = 1.0
 """Seconds of a lost connection that also a link without patience bears: a cut is mended in less."""
+ASK = 1.5
+"""Seconds that a process which stood still has to hear its scheduler before its lease counts, as without the stall."""
 OWN_STALL = 1.5
 """Seconds between two calls that are no stall of this process."""
 
@@ -40,7 +47,7 @@ class Patience:
         self._where, self._start_timeout, self._say = endpoint, start_timeout, report
         self._began = self._last = now
         self._status_at = now + 1.0
-        self._heard = self._reached = now
+        self._heard = self._word = self._woke = now
         self._lost_since: float | None = None
         """Since when a scheduler that had welcomed us is out of reach."""
         self._refusals = 0
@@ -57,13 +64,13 @@ class Patience:
         self._last = now
         if late > 0:
             self._heard += late
-            self._reached += late
+            self._woke = now
             if self._lost_since is not None:
                 self._lost_since += late
 
     def heard(self, now: float) -> None:
         """A message came."""
-        self._heard = now
+        self._heard = self._word = now
 
     def silent_for(self, now: float) -> float:
         """Seconds since the scheduler was last heard, without those in which this process itself stood still."""
@@ -72,20 +79,28 @@ class Patience:
 
     def cut_off_for(self, now: float) -> float:
         """
-        As `silent_for`, but a connection that the scheduler's machine took counts as a word: no network is cut then.
+        Seconds since the last word of the scheduler, own stalls included: the others do not wait for this process. A
+        process that has just stood still is told 0 for a moment, in which it can ask.
 
-        Not so one that was refused or failed: that may have come from this machine.
+        A connection that the scheduler's machine took counts as a word: no network is cut then. Not so one that was
+        refused or failed: that may have come from this machine.
         """
-        late = max(0.0, now - self._last - OWN_STALL)
-        return max(0.0, now - max(self._heard, self._reached) - late)
+        if now - self._last > OWN_STALL or now - self._woke < ASK:
+            return 0.0
+        return max(0.0, now - self._word)
+
+    def stale(self, lease: float, now: float) -> bool:
+        """Whether what is read now may have lain there for longer than the lease: sent to one who was given up since."""
+        return bool(lease) and now - self._word > lease
 
     def nobody(self, now: float) -> None:
-        """Nobody listens."""
+        """Nobody listens, or is within reach; whoever has refused a handshake before is gone."""
         self.nobody_since = self.nobody_since or now
+        self._refusals, self._first_refusal = 0, None
 
     def somebody(self, now: float) -> None:
         """Somebody took the connection."""
-        self._reached = now
+        self._word = now
         self.nobody_since = None
 
     def shaken(self) -> None:
@@ -94,7 +109,7 @@ class Patience:
 
     def refused(self, now: float, began: float) -> None:
         """An attempt that began at ``began`` ended before the handshake did."""
-        if now - began < 2.5:
+        if now - began < REFUSAL:
             self._refusals += 1
             self._first_refusal = self._first_refusal or now
         else:

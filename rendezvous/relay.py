@@ -20,7 +20,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from pdrun import early
@@ -30,6 +30,7 @@ from pdrun.net import Endpoint
 from pdrun.rendezvous import codec, relayed, security
 from pdrun.rendezvous.codec import encode
 from pdrun.rendezvous.events import Peer
+from pdrun.rendezvous.listen import bind_listener
 from pdrun.rendezvous.messages import Echo, Envelope
 from pdrun.rendezvous.relayed import Ended, Heard, Item, Pulse, Said
 from pdrun.rendezvous.security import Secret
@@ -41,6 +42,7 @@ BEAT = 1.0
 """Seconds between two reports of who was heard."""
 FRESH = 3.0
 """Seconds after the scheduler's last answer for which the relay answers heartbeats in its place."""
+RETRY = 0.2
 CONNECT = 10.0
 """Seconds that the scheduler has to let the relay in."""
 
@@ -153,6 +155,8 @@ class Relay:
         self._heard: set[int] = set()
         self._answered = self._clock.monotonic()
         self._beat_at = self._answered
+        self.judged = False
+        """Whether an agent was told the verdict: the job ends, and the scheduler with it."""
         front.wake_for(uplink)
 
     def turn(self, timeout: float = 0.25) -> bool:
@@ -195,6 +199,7 @@ class Relay:
     def _told(self, item: Item, now: float) -> None:
         match item:
             case Said(number, _, data) if peer := self._peers.get(number):
+                self.judged = self.judged or b'"type":"Verdict"' in data
                 self._front.put(peer, data)
             case Ended(number) if peer := self._peers.get(number):
                 self._front.close_peer(peer)
@@ -215,9 +220,11 @@ class Relay:
         self._heard.discard(number)
 
 
-def serve(listen_fd: int, scheduler: Endpoint, secret: Secret | None, *, until: float | None = None) -> None:
+def serve(listen_fd: int, scheduler: Endpoint, secret: Secret | None, *, until: float | None = None) -> bool:
     """
     Relay between the agents that come to ``listen_fd`` and ``scheduler`` until the scheduler is lost.
+
+    Return whether that was the end of the job.
 
     Args:
         listen_fd: a listening TCP socket; a copy of it is used, and closed.
@@ -234,10 +241,40 @@ def serve(listen_fd: int, scheduler: Endpoint, secret: Secret | None, *, until: 
         relay = Relay(front, uplink)
         while relay.turn():
             pass
+        return relay.judged
     finally:
         if front is not None:
             front.close(0.2)
         uplink.close()
+
+
+def serve_alone(
+    scheduler: Endpoint, listen: Endpoint, secret: Secret | None, *, patience: float, say: Callable[[str], None]
+) -> int:
+    """
+    Be a relay of its own until the job is over (0), or no scheduler was there for ``patience`` seconds (69).
+
+    Raises:
+        ConfigError: ``listen`` cannot be listened on. AuthenticationError: the scheduler holds another token.
+    """
+    listener = bind_listener(listen, backlog=1024)
+    here = Endpoint(*listener.getsockname()[:2])
+    say(f"relay to {scheduler} on {here}: start the nodes with --scheduler {here} --no-serve")
+    lost_at = time.monotonic()
+    with listener:
+        while True:
+            try:
+                if serve(listener.fileno(), scheduler, secret):
+                    return 0
+                lost_at = time.monotonic()
+                say(f"the scheduler at {scheduler} was lost; waiting for it for {patience:g} s")
+            except AuthenticationError:
+                raise
+            except RendezvousError as error:
+                if time.monotonic() - lost_at > patience:
+                    say(f"error: {error}")
+                    return error.exit_code
+                time.sleep(RETRY)
 
 
 def _await(uplink: Uplink, until: float) -> None:
@@ -261,7 +298,7 @@ def main() -> int:
     """
     Relay as the scheduler's child.
 
-    stdin: one JSON line {listen_fd, host, port, secret}; its end means that the scheduler has died. stdout: nothing.
+    stdin: one JSON line {listen_fd, host, port, secret}. It ends with its connection to the scheduler.
     """
     early.begin()
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -88,7 +88,7 @@ class Relays:
         self._outbox.pop(peer, None)
         self._waiting.pop(peer, None)
         self._closed.pop(peer, None)
-        return (*(Gone(agent) for agent in sorted(self._agents.pop(peer, ()))), Gone(peer))
+        return (*(Gone(agent, between=True) for agent in sorted(self._agents.pop(peer, ()))), Gone(peer))
 
     def flush(self) -> None:
         """Send what is queued."""

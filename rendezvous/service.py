@@ -114,7 +114,7 @@ class Service:
                 self._arrived(item)
             elif isinstance(item, Gone):
                 self._conversations.pop(item.peer, None)
-                self._step(Disconnected(item.peer))
+                self._step(Disconnected(item.peer, item.between))
             elif isinstance(item, Complaint):
                 self._complain(item.text)
             elif isinstance(item, Alive):

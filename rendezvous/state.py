@@ -151,8 +151,8 @@ class Membership(Job):
             case Heard(peers):
                 self._heard(peers, now)
                 return False
-            case Disconnected(peer):
-                self._disconnected(peer, now)
+            case Disconnected(peer, between):
+                self._disconnected(peer, between, now)
             case Tick():
                 self._tick(now)
                 return False
@@ -233,14 +233,14 @@ class Membership(Job):
         session.stops += 1
         generations.stop_ordered(self, message.signal, message.by, message.force or session.stops > 1, now)
 
-    def _disconnected(self, peer: Peer, now: float) -> None:
+    def _disconnected(self, peer: Peer, between: bool, now: float) -> None:
         session = self.forget_session(peer)
         member = self.members.get(session.hello.agent) if session else None
         if member is None or member.peer != peer:
             return
         member.peer = None
         self.cut[member.hello.agent] = member
-        self.watch.cut(member, now)
+        self.watch.cut(member, between, now)
 
     # Time -------------------------------------------------------------------------------------------------------------
 

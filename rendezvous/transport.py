@@ -30,6 +30,8 @@ class Gone:
     """A connection has ended; nothing more comes from it."""
 
     peer: Peer
+    between: bool = False
+    """True: because a relay between has ended."""
 
 
 @dataclass(frozen=True)

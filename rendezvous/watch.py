@@ -48,10 +48,15 @@ class Watch:
         self._last = now
         self._stood = 0.0
         """Seconds for which the scheduler stood still, altogether."""
+        self._woke = float("-inf")
+        """When it last went on after standing still for longer than a node that beats is silent."""
 
     def passed(self, now: float) -> None:
         """Time has passed, or the scheduler stood still: more than a tick late is not the nodes' fault."""
-        self._stood += max(0.0, now - self._last - self.times.tick)
+        late = max(0.0, now - self._last - self.times.tick)
+        self._stood += late
+        if late > 2.5 * self.times.heartbeat:
+            self._woke = now
         self._last = now
 
     def seen(self, now: float) -> None:
@@ -76,12 +81,16 @@ class Watch:
         behind = max(0, beat.number - 1 - beat.echo) * self.times.heartbeat
         member.answered = max(member.answered, now - self._stood - behind)
 
-    def cut(self, member: Member, now: float) -> None:
-        """Its connection has ended."""
+    def cut(self, member: Member, between: bool, now: float) -> None:
+        """Its connection has ended, by itself or with a relay ``between``."""
         # An agent with which all was well a moment ago has ended, or is back at once. One that was silent before, as
         # when its host stands still or packets are lost, has the same time in which to be heard again as without the cut.
+        # So has everybody when the scheduler itself has just stood still: an agent may have dropped a connection that was
+        # silent, and be cut off by now with its workers running.
         time = now - self._stood
-        talking = not self.times.heartbeat or time - member.answered < 2.5 * self.times.heartbeat
+        awake = now - self._woke >= self.times.dead
+        talking = not self.times.heartbeat or (awake and time - member.answered < 2.5 * self.times.heartbeat)
+        talking = talking and not between
         member.cut_at = now
         member.gone_at = max(time + self._reconnect, 0.0 if talking else member.answered + self.times.dead)
 

@@ -97,6 +97,12 @@ class ZmqLink:
         self._monitor: zmq.Socket[bytes] | None = None
         self._stage = _Stage.IDLE
         self._inbox: list[Message] = []
+        self._doubt = 0
+        """
+        Number of the heartbeat whose answer is awaited before anything else is believed: after a silence longer than
+        the lease an order may have lain here, as while this process was frozen, until it was given up; 0: none.
+        """
+        self._held: list[Message] = []
         self._memory, self._filter = Memory(), Filter()
         self._welcome: Welcome | None = None
         self._beats = self._echo = self._mark = 0
@@ -223,6 +229,7 @@ class ZmqLink:
         for one in (sock, self._monitor):
             self._epoll.register(int(one.getsockopt(zmq.FD)), select.EPOLLIN)
         self._stage, self._said, self._expected, self._attempt_at = _Stage.CONNECTING, 0, 0, now
+        self._doubt, self._held = 0, []
         self._put(Hello(
             PROTOCOL, self._role, self._job, self._agent, self._incarnation, self._host, os.getpid(), self._command
         ))  # fmt: skip
@@ -313,6 +320,8 @@ class ZmqLink:
             if envelope.sequence != (self._expected if counted else 0):
                 return self._cut(now, RETRY)
             self._expected += counted
+            if self._welcome and self._stage is _Stage.UP and self._patience.stale(self._welcome.lease, now):
+                self._doubt, self._beat_at = self._beats + 1, now
             self._patience.heard(now)
             self._take(envelope.body, now)
         return None
@@ -320,6 +329,13 @@ class ZmqLink:
     def _take(self, message: Message, now: float) -> None:
         if isinstance(message, Echo):
             self._echo = message.number
+            if self._doubt and self._echo >= self._doubt:
+                held, self._held, self._doubt = self._held, [], 0
+                for each in held:
+                    self._take(each, now)
+            return
+        if self._doubt and not isinstance(message, Welcome | Refuse):
+            self._held.append(message)
             return
         if isinstance(message, Welcome):
             known = self._welcome

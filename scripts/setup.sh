@@ -9,6 +9,7 @@ setup_system() {
     for name in "$@"; do
         case $name in
             iproute2) command -v ip >/dev/null || missing+=("$name") ;;
+            nftables) command -v nft >/dev/null || missing+=("$name") ;;
             *) command -v "$name" >/dev/null || missing+=("$name") ;;
         esac
     done

@@ -23,6 +23,7 @@ MOST_NODES = 32
 MOST_FAILED = 16
 _COLOURS = {
     "running": "green", "done": "green", "joined": "cyan", "gathering": "cyan", "suspect": "yellow",
+    "standby": "cyan",
     "restarting": "yellow", "stopping": "yellow", "stopped": "yellow", "lost": "red", "dead": "red", "failed": "red",
 }  # fmt: skip
 
@@ -95,6 +96,8 @@ def facts(one: JobStatus, now: float) -> list[tuple[str, str]]:
     rows.append(("time", age(one, now)))
     if one.restarts or one.generation:
         rows.append(("restarts", f"{one.restarts} (generation {one.generation})"))
+    if one.step >= 0:
+        rows.append(("step", f"{one.step}{f', saved {one.saved}' if one.saved >= 0 else ''}"))
     states = Counter(node_state(node) for node in one.nodes.values())
     rows.append(("nodes", f"{_present(one)}: {_counted(states)}" if states else _present(one)))
     if one.ranks:

@@ -86,7 +86,7 @@ def agent_starts(
             }) + "\n",
             pass_fds=() if index else (listener.fileno(),),
         )
-        for index in range(plan.nodes)
+        for index in range(plan.spec.resources.members)
     )  # fmt: skip
 
 
@@ -96,7 +96,9 @@ def agent_command() -> list[str]:
 
 
 def _node_spec(plan: LaunchPlan, index: int, endpoint: Endpoint) -> str:
+    rank = index if index < plan.nodes else None  # a spare has no place of its own
     place = replace(
-        plan.spec.place, local=True, simulated=(index, plan.nodes), node_rank=index, scheduler=endpoint, token_file=""
-    )
+        plan.spec.place, local=True, simulated=(index, plan.spec.resources.members), node_rank=rank, scheduler=endpoint,
+        token_file="",
+    )  # fmt: skip
     return replace(plan.spec, place=place).to_json()

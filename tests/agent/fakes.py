@@ -70,6 +70,7 @@ class FakeOutput:
         self.tails: dict[int, tuple[str, ...]] = {}
         self.traces: dict[int, tuple[float, str]] = {}
         self.survivors: set[int] = set()
+        self.heard: dict[int, float] = {}
         self.said: list[str] = []
         self.revealed: list[int] = []
         self.drained: list[int] = []
@@ -103,6 +104,9 @@ class FakeOutput:
     def survived(self, rank: int) -> bool:
         return rank in self.survivors
 
+    def heard_at(self, rank: int) -> float:
+        return self.heard.get(rank, 0.0)
+
     def log_path(self, rank: int) -> str:
         return f"/logs/rank_{rank}.err"
 
@@ -122,6 +126,7 @@ class FakeLink:
     def __init__(self, *inbox: Message | Exception) -> None:
         self.inbox: list[Message | Exception] = list(inbox)
         self.sent: list[Message] = []
+        self.silence, self.renewed = 0.0, 0
         self.read, self._write = os.pipe()
         self.closed = False
 
@@ -142,6 +147,15 @@ class FakeLink:
 
     def deadline(self) -> float | None:
         return 0.0
+
+    def silent_for(self) -> float:
+        return self.silence
+
+    def cut_off_for(self) -> float:
+        return self.silence
+
+    def renew(self) -> None:
+        self.renewed += 1
 
     def close(self, timeout: float = 1.0) -> None:
         if not self.closed:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
 from pdrun.clock import FakeClock
 from pdrun.launcher import group as module
+from pdrun.launcher import procfs
 from pdrun.launcher.group import Group
 from pdrun.launcher.model import Exited, Spawned, SpawnFailed, Swept
 from tests.agent.fakes import FakeKeeper, FakeOutput, make_assign, make_plan
+from tests.agent.helpers import until
 
 HEAD = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\n'
 GLOO = HEAD + "RuntimeError: Connection closed by peer\n"
@@ -215,3 +220,25 @@ def test_environment_of_each_worker():
     env = desk.keeper.commands[1].env
     assert (env["LOCAL_RANK"], env["MASTER_ADDR"], env["MASTER_PORT"], env["MINE"]) == ("1", "127.0.0.1", "4000", "1")
     assert env["RANK"] == "user"
+
+
+def test_a_worker_that_somebody_stopped_is_continued_so_that_it_hears_the_order():
+    desk = Desk(2)
+    with subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"]) as stopped:
+        try:
+            os.kill(stopped.pid, signal.SIGSTOP)
+            until(lambda: procfs.state(stopped.pid).letter == "T")
+            desk.group.take(Spawned(1, stopped.pid))
+            desk.group.stop(signal.SIGTERM, 5.0)
+            assert desk.keeper.signals == [
+                (0, signal.SIGTERM, True), (1, signal.SIGTERM, True), (1, signal.SIGCONT, True),
+            ]  # fmt: skip
+        finally:
+            stopped.kill()
+
+
+def test_who_runs_and_which_ranks_are_here():
+    desk = Desk(2)
+    assert desk.group.alive() == [(0, 0, 2**22), (1, 1, 2**22 + 1)]
+    desk.exit(0, 0)
+    assert desk.group.alive() == [(1, 1, 2**22 + 1)] and desk.group.ranks == range(2)

@@ -27,7 +27,8 @@ OPTIONS = words("""
     -m --module --no-python --no_python --python --start --env --chdir --nodes --devices --backend --threads --bind
     --local --scheduler --serve --no-serve --node-rank --node_rank --node-name --interface --job --token-file --insecure
     --start-timeout --grace --max-restarts --max_restarts --time-limit --log-dir --log_dir --log-name --no-files
-    --show-ranks --prefix --dry-run --explain --json
+    --show-ranks --prefix --dry-run --explain --json --spares --restart-window --restart-on --no-restart-on --backoff
+    --gather --grow --on-scheduler-loss --hang-timeout
 """)
 TORCHRUNS = words("""
     --nnodes --nproc-per-node --nproc_per_node --master-addr --master_addr --master-port --master_port --rdzv-endpoint
@@ -47,15 +48,16 @@ VARIABLES = words("""
     PDRUN_MODULE PDRUN_NO_PYTHON PDRUN_PYTHON PDRUN_CHDIR PDRUN_NODES PDRUN_DEVICES PDRUN_BACKEND PDRUN_THREADS
     PDRUN_BIND PDRUN_LOCAL PDRUN_SCHEDULER PDRUN_SERVE PDRUN_NODE_RANK PDRUN_NODE_NAME PDRUN_INTERFACE PDRUN_JOB
     PDRUN_TOKEN_FILE PDRUN_START_TIMEOUT PDRUN_GRACE PDRUN_MAX_RESTARTS PDRUN_TIME_LIMIT PDRUN_LOG_DIR PDRUN_LOG_NAME
-    PDRUN_NO_FILES PDRUN_SHOW_RANKS PDRUN_PREFIX PDRUN_START
+    PDRUN_NO_FILES PDRUN_SHOW_RANKS PDRUN_PREFIX PDRUN_START PDRUN_SPARES PDRUN_RESTART_WINDOW PDRUN_RESTART_ON
+    PDRUN_NO_RESTART_ON PDRUN_BACKOFF PDRUN_GATHER PDRUN_GROW PDRUN_ON_SCHEDULER_LOSS PDRUN_HANG_TIMEOUT
 """)
 PUBLIC = words("""
     __version__ ConfigError Context DeadlineExceeded JobFailed PdrunError RendezvousError UsageError WorkerEnv init
-    launch
+    launch elastic progress
 """)
 MESSAGES = words("""
     Hello Welcome Join Waiting Refuse Assign Ready Unready Start WorkerExit Finished StopWorkers Verdict Heartbeat Echo
-    Leave StopRequest StatusQuery StatusReply
+    Leave Standby Depart Progress Hung ShowStacks Stacks Notice StopRequest StatusQuery StatusReply
 """)
 WORKER_VARIABLES = words("""
     RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE NODE_RANK ROLE_NAME ROLE_RANK
@@ -65,7 +67,10 @@ WORKER_VARIABLES = words("""
 """)
 FIELDS = words("""
     program.kind program.target program.args program.python program.start resources.nodes resources.devices
+    resources.min_nodes resources.spares
     resources.backend resources.threads resources.bind policy.start_timeout policy.grace policy.max_restarts
+    policy.restart_window policy.restart_on policy.no_restart_on policy.backoff policy.gather policy.grow
+    policy.scheduler_loss policy.hang_timeout
     policy.time_limit output.log_dir output.show_ranks output.prefix output.files output.log_name
     place.scheduler place.node_rank place.node_name place.local
     place.simulated place.interface place.serve place.token_file place.insecure job env
@@ -73,6 +78,7 @@ FIELDS = words("""
 """)
 EVENTS = words("""
     created joined refused assigned started exited stopping restarting suspect recovered lost left warning verdict
+    standby gathering progress hang resumed
 """)
 
 
@@ -113,12 +119,14 @@ def test_public_names() -> None:
 
 def test_wire_messages() -> None:
     assert {kind.__name__ for kind in get_args(messages.Message)} == MESSAGES
-    assert messages.PROTOCOL == 1
+    assert messages.PROTOCOL == 2
 
 
 def test_worker_environment() -> None:
     env = WorkerEnv(0, 1, 0, 1, 0, 1, "127.0.0.1", 1, "run")
     assert set(env.to_env()) == WORKER_VARIABLES
+    told = dataclasses.replace(env, agreed_step=3, agent="/run/agent").to_env()
+    assert set(told) == WORKER_VARIABLES | {"PDRUN_AGREED_STEP", "PDRUN_AGENT"}
 
 
 def test_fields_of_a_job() -> None:
@@ -140,9 +148,12 @@ def test_exit_codes() -> None:
 def test_every_path_that_an_option_gives_is_known() -> None:
     known = {*field_paths(), "scheduler.host", "scheduler.port", "msrun.workers", "msrun.local_workers",
              "msrun.bind_core", "msrun.bind_numa", "torchrun.redirects", "torchrun.tee", "torchrun.shown",
-             "torchrun.standalone", "ask.dry_run", "ask.explain", "ask.json"}  # fmt: skip
+             "torchrun.standalone", "torchrun.grow", "torchrun.gather",
+             "ask.dry_run", "ask.explain", "ask.json"}  # fmt: skip
+    texts = ("1", "1s", "h:1", "True", "cores", "cpu", "node", "rank", "A=1", "1:2", "join_timeout=3",
+             "last_call_timeout=3", "null", "c10d")  # fmt: skip
     for row in (*RUN, *ALIASES):
-        for text in ("1", "1s", "h:1", "True", "cores", "cpu", "node", "rank", "A=1", "join_timeout=3", "null", "c10d"):
+        for text in texts:
             try:
                 found = row.read(text, row.names[0])
             except errors.UsageError:

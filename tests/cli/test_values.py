@@ -31,7 +31,8 @@ def test_every_whole_number_in_range_is_taken(number: int) -> None:
 PARSERS = [
     values.duration, values.duration_or_zero, values.yes_no, values.plain, values.path, values.host, values.port,
     values.endpoint(), values.interface, values.ranks, values.rank_set, values.assignment, values.log_name,
-    values.node_count, values.name, values.whole(), values.whole_or_auto(), values.choice("a", "b"),
+    values.node_range, values.exit_codes, values.scheduler_loss, values.name, values.whole(), values.whole_or_auto(),
+    values.choice("a", "b"),
 ]  # fmt: skip
 
 
@@ -81,3 +82,25 @@ def test_endpoints() -> None:
 @given(st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,8}", fullmatch=True), st.text(st.characters(exclude_characters="\0")))
 def test_an_assignment_keeps_its_value_as_it_is(name: str, value: str) -> None:
     assert values.assignment(f"{name}={value}", "--x") == (name, value)
+
+
+def test_nodes_are_a_number_or_a_range() -> None:
+    assert [values.node_range(text, "--x") for text in ("4", "4:4", "2:4")] == [(0, 4), (0, 4), (2, 4)]
+    for text, words in (("4:2", "write 2:4"), ("0:2", "below 1"), (":2", "not a whole number"), ("1:2:3", "2:3")):
+        with pytest.raises(UsageError, match=words):
+            values.node_range(text, "--x")
+
+
+def test_exit_codes() -> None:
+    assert values.exit_codes("7,1,3-5,SIGKILL,4", "--x") == (1, 3, 4, 5, 7, 137)
+    for text in ("", "0", "256", "5-3", "SIGNOPE", "-1", "1,", "0-4", "1 2"):
+        with pytest.raises(UsageError):
+            values.exit_codes(text, "--x")
+
+
+def test_waiting_for_a_lost_scheduler() -> None:
+    found = [values.scheduler_loss(text, "--x") for text in ("stop", "wait", "wait=5m")]
+    assert found == [0.0, 60.0, 300.0]
+    for text in ("wait=", "wait=0", "go", "", "stop=1"):
+        with pytest.raises(UsageError):
+            values.scheduler_loss(text, "--x")

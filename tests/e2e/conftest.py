@@ -72,11 +72,15 @@ class Shell:
 
     def start(self, *args: str, env: dict[str, str] | None = None, prefix: tuple[str, ...] = ()) -> Job:
         """Start ``pdrun ARGS``; stdin is closed, the process leads its own group as in a shell."""
+        return self.start_process([*prefix, sys.executable, "-m", "pdrun", *args], env)
+
+    def start_process(self, command: list[str], env: dict[str, str] | None = None) -> Job:
+        """Start any command as `start` does."""
         number = len(self.jobs)
         out, err = self.folder / f"job{number}.stdout", self.folder / f"job{number}.stderr"
         with out.open("wb") as out_file, err.open("wb") as err_file:
             process = subprocess.Popen(
-                [*prefix, sys.executable, "-m", "pdrun", *args],
+                command,
                 cwd=self.folder, env={**self.env, **(env or {})},
                 stdin=subprocess.DEVNULL, stdout=out_file, stderr=err_file,
                 process_group=0,

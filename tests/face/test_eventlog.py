@@ -65,3 +65,47 @@ def test_a_broken_disk_is_counted_and_never_raised(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["unheard-of", ""])
 def test_unknown_kinds_change_nothing(kind: str) -> None:
     assert replay([Event(kind, 1.0, {"x": 1})]) == JobStatus()
+
+
+def test_a_job_that_changes_its_size() -> None:
+    def at(kind: str, **data: object) -> Event:
+        return Event(kind, 1.0, data)
+
+    first = [
+        at("created", job="j", run="r", nodes=3), *(at("joined", node=name, workers=1) for name in "abc"),
+        at("assigned", generation=0, restarts=0, nodes=[["a", 0, 1], ["b", 1, 1]]), at("standby", node="c"),
+        at("started"), at("progress", step=7, saved=5, rank=1, most=9),
+    ]  # fmt: skip
+    status = replay(first)
+    assert {name: node.state for name, node in status.nodes.items()} == {"a": "running", "b": "running", "c": "standby"}
+    assert (status.step, status.saved) == (7, 5)
+    then = [
+        at("restarting", reason="b was lost"), at("lost", node="b"),
+        at("assigned", generation=1, restarts=0, nodes=[["a", 0, 1], ["c", 1, 1]]), at("started"),
+    ]  # fmt: skip
+    status = replay([*first, *then])
+    assert {name: node.state for name, node in status.nodes.items()} == {"a": "running", "b": "lost", "c": "running"}
+    assert (status.step, status.saved, sorted(status.ranks)) == (-1, 5, [0, 1])
+    assert replay([*first, at("gathering", reason="too few")]).state == "gathering"
+
+
+def test_suspects_are_themselves_again_when_heard_or_when_a_scheduler_begins_anew() -> None:
+    def at(kind: str, **data: object) -> Event:
+        return Event(kind, 1.0, data)
+
+    begun = [
+        at("created", job="j", run="r", nodes=1), *(at("joined", node=name, workers=1) for name in "ab"),
+        at("assigned", generation=0, restarts=0, nodes=[["a", 0, 1]]), at("started"), at("standby", node="b"),
+        at("suspect", node="a"), at("suspect", node="b"),
+    ]  # fmt: skip
+    assert {node.state for node in replay(begun).nodes.values()} == {"suspect"}
+    for after in ([at("recovered", node="a"), at("recovered", node="b")], [at("resumed", scheduler="x", away=2.0)]):
+        status = replay([*begun, *after])
+        assert {name: node.state for name, node in status.nodes.items()} == {"a": "running", "b": "standby"}
+    status = replay([*begun, at("resumed"), at("restarting", reason="x"), at("gathering", reason="too few")])
+    assert (status.state, status.nodes["a"].state) == ("gathering", "joined")
+
+
+def test_a_hang_is_a_warning() -> None:
+    status = replay([*STORY[:5], Event("hang", 1.0, {"rank": 2, "node": "n2", "reason": "no progress", "text": "..."})])
+    assert (status.warnings, status.state) == (("rank 2 on n2 hangs: no progress",), "running")

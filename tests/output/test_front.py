@@ -31,7 +31,7 @@ lines = [json.dumps({"code": code, "said": sys.argv[2]}) + "\\n" for code in cod
 starts = [AgentStart(f"node{i}", line) for i, line in enumerate(lines)]
 agent = "import json, os, signal, sys, time\\norder = json.loads(sys.stdin.readline())\\n"
 agent += "os.write(0, order['said'].encode())\\nexec(order['code'])"
-job = front.Front(starts, Console(), grace=0.2)
+job = front.Front(starts, Console(), grace=0.2, outlives=sys.argv[3] == "outlives")
 job.start([sys.executable, "-u", "-c", agent])
 sys.exit(job.run())
 """
@@ -41,10 +41,11 @@ UNTIL_EOF = "open('pid', 'a').write(str(os.getpid()) + '\\n'); print('up'); sys.
 class Fronted:
     """A front with fake agents, in a process of its own; they say at once what real ones say later: up, running."""
 
-    def __init__(self, folder: Path, *codes: str, said: str = "ur") -> None:
+    def __init__(self, folder: Path, *codes: str, said: str = "ur", outlives: bool = False) -> None:
         self.folder = folder
         self.process = subprocess.Popen(
-            [sys.executable, "-c", RUN, json.dumps(codes), said], cwd=folder, stdin=subprocess.DEVNULL,
+            [sys.executable, "-c", RUN, json.dumps(codes), said, "outlives" if outlives else ""], cwd=folder,
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0,
         )  # fmt: skip
         os.set_blocking(self.process.stdout.fileno(), True)
@@ -134,6 +135,33 @@ def test_an_agent_that_is_killed_is_named_and_the_others_decide(tmp_path: Path) 
     status, _, err = Fronted(tmp_path, "os.kill(os.getpid(), 9)", "time.sleep(0.3); sys.exit(137)").finish()
     assert status == 137
     assert err == "pdrun: the agent of node0 was killed by SIGKILL\n"
+
+
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "sys.exit(143)"])
+def test_a_job_that_may_go_on_without_a_node_is_left_to_its_scheduler(tmp_path: Path, end: str) -> None:
+    first = "time.sleep(3); sys.exit(0)"  # longer than the others of a fixed job would be given
+    status, _, err = Fronted(tmp_path, first, f"time.sleep(0.1); {end}", outlives=True).finish()
+    assert status == 0
+    assert "did not end" not in err and "different codes" not in err
+
+
+def test_the_end_of_the_schedulers_node_is_everybodys(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    status, _, err = Fronted(tmp_path, "time.sleep(0.1); sys.exit(69)", UNTIL_EOF, outlives=True).finish()
+    assert status == 69 and "node1 did not end with the others" in err
+    assert time.monotonic() - begin < 20
+
+
+def test_agents_are_told_that_a_stop_is_for_all(tmp_path: Path) -> None:
+    code = (
+        "signal.signal(15, lambda n, f: print('signalled'))\nprint('up')\n"
+        "said = os.read(0, 9)\nprint(said)\nsys.stdout.flush()\nsys.exit(143)"
+    )
+    job = Fronted(tmp_path, code)
+    assert job.lines(1) == [b"up\n"]
+    job.process.send_signal(signal.SIGTERM)
+    status, out, _ = job.finish()
+    assert status == 143 and "b'a'" in out and "signalled" in out
 
 
 @pytest.mark.parametrize("said", ["", "u"])
@@ -231,6 +259,13 @@ def test_a_command_that_cannot_be_started_leaves_nothing_behind() -> None:
 def test_verdict_code(ends: list[tuple[str, int]], asked: list[str], code: int, told: bool) -> None:
     found, note = verdict_code(ends, asked=asked)
     assert (found, bool(note)) == (code, told)
+
+
+def test_the_code_of_a_job_that_outlives_nodes_is_the_schedulers_nodes() -> None:
+    ends = [("node2", -9), ("node1", 143), ("node0", 0)]
+    assert verdict_code(ends, leader="node0") == (0, "")
+    assert verdict_code([("node1", 143), ("node0", -9)], leader="node0") == (143, "")
+    assert verdict_code([("node1", 69), ("node0", 143)], asked=["node0"], leader="node0") == (69, "")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdrun.net import Endpoint
-from pdrun.rendezvous.patience import OWN_STALL, Patience
+from pdrun.rendezvous.patience import ASK, Patience
 
 
 def turned(patience: Patience, begin: float, end: float) -> float:
@@ -28,8 +28,22 @@ def test_a_machine_that_takes_connections_is_not_cut_off() -> None:
     assert (patience.silent_for(now), patience.cut_off_for(now)) == (0.0, 0.0)
 
 
-def test_what_this_process_slept_through_is_no_cut() -> None:
+def test_who_has_just_woken_is_given_a_moment_to_ask_and_no_more() -> None:
+    """The others do not wait for a process that stood still: its lease has run on."""
     patience = Patience(Endpoint("10.0.0.1", 1), 60.0, None, 100.0)
-    assert patience.cut_off_for(130.0) == OWN_STALL
+    assert patience.cut_off_for(130.0) == 0.0
     patience.turn(130.0)
-    assert patience.cut_off_for(130.0) == OWN_STALL
+    assert patience.cut_off_for(130.0) == 0.0
+    now = turned(patience, 130.0, 130.0 + ASK + 0.5)
+    assert patience.cut_off_for(now) == now - 100.0
+    patience.heard(now)
+    assert patience.cut_off_for(now) == 0.0
+
+
+def test_what_lay_there_for_longer_than_the_lease_is_stale() -> None:
+    patience = Patience(Endpoint("10.0.0.1", 1), 60.0, None, 100.0)
+    assert not patience.stale(6.0, 106.0)
+    assert patience.stale(6.0, 107.0)
+    assert not patience.stale(0.0, 1000.0)
+    patience.heard(107.0)
+    assert not patience.stale(6.0, 108.0)

@@ -10,6 +10,7 @@ from pdrun.rendezvous.messages import (
     Assign,
     Depart,
     Finished,
+    Hung,
     Join,
     Leave,
     Ready,
@@ -245,6 +246,17 @@ def test_nothing_grows_where_it_cannot_or_the_end_is_near() -> None:
     assert machine.membership.state is JobState.RUNNING
 
 
+def test_nothing_grows_while_a_hang_is_looked_into() -> None:
+    machine = running("a", "b", most=3, grow=3.0)
+    machine.enter("c")
+    machine.beat(2.0, *"abc")
+    machine.say("a", Hung(0, 0, "no progress"))
+    machine.beat(2.0, *"abc")
+    assert machine.membership.state is JobState.RUNNING
+    machine.beat(4.0, *"abc")
+    assert machine.membership.state is JobState.STOPPING and "hang" in machine.kinds()
+
+
 # Losing nodes ---------------------------------------------------------------------------------------------------------
 
 
@@ -477,6 +489,14 @@ def test_a_newcomer_that_cannot_start_does_not_end_the_others_job(how: str) -> N
     assert machine.membership.state is JobState.RUNNING
 
 
+def test_a_node_that_cannot_start_before_anything_has_run_ends_it_for_all() -> None:
+    machine = elastic(1, 2)
+    machine.enter("a")
+    machine.enter("b")
+    machine.say("b", Unready(0, 127, "train.py is not there"))
+    assert machine.verdict == Verdict(127, "b cannot start: train.py is not there")
+
+
 # Departing ------------------------------------------------------------------------------------------------------------
 
 
@@ -547,7 +567,7 @@ def test_departing_when_all_have_ended_and_too_few_would_stay() -> None:
     machine.finish("a")
     machine.say("a", Depart("SIGTERM on a"))
     machine.finish("b")
-    assert machine.verdict == Verdict(143, "stopped by SIGTERM on a")
+    assert (machine.verdict.code, machine.verdict.reason) == (143, "stopped by SIGTERM on a")
 
 
 def test_a_node_that_has_done_its_part_departs_and_nobody_minds() -> None:

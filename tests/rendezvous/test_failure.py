@@ -218,11 +218,24 @@ def test_the_scheduler_does_not_take_its_own_sleep_for_the_nodes_silence() -> No
         machine.now += 60.0
         machine.tick()
     assert "suspect" not in machine.kinds() and machine.membership.state is JobState.RUNNING
+    machine.beat(11.0, "a", "b")
     machine.cut("a")
     machine.now += 60.0
     machine.tick()
     assert "lost" not in machine.kinds()
-    machine.tick(1.0)
+    machine.beat(1.0, "b")
+    assert "lost" in machine.kinds()
+
+
+def test_a_connection_that_is_closed_after_the_scheduler_stood_still_is_no_proof_of_an_end() -> None:
+    """The agent may have dropped it for being silent, and be cut off by now: its workers run until its lease is over."""
+    machine = running("a", "b")
+    machine.now += 15.0
+    machine.tick()
+    machine.cut("b")
+    machine.beat(9.0, "a")
+    assert "lost" not in machine.kinds()
+    machine.beat(2.0, "a")
     assert "lost" in machine.kinds()
 
 

@@ -117,7 +117,7 @@ def test_the_end_of_a_relay_is_the_end_of_all_its_agents() -> None:
     seen = Seen()
     seen.say(Said(1, "agent", word()), Said(2, "agent", word()))
     seen.relays.send("r/1", b"x")
-    assert set(seen.relays.ended("r")) == {Gone("r/1"), Gone("r/2"), Gone("r")}
+    assert set(seen.relays.ended("r")) == {Gone("r/1", True), Gone("r/2", True), Gone("r")}
     seen.relays.flush()
     assert seen.sent == []
 

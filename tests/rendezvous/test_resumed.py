@@ -120,8 +120,9 @@ def test_stopping_keeps_its_deadline() -> None:
     machine.succeed(away=60.0)
     back(machine, "a", "b")
     assert machine.to("b+", StopWorkers) == machine.to("b", StopWorkers)
+    machine.beat(5.0, "a+", "b+")
     assert machine.membership.verdict is None
-    machine.beat(8.0, "a+", "b+")
+    machine.beat(3.0, "a+", "b+")
     assert machine.verdict.code == 130
 
 
@@ -144,6 +145,8 @@ def test_a_hang_is_still_looked_into() -> None:
     machine.say("a", Hung(0, 0, "no progress"), Stacks(0, (StackGroup((0,), "x"),)))
     machine.succeed(away=30.0)
     back(machine, "a", "b")
+    machine.beat(1.0, "a+", "b+")
+    assert machine.membership.state is JobState.RUNNING
     assert machine.to("b+", ShowStacks) and not machine.to("a+", ShowStacks)
     machine.say("b+", Stacks(0, (StackGroup((1,), "y"),)))
     assert machine.membership.state is JobState.STOPPING and machine.membership.failures[0].failure.cause.kind == "hang"

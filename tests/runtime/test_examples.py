@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -67,3 +70,34 @@ def test_dynamic_cluster(tmp_path: Path) -> None:
     done = run(sys.executable, str(EXAMPLES / "dynamic_cluster.py"), "demo", XDG_CONFIG_HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert sorted(re.findall(r"^rank (\d) of 2 on cpu: .* to 1$", done.stdout, re.M)) == ["0", "1"]
+
+
+@pytest.mark.slow
+def test_elastic_training_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    script, folder = str(EXAMPLES / "elastic_training.py"), str(tmp_path / "kept")
+    words = [sys.executable, "-m", "pdrun", "--local", "--nodes", "1:2", "--gather", "60", "--log-dir",
+             str(tmp_path / "logs"), script, "--folder", folder, "--steps"]  # fmt: skip
+    home = {"HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path)}
+    with subprocess.Popen([*words, "1000000"], env=clean(home), stdout=subprocess.PIPE, text=True) as job:
+        try:
+            assert job.stdout is not None
+            assert "generation 0: 2 workers from step 0" in job.stdout.readline()
+            second = agents(job.pid)[1]
+            deadline = time.monotonic() + 60
+            while not list(Path(folder).glob("*.pt")) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            os.kill(second, signal.SIGTERM)
+            stopped = re.search(r"stopping after step (\d+)", job.stdout.readline())
+            assert stopped
+            begun = re.search(r"generation 1: 1 workers from step (\d+)", job.stdout.readline())
+            assert begun and int(begun[1]) == int(stopped[1]) + 1
+        finally:
+            job.send_signal(signal.SIGTERM)
+            job.wait(60)
+    alone = run(sys.executable, script, "--folder", folder, "--steps", "200")
+    assert "y = 3.0" in alone.stdout or "y = 2.9" in alone.stdout, alone.stdout + alone.stderr
+
+
+def agents(front: int) -> list[int]:
+    """Pids of the agents that a front has started, in the order of their nodes."""
+    return [int(pid) for pid in Path(f"/proc/{front}/task/{front}/children").read_text().split()]

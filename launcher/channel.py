@@ -1,0 +1,141 @@
+"""
+How workers speak to their agent: datagrams through a socket file in a folder that only this user can enter.
+
+    {"rank": 3, "generation": 1, "step": 120, "busy": 0.25, "saved": 100}
+
+Whatever is no such object, exactly, is counted and forgotten: it may come from any process of this user. The kernel
+says who sent it. A worker never waits: what does not fit into the socket's queue is lost, and the next one says it
+again. Nor does a worker that floods keep the agent busy: a turn reads at most BATCH of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import socket
+import struct
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LONGEST = 512
+"""Bytes of a datagram, at most."""
+BATCH = 64
+MOST = 1 << 53
+"""No rank, generation or step is as great."""
+MOST_SWEPT = 64
+_PREFIX = "pdrun-agent-"
+_WHOLE = ("rank", "generation", "step", "saved")
+_CREDENTIALS = struct.Struct("3i")
+_PATH_LIMIT = 100
+"""Bytes of a socket's path; the system takes 107."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What one datagram says."""
+
+    rank: int
+    generation: int
+    step: int | None = None
+    busy: float = 0.0
+    saved: int | None = None
+    pid: int = 0
+    """The process that sent it, as the kernel says; 0: not known."""
+
+
+def parse(data: bytes, pid: int = 0) -> Told | None:
+    """Return what a datagram says; None: it says nothing that a worker would say."""
+    if len(data) > LONGEST:
+        return None
+    try:
+        found: Any = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict) or not {"rank", "generation"} <= found.keys() <= {*_WHOLE, "busy"}:
+        return None
+    if not all(type(found[name]) is int and 0 <= found[name] < MOST for name in _WHOLE if name in found):
+        return None
+    busy = found.get("busy", 0.0)
+    if type(busy) not in (int, float) or not 0 <= busy < 1e9:  # which no NaN is
+        return None
+    return Told(found["rank"], found["generation"], found.get("step"), float(busy), found.get("saved"), pid)
+
+
+class Channel:
+    """
+    The agent's end.
+
+    Raises:
+        OSError: no folder or socket can be made.
+    """
+
+    def __init__(self) -> None:
+        self.folder = private_folder()
+        self.path = str(self.folder / "agent")
+        self.strange = 0
+        """Datagrams that no worker would send."""
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        self._socket.bind(self.path)
+        sweep(self.folder)
+
+    def fileno(self) -> int:
+        """Readable when `read` has something; -1 after `close`."""
+        return self._socket.fileno()
+
+    def read(self) -> list[Told]:
+        """Return what was said since the last call, oldest first, at most BATCH of it; never blocks."""
+        found: list[Told] = []
+        for _ in range(BATCH):
+            try:
+                data, ancillary, flags, _ = self._socket.recvmsg(LONGEST + 1, socket.CMSG_SPACE(_CREDENTIALS.size))
+            except OSError:  # nothing is left
+                break
+            told = None if flags & socket.MSG_TRUNC else parse(data, _sender(ancillary))
+            if told is None:
+                self.strange += 1
+            else:
+                found.append(told)
+        return found
+
+    def close(self) -> None:
+        """Close the socket and remove the folder with all that is in it."""
+        self._socket.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def private_folder() -> Path:
+    """Make a folder of mode 0700 with a path so short that a socket can lie in it."""
+    for base in (None, os.environ.get("XDG_RUNTIME_DIR"), "/tmp"):
+        if base is not None and not os.access(base, os.W_OK | os.X_OK):
+            continue
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+        if len(os.fsencode(folder)) <= _PATH_LIMIT - len("/agent"):
+            return folder
+        folder.rmdir()
+    raise OSError("no folder for temporary files has a path short enough for a socket")
+
+
+def sweep(folder: Path) -> None:
+    """Remove the folders beside this one whose agents were killed: this user's own, with a socket that nobody holds."""
+    for other in itertools.islice(folder.parent.glob(f"{_PREFIX}*"), MOST_SWEPT):
+        try:
+            if other == folder or other.lstat().st_uid != os.getuid():
+                continue
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+                probe.connect(str(other / "agent"))
+        except ConnectionRefusedError:
+            shutil.rmtree(other, ignore_errors=True)
+        except OSError:
+            continue  # just being made, or gone
+
+
+def _sender(ancillary: list[tuple[int, int, bytes]]) -> int:
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS) and len(data) == _CREDENTIALS.size:
+            return int(_CREDENTIALS.unpack(data)[0])
+    return 0

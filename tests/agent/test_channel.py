@@ -1,0 +1,125 @@
+"""What workers say to their agent: read strictly, whoever it comes from."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import stat
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdrun.launcher import channel as module
+from pdrun.launcher.channel import BATCH, LONGEST, Channel, Told, parse
+
+SENDER = """
+import os, socket, sys
+with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+    sender.sendto(b'{"rank":1,"generation":0}', sys.argv[1])
+print(os.getpid())
+"""
+
+
+@pytest.fixture
+def channel():
+    made = Channel()
+    yield made
+    made.close()
+
+
+def say(channel: Channel, data: bytes) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        sender.settimeout(5)
+        sender.sendto(data, channel.path)
+
+
+def test_what_a_worker_says():
+    assert parse(b'{"rank":3,"generation":1,"step":120,"busy":0.25,"saved":100}', 7) == Told(3, 1, 120, 0.25, 100, 7)
+    assert parse(b'{"rank":0,"generation":0}') == Told(0, 0)
+    assert parse(b'{"rank":0,"generation":0,"busy":2}') == Told(0, 0, None, 2.0)
+
+
+STRANGE = [
+    b"", b"{}", b"[]", b"null", b"\xff", b'{"rank":1}', b'{"rank":1,"generation":0,"more":1}',
+    b'{"rank":true,"generation":0}', b'{"rank":1.0,"generation":0}', b'{"rank":"1","generation":0}',
+    b'{"rank":-1,"generation":0}', b'{"rank":1,"generation":0,"step":1e3}', b'{"rank":1,"generation":0,"step":null}',
+    b'{"rank":1,"generation":0,"busy":NaN}', b'{"rank":1,"generation":0,"busy":Infinity}',
+    b'{"rank":1,"generation":0,"busy":-1}', b'{"rank":1,"generation":0,"busy":true}', b"[" * 500,
+    b'{"rank":1,"generation":0,"step":9007199254740992}', b'{"rank":1,"generation":0}' + b" " * LONGEST,
+    b'{"rank":1,"generation":0,"step":' + b"9" * 400 + b"}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("data", STRANGE, ids=[repr(data[:45]) for data in STRANGE])
+def test_what_no_worker_says_is_nothing(data):
+    assert parse(data) is None
+
+
+@given(st.binary(max_size=600) | st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["rank", "generation", "step"]), inner),
+).map(lambda value: json.dumps(value).encode()))  # fmt: skip
+def test_no_bytes_break_the_parser(data):
+    told = parse(data)
+    assert told is None or (told.rank >= 0 and told.generation >= 0 and (told.step is None or told.step >= 0))
+
+
+def test_the_folder_is_this_users_alone_and_goes_with_the_channel(channel):
+    assert stat.S_IMODE(channel.folder.stat().st_mode) == 0o700
+    assert channel.path == f"{channel.folder}/agent"
+    channel.close()
+    assert not channel.folder.exists()
+
+
+def test_strangers_are_counted_and_the_kernel_says_who_spoke(channel):
+    for data in (b"garbage", b"x" * 60_000, b'{"rank":0,"generation":0,"step":4}'):
+        say(channel, data)
+    child = subprocess.run(
+        [sys.executable, "-S", "-c", SENDER, channel.path], capture_output=True, text=True, check=True
+    )
+    assert select.select([channel.fileno()], [], [], 5)[0]
+    assert channel.read() == [Told(0, 0, 4, pid=os.getpid()), Told(1, 0, pid=int(child.stdout))]
+    assert channel.strange == 2
+    assert channel.read() == []
+
+
+def test_a_flood_neither_blocks_the_worker_nor_keeps_the_agent(channel):
+    sent = 0
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        sender.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            while sent < 1_000_000:
+                sender.sendto(b'{"rank":0,"generation":0,"step":1}', channel.path)
+                sent += 1
+    read = channel.read()
+    assert len(read) == min(sent, BATCH)
+
+
+def test_a_folder_with_too_long_a_path_is_not_taken(tmp_path, monkeypatch):
+    deep = tmp_path / ("x" * 120)
+    deep.mkdir()
+    monkeypatch.setattr(module.tempfile, "tempdir", str(deep))
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    made = Channel()
+    assert made.path.startswith("/tmp/")
+    assert list(deep.iterdir()) == []
+    made.close()
+
+
+def test_what_killed_agents_left_is_removed_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.setattr(module.tempfile, "tempdir", str(tmp_path))
+    left, young = tmp_path / "pdrun-agent-left", tmp_path / "pdrun-agent-young"
+    for folder in (left, young):
+        folder.mkdir()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as dead:
+        dead.bind(str(left / "agent"))
+    living, other = Channel(), Channel()
+    assert not left.exists() and young.exists()
+    assert living.folder.exists() and other.folder.exists()
+    living.close()
+    other.close()

@@ -1,0 +1,75 @@
+"""Stacks of both tools, made comparable."""
+
+from __future__ import annotations
+
+from pdrun.launcher.stacktext import LONGEST, at_work, comparable, cut, grouped, threads
+from pdrun.rendezvous.messages import StackGroup
+
+FAULTHANDLER = """Thread 0x00007f2b6ffff640 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 324 in wait
+  File "/usr/lib/python3.11/threading.py", line 1002 in _bootstrap
+
+Current thread 0x00007f2b7ffff740 (most recent call first):
+  File "/site-packages/torch/distributed/distributed_c10d.py", line 3252 in all_reduce
+  File "train.py", line 11 in train_step
+  File "train.py", line 15 in <module>
+  File "/x/launcher/starter_main.py", line 300 in <module>
+"""
+MAIN = """File "/site-packages/torch/distributed/distributed_c10d.py", line 3252 in all_reduce
+File "train.py", line 11 in train_step
+File "train.py", line 15 in <module>"""
+PY_SPY = """Process 4711: python train.py
+Python v3.11.7 (/usr/bin/python3.11)
+
+Thread 4720 (idle): "pdrun-progress"
+    wait (threading.py:324)
+
+Thread 4711 (idle): "MainThread"
+    __futex_abstimed_wait_common (libc.so.6)
+    0x7f01 (libtorch_cpu.so)
+    all_reduce (torch/distributed/distributed_c10d.py:3252)
+    <module> (train.py:15)
+"""
+
+
+def test_the_main_thread_of_each_tool():
+    assert comparable(FAULTHANDLER) == MAIN
+    assert comparable(PY_SPY).splitlines() == [
+        "__futex_abstimed_wait_common (libc.so.6)", "0x (libtorch_cpu.so)",
+        "all_reduce (torch/distributed/distributed_c10d.py:3252)", "<module> (train.py:15)",
+    ]  # fmt: skip
+    assert [thread.main for thread in threads(PY_SPY)] == [True, False]
+
+
+def test_what_differs_between_processes_is_blanked():
+    other = FAULTHANDLER.replace("7f2b7", "7e000").replace("7f2b6", "7e111")
+    assert comparable(other) == comparable(FAULTHANDLER)
+
+
+def test_a_main_thread_that_waits_for_another_shows_it():
+    text = FAULTHANDLER.replace("/site-packages/torch/distributed/distributed_c10d.py", "/usr/lib/python3.11/queue.py")
+    lines = comparable(text).splitlines()
+    assert lines[3] == "thread 2:" and "threading.py" in lines[4]
+
+
+def test_whether_the_program_is_still_at_work():
+    ended = FAULTHANDLER[: FAULTHANDLER.index("Current")] + (
+        "Current thread 0x00007f2b7ffff740 (most recent call first):\n"
+        '  File "/usr/lib/python3.11/threading.py", line 1560 in _shutdown\n'
+    )
+    nothing = ended[: ended.index("  File", ended.index("Current"))] + "  <no Python frame>\n"
+    assert [at_work(text) for text in (FAULTHANDLER, PY_SPY, ended, nothing, "")] == [True, True, False, False, True]
+
+
+def test_nothing_is_found_in_what_is_no_dump():
+    assert comparable("") == comparable("hello\nworld\n") == ""
+
+
+def test_groups_are_in_order_of_size():
+    found = grouped([(3, "b"), (0, "a"), (2, "b"), (1, "c")])
+    assert found == (StackGroup((2, 3), "b"), StackGroup((0,), "a"), StackGroup((1,), "c"))
+
+
+def test_a_long_stack_is_cut():
+    text = cut("ä" * LONGEST)
+    assert len(text.encode()) <= LONGEST and text.endswith("\n...")

@@ -1,0 +1,260 @@
+"""`pdrun.elastic` and `pdrun.progress` as a script has them: in processes of their own, with a socket that listens."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdrun import elastic
+
+PRELUDE = """
+import os, signal, sys, threading, time
+import pdrun
+from pdrun import elastic
+def up(): print("up", flush=True)
+"""
+
+
+@dataclass
+class Agent:
+    """The other end of a script."""
+
+    folder: Path
+    socket: socket.socket
+    started: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def start(self, code: str, **env: str) -> subprocess.Popen[str]:
+        environ = {
+            **os.environ, "RANK": "3", "WORLD_SIZE": "4", "PDRUN_GENERATION": "2", "PDRUN_AGREED_STEP": "41",
+            "TORCHELASTIC_RESTART_COUNT": "1", "PDRUN_AGENT": str(self.folder / "agent"), **env,
+        }  # fmt: skip
+        self.started.append(subprocess.Popen(
+            [sys.executable, "-c", PRELUDE + code], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True,
+        ))  # fmt: skip
+        return self.started[-1]
+
+    def run(self, code: str, **env: str) -> tuple[int, str, str]:
+        process = self.start(code, **env)
+        out, err = process.communicate(timeout=60)
+        return process.returncode, out, err
+
+    def heard(self) -> list[dict[str, Any]]:
+        """Everything that was said so far."""
+        found = []
+        while True:
+            try:
+                found.append(json.loads(self.socket.recv(4096)))
+            except BlockingIOError:
+                return found
+
+
+@pytest.fixture
+def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
+    folder = tmp_path_factory.mktemp("a")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as listening:
+        listening.bind(str(folder / "agent"))
+        made = Agent(folder, listening)
+        yield made
+    for process in made.started:
+        if process.poll() is None:
+            process.kill()
+        process.wait(20)
+        for stream in (process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
+
+
+def up(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n", process.stderr.read() if process.stderr else ""
+
+
+def test_outside_pdrun_everything_does_nothing() -> None:
+    code = PRELUDE + (
+        "pdrun.progress(3, busy=0.5); elastic.saved(3)\n"
+        "print(elastic.agreed_step(), elastic.generation(), elastic.restart_count(), elastic.stopping())\n"
+        "print(threading.active_count(), os.listdir('/proc/self/fd'))"
+    )
+    environ = {name: text for name, text in os.environ.items() if not name.startswith(("PDRUN_", "RANK", "TORCHEL"))}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("-1 0 0 False\n1 "), done.stderr
+    assert done.stderr == ""
+
+
+def test_what_the_environment_tells(agent: Agent) -> None:
+    code, out, err = agent.run("print(elastic.agreed_step(), elastic.generation(), elastic.restart_count())")
+    assert (code, out) == (0, "41 2 1\n"), err
+
+
+def test_a_report_has_rank_generation_and_step(agent: Agent) -> None:
+    assert agent.run("pdrun.progress(7, busy=0.25); elastic.saved(6)")[0] == 0
+    assert agent.heard() == [
+        {"rank": 3, "generation": 2, "step": 7, "busy": 0.25},
+        {"rank": 3, "generation": 2, "step": 7, "busy": 0.25, "saved": 6},
+    ]
+
+
+def test_quick_steps_are_told_ten_times_a_second_and_the_last_one_always(agent: Agent) -> None:
+    code = "for step in range(200_000): pdrun.progress(step)\nprint(threading.active_count())\ntime.sleep(1)"
+    begin = time.monotonic()
+    _, out, _ = agent.run(code)
+    took, heard = time.monotonic() - begin, agent.heard()
+    assert heard[-1]["step"] == 199_999 or len(heard) == 11  # the queue of a socket that nobody reads holds so many
+    assert len(heard) <= 2 + took * 10
+    assert out == "2\n"
+
+
+def test_slow_steps_need_no_thread(agent: Agent) -> None:
+    code = "for step in range(3):\n pdrun.progress(step)\n time.sleep(0.15)\nprint(threading.active_count())"
+    _, out, _ = agent.run(code)
+    assert [said["step"] for said in agent.heard()] == [0, 1, 2]
+    assert out == "1\n"
+
+
+def test_an_agent_that_does_not_read_costs_nothing(agent: Agent) -> None:
+    code = (
+        "for step in range(30): pdrun.progress(step); time.sleep(0.11)\n"
+        "begin = time.monotonic(); elastic.saved(5); print(time.monotonic() - begin < 10)"
+    )
+    assert agent.run(code)[:2] == (0, "True\n")
+
+
+def test_an_agent_that_is_gone_is_no_error(agent: Agent) -> None:
+    agent.socket.close()
+    (agent.folder / "agent").unlink()
+    assert agent.run("pdrun.progress(1); elastic.saved(1); print('on')")[:2] == (0, "on\n")
+
+
+@pytest.mark.parametrize("call", [
+    "pdrun.progress(-1)", "pdrun.progress(2**53)", "pdrun.progress(1, busy=-1)", "pdrun.progress(1, busy=float('nan'))",
+    "elastic.saved(-1)",
+])  # fmt: skip
+def test_what_is_no_step_is_an_error(agent: Agent, call: str) -> None:
+    code, _, err = agent.run(call)
+    assert code == 1 and "ValueError" in err
+    assert agent.heard() == []
+
+
+def test_numbers_of_other_kinds_are_fine_and_texts_are_not(agent: Agent) -> None:
+    code = "class Number:\n def __index__(self): return 9\npdrun.progress(Number())\npdrun.progress('9')"
+    status, _, err = agent.run(code)
+    assert status == 1 and "__index__" in err
+    assert [said["step"] for said in agent.heard()] == [9]
+
+
+CHILDREN = {
+    "fork": "pid = os.fork()\nif pid == 0:\n pdrun.progress(99); elastic.saved(99); os._exit(0)\nos.waitpid(pid, 0)",
+    "forked worker": "import multiprocessing as mp\n"
+                     "p = mp.get_context('fork').Process(target=pdrun.progress, args=(99,))\np.start(); p.join()",
+    "spawned worker": "import multiprocessing as mp\n"
+                      "p = mp.get_context('spawn').Process(target=pdrun.progress, args=(99,))\np.start(); p.join()",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", CHILDREN)
+def test_children_of_a_worker_do_not_speak(agent: Agent, how: str) -> None:
+    status, _, err = agent.run(f"pdrun.progress(1)\n{CHILDREN[how]}\ntime.sleep(0.15)\npdrun.progress(2)")
+    assert status == 0, err
+    assert [said["step"] for said in agent.heard()] == [1, 2]
+
+
+# Stopping -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_callback_saves_and_the_process_leaves_in_order(agent: Agent) -> None:
+    process = agent.start(
+        "import atexit\natexit.register(lambda: print('exit handler', flush=True))\n"
+        "@elastic.on_stop\ndef save(): elastic.saved(12); print('saved', elastic.stopping(), flush=True)\n"
+        "try: up(); time.sleep(60)\nfinally: print('finally', flush=True)"
+    )
+    up(process)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (143, "saved True\nfinally\nexit handler\n"), err
+    assert agent.heard()[-1]["saved"] == 12
+
+
+def test_a_script_that_polls_ends_by_itself(agent: Agent) -> None:
+    process = agent.start("elastic.stopping(); up()\nwhile not elastic.stopping(): time.sleep(0.01)\nprint('end')")
+    up(process)
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=30)[0] == "end\n"
+    assert process.returncode == 0
+
+
+def test_a_second_sigterm_ends_a_script_that_only_polls(agent: Agent) -> None:
+    process = agent.start(
+        "elastic.stopping(); up()\nwhile not elastic.stopping(): time.sleep(0.01)\nup(); time.sleep(60)"
+    )
+    up(process)
+    process.send_signal(signal.SIGTERM)
+    up(process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 143
+
+
+def test_the_handler_from_before_is_called_after_the_callbacks(agent: Agent) -> None:
+    process = agent.start(
+        "def before(number, frame): print('before', number, flush=True); sys.exit(5)\n"
+        "signal.signal(signal.SIGTERM, before)\n"
+        "elastic.on_stop(lambda: print('ours', flush=True)); up(); time.sleep(60)"
+    )
+    up(process)
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=30)[0] == "ours\nbefore 15\n"
+    assert process.returncode == 5
+
+
+def test_sigterm_that_was_ignored_only_tells(agent: Agent) -> None:
+    process = agent.start(
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "elastic.on_stop(lambda: print('told', flush=True)); up()\n"
+        "while not elastic.stopping(): time.sleep(0.01)\nprint('goes on')"
+    )
+    up(process)
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=30)[0] == "told\ngoes on\n"
+    assert process.returncode == 0
+
+
+def test_a_forked_child_ends_by_sigterm_as_ever_and_calls_nothing(agent: Agent) -> None:
+    code = (
+        "elastic.on_stop(lambda: print('parent only', flush=True))\n"
+        "read, write = os.pipe()\npid = os.fork()\n"
+        "if pid == 0: os.write(write, b'x'); time.sleep(60)\n"
+        "os.read(read, 1); os.kill(pid, signal.SIGTERM); print(os.waitpid(pid, 0)[1])"
+    )
+    assert agent.run(code)[:2] == (0, "15\n")
+
+
+def test_threads_read_the_flag_and_cannot_take_the_signal(agent: Agent) -> None:
+    code = (
+        "def other():\n"
+        " try: elastic.on_stop(print)\n"
+        " except RuntimeError as error: print('main thread' in str(error))\n"
+        " print(elastic.stopping(), signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)\n"
+        "thread = threading.Thread(target=other); thread.start(); thread.join()"
+    )
+    assert agent.run(code)[1] == "True\nFalse True\n"
+
+
+def test_stacks_are_offered_on_a_signal_that_changes_nothing_else(agent: Agent) -> None:
+    process = agent.start("def here():\n up()\n time.sleep(1); time.sleep(1)\nelastic.attach(); here(); print('end')")
+    up(process)
+    process.send_signal(elastic.STACKS_SIGNAL)
+    assert process.communicate(timeout=30)[0] == "end\n"
+    text = (agent.folder / f"{process.pid}.stacks").read_text()
+    assert "in here" in text
+    assert (agent.folder / f"{process.pid}.stacks").stat().st_mode & 0o777 == 0o600

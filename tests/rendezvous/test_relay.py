@@ -1,0 +1,180 @@
+"""Agents that come to the scheduler through relays: real processes, real sockets, everything as without them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from pdrun.errors import AuthenticationError
+from pdrun.net import Endpoint
+from pdrun.rendezvous.child import SchedulerChild
+from pdrun.rendezvous.listen import bind_listener
+from pdrun.rendezvous.messages import Finished, Leave, StopWorkers, Verdict, WorkerExit
+from pdrun.rendezvous.relay import serve, serve_alone
+from pdrun.rendezvous.relaychild import FROM, wanted
+from pdrun.rendezvous.security import Secret
+
+from .helpers import Agent, agents, cause, config, connect, start_all, until
+
+SECRET = Secret.random()
+
+
+@contextmanager
+def scheduler(relays: int = 2, **settings: Any) -> Iterator[SchedulerChild]:
+    """A scheduler process with relays in front of it."""
+    child = SchedulerChild(config(relays=relays, **settings), SECRET, endpoint=Endpoint("127.0.0.1", 0))
+    try:
+        yield child
+    finally:
+        child.close(5.0)
+
+
+def relays_of(child: SchedulerChild) -> list[psutil.Process]:
+    return psutil.Process(child.pid).children()
+
+
+def finish(*those: Agent, code: int = 0) -> None:
+    """End every worker well, and leave with the verdict."""
+    for agent in those:
+        agent.link.send(Finished(0))
+    deadline = time.monotonic() + 30.0
+    while not all(any(isinstance(message, Verdict) for message in agent.inbox) for agent in those):
+        assert time.monotonic() < deadline, "no verdict"
+        for agent in those:
+            agent.turn(0.02)
+    for agent in those:
+        assert agent.expect(Verdict).code == code
+        agent.link.send(Leave())
+
+
+def test_a_job_is_the_same_through_relays() -> None:
+    with scheduler(nodes=6) as child, agents(child.endpoint, SECRET, *["job"] * 6) as six:
+        assert len(relays_of(child)) == 2
+        for number, agent in enumerate(six):
+            agent.join(f"n{number}")
+        assigns = start_all(*six)
+        assert [one.node_rank for one in assigns] == list(range(6))
+        six[3].link.send(WorkerExit(0, 3, cause("exit", 7)))
+        for agent in six:
+            assert agent.expect(StopWorkers).generation == 0
+        finish(*six, code=7)
+        until(lambda: child.returncode == 0, "the scheduler left")
+
+
+def test_heartbeats_are_answered_and_silence_is_found_out() -> None:
+    with scheduler(relays=1, heartbeat=0.3, suspect=0.9, dead=3.0) as child, agents(child.endpoint, SECRET, "job", "job") as two:
+        for number, agent in enumerate(two):
+            agent.join(f"n{number}")
+        start_all(*two)
+        deadline = time.monotonic() + 4.5
+        while time.monotonic() < deadline:  # both beat, through the relay only: nobody is lost
+            for agent in two:
+                agent.turn(0.05)
+        assert not two[0].inbox and not two[1].inbox
+        assert two[0].link.silent_for() < 3.0
+        assert "n1 " in two[0].expect(StopWorkers, 20.0).reason  # now only one of them beats
+
+
+def test_the_death_of_a_relay_is_mended_by_its_agents() -> None:
+    with scheduler(relays=2) as child, agents(child.endpoint, SECRET, "job", "job") as two:
+        for number, agent in enumerate(two):
+            agent.join(f"n{number}")
+        start_all(*two)
+        dead = relays_of(child)
+        for relay in dead:
+            relay.kill()
+        deadline = time.monotonic() + 3.0
+        while time.monotonic() < deadline:
+            for agent in two:
+                agent.turn(0.05)
+        until(lambda: len(relays_of(child)) == 2, "relays were started again")
+        for number, agent in enumerate(two):
+            agent.link.send(WorkerExit(0, number, cause("ok", 0)))
+        finish(*two)
+        assert not {relay.pid for relay in dead} & {relay.pid for relay in relays_of(child)}
+
+
+def test_relays_end_with_their_scheduler() -> None:
+    with scheduler() as child:
+        relays = relays_of(child)
+        os.kill(child.pid, signal.SIGKILL)
+        until(lambda: not any(one.is_running() and one.status() != "zombie" for one in relays), "relays ended")
+
+
+def test_strangers_at_a_relay_harm_nobody() -> None:
+    with scheduler(relays=1) as child, agents(child.endpoint, SECRET, "job", "job") as two:
+        strangers = [connect(child.endpoint) for _ in range(20)]
+        for index, one in enumerate(strangers):
+            one.sendall((b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, b"pdrun relay 1\n", b"")[index % 4])
+        with agents(child.endpoint, Secret.random(), "job") as (other,):
+            with pytest.raises(AuthenticationError):
+                other.expect(Verdict, 15.0)
+        for number, agent in enumerate(two):
+            agent.join(f"n{number}")
+        start_all(*two)
+        for one in strangers:
+            one.close()
+
+
+def test_a_relay_of_another_token_is_refused() -> None:
+    with scheduler(relays=0) as child, bind_listener(Endpoint("127.0.0.1", 0)) as listener:
+        with pytest.raises(AuthenticationError):
+            serve(listener.fileno(), child.endpoint, Secret.random())
+
+
+def test_a_relay_elsewhere_outlives_its_scheduler_and_ends_with_the_job(tmp_path: Path) -> None:
+    with bind_listener(Endpoint("127.0.0.1", 0)) as probe:
+        listen = Endpoint("127.0.0.1", probe.getsockname()[1])
+    child = SchedulerChild(
+        config(), SECRET, endpoint=Endpoint("127.0.0.1", 0), journal=tmp_path / "journal", events_path=tmp_path / "e"
+    )
+    ended: list[int] = []
+    said: list[str] = []
+    relay = threading.Thread(
+        target=lambda: ended.append(serve_alone(child.endpoint, listen, SECRET, patience=30.0, say=said.append)),
+        daemon=True,
+    )
+    relay.start()
+    until(lambda: said, "the relay listens")
+    try:
+        with agents(listen, SECRET, "job", "job") as two:
+            for number, agent in enumerate(two):
+                agent.join(f"n{number}")
+            start_all(*two)
+            os.kill(child.pid, signal.SIGKILL)
+            pid = child.pid
+            deadline = time.monotonic() + 20.0
+            while child.pid == pid or len(said) < 2:
+                child.tend()
+                for agent in two:
+                    agent.turn(0.02)
+                assert time.monotonic() < deadline
+            for number, agent in enumerate(two):
+                agent.link.send(WorkerExit(0, number, cause("ok", 0)))
+            finish(*two)
+        until(lambda: ended, "the relay ended")
+        assert ended == [0] and "was lost" in said[1]
+    finally:
+        child.close(2.0)
+
+
+def test_small_jobs_have_no_relays() -> None:
+    assert wanted(config(nodes=FROM - 1)) == 0
+    assert wanted(config(nodes=FROM)) >= 2
+    assert wanted(config(nodes=2, relays=3)) == 3
+
+
+def test_one_address_is_one_address() -> None:
+    with scheduler(relays=1) as child:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind((child.endpoint.host, child.endpoint.port))

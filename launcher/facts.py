@@ -58,6 +58,9 @@ def gather(spec: JobSpec, environ: Mapping[str, str] | None = None, root: Path =
         script_digest=_digest(found.file) if networked and found.file else "",
         local_endpoint=network.is_here(scheduler.host, hostname, addresses) if networked and scheduler else None,
         route_address=route,
+        loopback_name=bool(
+            networked and scheduler and route and not network.is_loopback(route) and network.is_only_here(scheduler.host)
+        ),
         scheduler_fault=network.name_fault(scheduler.host) if scheduler and not route else "",
         program_error=found.error,
         program_error_code=found.code,

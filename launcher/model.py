@@ -60,6 +60,8 @@ class Facts:
     """Exit code that goes with it: 2, 126 or 127."""
     log_error: str = ""
     """Why no log files can be made in the log folder, or empty."""
+    loopback_name: bool = False
+    """The scheduler's name is this machine's and loopback here; ``route_address`` is the address that others know."""
     scheduler_fault: str = ""
     """Why the name of the scheduler's host leads nowhere, or empty."""
     imports_torch: bool = False

@@ -104,14 +104,25 @@ def route(scheduler: Endpoint | None) -> str:
     """
     Return the local address from which the scheduler, or else the world, is reached; empty where there is no route.
 
-    A UDP socket is connected, which asks the routing table and sends nothing.
+    A UDP socket is connected, which asks the routing table and sends nothing. A name that is loopback only here is
+    meant by the others as another address: the one towards the world, or that of the first interface.
     """
     targets = [(address, scheduler.port or 9) for address in resolve(scheduler.host)] if scheduler else list(_FAR)
+    if scheduler and is_only_here(scheduler.host):
+        outward = [_toward(*far) for far in _FAR] + [at for _, at in addresses() if not at.startswith("fe80:")]
+        if found := next((address for address in outward if address and not is_loopback(address)), ""):
+            return found
     for host, port in targets:
         address = _toward(host, port)
         if address:
             return address
     return ""
+
+
+def is_only_here(host: str) -> bool:
+    """Return whether a name, which says nothing of loopback, has only such addresses here: Debian's ``127.0.1.1``."""
+    found = resolve(host)
+    return bool(found) and host != "localhost" and not is_loopback(host) and all(map(is_loopback, found))
 
 
 def _toward(host: str, port: int) -> str:

@@ -155,7 +155,11 @@ def _meeting(spec: JobSpec, facts: Facts, sources: Sources) -> Meeting:
                 f"{where.scheduler} has port 0, which only the first node can choose",
                 where=sources.get("place.scheduler", "--scheduler"), hint="give the port that it printed",
             )  # fmt: skip
-        return "join", where.scheduler, listen, (why, facts.scheduler_fault)
+        meant = Endpoint(listen, where.scheduler.port) if facts.loopback_name else where.scheduler
+        return "join", meant, listen, (why, facts.scheduler_fault)
+    if facts.loopback_name:
+        outer = f"{where.scheduler.host} is loopback here, where nobody else comes: listening on {listen} in its place"
+        return "first", Endpoint(listen, where.scheduler.port), listen, (why, outer)
     if facts.local_endpoint is False:
         outer = f"{where.scheduler.host} is not an address of this machine: listening on {listen} in its place"
         return "first", Endpoint(listen, where.scheduler.port), listen, (why, outer)

@@ -9,6 +9,7 @@ The rooms are modules of functions over one `Job`, each using only those above i
     loss         nodes that are given up, leave or depart
     reports      what nodes tell of their workers: exits, progress, hangs
     admission    Hello and Join: who comes in, and what a node that is back is told
+    due          what time brings
     hangs, progress, policy, watch    know nothing of a Job: they are given what they need
     state        takes the events: `Membership.step`
 

@@ -17,8 +17,8 @@ from pdrun.rendezvous.messages import Welcome
 REFUSALS = 3
 REFUSAL = 1.5
 """
-Seconds within which a handshake that was turned down has ended. One that ends later was not answered, which libzmq tells
-by the same event, up to a fifth earlier than its HANDSHAKE_IVL of 3 s: a scheduler whose machine stands still.
+Seconds within which a handshake that was turned down has ended. One that ends later was not answered, which libzmq
+tells by the same event, up to a fifth earlier than its HANDSHAKE_IVL of 3 s: a scheduler whose machine stands still.
 """
 LONGEST_HANDSHAKE = 4.5
 """Seconds from the first refused handshake to giving up."""

@@ -7,8 +7,8 @@ Rules of the machine, whose rooms `job.py` lists
 1. `step` first checks the event against the present state (`legality.py`), which raises IllegalEvent with nothing
    changed; only then it acts. State changes go through `Job.move`, whose table is in `transitions.py`.
 2. Nothing waits for ever: gathering and assigning end by ``start_timeout``, stopping and restarting by ``grace`` plus
-   LATE and the longest back-off, a silent node by ``dead``, a hang by `hangs.WITHIN`, and the end itself by FAREWELL.
-   Running is bounded by ``time_limit`` only.
+   LATE and the longest back-off, a silent node by ``dead``, a hang by `hangs.WITHIN`, and the end itself by
+   `due.FAREWELL`. Running is bounded by ``time_limit`` only.
 3. A repeated message changes nothing, so that an agent whose connection was cut may say everything again.
 4. One verdict: once `verdict` is set it never changes.
 5. The same events at the same times lead to the same state: nothing depends on chance, or on the order of a set. Only
@@ -18,9 +18,8 @@ Rules of the machine, whose rooms `job.py` lists
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
-from pdrun.rendezvous import admission, elastic, generations, loss, reports
+from pdrun.rendezvous import admission, due, elastic, generations, loss, reports
 from pdrun.rendezvous.events import (
     Action,
     Close,
@@ -40,9 +39,9 @@ from pdrun.rendezvous.events import (
     StopOrdered,
     Tick,
 )
-from pdrun.rendezvous.job import SIGTERM, Job, Session
+from pdrun.rendezvous.job import Job, Session
 from pdrun.rendezvous.legality import OfGeneration, check_message
-from pdrun.rendezvous.members import MOST_NAMES, Member, Phase, missing
+from pdrun.rendezvous.members import Member
 from pdrun.rendezvous.messages import (
     Depart,
     Echo,
@@ -63,16 +62,11 @@ from pdrun.rendezvous.messages import (
     WorkerExit,
 )
 from pdrun.rendezvous.transitions import TRANSITIONS, IllegalEvent, JobState, Trigger
-from pdrun.rendezvous.wording import count
 
 __all__ = [
     "Action", "Close", "Disconnected", "Done", "IllegalEvent", "JobState", "Membership", "Orphaned", "Received",
     "Record", "Report", "SchedulerConfig", "Send", "StopOrdered", "TRANSITIONS", "Tick", "Trigger",
 ]  # fmt: skip
-
-FAREWELL = 3.0
-"""Seconds that agents get to hear the verdict and leave."""
-
 
 class Membership(Job):
     """The machine: a job, and the one way to change it."""
@@ -106,7 +100,7 @@ class Membership(Job):
             check_message(event.message, self.state, self.generation, session.hello if session else None, member)
         self.out, self.lasting = [], []
         if isinstance(event, Resumed):
-            self._resumed(event, now)
+            due.resumed(self, event.scheduler, now)
         elif not self._replaying:
             self.watch.passed(now)
         if not self._opened:
@@ -154,7 +148,7 @@ class Membership(Job):
             case Disconnected(peer, between):
                 self._disconnected(peer, between, now)
             case Tick():
-                self._tick(now)
+                due.tick(self, now)
                 return False
             case StopOrdered(signal, by, force):
                 generations.stop_ordered(self, signal, by, force, now)
@@ -261,76 +255,3 @@ class Membership(Job):
             if (member := self.members.get(lost.agent)) is not None:
                 member.cut_at = lost.cut_at
                 loss.give_up(self, member, lost.why, now)
-
-    def _tick(self, now: float) -> None:
-        """Do what is due. Looks at every node once, at most."""
-        config, waited = self.config, now - self.since
-        match self.state:
-            case JobState.GATHERING:
-                self._gathering(waited, now)
-            case JobState.ASSIGNING if waited > config.start_timeout:
-                self._never_ready(now)
-            case JobState.RUNNING if elastic.should_grow(self, now):
-                more = count(self.counts[Phase.STANDBY], f"more {config.unit}")
-                generations.stop_all(self, Trigger.CHANGED, f"{more} can take part", now, change=True)
-            case JobState.RUNNING:
-                reports.look(self, now)
-            case JobState.RESTARTING | JobState.STOPPING if self.ending is not None:
-                if self.ending.again_at is not None and self.state is JobState.RESTARTING:
-                    if now >= self.ending.again_at and not self._limit_passed(now):
-                        generations.again(self, self.ending, now)
-                elif now >= self.ending.deadline:
-                    generations.stopped(self, self.ending, now)
-            case JobState.DONE if waited > FAREWELL:
-                generations.farewell(self)
-        if self._limit_passed(now):
-            self.limit_at = None
-            generations.give_up(self, 124, f"the time limit of {config.time_limit:g} s has passed", SIGTERM, False, now)
-
-    def _limit_passed(self, now: float) -> bool:
-        return self.limit_at is not None and now >= self.limit_at and self.verdict is None
-
-    def _gathering(self, waited: float, now: float) -> None:
-        config = self.config
-        if elastic.should_form(self, now):
-            generations.form(self, now)
-        elif waited > config.start_timeout:
-            lacking = elastic.least(config) - elastic.present(self)
-            absent = ", ".join(missing(config, lacking, self.names, self.claims))
-            why = f"{self.short}; " if self.short else ""
-            generations.end(self, 69, f"{why}{absent} did not come within {config.start_timeout:g} s", now)
-        elif now >= self.waiting_at:
-            elastic.tell_waiting(self, now)
-
-    def _never_ready(self, now: float) -> None:
-        """Nodes that do not become ready hold up all others; an elastic job goes on without them."""
-        slow = [member for member in self.members.values() if member.phase is Phase.JOINED]
-        why = f"did not become ready within {self.config.start_timeout:g} s"
-        named = ", ".join(member.name for member in slow[:MOST_NAMES])
-        if len(slow) > MOST_NAMES:
-            named += f" and {len(slow) - MOST_NAMES} more"
-        if not elastic.is_elastic(self.config):
-            generations.end(self, 69, f"{named} {why}", now)
-            return
-        for member in slow:
-            loss.give_up(self, member, f"it {why}", now)
-
-    def _resumed(self, event: Resumed, now: float) -> None:
-        """The successor's first step: every connection is gone, and nothing is late because of the time between."""
-        away = self.watch.gap(now)
-        self.scheduler = event.scheduler
-        self.sessions, self.agents = {}, {}
-        for agent, member in self.members.items():
-            member.peer = None
-            self.cut[agent] = member
-        self.watch.afresh(self.members.values(), now)
-        self.since, self.joined_at, self.waiting_at = self.since + away, self.joined_at + away, now
-        if self.ending is not None:
-            again_at = self.ending.again_at
-            self.ending = replace(
-                self.ending, deadline=self.ending.deadline + away, again_at=again_at and again_at + away
-            )
-        if self.inquiry is not None:
-            self.inquiry.deadline += away
-        self.progress.shift(away)
-        self.record("resumed", scheduler=event.scheduler, away=round(away, 1))

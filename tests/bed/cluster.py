@@ -169,8 +169,9 @@ class Cluster:
     def _start_switch(self) -> None:
         """A process in a network namespace of its own; it has entered it once it has told its pid."""
         told = self.folder / "switch"
+        tell = 'echo $$ >"$1.new" && mv "$1.new" "$1" && exec sleep infinity'
         self.keep(subprocess.Popen(
-            ["unshare", "--net", "sh", "-c", 'echo $$ >"$1.new" && mv "$1.new" "$1" && exec sleep infinity', "sh", told],
+            ["unshare", "--net", "sh", "-c", tell, "sh", told],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
         ))  # fmt: skip
         _await_file(told, "the switch")

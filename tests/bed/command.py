@@ -11,7 +11,7 @@ from tests.bed.cluster import BedError, Cluster, Host, words_of
 USAGE = """\
 netcluster: N little hosts on one machine, in namespaces, with faults to order (root only)
 
-  netcluster up N             make hosts h1 ... hN: 10.77.0.1 ... and fd77::1 ...; they reach each other and nothing else
+  netcluster up N             make hosts h1 ... hN: 10.77.0.1 ... and fd77::1 ...; nothing else can be reached
   netcluster exec hI CMD ...  run a command on a host
   netcluster ps               what runs on which host
   netcluster crash hI         kill every process; peers are told by the kernel (FIN, RST)

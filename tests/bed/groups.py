@@ -14,6 +14,7 @@ ROOT = Path("/sys/fs/cgroup")
 LIMITS = {
     "memory": ("memory.limit_in_bytes", "memory.max"),
     "pids": ("pids.max", "pids.max"),
+    "cpu": ("cpu.cfs_quota_us", "cpu.max"),
 }
 """Controller -> file of its limit in the old and in the unified hierarchy."""
 
@@ -62,7 +63,7 @@ class Group:
 
     def limit(self, controller: str, value: int) -> None:
         """
-        Hold what joins from now on to ``value`` bytes of memory, or processes (`pids`).
+        Hold what joins from now on to ``value`` bytes of memory, processes (`pids`), or microseconds of CPU in 0.1 s.
 
         Raises:
             Unavailable: the controller cannot be had.

@@ -105,14 +105,13 @@ class Bed:
 
     def launch(
         self, host: str, *command: str, env: dict[str, str] | None = None, cwd: Path | None = None
-    ) -> NodeJob:  # fmt: skip
+    ) -> NodeJob:
         """Start any launcher's command on one host."""
         number = len(self.jobs)
         out, err = (self.folder / f"job{number}-{host}.{name}" for name in ("stdout", "stderr"))
         with out.open("wb") as out_file, err.open("wb") as err_file:
-            process = self[host].start(
-                *command, env=self.environment(host, env or {}), cwd=cwd or self.folder, stdout=out_file, stderr=err_file
-            )
+            around = self.environment(host, env or {})
+            process = self[host].start(*command, env=around, cwd=cwd or self.folder, stdout=out_file, stderr=err_file)
         job = NodeJob(process, out, err)
         job.host = self[host]
         self.jobs.append(job)
@@ -191,7 +190,8 @@ class Bed:
     def clean(self, *hosts: str, timeout: float = 10.0) -> None:
         """Fail unless nothing at all runs on the hosts (all) any more, within ``timeout`` seconds."""
         chosen = [self[name] for name in hosts] or [host for host in self.cluster if host.up]
-        until(lambda: not any(host.processes() for host in chosen), f"nothing is left over: {words_of(chosen)}", timeout)
+        before = words_of(chosen)
+        until(lambda: not any(host.processes() for host in chosen), f"nothing is left over of\n{before}", timeout)
 
     def stop(self) -> None:
         """End what still runs, by the way of the users: two signals, then the hosts' power."""

@@ -223,8 +223,8 @@ class Round:
         self._heal_later(name, 8)
 
     def scheduler_killed(self, name: str) -> None:
-        """It comes back from its journal."""
-        if pid := self.agents["h1"].scheduler():
+        """It comes back from its journal; one that dies before it has listened is an error of the start."""
+        if (pid := self.agents["h1"].scheduler()) and self.bed.events("created"):
             _send(pid, signal.SIGKILL)
 
     def scheduler_stands_still(self, name: str) -> None:

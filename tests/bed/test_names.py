@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.bed.jobs import PORT, Bed
 
 ALL = {"10.77.0.1": "h1", "10.77.0.2": "h2", "10.77.0.3": "h3"}
@@ -47,17 +45,11 @@ def test_a_host_whose_own_name_is_loopback_is_reached_all_the_same(bed: Bed) -> 
 
 def test_a_scheduler_named_by_a_name_that_is_loopback_at_home(bed: Bed) -> None:
     """
-    h1 resolves its own name to 127.0.1.1 and would listen where nobody else can come: it says so, or listens on the
-    address by which the others know it.
+    h1 resolves its own name to 127.0.1.1, where nobody else could come: it listens on the address by which the others
+    know it.
     """
     bed["h1"].write_hosts({"127.0.1.1": "h1", "10.77.0.2": "h2", "10.77.0.3": "h3"})
-    jobs = bed.job("--start-timeout", "20")
-    if jobs[0].process.poll() is None:
-        try:
-            bed.running(timeout=15)
-        except pytest.fail.Exception:
-            assert "127.0.1.1" in jobs[0].err, bed.said()
-            return
+    bed.job()
     ends_well(bed)
 
 

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 
 import pytest
 
+from tests.bed.groups import Unavailable
 from tests.bed.jobs import Bed
 from tests.e2e.conftest import until
 
@@ -182,6 +183,18 @@ def path_that_swallows_large_packets(bed: Bed) -> None:
     _ends_well(bed)
 
 
+def node_short_of_cpu(bed: Bed) -> None:
+    """A tenth of one CPU for everything on a host: slow to start, and nothing else."""
+    try:
+        bed["h2"].group.limit("cpu", 10_000)
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    bed.job()
+    bed.running(timeout=120)
+    time.sleep(12)
+    _ends_well(bed)
+
+
 def workers_that_cannot_reach_each_other(bed: Bed) -> None:
     """The scheduler hears everybody: that two workers do not is theirs to find out, and no node is lost."""
     bed.job()
@@ -202,10 +215,10 @@ def _ends_well(bed: Bed) -> None:
 
 
 FAULTS = (
-    link_that_loses_a_third, partition_of_thirty_seconds, freeze_of_twenty_seconds, power_off_of_the_first_node,
-    link_that_flaps, power_off, one_way_to_the_scheduler, one_way_from_the_scheduler, scheduler_that_stands_still,
-    workers_that_cannot_reach_each_other, link_of_two_hundred_kilobits, path_that_swallows_large_packets,
-    freeze_of_five_seconds, partition_of_five_seconds, node_crash,
+    link_that_loses_a_third, node_short_of_cpu, partition_of_thirty_seconds, freeze_of_twenty_seconds,
+    power_off_of_the_first_node, link_that_flaps, power_off, one_way_to_the_scheduler, one_way_from_the_scheduler,
+    scheduler_that_stands_still, workers_that_cannot_reach_each_other, link_of_two_hundred_kilobits,
+    path_that_swallows_large_packets, freeze_of_five_seconds, partition_of_five_seconds, node_crash,
 )  # fmt: skip
 """The longest first."""
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 import pytest
 
-from tests.bed.groups import Unavailable
-from tests.bed.jobs import Bed
+from tests.bed.groups import Group, Unavailable
+from tests.bed.jobs import WORKER, Bed
+
+OLD_FREEZER = Path("/sys/fs/cgroup/freezer/cgroup.procs")
 
 
 @pytest.mark.parametrize(
@@ -70,6 +73,28 @@ def test_the_kernels_memory_killer_is_named(bed: Bed) -> None:
     assert bed.codes() == [137] * 3, bed.said()
     assert all("memory" in job.err for job in jobs), bed.said()
     bed.clean()
+
+
+def test_a_worker_that_nothing_can_kill_is_named_and_left(bed: Bed) -> None:
+    """As one in the middle of a transfer to a disk that hangs (state D): the old freezer holds SIGKILL back as well."""
+    if not OLD_FREEZER.exists():
+        pytest.skip(f"no {OLD_FREEZER}: a process that the unified hierarchy freezes can be killed")
+    jobs = bed.job("--grace", "1")
+    bed.running()
+    found = bed["h2"].processes().items()
+    (worker,) = (pid for pid, words in found if f"{WORKER} " in words and "-m pdrun" not in words)
+    stuck = Group(f"{bed['h2'].group.name}-stuck")
+    stuck.make_freezable()
+    try:
+        Path(stuck.joins()[0]).write_text(str(worker))
+        stuck.freeze()
+        bed.order(0, "exit 3")
+        assert bed.codes(timeout=60) == [3] * 3, bed.said()
+        assert "cannot be killed" in jobs[1].err, bed.said()
+    finally:
+        stuck.freeze(on=False)
+    bed.clean()
+    stuck.remove()
 
 
 def test_two_failures_at_once_on_two_nodes_are_one_verdict(bed: Bed) -> None:

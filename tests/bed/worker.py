@@ -3,10 +3,11 @@ A worker without torch that notes what happens to it and does what a test orders
 
     worker.py FOLDER [ignore] [family]
 
-It keeps the time at which it last ran in FOLDER/alive/HOST-PID, appends JSON lines to FOLDER/notes/HOST-RANK.jsonl and carries out what a test writes into FOLDER/orders/WHO, where
-WHO is a rank, a host or ``all``: ``WHEN exit N``, ``signal N``, ``raise TEXT``, ``hang``, ``write BYTES`` or
-``eat BYTES``; WHEN is ``always`` or a generation, ``g0``. ``ignore``: SIGTERM is noted and not obeyed. ``family``: a
-child, and a child in a session of its own, are left behind.
+It keeps the time at which it last ran in FOLDER/alive/HOST-RANK-GENERATION-PID, appends JSON lines to
+FOLDER/notes/HOST-RANK.jsonl, and carries out what a test writes into FOLDER/orders/WHO, where WHO is a rank, a host or
+``all``: ``WHEN exit N``, ``signal N``, ``raise TEXT``, ``hang``, ``write BYTES`` or ``eat BYTES``; WHEN is ``always``
+or a generation, ``g0``. ``ignore``: SIGTERM is noted and not obeyed. ``family``: a child, and a child in a session of
+its own, are left behind.
 """
 
 from __future__ import annotations

@@ -53,6 +53,20 @@ def test_a_name_that_nobody_knows_is_not_this_machine(script: Path) -> None:
     assert found.scheduler_fault.startswith("the name 'no-such-host.invalid' is not known here: ")
 
 
+def test_a_name_that_is_loopback_only_here(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian's 127.0.1.1: the others know the name by an address of an interface."""
+    names = {"here": ("127.0.1.1",), "near": ("127.0.1.1", "10.9.9.9")}
+    own = (("lo", "127.0.0.1"), ("eth0", "fe80::1%eth0"), ("eth0", "10.9.9.9"))
+    monkeypatch.setattr(network, "resolve", names.__getitem__)
+    monkeypatch.setattr(network, "addresses", lambda: own)
+    monkeypatch.setattr(network, "_toward", lambda host, port: "")
+    found = facts.gather(spec(2, scheduler=Endpoint("here", 5)), {"PATH": "/bin"})
+    assert (found.loopback_name, found.route_address, found.local_endpoint) == (True, "10.9.9.9", True)
+    assert facts.gather(spec(2, scheduler=Endpoint("near", 5)), {"PATH": "/bin"}).loopback_name is False
+    monkeypatch.setattr(network, "addresses", lambda: (("lo", "127.0.0.1"),))
+    assert facts.gather(spec(2, scheduler=Endpoint("here", 5)), {"PATH": "/bin"}).loopback_name is False
+
+
 def test_this_machine_by_any_name() -> None:
     own = network.addresses()
     assert network.is_here("localhost", "host", own)

@@ -185,3 +185,13 @@ def test_a_binding_that_was_asked_for_and_cannot_be_had_is_refused(bind: str) ->
     assert not any(worker.cpus for worker in plan(JobSpec(SCRIPT, Resources(devices=4)), facts, {}).workers)
     enough = JobSpec(SCRIPT, Resources(devices=2, bind=bind))  # type: ignore[arg-type]
     assert all(worker.cpus for worker in plan(enough, facts, sources).workers)
+
+
+@pytest.mark.parametrize("serve", [True, False])
+def test_a_scheduler_whose_name_is_loopback_here_is_met_where_others_meet_it(serve: bool) -> None:
+    """Debian writes ``127.0.1.1 HOST`` into /etc/hosts: a second node on this machine has to find the same address."""
+    facts = dataclasses.replace(FACTS, local_endpoint=True, loopback_name=True, route_address="10.0.0.5")
+    place = Place(scheduler=Endpoint("here", 7777), serve=serve)
+    made = plan(JobSpec(SCRIPT, Resources(nodes=2), place=place), facts, {})
+    assert made.scheduler == Endpoint("10.0.0.5", 7777)
+    assert made.mode == ("first" if serve else "join")

@@ -105,7 +105,8 @@ class Agent:
 
     def run(self) -> int:
         """Loop until the job is over for this node."""
-        self._keeper = self._made_keeper(self._known)
+        if self._known is not None:
+            self._keeper = self._made_keeper(self._known)
         try:
             while self._code is None:
                 self._turn()
@@ -235,8 +236,8 @@ class Agent:
     def _welcome(self, message: Welcome) -> None:
         plan = self._plan = self._planner(message)
         self._run = message.run
-        if self._known is None and self._keeper is not None:
-            self._prepare(self._keeper, plan)
+        if self._keeper is None:
+            self._keeper = self._made_keeper(plan)
         self._output = self._around.output(plan)
         self._voice.begin(plan, self._run, self._output)
         self._around.welcomed(plan, message)
@@ -370,17 +371,12 @@ class Agent:
 
     # The keeper and the store -----------------------------------------------------------------------------------------
 
-    def _made_keeper(self, plan: LaunchPlan | None) -> Keeper:
-        """Start a keeper, and with it the import of torch, as soon as it is known that workers will be forked."""
-        keeper = self._around.keeper()
-        if plan is not None:
-            self._prepare(keeper, plan)
-        return keeper
-
-    @staticmethod
-    def _prepare(keeper: Keeper, plan: LaunchPlan) -> None:
+    def _made_keeper(self, plan: LaunchPlan) -> Keeper:
+        """Start a keeper, and with it the import of torch, as soon as it is known whether workers will be forked."""
+        keeper = self._around.keeper(plan)
         if plan.starting.how == "fork":
             keeper.prepare(starter_command(plan))
+        return keeper
 
     def _keeper_events(self) -> None:
         if self._keeper is None:

@@ -24,10 +24,10 @@ def words(text: str) -> set[str]:
 
 
 OPTIONS = words("""
-    -m --module --no-python --no_python --python --start --env --chdir --nodes --devices --backend --threads --bind
-    --local --scheduler --serve --no-serve --node-rank --node_rank --node-name --interface --job --token-file --insecure
-    --start-timeout --grace --max-restarts --max_restarts --time-limit --log-dir --log_dir --log-name --no-files
-    --show-ranks --prefix --dry-run --explain --json
+    -m --module --no-python --no_python --python --start --no-warm --env --chdir --nodes --devices --backend
+    --threads --bind --local --scheduler --serve --no-serve --node-rank --node_rank --node-name --interface --job
+    --token-file --insecure --start-timeout --grace --max-restarts --max_restarts --time-limit --log-dir --log_dir
+    --log-name --no-files --show-ranks --prefix --dry-run --explain --json
 """)
 TORCHRUNS = words("""
     --nnodes --nproc-per-node --nproc_per_node --master-addr --master_addr --master-port --master_port --rdzv-endpoint
@@ -42,12 +42,12 @@ MSRUNS = words("""
     --worker_num --local_worker_num --join --cluster_time_out --bind_core --bind_numa --worker_log_name
     --tail_worker_log --rank_table_file --sim_level --sim_rank_id
 """)
-COMMANDS = {"run", "join", "scheduler", "status", "logs", "stop", "token", "env", "completion"}
+COMMANDS = {"run", "join", "scheduler", "status", "logs", "stop", "warm", "token", "env", "completion"}
 VARIABLES = words("""
     PDRUN_MODULE PDRUN_NO_PYTHON PDRUN_PYTHON PDRUN_CHDIR PDRUN_NODES PDRUN_DEVICES PDRUN_BACKEND PDRUN_THREADS
     PDRUN_BIND PDRUN_LOCAL PDRUN_SCHEDULER PDRUN_SERVE PDRUN_NODE_RANK PDRUN_NODE_NAME PDRUN_INTERFACE PDRUN_JOB
     PDRUN_TOKEN_FILE PDRUN_START_TIMEOUT PDRUN_GRACE PDRUN_MAX_RESTARTS PDRUN_TIME_LIMIT PDRUN_LOG_DIR PDRUN_LOG_NAME
-    PDRUN_NO_FILES PDRUN_SHOW_RANKS PDRUN_PREFIX PDRUN_START
+    PDRUN_NO_FILES PDRUN_SHOW_RANKS PDRUN_PREFIX PDRUN_START PDRUN_NO_WARM
 """)
 PUBLIC = words("""
     __version__ ConfigError Context DeadlineExceeded JobFailed PdrunError RendezvousError UsageError WorkerEnv init
@@ -64,7 +64,7 @@ WORKER_VARIABLES = words("""
     PDRUN_COLLECTIVE
 """)
 FIELDS = words("""
-    program.kind program.target program.args program.python program.start resources.nodes resources.devices
+    program.kind program.target program.args program.python program.start program.warm resources.nodes resources.devices
     resources.backend resources.threads resources.bind policy.start_timeout policy.grace policy.max_restarts
     policy.time_limit output.log_dir output.show_ranks output.prefix output.files output.log_name
     place.scheduler place.node_rank place.node_name place.local

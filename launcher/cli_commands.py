@@ -311,13 +311,14 @@ def _warm() -> click.Command:
     idle = click.Option(
         ["--idle"], metavar="TIME", default="30m", show_default=True, help="Ends after this time without a job."
     )
-    for name, callback, text, params in (
+    commands: tuple[tuple[str, Callable[..., int], str, list[click.Parameter]], ...] = (
         ("start", start, "Import torch here and stay; nothing happens where that is done already.", [python, idle]),
         ("status", status, "Show the warm processes of this user on this node, and whether a job from here uses them.",
          [click.Option(["--json"], is_flag=True, help="One JSON object a process.")]),
         ("stop", stop, "End them, or those named by pid; jobs that run go on.",
          [click.Argument(["pids"], nargs=-1, metavar="[PID]...")]),
-    ):  # fmt: skip
+    )  # fmt: skip
+    for name, callback, text, params in commands:
         group.add_command(
             click.Command(name, callback=callback, help=text, params=params, context_settings=dict(STRICT))
         )

@@ -132,8 +132,8 @@ class Starter:
 
     def __init__(self, connection: socket.socket, leaving: "forked.Leaving", printed: bytes, before: Environ) -> None:
         self.connection, self.leaving, self.printed = connection, leaving, printed
-        now = dict(os.environb)
-        self.set_by_import = {name: (before.get(name), value) for name, value in now.items() if before.get(name) != value}
+        changed = os.environb.items() - before.items()
+        self.set_by_import = {name: (before.get(name), value) for name, value in changed}
 
     def say(self, why: str) -> None:
         """Tell the keeper whether this process can fork."""

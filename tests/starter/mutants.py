@@ -80,8 +80,8 @@ MUTANTS = (
            f"{SAME}the_process_itself[cold]"),
     Mutant("a late thread cannot pickle", "launcher/forked.py", "    main = types.ModuleType(\"__main__\")", '    main = types.ModuleType("__mp__")',
            f"{SAME}the_process_itself[cold]"),
-    Mutant("descriptors of the starter", "launcher/starter_main.py", "            self.connection.close()\n", "",
-           f"{HAZARDS}no_descriptor_of_the_starter_or_of_a_neighbour[cold]"),
+    Mutant("descriptors of a neighbour", "launcher/starter_main.py", "                if other is not order:\n                    other.close()",
+           "                pass", f"{HAZARDS}no_descriptor_of_a_neighbour_that_is_forked_with_it"),
     # output and leaving
     Mutant("buffers are printed once a worker", "launcher/starter_main.py", "    sys.stdout.flush()\n    sys.stderr.flush()\n", "",
            f"{HAZARDS}the_starters_buffers_are_not_printed_by_workers"),

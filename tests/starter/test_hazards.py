@@ -336,3 +336,18 @@ def test_no_descriptor_of_the_starter_or_of_a_neighbour(bench: Bench, script: Pa
     script.write_text("import os\nprint(sorted(int(n) for n in os.listdir('/proc/self/fd')))\n")
     forked, executed = bench.both(str(script))
     assert forked.out == executed.out
+
+
+def test_no_descriptor_of_a_neighbour_that_is_forked_with_it(script: Path) -> None:
+    """Orders that wait for the starter come to it together."""
+    script.write_text("import os\nos.write(1, f'{len(os.listdir(\"/proc/self/fd\"))}\\n'.encode())\n")
+    with keeper_driver() as driver:
+        bench = Bench(driver)
+        driver.keeper.prepare(starter_of(bench.env, ("random",)))
+        read, write = os.pipe()
+        slots = [bench.start((sys.executable, str(script)), write, write) for _ in range(4)]
+        os.close(write)
+        for slot in slots:
+            assert os.waitstatus_to_exitcode(driver.wait(Exited, slot, 60).status) == 0
+        assert os.read(read, 99) == b"4\n" * 4  # the streams, and that of the folder
+        os.close(read)

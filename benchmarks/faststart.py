@@ -1,25 +1,42 @@
 """
-How long torch workers take to start, beside torchrun and beside pdrun's own exec, and what they hold in memory.
+How long torch workers take to start, beside torchrun, mpirun and pdrun's own exec, and what they hold in memory.
 
-    python benchmarks/faststart.py [--workers 1,2,4,8,16] [--rounds 3] [--rows gloo,ddp,nccl,memory,restart,tail]
+    python benchmarks/faststart.py [--workers 1,2,4,8,16] [--rounds 3] [--rows gloo,ddp,second,memory,restart,tail]
+    python benchmarks/faststart.py --rows nccl --workers 2,4 --rounds 3        on GPUs: cold and warm, 3 minutes on four
+
+Rows are gloo, ddp, second, nccl, memory, restart, tail and floor.
 
 Launchers take turns, round by round; the ratio of medians is the figure to quote. CPU is user and system time of
-everything a launcher started. ``nccl`` runs one worker a GPU, to its first all-reduce; it is not in the default.
+everything a launcher started; what a warm process spent for a job is counted as well. The package is compiled first, as
+pip leaves it.
+
+gloo, ddp   import torch, form a group, all-reduce (three steps of AdamW), exit.   second: gloo with a warm process
+nccl        one worker a GPU, to the last rank's first all-reduce; not in the default
+restart     from SIGKILL of one worker to all of the next generation in their first line
+tail        from the end of the last worker's process (its pidfd) to the end of the launcher
+floor       gloo with 8 workers over what no launcher can avoid: one import of torch and 8 forks
 """
 
 from __future__ import annotations
 
 import argparse
+import compileall
+import contextlib
+import importlib
 import os
 import platform
 import re
 import resource
+import select
+import shutil
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -64,39 +81,105 @@ print("main", os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"], time
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1": raise SystemExit
 time.sleep(600)
 """,
-    "tail": "import atexit, time, torch\natexit.register(lambda: print('left', time.time(), flush=True))\n",
+    "tail": "import os, torch\nprint('pid', os.getpid(), flush=True)\n",
+    "floor": """
+import os, sys, torch, torch.distributed
+pids = [os.fork() for _ in range(int(sys.argv[1]))]
+if 0 in pids: os._exit(0)
+for pid in pids: os.waitpid(pid, 0)
+""",
+    "mpi": """
+import os, runpy, sys
+for name, value in dict(RANK="RANK", WORLD_SIZE="SIZE", LOCAL_RANK="LOCAL_RANK").items():
+    os.environ[name] = os.environ["OMPI_COMM_WORLD_" + value]
+os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", sys.argv[2]
+runpy.run_path(sys.argv[1], run_name="__main__")
+""",
 }
+WARM = "pdrun, warm"
 
 
-def launchers(workers: int, row: str = "") -> dict[str, list[str]]:
+def launchers(workers: int, row: str, cwd: str) -> dict[str, list[str]]:
     """Name -> command line up to the script; every row but nccl is about CPUs, on a machine with GPUs too."""
-    pdrun = [str(BIN / "pdrun"), "--devices", str(workers), "--threads", "1", "--no-files", "--prefix", "none",
-             "--backend", "cuda" if row == "nccl" else "cpu"]  # fmt: skip
-    return {
-        "pdrun": pdrun,
+    pdrun = [sys.executable, "-m", "pdrun", "--devices", str(workers), "--threads", "1", "--no-files", "--prefix",
+             "none", "--backend", "cuda" if row == "nccl" else "cpu"]  # fmt: skip
+    found = {
+        "pdrun": [*pdrun, "--no-warm"],
+        WARM: pdrun,
         "pdrun --start exec": [*pdrun, "--start", "exec"],
-        "torchrun": [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", str(workers)],
+        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)],
     }
+    if row in ("gloo", "ddp", "second") and (mpirun := shutil.which("mpirun")):
+        Path(cwd, "mpi.py").write_text(PROGRAMS["mpi"])
+        asked = [mpirun, "--allow-run-as-root", "--oversubscribe", "-n", str(workers)]
+        found["mpirun"] = [*asked, sys.executable, "mpi.py"]
+    if row == "second":
+        del found["pdrun"], found["pdrun --start exec"]
+    elif row != "nccl":
+        del found[WARM]
+    return found
 
 
-def timed(command: list[str], cwd: str) -> tuple[float, float, str]:
+def environment(cwd: str) -> dict[str, str]:
+    """The launchers' environment: no warm process but our own, byte code used as ever."""
+    left = ("PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED", "OMP_NUM_THREADS")
+    return {**{name: value for name, value in os.environ.items() if name not in left}, "OMP_NUM_THREADS": "1",
+            "XDG_RUNTIME_DIR": str(Path(cwd, "run"))}  # fmt: skip
+
+
+@contextlib.contextmanager
+def warm(cwd: str) -> Iterator[psutil.Process]:
+    """A warm process."""
+    command = [sys.executable, "-m", "pdrun", "warm"]
+    subprocess.run([*command, "start"], env=environment(cwd), check=True, capture_output=True)
+    try:
+        out = subprocess.run([*command, "status"], env=environment(cwd), check=True, capture_output=True, text=True)
+        yield psutil.Process(int(out.stdout.split()[1].rstrip(":")))
+    finally:
+        subprocess.run([*command, "stop"], env=environment(cwd), check=True, capture_output=True)
+
+
+def spent(process: psutil.Process | None) -> float:
+    """CPU seconds of our children that have ended, and of the warm process with those that it has reaped."""
+    mine = resource.getrusage(resource.RUSAGE_CHILDREN)
+    total = mine.ru_utime + mine.ru_stime
+    if process is not None:
+        deadline = time.monotonic() + 10
+        while process.children() and time.monotonic() < deadline:
+            time.sleep(0.005)  # the keeper of the last job is on its way out
+        times = process.cpu_times()
+        total += times.user + times.system + times.children_user + times.children_system
+    return total
+
+
+def timed(command: list[str], cwd: str, process: psutil.Process | None = None) -> tuple[float, float, str]:
     """(wall, CPU) seconds, and what was printed; the command must succeed."""
-    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.time()
-    done = subprocess.run(command, cwd=cwd, check=True, capture_output=True, text=True)
-    end, after = time.time(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    before, start = spent(process), time.time()
+    done = subprocess.run(command, cwd=cwd, env=environment(cwd), capture_output=True, text=True)
+    end = time.time()
+    if done.returncode:
+        raise SystemExit(f"{command} failed: {done.stderr}")
     reduced = [float(text) for text in re.findall(r"reduced ([\d.]+)", done.stdout)]
-    wall = (max(reduced) if reduced else end) - start
-    return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, done.stdout
+    return (max(reduced) if reduced else end) - start, spent(process) - before, done.stdout
+
+
+def free_port() -> str:
+    """A port for mpirun's workers, who have nobody to bind one for them."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return str(server.getsockname()[1])
 
 
 def in_turn(row: str, workers: int, rounds: int, cwd: str) -> None:
     """One row of the table: all launchers, in turn."""
     script = Path(cwd, f"{row}.py")
-    script.write_text(PROGRAMS[row])
-    found: dict[str, list[tuple[float, float, str]]] = {name: [] for name in launchers(workers, row)}
-    for _ in range(rounds):
-        for name, command in launchers(workers, row).items():
-            found[name].append(timed([*command, str(script)], cwd))
+    script.write_text(PROGRAMS["gloo" if row == "second" else row])
+    commands = launchers(workers, row, cwd)
+    found: dict[str, list[tuple[float, float, str]]] = {name: [] for name in commands}
+    with warm(cwd) if WARM in commands else contextlib.nullcontext() as process:
+        for _ in range(rounds):
+            for name, command in commands.items():
+                words = [*command, str(script), *([free_port()] if name == "mpirun" else [])]
+                found[name].append(timed(words, cwd, process if name == WARM else None))
     base = [statistics.median(run[part] for run in found["torchrun"]) for part in (0, 1)]
     for name, runs in found.items():
         wall, cpu = (statistics.median(run[part] for run in runs) for part in (0, 1))
@@ -111,7 +194,10 @@ def memory(workers: int, cwd: str) -> None:
     for name in ("pdrun", "pdrun --start exec"):
         for file in Path(cwd).glob("up*"):
             file.unlink()
-        process = subprocess.Popen([*launchers(workers)[name], str(script)], cwd=cwd, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            [*launchers(workers, "memory", cwd)[name], str(script)], cwd=cwd, env=environment(cwd),
+            stderr=subprocess.DEVNULL,
+        )  # fmt: skip
         while len(list(Path(cwd).glob("up*"))) < workers:
             time.sleep(0.05)
         family = psutil.Process(process.pid).children(recursive=True)
@@ -128,8 +214,10 @@ def restart(workers: int, rounds: int, cwd: str) -> None:
     for name in ("pdrun", "pdrun --start exec"):
         times = []
         for _ in range(rounds):
-            command = [*launchers(workers)[name], "--max-restarts", "1", "--grace", "0", str(script)]
-            process = subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            command = [*launchers(workers, "restart", cwd)[name], "--max-restarts", "1", "--grace", "0", str(script)]
+            process = subprocess.Popen(
+                command, cwd=cwd, env=environment(cwd), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            )
             assert process.stdout is not None
             first = [process.stdout.readline() for _ in range(workers)]
             os.kill(int(first[0].split()[4]), signal.SIGKILL)
@@ -141,15 +229,73 @@ def restart(workers: int, rounds: int, cwd: str) -> None:
 
 
 def tail(workers: int, rounds: int, cwd: str) -> None:
-    """From the last worker's last exit handler to the end of the launcher."""
+    """From the end of the last worker's process to the end of the launcher."""
     script = Path(cwd, "tail.py")
     script.write_text(PROGRAMS["tail"])
-    for name, command in launchers(workers).items():
+    for name, command in launchers(workers, "tail", cwd).items():
         times = []
         for _ in range(rounds):
-            _, _, out = timed([*command, str(script)], cwd)
-            times.append(time.time() - max(float(text) for text in re.findall(r"left ([\d.]+)", out)))
+            process = subprocess.Popen(
+                [*command, str(script)], cwd=cwd, env=environment(cwd), stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL, bufsize=0,
+            )  # fmt: skip
+            assert process.stdout is not None
+            ended = last_end(process.stdout.fileno(), workers)
+            process.wait()
+            times.append(time.monotonic() - ended)
         single("tail", workers, name, times)
+
+
+def last_end(output: int, workers: int) -> float:
+    """
+    Return when the last worker's process ended, monotonic seconds.
+
+    Each prints ``pid N`` when it has begun; a pidfd of it becomes readable at its very end, whoever its parent is. One
+    that had ended before its line was read counts with the time of that moment, which makes the tail shorter by less
+    than a line takes; its exit takes a hundred times as long.
+    """
+    poll, text, handles, last = select.poll(), b"", set[int](), 0.0
+    poll.register(output, select.POLLIN)
+    begun = 0
+    while begun < workers or handles:
+        for number, _ in poll.poll():
+            if number in handles:
+                last = time.monotonic()
+                poll.unregister(number)
+                handles.remove(number)
+                os.close(number)
+                continue
+            data = os.read(output, 4096)
+            if not data:
+                poll.unregister(output)
+                if begun < workers:
+                    raise SystemExit(f"{begun} of {workers} workers began")
+            *lines, text = (text + data).split(b"\n")
+            for line in lines:
+                begun += 1
+                try:
+                    handle = os.pidfd_open(int(line.split()[-1]))
+                except ProcessLookupError:
+                    last = time.monotonic()
+                    continue
+                handles.add(handle)
+                poll.register(handle, select.POLLIN)
+    return last
+
+
+def floor(workers: int, rounds: int, cwd: str) -> None:
+    """What a launcher adds to the one import and the forks that nobody can avoid."""
+    for row in ("floor", "gloo"):
+        Path(cwd, f"{row}.py").write_text(PROGRAMS[row])
+    bare: list[float] = []
+    whole: list[float] = []
+    for _ in range(rounds):
+        bare.append(timed([sys.executable, "floor.py", str(workers)], cwd)[0])
+        whole.append(timed([*launchers(workers, "floor", cwd)["pdrun"], "gloo.py"], cwd)[0])
+    single("floor", workers, "one import and the forks", bare)
+    single("floor", workers, "pdrun, gloo", whole)
+    ratio = statistics.median(whole) / statistics.median(bare)
+    print(f"| floor | {workers} | pdrun over it | {ratio:.2f} times | | | | |", flush=True)
 
 
 def single(row: str, workers: int, name: str, times: list[float]) -> None:
@@ -163,8 +309,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", default="1,2,4,8,16")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rows", default="gloo,ddp,memory,restart,tail")
+    parser.add_argument("--rows", default="gloo,ddp,second,memory,restart,tail,floor")
     asked = parser.parse_args()
+    for name in ("pdrun", "pdrun.launcher", "pdrun.rendezvous", "pdrun.backends"):
+        compileall.compile_dir(next(iter(importlib.import_module(name).__path__)), quiet=2)
     print(f"{date.today()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {version('torch')}, "
           f"{asked.rounds} rounds in turn\n")  # fmt: skip
     print("| what | workers | launcher | wall s | of torchrun | CPU s | of torchrun | load |\n" + "|---" * 8 + "|")
@@ -173,12 +321,16 @@ def main() -> None:
         for row in ("gloo", "ddp", "nccl"):
             for workers in map(int, asked.workers.split(",") if row in rows else ()):
                 in_turn(row, workers, asked.rounds, cwd)
+        if "second" in rows:
+            in_turn("second", 4, asked.rounds, cwd)
         if "memory" in rows:
             memory(8, cwd)
         if "restart" in rows:
             restart(4, asked.rounds, cwd)
         if "tail" in rows:
             tail(4, asked.rounds, cwd)
+        if "floor" in rows:
+            floor(8, asked.rounds, cwd)
 
 
 if __name__ == "__main__":

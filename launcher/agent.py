@@ -91,7 +91,8 @@ class Agent:
 
     def run(self) -> int:
         """Loop until the job is over for this node."""
-        self._crew.hire(self._known)
+        if self._known is not None:
+            self._crew.hire(self._known)
         try:
             while self._code is None:
                 self._turn()
@@ -249,8 +250,7 @@ class Agent:
         if plan is None:
             plan = self._plan = self._planner(message)
             self._run = message.run
-            if self._known is None:
-                self._crew.prepare(plan)
+            self._crew.hire(plan)
             self._output = self._around.output(plan)
             self._voice.begin(plan, self._run, self._output)
             self._around.welcomed(plan, message)

@@ -86,7 +86,7 @@ def build(show: Show, watch: Watch) -> click.Group:
         click.Option(["--version"], is_flag=True, is_eager=True, expose_value=False, callback=_version)
     )
     jobs = (_status(show, watch), _logs(), _stop())
-    for command in (_run(), _join(), _scheduler(), *jobs, _token(), _env(), _completion(group)):
+    for command in (_run(), _join(), _scheduler(), *jobs, _warm(), _token(), _env(), _completion(group)):
         group.add_command(command)
     return group
 
@@ -287,6 +287,48 @@ def _stop() -> click.Command:
         ],
         context_settings=dict(STRICT),
     )  # fmt: skip
+
+
+def _warm() -> click.Command:
+    """A process that keeps torch imported between jobs."""
+
+    def start(python: str, idle: str) -> int:
+        from pdrun.launcher import cli_warm
+
+        return cli_warm.start(python, values.duration(idle, "--idle"))
+
+    def status(json: bool) -> int:
+        from pdrun.launcher import cli_warm
+
+        return cli_warm.status(json=json)
+
+    def stop(pids: tuple[str, ...]) -> int:
+        from pdrun.launcher import cli_warm
+
+        return cli_warm.stop([int(values.whole(1)(pid, "warm stop")) for pid in pids])
+
+    group = click.Group(
+        "warm", help="Keep torch imported between jobs of this node, so that the next one starts at once.",
+        context_settings=dict(STRICT),
+    )  # fmt: skip
+    python = click.Option(
+        ["--python"], metavar="PATH", default="", help="Interpreter of the workers (default: the one that runs pdrun)."
+    )
+    idle = click.Option(
+        ["--idle"], metavar="TIME", default="30m", show_default=True, help="Ends after this time without a job."
+    )
+    commands: tuple[tuple[str, Callable[..., int], str, list[click.Parameter]], ...] = (
+        ("start", start, "Import torch here and stay; nothing happens where that is done already.", [python, idle]),
+        ("status", status, "Show the warm processes of this user on this node, and whether a job from here uses them.",
+         [click.Option(["--json"], is_flag=True, help="One JSON object a process.")]),
+        ("stop", stop, "End them, or those named by pid; jobs that run go on.",
+         [click.Argument(["pids"], nargs=-1, metavar="[PID]...")]),
+    )  # fmt: skip
+    for name, callback, text, params in commands:
+        group.add_command(
+            click.Command(name, callback=callback, help=text, params=params, context_settings=dict(STRICT))
+        )
+    return group
 
 
 def _token() -> click.Command:

@@ -23,25 +23,20 @@ from pdrun.launcher.store import Stores
 class Crew:
     """See the module. All calls come from the agent's loop."""
 
-    def __init__(self, make: Callable[[], Keeper], say: Callable[[str], None]) -> None:
+    def __init__(self, make: Callable[[LaunchPlan], Keeper], say: Callable[[str], None]) -> None:
         self._make, self._say = make, say
         self.keeper: Keeper | None = None
         self.stores = Stores()
         self.beat_at: float | None = None
         """When the keeper is to be asked again for a sign of life."""
 
-    def hire(self, plan: LaunchPlan | None) -> Keeper:
-        """Return the keeper; started now where there is none."""
+    def hire(self, plan: LaunchPlan) -> Keeper:
+        """Return the keeper; started now where there is none, and with it the import of torch that workers need."""
         if self.keeper is None:
-            self.keeper = self._make()
-            if plan is not None:
-                self.prepare(plan)
+            self.keeper = self._make(plan)
+            if plan.starting.how == "fork":
+                self.keeper.prepare(starter_command(plan))
         return self.keeper
-
-    def prepare(self, plan: LaunchPlan) -> None:
-        """Have torch imported, where workers will be forked."""
-        if self.keeper is not None and plan.starting.how == "fork":
-            self.keeper.prepare(starter_command(plan))
 
     def events(self, group: Group | None, *, finished: bool) -> None:
         """

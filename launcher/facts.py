@@ -13,14 +13,19 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pdrun
 from pdrun.backends import affinity
 from pdrun.errors import ConfigError, UsageError
 from pdrun.launcher import network, paths, program
 from pdrun.launcher.model import BackendFacts, Facts
+from pdrun.launcher.places import warm_folder
 from pdrun.launcher.spec import JobSpec
 from pdrun.topology import Device
+
+if TYPE_CHECKING:
+    from pdrun.launcher.warm import Look
 
 
 def gather(spec: JobSpec, environ: Mapping[str, str] | None = None, root: Path = Path("/")) -> Facts:
@@ -35,6 +40,7 @@ def gather(spec: JobSpec, environ: Mapping[str, str] | None = None, root: Path =
         ConfigError: the working directory is gone. UsageError: the folder of ``--chdir`` is not there.
     """
     environ = dict(os.environ if environ is None else environ)
+    warm = _warm(spec, environ)
     cwd = _cwd(spec)
     hostname = os.uname().nodename
     networked = is_networked(spec)
@@ -59,7 +65,8 @@ def gather(spec: JobSpec, environ: Mapping[str, str] | None = None, root: Path =
         local_endpoint=network.is_here(scheduler.host, hostname, addresses) if networked and scheduler else None,
         route_address=route,
         loopback_name=bool(
-            networked and scheduler and route and not network.is_loopback(route) and network.is_only_here(scheduler.host)
+            networked and scheduler and network.is_only_here(scheduler.host)
+            and route and not network.is_loopback(route)
         ),
         scheduler_fault=network.name_fault(scheduler.host) if scheduler and not route else "",
         program_error=found.error,
@@ -70,7 +77,22 @@ def gather(spec: JobSpec, environ: Mapping[str, str] | None = None, root: Path =
         optimizes=found.told.optimizes,
         unforkable=found.unforkable,
         late_variable=found.told.late,
+        warm=warm.found() if warm is not None else (),
     )
+
+
+def _warm(spec: JobSpec, environ: Mapping[str, str]) -> Look | None:
+    """Ask the warm processes of this user, where a job could use one and there is a folder of theirs at all."""
+    if not spec.program.warm or spec.program.kind == "command" or spec.program.start == "exec":
+        return None
+    try:
+        if not paths.is_folder(warm_folder(environ)):
+            return None
+    except OSError:
+        return None
+    from pdrun.launcher.warm import Look
+
+    return Look(environ)
 
 
 def is_networked(spec: JobSpec) -> bool:

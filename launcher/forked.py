@@ -63,16 +63,21 @@ def memory_of_arguments() -> tuple[int, int, int, int]:
     return start, end, first, last
 
 
-def show_as(argv: list[bytes], marker: bytes) -> None:
-    """Let /proc/PID/cmdline say ``argv``, and the marker in /proc/PID/environ name this worker."""
+def show_as(argv: list[bytes], marker: bytes, *, keep_room: bool = False) -> None:
+    """
+    Let /proc/PID/cmdline say ``argv``, and the marker in /proc/PID/environ name this worker.
+
+    ``keep_room``: zeros stand behind it, and what is forked from here has all the room that this process had.
+    """
     start, end, first, last = memory_of_arguments()
     text = b"".join(word + b"\0" for word in argv)
     if 0 < len(text) <= end - start:
         ctypes.memmove(start, text + bytes(end - start - len(text)), end - start)
-        ctypes.CDLL(None).prctl(PR_SET_MM, PR_SET_MM_ARG_END, ctypes.c_ulong(start + len(text)), 0, 0)
+        if not keep_room:
+            ctypes.CDLL(None).prctl(PR_SET_MM, PR_SET_MM_ARG_END, ctypes.c_ulong(start + len(text)), 0, 0)
     block = ctypes.string_at(first, last - first)
     name, _, value = marker.partition(b"=")
-    at = re.search(rb"(?:^|\0)" + re.escape(name) + rb"=([^\0]*)", block)
+    at = name and re.search(rb"(?:^|\0)" + re.escape(name) + rb"=([^\0]*)", block)
     if at and len(at[1]) == len(value):
         ctypes.memmove(first + at.start(1), value, len(value))
 
@@ -118,8 +123,6 @@ def fresh_state() -> None:
         torch.default_generator.seed()
     if "numpy.random" in modules:
         modules["numpy.random"].seed(None)
-    if "random" in modules:
-        modules["random"].seed()
     process = modules.get("multiprocessing.process")
     if process is not None:
         process._current_process._config["authkey"] = process.AuthenticationString(os.urandom(32))

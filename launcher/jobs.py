@@ -21,6 +21,7 @@ from typing import Any
 
 from pdrun.errors import UsageError, did_you_mean
 from pdrun.launcher.lognames import make_private
+from pdrun.launcher.places import state_folder
 from pdrun.names import check_name
 
 KEPT = 200
@@ -52,13 +53,7 @@ class Job:
 
 def registry_folder(environ: Mapping[str, str] = os.environ) -> Path:
     """Return the folder of the registry; it need not exist. Raises OSError where there is neither home nor variable."""
-    base = environ.get("XDG_STATE_HOME") or ""
-    if not base.startswith("/"):
-        home = environ.get("HOME") or ""
-        if not home.startswith("/"):
-            raise FileNotFoundError(2, "HOME is not set")
-        base = f"{home}/.local/state"
-    return Path(base) / "pdrun" / "jobs"
+    return state_folder(environ) / "jobs"
 
 
 def describe(run: str, job: str, *, events: str, log_dir: str, made: float, pid: int | None = None, **more: str) -> Job:

@@ -12,10 +12,10 @@ Where there is a starter (`starter_main`: a child of the keeper that has importe
 come to the keeper as to the nearest sub-reaper, so that nothing of this differs. A starter that is not fit, or dies
 before it has forked a worker, costs its speed only: the keeper still holds the command, and executes it.
 
-Run as a file, ``python -I -S keeper.py FD TOKEN``: standard library only, nothing of pdrun is imported (so all is in
-one file), and nothing slow: dataclasses, typing and pathlib would double the 20 ms of its start, which every launch
-waits for. Messages are JSON, one a SOCK_SEQPACKET packet; descriptors come with SCM_RIGHTS; a command lies in the
-first of them.
+Started as ``python -I -S -c BOOT keeper.py FD TOKEN`` (`keeper_client`), or forked from a warm process (`warm_server`):
+standard library only, nothing of pdrun is imported (so all is in one file), and nothing slow: dataclasses, typing and
+pathlib would double the 20 ms of its start, which every launch waits for. Messages are JSON, one a SOCK_SEQPACKET
+packet; descriptors come with SCM_RIGHTS; a command lies in the first of them.
 
 Limits. The one that stands by does not find a process that has emptied its environment, nor helps when it is killed in
 the same instant too. A set-user-ID worker loses its PDEATHSIG (the kernel clears it), not the sweep. A process in
@@ -34,7 +34,6 @@ import resource
 import select
 import signal
 import socket
-import sys
 import time
 from collections import deque
 
@@ -431,6 +430,12 @@ class Keeper:
         finally:
             order.close()
 
+    def adopt_starter(self, pid: int, connection: socket.socket) -> None:
+        """Take a child that was forked before this object was made for the starter; it will say that it is ready."""
+        self.starter = Starter(pid, connection)
+        self.children[pid] = Child(STARTER, pid, -1)
+        self.sessions[pid] = STARTER
+
     def hear_starter(self, starter: Starter) -> None:
         """It is ready, or says why it is not, or is gone; what waits for it is forked or executed."""
         try:
@@ -693,25 +698,41 @@ def marked(token: str) -> Iterator[Process]:
             yield found
 
 
-def stand_by(token: str, keeper: int) -> NoReturn:
-    """Wait for the end of pipe ``keeper``: the keeper was killed, for in order it ends this process first."""
+def end_marked(token: str) -> None:
+    """SIGKILL every process that is marked as one of this keeper's, for at most STUCK seconds."""
+    give_up_at, empty = time.monotonic() + STUCK, 0
+    while empty < 3 and time.monotonic() < give_up_at:  # what is being forked is not seen yet
+        empty += 1
+        for member in marked(token):
+            kill(member)
+            empty = 0
+        time.sleep(RETRY)
+
+
+def stand_by(token: str, keeper: int, agent: int = -1) -> NoReturn:
+    """
+    Wait for the end of pipe ``keeper``: the keeper was killed, for in order it ends this process first.
+
+    ``agent``: its pidfd, where the keeper is no child of it and so has no PDEATHSIG: one that was stopped is woken.
+    """
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_IGN)
-        os.read(keeper, 1)
-        give_up_at, empty = time.monotonic() + STUCK, 0
-        while empty < 3 and time.monotonic() < give_up_at:  # what is being forked is not seen yet
-            empty += 1
-            for member in marked(token):
-                kill(member)
-                empty = 0
-            time.sleep(RETRY)
+        parent, poll = os.getppid(), select.poll()
+        for descriptor in (keeper, agent):
+            if descriptor >= 0:
+                poll.register(descriptor, select.POLLIN)
+        while keeper not in {number for number, _ in poll.poll()}:
+            poll.unregister(agent)
+            if os.getppid() == parent:
+                os.kill(parent, signal.SIGCONT)
+        end_marked(token)
     finally:
         os._exit(0)
 
 
-def start_standby(agent: int, token: str) -> int:
-    """Fork the process that stands by; return its pid, 0 where there can be none. It must not hold the agent's end."""
+def start_standby(sockets: tuple[int, ...], token: str, agent: int = -1) -> int:
+    """Fork the process that stands by; return its pid, 0 where there can be none. It must not hold the ``sockets``."""
     try:
         read, write = os.pipe2(os.O_CLOEXEC)
         pid = os.fork()
@@ -719,8 +740,9 @@ def start_standby(agent: int, token: str) -> int:
         return 0
     if pid == 0:
         os.close(write)
-        os.close(agent)
-        stand_by(token, read)
+        for number in sockets:
+            os.close(number)
+        stand_by(token, read, agent)
     os.close(read)  # the other end stays open, here alone, for as long as this process lives
     return pid
 
@@ -736,12 +758,8 @@ def main(argv: list[str]) -> NoReturn:
     os.set_inheritable(number, False)
     os.closerange(3, number)
     os.closerange(number + 1, 1 << 20)
-    standby = start_standby(number, argv[2])
+    standby = start_standby((number,), argv[2])
     keeper = Keeper(socket.socket(fileno=number), argv[2])
     keeper.standby = standby
     keeper.run()
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main(sys.argv)

@@ -19,18 +19,25 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pdrun import early
 from pdrun.errors import PdrunError
 from pdrun.launcher import keeper as proc
 from pdrun.launcher.model import Exited, KeeperEvent, Spawned, SpawnFailed, StarterState, Swept, WorkerCommand
 
+if TYPE_CHECKING:
+    from pdrun.launcher.warm import Lent
+
 CLOSING = proc.STUCK + 1.0
+BOOT = "import sys; sys.path.append(sys.argv.pop(1).rpartition('/')[0]); import keeper; keeper.main(sys.argv)"
+"""Loads keeper.py as a module: a file that is run is compiled each time (20 ms)."""
 PING = 2.0
 PINGS = 5
 PONG = json.dumps({"ev": "pong"}).encode()
+ENDED = json.dumps({"ev": "ended"}).encode()
 
 
 class KeeperProcess:
@@ -41,23 +48,33 @@ class KeeperProcess:
         python: interpreter to run the keeper with.
         spare: children of this process that are not the keeper's and must outlive it (the scheduler, say);
             those that exist now are spared anyway. May be added to later.
+        lent: one that was forked from a warm process, its starter ready (`warm.borrow`); none is started then.
 
     Raises:
         PdrunError: the keeper could not be started.
     """
 
-    def __init__(self, *, python: str = sys.executable, spare: Iterable[int] = ()) -> None:
+    def __init__(self, *, python: str = sys.executable, spare: Iterable[int] = (), lent: Lent | None = None) -> None:
         if sys.platform != "linux":
             raise PdrunError(f"workers cannot be started on {sys.platform}", hint="pdrun's keeper needs Linux")
+        self._dead: str = ""
+        self._unanswered, self._ping_at, self._frozen = 0, 0.0, False
+        self._lent, self._has_starter = lent, lent is not None
+        if lent is not None:
+            self.pid, self.spare, ours = lent.pid, set(spare), lent.socket
+        else:
+            ours = self._start(python, spare)
+        self._socket: socket.socket | None = ours
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(PING * PINGS), 0))
+
+    def _start(self, python: str, spare: Iterable[int]) -> socket.socket:
+        """Start a keeper as a child; return the socket to it."""
         proc.prctl(proc.PR_SET_CHILD_SUBREAPER, 1)
         myself = proc.process(os.getpid())
         self.spare = {*spare, *(child.pid for child in (proc.children(myself) if myself else ()))}
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket: socket.socket | None = ours
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(PING * PINGS), 0))
-        self._dead: str = ""
-        self._unanswered, self._ping_at, self._frozen = 0, 0.0, False
-        argv = [python, "-I", "-S", proc.__file__, str(theirs.fileno()), os.urandom(8).hex()]
+        flags = ["-I", "-S", *(["-B"] if sys.dont_write_bytecode else [])]
+        argv = [python, *flags, "-c", BOOT, proc.__file__, str(theirs.fileno()), os.urandom(8).hex()]
         try:
             theirs.set_inheritable(True)
             environ = {name: value for name, value in os.environ.items() if name != "PDRUN_TOKEN"}
@@ -67,6 +84,7 @@ class KeeperProcess:
             raise PdrunError(f"could not start the keeper: {error.strerror}", where=python) from error
         finally:
             theirs.close()
+        return ours
 
     def fileno(self) -> int:
         """Readable when `events` may have something; -1 after `close`."""
@@ -84,7 +102,10 @@ class KeeperProcess:
             os.close(body)
 
     def prepare(self, command: WorkerCommand) -> None:
-        """Start the starter; answered by one StarterState."""
+        """Start the starter, where there is none yet; answered by one StarterState."""
+        if self._has_starter:
+            return
+        self._has_starter = True
         body = _body(command)
         try:
             self._send({"op": "prepare"}, [body])
@@ -146,11 +167,15 @@ class KeeperProcess:
         """End all descendants, the keeper with them, and wait for it (at most 6 s, then it is killed)."""
         if self._socket is None:
             return
-        self._socket.close()
-        self._socket = None
-        os.kill(self.pid, signal.SIGCONT)  # one that was stopped would not see the end of the connection
-        if self._ended(CLOSING) != 0:
+        ours, self._socket = self._socket, None
+        with suppress(OSError):
+            ours.shutdown(socket.SHUT_WR)
+        self._signal(signal.SIGCONT)  # one that was stopped would not see the end of the connection
+        code = self._ended(CLOSING)
+        if code != 0 or (self._lent is not None and not _says_that_it_ended(ours)):
             self._end_orphans()
+        ours.close()
+        self._let_go()
 
     def _send(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
         if self._socket is None:
@@ -162,13 +187,33 @@ class KeeperProcess:
         except BlockingIOError:  # it has read nothing for as long as SO_SNDTIMEO says
             self._frozen = True
 
+    def _signal(self, number: int) -> None:
+        """Signal the keeper; its pid cannot be another's: as a child it was not reaped, else there is a pidfd."""
+        try:
+            if self._lent is not None:
+                signal.pidfd_send_signal(self._lent.handle, number)
+            else:
+                os.kill(self.pid, number)
+        except ProcessLookupError:
+            pass
+
+    def _let_go(self) -> None:
+        """Close the pidfd of a keeper that is no child."""
+        if self._lent is not None:
+            os.close(self._lent.handle)
+
     def _ended(self, seconds: float) -> int:
-        """Wait for the keeper's end, kill it after that many seconds, and return how it ended, as waitpid does."""
-        if not _ends_within(self.pid, seconds):
-            os.kill(self.pid, signal.SIGKILL)
-            if not _ends_within(self.pid, proc.STUCK):
+        """
+        Wait for the keeper's end, kill it after that many seconds, and return how it ended, as waitpid does.
+
+        How one that is no child ended is not known: 0 then, and it says itself that all is in order ("ended").
+        """
+        handle = self._lent.handle if self._lent is not None else None
+        if not _ends_within(self.pid, seconds, handle):
+            self._signal(signal.SIGKILL)
+            if not _ends_within(self.pid, proc.STUCK, handle):
                 return int(signal.SIGKILL)
-        return _reap(self.pid)
+        return _reap(self.pid) if handle is None else 0
 
     def _bury(self) -> PdrunError:
         """The keeper is gone without having been asked: end what it had started, and say how it went."""
@@ -177,7 +222,10 @@ class KeeperProcess:
             self._socket = None
         code = os.waitstatus_to_exitcode(self._ended(0.0 if self._frozen else 1.0))
         self._end_orphans()
+        self._let_go()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        if self._lent is not None:
+            how = "ended or was killed"
         if self._frozen:
             how = f"did not answer for {PING * PINGS:g} s (was it stopped?) and was ended"
         self._dead = f"the keeper process {self.pid} {how}; every worker on this node has been ended"
@@ -185,11 +233,13 @@ class KeeperProcess:
 
     def _end_orphans(self) -> None:
         """SIGKILL and reap what came to this process when the keeper died, for at most STUCK seconds."""
+        if self._lent is not None:
+            return proc.end_marked(self._lent.mark)
         myself, give_up_at = proc.process(os.getpid()), time.monotonic() + proc.STUCK
         while myself is not None and time.monotonic() < give_up_at:
             orphans = [child for child in proc.children(myself) if child.pid not in self.spare]
             if not orphans:
-                return
+                return None
             for member in proc.family(orphans):
                 proc.kill(member)
             for orphan in orphans:
@@ -198,6 +248,18 @@ class KeeperProcess:
                 except ChildProcessError:
                     pass
             time.sleep(proc.RETRY / 4)
+        return None
+
+
+def _says_that_it_ended(connection: socket.socket) -> bool:
+    """Whether the last word of a keeper that has ended was that nothing is left of its workers."""
+    try:
+        while data := connection.recv(1 << 17, socket.MSG_DONTWAIT):
+            if data == ENDED:
+                return True
+    except OSError:
+        pass
+    return False
 
 
 def _event(message: dict[str, Any]) -> KeeperEvent:
@@ -241,10 +303,10 @@ def _portable(text: str) -> str:
     return os.fsencode(text).decode("utf-8", "surrogateescape")
 
 
-def _ends_within(pid: int, seconds: float) -> bool:
-    """Wait until a child has ended (it stays to be reaped); False when it has not in that time."""
+def _ends_within(pid: int, seconds: float, known: int | None = None) -> bool:
+    """Wait until a child, or one whose pidfd is known, has ended (not reaped here); False: it has not in that time."""
     try:
-        handle = os.pidfd_open(pid)
+        handle = os.pidfd_open(pid) if known is None else known
     except OSError:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -257,7 +319,8 @@ def _ends_within(pid: int, seconds: float) -> bool:
         poll.register(handle, select.POLLIN)
         return bool(poll.poll(seconds * 1000))
     finally:
-        os.close(handle)
+        if known is None:
+            os.close(handle)
 
 
 def _reap(pid: int) -> int:

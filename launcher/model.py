@@ -30,6 +30,36 @@ class BackendFacts:
 
 
 @dataclass(frozen=True)
+class Warm:
+    """A process that stays between jobs with torch imported (`pdrun warm`), as it describes itself."""
+
+    socket: str
+    """Path of the socket on which it answers."""
+    pid: int
+    python: str
+    """The interpreter, by the path it was started with."""
+    torch_version: str
+    modules: tuple[str, ...]
+    """What it has imported."""
+    variables: Mapping[str, str | None]
+    """Environment variables that counted in that import, with their values; None: not set."""
+    every_variable: bool = False
+    """Whether something went through the whole environment, so that all of it counts."""
+    unfit: str = ""
+    """Why it is of no use to any job from here (a module's file has changed, another namespace), or empty."""
+    memory: int = 0
+    """Bytes, its proportional share."""
+    started: float = 0.0
+    """Wall-clock seconds."""
+    unused: float = 0.0
+    """Seconds since the last job, or its start."""
+    idle: float = 0.0
+    """Seconds without a job after which it ends."""
+    running: int = 0
+    served: int = 0
+
+
+@dataclass(frozen=True)
 class Facts:
     """What is true on this node. Gathered once, before planning; the plan reads nothing else."""
 
@@ -74,6 +104,8 @@ class Facts:
     """Why the program needs an interpreter of its own (an archive, a folder, compiled), or empty."""
     late_variable: str = ""
     """``train.py:3 sets OMP_NUM_THREADS``: before its import of torch, which is too late in a fork; or empty."""
+    warm: tuple[Warm, ...] = ()
+    """Processes of this user that have imported torch already; looked for where workers may be forked."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +134,10 @@ class Starting:
     """What that process imports."""
     strict: bool = False
     """The user asked for forks: never exec instead."""
+    warm: str = ""
+    """Socket of the warm process that the job's keeper is forked from; by an import of its own should that fail."""
+    unused: str = ""
+    """Why a warm process that is there is not used, or empty."""
 
 
 Mode = Literal["alone", "local", "first", "join"]

@@ -99,6 +99,10 @@ RUN = (
         ("--start",), "fork workers from one import of torch, or exec each: auto, fork, exec",
         to("program.start", values.choice("auto", "fork", "exec")), GROUPS[0], "HOW", ("PDRUN_START",),
     ),
+    Option(
+        ("--no-warm",), "leave a warm process (pdrun warm) unused", says("program.warm", False), GROUPS[0],
+        env=("PDRUN_NO_WARM",), off={"program.warm": True},
+    ),
     Option(("--env",), "set a variable in every worker; may be repeated", _variable, GROUPS[0], "NAME=VALUE"),
     Option(
         ("--chdir",), "start the workers in this folder, as if typed there", to("chdir", values.path), GROUPS[0],

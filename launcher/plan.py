@@ -16,8 +16,9 @@ from dataclasses import replace
 from pdrun.errors import ConfigError, PdrunError, UsageError
 from pdrun.launcher.model import Facts, LaunchPlan, Mode, WorkerPlan
 from pdrun.launcher.placement import Placement, place, threads
+from pdrun.launcher.program import program_argv
 from pdrun.launcher.scrub import scrub
-from pdrun.launcher.spec import JobSpec, Program, Sources
+from pdrun.launcher.spec import JobSpec, Sources
 from pdrun.launcher.starting import starting
 from pdrun.names import name_from
 from pdrun.net import Endpoint
@@ -252,19 +253,6 @@ def _workers(spec: JobSpec, facts: Facts, placement: Placement, threads: tuple[i
         )
         for rank in range(placement.workers)
     )
-
-
-def program_argv(program: Program, python: str) -> tuple[str, ...]:
-    """Return a worker's command line, byte for byte what the user typed behind the interpreter."""
-    python = program.python or python
-    if program.kind == "command":
-        return (program.target, *program.args)
-    if program.kind == "module":
-        return (python, "-m", program.target, *program.args)
-    if program.kind == "function":
-        return (python, "-P", "-m", "pdrun.launcher.function_worker", program.target, *program.args)
-    target = f"./{program.target}" if program.target.startswith("-") else program.target
-    return (python, target, *program.args)
 
 
 def _visibility(placement: Placement) -> dict[int, Mapping[str, str]]:

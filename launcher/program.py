@@ -45,6 +45,19 @@ class Found:
     """Why it needs an interpreter of its own, or empty."""
 
 
+def program_argv(program: Program, python: str) -> tuple[str, ...]:
+    """Return a worker's command line, byte for byte what the user typed behind the interpreter."""
+    python = program.python or python
+    if program.kind == "command":
+        return (program.target, *program.args)
+    if program.kind == "module":
+        return (python, "-m", program.target, *program.args)
+    if program.kind == "function":
+        return (python, "-P", "-m", "pdrun.launcher.function_worker", program.target, *program.args)
+    target = f"./{program.target}" if program.target.startswith("-") else program.target
+    return (python, target, *program.args)
+
+
 def look(program: Program, cwd: str, environ: Mapping[str, str]) -> Found:
     """Return what is found of the program when it is started in ``cwd`` with the workers' environment."""
     found = {"script": _script, "function": _script, "module": _module, "command": _command}[program.kind](

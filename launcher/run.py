@@ -25,21 +25,20 @@ from pdrun import early
 from pdrun.clock import SystemClock
 from pdrun.errors import ConfigError
 from pdrun.launcher import jobs
-from pdrun.launcher.agent import run_agent
 from pdrun.launcher.keeper_client import KeeperProcess
 from pdrun.launcher.model import LaunchPlan
-from pdrun.launcher.output import Output
-from pdrun.launcher.ports import Link
 from pdrun.launcher.spec import JobSpec, Place, Policy, Resources, Sources, field_paths
-from pdrun.launcher.surroundings import Surroundings
+from pdrun.launcher.starting import starter_command
 from pdrun.names import name_from
 from pdrun.net import Endpoint
-from pdrun.rendezvous.events import SchedulerConfig
-from pdrun.rendezvous.messages import Welcome
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the rest of pdrun is loaded while torch is being imported
     from pdrun.launcher.console import Console
+    from pdrun.launcher.output import Output
+    from pdrun.launcher.ports import Link
     from pdrun.rendezvous.child import SchedulerChild
+    from pdrun.rendezvous.events import SchedulerConfig
+    from pdrun.rendezvous.messages import Welcome
     from pdrun.rendezvous.security import Secret
 
 
@@ -56,6 +55,8 @@ class Seat:
     quiet: bool = False
     front: int | None = None
     """Pid of the process that `pdrun stop` is to signal; None: this one."""
+    keeper: KeeperProcess | None = None
+    """One that was started beforehand."""
 
 
 def execute(plan: LaunchPlan, seat: Seat | None = None) -> int:
@@ -99,9 +100,15 @@ def _execute(plan: LaunchPlan, seat: Seat) -> int:
         from pdrun.launcher.front import run_local
 
         return run_local(plan)
-    if plan.mode == "alone":
-        return _alone(plan, seat)
-    return _first(plan, seat) if plan.mode == "first" else _join(plan, seat)
+    if plan.starting.how == "fork":
+        seat = replace(seat, keeper=keeper(plan))
+    try:
+        if plan.mode == "alone":
+            return _alone(plan, seat)
+        return _first(plan, seat) if plan.mode == "first" else _join(plan, seat)
+    finally:
+        if seat.keeper is not None:
+            seat.keeper.close()  # where no agent ever came to do that
 
 
 def execute_join(endpoint: Endpoint, overrides: Mapping[str, Any], sources: Sources) -> int:
@@ -176,6 +183,8 @@ def scheduler_config(plan: LaunchPlan, run: str) -> SchedulerConfig:
 
 def membership(resources: Resources, policy: Policy, *, job: str, run: str, host: str) -> SchedulerConfig:
     """Return how a scheduler forms a job, keeps it and ends it."""
+    from pdrun.rendezvous.events import SchedulerConfig
+
     return SchedulerConfig(
         job=job, run=run, host=host, nodes=resources.nodes, min_nodes=resources.min_nodes, spares=resources.spares,
         start_timeout=policy.start_timeout, grace=policy.grace, max_restarts=policy.max_restarts,
@@ -333,6 +342,10 @@ def _agent(
     plan: LaunchPlan | Callable[[Welcome], LaunchPlan], link: Link, seat: Seat, *, child: SchedulerChild | None = None,
     events: str = "", serves: bool = False,
 ) -> int:  # fmt: skip
+    from pdrun.launcher.agent import run_agent
+    from pdrun.launcher.output import Output
+    from pdrun.launcher.surroundings import Surroundings
+
     address = str(child.endpoint) if child else ""
     if isinstance(plan, LaunchPlan) and plan.scheduler and not plan.spec.place.simulated:
         address = address or str(plan.scheduler)
@@ -345,21 +358,40 @@ def _agent(
             console=seat.console,
         )  # fmt: skip
 
-    def keeper() -> KeeperProcess:
-        made = KeeperProcess(spare=[child.pid] if child else [])
-        if child:
-            child.on_start = made.spare.add  # the keeper's sweeps leave a restarted scheduler alone, too
-        return made
-
     def welcomed(made: LaunchPlan, welcome: Welcome) -> None:
         if serves:
             _register(made, welcome.run, seat, str(child.endpoint) if child else "")
 
+    beforehand = [seat.keeper] if seat.keeper is not None else []
+
+    def kept(made: LaunchPlan) -> KeeperProcess:
+        found = beforehand.pop() if beforehand else keeper(made)
+        if child:
+            found.spare.add(child.pid)
+            child.on_start = found.spare.add  # the keeper's sweeps leave a restarted scheduler alone, too
+        return found
+
     return run_agent(plan, link, Surroundings(
-        keeper=keeper, output=output, welcomed=welcomed,
+        keeper=kept, output=output, welcomed=welcomed,
         scheduler_child=child, lifeline=seat.lifeline, stdin=_stdin(seat), address=address, events=events,
         reached=lambda mark: _reached(seat, mark), quiet=seat.quiet,
     ))  # fmt: skip
+
+
+def keeper(plan: LaunchPlan) -> KeeperProcess:
+    """Return a keeper for the workers of a plan: one forked from its warm process, else a child that imports torch."""
+    if plan.starting.warm:
+        from pdrun.launcher.warm import borrow
+
+        try:
+            return KeeperProcess(lent=borrow(plan.starting.warm))
+        except OSError as error:
+            why = error.strerror or error
+            print(f"pdrun: the warm process cannot be used: {why}; torch is imported", file=sys.stderr, flush=True)
+    made = KeeperProcess()
+    if plan.starting.how == "fork":
+        made.prepare(starter_command(plan))
+    return made
 
 
 def _reached(seat: Seat, mark: bytes) -> None:

@@ -37,6 +37,7 @@ def plan_text(plan: LaunchPlan, nodes: Sequence[LaunchPlan] = ()) -> str:
         ("listen", plan.listen),
         ("program", shlex.join(_argv(plan, nodes))),
         ("start", f"{plan.starting.how}: {plan.starting.reason}"),
+        ("", plan.starting.unused),
         ("folder", plan.cwd),
         ("backend", f"{plan.backend}, collectives by {plan.collective} ({plan.backend_reason.partition(';')[0]})"),
         ("logs", _logs(plan.spec)),
@@ -180,6 +181,7 @@ def explain(plan: LaunchPlan, facts: Facts) -> str:
     lines = [f"{path:<{widths[0]}}  {value:<{min(widths[1], 40)}}  {source}" for path, value, source in rows]
     lines += ["", "why:", *(f"  {note}" for note in plan.notes)]
     lines += [f"  start {plan.starting.how}: {plan.starting.reason}"]
+    lines += [f"  {plan.starting.unused}"] if plan.starting.unused else []
     lines += [f"  backend {plan.backend}: {plan.backend_reason.partition(';')[0]}"]
     lines += _backends(facts, plan.backend)
     lines += [f"  {name} is taken out of the workers' environment" for name in plan.scrubbed]

@@ -39,6 +39,8 @@ class Program:
     """Interpreter; empty means the one that runs pdrun."""
     start: Literal["auto", "fork", "exec"] = "auto"
     """fork: from one process a node that has imported torch. exec: an interpreter each. auto: fork where it is safe."""
+    warm: bool = True
+    """Whether a warm process of this user's may be used (`pdrun warm`)."""
 
 
 @dataclass(frozen=True)

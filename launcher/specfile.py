@@ -45,7 +45,7 @@ def _yes_no(text: str, where: str) -> bool:
 GROUPS: Mapping[str, Mapping[str, Parser]] = {
     "program": {
         "script": values.plain, "module": values.plain, "command": values.plain, "python": values.path,
-        "start": values.choice("auto", "fork", "exec"),
+        "start": values.choice("auto", "fork", "exec"), "warm": _yes_no,
     },
     "resources": {
         "nodes": values.node_range, "spares": values.whole(0), "devices": values.whole_or_auto(),

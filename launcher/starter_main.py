@@ -8,6 +8,11 @@ both are looked at before every fork. A message then is one worker: the command 
 descriptors. Workers are made by a process between, which ends at once, so that they come to the keeper, the nearest
 sub-reaper: it reaps them as its own, and nothing happens to them when the starter goes.
 
+    python starter_main.py MODULES warm=SECONDS PATH PADDING        started by ``pdrun warm start``
+
+This one serves no keeper: it stays between jobs, and each job's keeper and starter are forked from it (`warm_server`).
+Its socket, bound to PATH, is fd 3; on fd 4 it says once whether it is ready.
+
 Run with the *workers'* interpreter, which needs torch and not pdrun; its environment is the workers' import-time one.
 PADDING makes room for a worker's command line. Nothing of the user's is imported here.
 """
@@ -33,7 +38,8 @@ if TYPE_CHECKING:
 
     from pdrun.launcher import forked, importtime, keeper
 
-LISTEN = 3
+LISTEN, REPORT = 3, 4
+Environ = dict[bytes, bytes]
 PACKET = 1 << 16
 BATCH = 64
 PLAIN_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty", "/dev/pts/",
@@ -124,9 +130,10 @@ def place(streams: "list[int]") -> None:
 class Starter:
     """Serves one keeper."""
 
-    def __init__(self, connection: socket.socket, leaving: "forked.Leaving") -> None:
-        self.connection, self.leaving = connection, leaving
-        self.printed = noise()
+    def __init__(self, connection: socket.socket, leaving: "forked.Leaving", printed: bytes, before: Environ) -> None:
+        self.connection, self.leaving, self.printed = connection, leaving, printed
+        changed = os.environb.items() - before.items()
+        self.set_by_import = {name: (before.get(name), value) for name, value in changed}
 
     def say(self, why: str) -> None:
         """Tell the keeper whether this process can fork."""
@@ -242,6 +249,9 @@ class Starter:
         if any(b"\0" in word for word in (*argv, *self.environ, *self.environ.values())):
             raise ValueError("embedded null byte")
         forked.environment(self.environ)
+        for name, (before, value) in self.set_by_import.items():
+            if self.environ.get(name) == before:
+                os.environb[name] = value  # as the import would have in this process
         forked.show_as(argv, f"{keeper.MARKER}={slot}".encode())
         forked.streams()
         forked.fresh_state()
@@ -251,14 +261,45 @@ class Starter:
         return forked.program([os.fsdecode(word) for word in argv])
 
 
+def load(modules: str, leaving: "forked.Leaving") -> str:
+    """Import and make this process one to fork from; return why that failed, or the empty string."""
+    why = import_all(modules.split(","))
+    forked.let_threads_finish()
+    leaving.freeze()
+    return why
+
+
+def warm(argv: "list[str]", leaving: "forked.Leaving") -> "tuple[socket.socket, bytes]":
+    """Import, then stay between jobs; returns in the starter of a job: its socket to the job's keeper, and `noise`."""
+    imported, inherited, warm_server = sibling("imported"), sibling("inherited"), sibling("warm_server")
+    tools = {"keeper": keeper, "inherited": inherited, "importtime": importtime, "forked": forked}
+    environ = dict(os.environ)
+    with imported.Lookups() as lookups:
+        why = load(argv[1], leaving)
+    printed = noise()
+    os.dup2(0, 2)  # what is printed from here on is no word of an import
+    server = None
+    if not why:
+        forked.show_as([os.fsencode(word) for word in (sys.executable, *argv[:4])], b"", keep_room=True)
+        listener, idle = socket.socket(fileno=LISTEN), float(argv[2].partition("=")[2])
+        server = warm_server.Warm(listener, argv[3], idle, unfit, lookups, environ, imported.Files(), tools)
+    os.write(REPORT, json.dumps({"why": why}).encode())
+    os.close(REPORT)
+    if server is None:
+        os._exit(1)
+    return server.serve(), printed
+
+
 def main(argv: "list[str]") -> "forked.Program":
     """Import, check, and serve; returns in workers only."""
     os.set_inheritable(LISTEN, False)
-    leaving = forked.Leaving()
-    why = import_all(argv[1].split(","))
-    forked.let_threads_finish()
-    leaving.freeze()
-    starter = Starter(socket.socket(fileno=LISTEN), leaving)
+    leaving, before = forked.Leaving(), dict(os.environb)
+    if argv[2].startswith("warm="):
+        why, (connection, printed) = "", warm(argv, leaving)
+    else:
+        why, connection = load(argv[1], leaving), socket.socket(fileno=LISTEN)
+        printed = noise()
+    starter = Starter(connection, leaving, printed, before)
     starter.say(why)
     if why:
         os._exit(1)

@@ -2,19 +2,22 @@
 Fork or exec? Decided before anything starts, from what was asked and what is true. Pure.
 
 A fork from one process that has imported torch saves every worker its import. It is chosen where nothing can differ
-from exec but what docs/starting.md lists; in doubt, exec, which costs time only. A starter may still turn out unfit (a
+from exec but what docs/starting.md lists; in doubt, exec, which costs time only. Where a warm process has imported just
+what the job's own starter would (`pdrun warm`), the job is forked from that one. A starter may still turn out unfit (a
 plug-in of torch that starts threads or opens a device at import): then the keeper executes, and the agent says why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from pdrun.errors import UsageError
 from pdrun.launcher import importtime
-from pdrun.launcher.model import Facts, LaunchPlan, Starting, WorkerCommand
+from pdrun.launcher.model import Facts, LaunchPlan, Starting, Warm, WorkerCommand
+from pdrun.launcher.program import program_argv
 from pdrun.launcher.spec import JobSpec, Sources
 
 _MAIN_FILE = Path(__file__).with_name("starter_main.py")
@@ -37,6 +40,53 @@ def starting(
     Raises:
         UsageError: forks were asked for and are impossible.
     """
+    found = _starting(spec, facts, sources, environ, visibility)
+    if found.how == "exec" or not spec.program.warm or not facts.warm:
+        return found
+    argv = program_argv(spec.program, facts.python)
+    why = {warm.pid: unfit(warm, argv, found.modules, facts.torch_version, environ) for warm in facts.warm}
+    for warm in facts.warm:
+        if not why[warm.pid]:
+            reason = f"from the warm process {warm.pid}, which has imported torch {warm.torch_version}"
+            return replace(found, reason=f"asked for, {reason}" if found.strict else reason, warm=warm.socket)
+    return replace(found, unused="; ".join(f"the warm process {pid} is not used: {text}" for pid, text in why.items()))
+
+
+def unfit(
+    warm: Warm, argv: Sequence[str], modules: Iterable[str], torch_version: str, environ: Mapping[str, str]
+) -> str:
+    """
+    Return why a job cannot be forked from a warm process, or the empty string.
+
+    Args:
+        argv: a worker's command line.
+        modules: what the job's own starter would import.
+        torch_version: of the workers' interpreter as far as known, or empty.
+        environ: what all workers have in common.
+    """
+    if warm.python != argv[0]:
+        return f"its interpreter is {warm.python}"
+    if argv[1:2] == ("-P",):
+        return "workers of a function run with -P"
+    if torch_version and torch_version != warm.torch_version:
+        return f"it has torch {warm.torch_version}, and {torch_version} is installed"
+    missing = [name for name in modules if name not in warm.modules]
+    if missing:
+        return f"it has not imported {missing[0]}"
+    if any(not part.startswith("/") for part in (environ.get("PYTHONPATH") or "/").split(":")):
+        return "PYTHONPATH names a folder relative to where the job starts"
+    wanted = importtime.importing(dict(environ))
+    names = {*warm.variables, *(wanted if warm.every_variable else filter(importtime.frozen, wanted))}
+    for name in sorted(names):
+        if wanted.get(name) != warm.variables.get(name) and not importtime.PER_WORKER.fullmatch(name):
+            return f"{name} has another value, which counts at import"
+    return warm.unfit
+
+
+def _starting(
+    spec: JobSpec, facts: Facts, sources: Sources, environ: Mapping[str, str], visibility: Mapping[int, Iterable[str]]
+) -> Starting:
+    """Fork or exec, whatever warm process there is."""
     asked = spec.program.start
     if asked == "exec":
         return Starting("exec", "asked for")

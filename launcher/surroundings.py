@@ -50,7 +50,7 @@ def _unheard(mark: bytes) -> None:
 class Surroundings:
     """See the module."""
 
-    keeper: Callable[[], Keeper]
+    keeper: Callable[[LaunchPlan], Keeper]
     output: Callable[[LaunchPlan], WorkerOutput]
     clock: Clock = field(default_factory=SystemClock)
     welcomed: Callable[[LaunchPlan, Welcome], None] = _nothing

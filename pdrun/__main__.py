@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import pdrun
@@ -9,7 +10,12 @@ from pdrun import early
 
 
 def main() -> None:
-    """Run the command line and leave with its exit code."""
+    """
+    Run the command line and leave with its exit code.
+
+    All is closed and flushed by then, and nothing is left for the interpreter to take apart: that would keep the shell
+    waiting for 20 ms or more.
+    """
     early.begin()
     try:
         cli = pdrun._load("pdrun.launcher.cli")
@@ -18,7 +24,13 @@ def main() -> None:
             raise
         sys.stderr.write(f"pdrun: error: {error}\n")
         sys.exit(78)
-    sys.exit(cli.main(sys.argv[1:]))
+    code = cli.main(sys.argv[1:])
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            pass  # `cli` has told already what could not be printed
+    os._exit(code & 0xFF)
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ class Patience:
         return max(0.0, now - self._word)
 
     def stale(self, lease: float, now: float) -> bool:
-        """Whether what is read now may have lain there for longer than the lease: sent to one who was given up since."""
+        """Whether what is read now may have lain there longer than the lease: sent to one who was given up since."""
         return bool(lease) and now - self._word > lease
 
     def nobody(self, now: float) -> None:

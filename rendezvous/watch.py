@@ -77,7 +77,7 @@ class Watch:
         member.answered = member.heard
 
     def beaten(self, member: Member, beat: Heartbeat, now: float) -> None:
-        """It beats, and says which of its beats it has seen answered; the answer to the last may still be on its way."""
+        """It beats, and says which of its beats it has seen answered; the last answer may still be on its way."""
         behind = max(0, beat.number - 1 - beat.echo) * self.times.heartbeat
         member.answered = max(member.answered, now - self._stood - behind)
 

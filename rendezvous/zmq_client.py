@@ -41,7 +41,7 @@ from pdrun.rendezvous.messages import (
 from pdrun.rendezvous.patience import NOBODY, Patience
 from pdrun.rendezvous.resume import Filter, Memory
 from pdrun.rendezvous.security import Secret
-from pdrun.rendezvous.zmq_end import FAR_AWAY, end_context
+from pdrun.rendezvous.zmq_end import FAR_AWAY, end_context, monitor_event
 
 if TYPE_CHECKING:
     import zmq
@@ -269,13 +269,11 @@ class ZmqLink:
     # What happened ----------------------------------------------------------------------------------------------------
 
     def _read_monitor(self, now: float) -> None:
-        from zmq.utils.monitor import recv_monitor_message
-
         zmq = self._zmq
         failed = (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
                   zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)  # fmt: skip
         while self._monitor is not None and self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-            event = int(recv_monitor_message(self._monitor)["event"])
+            event, _ = monitor_event(self._monitor)
             if event == zmq.EVENT_CONNECTED:
                 self._stage, self._attempt_at = _Stage.SHAKING, now
                 self._patience.somebody(now)

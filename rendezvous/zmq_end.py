@@ -1,7 +1,8 @@
-"""The end of a ZeroMQ context, bounded: libzmq's own has no limit of time."""
+"""Two things that pyzmq leaves open: a context's end that is bounded, and a monitor's words without its asyncio."""
 
 from __future__ import annotations
 
+import struct
 import threading
 from typing import TYPE_CHECKING
 
@@ -27,3 +28,14 @@ def end_context(context: zmq.Context[zmq.Socket[bytes]], linger: float) -> None:
             context.term()
         return
     thread.join(linger + SPARE)
+
+
+def monitor_event(monitor: zmq.Socket[bytes]) -> tuple[int, int]:
+    """
+    Read one message of a socket monitor; return event and value (zmq_socket_monitor(3)).
+
+    ``zmq.utils.monitor`` does as much and imports asyncio and ssl, 60 ms in every agent and scheduler.
+    """
+    first, *_ = monitor.recv_multipart()
+    event, value = struct.unpack("=Hi", first)
+    return event, value

@@ -27,7 +27,7 @@ from pdrun.rendezvous.relays import Relays
 from pdrun.rendezvous.security import Secret
 from pdrun.rendezvous.transport import Arrived, Complaint, Incoming, Woken
 from pdrun.rendezvous.wording import count
-from pdrun.rendezvous.zmq_end import end_context
+from pdrun.rendezvous.zmq_end import end_context, monitor_event
 
 if TYPE_CHECKING:
     import zmq
@@ -228,14 +228,12 @@ class ZmqServer:
             self._zap.send_multipart([b"1.0", number, *answer])
 
     def _read_monitor(self, result: list[Incoming]) -> list[int]:
-        from zmq.utils.monitor import recv_monitor_message
-
         zmq, ended, failed = self._zmq, [], 0
         while self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-            event = recv_monitor_message(self._monitor)
-            if event["event"] == zmq.EVENT_DISCONNECTED:
-                ended.append(int(event["value"]))
-            elif event["event"] != zmq.EVENT_MONITOR_STOPPED:
+            event, value = monitor_event(self._monitor)
+            if event == zmq.EVENT_DISCONNECTED:
+                ended.append(value)
+            elif event != zmq.EVENT_MONITOR_STOPPED:
                 failed += 1
         if failed:
             result.append(Complaint(

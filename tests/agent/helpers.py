@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from pdrun.launcher.keeper_client import KeeperProcess
 from pdrun.launcher.model import KeeperEvent, WorkerCommand
+from pdrun.launcher.warm import Lent
 
 T = TypeVar("T")
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -48,8 +49,8 @@ def read_pid(path: Path, seconds: float = 10.0) -> int:
 class KeeperDriver:
     """A KeeperProcess with bounded waits for its events."""
 
-    def __init__(self) -> None:
-        self.keeper = KeeperProcess()
+    def __init__(self, lent: Lent | None = None) -> None:
+        self.keeper = KeeperProcess(lent=lent)
         self.seen: list[KeeperEvent] = []
 
     def start(
@@ -77,9 +78,9 @@ class KeeperDriver:
 
 
 @contextlib.contextmanager
-def keeper_driver() -> Iterator[KeeperDriver]:
+def keeper_driver(lent: Lent | None = None) -> Iterator[KeeperDriver]:
     """A keeper that is closed at the end."""
-    driver = KeeperDriver()
+    driver = KeeperDriver(lent)
     try:
         yield driver
     finally:

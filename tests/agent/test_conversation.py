@@ -33,7 +33,7 @@ class Desk:
             Surroundings(keeper=self.new_keeper, output=lambda plan: self.output, **around),
         )  # fmt: skip
 
-    def new_keeper(self) -> FakeKeeper:
+    def new_keeper(self, plan=None) -> FakeKeeper:
         self.keepers.append(FakeKeeper())
         return self.keepers[-1]
 

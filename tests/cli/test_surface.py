@@ -24,11 +24,11 @@ def words(text: str) -> set[str]:
 
 
 OPTIONS = words("""
-    -m --module --no-python --no_python --python --start --env --chdir --nodes --devices --backend --threads --bind
-    --local --scheduler --serve --no-serve --node-rank --node_rank --node-name --interface --job --token-file --insecure
-    --start-timeout --grace --max-restarts --max_restarts --time-limit --log-dir --log_dir --log-name --no-files
-    --show-ranks --prefix --dry-run --explain --json --spares --restart-window --restart-on --no-restart-on --backoff
-    --gather --grow --on-scheduler-loss --hang-timeout
+    -m --module --no-python --no_python --python --start --no-warm --env --chdir --nodes --devices --backend
+    --threads --bind --local --scheduler --serve --no-serve --node-rank --node_rank --node-name --interface --job
+    --token-file --insecure --start-timeout --grace --max-restarts --max_restarts --time-limit --log-dir --log_dir
+    --log-name --no-files --show-ranks --prefix --dry-run --explain --json --spares --restart-window --restart-on
+    --no-restart-on --backoff --gather --grow --on-scheduler-loss --hang-timeout
 """)
 TORCHRUNS = words("""
     --nnodes --nproc-per-node --nproc_per_node --master-addr --master_addr --master-port --master_port --rdzv-endpoint
@@ -43,13 +43,13 @@ MSRUNS = words("""
     --worker_num --local_worker_num --join --cluster_time_out --bind_core --bind_numa --worker_log_name
     --tail_worker_log --rank_table_file --sim_level --sim_rank_id
 """)
-COMMANDS = {"run", "join", "scheduler", "status", "logs", "stop", "token", "env", "completion"}
+COMMANDS = {"run", "join", "scheduler", "status", "logs", "stop", "warm", "token", "env", "completion"}
 VARIABLES = words("""
     PDRUN_MODULE PDRUN_NO_PYTHON PDRUN_PYTHON PDRUN_CHDIR PDRUN_NODES PDRUN_DEVICES PDRUN_BACKEND PDRUN_THREADS
     PDRUN_BIND PDRUN_LOCAL PDRUN_SCHEDULER PDRUN_SERVE PDRUN_NODE_RANK PDRUN_NODE_NAME PDRUN_INTERFACE PDRUN_JOB
     PDRUN_TOKEN_FILE PDRUN_START_TIMEOUT PDRUN_GRACE PDRUN_MAX_RESTARTS PDRUN_TIME_LIMIT PDRUN_LOG_DIR PDRUN_LOG_NAME
     PDRUN_NO_FILES PDRUN_SHOW_RANKS PDRUN_PREFIX PDRUN_START PDRUN_SPARES PDRUN_RESTART_WINDOW PDRUN_RESTART_ON
-    PDRUN_NO_RESTART_ON PDRUN_BACKOFF PDRUN_GATHER PDRUN_GROW PDRUN_ON_SCHEDULER_LOSS PDRUN_HANG_TIMEOUT
+    PDRUN_NO_RESTART_ON PDRUN_BACKOFF PDRUN_GATHER PDRUN_GROW PDRUN_ON_SCHEDULER_LOSS PDRUN_HANG_TIMEOUT PDRUN_NO_WARM
 """)
 PUBLIC = words("""
     __version__ ConfigError Context DeadlineExceeded JobFailed PdrunError RendezvousError UsageError WorkerEnv init
@@ -66,8 +66,8 @@ WORKER_VARIABLES = words("""
     PDRUN_COLLECTIVE
 """)
 FIELDS = words("""
-    program.kind program.target program.args program.python program.start resources.nodes resources.devices
-    resources.min_nodes resources.spares
+    program.kind program.target program.args program.python program.start program.warm resources.nodes
+    resources.devices resources.min_nodes resources.spares
     resources.backend resources.threads resources.bind policy.start_timeout policy.grace policy.max_restarts
     policy.restart_window policy.restart_on policy.no_restart_on policy.backoff policy.gather policy.grow
     policy.scheduler_loss policy.hang_timeout

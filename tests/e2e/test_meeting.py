@@ -203,3 +203,23 @@ def test_a_standing_scheduler_says_how_nodes_come_and_a_joiner_waits_for_the_scr
     first = node(shell, where, "a", script, "--no-serve")
     assert [first.wait(30), joiner.wait(30), scheduler.wait(15)] == [0, 0, 0], joiner.err
     assert [found[:2] for found in hellos(first, joiner)] == [(0, 2), (1, 2)]
+
+
+def test_nothing_heavy_is_imported_for_several_nodes(shell: Shell) -> None:
+    """Every process of pdrun tells what it imports: zmq where nodes meet, and nothing beyond that."""
+    code, _, err = shell.run(
+        "--nodes", "2", "--devices", "1", "--local", "--no-python", "/bin/true", env={"PYTHONPROFILEIMPORTTIME": "1"}
+    )
+    assert code == 0, err
+    imported = {line.rpartition("|")[2].strip() for line in err.splitlines() if "import time:" in line}
+    assert {"pdrun.launcher.agent", "pdrun.launcher.front", "zmq"} <= imported
+    heavy = {"rich", "yaml", "psutil", "torch", "numpy", "cloudpickle", "asyncio", "ssl"}
+    assert not sorted(heavy & imported)
+
+
+def test_the_front_and_the_first_words_need_no_zmq(shell: Shell) -> None:
+    script = shell.script("import torch\n")
+    code, _, err = shell.run("--nodes", "2", "--local", "--dry-run", script, env={"PYTHONPROFILEIMPORTTIME": "1"})
+    imported = {line.rpartition("|")[2].strip() for line in err.splitlines() if "import time:" in line}
+    assert code == 0 and "pdrun.launcher.plan" in imported
+    assert not {"zmq", "rich", "yaml", "psutil", "asyncio", "torch", "numpy", "socket"} & imported

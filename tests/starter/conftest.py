@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import tempfile
@@ -11,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from pdrun.launcher.model import Exited, Spawned, SpawnFailed, StarterState, Starting, WorkerCommand
+from pdrun.launcher import warm
+from pdrun.launcher.model import Exited, Spawned, SpawnFailed, StarterState, Starting, Warm, WorkerCommand
 from pdrun.launcher.starting import PLAIN, starter_command
 from tests.agent.fakes import make_plan
 from tests.agent.helpers import KeeperDriver, keeper_driver
@@ -31,8 +33,9 @@ class Ended:
 class Bench:
     """Runs programs, forked from the starter or executed, and waits for them."""
 
-    def __init__(self, driver: KeeperDriver) -> None:
+    def __init__(self, driver: KeeperDriver, modules: tuple[str, ...] = PLAIN) -> None:
         self.driver, self.slots = driver, 0
+        self.modules = modules
         self.env = {**plain_environment(), "OMP_NUM_THREADS": "1", "RANK": "0"}
 
     def start(
@@ -92,14 +95,45 @@ def starter_of(env: Mapping[str, str], modules: tuple[str, ...] = PLAIN, python:
     return starter_command(replace(plan, base_env=dict(env), starting=Starting("fork", modules=modules)))
 
 
-@pytest.fixture(scope="module")
-def bench() -> Iterator[Bench]:
-    """One starter for the tests of a module."""
-    with keeper_driver() as driver:
-        made = Bench(driver)
-        driver.keeper.prepare(starter_of(made.env))
+@contextlib.contextmanager
+def warm_process(
+    folder: Path, env: Mapping[str, str], modules: tuple[str, ...] = PLAIN, idle: float = 600.0,
+    python: str = sys.executable,
+) -> Iterator[Warm]:  # fmt: skip
+    """A warm process in a folder of its own, ended at the end."""
+    name = f"{warm.key(python, env)}.sock"
+    with pytest.MonkeyPatch.context() as patch, warm.changing(folder) as number:
+        patch.setattr(warm, "MODULES", modules)
+        warm.launch(number, folder / name, python, env, idle)
+    found = said(folder)
+    try:
+        yield found
+    finally:
+        warm.stop(found)
+
+
+def said(folder: Path) -> Warm:
+    """What the only warm process of a folder says of itself."""
+    look = warm.Look({"XDG_RUNTIME_DIR": str(folder.parent)})
+    assert look.path == folder
+    (found,) = look.found()
+    assert not look.faults
+    return found
+
+
+@pytest.fixture(scope="module", params=["cold", "warm"])
+def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    """One starter for the tests of a module: the job's own, or one that was forked from a warm process."""
+    env = {**plain_environment(), "OMP_NUM_THREADS": "1", "RANK": "0"}
+    with contextlib.ExitStack() as stack:
+        lent = None
+        if request.param == "warm":
+            folder = tmp_path_factory.mktemp("warm") / "pdrun"
+            lent = warm.borrow(stack.enter_context(warm_process(folder, env, warm.MODULES)).socket)
+        driver = stack.enter_context(keeper_driver(lent))
+        driver.keeper.prepare(starter_of(env))
         assert driver.wait(StarterState, None, 60).why == ""
-        yield made
+        yield Bench(driver, PLAIN if lent is None else warm.MODULES)
 
 
 @pytest.fixture

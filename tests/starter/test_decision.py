@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pdrun.errors import UsageError
-from pdrun.launcher.importtime import frozen, late_assignment, needs_exec
+from pdrun.launcher.importtime import frozen, importing, late_assignment, needs_exec
 from pdrun.launcher.model import Facts
 from pdrun.launcher.sources import told
 from pdrun.launcher.spec import JobSpec, Program
@@ -97,3 +97,8 @@ def test_a_programs_own_modules_are_read_too(tmp_path: Path) -> None:
         assert told(script, text.encode()).torch is torch, text
     found = told(script, b"import pkg\n")
     assert found.optimizes and found.late == "model.py:2 sets OMP_X"
+
+
+def test_the_import_itself_has_one_thread_whatever_was_asked_for() -> None:
+    found = importing({"OMP_NUM_THREADS": "8", "OTHER": "x"})
+    assert found == {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OTHER": "x"}

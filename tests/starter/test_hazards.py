@@ -30,6 +30,18 @@ print(torch.initial_seed(), torch.rand(1).item(), random.random(), numpy.random.
         assert len(set(drawn)) == 3
 
 
+def test_numbers_drawn_by_an_import_are_drawn_by_nobody_else(script: Path, tmp_path: Path) -> None:
+    (tmp_path / "plugin.py").write_text("import random, numpy.random\nrandom.random(), numpy.random.rand()\n")
+    script.write_text("import plugin, random, numpy.random\nprint(random.random(), numpy.random.rand())\n")
+    with keeper_driver() as driver:
+        bench = Bench(driver)
+        bench.env["PYTHONPATH"] = str(tmp_path)
+        driver.keeper.prepare(starter_of(bench.env, ("plugin",)))
+        assert driver.wait(StarterState, None, 30).why == ""
+        drawn = [bench.run(str(script)).out.split() for _ in range(2)]
+        assert len(drawn[0]) == 2 and not set(drawn[0]) & set(drawn[1])
+
+
 def test_seeds_that_a_script_sets_count_as_ever(bench: Bench, script: Path) -> None:
     script.write_text("import torch\ntorch.manual_seed(7)\nprint(torch.rand(3))\n")
     forked, executed = bench.both(str(script))
@@ -181,6 +193,7 @@ def test_the_starters_buffers_are_not_printed_by_workers(script: Path, tmp_path:
     ("text", "why"),
     [("import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()", "left 2 threads"),
      ("file = open('/dev/loop-control' if __import__('os').path.exists('/dev/loop-control') else '/dev/fuse')", "opened /dev/"),
+     ("import torch.cuda\ntorch.cuda._initialized = True", "torch.cuda was initialised by an import"),
      ("raise OSError('no library')", "OSError: no library"),
      ("import os\nos._exit(3)", "ended before it was ready"), ("import os\nos.kill(os.getpid(), 9)", "ended before")],
 )  # fmt: skip
@@ -323,3 +336,18 @@ def test_no_descriptor_of_the_starter_or_of_a_neighbour(bench: Bench, script: Pa
     script.write_text("import os\nprint(sorted(int(n) for n in os.listdir('/proc/self/fd')))\n")
     forked, executed = bench.both(str(script))
     assert forked.out == executed.out
+
+
+def test_no_descriptor_of_a_neighbour_that_is_forked_with_it(script: Path) -> None:
+    """Orders that wait for the starter come to it together."""
+    script.write_text("import os\nos.write(1, f'{len(os.listdir(\"/proc/self/fd\"))}\\n'.encode())\n")
+    with keeper_driver() as driver:
+        bench = Bench(driver)
+        driver.keeper.prepare(starter_of(bench.env, ("random",)))
+        read, write = os.pipe()
+        slots = [bench.start((sys.executable, str(script)), write, write) for _ in range(4)]
+        os.close(write)
+        for slot in slots:
+            assert os.waitstatus_to_exitcode(driver.wait(Exited, slot, 60).status) == 0
+        assert os.read(read, 99) == b"4\n" * 4  # the streams, and that of the folder
+        os.close(read)

@@ -15,7 +15,7 @@ FORKED = "import gc, sys\nassert gc.get_freeze_count() > 10000 and 'torch' in sy
 """First lines of a program that would fail were it not forked."""
 
 IDENTITY = """
-import torch, torch.distributed
+import MODULES
 import sys, os, json, signal, builtins, warnings, faulthandler, threading, locale
 import __main__ as m
 def status(name):
@@ -42,8 +42,13 @@ print(json.dumps(dict(
 """
 
 
+def identity(bench: Bench) -> str:
+    """The program, which imports what the starter has (warnings' filters, for one, come with that)."""
+    return IDENTITY.replace("MODULES", ", ".join(bench.modules))
+
+
 def test_the_process_itself(bench: Bench, script: Path) -> None:
-    script.write_text(IDENTITY)
+    script.write_text(identity(bench))
     cpu = min(os.sched_getaffinity(0))
     env = {"ODD": "\u00e9=\n", "PYTHONFAULTHANDLER": "", "RANK": "3"}
     forked, executed = bench.both(str(script), "a b", "", cwd=str(script.parent), env=env, cpus=(cpu,))
@@ -58,10 +63,10 @@ def test_the_process_itself(bench: Bench, script: Path) -> None:
 
 @pytest.mark.parametrize("typed", ["prog.py", "./prog.py", "sub/../prog.py", "{folder}/prog.py", "link.py"])
 def test_paths_are_as_typed(bench: Bench, script: Path, typed: str) -> None:
-    script.write_text(IDENTITY)
+    script.write_text(identity(bench))
     (script.parent / "sub").mkdir()
     (script.parent / "other").mkdir()
-    (script.parent / "other" / "real.py").write_text(IDENTITY)
+    (script.parent / "other" / "real.py").write_text(identity(bench))
     (script.parent / "link.py").symlink_to("other/real.py")
     forked, executed = bench.both(typed.format(folder=script.parent), "x", cwd=str(script.parent))
     keys = ('"argv"', '"path"', '"file"')
@@ -76,7 +81,7 @@ def test_paths_are_as_typed(bench: Bench, script: Path, typed: str) -> None:
 def test_modules(bench: Bench, tmp_path: Path, target: str) -> None:
     package = tmp_path / "pkg"
     package.mkdir()
-    text = IDENTITY.replace("__doc__", "str(__spec__.name)").replace("spec=repr(__spec__)", "spec=0")
+    text = identity(bench).replace("__doc__", "str(__spec__.name)").replace("spec=repr(__spec__)", "spec=0")
     (package / "__init__.py").write_text("")
     for path in (package / "inner.py", package / "__main__.py", tmp_path / "alone.py"):
         path.write_text(text)

@@ -1,0 +1,116 @@
+"""
+What an import depended on: which variables Python looked up while it ran, and the files that it came from.
+
+With this a process that has imported torch knows later whether the same import would still give the same: a variable
+that was looked up has another value now, a module's file was changed, or another one would now be found first. What
+compiled code reads by ``getenv`` is not seen here; its names stand in `importtime.FROZEN`.
+
+Loaded by path in the workers' interpreter: standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Any
+
+_MARKS = (".pth", ".dist-info", ".egg-info", ".egg-link")
+"""Entries of a folder of modules that count whatever they are called: paths to more of them, and plug-ins of torch."""
+
+
+class Lookups:
+    """Notes the names that are looked up in os.environ inside a ``with`` block."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.all = False
+        """Whether something went through the whole environment."""
+        self._kind: Any = type(os.environ)
+
+    def __enter__(self) -> Lookups:
+        get, walk = self._real = self._kind.__getitem__, self._kind.__iter__
+
+        def __getitem__(mapping: Any, key: Any) -> Any:
+            self.names.add(os.fsdecode(key) if isinstance(key, (str, bytes)) else "")
+            return get(mapping, key)
+
+        def __iter__(mapping: Any) -> Any:
+            self.all = True
+            return walk(mapping)
+
+        self._kind.__getitem__, self._kind.__iter__ = __getitem__, __iter__
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._kind.__getitem__, self._kind.__iter__ = self._real
+
+
+Stamp = tuple[int, int, int]
+
+
+class Files:
+    """The files of everything that is imported or mapped now, and what stands in the folders of ``sys.path``."""
+
+    def __init__(self) -> None:
+        self._names = {name.partition(".")[0] for name in sys.modules} | {"sitecustomize", "usercustomize"}
+        self._stamps = {path: _stamp(path) for path in sorted({*_modules(), *_libraries(), *_settings()})}
+        self._folders = {path: (_stamp(path), self._entries(path)) for path in map(os.path.abspath, sys.path)}
+
+    def changed(self) -> str:
+        """Return the first path that is not what it was, or the empty string."""
+        for path, stamp in self._stamps.items():
+            if _stamp(path) != stamp:
+                return path
+        for path, (stamp, entries) in self._folders.items():
+            now = _stamp(path)
+            if now != stamp:
+                found = self._entries(path)
+                if found != entries:
+                    return path
+                self._folders[path] = now, found  # something else came or went there
+        return ""
+
+    def _entries(self, folder: str) -> frozenset[str]:
+        """What stands in a folder and could change what the imports would find."""
+        try:
+            names = os.listdir(folder)
+        except OSError:
+            return frozenset()
+        return frozenset(name for name in names if name.partition(".")[0] in self._names or name.endswith(_MARKS))
+
+
+def _stamp(path: str) -> Stamp:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return (0, 0, 0)
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _modules() -> set[str]:
+    files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
+    return {os.path.abspath(file) for file in files if isinstance(file, str)}
+
+
+def _libraries() -> set[str]:
+    """Files that are mapped: the interpreter, shared libraries."""
+    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as file:
+        words = (line.split(maxsplit=5) for line in file)
+        return {word[5].rstrip("\n") for word in words if len(word) == 6 and word[5].startswith("/")}
+
+
+def _settings() -> set[str]:
+    """What the interpreter reads before any module: the virtual environment, files that lengthen sys.path."""
+    found = {os.path.realpath(sys.executable), os.path.join(sys.prefix, "pyvenv.cfg")}
+    for folder in sys.path:
+        try:
+            found |= {os.path.join(folder, name) for name in os.listdir(folder) if name.endswith(".pth")}
+        except OSError:
+            continue
+    return found

@@ -1,0 +1,144 @@
+"""
+What a process has from its parent, read in one process and taken on in another.
+
+The keeper of a job is a child of its agent and stands where that stands: same limits, priority, namespaces, cgroup. A
+keeper that was forked from a warm process (`warm_server`) stands where somebody once typed ``pdrun warm start``. Part
+of that can be set (`SETTABLE`), the rest must be equal already; `take_on` does both, and says what cannot be had.
+
+Loaded by path in the workers' interpreter: standard library only. Limits: the I/O priority, the session keyring and
+the memory policy are compared on x86-64 and aarch64 alone, where their system calls' numbers are known here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+SETTABLE = ("umask", "nice", "scheduler", "cpus", "oom_score_adj", "limits", "ignored")
+_STATUS = ("Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp",
+           "Seccomp_filters", "Speculation_Store_Bypass", "SpeculationIndirectBranch", "THP_enabled",
+           "Mems_allowed")  # fmt: skip
+"""Lines of /proc/self/status that must be equal."""
+_FILES = ("cgroup", "personality", "attr/current", "loginuid", "coredump_filter", "timerslack_ns")
+"""Files of /proc/self that must be equal."""
+_CALLS = {"x86_64": (252, 250, 239), "aarch64": (31, 219, 236)}
+"""machine -> numbers of ioprio_get, keyctl, get_mempolicy."""
+OWN = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ)
+"""Signals that a worker never inherits as ignored (`keeper.become`)."""
+
+_LIBRARYS = (32, 33)
+"""Signals of the C library, which posix_spawn leaves ignored and nobody else may change."""
+
+
+def read() -> dict[str, Any]:
+    """Return what this process has inherited: JSON, every name of SETTABLE and those that must be equal."""
+    status = dict(line.split(":", 1) for line in _text("status").splitlines() if ":" in line)
+    found: dict[str, Any] = {name: status.get(name, "").strip() for name in _STATUS}
+    found.update({name: _text(name) for name in _FILES})
+    found.update({f"namespace {name}": os.readlink(f"/proc/self/ns/{name}") for name in os.listdir("/proc/self/ns")})
+    root = os.stat("/")
+    found.update(root=[root.st_dev, root.st_ino], calls=_calls())
+    names = sorted(name for name in dir(resource) if name.startswith("RLIMIT_"))
+    kept = sum(1 << (number - 1) for number in (*OWN, *_LIBRARYS))
+    found.update(
+        umask=int(status["Umask"], 8) if "Umask" in status else -1,
+        nice=os.getpriority(os.PRIO_PROCESS, 0),
+        scheduler=[os.sched_getscheduler(0), os.sched_getparam(0).sched_priority],
+        cpus=sorted(os.sched_getaffinity(0)),
+        oom_score_adj=_text("oom_score_adj").strip(),
+        limits={name: list(resource.getrlimit(getattr(resource, name))) for name in names},
+        ignored=int(status.get("SigIgn", "0"), 16) & ~kept,
+    )
+    return found
+
+
+def difference(here: dict[str, Any], wanted: dict[str, Any], *, settable: bool = False) -> str:
+    """Return the name of the first thing that differs, or empty; what can be set only where that is asked for."""
+    for name in sorted({*here, *wanted}):
+        if (settable or name not in SETTABLE) and here.get(name) != wanted.get(name):
+            return name
+    return ""
+
+
+def take_on(wanted: dict[str, Any]) -> str:
+    """Make this process stand as ``wanted`` says (see `read`); return what cannot be had, or the empty string."""
+    here = read()
+    differs = difference(here, wanted)
+    if differs:
+        return differs
+    for name in SETTABLE:
+        if here[name] != wanted[name]:
+            try:
+                _SET[name](wanted[name])
+            except (OSError, ValueError, OverflowError):
+                return name
+    return difference(read(), wanted, settable=True)
+
+
+def _text(name: str) -> str:
+    try:
+        with open(f"/proc/self/{name}", encoding="utf-8", errors="surrogateescape") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def _calls() -> list[str]:
+    """I/O priority, session keyring and memory policy, as their system calls tell them."""
+    numbers = _CALLS.get(os.uname().machine)
+    if numbers is None:
+        return []
+    libc = ctypes.CDLL(None)
+    libc.syscall.restype = ctypes.c_long
+    mode, nodes = ctypes.c_int(-1), (ctypes.c_ulong * 64)()
+    policy = libc.syscall(numbers[2], ctypes.byref(mode), nodes, ctypes.c_ulong(64 * 64), None, ctypes.c_ulong(0))
+    return [
+        str(libc.syscall(numbers[0], 1, 0)),
+        str(libc.syscall(numbers[1], 0, -3, 0)),
+        f"{mode.value}:{','.join(map(str, nodes))}" if policy == 0 else "",
+    ]
+
+
+def _set_umask(value: int) -> None:
+    if value >= 0:
+        os.umask(value)
+
+
+def _set_scheduler(value: list[int]) -> None:
+    os.sched_setscheduler(0, value[0], os.sched_param(value[1]))
+
+
+def _set_oom_score_adj(value: str) -> None:
+    with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+        file.write(value)
+
+
+def _set_limits(value: dict[str, list[int]]) -> None:
+    for name, limit in value.items():
+        number = getattr(resource, name)
+        if list(resource.getrlimit(number)) != limit:
+            resource.setrlimit(number, (limit[0], limit[1]))
+
+
+def _set_ignored(mask: int) -> None:
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, *OWN}:
+        wanted = signal.SIG_IGN if mask >> (number - 1) & 1 else signal.SIG_DFL
+        if signal.getsignal(number) not in (wanted, None):
+            signal.signal(number, wanted)
+
+
+_SET: dict[str, Any] = {
+    "umask": _set_umask,
+    "nice": lambda value: os.setpriority(os.PRIO_PROCESS, 0, value),
+    "scheduler": _set_scheduler,
+    "cpus": lambda value: os.sched_setaffinity(0, value),
+    "oom_score_adj": _set_oom_score_adj,
+    "limits": _set_limits,
+    "ignored": _set_ignored,
+}

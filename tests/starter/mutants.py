@@ -1,0 +1,125 @@
+"""
+Each protection of fast start, and a test that fails without it. ``scripts/mutants`` shows that it does.
+
+A mutant is one edit of a copy of the source: the protection taken out, or the hazard put in. `test_mutants` holds the
+edits against the source, so that this table cannot fall behind unseen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+HAZARDS, SAME, DECISION = (f"tests/starter/test_{name}.py::test_" for name in ("hazards", "same", "decision"))
+WARM, PROCESS = (f"tests/starter/test_{name}.py::test_" for name in ("warm", "warm_process"))
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One protection less."""
+
+    hazard: str
+    file: str
+    old: str
+    """Stands in the file exactly once."""
+    new: str
+    test: str
+    """Fails with the edit."""
+
+
+MUTANTS = (
+    # threads
+    Mutant("threads in the parent", "launcher/starter_main.py", "    if count != 1:", "    if False:",
+           f"{HAZARDS}an_unfit_starter_costs_speed_only"),
+    Mutant("threads that come after the import", "launcher/starter_main.py",
+           "            why = unfit()\n            if why:\n                self.say", "            why = ''\n            if why:\n                self.say",
+           f"{HAZARDS}threads_that_come_later_are_seen_at_the_fork"),
+    Mutant("the import makes a pool", "launcher/importtime.py",
+           'return {**environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}', "return dict(environ)",
+           f"{DECISION}the_import_itself_has_one_thread_whatever_was_asked_for"),
+    Mutant("thread counts are read at import", "launcher/forked.py", "            torch.set_num_threads(wanted)", "            pass",
+           f"{HAZARDS}thread_counts_are_the_workers_own[cold-3]"),
+    Mutant("OpenBLAS's threads are fixed at import", "launcher/forked.py", "        openblas_threads(blas)", "        pass",
+           f"{HAZARDS}thread_counts_are_the_workers_own[cold-3]"),
+    Mutant("affinity after threads", "launcher/starter_main.py", '                os.sched_setaffinity(0, command["cpus"])',
+           "                pass", f"{HAZARDS}affinity_is_set_before_any_thread[cold]"),
+    # random state
+    Mutant("random state of torch", "launcher/forked.py", "torch.default_generator.seed()", "pass",
+           f"{HAZARDS}random_state_is_fresh_in_every_worker[cold]"),
+    Mutant("random state of numpy", "launcher/forked.py", 'modules["numpy.random"].seed(None)', "pass",
+           f"{HAZARDS}numbers_drawn_by_an_import_are_drawn_by_nobody_else"),
+    Mutant("multiprocessing's key", "launcher/forked.py",
+           'process._current_process._config["authkey"] = process.AuthenticationString(os.urandom(32))', "pass",
+           f"{HAZARDS}random_state_is_fresh_in_every_worker[cold]"),
+    # what is read at import or first use
+    Mutant("an operator before the fork fixes the ISA", "launcher/starter_main.py", "    finally:\n        gc.enable()\n",
+           "    finally:\n        gc.enable()\n    sys.modules['torch'].ones(64).add(1)\n", f"{HAZARDS}isa_choice_is_read_in_the_worker[cold]"),
+    Mutant("variables that come too late go unnoticed", "launcher/starter_main.py", "        forked.watch_late(importtime.frozen)\n", "",
+           f"{HAZARDS}late_variables_are_named_once[cold]"),
+    Mutant("variables set above the import of torch", "launcher/starting.py", "    if facts.late_variable:", "    if False:",
+           f"{DECISION}auto_executes_what_is_unsafe_or_useless"),
+    Mutant("tools that count when a process starts", "launcher/starting.py", "    return importtime.needs_exec(dict(environ))", '    return ""',
+           f"{DECISION}environments_that_count_at_the_start_of_a_process"),
+    Mutant("values that differ between workers", "launcher/starting.py", "    if own:", "    if False:",
+           f"{DECISION}only_variables_that_are_read_at_first_use_may_differ_between_workers"),
+    Mutant("C keeps the starter's environment", "launcher/forked.py", "    ctypes.CDLL(None).clearenv()\n    os.environb.update(wanted)",
+           "    dict.update(os.environb._data, wanted)", f"{HAZARDS}environment_is_exact_for_python_and_for_c[cold]"),
+    Mutant("variables that the import sets", "launcher/starter_main.py", "                os.environb[name] = value", "                pass",
+           f"{SAME}the_process_itself[warm]"),
+    # devices
+    Mutant("a device is open", "launcher/starter_main.py", 'if path.startswith("/dev/") and', "if False and",
+           f"{HAZARDS}an_unfit_starter_costs_speed_only"),
+    Mutant("an accelerator was initialised", "launcher/starter_main.py", 'if getattr(device, "is_initialized", bool)() or', "if False and",
+           f"{HAZARDS}an_unfit_starter_costs_speed_only"),
+    # what a program sees of itself
+    Mutant("__main__ is the starter's", "launcher/forked.py", '    sys.modules["__main__"] = main\n', "", f"{SAME}the_process_itself[cold]"),
+    Mutant("__builtins__ is a dict", "launcher/forked.py", '__builtins__=sys.modules["builtins"])', "__builtins__=vars(sys.modules['builtins']))",
+           f"{SAME}the_process_itself[cold]"),
+    Mutant("a frame of the starter in tracebacks", "launcher/starter_main.py", "        forked.hide_frame()\n", "",
+           f"{SAME}exceptions_in_modules_have_the_same_traceback[cold]"),
+    Mutant("the command line is the starter's", "launcher/forked.py", "    if 0 < len(text) <= end - start:", "    if False:",
+           f"{SAME}the_process_itself[cold]"),
+    Mutant("a late thread cannot pickle", "launcher/forked.py", "    main = types.ModuleType(\"__main__\")", '    main = types.ModuleType("__mp__")',
+           f"{SAME}the_process_itself[cold]"),
+    Mutant("descriptors of a neighbour", "launcher/starter_main.py", "                if other is not order:\n                    other.close()",
+           "                pass", f"{HAZARDS}no_descriptor_of_a_neighbour_that_is_forked_with_it"),
+    # output and leaving
+    Mutant("buffers are printed once a worker", "launcher/starter_main.py", "    sys.stdout.flush()\n    sys.stderr.flush()\n", "",
+           f"{HAZARDS}the_starters_buffers_are_not_printed_by_workers"),
+    Mutant("the starter's streams", "launcher/starter_main.py", "        forked.streams()\n", "", f"{SAME}unbuffered_and_stdin[cold]"),
+    Mutant("files that nobody closed", "launcher/forked.py", "                        thing.flush()", "                        pass",
+           f"{SAME}leaving_keeps_files_threads_handlers_and_destructors[cold]"),
+    Mutant("C's buffers", "launcher/forked.py", '        libc["__cxa_atexit"](ctypes.cast(libc.fflush, ctypes.c_void_p), None, None)\n', "",
+           f"{SAME}exit_code_survives_the_short_way_out[cold]"),
+    Mutant("memory is not shared", "launcher/forked.py", "        gc.freeze()\n", "", f"{HAZARDS}parallel_regions_and_autograd_work[cold]"),
+    # whose child a worker is
+    Mutant("workers are the starter's children", "launcher/starter_main.py",
+           '            if os.getppid() != order.facts["keeper"]:\n                os._exit(127)', "            pass\n            os.setsid if 0 else os.abort()",
+           f"{HAZARDS}workers_are_the_keepers_children_and_their_status_is_exact[cold]"),
+    Mutant("leftovers have no owner", "launcher/forked.py", "        ctypes.memmove(first + at.start(1), value, len(value))", "        pass",
+           f"{HAZARDS}leftovers_of_one_worker_are_swept_and_not_its_neighbours[cold]"),
+    # warm
+    Mutant("limits and priority of another shell", "launcher/warm_server.py", "            why = self.inherited.take_on(wanted)", '            why = ""',
+           f"{PROCESS}what_was_inherited_is_taken_on_or_refused"),
+    Mutant("another user asks", "launcher/warm_server.py", "if user != os.geteuid() or len", "if len",
+           f"{PROCESS}another_user_is_not_answered_and_not_asked"),
+    Mutant("another user answers", "launcher/warm.py", "        if user != os.geteuid():", "        if False:",
+           f"{PROCESS}another_user_is_not_answered_and_not_asked"),
+    Mutant("others can write into the folder", "launcher/warm.py", "if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:",
+           "if False:", f"{PROCESS}another_user_is_not_answered_and_not_asked"),
+    Mutant("a module was changed", "launcher/imported.py", "            if _stamp(path) != stamp:\n                return path", "            pass",
+           f"{PROCESS}files_and_variables_of_the_import_are_known"),
+    Mutant("another module would be found", "launcher/imported.py", "                if found != entries:", "                if False:",
+           f"{PROCESS}files_and_variables_of_the_import_are_known"),
+    Mutant("a variable that was looked up", "launcher/imported.py", "            self.names.add(os.fsdecode(key) if isinstance(key, (str, bytes)) else \"\")",
+           "            pass", f"{PROCESS}files_and_variables_of_the_import_are_known"),
+    Mutant("a variable has another value", "launcher/starting.py", "if wanted.get(name) != warm.variables.get(name) and", "if False and",
+           f"{WARM}what_fits_a_job"),
+    Mutant("a stopped keeper sleeps on", "launcher/keeper.py", "                os.kill(parent, signal.SIGCONT)", "                pass",
+           f"{PROCESS}a_stopped_keeper_wakes_when_its_agent_is_gone"),
+    Mutant("orphans of a killed keeper", "launcher/warm_server.py", "        self.end_orphans()\n", "",
+           f"{PROCESS}what_hides_from_its_mark_is_ended_by_the_warm_process"),
+    Mutant("idle during a job", "launcher/warm_server.py", "            if not self.jobs and now", "            if now",
+           f"{PROCESS}it_ends_when_nobody_has_used_it_and_not_during_a_job"),
+    Mutant("descriptors of the shell", "launcher/warm.py", "        os.closerange(last + 1, 1 << 20)\n", "",
+           f"{PROCESS}descriptors_of_whoever_started_it_are_closed"),
+)  # fmt: skip

@@ -163,7 +163,7 @@ def foreign_job(it: Play) -> str:
     while time.monotonic() < end and stranger.process.poll() is None and "the other program" not in stranger.out:
         time.sleep(0.05)
     if "the other program" in stranger.out:
-        return f"joined: two programs run as one job ({len(bed.notes('start'))} workers of the first)"
+        return "joined: two programs run as one job"
     return f"refused with code {stranger.process.poll()}; the first job goes on waiting"
 
 

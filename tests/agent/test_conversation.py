@@ -53,7 +53,7 @@ class Desk:
 
     def turn(self, *inbox, events=()) -> None:
         """One round of the loop; creates the keeper as `run` does."""
-        self.agent._crew.hire(None)
+        self.agent._crew.keeper = self.agent._crew.keeper or self.new_keeper()
         self.link.inbox += inbox
         self.keeper.add(*events)
         self.agent._turn()

@@ -6,7 +6,9 @@ import os
 import sys
 from collections.abc import Callable
 
-from tests.bed.cluster import BedError, Cluster, Host, words_of
+from tests.bed.cluster import Cluster
+from tests.bed.host import Host, words_of
+from tests.bed.processes import BedError
 
 USAGE = """\
 netcluster: N little hosts on one machine, in namespaces, with faults to order (root only)

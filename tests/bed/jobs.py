@@ -16,7 +16,9 @@ import pytest
 
 from pdrun import eventlog
 from pdrun.rendezvous.security import Secret, token_text
-from tests.bed.cluster import BedError, Cluster, Host, pid_of, words_of
+from tests.bed.cluster import Cluster
+from tests.bed.host import Host, words_of
+from tests.bed.processes import BedError, pid_of
 from tests.e2e.conftest import Job, until
 
 WORKER = str(Path(__file__).with_name("worker.py"))

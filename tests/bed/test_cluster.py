@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.bed import clocks
-from tests.bed.cluster import BedError, folder_of
+from tests.bed.cluster import folder_of
 from tests.bed.jobs import Bed
+from tests.bed.processes import BedError
 from tests.e2e.conftest import alive, until
 
 ROOT = Path(__file__).parents[2]

@@ -87,7 +87,6 @@ def test_full_temporary_folders_at_the_start_are_no_riddle(make_bed: Callable[[i
     [
         ("rm /mnt/job/program", 127, "/mnt/job/program"),
         ("printf '\\001\\002' >/mnt/job/program", 126, "/mnt/job/program"),
-        ("chmod -x /mnt/job/program", 126, "/mnt/job/program"),
     ],
 )
 def test_a_program_that_goes_while_the_nodes_meet_names_its_host(bed: Bed, change: str, code: int, words: str) -> None:
@@ -120,12 +119,11 @@ def test_a_working_folder_that_goes_while_the_nodes_meet_names_its_host(bed: Bed
     assert all("h2" in job.err and "/mnt/here" in job.err for job in jobs), bed.said()
 
 
-@pytest.mark.parametrize("most", [6, 9])
-def test_a_limit_on_processes_is_said_and_ends_soon(make_bed: Callable[[int], Bed], most: int) -> None:
-    """Wherever the limit bites - the keeper, a thread, the worker - the job ends everywhere and says what is short."""
+def test_a_limit_on_processes_is_said_and_ends_soon(make_bed: Callable[[int], Bed]) -> None:
+    """Wherever it bites (the keeper, a thread, the worker): the job ends everywhere and says what is short."""
     bed = make_bed(2)
     try:
-        bed["h2"].group.limit("pids", most)
+        bed["h2"].group.limit("pids", 8)
     except Unavailable as reason:
         pytest.skip(str(reason))
     jobs = two(bed, "--start-timeout", "15", worker=["family"])

@@ -57,13 +57,14 @@ def one_way_from_the_scheduler(bed: Bed) -> None:
 
 
 def _cut_off(bed: Bed, sender: str, receiver: str) -> None:
-    bed.job()
+    bed.job("--on-scheduler-loss", "wait=5")
     bed.running()
     cut = time.monotonic()
     bed.cluster.one_way(sender, receiver)
     until(lambda: len(bed.notes("signal")) == 3, "workers on both sides of the cut are stopped", 60)
     ends = {note.host: note.at - cut for note in bed.notes("signal")}
     assert max(ends["h1"], ends["h3"]) < BOUND, ends
+    assert ends["h2"] < BOUND + 10, "it waits five seconds more for a scheduler that may come back"
     assert bed.codes() == [69] * 3, bed.said()
     bed.clean()
 
@@ -80,7 +81,7 @@ def partition_of_five_seconds(bed: Bed) -> None:
 
 def partition_of_thirty_seconds(bed: Bed) -> None:
     """A job that needs all nodes ends on both sides, and does not wake up again when the link is back."""
-    bed.job()
+    bed.job("--on-scheduler-loss", "wait=30")
     bed.running()
     bed.cluster.cut("h1", "h2")
     bed.event("lost", timeout=30)

@@ -24,9 +24,10 @@ from pdrun.launcher.model import LaunchPlan, StarterState
 from pdrun.launcher.ports import Keeper, Link, WorkerOutput
 from pdrun.launcher.preflight import preflight
 from pdrun.launcher.signals import FORWARD, STOP, Signals
+from pdrun.launcher.started import RUNNING, UP
 from pdrun.launcher.starting import starter_command
 from pdrun.launcher.store import Stores
-from pdrun.launcher.surroundings import RUNNING, UP, Surroundings
+from pdrun.launcher.surroundings import Surroundings
 from pdrun.launcher.voice import Voice
 from pdrun.rendezvous.messages import (
     Assign,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pdrun.errors import UsageError, did_you_mean
-from pdrun.launcher import cli_help, cli_run, paths, values
+from pdrun.launcher import cli_help, cli_others, cli_run, cli_tables, paths, values
 from pdrun.launcher.aliases import ALIASES
 from pdrun.launcher.options import RUN, Option
 
@@ -86,7 +86,8 @@ def build(show: Show, watch: Watch) -> click.Group:
         click.Option(["--version"], is_flag=True, is_eager=True, expose_value=False, callback=_version)
     )
     jobs = (_status(show, watch), _logs(), _stop())
-    for command in (_run(), _join(), _scheduler(), *jobs, _token(), _env(), _completion(group)):
+    others = (cli_tables.group(), cli_others.slurm_group(STRICT), cli_others.mpirun_group(STRICT))
+    for command in (_run(), _join(), _scheduler(), *jobs, _token(), _env(), *others, _completion(group)):
         group.add_command(command)
     return group
 
@@ -313,14 +314,16 @@ def _token() -> click.Command:
 
 
 def _env() -> click.Command:
-    def callback() -> int:
+    def callback(json: bool) -> int:
         from pdrun.launcher import cli_env
+        from pdrun.launcher.adapters.probes import real
 
-        sys.stdout.write(cli_env.report(os.environ))
+        sys.stdout.write(cli_env.report(os.environ, real(), as_json=json))
         return 0
 
     return click.Command(
         "env", callback=callback, help="Say what this machine and its environment mean to pdrun.",
+        params=[click.Option(["--json"], is_flag=True, help="One JSON object.")],
         context_settings=dict(STRICT),
     )  # fmt: skip
 

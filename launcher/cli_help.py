@@ -15,8 +15,8 @@ Usage: pdrun [OPTIONS] SCRIPT [ARGS]...      start a PyTorch job on any cluster
 {options}
 
 Commands: run (the default), join, scheduler, status, logs, stop, token, env,
-completion; see pdrun COMMAND --help. Every option: pdrun run --help. torchrun's
-and msrun's options are understood too. --nodes is also PDRUN_NODES, and so on.
+rank-table, slurm, mpirun, completion; see pdrun COMMAND --help. Every option:
+pdrun run --help, torchrun's and msrun's too. --nodes is also PDRUN_NODES.
 
 Examples:
   pdrun --devices 4 train.py --lr 3e-4              four workers on this machine

@@ -3,6 +3,7 @@ Carries out a plan: makes the link, the scheduler process where this node has it
 
     alone   agent + scheduler in this process, no socket          first   agent + scheduler process
     join    agent                                                 local   `front` starts an agent process a node
+    hosts   `fanout` starts an agent on every host, over ssh      through `throughrun` has mpirun or srun start them
 """
 
 from __future__ import annotations
@@ -55,6 +56,12 @@ class Seat:
     quiet: bool = False
     front: int | None = None
     """Pid of the process that `pdrun stop` is to signal; None: this one."""
+    run: str = ""
+    """Name of the run, where a front on some machine has chosen it, started all nodes and keeps the job's entry."""
+    together: bool = False
+    """Something else starts all nodes (mpirun, srun): nobody is told how to start those that are missing."""
+    stdin: bool = True
+    """Whether rank 0 may read the standard input of this process."""
 
 
 def execute(plan: LaunchPlan, seat: Seat | None = None) -> int:
@@ -88,7 +95,7 @@ def files_needed(plan: LaunchPlan) -> tuple[int, str]:
     # the agent holds two pipes and two log files a worker; the keeper, until a starter has forked it, its whole order
     most = (6 if plan.spec.program.kind != "command" else 4 if plan.spec.output.files else 2) * workers
     own = 16 if plan.mode == "alone" else 32 + plan.nodes
-    front = 16 + 3 * plan.nodes if plan.mode == "local" else 0
+    front = 16 + 3 * plan.nodes if plan.mode in ("local", "hosts", "through") else 0
     return max(own + most, 32, front), f"a node with {workers} worker{'s' if workers > 1 else ''}"
 
 
@@ -97,6 +104,14 @@ def _execute(plan: LaunchPlan, seat: Seat) -> int:
         from pdrun.launcher.front import run_local
 
         return run_local(plan)
+    if plan.mode == "hosts":
+        from pdrun.launcher.fanout import run_hosts
+
+        return run_hosts(plan)
+    if plan.mode == "through":
+        from pdrun.launcher.throughrun import run_through
+
+        return run_through(plan)
     if plan.mode == "alone":
         return _alone(plan, seat)
     return _first(plan, seat) if plan.mode == "first" else _join(plan, seat)
@@ -188,7 +203,7 @@ def events_path(plan: LaunchPlan, run: str) -> Path | None:
 def _alone(plan: LaunchPlan, seat: Seat) -> int:
     from pdrun.rendezvous.client import LocalLink
 
-    run = run_name(plan)
+    run = seat.run or run_name(plan)
     link = LocalLink(
         scheduler_config(plan, run), host=plan.facts.get("host", ""), events_path=events_path(plan, run)
     )
@@ -209,7 +224,7 @@ def _first(plan: LaunchPlan, seat: Seat) -> int:
             "pdrun: INSECURE: no token is asked for; anybody who reaches the scheduler's port can take part in the job",
             file=sys.stderr, flush=True,
         )  # fmt: skip
-    run = run_name(plan)
+    run = seat.run or run_name(plan)
     events = events_path(plan, run)
     with listener:
         child = SchedulerChild(
@@ -309,7 +324,9 @@ def _agent(
     if isinstance(plan, LaunchPlan) and plan.scheduler and not plan.spec.place.simulated:
         address = address or str(plan.scheduler)
     elif isinstance(plan, LaunchPlan):
-        address = ""  # the nodes are started by this command itself
+        address = ""
+    if seat.run or seat.together:
+        address = ""  # all nodes are started by one command
 
     def output(made: LaunchPlan) -> Output:
         return Output(
@@ -318,7 +335,7 @@ def _agent(
         )  # fmt: skip
 
     def welcomed(made: LaunchPlan, welcome: Welcome) -> None:
-        if serves:
+        if serves and not seat.run:
             _register(made, welcome.run, seat, str(child.endpoint) if child else "")
 
     return run_agent(plan, link, Surroundings(
@@ -348,4 +365,4 @@ def _register(plan: LaunchPlan, run: str, seat: Seat, scheduler: str) -> None:
 
 def _stdin(seat: Seat) -> int | None:
     """What rank 0 reads: a file or pipe that was given to pdrun, never the terminal (it is in another session)."""
-    return None if seat.lifeline is not None or sys.stdin is None or os.isatty(0) else 0
+    return None if seat.lifeline is not None or not seat.stdin or sys.stdin is None or os.isatty(0) else 0

@@ -11,9 +11,6 @@ from pdrun.launcher.model import LaunchPlan
 from pdrun.launcher.ports import Keeper, WorkerOutput
 from pdrun.rendezvous.messages import Welcome
 
-UP, RUNNING = b"u", b"r"
-"""How far an agent is, as it tells whoever started it: signals reach it; the scheduler will notice its end."""
-
 
 class Child(Protocol):
     """The scheduler process, as far as the agent needs to know it."""

@@ -25,6 +25,8 @@ LOOK_EVERY = 0.5
 """Seconds between two looks into the event log."""
 PATIENCE = 1.0
 """Seconds after which it is said why the workers are being stopped; a quicker end says it in its summary."""
+COMING = 5.0
+"""Seconds in which nodes that mpirun or a front is starting are not called missing."""
 _SHOWN = ("warning", "refused", "suspect", "recovered")
 
 
@@ -83,8 +85,9 @@ class Voice:
                 self.say(plain(f"{event['kind']}: {', '.join(dict.fromkeys(words))}"))
 
     def waiting(self, message: Waiting) -> None:
-        """Who is here, who is not, and how to start them. Simulated nodes are on their way: silence at first."""
-        coming = self._plan is not None and self._plan.spec.place.simulated and message.elapsed < PATIENCE
+        """Who is here, who is not, and how to start them; nodes that one command starts are on their way at first."""
+        simulated = self._plan is not None and self._plan.spec.place.simulated is not None
+        coming = not self._address and message.elapsed < (PATIENCE if simulated else COMING)
         if self._quiet or coming:
             return
         self.say(

@@ -278,7 +278,8 @@ def main() -> int:
     agent has died. stdout: one JSON line {"endpoint": "HOST:PORT"} or {"error": ..., "code": ...}.
     """
     early.begin()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the agents' business
+    for number in (*early.STOP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # a terminal's and a batch system's signals are the agents' business
     try:
         order = _read_order(sys.stdin.buffer.readline())
         transport, service, log = _start(order)

@@ -27,7 +27,8 @@ OPTIONS = words("""
     -m --module --no-python --no_python --python --start --env --chdir --nodes --devices --backend --threads --bind
     --local --scheduler --serve --no-serve --node-rank --node_rank --node-name --interface --job --token-file --insecure
     --start-timeout --grace --max-restarts --max_restarts --time-limit --log-dir --log_dir --log-name --no-files
-    --show-ranks --prefix --dry-run --explain --json
+    --show-ranks --prefix --dry-run --explain --json --hosts --hostfile --include --exclude --rank-table --launcher
+    --forward --ssh --ssh-opts --ship --mpirun --mpirun-opts --srun-opts
 """)
 TORCHRUNS = words("""
     --nnodes --nproc-per-node --nproc_per_node --master-addr --master_addr --master-port --master_port --rdzv-endpoint
@@ -42,12 +43,15 @@ MSRUNS = words("""
     --worker_num --local_worker_num --join --cluster_time_out --bind_core --bind_numa --worker_log_name
     --tail_worker_log --rank_table_file --sim_level --sim_rank_id
 """)
-COMMANDS = {"run", "join", "scheduler", "status", "logs", "stop", "token", "env", "completion"}
+COMMANDS = {"run", "join", "scheduler", "status", "logs", "stop", "token", "env", "rank-table", "slurm", "mpirun",
+            "completion"}  # fmt: skip
 VARIABLES = words("""
     PDRUN_MODULE PDRUN_NO_PYTHON PDRUN_PYTHON PDRUN_CHDIR PDRUN_NODES PDRUN_DEVICES PDRUN_BACKEND PDRUN_THREADS
     PDRUN_BIND PDRUN_LOCAL PDRUN_SCHEDULER PDRUN_SERVE PDRUN_NODE_RANK PDRUN_NODE_NAME PDRUN_INTERFACE PDRUN_JOB
     PDRUN_TOKEN_FILE PDRUN_START_TIMEOUT PDRUN_GRACE PDRUN_MAX_RESTARTS PDRUN_TIME_LIMIT PDRUN_LOG_DIR PDRUN_LOG_NAME
-    PDRUN_NO_FILES PDRUN_SHOW_RANKS PDRUN_PREFIX PDRUN_START
+    PDRUN_NO_FILES PDRUN_SHOW_RANKS PDRUN_PREFIX PDRUN_START PDRUN_HOSTS PDRUN_HOSTFILE PDRUN_INCLUDE PDRUN_EXCLUDE
+    PDRUN_RANK_TABLE PDRUN_LAUNCHER PDRUN_FORWARD PDRUN_SSH PDRUN_SSH_OPTS PDRUN_SHIP PDRUN_MPIRUN PDRUN_MPIRUN_OPTS
+    PDRUN_SRUN_OPTS
 """)
 PUBLIC = words("""
     __version__ ConfigError Context DeadlineExceeded JobFailed PdrunError RendezvousError UsageError WorkerEnv init
@@ -65,9 +69,11 @@ WORKER_VARIABLES = words("""
 """)
 FIELDS = words("""
     program.kind program.target program.args program.python program.start resources.nodes resources.devices
-    resources.backend resources.threads resources.bind policy.start_timeout policy.grace policy.max_restarts
-    policy.time_limit output.log_dir output.show_ranks output.prefix output.files output.log_name
+    resources.indices resources.backend resources.threads resources.bind
+    policy.start_timeout policy.grace policy.max_restarts policy.time_limit output.log_dir output.show_ranks output.prefix output.files output.log_name
     place.scheduler place.node_rank place.node_name place.local
+    place.hosts place.rank_table place.launcher
+    reach.ssh reach.ssh_opts reach.forward reach.ship reach.mpirun reach.mpirun_opts reach.srun_opts
     place.simulated place.interface place.serve place.token_file place.insecure job env
     chdir
 """)
@@ -140,7 +146,8 @@ def test_exit_codes() -> None:
 def test_every_path_that_an_option_gives_is_known() -> None:
     known = {*field_paths(), "scheduler.host", "scheduler.port", "msrun.workers", "msrun.local_workers",
              "msrun.bind_core", "msrun.bind_numa", "torchrun.redirects", "torchrun.tee", "torchrun.shown",
-             "torchrun.standalone", "ask.dry_run", "ask.explain", "ask.json"}  # fmt: skip
+             "torchrun.standalone", "hosts.all", "hosts.file", "hosts.include", "hosts.exclude",
+             "ask.dry_run", "ask.explain", "ask.json"}  # fmt: skip
     for row in (*RUN, *ALIASES):
         for text in ("1", "1s", "h:1", "True", "cores", "cpu", "node", "rank", "A=1", "join_timeout=3", "null", "c10d"):
             try:
@@ -156,3 +163,15 @@ def test_every_parameter_of_a_row_is_used() -> None:
     }  # fmt: skip
     program = Wish("program.target", "x", Source("command line", Level.COMMAND))
     assert derive.build([program]).spec.program.target == "x"
+
+
+def test_launchers_that_are_read() -> None:
+    from pdrun.launcher.adapters.detect import LAUNCHERS
+    from pdrun.launcher.ranktables.model import DIALECTS
+
+    assert " ".join(row.name for row in LAUNCHERS) == (
+        "pdrun torchrun jsrun openmpi mvapich pals intelmpi mpich flux pmix slurm-step pet mindspore volcano"
+        " pytorch-operator jobset indexed-job sagemaker azureml vertex tpu variables ascend slurm-job pbs lsf sge"
+        " mpi-operator"
+    )
+    assert DIALECTS == ("1.0", "1.1", "1.2", "2.0", "group", "lab")

@@ -180,19 +180,21 @@ def run(params: Mapping[str, Any], words: Sequence[str]) -> int:
         return 0
     from pdrun.launcher.run import execute
 
-    return int(execute(plan, _seat(asked.asked)))
+    seat = _seat(asked.asked)
+    return int(execute(plan) if seat is None else execute(plan, seat))
 
 
 _TASKS = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "PALS_", "JSM_", "FLUX_", "MV2_", "MPI_", "HYDRA_")
 """Beginnings of the variables by which one launcher starts all nodes and shows their output on one terminal."""
 
 
-def _seat(asked: Asked) -> Seat:
-    """Return the seat of this node's agent: among the tasks of mpirun or srun the first one speaks for the job."""
+def _seat(asked: Asked) -> Seat | None:
+    """Return the seat of an agent among the tasks of mpirun or srun, of which the first one speaks for the job."""
     from pdrun.launcher.run import Seat
 
-    together = asked.sources.get("place.node_rank", "").startswith(_TASKS)
-    return Seat(quiet=together and (asked.spec.place.node_rank or 0) > 0, together=together)
+    if not asked.sources.get("place.node_rank", "").startswith(_TASKS):
+        return None
+    return Seat(quiet=(asked.spec.place.node_rank or 0) > 0, together=True)
 
 
 def warn_of_strangers(environ: Mapping[str, str]) -> None:

@@ -66,7 +66,7 @@ def gather(
         script_digest=_digest(found.file) if networked and found.file else "",
         local_endpoint=network.is_here(scheduler.host, hostname, addresses) if networked and scheduler else None,
         route_address=route,
-        scheduler_fault=network.name_fault(scheduler.host) if scheduler and not route else "",
+        scheduler_fault="" if route else _name_fault(spec, here),
         program_error=found.error,
         program_error_code=found.code,
         log_error=log_error(spec, cwd),
@@ -92,6 +92,13 @@ def _route(spec: JobSpec, here: tuple[str, ...]) -> str:
         return network.route(spec.place.scheduler)
     others = [Endpoint(host.reach, 0) for host in spec.place.hosts if host.name not in here]
     return next(filter(None, map(network.route, others[:8])), "") or network.route(None)
+
+
+def _name_fault(spec: JobSpec, here: tuple[str, ...]) -> str:
+    """Return why the name of the scheduler's host, or of a listed one, leads nowhere."""
+    others = [host.reach for host in spec.place.hosts if host.name not in here][:8]
+    names = [spec.place.scheduler.host] if spec.place.scheduler else others
+    return next(filter(None, map(network.name_fault, names)), "")
 
 
 def is_networked(spec: JobSpec) -> bool:

@@ -88,7 +88,7 @@ def plan_hosts(spec: JobSpec, facts: Facts, sources: Sources, job: str, notes: t
         base_env={}, scrubbed=scrubbed, scheduler=None, listen="", cwd=facts.cwd,
         notes=tuple(filter(None, notes)),
         fan=Fan(
-            tuple(_fan_host(host, node, spec, facts, python) for host, node in _named(spec.place.hosts)),
+            tuple(_fan_host(host, node, spec, facts, python) for host, node in named(spec.place.hosts)),
             python, forwarded(spec.reach.forward, facts.environ, _said(sources, "reach.forward", "--forward")),
         ),
     )  # fmt: skip
@@ -99,13 +99,18 @@ def _said(sources: Sources, path: str, option: str) -> str:
     return option if source == "default" else source
 
 
-def _named(hosts: Sequence[Host]) -> list[tuple[Host, str]]:
+def named(hosts: Sequence[Host]) -> list[tuple[Host, str]]:
     """Return each host with its name in the job: different for each, and fit for a path."""
-    names: list[str] = []
-    for host in hosts:
+    taken: set[str] = set()
+    chosen = []
+    for index, host in enumerate(hosts):
         name = name_from(host.name)
-        names.append(name if name not in names else f"{name}-{len(names)}")
-    return list(zip(hosts, names, strict=True))
+        while name in taken:
+            name = name_from(f"{host.name[:40]}-{index}")
+            index += len(hosts)
+        taken.add(name)
+        chosen.append((host, name))
+    return chosen
 
 
 def _fan_host(host: Host, node: str, spec: JobSpec, facts: Facts, python: str) -> FanHost:

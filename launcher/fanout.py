@@ -17,13 +17,11 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 
 import pdrun
-from pdrun.clock import SystemClock
 from pdrun.errors import RendezvousError
-from pdrun.launcher import jobs, network, sshcommand
+from pdrun.launcher import network, sshcommand
 from pdrun.launcher.console import Console
 from pdrun.launcher.fan import WINDOW, FanHost, node_spec
 from pdrun.launcher.front import Front
@@ -52,7 +50,7 @@ class _Call:
 
 
 @dataclass
-class Reach:
+class Reaching:
     """Connects to hosts; `everybody` returns once each has said hello, or raises with all that did not."""
 
     plan: LaunchPlan
@@ -181,16 +179,16 @@ def run_hosts(plan: LaunchPlan) -> int:
     Raises:
         RendezvousError: a host cannot serve, or the first one cannot listen.
     """
-    from pdrun.launcher.run import run_name
+    from pdrun.launcher.run import register, run_name
 
     assert plan.fan is not None
     console, run = Console(), run_name(plan)
-    agents = Reach(plan).everybody()
+    agents = Reaching(plan).everybody()
     try:
         scheduler = _listen(plan, agents) if len(agents) > 1 else None
         for agent, env, order in zip(agents, _env(plan), _orders(plan, scheduler, console, run), strict=True):
             agent.set_order(order, env)
-        _register(plan, run, scheduler)
+        register(plan, run, str(scheduler or ""))
         front = Front(agents, console, grace=plan.spec.policy.grace)
         signal.signal(signal.SIGTSTP, _not_taken)
         front.start()
@@ -262,14 +260,3 @@ def job_secret(plan: LaunchPlan) -> Secret:
     named = plan.spec.place.token_file or "PDRUN_TOKEN" in os.environ or "PDRUN_TOKEN_FILE" in os.environ
     return find_secret(plan.spec.place.token_file)[0] if named else Secret.random()
 
-
-def _register(plan: LaunchPlan, run: str, scheduler: Endpoint | None) -> None:
-    """Write the job into this user's registry, so that `pdrun status` and `stop` here know it."""
-    from pdrun.launcher.run import events_path
-
-    output = plan.spec.output
-    jobs.register(jobs.describe(
-        run, plan.job, events=str(events_path(plan, run) or ""),
-        log_dir=str(Path(plan.cwd, output.log_dir)),
-        made=SystemClock().wall(), scheduler=str(scheduler or ""), log_name=output.log_name,
-    ))  # fmt: skip

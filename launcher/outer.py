@@ -155,10 +155,19 @@ def _crowded(found: Found) -> ConfigError:
     )
 
 
+def _first(found: Found) -> str:
+    """The first host; LSF puts the host of the batch script in front of those on which jsrun starts tasks."""
+    names = [host.name for host in found.hosts]
+    if found.launcher == "jsrun" and len(names) > 1:
+        apart = found.nodes is not None and len(names) == found.nodes + 1
+        return names[1] if apart or names[0].startswith(("batch", "login")) else names[0]
+    return names[0]
+
+
 def _scheduler(found: Found, probes: Probes) -> list[Wish]:
     """The first host, else where mpirun itself runs; its port, else one from the job's name."""
     key = "hosts" if found.hosts else "head"
-    host = found.hosts[0].name if found.hosts else found.head
+    host = _first(found) if found.hosts else found.head
     if not host:
         raise ConfigError(
             f"{found.title} does not say where node 0 is", where=found.sources.get("node_rank", ""),

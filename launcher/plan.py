@@ -230,7 +230,8 @@ def listen_address(spec: JobSpec, facts: Facts, sources: Sources) -> str:
             return facts.route_address
         if facts.scheduler_fault:
             raise ConfigError(
-                facts.scheduler_fault, where=sources.get("place.scheduler", "--scheduler"),
+                facts.scheduler_fault,
+                where=sources.get("place.scheduler" if spec.place.scheduler else "place.hosts", "--scheduler"),
                 hint="check it, or give the address",
             )  # fmt: skip
         raise ConfigError(

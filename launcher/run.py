@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from pdrun.rendezvous.security import Secret
 
 
+INSECURE = "INSECURE: no token is asked for; anybody who reaches the scheduler's port can take part in the job"
+
+
 @dataclass(frozen=True)
 class Seat:
     """What an agent gets from whoever started it; the defaults are those of a command typed by a user."""
@@ -220,10 +223,7 @@ def _first(plan: LaunchPlan, seat: Seat) -> int:
     if listener is None:
         return _join(plan, seat)
     if insecure:
-        print(
-            "pdrun: INSECURE: no token is asked for; anybody who reaches the scheduler's port can take part in the job",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
+        print(f"pdrun: {INSECURE}", file=sys.stderr, flush=True)
     run = seat.run or run_name(plan)
     events = events_path(plan, run)
     with listener:
@@ -336,7 +336,7 @@ def _agent(
 
     def welcomed(made: LaunchPlan, welcome: Welcome) -> None:
         if serves and not seat.run:
-            _register(made, welcome.run, seat, str(child.endpoint) if child else "")
+            register(made, welcome.run, str(child.endpoint) if child else "", front=seat.front)
 
     return run_agent(plan, link, Surroundings(
         keeper=lambda: KeeperProcess(spare=[child.pid] if child else []), output=output, welcomed=welcomed,
@@ -354,12 +354,18 @@ def _reached(seat: Seat, mark: bytes) -> None:
             pass
 
 
-def _register(plan: LaunchPlan, run: str, seat: Seat, scheduler: str) -> None:
-    """Write the job into this user's registry: a convenience, and no error when it cannot be."""
+def register(plan: LaunchPlan, run: str, scheduler: str, *, front: int | None = None) -> None:
+    """
+    Write the job into this user's registry: a convenience, and no error when it cannot be.
+
+    Args:
+        scheduler: ``HOST:PORT``, or empty when nothing listens.
+        front: pid of the process that `pdrun stop` is to signal; None: this one.
+    """
     events = events_path(plan, run)
     jobs.register(jobs.describe(
         run, plan.job, events=str(events or ""), log_dir=str(Path(plan.cwd, plan.spec.output.log_dir)),
-        made=SystemClock().wall(), pid=seat.front, scheduler=scheduler, log_name=plan.spec.output.log_name,
+        made=SystemClock().wall(), pid=front, scheduler=scheduler, log_name=plan.spec.output.log_name,
     ))  # fmt: skip
 
 

@@ -74,7 +74,7 @@ def _argv(plan: LaunchPlan, nodes: Sequence[LaunchPlan]) -> tuple[str, ...]:
     if plan.fan is not None:
         return program_argv(plan.spec.program, plan.fan.python)
     if plan.through is not None:
-        return program_argv(plan.spec.program, plan.spec.program.python or "python")
+        return program_argv(plan.spec.program, plan.through.python)
     return next(worker.argv for node in (plan, *nodes) for worker in node.workers)
 
 

@@ -19,6 +19,7 @@ from pdrun.errors import ConfigError, UsageError, did_you_mean
 from pdrun.launcher import hosts, values
 from pdrun.launcher.adapters import names
 from pdrun.launcher.spec import BACKENDS
+from pdrun.launcher.sshcommand import ssh_options, words
 from pdrun.launcher.textfile import read_text
 from pdrun.launcher.values import Parser, quoted
 from pdrun.launcher.wishes import Level, Source, Wish
@@ -65,6 +66,10 @@ GROUPS: Mapping[str, Mapping[str, Parser]] = {
         "interface": values.interface, "serve": _yes_no, "token_file": values.path,
         "hosts": hosts.parse_hosts, "hostfile": values.path, "include": hosts.parse_choice,
         "exclude": hosts.parse_choice, "rank_table": values.path, "launcher": names.check,
+    },
+    "reach": {
+        "ssh": values.path, "ssh_opts": ssh_options, "forward": values.patterns, "ship": _yes_no,
+        "mpirun": values.path, "mpirun_opts": words, "srun_opts": words,
     },
 }  # fmt: skip
 """Every key of a job file but ``program.args``, ``env``, ``job`` and ``chdir``."""

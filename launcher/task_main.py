@@ -10,9 +10,13 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pdrun import early
+
+if TYPE_CHECKING:
+    from pdrun.launcher.spec import JobSpec
+    from pdrun.rendezvous.security import Secret
 
 
 def main() -> int:
@@ -37,10 +41,9 @@ def _run() -> int:
     from pdrun.launcher.adapters.detect import detect
     from pdrun.launcher.adapters.probes import real
     from pdrun.launcher.spec import JobSpec
-    from pdrun.rendezvous.security import find_secret
+    from pdrun.rendezvous.security import parse_token
 
-    text = os.environ.pop(through.ORDER, "")
-    secret, _ = find_secret()
+    text, token = os.environ.pop(through.ORDER, ""), os.environ.pop(through.TOKEN, None)
     if not text:
         raise ConfigError("is not set: the launcher did not pass it on", where=through.ORDER)
     told = order.decode(text)
@@ -54,13 +57,16 @@ def _run() -> int:
     except OSError as error:
         raise ConfigError(f"the folder {folder} cannot be entered: {error.strerror}", where="--chdir") from None
     os.environ["PWD"] = folder
-    return _agent(told, JobSpec.from_json(told["spec"]), found.rank, secret)
+    spec = JobSpec.from_json(told["spec"])
+    if token is None and not spec.place.insecure:
+        raise ConfigError("is not set: the launcher did not pass it on", where=through.TOKEN)
+    return _agent(told, spec, found.rank, parse_token(token, where=through.TOKEN) if token else None)
 
 
-def _agent(told: dict[str, Any], spec: Any, rank: int, secret: Any) -> int:
+def _agent(told: dict[str, Any], spec: JobSpec, rank: int, secret: Secret | None) -> int:
     from dataclasses import replace
 
-    from pdrun.launcher import facts, network, placement, through
+    from pdrun.launcher import facts, fan, network, placement, through
     from pdrun.launcher.console import Console
     from pdrun.launcher.plan import plan
     from pdrun.launcher.run import Seat, execute
@@ -69,7 +75,7 @@ def _agent(told: dict[str, Any], spec: Any, rank: int, secret: Any) -> int:
     hosts, host = spec.place.hosts, os.uname().nodename
     index = through.host_index(hosts, network.among(hosts, host), rank) if hosts else rank
     resources = placement.on_host(spec.resources, hosts[index], "--hosts") if hosts else spec.resources
-    name = name_from(hosts[index].name if hosts else host)
+    name = fan.named(hosts)[index][1] if hosts else name_from(host)
     place = replace(spec.place, hosts=(), node_rank=index, node_name=name)
     spec = replace(spec, place=place, resources=resources)
     made = plan(spec, facts.gather(spec), {**told["sources"], "place.node_rank": told["how"]})

@@ -54,6 +54,8 @@ class Through:
 
     how: Literal["mpirun", "srun"]
     title: str
+    python: str
+    """Interpreter of the agents."""
     argv: tuple[str, ...]
     env: Mapping[str, str]
     """Variables of this process that the agents get."""
@@ -139,10 +141,12 @@ def _mpirun(
 ) -> Through:
     assert starter.mpi is not None
     mpi = starter.mpi
+    names = (ORDER,) if spec.place.insecure else (ORDER, TOKEN)
     argv = mpicommand.command(
-        mpi, spec.place.hosts, nodes, (ORDER, TOKEN), spec.reach.mpirun_opts, task, root=facts.uid == 0
+        mpi, spec.place.hosts, nodes, names, spec.reach.mpirun_opts, task, root=facts.uid == 0
     )
-    return Through("mpirun", f"{mpicommand.TITLES[mpi.family]} ({mpi.version})", argv, env, mpicommand.environment(mpi))
+    title = f"{mpicommand.TITLES[mpi.family]} ({mpi.version})"
+    return Through("mpirun", title, task[0], argv, env, mpicommand.environment(mpi))
 
 
 def _srun(
@@ -158,7 +162,7 @@ def _srun(
         *(["--cpu-bind=none"] if starter.binds else []), "--mpi=none", "--kill-on-bad-exit=0", "--wait=0",
         "--unbuffered", f"--chdir={facts.cwd}", *spec.reach.srun_opts, *task,
     )  # fmt: skip
-    return Through("srun", "srun, one task a node", argv, env, {})
+    return Through("srun", "srun, one task a node", task[0], argv, env, {})
 
 
 def task_spec(plan: LaunchPlan, scheduler: Endpoint) -> JobSpec:
@@ -183,7 +187,8 @@ def through_text(plan: LaunchPlan) -> str:
     assert plan.through is not None
     through = plan.through
     env = " ".join(f"{name}={shown(name, value)}" for name, value in through.env.items())
-    lines = [f"{'variables':<10} {env or '-'}", f"{'starts by':<10} {through.title}", "", shlex.join(through.argv)]
+    command = "".join(f"{name}={value} " for name, value in through.extra.items()) + shlex.join(through.argv)
+    lines = [f"{'variables':<10} {env or '-'}", f"{'starts by':<10} {through.title}", "", command]
     for rank, host in enumerate(plan.spec.place.hosts):
         count = on_host(plan.spec.resources, host, "--devices").devices
         lines += [*([""] if rank == 0 else []), f"{host.name}: node rank {rank}, {count} worker(s)"]

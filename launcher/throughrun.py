@@ -19,10 +19,9 @@ from pathlib import Path
 from types import FrameType
 
 from pdrun import early
-from pdrun.clock import SystemClock
 from pdrun.errors import EXIT_UNAVAILABLE
 from pdrun.eventlog import EventLog
-from pdrun.launcher import jobs, order
+from pdrun.launcher import order
 from pdrun.launcher.console import Console
 from pdrun.launcher.fanout import job_secret
 from pdrun.launcher.model import LaunchPlan
@@ -47,12 +46,14 @@ def run_through(plan: LaunchPlan) -> int:
     Raises:
         ConfigError: the scheduler's address cannot be listened on, or the launcher cannot be started.
     """
-    from pdrun.launcher.run import events_path, run_name, scheduler_config
+    from pdrun.launcher.run import INSECURE, events_path, register, run_name, scheduler_config
     from pdrun.rendezvous.zmq_server import ZmqServer
 
     run = run_name(plan)
     insecure = plan.spec.place.insecure
     secret = None if insecure else job_secret(plan)
+    if insecure:
+        _say(INSECURE)
     events = events_path(plan, run)
     with bind_listener(Endpoint(plan.listen, 0), backlog=1024) as listener:
         transport = ZmqServer(secret, listen_fd=os.dup(listener.fileno()), insecure=insecure)
@@ -60,7 +61,7 @@ def run_through(plan: LaunchPlan) -> int:
     service = Service(scheduler_config(plan, run), transport, record=log.append if log else None)
     try:
         env = _environment(plan, transport.endpoint, run, token_text(secret) if secret else "")
-        _register(plan, run, str(transport.endpoint))
+        register(plan, run, str(transport.endpoint))
         return _Tending(plan, service, env).run()
     finally:
         transport.close(1.0)
@@ -76,17 +77,7 @@ def _environment(plan: LaunchPlan, scheduler: Endpoint, run: str, token: str) ->
         "run": run, "env": dict(plan.through.env), "folder": plan.cwd, **Console().to_json(),
     }  # fmt: skip
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PDRUN_")}
-    return {**inherited, **plan.through.extra, ORDER: order.encode(told), TOKEN: token}
-
-
-def _register(plan: LaunchPlan, run: str, scheduler: str) -> None:
-    from pdrun.launcher.run import events_path
-
-    output = plan.spec.output
-    jobs.register(jobs.describe(
-        run, plan.job, events=str(events_path(plan, run) or ""), log_dir=str(Path(plan.cwd, output.log_dir)),
-        made=SystemClock().wall(), scheduler=scheduler, log_name=output.log_name,
-    ))  # fmt: skip
+    return {**inherited, **plan.through.extra, ORDER: order.encode(told), **({TOKEN: token} if token else {})}
 
 
 class _Tending:

@@ -84,7 +84,7 @@ def _ignored(row: Launcher, environ: Environ, why: str) -> Ignored:
     return Ignored(row.name, why, row.variables(environ))
 
 
-_KEPT = ("hosts", "time_limit", "ends_at")
+_KEPT = ("hosts", "job_id", "attempt", "time_limit", "ends_at")
 """What an inner launcher takes over from an outer allocation where it does not say it itself."""
 
 

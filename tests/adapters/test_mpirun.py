@@ -269,14 +269,25 @@ def test_a_killed_agent_and_a_killed_mpirun_end_the_job(program: str, cluster: C
         cluster.nothing_left(30.0)
 
 
+@BOTH
+@pytest.mark.root
+@pytest.mark.slow
+def test_without_a_token_when_that_is_spelled_out(program: str, cluster: Cluster) -> None:
+    script = cluster.script("import os\nprint('me', os.environ['RANK'])\n")
+    code, out, err = cluster.run("pdrun", "--insecure", "--mpirun", program, "--hosts", "h1,h2", script)
+    assert code == 0, err
+    assert sorted(re.findall(r"me (\d)", out)) == ["0", "1"]
+
+
 @pytest.mark.root
 @pytest.mark.slow
 def test_an_mpirun_that_reaches_nobody(cluster: Cluster) -> None:
     if shutil.which(OPENMPI) is None:
         pytest.skip("needs Open MPI (Debian: openmpi-bin)")
-    code, _, err = cluster.run(
-        "pdrun", "--mpirun", OPENMPI, "--hosts", "h1,nowhere", cluster.script("open('ran', 'w')\n")
-    )
+    script = cluster.script("open('ran', 'w')\n")
+    code, _, err = cluster.run("pdrun", "--mpirun", OPENMPI, "--hosts", "h1,nowhere", script)
+    assert code == 78 and "--hosts: the name 'nowhere' is not known here" in err, err
+    code, _, err = cluster.run("pdrun", "--mpirun", OPENMPI, "--hosts", f"h1,{cluster.hosts.net}.77", script)
     assert code != 0
     assert re.search(r"pdrun: mpirun ended with code \d+ before the job was over", err)
     assert not (cluster.folder / "ran").exists()

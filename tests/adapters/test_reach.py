@@ -179,10 +179,9 @@ def test_what_failures_mean(code: int | None, said: str, what: str) -> None:
 def test_not_more_connections_at_once_than_the_window(tmp_path: Path) -> None:
     """A program in place of ssh notes when it begins and ends; 30 hosts go through a window of 4."""
     from pdrun.launcher.fan import plan_hosts
-    from pdrun.launcher.fanout import Reach
+    from pdrun.launcher.fanout import Reaching
     from pdrun.launcher.model import Facts
-    from pdrun.launcher.spec import JobSpec, Place, Program
-    from pdrun.launcher.spec import Reach as Wanted
+    from pdrun.launcher.spec import JobSpec, Place, Program, Reach
     from pdrun.topology import CpuSet
 
     fake = tmp_path / "ssh"
@@ -191,12 +190,11 @@ def test_not_more_connections_at_once_than_the_window(tmp_path: Path) -> None:
     )
     fake.chmod(0o755)
     hosts = tuple(Host(f"n{number}") for number in range(30))
-    spec = JobSpec(Program("script", "x.py"), place=Place(hosts=hosts), reach=Wanted(ssh=str(fake)))
+    spec = JobSpec(Program("script", "x.py"), place=Place(hosts=hosts), reach=Reach(ssh=str(fake)))
     facts = Facts("here", {}, str(tmp_path), sys.executable, "3.11", "", "0", CpuSet((0,)), (), (), 0)
     plan = plan_hosts(spec, facts, {}, "job", ())
-    reach = Reach(plan, window=4)
     with pytest.raises(RendezvousError, match=r"30 of 30 host\(s\) cannot serve"):
-        reach.everybody()
+        Reaching(plan, window=4).everybody()
     at_once = most = 0
     for mark in (tmp_path / "log").read_text().split():
         at_once += 1 if mark == "+" else -1
@@ -205,6 +203,14 @@ def test_not_more_connections_at_once_than_the_window(tmp_path: Path) -> None:
 
 
 # Variables ------------------------------------------------------------------------------------------------------------
+
+
+def test_nodes_have_names_of_their_own() -> None:
+    from pdrun.launcher.fan import named
+
+    hosts = [Host("n.a"), Host("n_a"), Host("fd00::1"), Host("fd00--1"), Host("n.a-1")]
+    names = [name for _, name in named(hosts)]
+    assert len(set(names)) == len(hosts)
 
 
 def test_what_is_forwarded() -> None:

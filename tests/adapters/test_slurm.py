@@ -61,9 +61,10 @@ def start_now(slurmed: Slurm, job: str) -> None:
     """Have a requeued job start: by itself Slurm lets two minutes pass."""
 
     def again() -> bool:
-        if slurmed.field(job, "Restarts") == "1" and slurmed.field(job, "JobState") == "PENDING":
+        state = slurmed.field(job, "JobState")
+        if state == "PENDING":
             slurmed.ask("scontrol", "update", f"job={job}", "StartTime=now")
-        return slurmed.field(job, "Restarts") == "1" and slurmed.field(job, "JobState") != "PENDING"
+        return slurmed.field(job, "Restarts") == "1" and state in ("RUNNING", "COMPLETED", "FAILED")
 
     until(again, "it starts again", 100)
 

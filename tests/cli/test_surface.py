@@ -70,7 +70,8 @@ WORKER_VARIABLES = words("""
 FIELDS = words("""
     program.kind program.target program.args program.python program.start resources.nodes resources.devices
     resources.indices resources.backend resources.threads resources.bind
-    policy.start_timeout policy.grace policy.max_restarts policy.time_limit output.log_dir output.show_ranks output.prefix output.files output.log_name
+    policy.start_timeout policy.grace policy.max_restarts policy.time_limit
+    output.log_dir output.show_ranks output.prefix output.files output.log_name
     place.scheduler place.node_rank place.node_name place.local
     place.hosts place.rank_table place.launcher
     reach.ssh reach.ssh_opts reach.forward reach.ship reach.mpirun reach.mpirun_opts reach.srun_opts

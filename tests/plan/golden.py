@@ -6,7 +6,8 @@ A case is one YAML file: ``argv``, ``environ``, ``facts`` and, last, ``expect``.
 
 ``facts``, each with a default: hostname, cpus ("0-7"), cores and numa (lists of CPU lists), quota, torch, cuda and npu
 (number of cards), uuids (cards have GPU-00000000-..), mig (text of nvidia-smi -L), addresses ([name, address]), route,
-local_endpoint, program_error [text, code], log_error, script_digest, hosts_here. ``around`` has the answers of the
+local_endpoint, program_error [text, code], log_error, script_digest, hosts_here, starter (how, program, says: what
+mpirun's --version prints, kill_wait, binds, fault). ``around`` has the answers of the
 probes, as in tests/adapters; ``files`` are written into an empty working folder.
 """
 
@@ -26,7 +27,9 @@ from pdrun.launcher import show
 from pdrun.launcher.cli_commands import build
 from pdrun.launcher.cli_run import request
 from pdrun.launcher.model import BackendFacts, Facts
+from pdrun.launcher.mpicommand import recognise
 from pdrun.launcher.plan import plan, simulated
+from pdrun.launcher.through import Starter
 from pdrun.topology import CpuSet
 from tests.adapters.helpers import probes
 
@@ -86,7 +89,14 @@ def make_facts(data: dict[str, Any], environ: dict[str, str], root: Path) -> Fac
         program_error_code=code,
         log_error=data.get("log_error", ""),
         hosts_here=tuple(data.get("hosts_here", ())),
+        starter=_starter(data["starter"]) if "starter" in data else None,
     )
+
+
+def _starter(data: dict[str, Any]) -> Starter:
+    mpi = recognise(data["program"], data["says"]) if "says" in data else None
+    more = data.get("kill_wait"), data.get("binds", True), data.get("fault", "")
+    return Starter(data["how"], data["program"], mpi, *more)
 
 
 def _cpus(data: dict[str, Any]) -> CpuSet:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from pdrun.eventlog import JobStatus, NodeStatus
+from pdrun.launcher import control
 from tests.cli.conftest import Outcome
 from tests.cli.conftest import folder as folder  # a fixture, which the next one needs
 from tests.cli.conftest import pdrun as pdrun
@@ -65,6 +67,18 @@ def test_make_merge_and_show(pdrun: Call, tmp_path: Path) -> None:
     assert shown[0] == "version 1.0, 4 rank(s) on 2 server(s)"
     assert shown[2].split() == ["0", "n1", "0", "10.1.0.1", "n1"]
     assert shown[5].split() == ["3", "n2", "1", "10.2.0.2", "n2"]
+
+
+def test_a_table_of_a_job_that_runs(pdrun: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = {name: NodeStatus(name, "running", index, 2) for index, name in ((1, "n1"), (0, "n2"))}
+    monkeypatch.setattr(control, "job_statuses", lambda job: [JobStatus(job=job, nodes=nodes)])
+    outcome = pdrun("rank-table", "make", "--job", "mine")
+    assert outcome.code == 2
+    assert "nobody gives an address for device 0 of n2" in outcome.err
+    nodes.pop("n1")
+    made = json.loads(pdrun("rank-table", "make", "--job", "mine").out)
+    assert [server["server_id"] for server in made["server_list"]] == ["n2"]
+    assert len(made["server_list"][0]["device"]) == 2
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ from pdrun.launcher.part import Part
 from pdrun.launcher.ports import Link, WorkerOutput
 from pdrun.launcher.reports import EVERY, Reports
 from pdrun.launcher.signals import FORWARD, STOP, Signals
-from pdrun.launcher.surroundings import FOR_ALL, UP, Surroundings
+from pdrun.launcher.started import FOR_ALL, UP
+from pdrun.launcher.surroundings import Surroundings
 from pdrun.launcher.voice import Voice
 from pdrun.rendezvous.messages import (
     Assign,

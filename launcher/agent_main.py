@@ -67,7 +67,7 @@ def _run(order: dict[str, Any]) -> int:
     made = plan(spec, facts.gather(spec), order["sources"])
     return execute(made, Seat(
         secret=Secret.from_hex(order["secret"]), scheduler_fd=order["scheduler_fd"], lifeline=0,
-        console=Console.from_json(order), quiet=order["quiet"], front=order["front"],
+        console=Console.from_json(order), quiet=order["quiet"], front=order["front"], run=order["run"],
     ))  # fmt: skip
 
 

@@ -188,6 +188,10 @@ def _log_stem(text: str, where: str) -> Values:
     return {"output.log_name": values.log_name(text + "_{rank}", where)}
 
 
+def _rank_table(text: str, where: str) -> Values:
+    return {"place.rank_table": values.path(text, where)} if text else {}
+
+
 def _both(name: str) -> tuple[str, ...]:
     """Return torchrun's two spellings of a name, with dashes and with underscores."""
     return ("--" + name, "--" + name.replace("-", "_")) if "-" in name else ("--" + name,)
@@ -259,7 +263,7 @@ MSRUN = (
     _msrun("bind_numa", "True: --bind numa", _bind("msrun.bind_numa"), "BOOL"),
     _msrun("worker_log_name", "--log-name NAME_{rank}", _log_stem, "NAME"),
     _msrun("tail_worker_log", "--show-ranks; -1 is all", _tail, "RANKS"),
-    _msrun("rank_table_file", "refused", _refused("rank tables are not read yet", "use --node-rank"), "FILE"),
+    _msrun("rank_table_file", "--rank-table", _rank_table, "FILE"),
     _msrun("sim_level", "refused", _refused("it simulates MindSpore's compiler", "use --local or --dry-run"), "N"),
     _msrun("sim_rank_id", "refused", _refused("it simulates MindSpore's compiler", "use --local or --dry-run"), "N"),
 )

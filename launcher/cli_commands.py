@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pdrun.errors import UsageError, did_you_mean
-from pdrun.launcher import cli_help, cli_run, paths, values
+from pdrun.launcher import cli_help, cli_others, cli_run, cli_tables, paths, values
 from pdrun.launcher.aliases import ALIASES
 from pdrun.launcher.options import RUN, Option
 
@@ -86,7 +86,9 @@ def build(show: Show, watch: Watch) -> click.Group:
         click.Option(["--version"], is_flag=True, is_eager=True, expose_value=False, callback=_version)
     )
     jobs = (_status(show, watch), _logs(), _stop())
-    for command in (_run(), _join(), _scheduler(), *jobs, _warm(), _token(), _env(), _completion(group)):
+    others = (cli_tables.group(), cli_others.slurm_group(STRICT), cli_others.mpirun_group(STRICT))
+    first = (_run(), _join(), _scheduler(), _relay())
+    for command in (*first, *jobs, _warm(), _token(), _env(), *others, _completion(group)):
         group.add_command(command)
     return group
 
@@ -183,6 +185,31 @@ def _scheduler() -> click.Command:
         context_settings=dict(STRICT),
     )  # fmt: skip
     command.rows = shown
+    return command
+
+
+def _relay() -> click.Command:
+    wanted = ("--scheduler", "--token-file", "--insecure", "--on-scheduler-loss")
+    rows = tuple(row for row in RUN if row.names[0] in wanted)
+
+    def callback(listen: str, **params: Any) -> int:
+        from pdrun.launcher import cli_join
+
+        return cli_join.relay(listen, rows, params, os.environ)
+
+    command = _Described(
+        "relay", callback=callback,
+        help="Take in the nodes of a large job in the scheduler's place: one relay a rack, say.",
+        params=[
+            *cli_run.parameters(rows),
+            click.Option(
+                ["--listen"], metavar="HOST:PORT", required=True,
+                help="One address of this machine, which these nodes are given as their --scheduler.",
+            ),
+        ],
+        context_settings=dict(STRICT),
+    )  # fmt: skip
+    command.rows = rows
     return command
 
 
@@ -361,14 +388,16 @@ def _token() -> click.Command:
 
 
 def _env() -> click.Command:
-    def callback() -> int:
+    def callback(json: bool) -> int:
         from pdrun.launcher import cli_env
+        from pdrun.launcher.adapters.probes import real
 
-        sys.stdout.write(cli_env.report(os.environ))
+        sys.stdout.write(cli_env.report(os.environ, real(), as_json=json))
         return 0
 
     return click.Command(
         "env", callback=callback, help="Say what this machine and its environment mean to pdrun.",
+        params=[click.Option(["--json"], is_flag=True, help="One JSON object.")],
         context_settings=dict(STRICT),
     )  # fmt: skip
 

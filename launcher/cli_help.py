@@ -14,9 +14,9 @@ Usage: pdrun [OPTIONS] SCRIPT [ARGS]...      start a PyTorch job on any cluster
 
 {options}
 
-Commands: run (the default), join, scheduler, status, logs, stop, warm, token,
-env, completion; see pdrun COMMAND --help. Every option: pdrun run --help.
-torchrun's and msrun's are understood too. --nodes is also PDRUN_NODES, and so on.
+Commands: run (the default), join, scheduler, relay, status, logs, stop, warm,
+token, env, rank-table, slurm, mpirun, completion; see pdrun COMMAND --help.
+Every option: pdrun run --help, torchrun's and msrun's too.
 
 Examples:
   pdrun --devices 4 train.py --lr 3e-4              four workers on this machine

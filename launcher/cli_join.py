@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -87,3 +88,26 @@ def scheduler(
 def run_name(job: str) -> str:
     """Return a unique name of a run, fit for a path: the job, the time to the second, four random digits."""
     return f"{job[:40] or 'job'}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
+
+
+def relay(listen: str, rows: Sequence[Option], params: Mapping[str, Any], environ: Mapping[str, str]) -> int:
+    """Carry the connections of nodes that come to ``listen`` to a scheduler, until the job is over."""
+    here = values.endpoint()(listen, "--listen")
+    values.interface(here.host, "--listen")
+    said, sources = wishes(rows, params, environ)
+    if not said.get("scheduler.host") or not said.get("scheduler.port"):
+        raise UsageError("is needed: a relay cannot guess whose nodes it takes in", where="--scheduler HOST:PORT")
+    from pdrun.launcher.run import blamed
+    from pdrun.net import Endpoint
+    from pdrun.rendezvous.relay import serve_alone
+    from pdrun.rendezvous.security import find_secret
+
+    with blamed(sources.get("place.token_file", "")):
+        secret = None if said.get("place.insecure") else find_secret(said.get("place.token_file", ""))[0]
+    patience = said.get("policy.scheduler_loss", Policy().scheduler_loss)
+    where = Endpoint(said["scheduler.host"], said["scheduler.port"])
+    return serve_alone(where, here, secret, patience=patience, say=_say)
+
+
+def _say(text: str) -> None:
+    print(f"pdrun: {text}", file=sys.stderr, flush=True)

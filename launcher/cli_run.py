@@ -10,17 +10,23 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from pdrun.errors import UsageError
+from pdrun.launcher import outer, through
+from pdrun.launcher.adapters.found import Probes
+from pdrun.launcher.adapters.probes import real
 from pdrun.launcher.aliases import ALIASES
 from pdrun.launcher.derive import Asked, build
 from pdrun.launcher.model import Facts, LaunchPlan
 from pdrun.launcher.options import RUN, Option
 from pdrun.launcher.wishes import Level, Source, Wish, from_environment, read, strangers
+
+if TYPE_CHECKING:
+    from pdrun.launcher.run import Seat
 
 Rows = Sequence[Option]
 
@@ -64,11 +70,18 @@ class Request:
     dry_run: bool = False
     explain: bool = False
     json: bool = False
+    warnings: tuple[str, ...] = ()
+    """What is wrong around the job and does not stop it: left-over variables, launchers that differ."""
 
 
-def request(params: Mapping[str, Any], words: Sequence[str], environ: Mapping[str, str]) -> Request:
+def request(
+    params: Mapping[str, Any], words: Sequence[str], environ: Mapping[str, str], probes: Probes | None = None
+) -> Request:
     """
-    Return what a command line asks for; reads a job file where one stands in the script's place.
+    Return what a command line asks for; reads a job file where one stands in the script's place, and a file of hosts.
+
+    Args:
+        probes: what a launcher's words are checked with; None: with nothing, as for an environment of another machine.
 
     Raises:
         PdrunError: any of it is wrong; names the place.
@@ -80,8 +93,36 @@ def request(params: Mapping[str, Any], words: Sequence[str], environ: Mapping[st
     wishes += program(words, [*wishes, *around])
     if "ask.json" in ask and "ask.dry_run" not in ask:
         raise UsageError("is the form of a plan, and there is none to show", where="--json", hint="add --dry-run")
-    asked = build([*wishes, *around], (*notes, *found))
-    return Request(asked, "ask.dry_run" in ask, "ask.explain" in ask, "ask.json" in ask)
+    wishes = with_hosts([*wishes, *around])
+    outside, why, warnings = outer.around(wishes, environ, probes or Probes())
+    everything = [*wishes, *outside]
+    if any(wish.path == "place.rank_table" for wish in everything):
+        from pdrun.launcher.tabled import with_table
+
+        everything, told = with_table(everything, environ)
+        why = (*why, *told)
+    asked = build(everything, (*notes, *found, *why, *warnings))
+    return Request(asked, "ask.dry_run" in ask, "ask.explain" in ask, "ask.json" in ask, warnings)
+
+
+def with_hosts(wishes: Sequence[Wish]) -> list[Wish]:
+    """Return the wishes, files of hosts replaced by the hosts that they list."""
+    from pdrun.launcher import hostfile
+
+    made = []
+    for wish in wishes:
+        if wish.path == "hosts.file":
+            source = replace(wish.source, text="")
+            try:
+                wish = Wish("hosts.all", hostfile.read_hostfile(wish.value, _stdin), source)
+            except UsageError as error:
+                raise wish.source.blame(error) from None
+        made.append(wish)
+    return made
+
+
+def _stdin(limit: int) -> bytes:
+    return sys.stdin.buffer.read(limit)
 
 
 def program(words: Sequence[str], said: Iterable[Wish]) -> list[Wish]:
@@ -111,17 +152,29 @@ def make_plan(asked: Asked) -> tuple[LaunchPlan, Facts]:
     from pdrun.launcher.facts import gather
     from pdrun.launcher.plan import plan
 
-    facts = gather(asked.spec)
+    asked = _within_kill_wait(asked)
+    facts = gather(asked.spec, starter=through.starter_for(asked.spec, asked.sources))
     return plan(asked.spec, facts, asked.sources, asked.notes), facts
+
+
+def _within_kill_wait(asked: Asked) -> Asked:
+    """Fit the grace of a job whose nodes srun has started into the time that Slurm leaves it; node 0 has the say."""
+    if asked.spec.place.node_rank != 0 or not asked.sources.get("place.node_rank", "").startswith("SLURM_"):
+        return asked
+    from pdrun.launcher.starters import kill_wait, slurm_config
+
+    spec, note = through.within(asked.spec, kill_wait(slurm_config(os.environ)), asked.sources)
+    return Asked(spec, asked.sources, (*asked.notes, note) if note else asked.notes)
 
 
 def run(params: Mapping[str, Any], words: Sequence[str]) -> int:
     """Do what ``pdrun run`` was told: print the plan, or execute it and return the job's exit code."""
-    asked = request(params, words, os.environ)
+    asked = request(params, words, os.environ, real())
     if not asked.explain:  # which says it among the reasons
         warn_of_strangers(os.environ)
     if not asked.dry_run:
         await_scheduler_name(asked.asked)
+        warn(asked.warnings)
     plan, facts = make_plan(asked.asked)
     if asked.explain or asked.dry_run:
         _print(asked, plan, facts)
@@ -129,7 +182,21 @@ def run(params: Mapping[str, Any], words: Sequence[str]) -> int:
         return 0
     from pdrun.launcher.run import execute
 
-    return int(execute(plan))
+    seat = _seat(asked.asked)
+    return int(execute(plan) if seat is None else execute(plan, seat))
+
+
+_TASKS = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "PALS_", "JSM_", "FLUX_", "MV2_", "MPI_", "HYDRA_")
+"""Beginnings of the variables by which one launcher starts all nodes and shows their output on one terminal."""
+
+
+def _seat(asked: Asked) -> Seat | None:
+    """Return the seat of an agent among the tasks of mpirun or srun, of which the first one speaks for the job."""
+    from pdrun.launcher.run import Seat
+
+    if not asked.sources.get("place.node_rank", "").startswith(_TASKS):
+        return None
+    return Seat(quiet=(asked.spec.place.node_rank or 0) > 0, together=True)
 
 
 def await_scheduler_name(asked: Asked) -> None:
@@ -146,7 +213,12 @@ def await_scheduler_name(asked: Asked) -> None:
 
 def warn_of_strangers(environ: Mapping[str, str]) -> None:
     """Say on stderr which PDRUN_ variables nobody reads: a typing slip must not start a job of another size unseen."""
-    for text in strangers(environ):
+    warn(strangers(environ))
+
+
+def warn(lines: Iterable[str]) -> None:
+    """Print warnings on stderr."""
+    for text in lines:
         print(f"pdrun: warning: {text}", file=sys.stderr, flush=True)
 
 

@@ -8,13 +8,15 @@ counts, torchrun's ``--redirects`` with ``--tee``, msrun's two ways of binding.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pdrun.env import refuse_owned
 from pdrun.errors import UsageError
+from pdrun.launcher import hosts
 from pdrun.launcher.aliases import MSRUN_PORT, TORCHRUN_PORT
-from pdrun.launcher.spec import JobSpec, Output, Place, Policy, Program, Resources, Sources, field_paths
+from pdrun.launcher.hosts import Host
+from pdrun.launcher.spec import JobSpec, Output, Place, Policy, Program, Reach, Resources, Sources, field_paths
 from pdrun.launcher.values import rank_text
 from pdrun.launcher.wishes import Level, Source, Wish, contradiction, settle
 from pdrun.net import Endpoint
@@ -48,10 +50,69 @@ def build(wishes: Iterable[Wish], notes: Iterable[str] = ()) -> Asked:
         all_wishes += more
         said += new
         settled, overridden = settle(all_wishes)
-    return Asked(_spec(settled), _sources(settled), (*said, *overridden))
+    return _met(Asked(_spec(settled), _sources(settled), (*said, *overridden)))
+
+
+def _met(asked: Asked) -> Asked:
+    """``--launcher none`` with hosts: the same command runs on each, and they meet at the first one."""
+    place = asked.spec.place
+    if len(place.hosts) < 2 or place.launcher != "none" or place.scheduler or place.local:
+        return asked
+    from pdrun.launcher.network import port_for
+    from pdrun.launcher.plan import job_key
+
+    meeting = Endpoint(place.hosts[0].reach, port_for(job_key(asked.spec)))
+    spec = replace(asked.spec, place=replace(place, scheduler=meeting))
+    note = f"{meeting} is the first host, with a port made from the job's name"
+    return Asked(spec, {**asked.sources, "place.scheduler": asked.sources["place.hosts"]}, (*asked.notes, note))
 
 
 Derived = tuple[Sequence[Wish], Sequence[str]]
+
+
+def _hosts(settled: Settled) -> Derived:
+    """
+    The list of hosts, chosen from by ``--include`` and ``--exclude``, is the number of nodes.
+
+    An allocation that was found is no wish: fewer ``--nodes`` take its first hosts, one node takes none.
+    """
+    whole, nodes = settled.get("hosts.all"), settled.get("resources.nodes")
+    chosen, without = settled.get("hosts.include"), settled.get("hosts.exclude")
+    if chosen and without:
+        raise contradiction(without, chosen)
+    choice = chosen or without
+    if whole is None:
+        if choice:
+            raise choice.source.error("chooses among hosts, and none are listed", "add --hosts or --hostfile")
+        return (), ()
+    listed: tuple[Host, ...] = whole.value
+    if choice:
+        listed = _chosen(listed, choice, chosen is not None, _value(settled, "resources.devices", None))
+    found = whole.source.level is Level.FOUND
+    if nodes is not None and nodes.value != len(listed) and (nodes.value > len(listed) or not found):
+        raise nodes.source.error(
+            f"{nodes.value} node(s), but {len(listed)} host(s) by {whole.source.label}", "leave one of them out"
+        )
+    notes = []
+    if nodes is not None and nodes.value < len(listed):
+        notes = [f"{nodes.source.said()}: the first of the {len(listed)} hosts by {whole.source.label}"]
+        listed = listed[: nodes.value] if nodes.value > 1 else ()
+    elif found and len(listed) == 1:
+        listed = ()
+    if not listed:
+        return (), notes
+    count = [] if nodes is not None else [Wish("resources.nodes", len(listed), whole.source)]
+    return [Wish("place.hosts", listed, whole.source), *count], notes
+
+
+def _chosen(listed: tuple[Host, ...], choice: Wish, only: bool, devices: object) -> tuple[Host, ...]:
+    label = choice.source.label
+    try:
+        if only:
+            return hosts.include(listed, choice.value, label)
+        return hosts.exclude(listed, choice.value, label, devices if isinstance(devices, int) else None)
+    except UsageError as error:
+        raise choice.source.blame(error) from None
 
 
 def _standalone(settled: Settled) -> Derived:
@@ -174,7 +235,7 @@ def _global(local: Sequence[int], per_node: object, nodes: int, source: Source) 
 
 
 _DERIVED: tuple[Callable[[Settled], Derived], ...] = (
-    _msrun_counts, _elastic, _standalone, _scheduler, _binding, _shown,
+    _hosts, _msrun_counts, _elastic, _standalone, _scheduler, _binding, _shown,
 )  # fmt: skip
 
 
@@ -186,7 +247,7 @@ def _nodes(settled: Settled) -> int:
     return int(_value(settled, "resources.nodes", 1))
 
 
-_GROUPS = ("program", "resources", "policy", "output", "place")
+_GROUPS = ("program", "resources", "policy", "output", "place", "reach")
 
 
 def _spec(settled: Settled) -> JobSpec:
@@ -208,7 +269,7 @@ def _spec(settled: Settled) -> JobSpec:
     return JobSpec(
         program=Program(**kinds["program"]), resources=Resources(**kinds["resources"]),
         policy=Policy(**kinds["policy"]), output=Output(**kinds["output"]), place=Place(**kinds["place"]),
-        env=env, **single,
+        reach=Reach(**kinds["reach"]), env=env, **single,
     )  # fmt: skip
 
 
@@ -217,14 +278,16 @@ def _check(settled: Settled) -> None:
     local = settled.get("place.local")
     nodes = _nodes(settled)
     if local and local.value:
-        for path in ("place.scheduler", "place.node_rank", "place.serve", "place.interface", "place.node_name"):
+        for path in ("place.scheduler", "place.node_rank", "place.serve", "place.interface", "place.node_name",
+                     "place.hosts", "place.rank_table"):  # fmt: skip
             if path in settled and settled[path].source.level <= local.source.level:
                 raise contradiction(settled[path], local)
     rank, serve = settled.get("place.node_rank"), settled.get("place.serve")
     if rank and rank.value >= nodes:
         count = settled["resources.nodes"].source.said() if "resources.nodes" in settled else "one node"
         raise rank.source.error(f"{rank.value} is not a place among {nodes} node(s) ({count})", f"use 0 to {nodes - 1}")
-    if rank and serve and serve.value != (rank.value == 0):
+    apart = serve is not None and serve.source.level is Level.FOUND  # a launcher whose scheduler is no node of the job
+    if rank and serve and serve.value != (rank.value == 0) and not apart:
         raise contradiction(serve, rank)
     _check_elastic(settled)
     for path, wish in settled.items():

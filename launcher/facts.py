@@ -18,23 +18,28 @@ from typing import TYPE_CHECKING
 import pdrun
 from pdrun.backends import affinity
 from pdrun.errors import ConfigError, UsageError
-from pdrun.launcher import network, paths, program
+from pdrun.launcher import fan, network, paths, program
 from pdrun.launcher.model import BackendFacts, Facts
 from pdrun.launcher.places import warm_folder
 from pdrun.launcher.spec import JobSpec
+from pdrun.launcher.through import Starter
+from pdrun.net import Endpoint
 from pdrun.topology import Device
 
 if TYPE_CHECKING:
     from pdrun.launcher.warm import Look
 
 
-def gather(spec: JobSpec, environ: Mapping[str, str] | None = None, root: Path = Path("/")) -> Facts:
+def gather(
+    spec: JobSpec, environ: Mapping[str, str] | None = None, root: Path = Path("/"), *, starter: str = ""
+) -> Facts:
     """
     Look at this machine for the sake of ``spec``.
 
     Args:
         environ: stands in for the process's environment.
         root: where /sys, /proc and /dev are; tests pass a tree of their own.
+        starter: ``mpirun`` or ``srun``, where that is to start the agents (`through.starter_for`).
 
     Raises:
         ConfigError: the working directory is gone. UsageError: the folder of ``--chdir`` is not there.
@@ -48,7 +53,8 @@ def gather(spec: JobSpec, environ: Mapping[str, str] | None = None, root: Path =
     scheduler = spec.place.scheduler
     found = program.look(spec.program, cwd, {**environ, **spec.env})
     torch = _torch_folder(spec)
-    route = network.route(scheduler) if networked else network.LOOPBACK[1]
+    here = network.among(spec.place.hosts, hostname) if spec.place.hosts else ()
+    route = _route(spec, here) if networked else network.LOOPBACK[1]
     return Facts(
         hostname=hostname,
         environ=environ,
@@ -61,6 +67,8 @@ def gather(spec: JobSpec, environ: Mapping[str, str] | None = None, root: Path =
         backends=backends(spec.resources.backend, environ, root, torch),
         addresses=addresses,
         uid=os.getuid(),
+        starter=_starter(starter, spec, environ),
+        hosts_here=here,
         script_digest=_digest(found.file) if networked and found.file else "",
         local_endpoint=network.is_here(scheduler.host, hostname, addresses) if networked and scheduler else None,
         route_address=route,
@@ -68,7 +76,7 @@ def gather(spec: JobSpec, environ: Mapping[str, str] | None = None, root: Path =
             networked and scheduler and network.is_only_here(scheduler.host)
             and route and not network.is_loopback(route)
         ),
-        scheduler_fault=network.name_fault(scheduler.host) if scheduler and not route else "",
+        scheduler_fault="" if route else _name_fault(spec, here),
         program_error=found.error,
         program_error_code=found.code,
         log_error=log_error(spec, cwd),
@@ -95,6 +103,29 @@ def _warm(spec: JobSpec, environ: Mapping[str, str]) -> Look | None:
     return Look(environ)
 
 
+def _starter(how: str, spec: JobSpec, environ: Mapping[str, str]) -> Starter | None:
+    if not how:
+        return None
+    from pdrun.launcher import starters
+
+    return starters.look(how, spec, environ)
+
+
+def _route(spec: JobSpec, here: tuple[str, ...]) -> str:
+    """Return our address on the way to the scheduler, or to a listed host that is another machine, or to the world."""
+    if spec.place.scheduler:
+        return network.route(spec.place.scheduler)
+    others = [Endpoint(host.reach, 0) for host in spec.place.hosts if host.name not in here]
+    return next(filter(None, map(network.route, others[:8])), "") or network.route(None)
+
+
+def _name_fault(spec: JobSpec, here: tuple[str, ...]) -> str:
+    """Return why the name of the scheduler's host, or of a listed one, leads nowhere."""
+    others = [host.reach for host in spec.place.hosts if host.name not in here][:8]
+    names = [spec.place.scheduler.host] if spec.place.scheduler else others
+    return next(filter(None, map(network.name_fault, names)), "")
+
+
 def is_networked(spec: JobSpec) -> bool:
     """Return whether the job may meet other machines."""
     place = spec.place
@@ -107,6 +138,10 @@ def _cwd(spec: JobSpec) -> str:
     except OSError as error:
         raise ConfigError(f"the working directory is gone ({error.strerror})", hint="cd to one that is there") from None
     cwd = os.path.normpath(start / spec.chdir)
+    if fan.fans_out(spec):  # the folder is the hosts' affair, and they may know it by the name that the shell gives it
+        typed = os.environ.get("PWD", "")
+        alike = typed.startswith("/") and paths.exists(typed) and Path(typed).samefile(start)
+        return os.path.normpath(Path(typed if alike else start, spec.chdir))
     if not paths.is_folder(cwd):
         raise UsageError(f"{spec.chdir!r} is not a directory", where="--chdir")
     return cwd

@@ -1,8 +1,10 @@
 """
-`--local` with several nodes: this process starts one agent a node, shows what they print, leaves with their verdict.
+A process that starts one agent a node, shows what they print and leaves with their verdict.
 
     terminal <-- Console <-- pipes --- agent of node0 (scheduler inside) --- workers
                                   \\-- agent of node1 ---------------------- workers
+
+`--local` starts them here (`run_local`), ``--hosts`` on other machines (`pdrun.launcher.fanout`).
 
 It decides nothing about the job; the scheduler does. It passes signals on, and it bounds every wait: an agent that
 stays after another has ended is asked to stop (SIGTERM), then loses its lifeline (stdin), then is killed. When this
@@ -20,23 +22,19 @@ from __future__ import annotations
 import os
 import select
 import signal
-import socket
-import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from types import FrameType
 
 from pdrun import early
-from pdrun.errors import EXIT_SOFTWARE, ConfigError
-from pdrun.launcher.adapters.local import AgentStart, agent_command, agent_starts, bind_scheduler
+from pdrun.errors import EXIT_SOFTWARE, EXIT_UNAVAILABLE, ConfigError
+from pdrun.launcher.adapters.local import agent_starts, bind_scheduler
 from pdrun.launcher.console import ERR, OUT, Console
 from pdrun.launcher.model import LaunchPlan
-from pdrun.launcher.surroundings import FOR_ALL, RUNNING, UP
+from pdrun.launcher.started import STOPPING, LocalAgent, Started, agent_command, signal_name
 from pdrun.rendezvous.security import Secret, find_secret
 
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP)
 PASSED_ON = (*STOPPING, signal.SIGUSR1, signal.SIGUSR2)
 AFTER_EXIT = 5.0
 """Seconds that others may stay after an agent has left by itself: a verdict reaches all at once."""
@@ -46,7 +44,6 @@ AFTER_CUT = 5.0
 AFTER_EARLY = 1.0
 """Seconds that others may stay after an agent has left by itself before there were workers, and then after the cut."""
 _TICK = 0.5
-_HELD_LINE = 1 << 20
 
 
 def run_local(plan: LaunchPlan) -> int:
@@ -60,7 +57,8 @@ def run_local(plan: LaunchPlan) -> int:
     with bind_scheduler() as listener:
         told = {**console.to_json(), "nofile": early.users_limit()}
         starts = agent_starts(plan, listener, _secret(plan), front=os.getpid(), screen=told)
-        front = Front(starts, console, grace=plan.spec.policy.grace, outlives=plan.spec.reopens)
+        agents = [LocalAgent(start, agent_command()) for start in starts]
+        front = Front(agents, console, grace=plan.spec.policy.grace, outlives=plan.spec.reopens)
         front.start()
     return front.run()
 
@@ -75,23 +73,6 @@ def _secret(plan: LaunchPlan) -> Secret:
         if plan.spec.place.token_file:
             raise
         return Secret.random()  # no home: then nobody joins
-
-
-@dataclass
-class _Agent:
-    node: str
-    process: subprocess.Popen[bytes]
-    lifeline: socket.socket
-    streams: dict[int, int] = field(default_factory=dict)
-    """Open descriptor -> OUT or ERR."""
-    halves: dict[int, bytes] = field(default_factory=dict)
-    code: int | None = None
-    """As Popen says it: negative for a signal."""
-    ended: float = 0.0
-    up: bool = False
-    """Whether it takes signals."""
-    hears: bool = True
-    """Whether it may still say something on its lifeline."""
 
 
 class Patience:
@@ -123,28 +104,29 @@ class Patience:
 
 
 def verdict_code(
-    ends: Sequence[tuple[str, int]], *, asked: Sequence[str] = (), stops: Sequence[int] = (), leader: str = ""
+    ends: Sequence[tuple[str, int | None]], *, asked: Sequence[str] = (), stops: Sequence[int] = (), leader: str = ""
 ) -> tuple[int, str]:
     """
     Return the exit code of a job and, when the agents do not agree about it, a line that says so.
 
     Args:
-        ends: (node, code as Popen says it) in the order in which the agents ended.
+        ends: (node, code as Popen says it, None for one that was lost from sight) in the order in which they ended.
         asked: nodes whose agents ended only after this process had asked them to; theirs is no verdict.
         stops: signals by which the user has stopped the job, before all had ended.
         leader: node whose code is the job's, as the others may have left it earlier; empty: there is none.
     """
     if leader and leader not in asked:
-        first = next((code for node, code in ends if node == leader), -1)
-        if first >= 0:
+        first = next((code for node, code in ends if node == leader), None)
+        if first is not None and first >= 0:
             return first, ""
     free = [(node, code) for node, code in ends if node not in asked]
-    said = [(node, code) for node, code in free if code >= 0]
+    said = [(node, code) for node, code in free if code is not None and code >= 0]
     stopped = [128 + number for number in stops]
     if stopped and (not said or any(code in stopped for _, code in said)):
         return next((code for _, code in said if code in stopped), stopped[0]), ""
     if not said:
-        return (128 - free[0][1] if free else EXIT_SOFTWARE), ""
+        killed = [code for _, code in free if code is not None]
+        return (128 - killed[0] if killed else EXIT_UNAVAILABLE if free else EXIT_SOFTWARE), ""
     code = next((code for _, code in said if code), 0)
     if len({code for _, code in said}) == 1:
         return code, ""
@@ -153,10 +135,10 @@ def verdict_code(
 
 
 class Front:
-    """The agents of one job on this machine."""
+    """The agents of one job, as far as the terminal and the signals of this process are concerned."""
 
     def __init__(
-        self, starts: Sequence[AgentStart], console: Console, *, grace: float, outlives: bool = False
+        self, agents: Sequence[Started], console: Console, *, grace: float, outlives: bool = False
     ) -> None:  # fmt: skip
         """
         Prepare; nothing is started yet.
@@ -166,23 +148,21 @@ class Front:
             outlives: the job may go on when an agent has ended.
         """
         self._outlives = outlives
-        self._starts, self._console = starts, console
-        self._agents: list[_Agent] = []
+        self._agents, self._console = agents, console
         self._patience = Patience(grace)
         self._asked: set[str] = set()
         self._stops: list[int] = []
-        self._running = False
         self._restore = ExitStack()
         self._signals = -1
 
-    def start(self, command: Sequence[str] | None = None) -> None:
-        """Start every agent; should one not start, those before it lose their lifeline and end."""
+    def start(self) -> None:
+        """Start every agent and give it its order; should one not start, those before it are cut off and end."""
         self._catch_signals()
         try:
-            for start in self._starts:
-                self._agents.append(_spawn(command or agent_command(), start))
-            for agent, start in zip(self._agents, self._starts, strict=True):
-                _tell(agent, start.line)
+            for agent in self._agents:
+                agent.start()
+            for agent in self._agents:
+                agent.order()
         except BaseException:
             self._cut()
             self._restore.close()
@@ -201,11 +181,16 @@ class Front:
             self._cut()
             self._restore.close()
 
+    @property
+    def _running(self) -> bool:
+        return any(agent.running for agent in self._agents)
+
     def _conclude(self) -> int:
-        ends = sorted(self._agents, key=lambda agent: agent.ended)
-        codes = [(agent.node, agent.code or 0) for agent in ends]
+        ends = sorted(((agent.end.at, agent.node, agent.end.code) for agent in self._agents if agent.end), key=_when)
         leader = self._agents[0].node if self._outlives else ""
-        code, note = verdict_code(codes, asked=tuple(self._asked), stops=self._stops, leader=leader)
+        code, note = verdict_code(
+            [(node, code) for _, node, code in ends], asked=tuple(self._asked), stops=self._stops, leader=leader
+        )
         if note:
             self._console.say(f"pdrun: {note}")
         self._console.close()
@@ -216,64 +201,41 @@ class Front:
         late = time.monotonic() - AFTER_CUT
         held = any(self._console.held(stream) for stream in (OUT, ERR))
         return all(
-            agent.code is not None and (not agent.streams or (agent.ended < late and not held))
-            for agent in self._agents
+            agent.end is not None and (agent.drained() or (agent.end.at < late and not held)) for agent in self._agents
         )
 
     def _wait(self) -> bool:
         """Sleep until something happens; read what is there; return whether output was held back."""
         poll = select.poll()
         poll.register(self._signals, select.POLLIN)
+        owners: dict[int, Started] = {}
         for agent in self._agents:
-            if agent.hears and agent.lifeline.fileno() >= 0:
-                poll.register(agent.lifeline, select.POLLIN)
-            for fd, stream in agent.streams.items():
-                if not self._console.held(stream):
-                    poll.register(fd, select.POLLIN)
+            for fd, mask in agent.descriptors(self._console.held):
+                poll.register(fd, mask)
+                owners[fd] = agent
         held = any(self._console.held(stream) for stream in (OUT, ERR))
         for fd, _ in poll.poll((0.02 if held else _TICK) * 1000):
             if fd == self._signals:
                 self._take_signals()
             else:
-                self._read(fd)
+                for stream, data in owners[fd].take(fd):
+                    self._console.write(stream, data)
         return held
-
-    def _read(self, fd: int) -> None:
-        agent = next((agent for agent in self._agents if fd in agent.streams), None)
-        if agent is None:
-            return self._hear(next(agent for agent in self._agents if agent.lifeline.fileno() == fd))
-        data = os.read(fd, 1 << 18)
-        whole = agent.halves.get(fd, b"") + data
-        # agents write whole lines; what is left over was cut by the pipe (or is a prompt of a job with one worker)
-        cut = len(whole) if not data or len(whole) > _HELD_LINE else whole.rfind(b"\n") + 1
-        self._console.write(agent.streams[fd], whole[:cut])
-        agent.halves[fd] = whole[cut:]
-        if not data:
-            os.close(fd)
-            del agent.streams[fd]
-        return None
-
-    def _hear(self, agent: _Agent) -> None:
-        try:
-            said = agent.lifeline.recv(4096)
-        except OSError:  # it ended without having read its order
-            said = b""
-        agent.hears = bool(said)
-        agent.up = agent.up or UP in said
-        self._running = self._running or RUNNING in said
 
     def _reap(self) -> None:
         for agent in self._agents:
-            if agent.code is None and (code := agent.process.poll()) is not None:
-                agent.code, agent.ended = code, time.monotonic()
-                if code < 0 and agent.node not in self._asked:
+            if agent.end is not None:
+                continue
+            agent.look()
+            if agent.end is not None:
+                if agent.end.fate and agent.node not in self._asked:
                     when = "" if self._running else " before the job began; stopping the others"
-                    self._console.say(f"pdrun: the agent of {agent.node} was killed by {_signal_name(-code)}{when}")
+                    self._console.say(f"pdrun: {agent.end.fate}{when}")
                 if not self._outlives or not self._running or agent is self._agents[0]:
-                    self._patience.first_end(agent.ended, killed=code < 0, running=self._running)
+                    self._patience.first_end(agent.end.at, killed=bool(agent.end.fate), running=self._running)
 
     def _press(self, step: str) -> None:
-        left = [agent for agent in self._agents if agent.code is None]
+        left = [agent for agent in self._agents if agent.end is None]
         if not step or not left:
             return
         names = ", ".join(agent.node for agent in left)
@@ -281,18 +243,18 @@ class Front:
         if step == "term":
             self._console.say(f"pdrun: {names} did not end with the others: stopping")
             for agent in left:
-                _signal_all(agent, signal.SIGTERM)
+                agent.signal(signal.SIGTERM)
         elif step == "cut":
             self._cut()
         else:
             self._console.say(f"pdrun: killing the agent of {names}")
             for agent in left:
-                agent.process.kill()
+                agent.kill()
 
     def _cut(self) -> None:
         """Close the lifelines: agents that are left kill everything and end."""
         for agent in self._agents:
-            agent.lifeline.close()
+            agent.cut()
 
     def _take_signals(self) -> None:
         for number in os.read(self._signals, 64):
@@ -305,15 +267,15 @@ class Front:
 
     def _pass_on(self, number: int) -> None:
         """Give a signal to every agent; one that cannot take it yet has nothing to tidy up, and is killed by a stop."""
-        left = [agent for agent in self._agents if agent.code is None]
+        left = [agent for agent in self._agents if agent.end is None]
         for agent in left:
             if agent.up:
-                _signal_all(agent, number)
+                agent.signal(number)
             elif number in STOPPING:
                 self._asked.add(agent.node)
-                agent.process.kill()
+                agent.kill()
         if number in STOPPING and left and not any(agent.up for agent in left):
-            self._console.say(f"pdrun: stopped by {_signal_name(number)} before the job began")
+            self._console.say(f"pdrun: stopped by {signal_name(number)} before the job began")
 
     def _catch_signals(self) -> None:
         """From here on signals are bytes on a pipe. One that was ignored when we started (nohup) stays ignored."""
@@ -328,45 +290,6 @@ class Front:
                 self._restore.callback(signal.signal, number, after)  # type: ignore[arg-type]
 
 
-def _spawn(command: Sequence[str], start: AgentStart) -> _Agent:
-    """Start an agent in a session of its own: a Ctrl-C reaches it once, through this process."""
-    ours, theirs = socket.socketpair()
-    try:
-        process = subprocess.Popen(
-            command, stdin=theirs.fileno(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
-            pass_fds=start.pass_fds, start_new_session=True,
-        )  # fmt: skip
-    except BaseException:
-        ours.close()
-        raise
-    finally:
-        theirs.close()
-    assert process.stdout and process.stderr
-    # descriptors of our own: closed by `_read` at the end of the stream
-    streams = {os.dup(process.stdout.fileno()): OUT, os.dup(process.stderr.fileno()): ERR}
-    process.stdout.close()
-    process.stderr.close()
-    return _Agent(start.node, process, ours, streams)
-
-
-def _tell(agent: _Agent, line: str) -> None:
-    """Give an agent its orders; one that is gone already is found by `_reap`."""
-    try:
-        agent.lifeline.sendall(line.encode())
-    except OSError:
-        pass
-
-
-def _signal_all(agent: _Agent, number: int) -> None:
-    """Signal an agent in the name of the whole job: a SIGTERM then does not mean that its node alone is to go."""
-    if number in STOPPING and agent.up:
-        try:
-            agent.lifeline.send(FOR_ALL, socket.MSG_DONTWAIT)
-        except OSError:
-            pass  # it is ending, or has been told often enough
-    agent.process.send_signal(number)
-
-
 def _noted(number: int, frame: FrameType | None) -> None:
     """The wake-up descriptor has told already."""
 
@@ -376,10 +299,6 @@ def _close_all(*fds: int) -> None:
         os.close(fd)
 
 
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
-
+def _when(end: tuple[float, str, int | None]) -> float:
+    return end[0]

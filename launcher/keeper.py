@@ -263,6 +263,17 @@ def become(command: dict[str, Any], descriptors: list[int], report: int, keeper:
         os._exit(127)
 
 
+def survive_notices() -> None:
+    """
+    Have the notices of a batch system do nothing here: Slurm signals every process of a job, the workers' keeper too.
+
+    A handler, unlike SIG_IGN, does not outlive exec: workers have the default, or what they inherit as ignored.
+    """
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, lambda *_: None)
+
+
 def marker(token: str, slot: int) -> str:
     """The value of MARKER for the starter and what it forks: of one width, so that each can write its own in place."""
     return f"{token}.{slot:0{SLOT_WIDTH}d}"
@@ -293,6 +304,7 @@ class Keeper:
         os.set_blocking(write, False)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_IGN)
+        survive_notices()
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -718,6 +730,7 @@ def stand_by(token: str, keeper: int, agent: int = -1) -> NoReturn:
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_IGN)
+        survive_notices()
         parent, poll = os.getppid(), select.poll()
         for descriptor in (keeper, agent):
             if descriptor >= 0:

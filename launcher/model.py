@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pdrun.launcher.spec import JobSpec, Sources
 from pdrun.net import Endpoint
 from pdrun.topology import CpuSet, Device
+
+if TYPE_CHECKING:
+    from pdrun.launcher.fan import Fan
+    from pdrun.launcher.through import Starter, Through
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,10 @@ class Facts:
     """Whether the program's text mentions optimizers, compilation or trainers: what drags in torch._dynamo."""
     unforkable: str = ""
     """Why the program needs an interpreter of its own (an archive, a folder, compiled), or empty."""
+    hosts_here: tuple[str, ...] = ()
+    """Which of ``place.hosts`` are this machine."""
+    starter: Starter | None = None
+    """The mpirun or srun that is to start the agents."""
     late_variable: str = ""
     """``train.py:3 sets OMP_NUM_THREADS``: before its import of torch, which is too late in a fork; or empty."""
     warm: tuple[Warm, ...] = ()
@@ -140,7 +148,7 @@ class Starting:
     """Why a warm process that is there is not used, or empty."""
 
 
-Mode = Literal["alone", "local", "first", "join"]
+Mode = Literal["alone", "local", "first", "join", "hosts", "through"]
 
 
 @dataclass(frozen=True)
@@ -150,7 +158,8 @@ class LaunchPlan:
 
     Modes. alone: one node, the scheduler is a library inside the agent, nothing listens. local: this process starts
     ``nodes`` agents on this machine and merges their output. first: this agent also runs the scheduler.
-    join: this agent connects to a scheduler elsewhere.
+    join: this agent connects to a scheduler elsewhere. hosts: this process starts an agent on each host (`fan`).
+    through: this process runs the scheduler, and mpirun or srun starts the agents (`through`).
     """
 
     mode: Mode
@@ -162,7 +171,7 @@ class LaunchPlan:
     spec: JobSpec
     sources: Sources
     workers: tuple[WorkerPlan, ...]
-    """Empty in mode local."""
+    """Empty in modes local, hosts and through."""
     backend: str
     backend_reason: str
     visibility: Mapping[int, Mapping[str, str]]
@@ -182,6 +191,10 @@ class LaunchPlan:
     notes: tuple[str, ...] = ()
     """One line each; shown by --explain: why cpu, why this scheduler, what was ignored."""
     starting: Starting = Starting()
+    fan: Fan | None = None
+    """Of mode hosts."""
+    through: Through | None = None
+    """Of mode through."""
 
 
 @dataclass(frozen=True)

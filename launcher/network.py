@@ -8,16 +8,28 @@ name may all be one machine. psutil and the resolver are loaded only when a job 
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from pdrun.errors import RendezvousError
 from pdrun.net import Endpoint
 
+if TYPE_CHECKING:
+    from pdrun.launcher.hosts import Host
+
+PORTS = range(20000, 30000)
+"""From which a scheduler's port is derived where nobody names one: below what systems give to outgoing connections."""
 LOOPBACK = ("lo", "127.0.0.1")
 ASK_EVERY, SAY_EVERY = 0.5, 5.0
 """Seconds between two questions to the resolver, and between two lines about a name that it does not know yet."""
 _FAR = (("192.0.2.1", 9), ("2001:db8::1", 9))
 """Addresses reserved for documentation: routed by default, never reached; nothing is sent to them."""
+
+
+def port_for(job: str) -> int:
+    """Return the port that every node of a job derives from its name: crc32, as RFC 1952 has it, modulo the range."""
+    return PORTS.start + zlib.crc32(job.encode("utf-8", "surrogateescape")) % len(PORTS)
 
 
 def addresses() -> tuple[tuple[str, str], ...]:
@@ -86,6 +98,33 @@ def is_here(host: str, hostname: str, own: Iterable[tuple[str, str]]) -> bool:
         return True
     mine = {address.partition("%")[0] for _, address in own}
     return any(is_loopback(address) or address.partition("%")[0] in mine for address in resolve(host))
+
+
+def among(hosts: Iterable[Host], hostname: str) -> tuple[str, ...]:
+    """
+    Return the names of the hosts that are this machine.
+
+    A name is looked up only when it could be ours: it is an address, or its first label is that of the host's name.
+    """
+    own, label = addresses(), hostname.partition(".")[0]
+    return tuple(
+        host.name for host in hosts
+        if any(
+            (name.partition(".")[0] == label or name == "localhost" or _is_address(name))
+            and is_here(name, hostname, own)
+            for name in (host.name, host.address) if name
+        )
+    )  # fmt: skip
+
+
+def _is_address(host: str) -> bool:
+    import ipaddress
+
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
 
 
 def speaks_zmtp(endpoint: Endpoint, timeout: float = 3.0) -> bool:

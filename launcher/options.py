@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pdrun.launcher import values
+from pdrun.launcher import hosts, values
 from pdrun.launcher.spec import BACKENDS
+from pdrun.launcher.sshcommand import ssh_options, words
 from pdrun.net import Endpoint
 
 Values = Mapping[str, Any]
@@ -75,6 +76,16 @@ def nodes_of(text: str, where: str) -> Values:
     """Read ``N`` or ``MIN:MAX``. Both bounds are said, so that one source never completes another's."""
     least, most = values.node_range(text, where)
     return {"resources.nodes": most, "resources.min_nodes": least}
+
+
+def _mpirun(text: str, where: str) -> Values:
+    return {"reach.mpirun": values.path(text, where), "place.launcher": "mpirun"}
+
+
+def _launcher(text: str, where: str) -> Values:
+    from pdrun.launcher.adapters import names
+
+    return {"place.launcher": names.check(text, where)}
 
 
 def _variable(text: str, where: str) -> Values:
@@ -141,6 +152,30 @@ RUN = (
         ("PDRUN_SCHEDULER",), first=True,
     ),
     Option(
+        ("--hosts",), "the nodes: a,b or node[01-04]:DEVICES", to("hosts.all", hosts.parse_hosts), GROUPS[2],
+        "LIST", ("PDRUN_HOSTS",), first=True,
+    ),
+    Option(
+        ("--hostfile",), "the same as a file, in any grammar (- is stdin)", to("hosts.file", values.path),
+        GROUPS[2], "FILE", ("PDRUN_HOSTFILE",), first=True,
+    ),
+    Option(
+        ("--include",), "only these hosts and devices: a@b:0,2", to("hosts.include", hosts.parse_choice), GROUPS[2],
+        "LIST", ("PDRUN_INCLUDE",),
+    ),
+    Option(
+        ("--exclude",), "not these hosts and devices: a@b:0,2", to("hosts.exclude", hosts.parse_choice), GROUPS[2],
+        "LIST", ("PDRUN_EXCLUDE",),
+    ),
+    Option(
+        ("--rank-table",), "Ascend's rank table: hosts, devices and ranks", to("place.rank_table", values.path),
+        GROUPS[2], "FILE", ("PDRUN_RANK_TABLE",),
+    ),
+    Option(
+        ("--launcher",), "whose variables to read: auto, none or a name that pdrun env shows", _launcher, GROUPS[2],
+        "NAME", ("PDRUN_LAUNCHER",),
+    ),
+    Option(
         ("--serve",), "this node is the first one and runs the scheduler", says("place.serve", True), GROUPS[2],
         env=("PDRUN_SERVE",), off={"place.serve": False},
     ),
@@ -164,6 +199,34 @@ RUN = (
     Option(
         ("--token-file",), "file with the job's token (pdrun token create)", to("place.token_file", values.path),
         GROUPS[2], "FILE", ("PDRUN_TOKEN_FILE",), first=True,
+    ),
+    Option(
+        ("--forward",), "variables that other hosts get: names or patterns (NCCL_*), by commas",
+        to("reach.forward", values.patterns), GROUPS[2], "NAMES", ("PDRUN_FORWARD",),
+    ),
+    Option(
+        ("--ssh",), "ssh program for --hosts (default: ssh)", to("reach.ssh", values.path), GROUPS[2], "PROGRAM",
+        ("PDRUN_SSH",),
+    ),
+    Option(
+        ("--ssh-opts",), "its options, as one text: '-p 2222 -i KEY'", to("reach.ssh_opts", ssh_options), GROUPS[2],
+        "TEXT", ("PDRUN_SSH_OPTS",),
+    ),
+    Option(
+        ("--mpirun",), "start the nodes through this mpirun (as --launcher mpirun does)", _mpirun, GROUPS[2],
+        "PROGRAM", ("PDRUN_MPIRUN",),
+    ),
+    Option(
+        ("--mpirun-opts",), "more options for it, as one text", to("reach.mpirun_opts", words), GROUPS[2], "TEXT",
+        ("PDRUN_MPIRUN_OPTS",),
+    ),
+    Option(
+        ("--srun-opts",), "more options for srun, as one text", to("reach.srun_opts", words), GROUPS[2], "TEXT",
+        ("PDRUN_SRUN_OPTS",),
+    ),
+    Option(
+        ("--ship",), "copy pdrun to hosts that lack it, into a private cache folder", says("reach.ship", True),
+        GROUPS[2], env=("PDRUN_SHIP",), off={"reach.ship": False},
     ),
     Option(("--insecure",), "no encryption and no token: anyone who reaches the port may take part",
            says("place.insecure", True), GROUPS[2]),

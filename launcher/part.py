@@ -16,7 +16,8 @@ from pdrun.launcher.model import LaunchPlan
 from pdrun.launcher.ports import WorkerOutput
 from pdrun.launcher.preflight import preflight
 from pdrun.launcher.reports import Reports
-from pdrun.launcher.surroundings import RUNNING, Surroundings
+from pdrun.launcher.started import RUNNING
+from pdrun.launcher.surroundings import Surroundings
 from pdrun.launcher.voice import Voice
 from pdrun.rendezvous.messages import Assign, Cause, Finished, Message, Ready, Unready, WorkerExit
 

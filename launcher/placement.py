@@ -7,7 +7,7 @@ Never fewer than asked for, and never more devices than are visible: what does n
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pdrun.backends import affinity
 from pdrun.backends.affinity import Binding
@@ -15,8 +15,9 @@ from pdrun.backends.base import Backend
 from pdrun.backends.detect import choose
 from pdrun.backends.visibility import Grant, grants
 from pdrun.errors import ConfigError, PdrunError, UsageError
+from pdrun.launcher.hosts import Host
 from pdrun.launcher.model import Facts
-from pdrun.launcher.spec import JobSpec, Sources
+from pdrun.launcher.spec import JobSpec, Resources, Sources
 from pdrun.topology import CpuSet, Device
 
 CPU = "cpu"
@@ -46,17 +47,75 @@ def place(spec: JobSpec, facts: Facts, sources: Sources) -> Placement:
     """
     backend, reason = _backend(spec, facts, sources)
     visible = next(found.devices for found in facts.backends if found.name == backend.name)
+    indices = spec.resources.indices
+    if indices is not None and backend.name != CPU and spec.place.rank_table:
+        visible = _physical(visible, indices, sources.get("place.rank_table", "--rank-table"))
+    elif indices is not None and backend.name != CPU:
+        visible = _chosen(visible, indices, sources.get("place.hosts", "--hosts"))
     index, count = spec.place.simulated or (0, 1)
     workers = _count(spec, facts, sources, backend, len(visible), count)
     devices = visible[index * workers : (index + 1) * workers] if backend.name != CPU else ()
     cpus = affinity.share(facts.cpus, index, count) if count > 1 else facts.cpus
     binding = affinity.split(cpus, workers, _mode(spec, facts.cpus, count))
     _check_bound(spec, sources, binding, len(facts.cpus.cores) or len(facts.cpus.cpus), workers * count)
-    given = grants(backend, devices, facts.environ) if devices else (Grant({}, 0),) * workers
+    given = grants(backend, devices, facts.environ) if devices else _numbered(indices, workers)
     notes = []
     if len(visible) > workers * count and backend.name != CPU:
         notes.append(f"{len(visible) - workers * count} of {len(visible)} visible devices are not used")
     return Placement(backend, reason, workers, tuple(devices), given, binding, tuple(notes))
+
+
+def on_host(resources: Resources, host: Host, source: str, *, exact: bool = False) -> Resources:
+    """
+    Return the resources of one listed host: its own number of workers, unless ``--devices`` takes fewer.
+
+    Args:
+        exact: fewer are refused, too (a rank table counts every rank).
+
+    Raises:
+        UsageError: ``--devices`` takes more than the host has.
+    """
+    wanted = resources.devices
+    if host.devices is None:
+        return resources
+    if isinstance(wanted, int) and (wanted > host.devices or (exact and wanted != host.devices)):
+        raise UsageError(
+            f"{wanted} worker(s) on {host.name}, which has {host.devices} ({host.where})", where=source,
+            hint="leave it out, or change the list of hosts",
+        )  # fmt: skip
+    count = wanted if isinstance(wanted, int) else host.devices
+    return replace(resources, devices=count, indices=host.indices[:count] if host.indices is not None else None)
+
+
+def _chosen(visible: tuple[Device, ...], indices: tuple[int, ...], source: str) -> tuple[Device, ...]:
+    """Return the visible devices at the indices that a list of hosts names."""
+    if missing := [index for index in indices if index >= len(visible)]:
+        raise UsageError(
+            f"device {missing[0]} is not among the {len(visible)} visible here", where=source,
+            hint="indices count visible devices, from 0",
+        )  # fmt: skip
+    return tuple(visible[index] for index in indices)
+
+
+def _numbered(indices: tuple[int, ...] | None, workers: int) -> tuple[Grant, ...]:
+    """CPU workers all have device 0, unless a list numbers them: a rank table that is tried out without its devices."""
+    numbers = indices if indices is not None and len(indices) == workers else (0,) * workers
+    return tuple(Grant({}, number) for number in numbers)
+
+
+def _physical(visible: tuple[Device, ...], ids: tuple[int, ...], source: str) -> tuple[Device, ...]:
+    """Return the visible devices that a rank table names by the numbers that the driver gives them."""
+    by_name = {device.name: device for device in visible}
+    if missing := [number for number in ids if str(number) not in by_name]:
+        raise ConfigError(
+            f"device {missing[0]} of the rank table is not visible here", where=source,
+            hint=f"visible are {', '.join(by_name) or 'none'}",
+        )  # fmt: skip
+    if list(ids) != sorted(ids):
+        raise ConfigError(
+            "ranks do not rise with the devices of this server", where=source, hint="the driver wants it so"
+        )
+    return tuple(by_name[str(number)] for number in ids)
 
 
 def _backend(spec: JobSpec, facts: Facts, sources: Sources) -> tuple[Backend, str]:

@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from pdrun.errors import ConfigError, PdrunError, UsageError
+from pdrun.launcher import fan, through
 from pdrun.launcher.model import Facts, LaunchPlan, Mode, WorkerPlan
-from pdrun.launcher.placement import Placement, place, threads
+from pdrun.launcher.placement import Placement, on_host, place, threads
 from pdrun.launcher.program import program_argv
 from pdrun.launcher.scrub import scrub
 from pdrun.launcher.spec import JobSpec, Sources
@@ -39,6 +40,11 @@ def plan(spec: JobSpec, facts: Facts, sources: Sources, notes: tuple[str, ...] =
         UsageError: what was asked for cannot be, with its place; a program that is not there has its shell's code.
         ConfigError: this machine cannot do it.
     """
+    if through.starter_for(spec, sources):
+        return through.plan_through(spec, facts, sources, job_key(spec), notes)
+    if fan.fans_out(spec):
+        return fan.plan_hosts(spec, facts, sources, job_key(spec), notes)
+    spec, sources = at_home(spec, facts, sources)
     mode, scheduler, listen, reasons = _meeting(spec, facts, sources)
     _check_start(spec, facts, sources, mode)
     placement = place(spec, facts, sources) if mode != "local" else _first_of(spec, facts, sources)
@@ -66,6 +72,37 @@ def plan(spec: JobSpec, facts: Facts, sources: Sources, notes: tuple[str, ...] =
         notes=tuple(filter(None, (*notes, *reasons, *placement.notes, placement.binding.note, thread_note))),
         starting=starting(spec, facts, sources, {**base, **spec.env}, visibility),
     )
+
+
+def at_home(spec: JobSpec, facts: Facts, sources: Sources) -> tuple[JobSpec, Sources]:
+    """
+    Return the specification of the node that this machine is among the listed hosts: its rank and its devices.
+
+    Raises:
+        UsageError: it is none of them.
+    """
+    where = spec.place
+    if not where.hosts or where.simulated:
+        return spec, sources
+    label, rank = sources.get("place.hosts", "--hosts"), where.node_rank
+    if rank is None:
+        names = [host.name for host in where.hosts]
+        rank = next((names.index(name) for name in facts.hosts_here), None)
+        if rank is None:
+            raise UsageError(
+                f"{facts.hostname} is none of the {len(names)} host(s)", where=label, hint="see pdrun env for its names"
+            )
+        where = replace(where, node_rank=rank)
+        sources = {**sources, "place.node_rank": label}
+    resources = on_host(spec.resources, where.hosts[rank], _said(sources), exact=bool(where.rank_table))
+    if resources.devices != spec.resources.devices:
+        sources = {**sources, "resources.devices": where.hosts[rank].where or label}
+    return replace(spec, place=where, resources=resources), sources
+
+
+def _said(sources: Sources) -> str:
+    source = sources.get("resources.devices", "default")
+    return "--devices" if source == "default" else source
 
 
 def simulated(plan: LaunchPlan, facts: Facts) -> tuple[LaunchPlan, ...]:
@@ -146,7 +183,7 @@ def _meeting(spec: JobSpec, facts: Facts, sources: Sources) -> Meeting:
         why = "one node: the scheduler is part of this process and nothing listens"
         unused = (f"{sources.get('place.scheduler')} {where.scheduler} is not used",) if where.scheduler else ()
         return "alone", None, LOOPBACK, (why, *unused)
-    listen = _listen(spec, facts, sources)
+    listen = listen_address(spec, facts, sources)
     if where.scheduler is None:
         return _unnamed(spec, sources, listen)
     serves, why = _serves(spec, facts, sources)
@@ -192,7 +229,7 @@ def _serves(spec: JobSpec, facts: Facts, sources: Sources) -> tuple[bool, str]:
     return False, f"{where.scheduler} is another machine: join it"
 
 
-def _listen(spec: JobSpec, facts: Facts, sources: Sources) -> str:
+def listen_address(spec: JobSpec, facts: Facts, sources: Sources) -> str:
     """Return the one address on which this node's own sockets listen; never all of them."""
     wanted, source = spec.place.interface, sources.get("place.interface", "--interface")
     if not wanted:
@@ -200,7 +237,8 @@ def _listen(spec: JobSpec, facts: Facts, sources: Sources) -> str:
             return facts.route_address
         if facts.scheduler_fault:
             raise ConfigError(
-                facts.scheduler_fault, where=sources.get("place.scheduler", "--scheduler"),
+                facts.scheduler_fault,
+                where=sources.get("place.scheduler" if spec.place.scheduler else "place.hosts", "--scheduler"),
                 hint="check it, or give the address",
             )  # fmt: skip
         raise ConfigError(

@@ -3,6 +3,7 @@ Carries out a plan: makes the link, the scheduler process where this node has it
 
     alone   agent + scheduler in this process, no socket          first   agent + scheduler process
     join    agent                                                 local   `front` starts an agent process a node
+    hosts   `fanout` starts an agent on every host, over ssh      through `throughrun` has mpirun or srun start them
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ if TYPE_CHECKING:  # the rest of pdrun is loaded while torch is being imported
     from pdrun.rendezvous.security import Secret
 
 
+INSECURE = "INSECURE: no token is asked for; anybody who reaches the scheduler's port can take part in the job"
+
+
 @dataclass(frozen=True)
 class Seat:
     """What an agent gets from whoever started it; the defaults are those of a command typed by a user."""
@@ -57,6 +61,12 @@ class Seat:
     """Pid of the process that `pdrun stop` is to signal; None: this one."""
     keeper: KeeperProcess | None = None
     """One that was started beforehand."""
+    run: str = ""
+    """Name of the run, where a front on some machine has chosen it, started all nodes and keeps the job's entry."""
+    together: bool = False
+    """Something else starts all nodes (mpirun, srun): nobody is told how to start those that are missing."""
+    stdin: bool = True
+    """Whether rank 0 may read the standard input of this process."""
 
 
 def execute(plan: LaunchPlan, seat: Seat | None = None) -> int:
@@ -91,7 +101,7 @@ def files_needed(plan: LaunchPlan) -> tuple[int, str]:
     most = (6 if plan.spec.program.kind != "command" else 4 if plan.spec.output.files else 2) * workers
     nodes = plan.spec.resources.members
     own = 16 if plan.mode == "alone" else 32 + nodes
-    front = 16 + 3 * nodes if plan.mode == "local" else 0
+    front = 16 + 3 * nodes if plan.mode in ("local", "hosts", "through") else 0
     return max(own + most, 32, front), f"a node with {workers} worker{'s' if workers > 1 else ''}"
 
 
@@ -100,6 +110,14 @@ def _execute(plan: LaunchPlan, seat: Seat) -> int:
         from pdrun.launcher.front import run_local
 
         return run_local(plan)
+    if plan.mode == "hosts":
+        from pdrun.launcher.fanout import run_hosts
+
+        return run_hosts(plan)
+    if plan.mode == "through":
+        from pdrun.launcher.throughrun import run_through
+
+        return run_through(plan)
     if plan.starting.how == "fork":
         seat = replace(seat, keeper=keeper(plan))
     try:
@@ -207,7 +225,7 @@ def events_path(plan: LaunchPlan, run: str) -> Path | None:
 def _alone(plan: LaunchPlan, seat: Seat) -> int:
     from pdrun.rendezvous.client import LocalLink
 
-    run = run_name(plan)
+    run = seat.run or run_name(plan)
     link = LocalLink(
         scheduler_config(plan, run), host=plan.facts.get("host", ""), events_path=events_path(plan, run)
     )
@@ -224,11 +242,8 @@ def _first(plan: LaunchPlan, seat: Seat) -> int:
     if listener is None:
         return _join(plan, seat)
     if insecure:
-        print(
-            "pdrun: INSECURE: no token is asked for; anybody who reaches the scheduler's port can take part in the job",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
-    run = run_name(plan)
+        print(f"pdrun: {INSECURE}", file=sys.stderr, flush=True)
+    run = seat.run or run_name(plan)
     events = events_path(plan, run)
     with _journal(plan, events) as journal:
         with listener:
@@ -351,6 +366,8 @@ def _agent(
         address = address or str(plan.scheduler)
     elif isinstance(plan, LaunchPlan) and not plan.spec.reopens:
         address = ""  # the nodes are started by this command itself, and no others can come
+    if seat.run or seat.together:
+        address = ""  # all nodes are started by one command
 
     def output(made: LaunchPlan) -> Output:
         return Output(
@@ -359,8 +376,8 @@ def _agent(
         )  # fmt: skip
 
     def welcomed(made: LaunchPlan, welcome: Welcome) -> None:
-        if serves:
-            _register(made, welcome.run, seat, str(child.endpoint) if child else "")
+        if serves and not seat.run:
+            register(made, welcome.run, str(child.endpoint) if child else "", front=seat.front)
 
     beforehand = [seat.keeper] if seat.keeper is not None else []
 
@@ -403,15 +420,21 @@ def _reached(seat: Seat, mark: bytes) -> None:
             pass
 
 
-def _register(plan: LaunchPlan, run: str, seat: Seat, scheduler: str) -> None:
-    """Write the job into this user's registry: a convenience, and no error when it cannot be."""
+def register(plan: LaunchPlan, run: str, scheduler: str, *, front: int | None = None) -> None:
+    """
+    Write the job into this user's registry: a convenience, and no error when it cannot be.
+
+    Args:
+        scheduler: ``HOST:PORT``, or empty when nothing listens.
+        front: pid of the process that `pdrun stop` is to signal; None: this one.
+    """
     events = events_path(plan, run)
     jobs.register(jobs.describe(
         run, plan.job, events=str(events or ""), log_dir=str(Path(plan.cwd, plan.spec.output.log_dir)),
-        made=SystemClock().wall(), pid=seat.front, scheduler=scheduler, log_name=plan.spec.output.log_name,
+        made=SystemClock().wall(), pid=front, scheduler=scheduler, log_name=plan.spec.output.log_name,
     ))  # fmt: skip
 
 
 def _stdin(seat: Seat) -> int | None:
     """What rank 0 reads: a file or pipe that was given to pdrun, never the terminal (it is in another session)."""
-    return None if seat.lifeline is not None or sys.stdin is None or os.isatty(0) else 0
+    return None if seat.lifeline is not None or not seat.stdin or sys.stdin is None or os.isatty(0) else 0

@@ -14,9 +14,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from pdrun.launcher.fan import fan_text
 from pdrun.launcher.model import Facts, LaunchPlan, WorkerPlan
+from pdrun.launcher.program import program_argv
 from pdrun.launcher.scrub import is_launchers, shown
 from pdrun.launcher.spec import JobSpec, Policy, field_paths
+from pdrun.launcher.through import through_text
 from pdrun.launcher.values import rank_text
 
 _MODES = {
@@ -24,6 +27,8 @@ _MODES = {
     "local": "all nodes are simulated on this machine",
     "first": "this node runs the scheduler",
     "join": "this node joins the scheduler",
+    "hosts": "this process starts an agent on each host",
+    "through": "this process runs the scheduler, another launcher starts the agents",
 }
 
 
@@ -36,10 +41,10 @@ def plan_text(plan: LaunchPlan, nodes: Sequence[LaunchPlan] = ()) -> str:
         ("scheduler", _scheduler(plan)),
         ("listen", plan.listen),
         ("program", shlex.join(_argv(plan, nodes))),
-        ("start", f"{plan.starting.how}: {plan.starting.reason}"),
+        ("start", f"{plan.starting.how}: {plan.starting.reason}" if plan.starting.reason else ""),
         ("", plan.starting.unused),
         ("folder", plan.cwd),
-        ("backend", f"{plan.backend}, collectives by {plan.collective} ({plan.backend_reason.partition(';')[0]})"),
+        ("backend", _backend(plan)),
         ("logs", _logs(plan.spec)),
         ("policy", _policy(plan.spec)),
         ("changes", _changes(plan.spec)),
@@ -49,6 +54,10 @@ def plan_text(plan: LaunchPlan, nodes: Sequence[LaunchPlan] = ()) -> str:
         ("removed", ", ".join(plan.scrubbed) or "-"),
     ]
     lines = [f"{name:<10} {value}" for name, value in rows if value]
+    if plan.fan is not None:
+        return "\n".join(lines) + "\n" + fan_text(plan)
+    if plan.through is not None:
+        return "\n".join(lines) + "\n" + through_text(plan)
     for node in nodes or (plan,):
         lines += ["", f"{node.node}: {len(node.workers)} worker(s)", *_workers(node)]
     return "\n".join(lines) + "\n"
@@ -88,7 +97,16 @@ def _scheduler(plan: LaunchPlan) -> str:
     return f"{plan.scheduler} (the system chooses the port)" if plan.scheduler.port == 0 else str(plan.scheduler)
 
 
+def _backend(plan: LaunchPlan) -> str:
+    by = f", collectives by {plan.collective}" if plan.collective else ""
+    return f"{plan.backend}{by} ({plan.backend_reason.partition(';')[0]})"
+
+
 def _argv(plan: LaunchPlan, nodes: Sequence[LaunchPlan]) -> tuple[str, ...]:
+    if plan.fan is not None:
+        return program_argv(plan.spec.program, plan.fan.python)
+    if plan.through is not None:
+        return program_argv(plan.spec.program, plan.through.python)
     return next(worker.argv for node in (plan, *nodes) for worker in node.workers)
 
 
@@ -232,11 +250,18 @@ FAMILIES = (
         r"TORCHELASTIC_|(?:LOCAL_|GROUP_|ROLE_)?(?:RANK|WORLD_SIZE)$|ROLE_NAME$|NODE_RANK$|MASTER_(?:ADDR|PORT)$",
     ),
     ("MindSpore, Ascend", r"MS_|MSRUN_|RANK_(?:ID|SIZE|TABLE_FILE)$|DEVICE_ID$|ASCEND_"),
-    ("Open MPI, PRRTE", r"OMPI_|PRTE_"),
+    ("Open MPI, PRRTE, MVAPICH", r"OMPI_|PRTE_|MV2_"),
     ("PMI, PMIx, MPICH, Intel MPI", r"PMI2?_|PMIX_|HYDRA_|HYDI_|I_MPI_|MPI_LOCAL"),
     ("Slurm", r"SLURM_"),
-    ("PBS, LSF, SGE, Flux, PALS", r"PBS_|LSB_|PE_HOSTFILE$|FLUX_|PALS_"),
-    ("Kubernetes", r"KUBERNETES_SERVICE_HOST$|JOB_COMPLETION_INDEX$|VC_|JOBSET_|LWS_"),
+    ("PBS, LSF, SGE, Flux, PALS", r"PBS_|LSB_|LSF_|JSM_|PE_HOSTFILE$|SGE_|NSLOTS$|FLUX_|PALS_"),
+    (
+        "Kubernetes",
+        r"KUBERNETES_SERVICE_HOST$|JOB_(?:COMPLETION_)?INDEX$|REPLICATED_JOB_|GLOBAL_REPLICAS$|PODS_PER_JOB$|V[CK]_|K_MPI_",
+    ),
+    (
+        "SageMaker, AzureML, Vertex AI, TPU",
+        r"SM_|TRAINING_JOB_NAME$|AZUREML_|AZ_BATCH|CLUSTER_SPEC$|TF_CONFIG$|CLOUD_ML_|TPU_|MEGASCALE_",
+    ),
     ("device visibility", r"(?:CUDA|NVIDIA|HIP|ROCR)_VISIBLE_DEVICES$|ZE_AFFINITY_MASK$"),
     ("threads", r"(?:OMP|MKL|OPENBLAS|KMP)_"),
 )

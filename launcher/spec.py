@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from pdrun.errors import UsageError
+from pdrun.launcher.hosts import Host
 from pdrun.names import check_name
 from pdrun.net import Endpoint
 
@@ -60,6 +61,8 @@ class Resources:
     """
     backend: str = "auto"
     """One of BACKENDS."""
+    indices: tuple[int, ...] | None = None
+    """Which of the visible devices the workers of this node use (``host:0,2``); None: the first ones."""
     threads: int | Literal["auto"] = "auto"
     """OMP_NUM_THREADS of a worker; auto: the CPUs bound to it."""
     bind: Literal["auto", "cores", "numa", "none"] = "auto"
@@ -147,6 +150,31 @@ class Place:
     """Whether this node runs the scheduler; None: decided from addresses."""
     token_file: str = ""
     insecure: bool = False
+    hosts: tuple[Host, ...] = ()
+    """Hosts of the job in rank order (``--hosts``, ``--hostfile``); empty: the nodes come by themselves."""
+    rank_table: str = ""
+    """Path of Ascend's rank table, which the workers get as RANK_TABLE_FILE."""
+    launcher: str = ""
+    """The launcher that counts, or what starts the hosts (``--launcher``); none: nobody; empty: found out."""
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How one command starts the agents of other hosts (`pdrun.launcher.fan`)."""
+
+    ssh: str = "ssh"
+    """The program."""
+    ssh_opts: tuple[str, ...] = ()
+    """Its options, before pdrun's own."""
+    forward: tuple[str, ...] = ()
+    """Names, or patterns of names, of variables that the agents get from this process's environment."""
+    ship: bool = False
+    """Copy pdrun to hosts that lack it, into a private cache folder."""
+    mpirun: str = ""
+    """The program of ``--launcher mpirun``; empty: the first of mpirun, mpiexec and jsrun."""
+    mpirun_opts: tuple[str, ...] = ()
+    srun_opts: tuple[str, ...] = ()
+    """More words for mpirun or srun."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +186,7 @@ class JobSpec:
     policy: Policy = field(default_factory=Policy)
     output: Output = field(default_factory=Output)
     place: Place = field(default_factory=Place)
+    reach: Reach = field(default_factory=Reach)
     job: str = ""
     """The user's name for the job (``--job``, ``--rdzv-id``); empty: made from the program (`plan.job_key`)."""
     env: Mapping[str, str] = field(default_factory=dict)
@@ -199,28 +228,39 @@ class JobSpec:
         """Inverse of `to_json`; unknown or missing keys raise ValueError or TypeError."""
         data: dict[str, Any] = json.loads(text)
         place = dict(data.pop("place"))
-        scheduler, simulated = place.pop("scheduler"), place.pop("simulated")
-        program = dict(data.pop("program"))
+        scheduler, simulated, hosts = place.pop("scheduler"), place.pop("simulated"), place.pop("hosts")
+        reach: dict[str, Any] = {
+            name: tuple(said) if isinstance(said, list) else said for name, said in data.pop("reach").items()
+        }
         policy: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value for key, value in data.pop("policy").items()
         }
+        program, resources = dict(data.pop("program")), dict(data.pop("resources"))
         return cls(
             program=Program(**{**program, "args": tuple(program["args"])}),
-            resources=Resources(**data.pop("resources")),
+            resources=Resources(**{**resources, "indices": _tuple(resources["indices"])}),
             policy=Policy(**policy),
             output=Output(**data.pop("output")),
             place=Place(
                 scheduler=Endpoint(**scheduler) if scheduler else None,
                 simulated=(simulated[0], simulated[1]) if simulated else None,
+                hosts=tuple(Host(**{**host, "indices": _tuple(host["indices"])}) for host in hosts),
                 **place,
             ),
+            reach=Reach(**reach),
             **data,
         )
 
 
+def _tuple(values: list[int] | None) -> tuple[int, ...] | None:
+    return None if values is None else tuple(values)
+
+
 def field_paths() -> tuple[str, ...]:
     """Every field path of a spec, in the order of `--explain`: ``program.kind``, ... ``chdir``."""
-    groups = {"program": Program, "resources": Resources, "policy": Policy, "output": Output, "place": Place}
+    groups = {
+        "program": Program, "resources": Resources, "policy": Policy, "output": Output, "place": Place, "reach": Reach,
+    }  # fmt: skip
     paths: list[str] = []
     for item in fields(JobSpec):
         group = groups.get(item.name)

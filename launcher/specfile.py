@@ -10,15 +10,17 @@ keys, several documents and deep nesting are refused. templates/job.yaml shows e
 from __future__ import annotations
 
 import re
-import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import yaml
 
 from pdrun.errors import ConfigError, UsageError, did_you_mean
-from pdrun.launcher import values
+from pdrun.launcher import hosts, values
+from pdrun.launcher.adapters import names
 from pdrun.launcher.spec import BACKENDS
+from pdrun.launcher.sshcommand import ssh_options, words
+from pdrun.launcher.textfile import read_text
 from pdrun.launcher.values import Parser, quoted
 from pdrun.launcher.wishes import Level, Source, Wish
 
@@ -65,14 +67,24 @@ GROUPS: Mapping[str, Mapping[str, Parser]] = {
     "place": {
         "scheduler": values.endpoint(), "node_rank": values.whole(0), "node_name": values.node_name, "local": _yes_no,
         "interface": values.interface, "serve": _yes_no, "token_file": values.path,
+        "hosts": hosts.parse_hosts, "hostfile": values.path, "include": hosts.parse_choice,
+        "exclude": hosts.parse_choice, "rank_table": values.path, "launcher": names.check,
+    },
+    "reach": {
+        "ssh": values.path, "ssh_opts": ssh_options, "forward": values.patterns, "ship": _yes_no,
+        "mpirun": values.path, "mpirun_opts": words, "srun_opts": words,
     },
 }  # fmt: skip
 """Every key of a job file but ``program.args``, ``env``, ``job`` and ``chdir``."""
+PATHS = {"place.hosts": "hosts.all", "place.hostfile": "hosts.file", "place.include": "hosts.include",
+         "place.exclude": "hosts.exclude"}  # fmt: skip
+"""Keys whose values `pdrun.launcher.derive` puts together."""
 SINGLE: Mapping[str, Parser] = {"job": values.name, "chdir": values.path}
 REASONS = {
     "place.insecure": "must be said on the command line (--insecure), so that nobody inherits it from a file",
     "place.simulated": "is pdrun's own; use local: true",
     "resources.min_nodes": "is the lower number of nodes: 'MIN:MAX'",
+    "resources.indices": "follows from place: write hosts and include there",
     "program.kind": "follows from the key: write script, module or command",
     "program.target": "is written as script, module or command",
 }
@@ -86,7 +98,7 @@ def load(path: str) -> tuple[Wish, ...]:
         UsageError: there is no such file.
         ConfigError: the file cannot be read as a job; names file and line.
     """
-    text = _read(path)
+    text = read_text(path, LIMIT)
     name = Path(path).name
     try:
         _check_events(text, name)
@@ -96,29 +108,6 @@ def load(path: str) -> tuple[Wish, ...]:
     except yaml.YAMLError as error:
         raise ConfigError(f"is not YAML: {_one_line(error)}", where=name) from None
     return tuple(_File(name).job(root))
-
-
-def _read(path: str) -> str:
-    try:
-        if not stat.S_ISREG(Path(path).stat().st_mode):
-            raise UsageError("is not a regular file", where=path)
-        with open(path, "rb") as file:
-            data = file.read(LIMIT + 1)
-    except FileNotFoundError:
-        raise UsageError(f"no such file {quoted(path)}") from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise UsageError(f"cannot be read: {reason}", where=path) from None
-    name = Path(path).name
-    if len(data) > LIMIT:
-        raise ConfigError(f"is larger than {LIMIT} bytes", where=name)
-    if data.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in data:
-        raise ConfigError("holds NUL bytes or is UTF-16", where=name, hint="save it as UTF-8")
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data[: error.start].count(b"\n") + 1
-        raise ConfigError("is not UTF-8", where=f"{name}:{line}", hint="save it as UTF-8") from None
 
 
 def _broken(error: yaml.MarkedYAMLError, name: str) -> ConfigError:
@@ -191,7 +180,8 @@ class _File:
                 yield Wish("resources.nodes", both.value[1], both.source)
                 yield Wish("resources.min_nodes", both.value[0], both.source)
             else:
-                yield self.value(f"{group}.{name}", value, keys[name])
+                path = f"{group}.{name}"
+                yield self.value(PATHS.get(path, path), value, keys[name])
 
     def items(self, node: yaml.Node, what: str) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:
         """Yield the pairs of a mapping; each key once."""

@@ -11,11 +11,6 @@ from pdrun.launcher.model import LaunchPlan
 from pdrun.launcher.ports import Keeper, WorkerOutput
 from pdrun.rendezvous.messages import Welcome
 
-UP, RUNNING = b"u", b"r"
-"""How far an agent is, as it tells whoever started it: signals reach it; the scheduler will notice its end."""
-FOR_ALL = b"a"
-"""Told to an agent by whoever started it: the signals that follow mean the whole job, not this node alone."""
-
 
 class Child(Protocol):
     """The scheduler process, as far as the agent needs to know it."""

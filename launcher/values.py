@@ -209,6 +209,17 @@ def assignment(text: str, where: str) -> tuple[str, str]:
     return name, value
 
 
+def patterns(text: str, where: str) -> tuple[str, ...]:
+    """Return names of variables, or patterns with ``*`` and ``?``, separated by commas."""
+    found = tuple(part.strip() for part in text.split(","))
+    for part in found:
+        if not re.fullmatch(r"[A-Za-z_*?][A-Za-z0-9_*?]*", part):
+            raise UsageError(
+                f"{quoted(part)} is neither a variable's name nor a pattern", where=where, hint="write NAME,PREFIX_*"
+            )
+    return found
+
+
 def log_name(text: str, where: str) -> str:
     """Return a stem of log file names: fields in braces, no path, and different for every worker of a node."""
     plain(text, where)

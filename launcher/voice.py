@@ -29,6 +29,8 @@ PATIENCE = 1.0
 NOTICE_LINES = 100
 TWICE = 5.0
 """Seconds in which a line from two sources is said once."""
+COMING = 5.0
+"""Seconds in which nodes that mpirun or a front is starting are not called missing."""
 _SHOWN = ("warning", "refused", "suspect", "recovered")
 
 
@@ -94,8 +96,9 @@ class Voice:
                 self.say(plain(f"{event['kind']}: {', '.join(dict.fromkeys(words))}"))
 
     def waiting(self, message: Waiting) -> None:
-        """Who is here, who is not, and how to start them. Simulated nodes are on their way: silence at first."""
-        coming = self._plan is not None and self._plan.spec.place.simulated and message.elapsed < PATIENCE
+        """Who is here, who is not, and how to start them; nodes that one command starts are on their way at first."""
+        simulated = self._plan is not None and self._plan.spec.place.simulated is not None
+        coming = not self._address and message.elapsed < (PATIENCE if simulated else COMING)
         if self._quiet or coming:
             return
         here = message.here or len(message.present)

@@ -25,6 +25,8 @@ class Level(IntEnum):
     COMMAND = 0
     ENVIRONMENT = 1
     FILE = 2
+    FOUND = 3
+    """Another launcher's words about this process (`pdrun.launcher.adapters`)."""
 
 
 @dataclass(frozen=True)

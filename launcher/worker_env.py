@@ -2,8 +2,10 @@
 The final environment of one worker, composed in one visible order; later lines win. Pure.
 
     1. threads, unless the user has set them already          WorkerPlan.threads
+       and HCCL's longest wait for its links
     2. inherited, launcher variables of others scrubbed,      LaunchPlan.base_env
-       and the defaults that are the same for all workers
+       and the defaults that are the same for all workers;
+       the rank table that the job was started from           Place.rank_table
     3. ranks, store, job                                      WorkerEnv
     4. the device's visibility                                LaunchPlan.visibility
     5. what the user asked for by name                        JobSpec.env
@@ -16,6 +18,9 @@ from pdrun.launcher.model import LaunchPlan, WorkerPlan
 from pdrun.net import parse_endpoint
 from pdrun.rendezvous.messages import Assign
 
+HCCL_CONNECT_TIMEOUT = "600"
+"""Seconds; HCCL's own 120 are too few for workers that import torch at different speeds; torch_npu warns below 300."""
+
 
 def worker_env(plan: LaunchPlan, run: str, assign: Assign, worker: WorkerPlan, channel: str = "") -> dict[str, str]:
     """
@@ -27,7 +32,9 @@ def worker_env(plan: LaunchPlan, run: str, assign: Assign, worker: WorkerPlan, c
     """
     return {
         "OMP_NUM_THREADS": str(worker.threads),
+        **({"HCCL_CONNECT_TIMEOUT": HCCL_CONNECT_TIMEOUT} if plan.backend == "npu" else {}),
         **plan.base_env,
+        **({"RANK_TABLE_FILE": plan.spec.place.rank_table} if plan.spec.place.rank_table else {}),
         **identity(plan, run, assign, worker, channel).to_env(),
         **plan.visibility.get(worker.local_rank, {}),
         **plan.spec.env,

@@ -36,10 +36,10 @@ def enter(environ: Mapping[str, str]) -> tuple[DynamicMember | None, WorkerEnv |
     if spec.role == "scheduler":
         sys.exit(dynamic.run_scheduler(spec, say=say_on_stderr))
     member = dynamic.join(spec)
-    return member, _worker(member)
+    return member, worker_of(member)
 
 
-def _worker(member: DynamicMember) -> WorkerEnv:
+def worker_of(member: DynamicMember) -> WorkerEnv:
     """
     Return the member's place in the launcher's terms.
 

@@ -1,12 +1,13 @@
 """
 `pdrun.init()`: who am I, on which device, and how do I talk to the others, however the job was started.
 
-Four situations, told apart by the environment; the innermost launcher wins:
+Five situations, told apart by the environment; the innermost launcher wins:
 
 1. under pdrun, 2. under torchrun (or anything that sets RANK and WORLD_SIZE as it does): the variables are read;
 3. a dynamic cluster (PDRUN_ROLE or MS_ROLE): the process registers with the scheduler and is given its rank; a process
    whose role is the scheduler serves until the job is over and leaves with the job's exit code, never returning;
-4. alone: a world of one, without a launcher and without a network.
+4. one of several tasks of mpirun, srun and their kin: the tasks meet by themselves (`pdrun.parallel.tasks`);
+5. alone: a world of one, without a launcher and without a network.
 
 Limits: one context a process; the default group is torch's own, so a script that has made it already keeps it.
 """
@@ -147,7 +148,7 @@ def _build(environ: Mapping[str, str], backend: str | None, collective: str | No
     """Find out which situation this is, and choose the device."""
     worker = WorkerEnv.from_env(environ)
     if worker is None:
-        worker = _dynamic(environ) or _alone()
+        worker = _dynamic(environ) or _task(environ) or _alone()
     table = _table(backend or worker.device_kind, group)
     return Context(
         rank=worker.rank,
@@ -172,6 +173,15 @@ def _dynamic(environ: Mapping[str, str]) -> WorkerEnv | None:
     """Join the dynamic cluster that the environment names, if it names one."""
     if _process.worker is None and any(name.startswith(("PDRUN_", "MS_")) for name in environ):
         from pdrun.parallel.cluster import enter
+
+        _process.member, _process.worker = enter(environ)
+    return _process.worker
+
+
+def _task(environ: Mapping[str, str]) -> WorkerEnv | None:
+    """Meet the other tasks of mpirun, srun and their kin, where this process is one of several."""
+    if _process.worker is None:
+        from pdrun.parallel.tasks import enter
 
         _process.member, _process.worker = enter(environ)
     return _process.worker

@@ -35,7 +35,8 @@ def main() -> int:
     is a journal already, this process goes on from it.
     """
     early.begin()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the agents' business
+    for number in (*early.STOP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # a terminal's and a batch system's signals are the agents' business
     try:
         order = _read_order(sys.stdin.buffer.readline())
         transport, service, log, relays = _start(order)

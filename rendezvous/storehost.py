@@ -79,9 +79,9 @@ def serve(store_class: type) -> object:
 
 
 def main(argv: list[str]) -> None:
-    """Serve until SIGTERM."""
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Serve until SIGKILL: what a terminal or a batch system sends to all is for the workers; they may still save."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     here = Path(__file__).resolve()
     sys.path[:] = [path for path in sys.path if Path(path).resolve() != here.parent]  # our state.py is not torch's
     if "torch" in sys.modules:  # forked from a process that has it

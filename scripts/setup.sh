@@ -3,14 +3,29 @@
 PDRUN_VENV=${PDRUN_VENV:-build/venv}
 PDRUN_PYTHON=$PDRUN_VENV/bin/python
 
+# The program by which a Debian package is known to be there.
+program_of() {
+    case $1 in
+        iproute2) echo ip ;;
+        nftables) echo nft ;;
+        openssh-client) echo ssh ;;
+        openssh-server) echo sshd ;;
+        openmpi-bin) echo mpirun.openmpi ;;
+        mpich) echo mpirun.mpich ;;
+        slurm-client) echo srun ;;
+        munge) echo munged ;;
+        *) echo "$1" ;;
+    esac
+}
+
 # Install those Debian packages that are missing, where that is possible; tests that need one skip with a reason without it.
 setup_system() {
     local missing=() name
     for name in "$@"; do
         case $name in
-            iproute2) command -v ip >/dev/null || missing+=("$name") ;;
-            nftables) command -v nft >/dev/null || missing+=("$name") ;;
-            *) command -v "$name" >/dev/null || missing+=("$name") ;;
+            nftables) command -v nft >/dev/null || PATH=$PATH:/usr/sbin command -v nft >/dev/null || missing+=("$name") ;;
+            slurm-wlm-basic-plugins) compgen -G '/usr/lib/*/slurm*/auth_munge.so' >/dev/null || missing+=("$name") ;;
+            *) PATH=$PATH:/usr/sbin:/sbin command -v "$(program_of "$name")" >/dev/null || missing+=("$name") ;;
         esac
     done
     ((${#missing[@]})) || return 0

@@ -4,10 +4,10 @@ Several nodes on this machine: what each simulated node's agent is told.
 An agent reads one line of JSON on stdin, which stays open as its lifeline:
 
     {"spec": "{...}", "sources": {...}, "secret": "9f3c...", "scheduler_fd": 5 | null,
-     "quiet": false, "tty": [true, true], "colour": true, "front": 4711,
+     "quiet": false, "tty": [true, true], "colour": true, "front": 4711, "run": "",
      "nofile": [1024, 4096] | null}
 
-and says on the same socket how far it is: `UP`, `RUNNING` of `pdrun.launcher.surroundings`.
+and says on the same socket how far it is: `UP`, `RUNNING` of `pdrun.launcher.started`.
 
 Node 0 gets the scheduler's listening socket and prints what is printed once a job; the others are quiet.
 """
@@ -16,31 +16,18 @@ from __future__ import annotations
 
 import json
 import socket
-import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from pdrun.errors import RendezvousError
 from pdrun.launcher.model import LaunchPlan
+from pdrun.launcher.started import AgentStart
 from pdrun.net import Endpoint
 from pdrun.rendezvous.security import Secret
 
 HOST = "127.0.0.1"
 _BACKLOG = 1024
-
-
-@dataclass(frozen=True)
-class AgentStart:
-    """One agent to start."""
-
-    node: str
-    line: str
-    """What it reads on stdin, with the line end. Holds the secret: never log it."""
-    pass_fds: tuple[int, ...] = ()
-
-    def __repr__(self) -> str:
-        return f"AgentStart(node={self.node!r}, pass_fds={self.pass_fds})"
 
 
 def bind_scheduler() -> socket.socket:
@@ -82,17 +69,12 @@ def agent_starts(
                 "sources": {**plan.sources, "place.scheduler": "--local", "place.node_rank": "--local"},
                 "secret": secret.reveal().hex(),
                 "scheduler_fd": None if index else listener.fileno(),
-                "quiet": bool(index), "front": front, **screen,
+                "quiet": bool(index), "front": front, "run": "", **screen,
             }) + "\n",
             pass_fds=() if index else (listener.fileno(),),
         )
         for index in range(plan.spec.resources.members)
     )  # fmt: skip
-
-
-def agent_command() -> list[str]:
-    """Return the command of an agent; ``-P`` keeps the current folder, which may hold a json.py, from its imports."""
-    return [sys.executable, "-P", "-m", "pdrun.launcher.agent_main"]
 
 
 def _node_spec(plan: LaunchPlan, index: int, endpoint: Endpoint) -> str:

@@ -372,10 +372,11 @@ def test_killed_keeper_is_a_clear_error_and_leaves_nothing(tmp_path):
             bystander.wait()
 
 
-def test_keeper_outlives_the_signals_of_a_terminal(driver):
+def test_keeper_outlives_the_signals_of_a_terminal_and_of_a_batch_system(driver):
     driver.start(0, ("/bin/sleep", "600"))
     worker = driver.wait(Spawned).pid
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+    terminal = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    for number in (*terminal, signal.SIGUSR1, signal.SIGUSR2):
         os.kill(driver.keeper.pid, number)
     driver.start(1, ("/bin/true",))
     driver.wait(Exited, 1)

@@ -95,7 +95,7 @@ WORDS = [
     (["--cluster_time_out", "-1"], "waiting for ever"),
     (["--bind_core", '{"device0":["0-9"]}'], "a map of CPUs is not supported"),
     (["--bind_core", "True", "--bind_numa", "True"], "--bind_numa True contradicts --bind_core True"),
-    (["--rank_table_file", "x.json"], "rank tables are not read yet"),
+    (["--rank_table_file", "x.json"], "no such file 'x.json'"),
     (["--tail_worker_log", "a"], "'a' is not a rank"),
     (["--worker_log_name", "../x"], "is not a file name"),
     # names and values

@@ -28,7 +28,8 @@ OPTIONS = words("""
     --threads --bind --local --scheduler --serve --no-serve --node-rank --node_rank --node-name --interface --job
     --token-file --insecure --start-timeout --grace --max-restarts --max_restarts --time-limit --log-dir --log_dir
     --log-name --no-files --show-ranks --prefix --dry-run --explain --json --spares --restart-window --restart-on
-    --no-restart-on --backoff --gather --grow --on-scheduler-loss --hang-timeout
+    --no-restart-on --backoff --gather --grow --on-scheduler-loss --hang-timeout --hosts --hostfile --include --exclude
+    --rank-table --launcher --forward --ssh --ssh-opts --ship --mpirun --mpirun-opts --srun-opts
 """)
 TORCHRUNS = words("""
     --nnodes --nproc-per-node --nproc_per_node --master-addr --master_addr --master-port --master_port --rdzv-endpoint
@@ -43,13 +44,16 @@ MSRUNS = words("""
     --worker_num --local_worker_num --join --cluster_time_out --bind_core --bind_numa --worker_log_name
     --tail_worker_log --rank_table_file --sim_level --sim_rank_id
 """)
-COMMANDS = {"run", "join", "scheduler", "status", "logs", "stop", "warm", "token", "env", "completion"}
+COMMANDS = {"run", "join", "scheduler", "relay", "status", "logs", "stop", "warm", "token", "env", "rank-table",
+            "slurm", "mpirun", "completion"}  # fmt: skip
 VARIABLES = words("""
     PDRUN_MODULE PDRUN_NO_PYTHON PDRUN_PYTHON PDRUN_CHDIR PDRUN_NODES PDRUN_DEVICES PDRUN_BACKEND PDRUN_THREADS
     PDRUN_BIND PDRUN_LOCAL PDRUN_SCHEDULER PDRUN_SERVE PDRUN_NODE_RANK PDRUN_NODE_NAME PDRUN_INTERFACE PDRUN_JOB
     PDRUN_TOKEN_FILE PDRUN_START_TIMEOUT PDRUN_GRACE PDRUN_MAX_RESTARTS PDRUN_TIME_LIMIT PDRUN_LOG_DIR PDRUN_LOG_NAME
     PDRUN_NO_FILES PDRUN_SHOW_RANKS PDRUN_PREFIX PDRUN_START PDRUN_SPARES PDRUN_RESTART_WINDOW PDRUN_RESTART_ON
     PDRUN_NO_RESTART_ON PDRUN_BACKOFF PDRUN_GATHER PDRUN_GROW PDRUN_ON_SCHEDULER_LOSS PDRUN_HANG_TIMEOUT PDRUN_NO_WARM
+    PDRUN_HOSTS PDRUN_HOSTFILE PDRUN_INCLUDE PDRUN_EXCLUDE PDRUN_RANK_TABLE PDRUN_LAUNCHER PDRUN_FORWARD PDRUN_SSH
+    PDRUN_SSH_OPTS PDRUN_SHIP PDRUN_MPIRUN PDRUN_MPIRUN_OPTS PDRUN_SRUN_OPTS
 """)
 PUBLIC = words("""
     __version__ ConfigError Context DeadlineExceeded JobFailed PdrunError RendezvousError UsageError WorkerEnv init
@@ -67,12 +71,14 @@ WORKER_VARIABLES = words("""
 """)
 FIELDS = words("""
     program.kind program.target program.args program.python program.start program.warm resources.nodes
-    resources.devices resources.min_nodes resources.spares
+    resources.devices resources.min_nodes resources.spares resources.indices
     resources.backend resources.threads resources.bind policy.start_timeout policy.grace policy.max_restarts
     policy.restart_window policy.restart_on policy.no_restart_on policy.backoff policy.gather policy.grow
     policy.scheduler_loss policy.hang_timeout
     policy.time_limit output.log_dir output.show_ranks output.prefix output.files output.log_name
     place.scheduler place.node_rank place.node_name place.local
+    place.hosts place.rank_table place.launcher
+    reach.ssh reach.ssh_opts reach.forward reach.ship reach.mpirun reach.mpirun_opts reach.srun_opts
     place.simulated place.interface place.serve place.token_file place.insecure job env
     chdir
 """)
@@ -149,6 +155,7 @@ def test_every_path_that_an_option_gives_is_known() -> None:
     known = {*field_paths(), "scheduler.host", "scheduler.port", "msrun.workers", "msrun.local_workers",
              "msrun.bind_core", "msrun.bind_numa", "torchrun.redirects", "torchrun.tee", "torchrun.shown",
              "torchrun.standalone", "torchrun.grow", "torchrun.gather",
+             "hosts.all", "hosts.file", "hosts.include", "hosts.exclude",
              "ask.dry_run", "ask.explain", "ask.json"}  # fmt: skip
     texts = ("1", "1s", "h:1", "True", "cores", "cpu", "node", "rank", "A=1", "1:2", "join_timeout=3",
              "last_call_timeout=3", "null", "c10d")  # fmt: skip
@@ -167,3 +174,15 @@ def test_every_parameter_of_a_row_is_used() -> None:
     }  # fmt: skip
     program = Wish("program.target", "x", Source("command line", Level.COMMAND))
     assert derive.build([program]).spec.program.target == "x"
+
+
+def test_launchers_that_are_read() -> None:
+    from pdrun.launcher.adapters.detect import LAUNCHERS
+    from pdrun.launcher.ranktables.model import DIALECTS
+
+    assert " ".join(row.name for row in LAUNCHERS) == (
+        "pdrun torchrun jsrun openmpi mvapich pals intelmpi mpich flux pmix slurm-step pet mindspore volcano"
+        " pytorch-operator jobset indexed-job sagemaker azureml vertex tpu variables ascend slurm-job pbs lsf sge"
+        " mpi-operator"
+    )
+    assert DIALECTS == ("1.0", "1.1", "1.2", "2.0", "group", "lab")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 
 from pdrun.launcher.aliases import ALIASES
@@ -26,11 +28,18 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
+def options(command: click.Command) -> Iterator[str]:
+    """Yield every option of a command and of those below it."""
+    yield from (name for param in command.params for name in param.opts)
+    for below in command.commands.values() if isinstance(command, click.Group) else ():
+        yield from options(below)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_options_in_commands_exist(page: Path) -> None:
     group = build(lambda found: None, lambda read: 0)
     known = {name for row in (*RUN, *ALIASES) for name in row.names}
-    known |= {name for command in group.commands.values() for param in command.params for name in param.opts}
+    known |= set(options(group))
     for line in re.findall(r"^    .*?\bpdrun (.*)$", page.read_text(), re.MULTILINE):
         ours = line.split(".py")[0].split("#")[0]
         for option in re.findall(r"(?<!\S)--?[a-z][a-z_-]*", ours):

@@ -35,7 +35,7 @@ def files_to_ship() -> set[str]:
     wanted = set()
     for package, folder in packages_on_disk().items():
         for file in (ROOT / folder).iterdir():
-            if file.is_file() and file.suffix in {".py", ".yaml", ".md", ".typed"}:
+            if file.is_file() and file.suffix != ".pyc":
                 wanted.add(package.replace(".", "/") + "/" + file.name)
     return wanted
 

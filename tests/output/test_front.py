@@ -18,6 +18,7 @@ from pdrun.launcher.adapters.local import AgentStart, agent_starts, bind_schedul
 from pdrun.launcher.front import Patience, verdict_code
 from pdrun.launcher.model import LaunchPlan
 from pdrun.launcher.spec import JobSpec, Program, Resources
+from pdrun.launcher.started import LocalAgent
 from pdrun.rendezvous.security import Secret
 
 RUN = """
@@ -25,14 +26,17 @@ import json, os, sys
 from pdrun.launcher import front
 from pdrun.launcher.adapters.local import AgentStart
 from pdrun.launcher.console import Console
+from pdrun.launcher.started import LocalAgent
 front.AFTER_EXIT, front.AFTER_KILL, front.AFTER_CUT, front.AFTER_EARLY = 0.5, 0.5, 0.5, 0.5
 codes = json.loads(sys.argv[1])
 lines = [json.dumps({"code": code, "said": sys.argv[2]}) + "\\n" for code in codes]
 starts = [AgentStart(f"node{i}", line) for i, line in enumerate(lines)]
 agent = "import json, os, signal, sys, time\\norder = json.loads(sys.stdin.readline())\\n"
 agent += "os.write(0, order['said'].encode())\\nexec(order['code'])"
-job = front.Front(starts, Console(), grace=0.2, outlives=sys.argv[3] == "outlives")
-job.start([sys.executable, "-u", "-c", agent])
+command = [sys.executable, "-u", "-c", agent]
+agents = [LocalAgent(start, command) for start in starts]
+job = front.Front(agents, Console(), grace=0.2, outlives=sys.argv[3] == "outlives")
+job.start()
 sys.exit(job.run())
 """
 UNTIL_EOF = "open('pid', 'a').write(str(os.getpid()) + '\\n'); print('up'); sys.stdin.read(); sys.exit(70)"
@@ -235,9 +239,9 @@ def test_a_command_that_cannot_be_started_leaves_nothing_behind() -> None:
 
     before = signal.getsignal(signal.SIGTERM)
     fds = set(os.listdir("/proc/self/fd"))
-    job = front.Front([AgentStart("node0", "{}\n")], Console(), grace=1.0)
+    job = front.Front([LocalAgent(AgentStart("node0", "{}\n"), ["/no/such/program"])], Console(), grace=1.0)
     with pytest.raises(FileNotFoundError):
-        job.start(["/no/such/program"])
+        job.start()
     assert signal.getsignal(signal.SIGTERM) is before
     assert set(os.listdir("/proc/self/fd")) == fds
 
@@ -254,6 +258,9 @@ def test_a_command_that_cannot_be_started_leaves_nothing_behind() -> None:
         ([("a", -9), ("b", 143)], ["b"], 137, False),
         ([("a", 143), ("b", -9)], ["a"], 137, False),
         ([("a", 143), ("b", -9)], ["a", "b"], 70, False),
+        ([("a", None), ("b", 5)], [], 5, False),
+        ([("a", None), ("b", -9)], [], 137, False),
+        ([("a", None), ("b", None)], [], 69, False),
     ],
 )
 def test_verdict_code(ends: list[tuple[str, int]], asked: list[str], code: int, told: bool) -> None:

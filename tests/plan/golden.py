@@ -6,11 +6,14 @@ A case is one YAML file: ``argv``, ``environ``, ``facts`` and, last, ``expect``.
 
 ``facts``, each with a default: hostname, cpus ("0-7"), cores and numa (lists of CPU lists), quota, torch, cuda and npu
 (number of cards), uuids (cards have GPU-00000000-..), mig (text of nvidia-smi -L), addresses ([name, address]), route,
-local_endpoint, program_error [text, code], log_error, script_digest.
+local_endpoint, program_error [text, code], log_error, script_digest, hosts_here, starter (how, program, says: what
+mpirun's --version prints, kill_wait, binds, fault). ``around`` has the answers of the
+probes, as in tests/adapters; ``files`` are written into an empty working folder.
 """
 
 from __future__ import annotations
 
+from contextlib import chdir, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +27,11 @@ from pdrun.launcher import show
 from pdrun.launcher.cli_commands import build
 from pdrun.launcher.cli_run import request
 from pdrun.launcher.model import BackendFacts, Facts
+from pdrun.launcher.mpicommand import recognise
 from pdrun.launcher.plan import plan, simulated
+from pdrun.launcher.through import Starter
 from pdrun.topology import CpuSet
+from tests.adapters.helpers import probes
 
 MARK = "expect: |\n"
 
@@ -44,7 +50,11 @@ def outcome(case: dict[str, Any], root: Path) -> str:
         command = group.commands["run"]
         context = command.make_context("run", [str(word) for word in case["argv"]])
         words = context.params.pop("words")
-        asked = request(context.params, words, environ).asked
+        for name, text in case.get("files", {}).items():
+            _file(root / "files" / name, text)
+        around = probes({"host": case.get("facts", {}).get("hostname", "host1"), **case.get("around", {})})
+        with chdir(root / "files") if "files" in case else nullcontext():
+            asked = request(context.params, words, environ, around).asked
         facts = make_facts(case.get("facts", {}), environ, root)
         made = plan(asked.spec, facts, asked.sources, asked.notes)
         nodes = simulated(made, facts) if made.mode == "local" else ()
@@ -78,7 +88,15 @@ def make_facts(data: dict[str, Any], environ: dict[str, str], root: Path) -> Fac
         program_error=error,
         program_error_code=code,
         log_error=data.get("log_error", ""),
+        hosts_here=tuple(data.get("hosts_here", ())),
+        starter=_starter(data["starter"]) if "starter" in data else None,
     )
+
+
+def _starter(data: dict[str, Any]) -> Starter:
+    mpi = recognise(data["program"], data["says"]) if "says" in data else None
+    more = data.get("kill_wait"), data.get("binds", True), data.get("fault", "")
+    return Starter(data["how"], data["program"], mpi, *more)
 
 
 def _cpus(data: dict[str, Any]) -> CpuSet:

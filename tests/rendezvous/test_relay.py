@@ -72,7 +72,8 @@ def test_a_job_is_the_same_through_relays() -> None:
 
 
 def test_heartbeats_are_answered_and_silence_is_found_out() -> None:
-    with scheduler(relays=1, heartbeat=0.3, suspect=0.9, dead=3.0) as child, agents(child.endpoint, SECRET, "job", "job") as two:
+    quick = {"heartbeat": 0.3, "suspect": 0.9, "dead": 3.0}
+    with scheduler(relays=1, **quick) as child, agents(child.endpoint, SECRET, "job", "job") as two:
         for number, agent in enumerate(two):
             agent.join(f"n{number}")
         start_all(*two)

@@ -23,7 +23,7 @@ def report(ctx, **more):
     import dataclasses, json
     told = {**dataclasses.asdict(ctx), "device": str(ctx.device), "main": ctx.is_main, **more}
     sys.stdout.flush()
-    os.write(1, f"REPORT {json.dumps(told)}\n".encode())  # in one piece: under torchrun the workers share a pipe
+    os.write(1, f"REPORT {json.dumps(told)}\\n".encode())  # in one piece: under torchrun the workers share a pipe
 """
 
 

@@ -1,0 +1,113 @@
+"""What `pdrun.launcher.adapters.found.Probes` asks, answered by this machine: /proc, open descriptors, small files."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from pdrun.launcher.adapters.found import Probes
+
+LIMIT = 8 << 20
+"""Bytes of a file that a launcher names, at most."""
+_INITIAL_PID_NAMESPACE = 0xEFFFFFFC
+"""Inode of /proc/PID/ns/pid outside of any container (PROC_PID_INIT_INO of the kernel)."""
+_HIGHEST = 128
+"""Ancestors that are looked at."""
+
+
+def real(environ: Mapping[str, str] | None = None, root: Path = Path("/")) -> Probes:
+    """Return the probes of this machine; ``root`` is where /proc is."""
+    return Probes(
+        hostname=os.uname().nodename,
+        is_here=_is_here,
+        is_ancestor=lambda pid: _is_ancestor(pid, root),
+        is_under=lambda commands: _is_under(commands, root),
+        is_open=_is_open,
+        answers=_answers,
+        word_above=lambda commands, option: _word_above(commands, option, root),
+        read=_read,
+    )
+
+
+def _is_here(host: str) -> bool:
+    from pdrun.launcher import network
+
+    return network.is_here(host, os.uname().nodename, network.addresses())
+
+
+def _lineage(root: Path) -> Iterator[tuple[int, str]]:
+    """Yield (pid, command name) of this process and those above it."""
+    pid = os.getpid()
+    for _ in range(_HIGHEST):
+        if pid <= 0:
+            return
+        try:
+            text = (root / f"proc/{pid}/stat").read_text(errors="replace")
+        except OSError:
+            return
+        name, _, rest = text.partition("(")[2].rpartition(")")
+        fields = rest.split()
+        yield pid, name
+        pid = int(fields[1]) if len(fields) > 1 else 0
+
+
+def _sees_all(root: Path) -> bool:
+    """Whether the processes above this one are all visible: not in a container with pids of its own."""
+    try:
+        return (root / "proc/self/ns/pid").stat().st_ino == _INITIAL_PID_NAMESPACE
+    except OSError:
+        return False
+
+
+def _is_ancestor(pid: int, root: Path) -> bool | None:
+    if any(pid == above for above, _ in _lineage(root)):
+        return True
+    return False if _sees_all(root) else None
+
+
+def _is_under(commands: tuple[str, ...], root: Path) -> bool | None:
+    if any(name in commands for _, name in _lineage(root)):
+        return True
+    return False if _sees_all(root) else None
+
+
+def _word_above(commands: tuple[str, ...], option: str, root: Path) -> str:
+    for pid, name in _lineage(root):
+        if name in commands:
+            try:
+                words = (root / f"proc/{pid}/cmdline").read_bytes().decode("utf-8", "replace").split("\0")
+            except OSError:
+                return ""
+            return words[words.index(option) + 1] if option in words[:-1] else ""
+    return ""
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except (OSError, OverflowError):
+        return False
+    return True
+
+
+def _answers(host: str, port: int) -> bool:
+    import socket
+
+    try:
+        with socket.create_connection((host, port), timeout=1.0):
+            return True
+    except OSError:
+        return False
+
+
+def _read(path: str) -> str:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError("not a regular file")
+        data = file.read(LIMIT + 1)
+    if len(data) > LIMIT:
+        raise ValueError(f"larger than {LIMIT} bytes")
+    return data.decode("utf-8")

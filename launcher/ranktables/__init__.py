@@ -1,0 +1,1 @@
+"""Ascend's rank tables: every dialect read, checked, written and converted; values only, no device is asked."""

@@ -1,0 +1,129 @@
+"""The questions about this machine, and what real launchers' tasks find with them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pdrun.launcher.adapters.probes import real
+
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+ENV = [sys.executable, "-P", "-m", "pdrun", "env", "--json"]
+CLEAN = ("SLURM_", "OMPI_", "PMI", "MPI_", "HYDR", "PET_", "PDRUN_", "RANK", "WORLD_SIZE")
+
+
+def clean(**more: str) -> dict[str, str]:
+    """Return this environment without any launcher's words, and with more."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(CLEAN)} | more
+
+
+def launcher_of(command: list[str], **more: str) -> list[dict[str, object]]:
+    """Return what ``pdrun env`` says in each task of a command, the JSON objects standing one behind another."""
+    done = subprocess.run(command, capture_output=True, text=True, env=clean(**more), timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    found, at, decoder = [], 0, json.JSONDecoder()
+    while at < len(done.stdout.rstrip()):
+        data, at = decoder.raw_decode(done.stdout, at)
+        found.append(data["launcher"])
+        while at < len(done.stdout) and done.stdout[at].isspace():
+            at += 1
+    return found
+
+
+def needs(program: str) -> str:
+    """Return a program's path, or skip."""
+    path = shutil.which(program)
+    if path is None:
+        pytest.skip(f"{program} is not installed")
+    return path
+
+
+def test_this_process_and_those_above_it_are_ancestors() -> None:
+    probes = real()
+    assert probes.is_ancestor(os.getpid()) is True
+    assert probes.is_ancestor(os.getppid()) is True
+    sibling = subprocess.Popen(["sleep", "60"])
+    try:
+        assert probes.is_ancestor(sibling.pid) in (False, None)
+    finally:
+        sibling.kill()
+        sibling.wait()
+    assert probes.is_under(("no-such-command",)) in (False, None)
+    assert probes.is_ancestor(1) in (True, None)
+
+
+def test_a_tree_without_proc_knows_nothing(tmp_path: Path) -> None:
+    probes = real(root=tmp_path)
+    assert probes.is_ancestor(1) is None
+    assert probes.is_under(("init",)) is None
+    assert probes.word_above(("init",), "--x") == ""
+
+
+def test_a_word_of_a_process_above_is_found() -> None:
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[3]], check=True)"
+    inner = (
+        "from pdrun.launcher.adapters.probes import real; import pathlib;"
+        "name = pathlib.Path('/proc/self/comm').read_text().strip();"
+        "print(real().word_above((name,), '--control-port') or real().is_under((name,)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--control-port", "h1:4000", inner], capture_output=True, text=True, check=True
+    )  # the nearest python is the inner one, which has no such word
+    assert done.stdout.strip() in ("True", "h1:4000")
+
+
+def test_descriptors_ports_and_files(tmp_path: Path) -> None:
+    probes = real()
+    with (tmp_path / "f").open("w") as file:
+        assert probes.is_open(file.fileno())
+        number = file.fileno()
+    assert not probes.is_open(number)
+    assert not probes.is_open(10**18)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert probes.answers("127.0.0.1", port)
+    assert not probes.answers("127.0.0.1", port)
+    (tmp_path / "hosts").write_text("n1\n")
+    assert probes.read(str(tmp_path / "hosts")) == "n1\n"
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("pipe", "nope", "."):
+        with pytest.raises((OSError, ValueError)):
+            probes.read(str(tmp_path / name))
+    with pytest.raises(ValueError, match="not a regular file"):
+        probes.read("/dev/zero")
+
+
+@pytest.mark.slow
+def test_tasks_of_open_mpi_are_fresh_and_what_they_leave_behind_is_not(tmp_path: Path) -> None:
+    mpirun = needs("mpirun.openmpi")
+    found = launcher_of([mpirun, "--oversubscribe", "-n", "2", *ENV], **AS_ROOT)
+    assert sorted((one["launcher"], one["rank"], one["world"], one["local_size"]) for one in found) == [
+        ("openmpi", 0, 2, 2), ("openmpi", 1, 2, 2),
+    ]  # fmt: skip
+    dump = "import json, os; print(json.dumps(dict(os.environ)))"
+    done = subprocess.run([mpirun, "-n", "1", sys.executable, "-c", dump], capture_output=True, text=True,
+                          env=clean(**AS_ROOT), timeout=120, check=True)  # fmt: skip
+    left = {name: value for name, value in json.loads(done.stdout).items() if name.startswith(("OMPI_", "PMIX_"))}
+    (stale,) = launcher_of(ENV, **left)
+    assert stale["launcher"] == "none"
+    assert any("left over from another process" in note for note in stale["notes"])  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+def test_tasks_of_mpich_know_where_mpiexec_is() -> None:
+    mpiexec = needs("mpiexec.hydra")
+    (found,) = launcher_of([mpiexec, "-n", "1", *ENV])
+    assert (found["launcher"], found["rank"], found["world"], found["node_rank"]) == ("mpich", 0, 1, 0)
+    assert found["head"] == os.uname().nodename
+    through = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"  # closes PMI_FD on the way
+    (again,) = launcher_of([mpiexec, "-n", "1", sys.executable, "-c", through, *ENV])
+    assert again["launcher"] == "mpich"
+    (stale,) = launcher_of(ENV, PMI_RANK="0", PMI_SIZE="2", PMI_FD="99", MPI_LOCALRANKID="0")
+    assert stale["launcher"] == "none"

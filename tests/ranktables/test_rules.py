@@ -1,0 +1,285 @@
+"""One fault each: what is said, and where."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdrun.errors import ConfigError
+from pdrun.launcher.ranktables import files, jsontext
+from pdrun.launcher.ranktables.check import check
+from pdrun.launcher.ranktables.read import read
+
+Data = dict[str, Any]
+
+
+def table(servers: int = 2, each: int = 2) -> Data:
+    """Return a good table of version 1.0."""
+    return {
+        "status": "completed", "version": "1.0", "server_count": str(servers),
+        "server_list": [
+            {"server_id": f"10.0.0.{server + 1}", "device": [
+                {"device_id": str(device), "device_ip": f"10.1.{server}.{device + 1}",
+                 "rank_id": str(server * each + device)}
+                for device in range(each)
+            ]}
+            for server in range(servers)
+        ],
+    }  # fmt: skip
+
+
+def device(data: Data, server: int, at: int) -> Data:
+    """Return one device of a table."""
+    found: Data = data["server_list"][server]["device"][at]
+    return found
+
+
+def pods(data: Data) -> None:
+    """Make a super pod table of it."""
+    data["version"] = "1.2"
+    members = [{"server_id": "10.0.0.1"}, {"server_id": "10.0.0.2"}]
+    data["super_pod_list"] = [{"super_pod_id": "0", "server_list": members}]
+    for server in range(2):
+        for at in range(2):
+            device(data, server, at)["super_device_id"] = str(100 * server + at)
+
+
+def faults_of(data: Any) -> str:
+    """Return the first fault of a table, its path in front; empty for a good one."""
+    found, faults = read(data)
+    faults = faults or (check(found) if found is not None else [])
+    return f"{jsontext.path_text(faults[0].path)}: {faults[0].what}" if faults else ""
+
+
+def set_to(*path: Any) -> Callable[[Data], None]:
+    """Return a change: the value at a path becomes the last argument; None takes it out."""
+    *where, key, value = path
+
+    def change(data: Data) -> None:
+        for part in where:
+            data = data[part]
+        if value is None:
+            del data[key]
+        else:
+            data[key] = value
+
+    return change
+
+
+D = ("server_list", 1, "device", 0)
+CASES: list[tuple[str, Callable[[Data], None], str]] = [
+    ("good", lambda data: None, ""),
+    ("good super pod", pods, ""),
+    ("version missing", set_to("version", None), "version: is missing"),
+    ("version unknown", set_to("version", "9.9"), "version: '9.9' is no version"),
+    ("version as number", set_to("version", 1), "version: '1' is no version"),
+    ("status missing", set_to("status", None), "status: is missing"),
+    ("status unknown", set_to("status", "done"), "status: 'done' is neither"),
+    ("count differs", set_to("server_count", "3"), "server_count: 3, but server_list has 2"),
+    ("count as number", set_to("server_count", 2), "server_count: 2 is a number"),
+    ("no servers", set_to("server_list", []), "server_list: is empty"),
+    ("servers no list", set_to("server_list", {}), "server_list: is no list"),
+    ("server no object", set_to("server_list", 0, "x"), "server_list[0]: is no object"),
+    ("server id long", set_to("server_list", 0, "server_id", "x" * 65), "server_id: has 65 characters"),
+    ("server id empty", set_to("server_list", 0, "server_id", ""), "server_list[0].server_id: is empty"),
+    ("server id twice", set_to("server_list", 1, "server_id", "10.0.0.1"), "[1].server_id: 10.0.0.1 stands twice"),
+    ("no devices", set_to("server_list", 0, "device", []), "server_list[0].device: is empty"),
+    ("rank missing", set_to(*D, "rank_id", None), "server_list[1].device[0].rank_id: is missing"),
+    ("rank gap", set_to(*D, "rank_id", "7"), "rank_id: 3 follows 1: rank 2 is missing"),
+    ("rank twice", set_to(*D, "rank_id", "0"), "server_list[1].device[0].rank_id: 0 stands twice"),
+    ("rank negative", set_to(*D, "rank_id", "-1"), "rank_id: '-1' is not a whole number"),
+    ("rank padded", set_to(*D, "rank_id", "02"), "rank_id: '02' is not a whole number"),
+    ("rank bool", set_to(*D, "rank_id", True), "rank_id: is no text"),
+    ("rank digits of another script", set_to(*D, "rank_id", "\u0662"), "is not a whole number"),
+    ("device id high", set_to(*D, "device_id", "64"), "device_id: 64 is above 63"),
+    ("device twice", set_to(*D, "device_id", "1"), "server_list[1].device[1].device_id: 1 stands twice"),
+    ("ip twice", set_to(*D, "device_ip", "10.1.0.1"), "server_list[1].device[0].device_ip: 10.1.0.1 stands twice"),
+    ("ip missing", set_to(*D, "device_ip", None), "server_list[1].device[0].device_ip: is missing, and several"),
+    ("ip none", set_to(*D, "device_ip", "-.-.-.-"), "device_ip: '-.-.-.-' is no IP address"),
+    ("ip family", set_to(*D, "device_ip", "fd00::1"), "device_ip: is of another family"),
+    ("ip number", set_to(*D, "device_ip", "10.1.0.1,10.1.9.9"), "device_ip: 10.1.0.1 stands twice"),
+    ("port zero", set_to(*D, "device_port", "0"), "device_port: is no port"),
+    ("placeholder", set_to("server_list", 0, "server_id", "${HOST}"), "'${HOST}' is a placeholder"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "change", "words"), CASES, ids=[case[0] for case in CASES])
+def test_a_fault_is_named_with_its_path(name: str, change: Callable[[Data], None], words: str) -> None:
+    data = table()
+    change(data)
+    assert words in faults_of(data)
+    assert bool(words) == bool(faults_of(data))
+
+
+def test_ranks_of_a_server_stand_together() -> None:
+    data = table()
+    for (server, at), rank in {(0, 0): "0", (0, 1): "3", (1, 0): "1", (1, 1): "2"}.items():
+        device(data, server, at)["rank_id"] = rank
+    assert "server_list[0]: has the ranks 0,3" in faults_of(data)
+
+
+def test_servers_may_stand_in_any_order() -> None:
+    data = table()
+    data["server_list"].reverse()
+    found, faults = read(data)
+    assert found is not None
+    assert not faults and not check(found)
+    assert [server.id for server in found.ordered] == ["10.0.0.1", "10.0.0.2"]
+
+
+def test_one_server_needs_no_addresses_and_host_ip_stands_in_for_them() -> None:
+    data = table(1, 2)
+    for at in range(2):
+        del device(data, 0, at)["device_ip"]
+    assert faults_of(data) == ""
+    data = table()
+    for server in range(2):
+        data["server_list"][server]["host_ip"] = f"10.9.0.{server}"
+        for at in range(2):
+            del device(data, server, at)["device_ip"]
+    assert faults_of(data) == ""
+
+
+SUPER_PODS: list[tuple[str, Callable[[Data], None], str]] = [
+    ("sdid twice", set_to(*D, "super_device_id", "0"), "super_device_id: ('0', '0') stands twice"),
+    ("sdid empty", set_to(*D, "super_device_id", ""), "super_device_id: is empty"),
+    ("sdid missing", set_to(*D, "super_device_id", None), "super_device_id: is missing"),
+    ("stranger", set_to("super_pod_list", 0, "server_list", 1, "server_id", "x"), "server 10.0.0.2 is in no"),
+    ("server missing", set_to("super_pod_list", 0, "server_list", [{"server_id": "10.0.0.1"}]), "is in no super pod"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "change", "words"), SUPER_PODS, ids=[case[0] for case in SUPER_PODS])
+def test_super_pods_are_whole(name: str, change: Callable[[Data], None], words: str) -> None:
+    data = table()
+    pods(data)
+    change(data)
+    assert words in faults_of(data)
+
+
+def test_the_heterogeneous_dialect_is_read() -> None:
+    data = {"version": "1.1", "collective_id": "c", "node_list": [
+        {"node_addr": "10.0.0.1", "ranks": [{"rank_id": "0", "device_id": "0"}, {"rank_id": "1", "device_id": "1"}]},
+        {"node_addr": "10.0.0.2", "ranks": [{"rank_id": "2"}]},
+    ]}  # fmt: skip
+    assert faults_of(data) == ""
+
+
+def flat(**changes: Any) -> Data:
+    """Return a good table of version 2.0 with changes to its second rank."""
+    level = {"net_layer": 0, "net_instance_id": "r0", "net_type": "TOPO_FILE_DESC",
+             "rank_addr_list": [{"addr_type": "IPV4", "addr": "10.0.0.1", "ports": ["0/0"]}]}  # fmt: skip
+    ranks = [{"rank_id": at, "device_id": at, "local_id": at, "level_list": [copy.deepcopy(level)]} for at in range(2)]
+    ranks[1].update(changes)
+    return {"version": "2.0", "rank_count": 2, "rank_list": ranks}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, ""),
+        ({"rank_id": "1"}, "rank_list[1].rank_id: '1' is no number"),
+        ({"rank_id": 0}, "rank_list[1].rank_id: 0 stands twice"),
+        ({"rank_id": True}, "rank_id: 'True' is no number"),
+        ({"device_id": 65}, "device_id: 65 is not between 0 and 64"),
+        ({"level_list": []}, "rank_list[1].level_list: is empty"),
+        ({"level_list": [{"net_layer": 0, "net_type": "CLOS"}]}, "net_type: of layer 0 is not TOPO_FILE_DESC"),
+        ({"level_list": [{"net_layer": 1, "net_type": "X"}]}, "net_type: 'X' is neither"),
+        ({"level_list": [{"level": 0}]}, "level_list[0].level: is a name of a draft"),
+    ],
+)
+def test_dialect_2_has_its_own_rules(changes: Data, words: str) -> None:
+    assert words in faults_of(flat(**changes))
+    assert bool(words) == bool(faults_of(flat(**changes)))
+
+
+HOSTILE = {
+    "": "t.json: is empty",
+    "   ": "t.json: is empty",
+    "{": "t.json:1:2: ends in the middle",
+    '{"a": [1, 2': "ends in the middle",
+    '{"a": 1,}': "a comma stands before }",
+    '{"a": [1,]}': "a comma stands before ]",
+    '{"a": 1} x': "is not JSON",
+    '// table\n{"a": 1}': "t.json:1:1: a comment",
+    "{\n# x\n}": "a comment",
+    "{'a': 1}": "single quotes",
+    '{"a": 1, "b": 2, "a": 3}': "t.json:1: the key 'a' stands twice",
+    '{"a": NaN}': "NaN is no number of JSON",
+    '{"a": Infinity}': "Infinity is no number of JSON",
+    '{"a": 1e999}': "1e999 is not a whole number",
+    '{"a": 1.5}': "1.5 is not a whole number",
+    '{"a": ' + "9" * 5000 + "}": "a number of 5000 digits",
+    "[" * 100_000: "is nested too deeply",
+    '{"a":' * 100_000: "is nested too deeply",
+    '{"a": "\\ud800"}': "is no valid Unicode",
+    '{"\\udfff": "x"}': "is no valid Unicode",
+    '{"n": "{count}", "l": [{items}]}': "{items} is not filled in",
+    '{"a": "\t"}': "is not JSON",
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=lambda text: text[:16])
+def test_hostile_json_is_refused_in_one_line(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        jsontext.parse(text, "t.json")
+    assert HOSTILE[text] in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("data", [[], 1, "x", None, True, {}, {"status": "initializing"}, {"group_list": 3}])
+def test_data_of_any_shape_is_refused(data: Any) -> None:
+    assert faults_of(data)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 99) | st.text(max_size=4) | st.sampled_from(["1.0", "0", "completed"]),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(st.sampled_from(["server_id", "device", "rank_id", "device_id", "x"]), inner, max_size=4),
+    max_leaves=12,
+)  # fmt: skip
+
+
+@settings(max_examples=200)
+@given(
+    st.sampled_from(["1.0", "1.1", "1.2", "2.0", None]),
+    st.sampled_from(["server_list", "node_list", "rank_list", "group_list", "super_pod_list"]), JSON, JSON,
+)  # fmt: skip
+def test_no_shape_crashes_the_reader(version: str | None, key: str, inner: Any, other: Any) -> None:
+    data = {"status": "completed", key: inner, "super_pod_list": other}
+    if version is not None:
+        data["version"] = version
+    found, faults = read(data)
+    assert found is not None or faults
+    if found is not None and not faults:
+        check(found)
+
+
+@given(JSON)
+def test_the_place_of_every_value_is_found(data: Any) -> None:
+    text = json.dumps(data, indent=1)
+
+    def walk(value: Any, path: jsontext.Path) -> None:
+        at = jsontext.locate(text, path)
+        assert text[at:].startswith(json.dumps(value)[:1])
+        pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        for part, inner in pairs:
+            walk(inner, (*path, part))
+
+    walk(data, ())
+
+
+def test_a_table_that_others_may_write_is_a_warning(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps(table()))
+    path.chmod(0o666)
+    loaded = files.load(str(path))
+    assert loaded.wrong == ()
+    assert "every user of this machine may write" in loaded.line(loaded.mild[0])

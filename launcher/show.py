@@ -67,7 +67,7 @@ def _nodes(plan: LaunchPlan) -> str:
     resources = plan.spec.resources
     count = f"{resources.least} to {plan.nodes}" if resources.least < plan.nodes else str(plan.nodes)
     spares = f" and {resources.spares} that stand{'s' * (resources.spares == 1)} by" if resources.spares else ""
-    return count + spares + ("" if plan.mode == "local" else f"; this one is {plan.node}")
+    return count + spares + (f"; this one is {plan.node}" if plan.node and plan.mode != "local" else "")
 
 
 def _changes(spec: JobSpec) -> str:

@@ -484,8 +484,8 @@ def test_what_the_event_log_tells_as_well_is_said_once(tmp_path):
 
 
 def test_who_is_here_of_a_job_that_may_begin_with_fewer(flexible):
-    flexible.turn(WELCOME, m.Waiting(("a", "b"), ("1 more node",), 3, 3.0, 10.0, 2))
-    assert flexible.output.said == ["pdrun: 2 of 3 nodes are here (a, b); they begin in 7.0 s unless more come"]
+    flexible.turn(WELCOME, m.Waiting(("a", "b"), ("1 more node",), 3, 6.0, 10.0, 2))
+    assert flexible.output.said == ["pdrun: 2 of 3 nodes are here (a, b); they begin in 4.0 s unless more come"]
 
 
 def test_a_hang_is_shown_once_in_full():

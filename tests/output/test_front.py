@@ -158,8 +158,8 @@ def test_the_end_of_the_schedulers_node_is_everybodys(tmp_path: Path) -> None:
 
 def test_agents_are_told_that_a_stop_is_for_all(tmp_path: Path) -> None:
     code = (
-        "signal.signal(15, lambda n, f: print('signalled'))\nprint('up')\n"
-        "said = os.read(0, 9)\nprint(said)\nsys.stdout.flush()\nsys.exit(143)"
+        "signal.signal(15, lambda n, f: (print(os.read(0, 9), 'signalled', flush=True), sys.exit(143)))\nprint('up')\n"
+        "time.sleep(60)"
     )
     job = Fronted(tmp_path, code)
     assert job.lines(1) == [b"up\n"]

@@ -83,10 +83,10 @@ class Watch:
 
     def cut(self, member: Member, between: bool, now: float) -> None:
         """Its connection has ended, by itself or with a relay ``between``."""
-        # An agent with which all was well a moment ago has ended, or is back at once. One that was silent before, as
-        # when its host stands still or packets are lost, has the same time in which to be heard again as without the cut.
-        # So has everybody when the scheduler itself has just stood still: an agent may have dropped a connection that
-        # was silent, and be cut off by now with its workers running.
+        # An agent with which all was well a moment ago has ended, or is back at once. One that was silent before, as when
+        # its host stands still or packets are lost, has the same time in which to be heard again as without the cut. So
+        # has everybody when the scheduler itself has just stood still: an agent may have dropped a connection that was
+        # silent, and be cut off by now with its workers running.
         time = now - self._stood
         awake = now - self._woke >= self.times.dead
         talking = not self.times.heartbeat or (awake and time - member.answered < 2.5 * self.times.heartbeat)

@@ -228,7 +228,7 @@ def test_the_scheduler_does_not_take_its_own_sleep_for_the_nodes_silence() -> No
 
 
 def test_a_connection_that_is_closed_after_the_scheduler_stood_still_is_no_proof_of_an_end() -> None:
-    """The agent may have dropped it for being silent, and be cut off by now: its workers run until its lease is over."""
+    """The agent may have dropped it for being silent, and be cut off by now: its workers run until its lease ends."""
     machine = running("a", "b")
     machine.now += 15.0
     machine.tick()

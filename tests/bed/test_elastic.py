@@ -115,6 +115,23 @@ def late_node_waits_for_the_next_generation(bed: Bed) -> None:
     _ends_well(bed, *jobs, late)
 
 
+def node_that_starts_while_the_first_host_stands_still(bed: Bed) -> None:
+    """Somebody takes its connections and says nothing, then the link is cut: nothing of that is another token."""
+    options = ("--gather", "1", "--grow", "1")
+    jobs = bed.job(*options, hosts=("h1", "h2"), nodes="2:3")
+    bed.running(2)
+    bed["h1"].freeze()
+    late = bed.start("h3", *options, nodes="2:3")
+    time.sleep(5.5)
+    bed.cluster.cut("h1", "h3")
+    time.sleep(5.5)
+    bed["h1"].thaw()
+    time.sleep(5)
+    bed.cluster.heal()
+    bed.running(3, generation=1)
+    _ends_well(bed, *jobs, late)
+
+
 def agent_killed_and_started_again(bed: Bed) -> None:
     """Its workers are gone, the new agent is a new member, and takes part again."""
     jobs = elastic(bed, "--grow", "1")
@@ -159,8 +176,8 @@ def _ends_well(bed: Bed, *jobs: NodeJob) -> None:
 
 FAULTS = (
     cut_of_thirty_seconds, freeze_of_twenty_seconds, power_off, crash_and_return, replacement_is_waited_for,
-    agent_killed_and_started_again, late_node_waits_for_the_next_generation, spare_takes_the_place, sigterm_is_leaving,
-    too_few_left_is_the_end,
+    node_that_starts_while_the_first_host_stands_still, agent_killed_and_started_again,
+    late_node_waits_for_the_next_generation, spare_takes_the_place, sigterm_is_leaving, too_few_left_is_the_end,
 )  # fmt: skip
 """The longest first."""
 

@@ -175,6 +175,9 @@ class Agent:
         """What follows from the state of the workers, and from time."""
         leave = self._leave
         self._part.conclude(self._plan)
+        child = self._around.scheduler_child
+        if child is not None and child.deadline() is not None:  # it has died and is not back yet
+            leave.absent()
         if leave.overdue(self._clock.monotonic()):
             self._stop_alone()
         if self._part.running:
@@ -351,6 +354,7 @@ class Agent:
         """Once: ask the scheduler to stop the job with grace. Again: kill here and now, and have it kill elsewhere."""
         plan, leave = self._plan, self._leave
         departs = leave.departs(number)
+        leave.asked_at = leave.asked_at if leave.stops else self._clock.monotonic()
         leave.stops += 1
         leave.last = number
         name = signal.Signals(number).name

@@ -21,6 +21,8 @@ STOP_ANSWER = 2.0
 """Seconds that a running job's scheduler has to answer a stop, before this node acts alone."""
 STOP_ANSWER_WAITING = 0.7
 """The same while the nodes are still coming together."""
+RESTART_ANSWER = 10.0
+"""The same, from the first stop on, where the scheduler's process is just being started again."""
 MARGIN = 0.5
 """Seconds by which the workers of a node that is cut off are gone before the others may begin without it."""
 
@@ -33,6 +35,8 @@ class Leaving:
     """Whether the job goes on without this node, as far as is known."""
     stops: int = 0
     last: int = int(signal.SIGINT)
+    asked_at: float = 0.0
+    """When the first stop came."""
     answer_by: float | None = None
     """Until when the scheduler has to answer."""
     code: int | None = None
@@ -59,6 +63,11 @@ class Leaving:
     def expired(self, silent: float) -> bool:
         """Whether a node whose workers run has been without its scheduler for too long."""
         return bool(self.lease) and silent > self.lease and not self.returning and self.code is None
+
+    def absent(self) -> None:
+        """The scheduler's process is being started again: it is to have the time for that, and to hear of the stop."""
+        if self.answer_by is not None:
+            self.answer_by = max(self.answer_by, self.asked_at + RESTART_ANSWER)
 
     def overdue(self, now: float) -> bool:
         """Whether the scheduler has not answered in time."""

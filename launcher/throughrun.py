@@ -65,8 +65,8 @@ def run_through(plan: LaunchPlan) -> int:
         return _Tending(plan, service, env).run()
     finally:
         transport.close(1.0)
-        if log:
-            log.close()
+        if log and (missing := log.close()):
+            _say(missing)
 
 
 def _environment(plan: LaunchPlan, scheduler: Endpoint, run: str, token: str) -> dict[str, str]:

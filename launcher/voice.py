@@ -13,6 +13,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+from pdrun.attempt import Attempt
 from pdrun.clock import Clock
 from pdrun.launcher.model import LaunchPlan
 from pdrun.launcher.network import is_loopback
@@ -24,6 +25,8 @@ from pdrun.rendezvous.messages import Assign, Failure, StopWorkers, Verdict, Wai
 
 LOOK_EVERY = 0.5
 """Seconds between two looks into the event log."""
+READING = 0.1
+"""Seconds that a look waits for the disk."""
 PATIENCE = 1.0
 """Seconds after which it is said why the workers are being stopped; a quicker end says it in its summary."""
 NOTICE_LINES = 100
@@ -233,20 +236,21 @@ class Voice:
 
 
 class _EventTail:
-    """Reads what is added to a file of JSON lines."""
+    """Reads what is added to a file of JSON lines, on a disk that may hang."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._at = 0
         self._half = b""
+        self._reading: Attempt[bytes] | None = None
 
     def more(self) -> list[dict[str, Any]]:
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._at)
-                data = file.read(1 << 20)
-        except OSError:
+        """Return what is new; nothing while the disk does not answer, which is waited for a moment, once."""
+        first = self._reading is None
+        self._reading = self._reading or Attempt(self._read)
+        if not self._reading.wait(READING if first else 0.0):
             return []
+        data, self._reading = self._reading.result(), None
         self._at += len(data)
         *lines, self._half = (self._half + data).split(b"\n")
         found = []
@@ -258,3 +262,11 @@ class _EventTail:
             if isinstance(event, dict):
                 found.append(event)
         return found
+
+    def _read(self) -> bytes:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._at)
+                return file.read(1 << 20)
+        except OSError:
+            return b""

@@ -8,10 +8,13 @@ A line that was cut by a crash is left out by the reader, not an error.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
+
+from pdrun.linewriter import CLOSING, LineWriter
 
 KINDS = (
     "created", "joined", "refused", "assigned", "started", "exited", "stopping", "restarting",
@@ -36,33 +39,39 @@ class Event:
 
 
 class EventLog:
-    """Appends events to a file; a full or broken disk never fails the job, it is counted in ``lost``."""
+    """
+    Appends events to a file, in a thread: a disk that hangs holds up nobody, a full or broken one never fails the job.
+
+    On a disk that answers, a line is with the system when `append` returns.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.lost = 0
-        self._file: TextIO | None = None
+        self._lines = LineWriter(path, _missing)
+
+    @property
+    def lost(self) -> int:
+        """Events that were not written."""
+        return self._lines.lost
 
     def append(self, event: Event) -> None:
-        """Write one line and hand it to the system at once."""
-        try:
-            if self._file is None:
-                self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-                self._file = self.path.open("a", encoding="ascii", buffering=1)
-                if _half_line(self.path):  # of a scheduler that was killed: what follows must not be lost with it
-                    self._file.write("\n")
-            self._file.write(event.to_line() + "\n")
-        except OSError:
-            self.lost += 1
+        """Write one line; waits a moment for the disk, and not again before it has caught up."""
+        self._lines.put(event.to_line())
 
-    def close(self) -> None:
-        """Close the file; closing twice is allowed."""
-        if self._file is not None:
-            try:
-                self._file.close()
-            except OSError:
-                self.lost += 1
-            self._file = None
+    def close(self, timeout: float = CLOSING) -> str:
+        """
+        Write out what waits, for at most ``timeout`` seconds, and close; closing twice is allowed.
+
+        Return a line for people where something is missing, else the empty string.
+        """
+        if not self._lines.close(timeout):
+            return ""
+        return f"event log {self.path}: {self.lost} line(s) not written ({self._lines.reason}); the job went on"
+
+
+def _missing(count: int) -> str:
+    text = f"{count} event(s) are missing here: the disk of the event log did not answer"
+    return Event("warning", time.time(), {"text": text}).to_line()
 
 
 def read(path: Path) -> Iterator[Event]:
@@ -77,12 +86,6 @@ def tail(path: Path, size: int = 1 << 18) -> Iterator[Event]:
         end = file.seek(0, 2)
         file.seek(max(0, end - size))
         yield from parse(file.read().decode(errors="replace").split("\n"))
-
-
-def _half_line(path: Path) -> bool:
-    with path.open("rb") as file:
-        end = file.seek(0, 2)
-        return bool(end) and file.seek(end - 1) >= 0 and file.read(1) != b"\n"
 
 
 def parse(lines: Iterable[str]) -> Iterator[Event]:

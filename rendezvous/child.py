@@ -20,8 +20,9 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
+from pdrun.attempt import Attempt
 from pdrun.errors import ConfigError, RendezvousError
 from pdrun.net import Endpoint, parse_endpoint
 from pdrun.rendezvous.codec import to_plain
@@ -35,6 +36,8 @@ RESTARTS, WINDOW = 3, 60.0
 """So many restarts in so many seconds; after the next death it is given up."""
 BACKOFF = (0.0, 0.2, 0.5)
 """Seconds before the first, second and third restart within WINDOW."""
+DISK = 2.0
+"""Seconds for the journal's disk to tell whether the file is there."""
 REAP = 1.0
 """Seconds for a process to be gone once its output has ended; then it is killed."""
 
@@ -62,7 +65,7 @@ class SchedulerChild:
 
         Raises:
             ConfigError: the address cannot be listened on.
-            RendezvousError: the process did not come up.
+            RendezvousError: the process did not come up, or ended twice before it had said anything.
         """
         if (endpoint is None) == (listen_fd is None):
             raise ValueError("give either an endpoint or a listening descriptor")
@@ -85,7 +88,7 @@ class SchedulerChild:
         self._line = b""
         try:
             self._start()
-            self.endpoint: Endpoint = self._await_endpoint(timeout)
+            self.endpoint: Endpoint = self._await_endpoint(timeout) or self._await_again(timeout)
         except BaseException:
             self.close(0.0)
             raise
@@ -130,8 +133,9 @@ class SchedulerChild:
             self._line += data
             if not data:
                 return self._ended(now)
-            if self._answer_by is not None and self._line.endswith(b"\n"):
+            if self._answer_by is not None and b"\n" in self._line:
                 return self._answered(now)
+            self._look_at_journal()
         if self._answer_by is not None and now >= self._answer_by:
             self._process.kill()  # its end is told by `fileno`
             self._answer_by = None
@@ -168,26 +172,43 @@ class SchedulerChild:
         except BrokenPipeError:
             pass  # the missing answer tells
 
-    def _await_endpoint(self, timeout: float) -> Endpoint:
+    def _await_again(self, timeout: float) -> Endpoint:
+        """Start another process in place of one that ended before it said anything: killed, as by a lack of memory."""
+        self._reap(REAP)
+        self._start()
+        if (endpoint := self._await_endpoint(timeout)) is None:
+            status = self._reap(REAP)
+            raise RendezvousError(f"the scheduler process ended at once, twice ({_how(status)})")
+        return endpoint
+
+    def _await_endpoint(self, timeout: float) -> Endpoint | None:
+        """Return where it listens; None: it has ended without a word."""
         deadline = time.monotonic() + timeout
-        while not self._line.endswith(b"\n"):
+        while b"\n" not in self._line:
             left = deadline - time.monotonic()
             if left <= 0 or not select.select([self.fileno()], [], [], left)[0]:
                 raise RendezvousError(f"the scheduler process did not come up within {timeout:g} s")
             more = os.read(self.fileno(), 65536)
             if not more:
-                raise RendezvousError(f"the scheduler process ended at once (status {self._process.wait(5)})")
+                return None
             self._line += more
         return self._endpoint()
 
     def _endpoint(self) -> Endpoint:
         """Read the process's answer."""
-        answer = json.loads(self._line)
-        self._line, self._answer_by = b"", None
+        line, _, self._line = self._line.partition(b"\n")
+        answer = json.loads(line)
+        self._answer_by = None
+        self._look_at_journal()
         if "endpoint" not in answer:
             kind = ConfigError if answer.get("code") == ConfigError.exit_code else RendezvousError
             raise kind(str(answer.get("error")), where="scheduler")
         return parse_endpoint(answer["endpoint"], where="scheduler")
+
+    def _look_at_journal(self) -> None:
+        """Note that the process has given its journal up: what still lies there is not how things stand."""
+        if b"\n" in self._line:
+            self._line, self._journal = b"", None
 
     def _reap(self, timeout: float) -> int:
         process = self._process
@@ -213,14 +234,16 @@ class SchedulerChild:
 
     def _ended(self, now: float) -> str:
         status = self._reap(REAP)
-        how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-        died = f"the scheduler process on this node has died ({how})"
+        died = f"the scheduler process on this node has died ({_how(status)})"
         self._deaths = [at for at in self._deaths if now - at < WINDOW]
         if status == 0:
             self._give_up("the scheduler process on this node has ended")
         if self._journal is None:
             self._give_up(died)
-        elif not self._journal.exists():
+        there = Attempt(self._journal.exists)
+        if not there.wait(DISK):
+            self._give_up(f"{died}, and the disk of {self._journal}, from which to go on, does not answer")
+        if not there.result():
             self._give_up(f"{died}, and {self._journal}, from which to go on, is not there")
         if len(self._deaths) >= RESTARTS:
             self._give_up(f"{died}, after {RESTARTS} restarts in {WINDOW:g} s")
@@ -230,7 +253,7 @@ class SchedulerChild:
         self._deaths.append(now)
         return f"{died}: starting it again; the workers go on"
 
-    def _give_up(self, why: str) -> None:
+    def _give_up(self, why: str) -> NoReturn:
         self._close_listener()
         self._reap(REAP)
         raise RendezvousError(why)
@@ -239,3 +262,7 @@ class SchedulerChild:
         if self._listener >= 0:
             os.close(self._listener)
             self._listener = -1
+
+
+def _how(status: int) -> str:
+    return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"

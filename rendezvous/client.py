@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import select
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -124,8 +125,8 @@ class LocalLink:
         self._end.close()
         self._service.poll_once(0.0)
         self._service.transport.close(0.0)
-        if self._log:
-            self._log.close()
+        if self._log and (missing := self._log.close()):
+            print(f"pdrun: {missing}", file=sys.stderr, flush=True)
 
     def _hello(self) -> Hello:
         return Hello(PROTOCOL, "agent", self._job, self._agent, 0, self._host, os.getpid())

@@ -10,8 +10,9 @@ Written ahead: the entries of everything that came in together are appended and 
 is acted upon. So a half-written end was never acted upon: it is cut off. Anything else that does not fit (a payload
 that differs from its checksum, a frame that does not follow the one before) is damage, and named with its place.
 
-Limits: the file must lie on a disk that this process can lock; one that hangs, hangs the scheduler. The file is as
-secret as the job's specification, and holds no token.
+A disk that does not answer for ANSWER seconds counts as one that cannot be written. Limits: the file must lie on a disk
+that this process can lock, and that answers when the journal is begun or resumed. The file is as secret as the job's
+specification, and holds no token.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pdrun.attempt import Attempt
 from pdrun.errors import ConfigError, RendezvousError
 from pdrun.rendezvous import codec
 from pdrun.rendezvous.events import Happening, SchedulerConfig
@@ -41,6 +43,10 @@ LONGEST = 4 * Envelope.LIMIT
 """Bytes of one payload, at most."""
 LOCK_WAIT = 2.0
 """Seconds for the lock: a process that was killed a moment ago may still hold it."""
+ANSWER = 5.0
+"""Seconds for the disk to take what is committed: less than the silence after which nodes give a scheduler up."""
+REMOVAL = 1.0
+"""Seconds that the removal of the file is waited for."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +105,8 @@ class Journal:
         """Number of the group that is being collected."""
         self._fd, self._chain = fd, chain
         self._pending = bytearray()
+        self._stuck: Attempt[None] | None = None
+        """A commit that the disk did not answer: it may still use the descriptor."""
 
     def add(self, now: float, event: Happening) -> None:
         """Collect an entry; nothing is written before `commit`."""
@@ -109,34 +117,34 @@ class Journal:
         Write what was collected and wait until it is on the disk.
 
         Raises:
-            OSError: it could not be written. The journal is of no use any more: `discard` it.
+            OSError: it could not be written, or not within ANSWER seconds. The journal is of no use any more: `discard`
+                it.
         """
         if not self._pending:
             return
-        data = memoryview(bytes(self._pending))
+        data, fd = bytes(self._pending), self._fd
         self._pending.clear()
-        while data:
-            data = data[os.write(self._fd, data) :]
-        os.fdatasync(self._fd)
+        attempt = Attempt(lambda: _write(fd, data))
+        if not attempt.wait(ANSWER):
+            self._stuck = attempt
+            raise TimeoutError(errno.ETIMEDOUT, f"the disk did not answer for {ANSWER:g} s")
+        attempt.result()
         self.group += 1
 
     def close(self) -> None:
         """Let the file go. What was not committed is lost, as it should be."""
-        if self._fd >= 0:
+        if self._fd >= 0 and self._stuck is None:
             with contextlib.suppress(OSError):  # a broken disk may say so here once more
                 os.close(self._fd)
             self._fd = -1
 
     def discard(self) -> None:
-        """Remove the file: nobody is to go on from it."""
-        try:
-            self.path.unlink(missing_ok=True)
-        except OSError:
-            try:
-                os.ftruncate(self._fd, 0)
-            except OSError:
-                pass  # a disk that takes neither cannot be opened for writing by a successor either
-        self.close()
+        """Remove the file: nobody is to go on from it. A disk that does not answer does so once it answers again."""
+        stuck, self._stuck = self._stuck, None
+        fd, self._fd = self._fd, -1
+        removal = Attempt(lambda: _remove(self.path, fd, stuck))
+        if stuck is None:
+            removal.wait(REMOVAL)
 
     def _pend(self, payload: dict[str, Any]) -> None:
         data = json.dumps(payload, ensure_ascii=True, separators=(",", ":")).encode()
@@ -205,6 +213,26 @@ def read_header(path: Path) -> Header:
     with path.open("rb") as file:
         data = file.read(LONGEST)
     return _read(path, data, header_only=True)[0]
+
+
+def _write(fd: int, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(fd, left) :]
+    os.fdatasync(fd)
+
+
+def _remove(path: Path, fd: int, after: Attempt[None] | None) -> None:
+    """Remove a journal and close its descriptor, once the commit that may still use that is over."""
+    if after is not None:
+        after.wait()
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        with contextlib.suppress(OSError):  # a disk that takes neither cannot be written by a successor either
+            os.ftruncate(fd, 0)
+    with contextlib.suppress(OSError):
+        os.close(fd)
 
 
 # Reading --------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ A scheduler inside the agent has no journal, and loads none of what deals with t
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,8 @@ class Recovery:
     """those at its end which are missing in the log."""
     warning: str = ""
     """What the user should know: a half-written end, or no journal at all."""
+    on_lost: Callable[[], None] = field(default=lambda: None)
+    """Called when the journal is given up, before anything is done that it does not hold."""
     _keeper: Keeper | None = None
 
     def before(self, event: Happening) -> None:
@@ -54,7 +57,7 @@ class Recovery:
         """
         Make the steps since the last call safe; return a warning when that is not possible any more.
 
-        A disk that is full, or gone, does not end a healthy job: the job loses only its way back from a second fault.
+        A disk that is full, gone or silent does not end a healthy job: the job loses only its way back from a second fault.
         """
         if self._keeper is None:
             return ""
@@ -63,6 +66,7 @@ class Recovery:
             return ""
         except OSError as error:
             path = self._keeper.journal.path
+            self.on_lost()
             self.forget()
             return _without(path, error)
 

@@ -24,6 +24,7 @@ from pdrun.rendezvous.relaychild import RelayChildren
 from pdrun.rendezvous.service import Service
 
 FEWEST_FILES = 40
+JOURNAL_LOST = {"journal": "lost"}
 
 
 def main() -> int:
@@ -31,8 +32,8 @@ def main() -> int:
     Serve as an agent's child.
 
     stdin: one JSON line {config, secret, listen_fd, events, insecure, journal}, then nothing; its end means
-    that the agent has died. stdout: one JSON line {"endpoint": "HOST:PORT"} or {"error": ..., "code": ...}. Where there
-    is a journal already, this process goes on from it.
+    that the agent has died. stdout: one JSON line {"endpoint": "HOST:PORT"} or {"error": ..., "code": ...}; later on,
+    should the journal be given up, {"journal": "lost"}. Where there is a journal already, this process goes on from it.
     """
     early.begin()
     for number in (*early.STOP, signal.SIGUSR1, signal.SIGUSR2):
@@ -54,8 +55,8 @@ def main() -> int:
         transport.close(1.0)
         if relays:
             relays.close()
-        if log:
-            log.close()
+        if log and (missing := log.close()):
+            print(f"pdrun: {missing}", file=sys.stderr, flush=True)
     return 0
 
 
@@ -88,6 +89,7 @@ def _start(order: dict[str, Any]) -> tuple[Any, Service, EventLog | None, RelayC
     events = Path(order["events"]) if order["events"] else None
     # before the port is opened: agents that come back must not be taken by a scheduler that cannot go on
     recovery = enter(order["config"], SystemClock(), Path(order["journal"]) if order["journal"] else None, events)
+    recovery.on_lost = lambda: _answer(JOURNAL_LOST)  # on a disk that hangs an old one stays: nobody may go on from it
     secret = Secret.from_hex(order["secret"]) if order["secret"] else None
     listener: int = order["listen_fd"]
     count = relaychild.wanted(order["config"])

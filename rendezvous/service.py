@@ -43,6 +43,8 @@ MOST_LINES = 400_000
 """Characters of event lines that a StatusReply holds: the newest."""
 MOST_REFUSALS, REFUSALS_IN = 20, 10.0
 """Refusals that are recorded one by one in so many seconds; beyond that they are counted with the complaints."""
+TICK, TICK_NODE = 0.02, 20e-6
+"""Seconds between two ticks at least, and so many more for each node."""
 COMPLAIN_EVERY = 5.0
 """Seconds between two warnings about what strangers do at the port."""
 
@@ -88,6 +90,9 @@ class Service:
         self._complained = float("-inf")
         self._muted = 0
         self._refusals: deque[float] = deque()
+        # A tick looks at every node: not at each message of a job of thousands.
+        self._tick_every = min(self.machine.tick_every, TICK + (config.nodes + config.spares) * TICK_NODE)
+        self._tick_at = 0.0
         self._enter()
 
     def _enter(self) -> None:
@@ -121,7 +126,9 @@ class Service:
                 self._step(Heard(item.peers))
             elif isinstance(item, Woken):
                 self.woken.append(item.fd)
-        self._step(Tick())
+        if (now := self.clock.monotonic()) >= self._tick_at:
+            self._tick_at = now + self._tick_every
+            self._step(Tick())
         self._carry_out()
 
     @property
@@ -182,7 +189,7 @@ class Service:
     def _carry_out(self) -> None:
         """Do what is due, after the journal is safe."""
         if lost := self._recovery.commit():
-            self.warn(lost)
+            self.warn(lost, aloud=True)  # the event log is likely to lie on the same disk
         due, self._due = self._due, []
         self._deaf.clear()
         for action in due:
@@ -219,10 +226,10 @@ class Service:
         while self._size > MOST_LINES and len(self._lines) > 1:
             self._size -= len(self._lines.popleft())
 
-    def warn(self, text: str) -> None:
-        """Tell people, in the event log; where there is none, at their terminals."""
+    def warn(self, text: str, *, aloud: bool = False) -> None:
+        """Tell people, in the event log; where there is none, or ``aloud``, at their terminals."""
         self._record(Event("warning", self.clock.wall(), {"text": text}))
-        if self._record_event is None:
+        if self._record_event is None or aloud:
             self._due += [Send(member.peer, Notice(text)) for member in self.machine.nodes if member.peer]
 
     def _refused_often(self) -> bool:

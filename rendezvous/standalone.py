@@ -70,8 +70,8 @@ def serve_standalone(
         restore()
         service.close()
         transport.close(1.0)
-        if log:
-            log.close()
+        if log and (missing := log.close()):
+            say(missing)
     verdict = service.machine.verdict
     if verdict and verdict.code:
         say(f"job ended with code {verdict.code}: {verdict.reason}")

@@ -11,14 +11,17 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import count
 from pathlib import Path
 
 import pytest
 
 from pdrun.errors import PdrunError
 from pdrun.launcher import keeper_client
+from pdrun.launcher.keeper import STUCK
 from pdrun.launcher.model import Exited, Spawned, SpawnFailed, Swept
 from tests.agent.helpers import REPOSITORY, alive, keeper_driver, python, read_pid, until
+from tests.timing import in_starts
 
 DETACHED = """
 import os, sys, time
@@ -184,12 +187,18 @@ def test_leftover_is_swept_and_named(driver, tmp_path):
 
 
 def test_nothing_left_is_answered_at_once(driver):
-    driver.start(0, ("/bin/true",))
-    driver.wait(Exited)
-    begin = time.monotonic()
-    driver.keeper.sweep(0)
-    assert driver.wait(Swept) == Swept(0, ())
-    assert time.monotonic() - begin < 0.08
+    slots = count()
+
+    def sweep() -> float:
+        slot = next(slots)
+        driver.start(slot, ("/bin/true",))
+        driver.wait(Exited, slot)
+        begin = time.monotonic()
+        driver.keeper.sweep(slot)
+        assert driver.wait(Swept, slot) == Swept(slot, ())
+        return time.monotonic() - begin
+
+    assert in_starts(sweep, 2) < 2
 
 
 def test_helper_that_ends_by_itself_is_left_to_do_so(driver, tmp_path):
@@ -217,7 +226,7 @@ def test_close_ends_everything_at_once(tmp_path):
         worker, left = driver.wait(Spawned).pid, read_pid(tmp_path / "pid")
         begin = time.monotonic()
         driver.keeper.close()
-        assert time.monotonic() - begin < 1.0
+        assert time.monotonic() - begin < STUCK - 1
     assert not alive(worker)
     assert not alive(left)
     assert not alive(driver.keeper.pid)
@@ -242,10 +251,8 @@ def test_killed_agent_leaves_nothing(tmp_path):
     try:
         keeper, leader = map(int, agent.stdout.readline().split())
         left = read_pid(pid_file)
-        begin = time.monotonic()
         agent.kill()
-        until(lambda: not (alive(left) or alive(leader) or alive(keeper)), 5, "everything to end")
-        assert time.monotonic() - begin < 1.0
+        until(lambda: not (alive(left) or alive(leader) or alive(keeper)), 4, "everything to end")
     finally:
         agent.kill()
         agent.communicate()
@@ -337,7 +344,7 @@ def test_closing_does_not_wait_for_a_stopped_keeper(driver):
     os.kill(driver.keeper.pid, signal.SIGSTOP)
     begin = time.monotonic()
     driver.keeper.close()
-    assert time.monotonic() - begin < 2.0
+    assert time.monotonic() - begin < STUCK - 1
 
 
 def test_the_one_that_stands_by_is_no_leftover(driver):
@@ -408,14 +415,17 @@ def test_descriptor_refusal_is_a_failed_spawn(driver):
 
 
 def test_start_is_quick_and_small():
-    times = []
-    for _ in range(5):
+    resident = []
+
+    def start() -> float:
         begin = time.monotonic()
         with keeper_driver() as driver:
             driver.start(0, ("/bin/true",))
             driver.wait(Exited)
-            times.append(time.monotonic() - begin)
+            took = time.monotonic() - begin
             status = Path(f"/proc/{driver.keeper.pid}/status").read_text()
-    resident = int(status.partition("VmRSS:")[2].split()[0])
-    assert min(times) < 0.2
-    assert resident < 25_000
+        resident.append(int(status.partition("VmRSS:")[2].split()[0]))
+        return took
+
+    assert in_starts(start, 12) < 12
+    assert max(resident) < 25_000  # KiB

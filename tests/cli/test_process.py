@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-BOUND = 1.0
-"""Seconds that a mistake may cost on a machine that is not overloaded."""
+from tests.timing import in_starts
+
+BOUND = 60
+"""Starts of a bare interpreter that a mistake may cost: less than a second where nothing else runs."""
 
 
 def pdrun(
@@ -40,15 +42,14 @@ def test_a_mistake_costs_one_line_and_less_than_a_second(
 ) -> None:
     (tmp_path / "train.py").write_text("open('started', 'w')\n")
     (tmp_path / "job.yaml").write_text("job: x\nnodez: 2\n")
-    fastest = 60.0
-    for _ in range(3):  # other tests share the machine: the best of three is what the mistake itself costs
+
+    def mistake() -> float:
         done, took = pdrun(*argv, cwd=tmp_path)
-        fastest = min(fastest, took)
         assert (done.returncode, done.stdout) == (code, "")
         assert [message in line for line in done.stderr.splitlines()] == [True]
-        if fastest < BOUND:
-            break
-    assert fastest < BOUND
+        return took
+
+    assert in_starts(mistake, BOUND) < BOUND
     assert not (tmp_path / "started").exists()
 
 

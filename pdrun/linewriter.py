@@ -81,6 +81,12 @@ class LineWriter:
                     self._queue.clear()
             return self.lost
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits for the disk."""
+        with self._changed:
+            return self._idle()
+
     # Called with the lock held ----------------------------------------------------------------------------------------
 
     def _idle(self) -> bool:

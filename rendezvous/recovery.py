@@ -39,9 +39,9 @@ class Recovery:
     """those at its end which are missing in the log."""
     warning: str = ""
     """What the user should know: a half-written end, or no journal at all."""
+    _keeper: Keeper | None = None
     on_lost: Callable[[], None] = field(default=lambda: None)
     """Called when the journal is given up, before anything is done that it does not hold."""
-    _keeper: Keeper | None = None
 
     def before(self, event: Happening) -> None:
         """Called before each step of the machine."""

@@ -213,6 +213,37 @@ def test_a_stop_that_nobody_answers_is_carried_out_alone(desk, monkeypatch):
     assert desk.agent.run() == 130
 
 
+def test_a_stop_waits_for_a_scheduler_process_that_is_being_started_again(monkeypatch):
+    """Else the other nodes would wait in vain: its scheduler goes with it. Not for ever."""
+    monkeypatch.setattr(module, "STOP_ANSWER", 0.0)
+
+    class Child:
+        due: float | None = time.monotonic() + 1000
+
+        def fileno(self) -> int:
+            return -1
+
+        def deadline(self) -> float | None:
+            return self.due
+
+        def tend(self) -> str:
+            return ""
+
+    with Desk(scheduler_child=Child()) as desk:
+        started(desk)
+        desk.agent._signalled(signal.SIGTERM)
+        desk.turn()
+        assert desk.keeper.signals == [] and desk.agent._leave.answer_by > time.monotonic() + 5.0
+        Child.due = None  # it is back, and is told again by the link
+        desk.turn()
+        assert desk.keeper.signals == []
+        desk.agent._leave.answer_by = time.monotonic()
+        desk.turn()
+        assert desk.keeper.signals == [(0, signal.SIGTERM, True)]
+        desk.turn(events=ended(signal.SIGTERM))
+        assert desk.agent.run() == 143
+
+
 def test_ctrl_c_while_waiting_for_nodes_ends_within_a_second(desk):
     desk.turn(WELCOME, m.Waiting(("node0",), ("node rank 1",), 2, 5.0, 600.0))
     desk.agent._signalled(signal.SIGINT)

@@ -36,6 +36,18 @@ def test_a_node_rank_that_is_taken_is_refused(bed: Bed) -> None:
     assert bed.codes(first, second) == [130] * 2
 
 
+def test_two_hosts_that_both_claim_rank_0_hear_of_each_other(bed: Bed) -> None:
+    """The one that is not the scheduler's opens none of its own: it joins, and is refused."""
+    first = bed.start("h1", "--node-rank", "0")
+    first.expect("1 of 3 nodes")
+    second = bed.start("h2", "--node-rank", "0")
+    assert second.wait(20) == 78, bed.said()
+    assert "h1" in second.err and "rank 0" in second.err, second.err
+    first.signal(signal.SIGINT)
+    assert bed.codes(first) == [130], bed.said()
+    bed.clean()
+
+
 def test_a_node_too_many_and_one_too_late_are_refused(make_bed: Callable[[int], Bed]) -> None:
     bed = make_bed(4)
     jobs = bed.job()

@@ -46,24 +46,46 @@ def test_a_log_disk_that_fills_up_costs_the_log_and_nothing_else(make_bed: Calla
     bed.clean()
 
 
-def test_a_log_disk_that_hangs_holds_up_neither_the_worker_nor_the_end(make_bed: Callable[[int], Bed]) -> None:
-    """As on a network file system whose server has gone: whoever touches it waits for ever."""
+def hung_disk(bed: Bed, host: str) -> Callable[[], None]:
+    """Mount a file system on a host, as of a network whose server can go; return what makes it hang."""
     if not os.path.exists("/dev/fuse"):
         pytest.skip("no /dev/fuse to make a file system that hangs")
-    bed = make_bed(2)
-    server = bed["h2"].start(sys.executable, HUNGFS, DISK, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    server = bed[host].start(sys.executable, HUNGFS, DISK, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert server.stdout is not None
     if (said := server.stdout.readline()) != b"mounted\n":
         pytest.skip(f"a FUSE file system cannot be mounted here: {said.decode()}")
-    jobs = two(bed, "--log-dir", DISK, "--show-ranks", "0", "--grace", "3")
+    (pid,) = (pid for pid, words in bed[host].processes().items() if "hungfs" in words)
+    return lambda: os.kill(pid, signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("host", ["h1", "h2"])
+def test_a_log_disk_that_hangs_holds_up_neither_the_worker_nor_the_end(
+    make_bed: Callable[[int], Bed], host: str
+) -> None:
+    """Whoever touches it waits for ever; on h1 those are the scheduler's journal and its event log, too."""
+    bed = make_bed(2)
+    hang = hung_disk(bed, host)
+    jobs = two(bed, "--log-dir", DISK, "--show-ranks", "0" if host == "h2" else "1", "--grace", "3")
     bed.running(2)
-    (stuck,) = (pid for pid, words in bed["h2"].processes().items() if "hungfs" in words)
-    os.kill(stuck, signal.SIGSTOP)
-    bed.order(1, "write 8000000")
+    hang()
+    rank = int(host == "h2")
+    bed.order(rank, "write 8000000")
     until(lambda: bool(bed.notes("written")), "the worker is not held up", 90)
     bed.order("all", "exit 3")
     assert bed.codes(timeout=60) == [3, 3], bed.said()
-    assert "not written (the disk does not answer)" in jobs[1].err, bed.said()
+    assert "not written (the disk does not answer)" in jobs[rank].err, bed.said()
+
+
+def test_a_job_of_one_node_ends_although_its_log_disk_hangs(make_bed: Callable[[int], Bed]) -> None:
+    """Its scheduler is part of the agent, and writes the event log."""
+    bed = make_bed(1)
+    hang = hung_disk(bed, "h1")
+    (job,) = bed.job("--log-dir", DISK, "--grace", "3", hosts=("h1",), nodes="1")
+    bed.running(1)
+    hang()
+    bed.order("all", "exit 3")
+    assert job.wait(60) == 3, bed.said()
+    assert "event log" in job.err and "not written (the disk does not answer)" in job.err, bed.said()
 
 
 @pytest.mark.parametrize("where", ["/dev/shm", DISK])

@@ -1,10 +1,16 @@
 """The event log and its replay."""
 
+import errno
+import os
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from pdrun.eventlog import Event, EventLog, JobStatus, read, replay
+from pdrun.linewriter import LineWriter
+from tests.e2e.conftest import until
 
 STORY = [
     Event("created", 100.0, {"job": "gpt", "run": "gpt-1", "nodes": 2}),
@@ -59,7 +65,72 @@ def test_a_broken_disk_is_counted_and_never_raised(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "file" / "events.jsonl")
     log.append(STORY[0])
     log.append(STORY[1])
+    assert "2 line(s) not written (" in log.close()
     assert log.lost == 2
+
+
+class HungDisk:
+    """A disk that takes nothing before it is `free`."""
+
+    def __init__(self) -> None:
+        self.free = threading.Event()
+
+    def write(self, fd: int, data: memoryview) -> int:
+        self.free.wait(60)
+        return os.write(fd, data)
+
+
+def test_a_disk_that_hangs_holds_up_nobody_and_what_is_missing_stands_in_its_place(tmp_path: Path) -> None:
+    disk = HungDisk()
+    writer = LineWriter(tmp_path / "log", lambda count: f"missing {count}", most=100, write=disk.write)
+    began = time.monotonic()
+    for number in range(200):
+        writer.put(f"line {number:04}")
+    assert time.monotonic() - began < 5.0, "200 times a moment would be 20 s"
+    lost = writer.lost
+    assert lost > 150
+    disk.free.set()
+    until(lambda: writer.idle, "the disk has caught up", 10)
+    writer.put("afterwards")
+    assert writer.close(10.0) == lost
+    kept = [f"line {number:04}" for number in range(200 - lost)]
+    assert (tmp_path / "log").read_text().splitlines() == [*kept, f"missing {lost}", "afterwards"]
+
+
+def test_the_end_of_a_log_on_a_disk_that_hangs_is_bounded_and_said(tmp_path: Path) -> None:
+    disk, log = HungDisk(), EventLog(tmp_path / "events.jsonl")
+    log._lines._write = disk.write
+    for event in STORY[:3]:
+        log.append(event)
+    began = time.monotonic()
+    assert "3 line(s) not written (the disk does not answer); the job went on" in log.close(0.2)
+    assert time.monotonic() - began < 5.0
+    disk.free.set()
+
+
+def test_a_line_is_in_the_file_when_append_returns(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    assert not any(thread.name == "pdrun-events" for thread in threading.enumerate()), "begun with the first event"
+    for count, event in enumerate(STORY, 1):
+        log.append(event)
+        until(lambda: len(list(read(log.path))) == count, "it is there", 10)  # noqa: B023
+    assert log.close() == ""
+
+
+def test_a_write_that_failed_half_way_spoils_no_other_line(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def write(fd: int, data: memoryview) -> int:
+        calls.append(fd)
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, "full")
+        return os.write(fd, data[:5])
+
+    writer = LineWriter(tmp_path / "log", str, write=write)
+    writer.put("first of all")
+    writer.put("second")
+    assert (writer.close(10.0), writer.reason) == (1, "full")
+    assert (tmp_path / "log").read_text().splitlines() == ["first", "second"]
 
 
 @pytest.mark.parametrize("kind", ["unheard-of", ""])

@@ -187,6 +187,18 @@ def test_a_binding_that_was_asked_for_and_cannot_be_had_is_refused(bind: str) ->
     assert all(worker.cpus for worker in plan(enough, facts, sources).workers)
 
 
+@pytest.mark.parametrize(("local", "serve", "mode"), [(True, None, "first"), (False, None, "join"), (False, True, "first")])
+def test_node_0_opens_a_scheduler_elsewhere_than_it_was_said_only_when_told_to(
+    local: bool, serve: bool | None, mode: str
+) -> None:
+    """Else two hosts that both claim rank 0 would not hear of each other."""
+    place = Place(scheduler=Endpoint("h1", 7777), node_rank=0, serve=serve)
+    facts = dataclasses.replace(FACTS, local_endpoint=local)
+    made = plan(JobSpec(SCRIPT, Resources(nodes=2), place=place), facts, {"place.serve": "--serve"})
+    assert made.mode == mode
+    assert any("--serve: run it here" in note for note in made.notes) == (mode == "join")
+
+
 @pytest.mark.parametrize("serve", [True, False])
 def test_a_scheduler_whose_name_is_loopback_here_is_met_where_others_meet_it(serve: bool) -> None:
     """Debian writes ``127.0.1.1 HOST`` into /etc/hosts: a second node on this machine has to find the same address."""

@@ -2,11 +2,13 @@
 A scheduler process that is killed at a chosen commit of its journal: ``dying_server.py MOMENT NUMBER MARKER``.
 
 torn: half of the entry is written. written: all of it is, and nothing was acted upon. Only the process that makes the
-file MARKER dies, so that its successor lives. The product has no such place; here it is put in from outside.
+file MARKER dies, so that its successor lives. lost: nobody dies; the disk fails, and does not let the file be removed.
+The product has no such place; here it is put in from outside.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -24,6 +26,8 @@ def dying(journal: Journal) -> None:
     pending = bytes(journal._pending)
     count += bool(pending)
     last = bool(pending) and count == number and not marker.exists()
+    if last and moment == "lost":
+        raise OSError(errno.EIO, "broken")
     if last:
         marker.touch()
     if last and moment == "torn":
@@ -35,5 +39,7 @@ def dying(journal: Journal) -> None:
 
 
 Journal.commit = dying  # type: ignore[method-assign]
+if moment == "lost":
+    Journal.discard = Journal.close  # type: ignore[method-assign]
 if __name__ == "__main__":
     sys.exit(server.main())

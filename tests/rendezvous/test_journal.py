@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import stat
+import threading
+import time
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -18,6 +20,7 @@ from pdrun import eventlog
 from pdrun.clock import FakeClock
 from pdrun.errors import ConfigError, RendezvousError
 from pdrun.eventlog import Event, EventLog
+from pdrun.rendezvous import journal as journals
 from pdrun.rendezvous import messages as m
 from pdrun.rendezvous.codec import CodecError, event_from_plain, event_to_plain
 from pdrun.rendezvous.events import (
@@ -40,7 +43,7 @@ from pdrun.rendezvous.service import Service
 from pdrun.rendezvous.state import IllegalEvent, JobState, Membership
 from pdrun.rendezvous.transport import MemoryHub
 
-from .helpers import cause, config, hello
+from .helpers import cause, config, hello, until
 
 EVENTS: list[Happening] = [
     Received("p", hello("a")),
@@ -202,6 +205,36 @@ def test_a_full_disk_costs_the_way_back_and_not_the_job(tmp_path: Path) -> None:
     told = [str(event.data["text"]) for event in events if event.kind == "warning"]
     assert len(told) == 1 and "No space left on device" in told[0] and "it ends should the scheduler die" in told[0]
     assert not (tmp_path / "j").exists(), "nobody may go on from half a journal"
+
+
+def test_a_disk_that_hangs_costs_the_way_back_and_not_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The journal is given up first, and told to be; then what was not written is acted upon; the file goes later."""
+    free, lost, synced = threading.Event(), list[bool](), os.fdatasync
+
+    def sync(fd: int) -> None:
+        free.wait(60)
+        synced(fd)
+
+    recovery = begin(config(nodes=1), FakeClock(), tmp_path / "j")
+    monkeypatch.setattr(journals, "ANSWER", 0.1)
+    monkeypatch.setattr(os, "fdatasync", sync)
+    events: list[Event] = []
+    service = Service(config(nodes=1), MemoryHub(), clock=FakeClock(), record=events.append, recovery=recovery)
+    hub = service.transport
+    assert isinstance(hub, MemoryHub)
+    end = hub.connect()
+    recovery.on_lost = lambda: lost.append(not end.take())
+    began = time.monotonic()
+    for number, message in enumerate((hello("a"), m.Join("n", None, 1, store="h:1"))):
+        end.send(m.Envelope("a", 0, number, message))
+        service.poll_once(0.0)
+    assert time.monotonic() - began < 5.0 and lost == [True]
+    assert [type(envelope.body) for envelope in end.take()] == [m.Welcome, m.Assign], "the job goes on"
+    told = [str(event.data["text"]) for event in events if event.kind == "warning"]
+    assert len(told) == 1 and "the disk did not answer for 0.1 s" in told[0], told
+    assert (tmp_path / "j").exists()
+    free.set()
+    until(lambda: not (tmp_path / "j").exists(), "nobody may go on from it")
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:

@@ -300,6 +300,46 @@ def test_a_journal_that_is_gone_ends_the_waiting(scheduler: Start_, tmp_path: Pa
         revived(child)
 
 
+def killing(monkeypatch: pytest.MonkeyPatch, marker: Path, times: int) -> None:
+    """Have the first processes be killed before they have read their order."""
+    code = ("import os, pathlib, signal, sys; path = pathlib.Path(sys.argv[1]); "
+            "done = len(path.read_text()) if path.exists() else 0; "
+            "done < int(sys.argv[2]) and (path.write_text('x' * (done + 1)), os.kill(os.getpid(), signal.SIGKILL)); "
+            "from pdrun.rendezvous import server; sys.exit(server.main())")  # fmt: skip
+    monkeypatch.setattr(SchedulerChild, "COMMAND", (sys.executable, "-P", "-c", code, str(marker), str(times)))
+
+
+def test_one_that_is_killed_before_it_listens_is_started_again(
+    scheduler: Start_, secret: Secret, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killing(monkeypatch, tmp_path / "deaths", 1)
+    child = scheduler(journal=tmp_path / "j")
+    with agents(child.endpoint, secret, "job") as (agent,):
+        agent.join("n0")
+        agent.expect(Waiting)
+    assert (tmp_path / "deaths").read_text() == "x"
+    killing(monkeypatch, tmp_path / "more", 2)
+    with pytest.raises(RendezvousError, match=r"ended at once, twice \(killed by SIGKILL\)"):
+        scheduler(journal=tmp_path / "other")
+
+
+def test_a_scheduler_that_has_given_its_journal_up_has_no_successor(
+    scheduler: Start_, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies there is old: it may not be gone on from, though the file could not be removed."""
+    server = str(Path(__file__).with_name("dying_server.py"))
+    monkeypatch.setattr(SchedulerChild, "COMMAND", (sys.executable, "-P", server, "lost", "2", str(tmp_path / "m")))
+    child = scheduler(journal=tmp_path / "j")
+    with agents(child.endpoint, child.secret, "job") as (agent,):
+        agent.join("n0")
+        agent.expect(Waiting)
+        until(lambda: (tend(child), child._journal)[1] is None, "it tells")
+        assert (tmp_path / "j").exists()
+        kill(child)
+        with pytest.raises(RendezvousError, match=r"has died \(killed by SIGKILL\)$"):
+            revived(child)
+
+
 def test_it_is_given_up_when_it_dies_again_and_again(
     scheduler: Start_, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

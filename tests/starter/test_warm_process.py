@@ -318,12 +318,18 @@ def test_a_job_goes_on_when_the_warm_process_ends(light: Warm, script: Path, how
 
 
 def test_it_ends_when_nobody_has_used_it_and_not_during_a_job(folder: Path, script: Path) -> None:
-    script.write_text("import time\ntime.sleep(1.0)\n")
-    with warm_process(folder, plain_environment(), ("random",), idle=0.4) as found:
+    script.write_text("input()\n")
+    with warm_process(folder, plain_environment(), ("random",), idle=1.5) as found:
         handle = os.pidfd_open(found.pid)
         with borrowed(found) as bench:
-            assert bench.run(str(script)).code == 0
+            read, write = os.pipe()
+            slot = bench.start((sys.executable, str(script)), write, write, stdin=read)
+            until(lambda: said(folder).unused > found.idle, 20, "a job longer than that")  # each question wakes it
+            os.write(write, b"\n")
+            assert bench.driver.wait(Exited, slot, 20).status == 0
             assert alive(found.pid)
+            os.close(read)
+            os.close(write)
         assert select.select([handle], [], [], 20)[0]
         os.close(handle)
         assert not Path(found.socket).exists()

@@ -2,11 +2,13 @@
 The collectives of the data axis: sums of flat buffers that end up whole or in shards, and gathers of shards.
 
 Ranks are cut into shard groups of consecutive ranks; the ranks that hold the same shard in different groups replicate
-each other. Rank ``i * shards + j`` is member j of group i. No sharding is one shard a group, full sharding is one group.
+each other. Rank ``i * shards + j`` is member j of group i. No sharding is one shard a group, full sharding is one
+group.
 
-Two ways to sum. *Native*: torch's all-reduce and reduce-scatter, whose order of additions depends on where in the buffer
-an element lies. *Ordered*: each rank receives its part from everybody and adds the parts in the order of the ranks, so
-that the bits of a sum depend neither on the buffer nor on the sharding; it costs the same bytes and one local pass.
+Two ways to sum. *Native*: torch's all-reduce and reduce-scatter, whose order of additions depends on where in the
+buffer an element lies. *Ordered*: each rank receives its part from everybody and adds the parts in the order of the
+ranks, so that the bits of a sum depend neither on the buffer nor on the sharding; it costs the same bytes and one
+local pass.
 """
 
 from __future__ import annotations
@@ -80,7 +82,8 @@ class Comm:
 
     def sum_shards(self, flat: torch.Tensor, label: str) -> Pending:
         """
-        Sum a buffer over all ranks natively; the result is this rank's shard of it (all of it where there is one shard).
+        Sum a buffer over all ranks natively; the result is this rank's shard of it (all of it where there is one
+        shard).
 
         ``flat`` is used up: it must not be touched before the end, and holds nothing useful after it.
         """
@@ -97,9 +100,7 @@ class Comm:
         again = dist.all_reduce(own, group=self._copy_group, async_op=True)
         return self._start("reduce_scatter", label, [again], lambda: own)
 
-    def sum_parts(
-        self, flat: torch.Tensor, label: str, onto: torch.Tensor | None, dtype: torch.dtype
-    ) -> Pending:
+    def sum_parts(self, flat: torch.Tensor, label: str, onto: torch.Tensor | None, dtype: torch.dtype) -> Pending:
         """
         Sum a buffer over all ranks in their order; the result is this rank's part, one of ``world`` equal ones.
 

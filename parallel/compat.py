@@ -20,7 +20,10 @@ def all_gather_flat(full: Any, shard: Any, group: Any) -> Any:
 
 
 def reduce_scatter_flat(shard: Any, full: Any, group: Any) -> Any:
-    """Start summing ``full`` over the ranks, each keeping its own equal part in ``shard``; return torch's work handle."""
+    """
+    Start summing ``full`` over the ranks, each keeping its own equal part in ``shard``; return torch's work
+    handle.
+    """
     call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return call(shard, full, group=group, async_op=True)
 

@@ -5,9 +5,10 @@ The weights of one bundle under optimizer parallelism: what computes, what is tr
     full     every weight of the bundle, in the type in which the model computes; the model's parameters are views of it
 
 At levels 1 and 2 ``full`` stays, and the ranks' shards are gathered into it after each optimizer step. Where the two
-types are equal the master is a part of ``full`` itself and takes no memory. At level 3 ``full`` has memory only while its unit
-computes: its storage is given back and taken again underneath the tensors that autograd has saved, so that a backward pass finds
-the weights where it left them.
+types are equal the master is a part of ``full`` itself and takes no memory. At level 3 ``full`` has memory only while
+its unit
+computes: its storage is given back and taken again underneath the tensors that autograd has saved, so that a backward
+pass finds the weights where it left them.
 """
 
 from __future__ import annotations
@@ -53,11 +54,10 @@ class Cut:
         self._pending: Pending | None = None
         self.full = torch.zeros(self.layout.numel, dtype=compute, device=comm.device)
         self._own = self.full.narrow(0, comm.shard * self.layout.length, self.layout.length)
-        shared = compute == train and not released and home == comm.device
-        self.master = self._own if shared else torch.zeros(self.layout.length, dtype=train, device=home)
-        if home.type == "cpu" and comm.device.type == "cuda":
-            self.master = self.master.pin_memory()
-        self._views = self._fill(shared)
+        self.shared = compute == train and not released and home == comm.device
+        """Whether the master is a part of ``full``."""
+        self.master = self._own if self.shared else torch.zeros(self.layout.length, dtype=train, device=home)
+        self._views = self._fill()
         self.parts = [nn.Parameter(self._part(segment), weights[segment.slot].trained) for segment in self.segments]
         """What the optimizer trains: a segment each."""
         self._blank = torch.full((), float("nan"), dtype=compute, device=comm.device)
@@ -66,11 +66,11 @@ class Cut:
         if released:
             self.close()
 
-    def _fill(self, shared: bool) -> list[torch.Tensor]:
+    def _fill(self) -> list[torch.Tensor]:
         """Copy the weights in and make the model's parameters views; return the views."""
         views = [self.full.narrow(0, slot.start, slot.numel).view(slot.shape) for slot in self.layout.slots]
         with torch.no_grad():
-            if not shared:
+            if not self.shared:
                 for segment in self.segments:
                     whole = self.weights[segment.slot].param.detach().reshape(-1)
                     part = whole.narrow(0, segment.start, segment.numel)

@@ -1,17 +1,18 @@
 """
 Randomness that does not depend on the number of ranks.
 
-*Dropout* is placed by global row: whether an element is dropped is a hash of (seed, step, how many dropouts came before it
-in the forward pass, index of its row in the global batch, place in the row). No number of ranks or micro-batches enters.
-While a step runs, the functions of ``torch.nn.functional`` that drop are replaced; modules call them, so nothing
-in a model changes. The rows lie along dim 0 of the tensor, possibly flattened with what follows: ``[rows * k, ...]``.
+*Dropout* is placed by global row: whether an element is dropped is a hash of (seed, step, how many dropouts came
+before it in the forward pass, index of its row in the global batch, place in the row). No number of ranks or
+micro-batches enters. While a step runs, the functions of ``torch.nn.functional`` that drop are replaced; modules call
+them, so nothing in a model changes. The rows lie along dim 0 of the tensor, possibly flattened with what follows:
+``[rows * k, ...]``.
 
 *Everything else* that draws from torch's generators inside a step (noise, stochastic depth) is seeded by (seed, step,
 slice): the same on any number of ranks that work on the same slices.
 
 A recomputed forward pass must find its own masks again. Each dropout draws one number from torch's generator; the
-order in which numbers first appear counts the dropouts. A checkpoint that restores the generator, as torch's does, draws
-the same numbers again, and these are looked up.
+order in which numbers first appear counts the dropouts. A checkpoint that restores the generator, as torch's does,
+draws the same numbers again, and these are looked up.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def _dropped(x: torch.Tensor, keep: torch.Tensor, p: float) -> torch.Tensor:
 def _make_dropout(dice: Dice, original: Callable[..., Any]) -> Callable[..., Any]:
     def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
         if not training or p == 0 or not 0 <= p <= 1:
-            return original(input, p, training, inplace)  # type: ignore[no-any-return]
+            return original(input, p, training, inplace)
         result = _dropped(input, dice.keep(input, p), p)
         return input.copy_(result) if inplace else result
 
@@ -153,7 +154,7 @@ def _make_channels(dice: Dice, original: Callable[..., Any]) -> Callable[..., An
 
     def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
         if not training or p == 0 or not 0 <= p <= 1 or input.dim() < 3:
-            return original(input, p, training, inplace)  # type: ignore[no-any-return]
+            return original(input, p, training, inplace)
         keep = dice.keep(input, p, (*input.shape[:2], *[1] * (input.dim() - 2)))
         result = _dropped(input, keep, p)
         return input.copy_(result) if inplace else result
@@ -162,11 +163,14 @@ def _make_channels(dice: Dice, original: Callable[..., Any]) -> Callable[..., An
 
 
 def _make_alpha(dice: Dice, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Alpha dropout (Klambauer et al., Self-Normalizing Neural Networks, 2017): keeps mean 0 and variance 1 after SELU."""
+    """
+    Alpha dropout (Klambauer et al., Self-Normalizing Neural Networks, 2017): keeps mean 0 and variance 1 after
+    SELU.
+    """
 
     def dropout(input: torch.Tensor, p: float = 0.5, training: bool = False, inplace: bool = False) -> torch.Tensor:
         if not training or p == 0 or not 0 <= p < 1:
-            return original(input, p, training, inplace)  # type: ignore[no-any-return]
+            return original(input, p, training, inplace)
         low = -1.7580993408473766  # -scale * alpha of SELU
         a = (1 / ((1 - p) * (1 + p * low * low))) ** 0.5
         result = torch.where(dice.keep(input, p), input, low) * a - a * p * low
@@ -189,7 +193,7 @@ def _make_attention(dice: Dice, original: Callable[..., Any]) -> Callable[..., A
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         if dropout_p == 0:
-            return original(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)  # type: ignore[no-any-return]
+            return original(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
         if enable_gqa:
             times = query.shape[-3] // key.shape[-3]
             key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)

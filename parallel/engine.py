@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -32,25 +30,6 @@ IN_FLIGHT = 2
 """Flat buffers of cut bundles that may be on the network at once; more would take memory without being faster."""
 
 
-@dataclass(frozen=True)
-class Held:
-    """A range of a weight that this rank trains, or keeps where it isn't trained."""
-
-    name: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-    part: torch.Tensor
-    trained: bool
-    owner: int | None
-    """The only rank that saves it, or None: one rank of those that hold it, by its index."""
-    index: int
-
-    def saved_by(self, world: int, rank: int) -> bool:
-        """Whether a rank is the one that saves it."""
-        return rank == (self.index % world if self.owner is None else self.owner)
-
-
 class Engine:
     """
     The weights of a model on the data axis.
@@ -58,17 +37,26 @@ class Engine:
     Args:
         whole, cut: the axis without shards, and with the shards of the optimizer level.
         gathers: as ``cut``, for the weights.
+        fill: gives weights that have no memory yet their first values.
     """
 
     def __init__(
-        self, model: nn.Module, weights: list[Weight], whole: Comm, cut: Comm, gathers: Comm, settings: Settings
+        self,
+        model: nn.Module,
+        weights: list[Weight],
+        whole: Comm,
+        cut: Comm,
+        gathers: Comm,
+        settings: Settings,
+        fill: Callable[[Sequence[Weight]], None] = lambda weights: None,
     ) -> None:
+        self._fill = fill
         self.weights, self.whole, self.cut, self.gathers, self.settings = weights, whole, cut, gathers, settings
         self._policy = Policy(settings.level, settings.exact, settings.accumulate, settings.wire)
         self.pool = Pool()
         self.bundles: list[GradBundle] = []
         self.cuts: list[Cut] = []
-        self._cut_of: dict[int, Cut] = {}
+        self.cut_of: dict[int, Cut] = {}
         """By index of a gradient bundle."""
         self.masters: dict[int, nn.Parameter] = {}
         """Wider copies of weights that aren't cut, by index of the weight."""
@@ -82,6 +70,10 @@ class Engine:
                 weight.param.register_post_accumulate_grad_hook(self._hook(index))
         self._targets = [self._trained(index) for index in range(len(self.bundles))]
         self._first = self._last = True
+        # where gathers run beside sums, a process that waits for a sum might keep others from the gather that they need
+        self._may_wait = self.gatherer is None or whole.device.type != "cpu"
+        self._order = list(range(len(self.bundles)))
+        """Bundles in the order in which their sums start, on every rank."""
         self._next, self._taken = 0, [False] * len(self.bundles)
 
     # ---- building ------------------------------------------------------------------------------------------------
@@ -109,7 +101,7 @@ class Engine:
             if weight not in set(cut):
                 self._narrow(weight)
         if settings.level == 3:
-            self.gatherer = Gatherer(model, by_unit, self._units, self.gathers)
+            self.gatherer = Gatherer(model, by_unit, self._units, self.gathers, self._left_out)
 
     def _add_bundle(self, group: Sequence[Weight], comm: Comm) -> None:
         label = f"the sum of gradients {len(self.bundles)} ({group[0].name} and {len(group) - 1} more)"
@@ -118,18 +110,20 @@ class Engine:
 
     def _add_cut(self, group: Sequence[Weight], unit: str, *, trained: bool) -> Cut:
         own = group[0].dtype
+        self._fill(group)
         made = Cut(
-            group, self.gathers, compute=self.settings.precision.weights(own), train=own, released=self.settings.level == 3,
-            home=self.settings.home or self.whole.device, label=f"the weights of {unit or group[0].name}",
+            group, self.gathers, compute=self.settings.precision.weights(own), train=own, released=self.settings.level
+            == 3, home=self.settings.home or self.whole.device, label=f"the weights of {unit or group[0].name}",
         )  # fmt: skip
         self.cuts.append(made)
         if trained:
-            self._cut_of[len(self.bundles)] = made
+            self.cut_of[len(self.bundles)] = made
             self._add_bundle(group, self.cut)
         return made
 
     def _narrow(self, weight: Weight) -> None:
         """Have the model compute with a copy of a weight that isn't cut, in the type of the policy."""
+        self._fill([weight])
         compute = self.settings.precision.weights(weight.dtype)
         if compute != weight.dtype or (weight.trained and self.settings.home not in (None, self.whole.device)):
             wide = weight.param.detach()
@@ -140,8 +134,8 @@ class Engine:
 
     def _trained(self, index: int) -> list[nn.Parameter]:
         """Return what the optimizer trains of a bundle, in the order of its segments."""
-        if index in self._cut_of:
-            return self._cut_of[index].parts
+        if index in self.cut_of:
+            return self.cut_of[index].parts
         part = self.bundles[index]
         mine = [part.weights[segment.slot] for segment in part.segments]
         return [self.masters.get(weight.index, weight.param) for weight in mine]
@@ -149,7 +143,7 @@ class Engine:
     def _count_units(self) -> tuple[list[int], list[int]]:
         """Return the unit of each gradient bundle (-1: none), and how many bundles each unit has."""
         places = {name: place for place, name in enumerate(self._units)}
-        units = [places.get(b.weights[0].unit, -1) if i in self._cut_of else -1 for i, b in enumerate(self.bundles)]
+        units = [places.get(b.weights[0].unit, -1) if i in self.cut_of else -1 for i, b in enumerate(self.bundles)]
         return units, [units.count(place) for place in range(len(self._units))]
 
     def parts_of(self, param: nn.Parameter) -> list[Part]:
@@ -178,6 +172,14 @@ class Engine:
         """Note that the forward pass has ended."""
         if self.gatherer is not None:
             self.gatherer.end_forward()
+            places = [*self.gatherer.places, -1]  # the last is that of bundles outside of units
+            self._order.sort(key=lambda index: (-places[self._unit_of[index]], index))
+
+    def _left_out(self, unit: int) -> None:
+        """Count a unit that took no part in this rank's forward pass as zero."""
+        for index, mine in enumerate(self._unit_of):
+            if mine == unit and not self._taken[index]:
+                self._complete(index)
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         part = self.bundles[index]
@@ -198,11 +200,11 @@ class Engine:
             self._waiting[unit] -= 1
             if self._waiting[unit] == 0:
                 self.gatherer.release(unit)
-        while self._next < len(self.bundles) and self._taken[self._next]:
-            part = self.bundles[self._next]
+        while self._next < len(self.bundles) and self._taken[self._order[self._next]]:
+            part = self.bundles[self._order[self._next]]
             if self._last or part.each:
-                if self._next >= IN_FLIGHT and part.comm.shards > 1:
-                    self.bundles[self._next - IN_FLIGHT].settle()
+                if self._next >= IN_FLIGHT and part.comm.shards > 1 and self._may_wait:
+                    self.bundles[self._order[self._next - IN_FLIGHT]].settle()
                 part.launch()
             self._next += 1
 
@@ -213,8 +215,10 @@ class Engine:
         Raises:
             UsageError: a weight got a second gradient after its first had been sent.
         """
-        for index, taken in enumerate(self._taken):
-            if not taken:
+        if self.gatherer is not None:
+            self.gatherer.end_backward()
+        for index in self._order:
+            if not self._taken[index]:
                 self._complete(index)
         for part in self.bundles:
             for weight in part.weights:
@@ -223,8 +227,6 @@ class Engine:
                         f"{weight.name} got two gradients in one backward pass", where="pdrun.Run.step",
                         hint="checkpoint(..., use_reentrant=False) in the model, or recompute= of parallelize",
                     )  # fmt: skip
-        if self.gatherer is not None:
-            self.gatherer.end()
 
     # ---- the step ------------------------------------------------------------------------------------------------
 
@@ -288,56 +290,15 @@ class Engine:
             all_used = all(part.used)
             for target, segment, piece in zip(self._targets[index], part.segments, part.pieces(), strict=True):
                 if all_used or part.used[segment.slot]:
-                    target.grad = piece if self.settings.home is None and piece.dtype == target.dtype else _like(piece, target)
+                    target.grad = (
+                        piece if self.settings.home is None and piece.dtype == target.dtype else _like(piece, target)
+                    )
                 else:
                     target.grad = None
         for weight in self.alone:
             master = self.masters.get(weight.index)
             if master is not None and weight.param.grad is not None:
                 master.grad, weight.param.grad = _like(weight.param.grad, master), None
-
-    def gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Yield each weight's name and whole gradient, between `finish` and `step`; every rank must read all of them."""
-        for index, part in enumerate(self.bundles):
-            total = part.finish()
-            if index in self._cut_of:
-                full = total.new_empty(part.layout.numel)
-                total = part.comm.gather(full, total, "the gradients").wait()
-            for slot, used in zip(part.layout.slots, part.used, strict=True):
-                yield slot.name, total[slot.start : slot.stop].view(slot.shape) if used else None
-        for weight in self.alone:
-            grad = self.masters.get(weight.index, weight.param).grad
-            yield weight.name, grad
-
-    def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each weight's name and whole value in the optimizer's type; every rank must read all of them."""
-        sliced = {}
-        for cut in self.cuts:
-            full = torch.empty(cut.layout.numel, dtype=cut.master.dtype, device=cut.comm.device)
-            cut.comm.gather(full, cut.master.detach().to(full.device), cut.label).wait()
-            for slot in cut.layout.slots:
-                sliced[slot.name] = full[slot.start : slot.stop].view(slot.shape)
-        for weight in self.weights:
-            if weight.name in sliced:
-                yield weight.name, sliced[weight.name]
-            else:
-                yield weight.name, self.masters.get(weight.index, weight.param).detach().to(self.whole.device)
-
-    def held(self) -> Iterator[Held]:
-        """Yield every range of a weight that is on this rank."""
-        cut_names = set()
-        for cut in self.cuts:
-            cut_names |= {weight.name for weight in cut.weights}
-            owner = cut.comm.rank % cut.comm.shards  # the first copy
-            for segment, part in zip(cut.segments, cut.parts, strict=True):
-                weight = cut.weights[segment.slot]
-                yield Held(weight.name, weight.shape, segment.start, segment.stop, part, weight.trained, owner, weight.index)
-        for weight in self.weights:
-            if weight.name not in cut_names:
-                part = self.masters.get(weight.index, weight.param)
-                name = f"{weight.name}@{self.whole.rank}" if weight.alone else weight.name
-                owner = self.whole.rank if weight.alone else None
-                yield Held(name, weight.shape, 0, weight.numel, part, weight.trained, owner, weight.index)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -371,8 +332,8 @@ class Engine:
             part.drop()
             for target in self._targets[index]:
                 target.grad = None
-            if index in self._cut_of:
-                self._cut_of[index].publish()
+            if index in self.cut_of:
+                self.cut_of[index].publish()
         for weight in self.alone:
             self.masters.get(weight.index, weight.param).grad = weight.param.grad = None
         self.renew()
@@ -380,7 +341,11 @@ class Engine:
     def renew(self) -> None:
         """Bring the model's parameters up to date with the masters that aren't cut, and end gathers that publish."""
         if self.masters:
-            pairs = [(weight.param.data, self.masters[weight.index].detach()) for weight in self.weights if weight.index in self.masters]
+            pairs = [
+                (weight.param.data, self.masters[weight.index].detach())
+                for weight in self.weights
+                if weight.index in self.masters
+            ]
             with torch.no_grad():
                 torch._foreach_copy_([pair[0] for pair in pairs], [pair[1] for pair in pairs])
         for cut in self.cuts:
@@ -391,4 +356,3 @@ class Engine:
 def _like(grad: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Return a gradient in the type and place of what it trains."""
     return grad.to(device=target.device, dtype=target.dtype)
-

@@ -1,11 +1,13 @@
 """
 Level 3: the weights of a unit are gathered just before it computes and released just after, forward and backward.
 
-Every rank must start the same gathers in the same order, whatever its data make it compute. So there is one sequence, the order
-in which rank 0 first ran the units, and a pass over it forward and one backward. A unit that a rank leaves out is
-gathered and released all the same when a later one comes, or at the end. While a unit computes, the next one is on its way.
+Every rank must start the same gathers in the same order, whatever its data make it compute. So there is one sequence,
+the order in which rank 0 first ran the units, and a pass over it forward and one backward. A unit that a rank leaves
+out is gathered and released all the same when a later one comes, or at the end. While a unit computes, the next one is
+on its way.
 
-Weights that belong to no unit, or to several (tied), are there from the start of the forward to the end of the backward.
+Weights that belong to no unit, or to several (tied), are there from the start of the forward to the end of the
+backward.
 """
 
 from __future__ import annotations
@@ -29,9 +31,20 @@ class Gatherer:
         model: the model; hooks are put on it and on the units.
         cuts: by unit, those of the model itself under the empty string.
         units: names of the units in registration order.
+        left_out: called in the backward pass with a unit that this rank did not run: its gradients are complete.
     """
 
-    def __init__(self, model: nn.Module, cuts: Mapping[str, Sequence[Cut]], units: Sequence[str], comm: Comm) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        cuts: Mapping[str, Sequence[Cut]],
+        units: Sequence[str],
+        comm: Comm,
+        left_out: Callable[[int], None],
+    ) -> None:
+        self._left_out = left_out
+        self._ran: set[int] = set()
+        """Units that this rank has run in this forward pass."""
         self._root = list(cuts.get("", []))
         self._units = [list(cuts[name]) for name in units]
         self._comm = comm
@@ -62,6 +75,7 @@ class Gatherer:
         for unit in self._units:
             _close(unit)
         self._phase, self._next = "forward", 0
+        self._ran.clear()
         _start(self._root)
         self._prefetch()
         _ready(self._root)
@@ -73,10 +87,15 @@ class Gatherer:
             self._agree()
         self._phase, self._next = "between", 0
 
+    def end_backward(self) -> None:
+        """Gather what this rank has left out of the backward pass, and release everything."""
+        if self._phase != "backward":
+            self._phase, self._next = "backward", 0
+        self._skip_to(len(self._units))
+        self.end()
+
     def end(self) -> None:
-        """End the backward pass: nothing stays in memory."""
-        if self._phase == "backward":
-            self._skip_to(len(self._units))
+        """Release everything: nothing stays in memory."""
         self._phase = "idle"
         for unit in [*self._units, self._root]:
             _close(unit)
@@ -87,9 +106,15 @@ class Gatherer:
             _close(self._units[unit])
 
     def _agree(self) -> None:
-        """Take over the order in which rank 0 ran the units; those that it left out come last."""
+        """
+        Take over the order in which rank 0 ran the units; one that it left out follows the unit registered before
+        it.
+        """
         assert self._seen is not None
-        order = self._seen + [index for index in range(len(self._units)) if index not in self._seen]
+        order = list(self._seen)
+        for index in range(len(self._units)):
+            if index not in order:
+                order.insert(order.index(index - 1) + 1 if index else 0, index)
         told = torch.tensor(order, dtype=torch.int64, device=self._comm.device)
         if order:
             self._comm.from_first(told, "the order of the units")
@@ -101,21 +126,27 @@ class Gatherer:
 
     # ---- the sequence --------------------------------------------------------------------------------------------
 
-    def _at(self, place: int) -> list[Cut]:
+    def _at(self, place: int) -> int:
         """Return the unit at a place of the pass; backward passes count from the end."""
-        index = self._order[place] if self._phase == "forward" else self._order[-1 - place]
-        return self._units[index]
+        return self._order[place] if self._phase == "forward" else self._order[-1 - place]
+
+    @property
+    def places(self) -> list[int]:
+        """The place of each unit in the forward pass, as far as the ranks have agreed on one."""
+        return self._place
 
     def _skip_to(self, place: int) -> None:
         while self._next < place:
-            unit = self._at(self._next)
-            _start(unit)
-            _close(unit)
+            index = self._at(self._next)
+            _start(self._units[index])
+            _close(self._units[index])
             self._next += 1
+            if self._phase == "backward" and index not in self._ran:
+                self._left_out(index)  # before this rank waits for anything that the others do only after it
 
     def _prefetch(self) -> None:
         if self._next < len(self._units):
-            _start(self._at(self._next))
+            _start(self._units[self._at(self._next)])
 
     def _open(self, index: int) -> None:
         """Have a unit's weights there, keeping to the sequence."""
@@ -150,6 +181,7 @@ class Gatherer:
                 return
             if self._seen is not None and index not in self._seen:
                 self._seen.append(index)
+            self._ran.add(index)
             self._open(index)
             if self._frozen[index]:
                 _on_grad(args, lambda: self._close_if_backward(index))

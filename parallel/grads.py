@@ -129,14 +129,16 @@ class GradBundle:
         """Wait for the sum that is on its way, if any, and add it to the total."""
         if self._pending is None:
             return
-        result, self._pending = self._pending.wait(), None
-        result = result.to(self.dtype)
+        result: torch.Tensor = self._pending.wait().to(self.dtype)
+        self._pending = None
+        flat = self._flat
+        aliased = result is flat
         if self.ordered:
             self._total = result  # it was added on by the collective
         elif not self.each:
-            self._total = self._flat.copy_(result) if self._keep and result is not self._flat else result  # type: ignore[union-attr]
+            self._total = flat.copy_(result) if self._keep and flat is not None and result is not flat else result
         elif self._total is None:
-            self._total = result.clone() if result is self._flat else result
+            self._total = result.clone() if aliased else result
         else:
             self._total.add_(result)
         if not self._keep:

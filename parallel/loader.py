@@ -41,7 +41,8 @@ class Loader:
         drop_last: leave out the last batch of an epoch where it is smaller; otherwise it counts by its rows.
         collate: makes a batch of a list of samples; default: torch's.
         workers: processes that read ahead.
-        seeded: whether randomness inside the dataset (torch, random, numpy) is seeded by (seed, epoch, index), so that a
+        seeded: whether randomness inside the dataset (torch, random, numpy) is seeded by (seed, epoch, index), so that
+            a
             sample is the same whoever reads it.
     """
 
@@ -84,13 +85,13 @@ def from_torch(loader: DataLoader[Any]) -> Loader | None:
     """
     if isinstance(loader.dataset, IterableDataset):
         return None
-    sampler = loader.sampler
+    sampler: Any = loader.sampler if loader.batch_size is not None else loader.batch_sampler
     if loader.batch_size is None or type(sampler) not in (RandomSampler, SequentialSampler):
         raise UsageError(
             f"the DataLoader has a {type(sampler).__name__} of its own", where=WHERE,
-            hint="pdrun.Loader(dataset, batch, shuffle=True), or dataset_strategy='data_parallel' for batches sliced already",
+            hint="pdrun.Loader(dataset, batch, shuffle=True); or dataset_strategy='data_parallel' for sliced batches",
         )  # fmt: skip
-    if isinstance(sampler, RandomSampler) and (sampler.replacement or len(sampler) != len(loader.dataset)):  # type: ignore[arg-type]
+    if isinstance(sampler, RandomSampler) and (sampler.replacement or len(sampler) != len(loader.dataset)):
         raise UsageError("a RandomSampler that leaves samples out or repeats them", where=WHERE)
     return Loader(
         loader.dataset, loader.batch_size, isinstance(sampler, RandomSampler), loader.drop_last,

@@ -1,8 +1,8 @@
 """
 The contract of a loss: ``loss(output, batch) -> (sum, count)``.
 
-The loss of a step is the sum of all sums over the sum of all counts: over micro-batches, over ranks, whatever their sizes.
-Gradients are those of the sums, divided once by the global count. Means can't be combined so: a plain loss, a
+The loss of a step is the sum of all sums over the sum of all counts: over micro-batches, over ranks, whatever their
+sizes. Gradients are those of the sums, divided once by the global count. Means can't be combined so: a plain loss, a
 scalar tensor, is taken for a mean over the rows of its slice, which is right where every row counts the same.
 """
 
@@ -67,7 +67,8 @@ def _checked(told: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def call_model(model: nn.Module, batch: Any) -> Any:
     """
-    Call a model on a batch: its first part of a pair or tuple, the keys that ``forward`` names of a dict, else all of it.
+    Call a model on a batch: its first part of a pair or tuple, the keys that ``forward`` names of a dict, else all of
+    it.
 
     Raises:
         UsageError: no key of the dict is a parameter of ``forward``.
@@ -78,6 +79,8 @@ def call_model(model: nn.Module, batch: Any) -> Any:
         named = {key: value for key, value in batch.items() if takes_all or key in known}
         if not named:
             told = ", ".join(map(str, batch))
-            raise UsageError(f"forward takes none of the batch's keys ({told})", where=WHERE, hint="forward=lambda model, batch: ...")
+            raise UsageError(
+                f"forward takes none of the batch's keys ({told})", where=WHERE, hint="forward=lambda model, batch: ..."
+            )
         return model(**named)
     return model(batch[0] if isinstance(batch, (tuple, list)) else batch)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from pdrun.errors import UsageError, did_you_mean
+from pdrun.errors import UsageError
 
 AXES = ("pp", "dp", "cp", "tp")
 ENGINES = ("dp",)
@@ -52,8 +52,7 @@ def solve(world: int, degrees: dict[str, int]) -> Mesh:
     """
     for axis, degree in degrees.items():
         if axis not in AXES:
-            hint = did_you_mean(axis, AXES) or f"the axes are {', '.join(AXES)}"
-            raise UsageError(f"there is no axis {axis!r}", where="pdrun.mesh", hint=hint)
+            raise UsageError(f"there is no axis {axis!r}", where="pdrun.mesh", hint=f"the axes are {', '.join(AXES)}")
         if isinstance(degree, bool) or not isinstance(degree, int) or (degree < 1 and degree != -1):
             raise UsageError(f"{axis}={degree!r} is neither -1 nor a count of at least 1", where="pdrun.mesh")
     free = [axis for axis, degree in degrees.items() if degree == -1]
@@ -65,7 +64,9 @@ def solve(world: int, degrees: dict[str, int]) -> Mesh:
     elif free or fixed != world:
         given = ", ".join(f"{axis}={degree}" for axis, degree in degrees.items())
         verb = "does not divide" if free else "is not"
-        raise UsageError(f"the product of ({given}), {fixed}, {verb} the number of devices, {world}", where="pdrun.mesh")
+        raise UsageError(
+            f"the product of ({given}), {fixed}, {verb} the number of devices, {world}", where="pdrun.mesh"
+        )
     _refuse_missing(degrees)
     return Mesh(**degrees)
 

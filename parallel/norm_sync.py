@@ -94,7 +94,7 @@ def alone() -> Iterator[None]:
 def _sum(value: torch.Tensor) -> torch.Tensor:
     if _alone or not dist.is_initialized() or dist.get_world_size() == 1:
         return value
-    return _SumOverRanks.apply(value)  # type: ignore[no-any-return, no-untyped-call]
+    return _SumOverRanks.apply(value)
 
 
 def synchronise(model: nn.Module) -> int:
@@ -121,8 +121,10 @@ def find(model: nn.Module) -> list[str]:
     return [
         name
         for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm)
-        and not isinstance(module, (SyncedBatchNorm, nn.SyncBatchNorm))
-        and (module.training or not module.track_running_stats)
+        if (
+            isinstance(module, _BatchNorm)
+            and not isinstance(module, (SyncedBatchNorm, nn.SyncBatchNorm))
+            and (module.training or not module.track_running_stats)
+        )
         or (isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats)
     ]

@@ -15,7 +15,8 @@ def square_sum(tensors: Sequence[torch.Tensor], exact: bool) -> torch.Tensor:
     Return the sum of the squares of all elements, in fp64 (fp32 on devices that lack it).
 
     Args:
-        exact: widen every element first: the sum is then the same to about 1e-15 however the tensors are cut, and so the
+        exact: widen every element first: the sum is then the same to about 1e-15 however the tensors are cut, and so
+            the
             norm in fp32 has the same bits. Otherwise norms of tensors are taken in their own type, which is faster.
     """
     first = tensors[0]

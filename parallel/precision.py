@@ -2,8 +2,9 @@
 Mixed precision: the type in which the model computes, and what is kept wider.
 
 Optimizers work on masters in the weights' own type. With ``compute`` set, the model's parameters are copies in that
-type, made anew after each step; gradients are added up and reduced in ``reduce``. ``autocast`` leaves the parameters as they
-are and lets torch choose the type of each operator instead. fp16's narrow range needs its loss scaled: see `LossScale`.
+type, made anew after each step; gradients are added up and reduced in ``reduce``. ``autocast`` leaves the parameters
+as they are and lets torch choose the type of each operator instead. fp16's narrow range needs its loss scaled: see
+`LossScale`.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class Precision:
         """Return what the forward pass runs in."""
         if not self.autocast:
             return nullcontext()
-        return torch.autocast(device.type, dtype=NAMES[self.compute or ""])
+        context: AbstractContextManager[Any] = torch.autocast(device.type, dtype=NAMES[self.compute or ""])
+        return context
 
 
 def parse(value: Any) -> Precision:
@@ -73,7 +75,9 @@ def parse(value: Any) -> Precision:
 
 def _typed(value: Any) -> Precision:
     if not isinstance(value, Precision):
-        raise UsageError(f"precision={value!r}", where="pdrun.parallelize", hint="'bf16', 'fp16' or pdrun.Precision(...)")
+        raise UsageError(
+            f"precision={value!r}", where="pdrun.parallelize", hint="'bf16', 'fp16' or pdrun.Precision(...)"
+        )
     return value
 
 

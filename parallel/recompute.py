@@ -2,8 +2,8 @@
 Recomputation: activations of a module are dropped after its forward pass and computed again in the backward pass.
 
     "full"            each unit (member of a ModuleList or Sequential) keeps its input only
-    "selective"       each unit keeps the results of its matrix products and attentions too, and computes the cheap rest again
-    ["blocks.*"]      the modules of these names, in full; ("blocks.*", "selective") with a policy
+    "selective"       each unit keeps the results of its matrix products and attentions too, and computes the cheap
+    rest again ["blocks.*"]      the modules of these names, in full; ("blocks.*", "selective") with a policy
 
 The masks of dropout come out the same: see `pdrun.parallel.dice`.
 """
@@ -44,7 +44,7 @@ def apply(model: nn.Module, value: Any) -> list[str]:
     names = find_units(model, None) if globs is None else _match(model, globs)
     for name in names:
         module = model.get_submodule(name)
-        module.forward = _recomputed(module.forward, policy)  # type: ignore[method-assign]
+        module.forward = _recomputed(module.forward, policy)
     return names
 
 

@@ -34,17 +34,25 @@ def make(optimizer: Any, params: Sequence[nn.Parameter]) -> torch.optim.Optimize
     """
     made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(list(params))
     if not isinstance(made, torch.optim.Optimizer):
-        raise UsageError(f"the optimizer is a {type(made).__name__}", where=WHERE, hint="optimizer=lambda params: AdamW(params, lr=3e-4)")
+        raise UsageError(
+            f"the optimizer is a {type(made).__name__}",
+            where=WHERE,
+            hint="optimizer=lambda params: AdamW(params, lr=3e-4)",
+        )
     if isinstance(made, torch.optim.LBFGS):
-        raise UsageError("LBFGS needs a closure, and a step of it several passes", where=WHERE, hint="use a first-order optimizer")
+        raise UsageError(
+            "LBFGS needs a closure, and a step of it several passes", where=WHERE, hint="use a first-order optimizer"
+        )
     known = {id(param) for param in params}
     for group in made.param_groups:
         for param in group["params"]:
             if id(param) not in known:
+                shape = tuple(param.shape)
                 raise UsageError(
-                    f"the optimizer trains a tensor of shape {tuple(param.shape)} that is no trained weight of the model",
-                    where=WHERE, hint="make it from the parameters that it is given",
-                )  # fmt: skip
+                    f"the optimizer trains a tensor of shape {shape} that is no trained weight of the model",
+                    where=WHERE,
+                    hint="make it from the parameters that it is given",
+                )
     return made
 
 
@@ -98,7 +106,9 @@ def _twin(made: torch.optim.Optimizer, group: Mapping[str, Any]) -> Any:
 def _start_state(twin: Any, kind: type, tensors: list[nn.Parameter]) -> None:
     """Give the twin the state that its kind makes at construction (Adagrad)."""
     if issubclass(kind, torch.optim.Adagrad):
-        options = {key: value for key, value in twin.param_groups[0].items() if key in ("lr", "initial_accumulator_value")}
+        options = {
+            key: value for key, value in twin.param_groups[0].items() if key in ("lr", "initial_accumulator_value")
+        }
         twin.state.update(torch.optim.Adagrad(tensors, **options).state)
 
 
@@ -113,8 +123,12 @@ def state_bytes(made: torch.optim.Optimizer, device: torch.device) -> float:
         twin.step()
     except Exception:
         return 0.0
-    kept = [value for value in twin.state[tensor].values() if isinstance(value, torch.Tensor) and value.shape == tensor.shape]
-    return sum(value.numel() * value.element_size() for value in kept) / tensor.numel()
+    kept = [
+        value
+        for value in twin.state[tensor].values()
+        if isinstance(value, torch.Tensor) and value.shape == tensor.shape
+    ]
+    return float(sum(value.numel() * value.element_size() for value in kept) / tensor.numel())
 
 
 def retarget(made: torch.optim.Optimizer, parts_of: Callable[[nn.Parameter], list[Part]]) -> None:

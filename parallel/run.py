@@ -1,14 +1,14 @@
 """
 A run: the loop's side of `pdrun.parallelize`.
 
-A step cuts its batch into micro-batches, runs each forward and backward around the engine, and tells global numbers. What
-happens to weights and gradients is the engine's business, what is random the dice's.
+A step cuts its batch into micro-batches, runs each forward and backward around the engine, and tells global numbers.
+What happens to weights and gradients is the engine's business, what is random the dice's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,18 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from pdrun.errors import ConfigError, UsageError
-from pdrun.parallel import norm_sync, saving, storage
+from pdrun.parallel import exporting, norm_sync, saving, storage, wholes
 from pdrun.parallel.context import Context
 from pdrun.parallel.dice import Dice
 from pdrun.parallel.engine import Engine
+from pdrun.parallel.explain import Plan, explain, plan_of
 from pdrun.parallel.loader import Loader, Position, Shard, from_torch, read
 from pdrun.parallel.loss import Objective
+from pdrun.parallel.memory import Estimate, estimate
 from pdrun.parallel.mesh import Mesh
 from pdrun.parallel.metrics import Metrics
 from pdrun.parallel.norms import square_sum, wide_type
+from pdrun.parallel.offload import Offload, Saver, to_files
 from pdrun.parallel.precision import LossScale
 from pdrun.parallel.saving import Saving
 from pdrun.parallel.slicing import Strategy, count_rows, cut_rows, cut_sizes, take, to_device
@@ -37,9 +40,11 @@ class Run:
     A training run on every device of a mesh; made by `pdrun.parallelize`.
 
     Attributes:
-        model: the model, its parameters on this rank's device. Between steps they hold the weights up to level 2; at level 3
+        model: the model, its parameters on this rank's device. Between steps they hold the weights up to level 2; at
+            level 3
             they read as NaN except inside a forward pass: `full_weights` gathers them.
-        optimizer: the optimizer; its groups hold what this rank trains. Schedulers of learning rates work on it as ever.
+        optimizer: the optimizer; its groups hold what this rank trains. Schedulers of learning rates work on it as
+            ever.
         mesh: the devices.
         steps: how many steps have been made.
     """
@@ -58,10 +63,14 @@ class Run:
         self.context, self.mesh, self.optimizer, self.scheduler = context, mesh, optimizer, scheduler
         self.model = objective.model
         self.steps = 0
+        self.offload = Offload()
+        self.saver: Saver | None = None
+        """What keeps activations on the host, where that is asked for."""
+        self.recompute: Any = None
         self.recomputed: list[str] = []
         """Names of the modules whose forward is computed again in the backward."""
         self.position = Position()
-        self.engine, self._objective, self._dice, self.strategy = engine, objective, dice, strategy
+        self.engine, self.objective, self._dice, self.strategy = engine, objective, dice, strategy
         self.settings = engine.settings
         self.persistent = {name for name in self.model.state_dict() if name in dict(self.model.named_buffers())}
         self._saving: Saving | None = None
@@ -70,7 +79,7 @@ class Run:
         self.source: Loader | None = None
         """The loader that `data` was last given."""
         self._handed: tuple[Any, Shard] | None = None
-        self._buffers = [buffer for buffer in self._loose_buffers()]
+        self.buffers = list(self._loose_buffers())
         fp16 = self.settings.precision.compute == "fp16"
         self.scale = LossScale(self.settings.precision.scale) if fp16 else None
         self.watchers: list[Callable[[Run], None]] = []
@@ -92,7 +101,7 @@ class Run:
         """
         self.steps += 1
         self.axis.watch.enter(f"step {self.steps}")
-        versions = [buffer._version for buffer in self._buffers]
+        versions = [buffer._version for buffer in self.buffers]
         metrics = self._end(self._passes(batch), versions)
         self.axis.watch.leave()
         return metrics
@@ -113,7 +122,8 @@ class Run:
         """Return the loss's sum and count on one micro-batch; both are 0 for a row that isn't part of the batch."""
         part = to_device(part, self.device, self.settings.precision.inputs)
         norm_sync.SyncedBatchNorm.weight_of_rows = weight
-        total, count = self.objective_of(self.model, part, rows, place * self.axis.world + self.axis.rank)
+        with self.saver.around() if self.saver is not None else nullcontext():
+            total, count = self.objective_of(self.model, part, rows, place * self.axis.world + self.axis.rank)
         self.engine.forward_done()
         if not total.requires_grad:
             raise UsageError("the loss does not depend on a weight that is trained", where="pdrun.Run.step")
@@ -125,13 +135,13 @@ class Run:
         with ExitStack() as around:
             around.enter_context(self.settings.precision.context(self.device))
             around.enter_context(self._dice.placed())
-            return self._objective(model, part, max(len(rows), 1))
+            return self.objective(model, part, max(len(rows), 1))
 
     def _backward(self, total: torch.Tensor) -> None:
         if self.scale is not None:
             total = total * self.scale.value
         with self._dice.placed():  # forwards may be recomputed
-            total.backward()  # type: ignore[no-untyped-call]
+            total.backward()
 
     def _end(self, sums: torch.Tensor, versions: list[int]) -> Metrics:
         """Reduce, clip, step and publish."""
@@ -141,18 +151,23 @@ class Run:
             watcher(self)
         if not skipped:
             self.optimizer.step()
+            if self.offload.disk is not None:
+                to_files(self.optimizer, Path(self.offload.disk) / f"rank-{self.axis.rank}")
             if self.scheduler is not None:
                 self.scheduler.step()
         if self.scale is not None:
             self.scale.update(not skipped)
         self.engine.step_done()
-        for buffer, version in zip(self._buffers, versions, strict=True):
+        for buffer, version in zip(self.buffers, versions, strict=True):
             if buffer._version != version:
                 self.axis.from_first(buffer, "a buffer")
         return Metrics(self.steps, numbers, norm, skipped)
 
     def _cut(self, batch: Any) -> list[tuple[Any, range, float]]:
-        """Return this rank's micro-batches as (batch, global rows, weight), the weight being 0 where there are no rows."""
+        """
+        Return this rank's micro-batches as (batch, global rows, weight), the weight being 0 where there are no
+        rows.
+        """
         world, rank, times = self.axis.world, self.axis.rank, self.settings.accumulate
         if self._handed is not None and batch is self._handed[0]:
             shard = self._handed[1]
@@ -172,8 +187,8 @@ class Run:
             raise UsageError("the batch has no rows", where="pdrun.Run.step")
         found = []
         for piece, where in zip(pieces, local, strict=True):
-            rows = where if len(where) else range(0, 1)
-            found.append((take(batch, rows, strategy), piece, 1.0 if len(where) else 0.0))
+            stand_in = where if len(where) else range(1)
+            found.append((take(batch, stand_in, strategy), piece, 1.0 if len(where) else 0.0))
         return found
 
     def _loose_buffers(self) -> Iterator[torch.Tensor]:
@@ -188,7 +203,8 @@ class Run:
         Yield the batches of one epoch, from where the run stands to the epoch's end.
 
         Args:
-            source: a `pdrun.Loader`; torch's DataLoader over a dataset with an index, whose ``batch_size`` counts the rows of
+            source: a `pdrun.Loader`; torch's DataLoader over a dataset with an index, whose ``batch_size`` counts the
+                rows of
                 a step over all ranks; or any iterable of batches. Of the first two each rank reads only its own rows.
         """
         loader = from_torch(source) if isinstance(source, DataLoader) else source
@@ -196,7 +212,9 @@ class Run:
             self.source = loader
             if self.strategy.local or self.strategy.whole or self.strategy.dims is not None:
                 raise UsageError("a Loader cuts along rows: it takes no dataset_strategy", where="pdrun.Run.data")
-            feed = read(loader, self._dice.seed, self.position, self.axis.world, self.axis.rank, self.settings.accumulate)
+            feed = read(
+                loader, self._dice.seed, self.position, self.axis.world, self.axis.rank, self.settings.accumulate
+            )
             for batch, shard in feed:
                 self._handed = (batch, shard)
                 yield batch
@@ -216,6 +234,27 @@ class Run:
     @seed.setter
     def seed(self, value: int) -> None:
         self._dice.seed = value
+
+    # ---- words -----------------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """Where everything goes, as plain data: ``run.plan.save("plan.json")``."""
+        return plan_of(self)
+
+    def explain(self, batch: Any = None) -> str:
+        """
+        Return in words what the run does, and how much memory a step takes on this rank's device.
+
+        Args:
+            batch: one as `step` takes it; with it, activations are counted too, by running a micro-batch on fake
+                tensors.
+        """
+        return explain(self, batch)
+
+    def memory(self, batch: Any = None) -> Estimate:
+        """Return the bytes that a step takes on this rank's device, by kind; see `explain`."""
+        return estimate(self, batch)
 
     # ---- proof ---------------------------------------------------------------------------------------------------
 
@@ -303,15 +342,33 @@ class Run:
             return None
         mine = [name for name in names if int(name.rpartition("-")[2]) == int(step)]
         if not mine:
-            raise ConfigError(f"step {int(step)} is there for rank 0 and not for rank {self.context.rank}", where=str(folder))
+            raise ConfigError(
+                f"step {int(step)} is there for rank 0 and not for rank {self.context.rank}", where=str(folder)
+            )
         return folder / mine[-1]
 
     # ---- weights -------------------------------------------------------------------------------------------------
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Return whole gradients by name; only inside a function of ``watchers``, and on every rank."""
-        return {name: grad.clone() for name, grad in self.engine.gradients() if grad is not None}
+        return {name: grad.clone() for name, grad in wholes.gradients(self.engine) if grad is not None}
 
     def full_weights(self) -> dict[str, torch.Tensor]:
-        """Return the whole weights by name, in the optimizer's type, on every rank's device; every rank must call this."""
-        return {name: tensor for name, tensor in self.engine.full_weights()}
+        """
+        Return the whole weights by name, in the optimizer's type, on every rank's device; every rank must call
+        this.
+        """
+        return dict(wholes.full_weights(self.engine))
+
+    def export(self, path: str | Path) -> None:
+        """Write whole weights and buffers as one safetensors file, a bundle at a time; every rank must call this."""
+        exporting.export(self, Path(path))
+
+    def load_weights(self, path: str | Path) -> None:
+        """
+        Take the weights of a safetensors file; optimizer, step and data stay. Every rank must call this.
+
+        Raises:
+            ConfigError: it lacks a weight, or one has another shape.
+        """
+        exporting.load_weights(self, Path(path))

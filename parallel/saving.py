@@ -3,8 +3,8 @@ What a run saves and how it takes it up again, on any number of ranks and at any
 
     weights/NAME, state/NAME/KEY, buffers/NAME, rng/RANK
 
-Of what several ranks hold the same of, one saves it. Agreement goes through torch's store, never through a collective, so
-that a save can go on in a thread while the next steps compute.
+Of what several ranks hold the same of, one saves it. Agreement goes through torch's store, never through a collective,
+so that a save can go on in a thread while the next steps compute.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ import torch.distributed as dist
 
 from pdrun.errors import ConfigError, DeadlineExceeded, PdrunError, UsageError
 from pdrun.parallel import storage
-from pdrun.parallel.engine import Held
 from pdrun.parallel.storage import Piece, Reader
+from pdrun.parallel.wholes import Held
+from pdrun.parallel.wholes import held as held_by
 
 if TYPE_CHECKING:
     from pdrun.parallel.run import Run
@@ -37,7 +38,8 @@ class Saving:
     """A save on its way: `wait` ends it and returns the checkpoint's folder."""
 
     def __init__(self, work: Any, final: Path) -> None:
-        self._final, self._error = final, None
+        self._final = final
+        self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(work,), name="pdrun-save")
         self._thread.start()
 
@@ -68,7 +70,7 @@ def snapshot(run: Run) -> tuple[list[tuple[Piece, torch.Tensor]], dict[str, Any]
     """Return copies of what this rank saves, and what rank 0 writes besides."""
     world, rank = run.context.world_size, run.context.rank
     pieces = []
-    for held in run.engine.held():
+    for held in held_by(run.engine):
         for kind, tensor, shape in _tensors(run, held):
             if not held.saved_by(world, rank) or (shape == () and held.start):
                 continue
@@ -77,7 +79,9 @@ def snapshot(run: Run) -> tuple[list[tuple[Piece, torch.Tensor]], dict[str, Any]
     if rank == 0:
         for name, buffer in run.model.named_buffers():
             if name in run.persistent:
-                pieces.append((_piece(f"buffers/{name}", buffer, tuple(buffer.shape), 0, buffer.numel()), _copy(buffer)))
+                pieces.append(
+                    (_piece(f"buffers/{name}", buffer, tuple(buffer.shape), 0, buffer.numel()), _copy(buffer))
+                )
     state = torch.get_rng_state()
     pieces.append((_piece(f"rng/{rank}", state, tuple(state.shape), 0, state.numel()), _copy(state)))
     return pieces, _plain(run)
@@ -146,7 +150,9 @@ def _end(hidden: Path, final: Path, folder: Path, plain: dict[str, Any], world: 
     names = [f"rank-{rank:05d}.json" for rank in range(world)]
     missing = [name for name in names if not (hidden / name).is_file()]
     if missing:
-        raise ConfigError(f"{missing[0]} is not there on rank 0's machine", where=str(folder), hint="save to a shared file system")
+        raise ConfigError(
+            f"{missing[0]} is not there on rank 0's machine", where=str(folder), hint="save to a shared file system"
+        )
     storage.write_json(hidden / "run.json", {**plain, "indices": names})
     storage.publish(hidden, final)
     storage.prune(folder, keep)
@@ -213,7 +219,7 @@ def load(run: Run, folder: Path) -> None:
     reader = Reader(folder)
     run.engine.settle()
     with torch.no_grad():
-        for held in run.engine.held():
+        for held in held_by(run.engine):
             _load_weight(run, reader, held)
         for name, buffer in run.model.named_buffers():
             if name in run.persistent:
@@ -222,7 +228,9 @@ def load(run: Run, folder: Path) -> None:
     plain = reader.run
     groups = [decode(group) for group in plain["groups"]]
     if len(groups) != len(run.optimizer.param_groups):
-        raise ConfigError(f"has {len(groups)} groups of weights, the optimizer {len(run.optimizer.param_groups)}", where=str(folder))
+        raise ConfigError(
+            f"has {len(groups)} groups of weights, the optimizer {len(run.optimizer.param_groups)}", where=str(folder)
+        )
     for group, saved in zip(run.optimizer.param_groups, groups, strict=True):
         group.update(saved)
     if run.scheduler is not None and plain["scheduler"] is not None:
@@ -264,7 +272,10 @@ def _on_device(run: Run) -> bool:
 
 
 def encode(value: Any) -> Any:
-    """Return a plain value as JSON has it: tuples, tensors of one number and dicts with other keys than text are marked."""
+    """
+    Return a plain value as JSON has it: tuples, tensors of one number and dicts with other keys than text are
+    marked.
+    """
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return {"!tensor": value.item()}
     if isinstance(value, (list, set)):
@@ -277,7 +288,9 @@ def encode(value: Any) -> Any:
         return value
     if callable(value):
         return {"!code": True}
-    raise UsageError(f"a {type(value).__name__} in the state of the optimizer or scheduler can't be saved", where="pdrun.Run.save")
+    raise UsageError(
+        f"a {type(value).__name__} in the state of the optimizer or scheduler can't be saved", where="pdrun.Run.save"
+    )
 
 
 def decode(value: Any) -> Any:
@@ -286,10 +299,9 @@ def decode(value: Any) -> Any:
         return [decode(entry) for entry in value]
     if not isinstance(value, dict):
         return value
-    (mark, inner), = value.items()
+    ((mark, inner),) = value.items()
     if mark == "!tensor":
         return torch.tensor(inner)
     if mark == "!tuple":
         return tuple(decode(entry) for entry in inner)
     return None if mark == "!code" else {decode(key): decode(entry) for key, entry in inner}
-

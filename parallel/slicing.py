@@ -2,14 +2,15 @@
 Which rows of a batch each rank computes, and how a batch is cut: integers and pytrees, no network.
 
 The rows of one step's global batch are cut into ``world * accumulate`` slices of nearly equal size, in order. Slice
-``a * world + r`` is micro-batch ``a`` of rank ``r``; so a step on 4 ranks and one on 2 ranks with twice the accumulation
-work on the same slices. A batch with fewer rows than slices leaves some slices empty.
+``a * world + r`` is micro-batch ``a`` of rank ``r``; so a step on 4 ranks and one on 2 ranks with twice the
+accumulation work on the same slices. A batch with fewer rows than slices leaves some slices empty.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ def cut_rows(rows: int, world: int, accumulate: int) -> list[list[range]]:
     """Return ``[rank][micro-batch] -> range of global rows``; sizes differ by at most one."""
     parts = world * accumulate
     bounds = [rows * i // parts for i in range(parts + 1)]
-    pieces = [range(low, high) for low, high in zip(bounds, bounds[1:], strict=False)]
+    pieces = [range(low, high) for low, high in pairwise(bounds)]
     return [[pieces[a * world + rank] for a in range(accumulate)] for rank in range(world)]
 
 
@@ -73,7 +74,9 @@ def parse(value: Any, world: int) -> Strategy:
     if value in ("data_parallel", "full_batch"):
         return Strategy(local=value == "data_parallel", whole=value == "full_batch")
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise UsageError(f"{value!r} is no way to cut a batch", where=WHERE, hint="sliced, data_parallel, full_batch or dims")
+        raise UsageError(
+            f"{value!r} is no way to cut a batch", where=WHERE, hint="sliced, data_parallel, full_batch or dims"
+        )
     return Strategy(tuple(_entry(entry, world) for entry in value))
 
 
@@ -110,7 +113,9 @@ def count_rows(batch: Any, strategy: Strategy) -> int:
             raise UsageError(f"leaf {index} has {leaf.dim()} dims, none of them dim {dim}", where=WHERE)
         found[index] = leaf.shape[dim]
     if not found:
-        raise UsageError("the batch has no tensor to cut", where=WHERE, hint="a batch is a tensor, or tensors in a tuple or dict")
+        raise UsageError(
+            "the batch has no tensor to cut", where=WHERE, hint="a batch is a tensor, or tensors in a tuple or dict"
+        )
     if len(set(found.values())) > 1:
         told = ", ".join(f"{rows} in leaf {index}" for index, rows in found.items())
         raise UsageError(f"the tensors of the batch have different numbers of rows: {told}", where=WHERE)

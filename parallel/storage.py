@@ -118,7 +118,10 @@ def _flush_folder(path: Path) -> None:
 
 
 def whole(folder: Path) -> list[Path]:
-    """Return the whole checkpoints in a folder, oldest first; one that was being replaced counts where its successor isn't there."""
+    """
+    Return the whole checkpoints in a folder, oldest first; one that was being replaced counts where its successor
+    isn't there.
+    """
     found: dict[int, Path] = {}
     for path in sorted(folder.glob(f"*{PREFIX}*")) if folder.is_dir() else []:
         step = path.name.rpartition("-")[2]
@@ -162,7 +165,9 @@ class Reader:
 
     def _find(self, name: str) -> list[Piece]:
         if name not in self._pieces:
-            raise ConfigError(f"has no {name}", where=str(self.folder), hint="the model differs from the one that was saved")
+            raise ConfigError(
+                f"has no {name}", where=str(self.folder), hint="the model differs from the one that was saved"
+            )
         return self._pieces[name]
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
@@ -195,4 +200,6 @@ class Reader:
             if file.readinto(data) != len(data):
                 raise ConfigError(f"{piece.file} is too short", where=str(self.folder))
         if out.numel() == piece.stop - piece.start and zlib.crc32(data) != piece.crc:
-            raise ConfigError(f"{piece.name} has a wrong checksum", where=str(self.folder), hint="load an older checkpoint")
+            raise ConfigError(
+                f"{piece.name} has a wrong checksum", where=str(self.folder), hint="load an older checkpoint"
+            )

@@ -1,10 +1,11 @@
 """
 No hang without a name: when a collective does not end in time, say where every rank is.
 
-Each process publishes nothing while all goes well. When a wait has lasted longer than the limit, the waiting rank asks in
-torch's store; a thread in every process looks for the question every second and answers with its place: the
-collective that it waits in, or the line of the user's program that it executes. The first to run out of time
-raises DeadlineExceeded with all answers; a rank that doesn't answer is named as such.
+Each process publishes nothing while all goes well. When a wait has lasted for four fifths of the limit, a thread of
+the waiting process asks in torch's store, at which the threads of all processes look every second; each answers with
+its place: the collective that it waits in, or the line of the user's program that it executes. On a CPU the wait then
+ends with DeadlineExceeded and all answers; on an accelerator, where a wait doesn't hold the process up and torch's own
+watchdog ends it, they are told on stderr before that happens.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ POLL = 1.0
 """Seconds between two looks at the store."""
 ANSWER = 5.0
 """Seconds that the others have for an answer."""
+ASK = 0.8
+"""Part of the limit after which the others are asked."""
+QUESTION = "pdrun/watch/question"
 OURS = str(Path(__file__).parent)
 
 
@@ -42,9 +46,6 @@ class Watch:
     """
     Bounded waits for collectives.
 
-    On an accelerator a wait doesn't hold the process up, and torch's own watchdog ends it. There the thread looks whether a step
-    has taken four fifths of the limit, and then tells where every rank is on stderr, before the watchdog acts.
-
     Args:
         seconds: what a wait may last.
         rank, world: place on the axis.
@@ -57,8 +58,13 @@ class Watch:
         self._place = ""
         self._since: float | None = None
         self._waiting = ""
+        self._waits_since: float | None = None
+        self._told = ""
+        """What the others have answered."""
         self._main = threading.main_thread().ident or 0
         self._store = store
+        self._answered: set[str] = set()
+        self._lock = threading.Lock()
         self._stop = threading.Event()
         if store is not None and world > 1:
             self._thread = threading.Thread(target=self._serve, name="pdrun-watch", daemon=True)
@@ -74,7 +80,7 @@ class Watch:
 
     def leave(self) -> None:
         """Note that it has ended."""
-        self._since = None
+        self._since, self._told = None, ""
 
     def wait(self, work: Any, label: str) -> None:
         """
@@ -88,51 +94,76 @@ class Watch:
         if self._store is None or not self.blocking:
             work.wait()
             return
-        self._waiting, begin = label, time.monotonic()
+        self._waiting, self._waits_since = label, time.monotonic()
+        begin = self._waits_since
         try:
             work.wait(timedelta(seconds=self.seconds))
         except RuntimeError as error:
             if time.monotonic() - begin < self.seconds * 0.9:
                 raise  # something else than time: a peer is gone, or the tensors differ
-            raise self._explain(label) from error
-        self._waiting = ""
+            raise self._error(self._ask(label)) from error
+        self._waiting, self._waits_since = "", None
 
-    def _explain(self, label: str) -> DeadlineExceeded:
-        """Ask the others where they are."""
-        answers = {self.rank: f"waits for {label}{self._where()}"}
-        try:
-            self._store.set("pdrun/watch/question", "?")
-            end = time.monotonic() + ANSWER
-            for rank in range(self.world):
-                while rank not in answers and time.monotonic() < end:
-                    if self._store.check([f"pdrun/watch/{rank}"]):
-                        answers[rank] = self._store.get(f"pdrun/watch/{rank}").decode()
-                    else:
-                        time.sleep(0.05)
-        except RuntimeError:
-            pass  # the store went with rank 0
-        told = "; ".join(f"rank {rank} {answers.get(rank, 'does not answer')}" for rank in range(self.world))
+    def _error(self, told: str) -> DeadlineExceeded:
         hint = "every rank must take part in every step, in the same order"
         return DeadlineExceeded(f"no end after {self.seconds:g} s: {told}", where="pdrun.parallelize", hint=hint)
+
+    def _ask(self, label: str) -> str:
+        """
+        Return where every rank is; the thread and the process itself may both ask, the second gets the first's
+        answer.
+        """
+        with self._lock:
+            if self._told:
+                return self._told
+            answers = {self.rank: f"waits for {label}{self._where()}"}
+            try:
+                question = self._question()
+                if not question or question in self._answered:
+                    self._store.set(QUESTION, f"{self.rank}-{len(self._answered)}")
+                self._collect(answers)
+            except RuntimeError:
+                pass  # the store went with rank 0
+            self._told = "; ".join(f"rank {r} {answers.get(r, 'does not answer')}" for r in range(self.world))
+            return self._told
+
+    def _collect(self, answers: dict[int, str]) -> None:
+        """Wait for the others' answers to the newest question, which may be another's that came a moment later."""
+        end = time.monotonic() + ANSWER
+        while len(answers) < self.world and time.monotonic() < end:
+            question = self._question()
+            if question not in self._answered:
+                self._answered.add(question)
+                self._store.set(f"{QUESTION}/{question}/{self.rank}", answers[self.rank])
+            for rank in set(range(self.world)) - set(answers):
+                key = f"{QUESTION}/{question}/{rank}"
+                if self._store.check([key]):
+                    answers[rank] = self._store.get(key).decode()
+            time.sleep(0.05)
+
+    def _question(self) -> str:
+        return str(self._store.get(QUESTION).decode()) if self._store.check([QUESTION]) else ""
 
     def _where(self) -> str:
         return f" in {self._place}" if self._place and self._since is not None else ""
 
     def _serve(self) -> None:
-        """Look for the question, answer it once; on an accelerator, ask it."""
-        while not self._stop.wait(min(POLL, self.seconds / 4)):
+        """Answer questions; ask one where this process has waited for long."""
+        while not self._stop.wait(min(POLL, self.seconds / 10)):
             try:
-                if self._store.check(["pdrun/watch/question"]):
+                question = self._question()
+                if question and question not in self._answered:
+                    self._answered.add(question)
                     label = self._waiting
                     place = f"waits for {label}" if label else f"is at {self._line()}"
-                    self._store.set(f"pdrun/watch/{self.rank}", place + self._where())
-                    return
+                    self._store.set(f"{QUESTION}/{question}/{self.rank}", place + self._where())
             except RuntimeError:
                 return  # the store is gone: there is nobody to answer
-            since = self._since
-            if not self.blocking and since is not None and time.monotonic() - since > 0.8 * self.seconds:
-                print(f"pdrun: {self._explain(f'its device at {self._line()}')}", file=sys.stderr, flush=True)
-                return
+            since = self._waits_since if self.blocking else self._since
+            if since is not None and time.monotonic() - since > ASK * self.seconds and not self._told:
+                told = self._ask(self._waiting if self.blocking else f"its device at {self._line()}")
+                if not self.blocking:
+                    print(f"pdrun: {self._error(told)}", file=sys.stderr, flush=True)
 
     def _line(self) -> str:
         """Return the innermost line of the main thread that is neither torch's nor pdrun's."""

@@ -2,8 +2,8 @@
 The weights of a model as the runtime sees them: each once, however often it is used, and the groups they travel in.
 
 A *bundle* is what is reduced, gathered and sharded together. Below level 3 bundles are filled by size in the order in
-which gradients are expected (the reverse of registration); at level 3 a bundle is what one unit of the model holds, a unit being
-a module whose weights are gathered just before it runs.
+which gradients are expected (the reverse of registration); at level 3 a bundle is what one unit of the model holds, a
+unit being a module whose weights are gathered just before it runs.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ AUTO_BYTES = 32 * MIB
 """Size of a fused transfer where none is asked for; DDP has 25 MiB, MindSpore 64 MB."""
 FIRST_BYTES = MIB
 """The first bundle is small, so that the network starts early."""
+ALL = 1 << 60
+"""Level 3 fuses what a unit holds, since it is gathered at once."""
 BETWEEN_INDEX = -1
 
 
@@ -47,12 +50,12 @@ class Weight:
     @property
     def numel(self) -> int:
         """Number of elements."""
-        return torch.Size(self.shape).numel()
+        return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
         """Bytes in its own type."""
-        return self.numel * self.dtype.itemsize
+        return self.numel * int(self.dtype.itemsize)
 
 
 def collect(model: nn.Module, layerwise: Sequence[str] = ()) -> list[Weight]:
@@ -99,7 +102,8 @@ def parse_fusion(value: Any, level: int) -> Fusion:
     Return what a user's ``comm_fusion`` means.
 
     Args:
-        value: "auto"; a number of MiB; a list of indices, each the first weight of a transfer; False for one a weight; or
+        value: "auto"; a number of MiB; a list of indices, each the first weight of a transfer; False for one a weight;
+            or
             MindSpore's form ``{"openstate": True, "allreduce": {"mode": "size", "config": 64}}`` with the keys
             allreduce, reducescatter and allgather and the modes auto, size and index.
         level: optimizer level: 0 reads ``allreduce``, the others ``reducescatter`` and ``allgather``, which must agree.
@@ -110,7 +114,7 @@ def parse_fusion(value: Any, level: int) -> Fusion:
     if isinstance(value, Mapping):
         return _parse_openstate(value, level)
     if value is None or value == "auto":
-        return Fusion()
+        return Fusion() if level < 3 else Fusion(nbytes=ALL, auto=False)
     if value is False:
         return Fusion(nbytes=0, auto=False)
     if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
@@ -136,7 +140,7 @@ def _parse_openstate(value: Mapping[str, Any], level: int) -> Fusion:
         mode = entry.get("mode")
         if mode not in ("auto", "size", "index") or (mode == "index" and key != "allreduce"):
             raise UsageError(f"{key} has no mode {mode!r}", where="comm_fusion", hint="auto, size; index for allreduce")
-        parsed[key] = Fusion() if mode == "auto" else parse_fusion(entry.get("config"), level)
+        parsed[key] = parse_fusion("auto", level) if mode == "auto" else parse_fusion(entry.get("config"), level)
     if level == 0:
         return parsed["allreduce"]
     if parsed["reducescatter"] != parsed["allgather"] and {"reducescatter", "allgather"} <= set(value):
@@ -184,14 +188,20 @@ def find_units(model: nn.Module, globs: Sequence[str] | None) -> list[str]:
     if globs is None:
         holders = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
         lists = [name for name, module in model.named_modules() if isinstance(module, holders)]
-        outer = [name for name in lists if not any(name.startswith(other + ".") or not other for other in lists if other != name)]
+        outer = [
+            name
+            for name in lists
+            if not any(name.startswith(other + ".") or not other for other in lists if other != name)
+        ]
         members = [name for name in names if name.rpartition(".")[0] in outer] if outer else []
         return members or [name for name in names if "." not in name]
     chosen = []
     for glob in globs:
         hits = fnmatch.filter(names, glob)
         if not hits:
-            raise UsageError(f"units={glob!r} matches no module with weights", where=WHERE, hint=did_you_mean(glob, names))
+            raise UsageError(
+                f"units={glob!r} matches no module with weights", where=WHERE, hint=did_you_mean(glob, names)
+            )
         chosen += hits
     for name in chosen:
         if any(other != name and name.startswith(other + ".") for other in chosen):

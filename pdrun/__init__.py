@@ -28,6 +28,8 @@ if TYPE_CHECKING:  # typing itself would take longer than all else here
     from pdrun.parallel.context import init as init
     from pdrun.parallel.loader import Loader as Loader
     from pdrun.parallel.mesh import mesh as mesh
+    from pdrun.parallel.meta import empty_init as empty_init
+    from pdrun.parallel.offload import Offload as Offload
     from pdrun.parallel.parallelize import parallelize as parallelize
     from pdrun.parallel.precision import Precision as Precision
     from pdrun.parallel.run import Run as Run
@@ -44,8 +46,10 @@ _HOMES = {
     "UsageError": "pdrun.errors",
     "WorkerEnv": "pdrun.env",
     "Loader": "pdrun.parallel.loader",
+    "Offload": "pdrun.parallel.offload",
     "Precision": "pdrun.parallel.precision",
     "Run": "pdrun.parallel.run",
+    "empty_init": "pdrun.parallel.meta",
     "init": "pdrun.parallel.context",
     "launch": "pdrun.launcher.function",
     "mesh": "pdrun.parallel.mesh",

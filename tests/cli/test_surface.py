@@ -50,8 +50,8 @@ VARIABLES = words("""
     PDRUN_NO_FILES PDRUN_SHOW_RANKS PDRUN_PREFIX PDRUN_START
 """)
 PUBLIC = words("""
-    __version__ ConfigError Context DeadlineExceeded JobFailed PdrunError RendezvousError UsageError WorkerEnv init
-    launch
+    __version__ ConfigError Context DeadlineExceeded JobFailed Loader Offload PdrunError Precision
+    RendezvousError Run UsageError WorkerEnv empty_init init launch mesh parallelize
 """)
 MESSAGES = words("""
     Hello Welcome Join Waiting Refuse Assign Ready Unready Start WorkerExit Finished StopWorkers Verdict Heartbeat Echo

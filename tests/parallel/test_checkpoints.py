@@ -23,7 +23,8 @@ from tests.runtime.helpers import clean
 pytestmark = pytest.mark.torch
 
 MOVES = [  # world, level, accumulate before -> after; six slices throughout
-    ((1, 0, 6), (3, 3, 2)), ((2, 1, 3), (3, 2, 2)), ((3, 3, 2), (1, 0, 6)), ((3, 2, 2), (2, 3, 3)), ((2, 3, 3), (1, 1, 6)),
+    ((1, 0, 6), (3, 3, 2)), ((2, 1, 3), (3, 2, 2)), ((3, 3, 2), (1, 0, 6)), ((3, 2, 2), (2, 3, 3)), ((2, 3, 3), (1, 1,
+    6)),
 ]  # fmt: skip
 
 
@@ -144,7 +145,7 @@ def test_another_model_is_refused(worlds: Worlds, tmp_path: Path) -> None:
     (index,) = tmp_path.glob("step-*/rank-00000.json")
     entries = json.loads(index.read_text())
     index.write_text(json.dumps([e for e in entries if e["name"] != "weights/norm.weight"]))
-    with pytest.raises(RankError, match="has no weights/norm.weight"):
+    with pytest.raises(RankError, match=r"has no weights/norm\.weight"):
         worlds(1).run(zoo.resume_and_train, Case(1), str(tmp_path))
 
 

@@ -1,7 +1,8 @@
 """
 A model on any number of ranks is the same model: losses, gradients and weights have the bits of one process.
 
-The product of what can be combined is sampled by a seeded generator. ``python -m tests.parallel.sweep 500`` samples more of it.
+The product of what can be combined is sampled by a seeded generator. ``python -m tests.parallel.sweep 500`` samples
+more of it.
 """
 
 from __future__ import annotations

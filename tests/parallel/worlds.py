@@ -1,6 +1,7 @@
 """
-Worlds of real processes, started once and used by many tests: a process that has imported torch forks the workers, and each runs
-the functions that it is sent. A world in which something went wrong is thrown away; the next test gets a new one.
+Worlds of real processes, started once and used by many tests: a process that has imported torch forks the workers, and
+each runs the functions that it is sent. A world in which something went wrong is thrown away; the next test gets a new
+one.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ import importlib
 import multiprocessing
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-BOUND = 120.0
+BOUND = 60.0
 """Seconds after which a call counts as hung."""
 
 
@@ -24,10 +26,17 @@ def _serve(rank: int, world: int, store: str, link: Connection) -> None:
     for name in [name for name in os.environ if name.startswith(("PDRUN_", "MS_", "TORCHELASTIC_", "GROUP_", "ROLE_"))]:
         del os.environ[name]
     os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world), GLOO_SOCKET_IFNAME="lo"
+        RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(world),
+        GLOO_SOCKET_IFNAME="lo",
     )
     import torch
 
+    from pdrun.parallel.parallelize import parallelize
+
+    parallelize.__kwdefaults__["timeout"] = 30.0  # a hang names the ranks before the test's own bound
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     while True:
@@ -67,6 +76,8 @@ class World:
             self.links.append(here)
             self.processes.append(process)
         self.broken = False
+        self.grace = 8.0
+        """Seconds that the others have when one has failed."""
 
     def start(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Have every rank call a function of a module."""
@@ -75,25 +86,35 @@ class World:
 
     def answers(self, bound: float = BOUND) -> list[Any]:
         """Return (worked, result) of every rank; one that doesn't answer in time has (False, ("Hung", ...))."""
-        found: list[Any] = []
-        for rank, link in enumerate(self.links):
-            try:
-                found.append(link.recv() if link.poll(bound) else (False, ("Hung", f"rank {rank} did not answer", "")))
-            except (EOFError, ConnectionError):
-                found.append((False, ("Died", f"rank {rank} died", "")))
-        self.broken |= not all(worked for worked, _ in found)
-        return found
+        found: dict[int, Any] = {}
+        end = time.monotonic() + bound
+        while len(found) < len(self.links) and time.monotonic() < end:
+            waiting = {self.links[rank]: rank for rank in range(len(self.links)) if rank not in found}
+            for link in wait(list(waiting), max(0.0, end - time.monotonic())):
+                try:
+                    found[waiting[link]] = link.recv()  # type: ignore[index, union-attr]
+                except (EOFError, ConnectionError):
+                    found[waiting[link]] = (False, ("Died", "the process is gone", ""))  # type: ignore[index]
+                if not found[waiting[link]][0]:  # type: ignore[index]
+                    end = min(end, time.monotonic() + self.grace)
+        answers = [found.get(rank, (False, ("Hung", "did not answer", ""))) for rank in range(len(self.links))]
+        self.broken |= not all(worked for worked, _ in answers)
+        return answers
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Return what every rank returned, in order; raise RankError for the first that raised."""
         self.start(function, *args, **kwargs)
         found = self.answers()
-        for rank, (worked, told) in enumerate(found):
+        for rank, (worked, told) in sorted(
+            enumerate(found), key=lambda one: one[1][1][:1] == ("Hung",) if not one[1][0] else 0
+        ):
             if not worked:
                 raise RankError(rank, *told)
         return [told for _, told in found]
 
-    def failures(self, function: Callable[..., Any], *args: Any, bound: float = BOUND, **kwargs: Any) -> list[tuple[str, str]]:
+    def failures(
+        self, function: Callable[..., Any], *args: Any, bound: float = BOUND, **kwargs: Any
+    ) -> list[tuple[str, str]]:
         """Return (kind, text) of every rank's error, ("", "") where there was none."""
         self.start(function, *args, **kwargs)
         return [("", "") if worked else told[:2] for worked, told in self.answers(bound)]

@@ -29,6 +29,13 @@ if TYPE_CHECKING:  # typing itself would take longer than all else here
     from pdrun.launcher.function import launch as launch
     from pdrun.parallel.context import Context as Context
     from pdrun.parallel.context import init as init
+    from pdrun.parallel.loader import Loader as Loader
+    from pdrun.parallel.mesh import mesh as mesh
+    from pdrun.parallel.meta import empty_init as empty_init
+    from pdrun.parallel.offload import Offload as Offload
+    from pdrun.parallel.parallelize import parallelize as parallelize
+    from pdrun.parallel.precision import Precision as Precision
+    from pdrun.parallel.run import Run as Run
 
 __version__ = "0.1.0"
 
@@ -41,9 +48,16 @@ _HOMES = {
     "RendezvousError": "pdrun.errors",
     "UsageError": "pdrun.errors",
     "WorkerEnv": "pdrun.env",
+    "Loader": "pdrun.parallel.loader",
+    "Offload": "pdrun.parallel.offload",
+    "Precision": "pdrun.parallel.precision",
+    "Run": "pdrun.parallel.run",
     "elastic": "pdrun.elastic",
+    "empty_init": "pdrun.parallel.meta",
     "init": "pdrun.parallel.context",
     "launch": "pdrun.launcher.function",
+    "mesh": "pdrun.parallel.mesh",
+    "parallelize": "pdrun.parallel.parallelize",
     "progress": "pdrun.elastic",
 }
 

@@ -1,0 +1,358 @@
+"""
+What happens to weights, gradients and optimizer around the forward and backward passes of one step.
+
+    begin(first) -> forward -> forward_done -> backward -> backward_done(last)      each micro-batch
+    finish(divisor) -> step -> published                                            once
+
+Below level 1 a weight is trained where it is. Under levels 1 to 3 each rank trains its segments of the weights that it
+shares with its group (`cuts`); at level 3 `gatherer` also keeps the weights in memory only where they compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from pdrun.errors import UsageError
+from pdrun.parallel.comm import Comm, Pending
+from pdrun.parallel.cuts import Cut
+from pdrun.parallel.gatherer import Gatherer
+from pdrun.parallel.grads import GradBundle, Policy, Pool
+from pdrun.parallel.norms import clip_factor, square_sum, wide_type
+from pdrun.parallel.retarget import Part
+from pdrun.parallel.settings import Settings
+from pdrun.parallel.weights import Weight, assign_units, bundle, find_units
+
+IN_FLIGHT = 2
+"""Flat buffers of cut bundles that may be on the network at once; more would take memory without being faster."""
+
+
+class Engine:
+    """
+    The weights of a model on the data axis.
+
+    Args:
+        whole, cut: the axis without shards, and with the shards of the optimizer level.
+        gathers: as ``cut``, for the weights.
+        fill: gives weights that have no memory yet their first values.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: list[Weight],
+        whole: Comm,
+        cut: Comm,
+        gathers: Comm,
+        settings: Settings,
+        fill: Callable[[Sequence[Weight]], None] = lambda weights: None,
+    ) -> None:
+        self._fill = fill
+        self.weights, self.whole, self.cut, self.gathers, self.settings = weights, whole, cut, gathers, settings
+        self._policy = Policy(settings.level, settings.exact, settings.accumulate, settings.wire)
+        self.pool = Pool()
+        self.bundles: list[GradBundle] = []
+        self.cuts: list[Cut] = []
+        self.cut_of: dict[int, Cut] = {}
+        """By index of a gradient bundle."""
+        self.masters: dict[int, nn.Parameter] = {}
+        """Wider copies of weights that aren't cut, by index of the weight."""
+        self.gatherer: Gatherer | None = None
+        self._units: list[str] = []
+        self._build(model)
+        self.alone = [weight for weight in weights if weight.alone and weight.trained]
+        self._unit_of, self._open_units = self._count_units()
+        for index, part in enumerate(self.bundles):
+            for weight in part.weights:
+                weight.param.register_post_accumulate_grad_hook(self._hook(index))
+        self._targets = [self._trained(index) for index in range(len(self.bundles))]
+        self._first = self._last = True
+        # where gathers run beside sums, a process that waits for a sum might keep others from the gather that they need
+        self._may_wait = self.gatherer is None or whole.device.type != "cpu"
+        self._order = list(range(len(self.bundles)))
+        """Bundles in the order in which their sums start, on every rank."""
+        self._next, self._taken = 0, [False] * len(self.bundles)
+
+    # ---- building ------------------------------------------------------------------------------------------------
+
+    def _build(self, model: nn.Module) -> None:
+        settings = self.settings
+        shared = [weight for weight in self.weights if not weight.alone]
+        cut = [weight for weight in shared if settings.level and weight.nbytes >= settings.threshold]
+        if settings.level < 3:
+            cut = [weight for weight in cut if weight.trained]
+        else:
+            self._units = find_units(model, settings.units)
+            assign_units(model, self.weights, self._units)
+        kept = [weight for weight in shared if weight not in set(cut)]
+        by_unit: dict[str, list[Cut]] = {name: [] for name in ["", *self._units]}
+        for name in reversed(["", *self._units]):  # in the order of their gradients
+            mine = [weight for weight in cut if weight.unit == name]
+            for group in bundle([w for w in mine if w.trained], settings.fusion):
+                by_unit[name].append(self._add_cut(group, name, trained=True))
+            for group in bundle([w for w in mine if not w.trained], settings.fusion):
+                by_unit[name].append(self._add_cut(group, name, trained=False))
+        for group in bundle([w for w in kept if w.trained], settings.fusion):
+            self._add_bundle(group, self.whole)
+        for weight in self.weights:
+            if weight not in set(cut):
+                self._narrow(weight)
+        if settings.level == 3:
+            self.gatherer = Gatherer(model, by_unit, self._units, self.gathers, self._left_out)
+
+    def _add_bundle(self, group: Sequence[Weight], comm: Comm) -> None:
+        label = f"the sum of gradients {len(self.bundles)} ({group[0].name} and {len(group) - 1} more)"
+        dtype = self.settings.precision.sums(group[0].dtype)
+        self.bundles.append(GradBundle(group, comm, self._policy, self.pool, dtype, label))
+
+    def _add_cut(self, group: Sequence[Weight], unit: str, *, trained: bool) -> Cut:
+        own = group[0].dtype
+        self._fill(group)
+        made = Cut(
+            group, self.gathers, compute=self.settings.precision.weights(own), train=own, released=self.settings.level
+            == 3, home=self.settings.home or self.whole.device, label=f"the weights of {unit or group[0].name}",
+        )  # fmt: skip
+        self.cuts.append(made)
+        if trained:
+            self.cut_of[len(self.bundles)] = made
+            self._add_bundle(group, self.cut)
+        return made
+
+    def _narrow(self, weight: Weight) -> None:
+        """Have the model compute with a copy of a weight that isn't cut, in the type of the policy."""
+        self._fill([weight])
+        compute = self.settings.precision.weights(weight.dtype)
+        if compute != weight.dtype or (weight.trained and self.settings.home not in (None, self.whole.device)):
+            wide = weight.param.detach()
+            if weight.trained:
+                home = self.settings.home or self.whole.device
+                self.masters[weight.index] = nn.Parameter(wide.to(home, copy=True))
+            weight.param.data = wide.to(compute, copy=True)
+
+    def _trained(self, index: int) -> list[nn.Parameter]:
+        """Return what the optimizer trains of a bundle, in the order of its segments."""
+        if index in self.cut_of:
+            return self.cut_of[index].parts
+        part = self.bundles[index]
+        mine = [part.weights[segment.slot] for segment in part.segments]
+        return [self.masters.get(weight.index, weight.param) for weight in mine]
+
+    def _count_units(self) -> tuple[list[int], list[int]]:
+        """Return the unit of each gradient bundle (-1: none), and how many bundles each unit has."""
+        places = {name: place for place, name in enumerate(self._units)}
+        units = [places.get(b.weights[0].unit, -1) if i in self.cut_of else -1 for i, b in enumerate(self.bundles)]
+        return units, [units.count(place) for place in range(len(self._units))]
+
+    def parts_of(self, param: nn.Parameter) -> list[Part]:
+        """Return what this rank trains of a parameter of the model."""
+        for cut in self.cuts:
+            for slot, weight in enumerate(cut.weights):
+                if weight.param is param:
+                    found = zip(cut.segments, cut.parts, strict=True)
+                    return [(part, segment) for segment, part in found if segment.slot == slot]
+        weight = next(weight for weight in self.weights if weight.param is param)
+        return [(self.masters.get(weight.index, param), None)]
+
+    # ---- a micro-batch -------------------------------------------------------------------------------------------
+
+    def begin(self, first: bool, last: bool) -> None:
+        """Prepare for the forward and backward pass of a micro-batch."""
+        self._first, self._last = first, last
+        self._next, self._taken = 0, [False] * len(self.bundles)
+        self._waiting = list(self._open_units)
+        for part in self.bundles:
+            part.begin(first)
+        if self.gatherer is not None:
+            self.gatherer.begin()
+
+    def forward_done(self) -> None:
+        """Note that the forward pass has ended."""
+        if self.gatherer is not None:
+            self.gatherer.end_forward()
+            places = [*self.gatherer.places, -1]  # the last is that of bundles outside of units
+            self._order.sort(key=lambda index: (-places[self._unit_of[index]], index))
+
+    def _left_out(self, unit: int) -> None:
+        """Count a unit that took no part in this rank's forward pass as zero."""
+        for index, mine in enumerate(self._unit_of):
+            if mine == unit and not self._taken[index]:
+                self._complete(index)
+
+    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        part = self.bundles[index]
+
+        def arrived(param: torch.Tensor) -> None:
+            part.missing -= 1
+            if part.missing == 0:
+                self._complete(index)
+
+        return arrived
+
+    def _complete(self, index: int) -> None:
+        """Take the gradients of a bundle, and start sums as far as the fixed order allows."""
+        self.bundles[index].take(self._first)
+        self._taken[index] = True
+        unit = self._unit_of[index]
+        if unit >= 0 and self.gatherer is not None:
+            self._waiting[unit] -= 1
+            if self._waiting[unit] == 0:
+                self.gatherer.release(unit)
+        while self._next < len(self.bundles) and self._taken[self._order[self._next]]:
+            part = self.bundles[self._order[self._next]]
+            if self._last or part.each:
+                if self._next >= IN_FLIGHT and part.comm.shards > 1 and self._may_wait:
+                    self.bundles[self._order[self._next - IN_FLIGHT]].settle()
+                part.launch()
+            self._next += 1
+
+    def backward_done(self) -> None:
+        """
+        End a micro-batch: weights that took no part count as zero.
+
+        Raises:
+            UsageError: a weight got a second gradient after its first had been sent.
+        """
+        if self.gatherer is not None:
+            self.gatherer.end_backward()
+        for index in self._order:
+            if not self._taken[index]:
+                self._complete(index)
+        for part in self.bundles:
+            for weight in part.weights:
+                if weight.param.grad is not None:
+                    raise UsageError(
+                        f"{weight.name} got two gradients in one backward pass", where="pdrun.Run.step",
+                        hint="checkpoint(..., use_reentrant=False) in the model, or recompute= of parallelize",
+                    )  # fmt: skip
+
+    # ---- the step ------------------------------------------------------------------------------------------------
+
+    def finish(self, sums: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """
+        End all sums over the ranks, divide and clip; return the global (sum, count) and the norm where one is wanted.
+
+        Args:
+            sums: ``[accumulate, 2]``: sum and count of the loss of each of this rank's micro-batches.
+            scale: what the losses were multiplied with besides.
+
+        Raises:
+            UsageError: the counts add up to nothing.
+        """
+        told = self._tell(sums)
+        for part in self.bundles:
+            part.join()
+        by_slice, used = told.wait()
+        numbers = by_slice.transpose(0, 1).reshape(-1, 2).sum(0)
+        count = numbers[1]
+        if count.device.type == "cpu" and not float(count) > 0:
+            raise UsageError(f"the loss's counts add up to {float(count):g}", where="pdrun.Run.step")
+        by = count * scale if self.settings.mean else torch.full_like(count, scale)
+        totals = [part.finish() for part in self.bundles]
+        loose = [grad for weight in self.alone if (grad := weight.param.grad) is not None]
+        for tensor in [*totals, *loose]:
+            tensor.div_(by)
+        norm = self._norm(totals, loose) if self.settings.clip or self.settings.norm else None
+        if self.settings.clip and norm is not None:
+            factor = clip_factor(norm, self.settings.clip)
+            if factor.device.type != "cpu" or not bool(factor == 1):
+                for tensor in [*totals, *loose]:
+                    tensor.mul_(factor.to(tensor.dtype))
+        self._hand_over(used)
+        return numbers, norm
+
+    def _tell(self, sums: torch.Tensor) -> Pending:
+        """Start exchanging every slice's loss, and which weights had a gradient on any rank."""
+        flags = [flag for part in self.bundles for flag in part.used]
+        return self.whole.exchange(sums, flags, "the losses")
+
+    def _norm(self, totals: list[torch.Tensor], loose: list[torch.Tensor]) -> torch.Tensor:
+        """Return the norm over all ranks' shards, each weight once; a rank's own weights are weights of their own."""
+        exact, device = self.settings.exact, self.whole.device
+        square = torch.zeros((), dtype=wide_type(device), device=device)
+        for shared in (True, False):
+            mine = [t for part, t in zip(self.bundles, totals, strict=True) if (part.comm.shards > 1) == shared]
+            if mine:
+                found = square_sum(mine, exact)
+                square += self.cut.sum_small(found, "the norm", shards_only=True).wait() if shared else found
+        if self.alone:
+            found = square_sum(loose, exact) if loose else torch.zeros_like(square)
+            square += self.whole.sum_small(found, "the norm of the layerwise weights").wait()
+        return square.sqrt()
+
+    def _hand_over(self, used: list[bool]) -> None:
+        """Give the optimizer's tensors their gradients; those that nobody used get none."""
+        flags = iter(used)
+        for index, part in enumerate(self.bundles):
+            part.used = [next(flags) for _ in part.weights]
+            all_used = all(part.used)
+            for target, segment, piece in zip(self._targets[index], part.segments, part.pieces(), strict=True):
+                if all_used or part.used[segment.slot]:
+                    target.grad = (
+                        piece if self.settings.home is None and piece.dtype == target.dtype else _like(piece, target)
+                    )
+                else:
+                    target.grad = None
+        for weight in self.alone:
+            master = self.masters.get(weight.index)
+            if master is not None and weight.param.grad is not None:
+                master.grad, weight.param.grad = _like(weight.param.grad, master), None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """While this lasts, a copy of the model may be called: nothing is gathered for it."""
+        if self.gatherer is None:
+            yield
+            return
+        self.gatherer.paused = True
+        try:
+            yield
+        finally:
+            self.gatherer.paused = False
+
+    def settle(self) -> None:
+        """Have nothing on its way, before weights are changed from outside."""
+        for cut in self.cuts:
+            if cut.released:
+                cut.close()
+            else:
+                cut.ready()
+
+    def publish(self) -> None:
+        """Give the model the weights that the parts hold, after these were changed from outside."""
+        for cut in self.cuts:
+            cut.publish()
+        self.renew()
+
+    def step_done(self) -> None:
+        """After the optimizer's step: forget the gradients, and give the model its new weights."""
+        for index, part in enumerate(self.bundles):
+            part.drop()
+            for target in self._targets[index]:
+                target.grad = None
+            if index in self.cut_of:
+                self.cut_of[index].publish()
+        for weight in self.alone:
+            self.masters.get(weight.index, weight.param).grad = weight.param.grad = None
+        self.renew()
+
+    def renew(self) -> None:
+        """Bring the model's parameters up to date with the masters that aren't cut, and end gathers that publish."""
+        if self.masters:
+            pairs = [
+                (weight.param.data, self.masters[weight.index].detach())
+                for weight in self.weights
+                if weight.index in self.masters
+            ]
+            with torch.no_grad():
+                torch._foreach_copy_([pair[0] for pair in pairs], [pair[1] for pair in pairs])
+        for cut in self.cuts:
+            if not cut.released:
+                cut.ready()
+
+
+def _like(grad: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return a gradient in the type and place of what it trains."""
+    return grad.to(device=target.device, dtype=target.dtype)

@@ -1,0 +1,52 @@
+"""A run's weights as one safetensors file, out and in."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from pdrun.errors import ConfigError
+from pdrun.parallel import safetensors, wholes
+from pdrun.parallel.weights import tied_names
+
+if TYPE_CHECKING:
+    from pdrun.parallel.run import Run
+
+
+def export(run: Run, path: Path) -> None:
+    """Write whole weights and buffers; tied weights have the first of their names."""
+    weights = {weight.name: (weight.dtype, weight.shape) for weight in wholes.in_order(run.engine)}
+    buffers = {name: buffer for name, buffer in run.model.named_buffers() if name in run.persistent}
+    shapes = {**weights, **{name: (buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()}}
+    tensors = chain(wholes.full_weights(run.engine), buffers.items())
+    if run.axis.rank == 0:
+        safetensors.write(path, shapes, tensors)
+        return
+    for _ in tensors:  # gathered by all ranks
+        pass
+
+
+def load_weights(run: Run, path: Path) -> None:
+    """
+    Read this rank's ranges of the weights, and the buffers; tied weights may have any of their names.
+
+    Raises:
+        ConfigError: the file lacks a weight, or one has another shape.
+    """
+    file = safetensors.File(path)
+    other = {name: group for group in tied_names(run.model) for name in group}
+    run.engine.settle()
+    with torch.no_grad():
+        for held in wholes.held(run.engine):
+            name = next((name for name in other.get(held.name, ()) if name in file.entries), held.name)
+            value = file.read(name)
+            if tuple(value.shape) != held.shape:
+                raise ConfigError(f"{name} is {tuple(value.shape)} there and {held.shape} here", where=str(path))
+            held.part.copy_(value.reshape(-1)[held.start : held.stop].view(held.part.shape))
+        for name, buffer in run.model.named_buffers():
+            if name in run.persistent and name in file.entries:
+                buffer.copy_(file.read(name))
+    run.engine.publish()

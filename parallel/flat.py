@@ -1,0 +1,97 @@
+"""
+Weights laid end to end in one flat buffer, and that buffer cut into equal shards: pure integers.
+
+Every weight starts at a multiple of ALIGN elements and every shard ends at one, so that a cut never falls inside a
+vector register's worth of a weight: elementwise kernels then give each element the same bits, however it is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+ALIGN = 64
+"""Elements; at least what a vectorised loop of torch takes at once (4 registers of 16 floats)."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one weight lies."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    """First element in the buffer."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        """One past its last element in the buffer."""
+        return self.start + self.numel
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The part of a weight that lies in one shard."""
+
+    slot: int
+    """Index of its weight."""
+    start: int
+    """First element, counted inside the flattened weight."""
+    stop: int
+    offset: int
+    """Where it starts in the shard."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Slots in a buffer of ``shards`` equal parts; the tail is padding."""
+
+    slots: tuple[Slot, ...]
+    shards: int
+    length: int
+    """Elements of one shard."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole buffer, padding included."""
+        return self.shards * self.length
+
+    def segments(self, shard: int) -> list[Segment]:
+        """Return what lies in a shard, in order."""
+        low, high = shard * self.length, (shard + 1) * self.length
+        found = []
+        for index, slot in enumerate(self.slots):
+            start, stop = max(slot.start, low), min(slot.stop, high)
+            if start < stop:
+                found.append(Segment(index, start - slot.start, stop - slot.start, start - low))
+        return found
+
+
+def lay_out(weights: Sequence[tuple[str, Sequence[int]]], shards: int, ranks: int) -> FlatLayout:
+    """
+    Return the layout of named shapes, in order.
+
+    Args:
+        shards: parts that the buffer is cut into.
+        ranks: a multiple of ``shards``; the buffer divides by it too, so that every rank can sum an equal part.
+    """
+    slots, start = [], 0
+    for name, shape in weights:
+        slots.append(Slot(name, tuple(shape), start))
+        start += _round_up(prod(shape), ALIGN)
+    return FlatLayout(tuple(slots), shards, _round_up(max(start, 1), ranks * ALIGN) // shards)
+
+
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple

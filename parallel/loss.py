@@ -1,0 +1,86 @@
+"""
+The contract of a loss: ``loss(output, batch) -> (sum, count)``.
+
+The loss of a step is the sum of all sums over the sum of all counts: over micro-batches, over ranks, whatever their
+sizes. Gradients are those of the sums, divided once by the global count. Means can't be combined so: a plain loss, a
+scalar tensor, is taken for a mean over the rows of its slice, which is right where every row counts the same.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from pdrun.errors import UsageError
+
+Loss = Callable[[Any, Any], Any]
+Forward = Callable[[nn.Module, Any], Any]
+WHERE = "pdrun.parallelize"
+FORM = "loss(output, batch) returns (sum, count), or a scalar that is the mean over the rows"
+
+
+@dataclass
+class Objective:
+    """A model's loss on a batch, as (sum, count)."""
+
+    model: nn.Module
+    loss: Loss | None
+    forward: Forward | None = None
+    plain: bool = field(default=False, init=False)
+    """Whether the loss has turned out to be a mean."""
+
+    def __call__(self, model: nn.Module, batch: Any, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Return (sum, count) of a slice, both scalars on the loss's device.
+
+        Args:
+            model: the model, or a copy of it.
+            rows: of the slice.
+
+        Raises:
+            UsageError: the loss is neither a pair of scalars nor a scalar, or does not depend on the weights.
+        """
+        output = self.forward(model, batch) if self.forward else call_model(model, batch)
+        told = self.loss(output, batch) if self.loss else output
+        if isinstance(told, torch.Tensor):
+            told, self.plain = (told * rows, rows), True
+        return _checked(told)
+
+
+def _checked(told: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    if not isinstance(told, (tuple, list)) or len(told) != 2 or not isinstance(told[0], torch.Tensor):
+        raise UsageError(f"the loss returned {type(told).__name__}", where=WHERE, hint=FORM)
+    total, count = told
+    if total.numel() != 1:
+        raise UsageError(f"the loss's sum has shape {tuple(total.shape)}, not one value", where=WHERE, hint=FORM)
+    if not isinstance(count, torch.Tensor):
+        count = torch.full((), float(count), device=total.device)
+    if count.numel() != 1:
+        raise UsageError(f"the loss's count has shape {tuple(count.shape)}, not one value", where=WHERE, hint=FORM)
+    return total.reshape(()), count.detach().reshape(())
+
+
+def call_model(model: nn.Module, batch: Any) -> Any:
+    """
+    Call a model on a batch: its first part of a pair or tuple, the keys that ``forward`` names of a dict, else all of
+    it.
+
+    Raises:
+        UsageError: no key of the dict is a parameter of ``forward``.
+    """
+    if isinstance(batch, Mapping):
+        known = inspect.signature(model.forward).parameters
+        takes_all = any(found.kind is found.VAR_KEYWORD for found in known.values())
+        named = {key: value for key, value in batch.items() if takes_all or key in known}
+        if not named:
+            told = ", ".join(map(str, batch))
+            raise UsageError(
+                f"forward takes none of the batch's keys ({told})", where=WHERE, hint="forward=lambda model, batch: ..."
+            )
+        return model(**named)
+    return model(batch[0] if isinstance(batch, (tuple, list)) else batch)

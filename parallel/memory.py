@@ -1,0 +1,169 @@
+"""
+How much memory a step will take on this rank's device, before it is made.
+
+What stays (weights, masters, gradients, optimizer state) follows from the layouts. What comes and goes is found by
+running one micro-batch on fake tensors, which have shapes and no data, and counting the storages that live at each
+moment.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pdrun.parallel.copies import shell
+from pdrun.parallel.retarget import state_bytes
+from pdrun.parallel.slicing import Strategy, count_rows, cut_rows, take
+
+if TYPE_CHECKING:
+    from pdrun.parallel.run import Run
+
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes on one device."""
+
+    weights: int
+    """What the model computes with; at level 3 the largest number that are gathered at once."""
+    masters: int
+    gradients: int
+    """Totals, and the flat buffers on their way."""
+    state: int
+    activations: int | None
+    """Most that one micro-batch's passes hold besides; None where no batch was given."""
+
+    @property
+    def peak(self) -> int:
+        """All of it together."""
+        return sum(getattr(self, field.name) or 0 for field in fields(self))
+
+    def __str__(self) -> str:
+        parts = [f"{field.name} {(getattr(self, field.name) or 0) / MIB:,.1f}" for field in fields(self)]
+        return f"peak {self.peak / MIB:,.1f} MiB a device: {', '.join(parts)}"
+
+
+class Ledger(TorchDispatchMode):
+    """
+    Counts the bytes of all storages that operators make while it is on: ``now``, and the most at any moment,
+    ``peak``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: dict[int, Any] = {}
+
+    def forget(self, tensors: Any) -> None:
+        """Leave out storages that were there before."""
+        for tensor in tensors:
+            self._known[id(tensor.untyped_storage())] = tensor.untyped_storage()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._count(leaf.untyped_storage())
+        return result
+
+    def _count(self, storage: Any) -> None:
+        key, size = id(storage), storage.nbytes()
+        if key in self._known:
+            return
+        self._known[key] = None
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._gone, key, size)
+
+    def _gone(self, key: int, size: int) -> None:
+        self._known.pop(key, None)
+        self.now -= size
+
+
+def passes(run: Run, batch: Any) -> int:
+    """Return the most bytes that the passes of the largest micro-batch hold at once, weights and gradients left out."""
+    axis, times = run.axis, run.settings.accumulate
+    rows = count_rows(batch, run.strategy)
+    pieces = [
+        piece
+        for rank in cut_rows(rows, 1 if run.strategy.whole or run.strategy.local else axis.world, times)
+        for piece in rank
+    ]
+    largest = max(pieces, key=len)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        model = shell(run, fake)
+        part = pytree.tree_map(
+            lambda leaf: fake.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf,
+            take(batch, largest, Strategy(dims=run.strategy.dims)),
+        )
+        ledger = Ledger()
+        ledger.forget(
+            [
+                *model.parameters(),
+                *model.buffers(),
+                *(x for x in pytree.tree_leaves(part) if isinstance(x, torch.Tensor)),
+            ]
+        )
+        for param in model.parameters():
+            if param.requires_grad:
+                param.register_post_accumulate_grad_hook(_drop)
+        with ledger, run.engine.paused():
+            total, _ = run.objective_of(model, part, largest, 0)
+            total.backward()
+        return ledger.peak
+
+
+def _drop(param: torch.Tensor) -> None:
+    param.grad = None
+
+
+def estimate(run: Run, batch: Any = None) -> Estimate:
+    """Return what a step will take; without a batch, what stays only."""
+    engine = run.engine
+    cut = {weight.name for part in engine.cuts for weight in part.weights}
+    kept = sum(w.numel * run.settings.precision.weights(w.dtype).itemsize for w in engine.weights if w.name not in cut)
+    whole = [part.full.numel() * part.full.element_size() for part in engine.cuts if not part.released]
+    gathered = _gathered(run)
+    masters = sum(p.master.numel() * p.master.element_size() for p in engine.cuts if not p.shared)
+    masters += sum(master.numel() * master.element_size() for master in engine.masters.values())
+    trained = sum(p.numel() for group in run.optimizer.param_groups for p in group["params"])
+    state = int(trained * state_bytes(run.optimizer, run.device))
+    return Estimate(
+        kept + sum(whole) + gathered, masters, _gradients(run), state, passes(run, batch) if batch is not None else None
+    )
+
+
+def _gathered(run: Run) -> int:
+    """Return the bytes of the root and of the two largest neighbours: one computes while the next is on its way."""
+    sizes: dict[str, int] = {}
+    for part in run.engine.cuts:
+        if part.released:
+            unit = part.weights[0].unit
+            sizes[unit] = sizes.get(unit, 0) + part.full.numel() * part.full.element_size()
+    root = sizes.pop("", 0)
+    return root + sum(sorted(sizes.values())[-2:])
+
+
+def _gradients(run: Run) -> int:
+    """Return the bytes of totals and of what is on the way: flat buffers, and gradients that wait for their bundle."""
+    totals = flats = waiting = 0
+    on_way: list[int] = []
+    for part in run.engine.bundles:
+        size = part.layout.numel * part.dtype.itemsize
+        waiting = max(waiting, sum(w.numel * run.settings.precision.weights(w.dtype).itemsize for w in part.weights))
+        if part.comm.shards == 1:
+            totals += size
+            continue
+        totals += size // part.comm.shards
+        if run.settings.accumulate > 1 and not part.each:
+            flats += size
+        else:
+            on_way.append(size)
+    return totals + flats + sum(sorted(on_way)[-3:]) + waiting

@@ -1,0 +1,124 @@
+"""
+Models too large to be made whole: parameters without memory, filled where they are needed and cut at once.
+
+Inside `empty_init` modules are built with parameters on torch's meta device. Buffers are left alone, so that tables
+computed in a constructor (rotary positions, masks) hold what they should. `parallelize` then makes one module after
+the other real, has it initialise itself, and keeps this rank's part. Each module draws from a generator seeded by
+(seed, place in the model): the same weights on any number of ranks, at any level, in whatever order they are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from pdrun.errors import UsageError
+from pdrun.parallel.dice import mix
+from pdrun.parallel.weights import Weight
+
+WHERE = "pdrun.parallelize"
+
+
+@contextmanager
+def empty_init() -> Iterator[None]:
+    """While this lasts, modules get parameters without memory; buffers are as ever."""
+    original = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and param.device.type != "meta" and not isinstance(param, nn.UninitializedParameter):
+            param = nn.Parameter(param.detach().to("meta"), param.requires_grad)
+        original(module, name, param)
+
+    nn.Module.register_parameter = register
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original
+
+
+def move(model: nn.Module, device: torch.device) -> bool:
+    """
+    Move what has memory to a device; return whether some parameter has none.
+
+    Raises:
+        UsageError: a buffer has none: what it should hold can't be known.
+    """
+    for name, buffer in model.named_buffers():
+        if buffer.device.type == "meta":
+            raise UsageError(
+                f"nobody knows what the buffer {name} should hold: it is on the meta device", where=WHERE,
+                hint="build the model inside pdrun.empty_init(), which leaves buffers alone",
+            )  # fmt: skip
+    empty = any(param.device.type == "meta" for param in model.parameters())
+    if not empty:
+        model.to(device)
+        return False
+    for module in model.modules():
+        for key, buffer in module.named_buffers(recurse=False):
+            module._buffers[key] = buffer.to(device)
+        for param in module.parameters(recurse=False):
+            if param.device.type != "meta":
+                param.data = param.data.to(device)
+    return True
+
+
+class Filler:
+    """
+    Makes weights real.
+
+    Args:
+        init: fills a module's own parameters; default: the module's ``reset_parameters``.
+    """
+
+    def __init__(
+        self, model: nn.Module, device: torch.device, seed: int, init: Callable[[nn.Module], Any] | None = None
+    ) -> None:
+        self._device, self._seed, self._init = device, seed, init
+        self._owners: dict[int, tuple[int, str, nn.Module]] = {}
+        for place, (name, module) in enumerate(model.named_modules()):
+            for param in module.parameters(recurse=False):
+                if param.device.type == "meta":
+                    self._owners.setdefault(id(param), (place, name, module))
+
+    def fill(self, weights: Sequence[Weight]) -> None:
+        """
+        Have these weights hold their first values; those that do already are left alone.
+
+        Raises:
+            UsageError: their module does not initialise itself, or leaves a part out.
+        """
+        for weight in weights:
+            if weight.param.device.type == "meta":
+                self._fill_module(*self._owners[id(weight.param)])
+
+    def _fill_module(self, place: int, name: str, module: nn.Module) -> None:
+        init = (
+            self._init
+            or getattr(type(module), "reset_parameters", None)
+            or getattr(type(module), "_reset_parameters", None)
+        )
+        if init is None:
+            what = f"{name or 'the model'} ({type(module).__name__}) has no reset_parameters"
+            raise UsageError(what, where=WHERE, hint="init=lambda module: ... fills a module's own parameters")
+        mine = []
+        for key, param in module.named_parameters(recurse=False):
+            if param.device.type == "meta":
+                real = torch.empty(param.shape, dtype=param.dtype, device=self._device)
+                real.fill_(float("nan") if param.is_floating_point() else 0)
+                torch.utils.swap_tensors(param, nn.Parameter(real, param.requires_grad))
+                mine.append((key, param))
+        kept = torch.get_rng_state()
+        seed = mix(self._seed, place, 6)
+        torch.default_generator.manual_seed(seed)
+        if self._device.type != "cpu":
+            getattr(torch, self._device.type).manual_seed(seed)
+        with torch.no_grad():
+            init(module)
+        torch.set_rng_state(kept)
+        for key, param in mine:
+            if param.is_floating_point() and bool(torch.isnan(param).any()):
+                raise UsageError(f"initialising {name} left {key} unfilled", where=WHERE)

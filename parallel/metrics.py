@@ -1,0 +1,50 @@
+"""What a step tells: plain global numbers, read from the device only when they are looked at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class Metrics:
+    """
+    Numbers of one step, the same on every rank.
+
+    Looking at one waits for the device; a loop that looks at every tenth step only lets it run ahead.
+    """
+
+    def __init__(self, step: int, told: torch.Tensor, norm: torch.Tensor | None, skipped: bool = False) -> None:
+        self.step = step
+        """How many steps the run has made, this one included."""
+        self.skipped = skipped
+        """Whether the gradients were not finite, so that the optimizer left this step out (fp16 only)."""
+        self._told: Any = told
+        self._norm: Any = norm
+
+    @property
+    def loss(self) -> float:
+        """The sum of all losses over the sum of all counts."""
+        total, count = self._read()
+        return total / count
+
+    @property
+    def tokens(self) -> float:
+        """The sum of all counts: tokens, rows, or whatever the loss counts."""
+        return self._read()[1]
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The norm of all gradients before clipping; None where neither ``clip`` nor ``norm`` asks for it."""
+        if isinstance(self._norm, torch.Tensor):
+            self._norm = float(self._norm)
+        return self._norm  # type: ignore[no-any-return]
+
+    def _read(self) -> tuple[float, float]:
+        if isinstance(self._told, torch.Tensor):
+            self._told = tuple(self._told.tolist())
+        return self._told  # type: ignore[no-any-return]
+
+    def __repr__(self) -> str:
+        norm = "" if self.grad_norm is None else f", grad_norm={self.grad_norm:.6g}"
+        return f"Metrics(step={self.step}, loss={self.loss:.6g}, tokens={self.tokens:g}{norm})"

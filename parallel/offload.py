@@ -1,0 +1,167 @@
+"""
+What need not be on the device all the time: masters and optimizer state on the host, or state in files; activations on
+the host.
+
+*Optimizer.* Masters and state live on the host, where the optimizer works; gradients go there, new weights come back.
+At level 3 the master is a rank's only copy of its weights, so that these are on the host too, and come to the device a
+unit at a time.
+
+*Disk.* After the first step the optimizer's state is moved into files that are mapped into memory: the system writes
+out what it needs the room for.
+
+*Activations.* What autograd saves is copied to the host and comes back before it is needed: when one is asked for,
+those that were saved before it are already on their way. Copies run beside the computation where the device has
+streams.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pdrun.errors import UsageError
+
+AHEAD = 2
+"""Tensors on their way back while one is used."""
+
+
+@dataclass(frozen=True)
+class Offload:
+    """
+    What to keep off the device.
+
+    Attributes:
+        optimizer: masters and optimizer state (and, at level 3, weights) on the host.
+        disk: folder for files that hold the optimizer's state; each rank makes its own in it.
+        activations: what autograd saves on the host.
+        least: bytes below which an activation stays.
+    """
+
+    optimizer: bool = False
+    disk: str | Path | None = None
+    activations: bool = False
+    least: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        if self.disk is not None and not self.optimizer:
+            raise UsageError("disk= holds the optimizer's state: set optimizer=True", where="pdrun.Offload")
+
+
+def parse(value: Any) -> Offload:
+    """Return what a user's ``offload`` means: None, "optimizer", "activations", "all" or an Offload."""
+    if value is None:
+        return Offload()
+    if value in ("optimizer", "activations", "all"):
+        return Offload(optimizer=value != "activations", activations=value != "optimizer")
+    if isinstance(value, Offload):
+        return value
+    hint = "'optimizer', 'activations', 'all' or pdrun.Offload(...)"
+    raise UsageError(f"offload={value!r}", where="pdrun.parallelize", hint=hint)
+
+
+# ---- optimizer state in files ------------------------------------------------------------------------------------
+
+
+def to_files(optimizer: torch.optim.Optimizer, folder: Path) -> int:
+    """Move the optimizer's state into mapped files of a folder, where it isn't yet; return the bytes moved."""
+    moved = 0
+    folder.mkdir(parents=True, exist_ok=True)
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if not isinstance(value, torch.Tensor) or value.dim() == 0 or getattr(value, "_pdrun_file", None):
+                continue
+            path = folder / f"{id(value)}-{key}.bin"
+            there = torch.from_file(str(path), shared=True, size=value.numel(), dtype=value.dtype).view(value.shape)
+            there.copy_(value)
+            there._pdrun_file = str(path)
+            state[key] = there
+            path.unlink()  # the mapping stays; nothing is left behind, however the process ends
+            moved += value.numel() * value.element_size()
+    return moved
+
+
+# ---- activations ---------------------------------------------------------------------------------------------------
+
+
+class _Saved:
+    """One saved tensor: on the host, or on its way to or from it."""
+
+    def __init__(self, index: int, host: torch.Tensor, device: torch.device, done: Any) -> None:
+        self.index, self.host, self.device, self.done = index, host, device, done
+        self.back: torch.Tensor | None = None
+        self.came: Any = None
+
+
+class Saver:
+    """
+    Hooks for autograd that keep what it saves on the host.
+
+    Args:
+        least: bytes below which a tensor stays.
+        weights: identities of the storages of weights, which stay too.
+    """
+
+    def __init__(self, device: torch.device, least: int, weights: set[int]) -> None:
+        self._device, self._least, self._weights = device, least, weights
+        self._module = getattr(torch, device.type) if device.type != "cpu" else None
+        self._stream = self._module.Stream() if self._module is not None else None
+        self._saved: list[_Saved | None] = []
+        self.moved = 0
+        """Bytes that went to the host in the last pass."""
+
+    def around(self) -> AbstractContextManager[Any]:
+        """Return what the forward pass runs in."""
+        self._saved, self.moved = [], 0
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        size = tensor.numel() * tensor.element_size()
+        small = size < self._least or not tensor.is_floating_point()
+        if small or tensor.device != self._device or tensor.untyped_storage()._cdata in self._weights:
+            return tensor
+        host = torch.empty_like(tensor, device="cpu", pin_memory=self._module is not None)
+        done = None
+        if self._module is None or self._stream is None:
+            host.copy_(tensor)
+        else:
+            self._stream.wait_stream(self._module.current_stream())
+            with self._module.stream(self._stream):
+                host.copy_(tensor, non_blocking=True)
+            tensor.record_stream(self._stream)
+            done = self._stream.record_event()
+        saved = _Saved(len(self._saved), host, tensor.device, done)
+        self._saved.append(saved)
+        self.moved += size
+        return saved
+
+    def _unpack(self, saved: Any) -> torch.Tensor:
+        if not isinstance(saved, _Saved):
+            return saved
+        for index in range(saved.index, max(-1, saved.index - AHEAD - 1), -1):
+            near = self._saved[index]
+            if near is not None:
+                self._fetch(near)
+        self._fetch(saved)
+        self._saved[saved.index] = None
+        tensor, saved.back = saved.back, None
+        assert tensor is not None
+        if self._module is not None:
+            self._module.current_stream().wait_event(saved.came)
+            tensor.record_stream(self._module.current_stream())
+        return tensor
+
+    def _fetch(self, saved: _Saved) -> None:
+        """Start bringing one back."""
+        if saved.back is not None:
+            return
+        if self._module is None or self._stream is None:
+            saved.back = saved.host
+            return
+        with self._module.stream(self._stream):
+            self._stream.wait_event(saved.done)
+            saved.back = saved.host.to(saved.device, non_blocking=True)
+            saved.came = self._stream.record_event()

@@ -1,0 +1,218 @@
+"""
+`pdrun.parallelize`: a model, its optimizer and its loss become a `Run`, which trains them on every device of the mesh.
+
+The order in which things are put on a model is visible here and nowhere else: checks, materialising, recomputation,
+equal starts, the engine, the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pdrun.errors import UsageError
+from pdrun.parallel import compat, norm_sync, retarget
+from pdrun.parallel import precision as precisions
+from pdrun.parallel import recompute as recomputing
+from pdrun.parallel.comm import Comm
+from pdrun.parallel.context import Context
+from pdrun.parallel.context import init as join
+from pdrun.parallel.dice import Dice
+from pdrun.parallel.engine import Engine
+from pdrun.parallel.loss import Forward, Loss, Objective
+from pdrun.parallel.mesh import Mesh, solve
+from pdrun.parallel.meta import Filler, move
+from pdrun.parallel.offload import Saver
+from pdrun.parallel.offload import parse as parse_offload
+from pdrun.parallel.run import Run
+from pdrun.parallel.settings import (
+    WHERE,
+    Settings,
+    check_above_zero,
+    check_count,
+    check_group,
+    check_level,
+    check_wire,
+)
+from pdrun.parallel.slicing import parse as parse_strategy
+from pdrun.parallel.watch import start as start_watch
+from pdrun.parallel.weights import Weight, collect, parse_fusion
+from pdrun.parallel.wholes import storages
+
+TIMEOUT = 600.0
+"""Seconds that a collective may take where nothing is said."""
+
+
+def parallelize(
+    model: nn.Module,
+    optimizer: Any,
+    loss: Loss | None = None,
+    *,
+    mesh: Mesh | None = None,
+    forward: Forward | None = None,
+    scheduler: Any = None,
+    optimizer_level: int | str = 0,
+    shard_group: int | None = None,
+    threshold: int = 0,
+    units: Sequence[str] | None = None,
+    accumulate: int = 1,
+    clip: float | None = None,
+    norm: bool = False,
+    gradients_mean: bool = True,
+    recompute: Any = None,
+    precision: Any = None,
+    compress: str | None = None,
+    comm_fusion: Any = "auto",
+    layerwise: Sequence[str] = (),
+    dataset_strategy: Any = None,
+    sync_batchnorm: bool = False,
+    exact: bool | None = None,
+    native_dropout: bool = False,
+    offload: Any = None,
+    init: Callable[[nn.Module], Any] | None = None,
+    seed: int = 0,
+    timeout: float = TIMEOUT,
+) -> Run:
+    """
+    Make a run of a model; every rank of the job calls this with the same arguments.
+
+    Args:
+        model: any module; it is moved to this rank's device, and all ranks start from rank 0's weights.
+        optimizer: ``lambda params: AdamW(params, 3e-4)``, called with the model's trained parameters, or an optimizer
+            of them.
+        loss: ``loss(output, batch) -> (sum, count)``, or a mean over rows; None where the model itself returns that.
+        mesh: the devices; default: all of them on the data axis.
+        forward: ``forward(model, batch) -> output``; default: see `pdrun.parallel.loss.call_model`.
+        scheduler: ``lambda optimizer: LRScheduler``; steps once a step, and is saved and resumed with the run.
+        optimizer_level: 0 every rank trains all weights; 1 the optimizer's state is cut over the ranks; 2 gradients
+            too;
+            3 weights too.
+        shard_group: ranks that share one set of shards (a divisor of the ranks); default: all.
+        threshold: weights of fewer bytes than this are not cut.
+        units: level 3: globs of the modules whose weights are gathered together; default: members of lists of modules.
+        accumulate: micro-batches a step.
+        clip: largest norm of the gradients of all weights together.
+        norm: have `Metrics.grad_norm` without clipping.
+        gradients_mean: divide gradients by the loss's global count; False leaves them the gradients of the sum.
+        recompute: "full", "selective", globs, or (globs, "selective").
+        precision: None, "bf16", "fp16" or a `pdrun.Precision`.
+        compress: "bf16" or "fp16": type of gradients on the network.
+        comm_fusion: "auto", MiB, a list of indices, False, or MindSpore's dict.
+        layerwise: globs of weights that each rank trains by itself, without communication.
+        dataset_strategy: None (batches are global, cut along dim 0), "data_parallel", "full_batch", or a dim for each
+            tensor.
+        sync_batchnorm: have batch normalisations use the statistics of all ranks; without it they are refused.
+        exact: fp32 results have the same bits for any number of ranks that work on the same slices, and for every
+            level;
+            default: on CPUs only, since it costs a sum over ranks for each micro-batch and an order.
+        native_dropout: leave dropout to torch's generators: faster on GPUs, equal for equal slices only.
+        offload: "optimizer", "activations", "all" or a `pdrun.Offload`: what is kept on the host, or in files.
+        init: for weights made inside `pdrun.empty_init`: fills a module's own parameters; default: its
+            reset_parameters.
+        seed: of dropout, of the loader's order and of what the model draws.
+        timeout: seconds that a collective may take.
+
+    Raises:
+        UsageError: an argument is wrong, or the result could not equal that of one process; says why.
+    """
+    context = join()
+    world = context.world_size
+    mesh = mesh or solve(world, {"dp": -1})
+    if mesh.size != world:
+        raise UsageError(f"{mesh} is for {mesh.size} devices, the job has {world}", where=WHERE)
+    level = check_level(optimizer_level)
+    policy, away = precisions.parse(precision), parse_offload(offload)
+    device = torch.device(context.device)
+    settings = Settings(
+        level=level,
+        accumulate=check_count("accumulate", accumulate),
+        clip=check_above_zero("clip", clip),
+        norm=norm or policy.compute == "fp16",
+        mean=gradients_mean,
+        exact=device.type == "cpu" if exact is None else exact,
+        shard_group=check_group(shard_group, world, level),
+        threshold=check_count("threshold", threshold, 0),
+        layerwise=tuple(layerwise),
+        units=units,
+        fusion=parse_fusion(comm_fusion, level),
+        wire=check_wire(compress),
+        precision=policy,
+        home=torch.device("cpu") if away.optimizer else None,
+    )
+    if init is not None and not any(param.device.type == "meta" for param in model.parameters()):
+        raise UsageError("init= is for weights made inside pdrun.empty_init(); this model has none", where=WHERE)
+    if units is not None and level < 3:
+        raise UsageError("units= are what level 3 gathers", where=WHERE)
+    strategy = parse_strategy(dataset_strategy, world)
+    empty = _prepare(model, device, world, sync_batchnorm)
+    filler = Filler(model, device, seed, init) if empty else None
+    weights = collect(model, settings.layerwise)
+    made = retarget.make(optimizer, [weight.param for weight in weights if weight.trained])
+    if level and world > 1:
+        retarget.check_elementwise(made, device)
+    recomputed = recomputing.apply(model, recompute)
+    whole, cut, gathers = _axes(context, device, settings, check_above_zero("timeout", timeout) or TIMEOUT)
+    _start_equal(model, weights, whole)
+    fill = filler.fill if filler else lambda weights: None
+    engine = Engine(model, weights, whole, cut, gathers, settings, fill)
+    retarget.retarget(made, engine.parts_of)
+    schedule = scheduler(made) if callable(scheduler) else scheduler
+    dice = Dice(seed, native_dropout)
+    run = Run(context, mesh, engine, made, Objective(model, loss, forward), dice, strategy, schedule)
+    run.recompute, run.recomputed, run.offload = recompute, recomputed, away
+    if away.activations:
+        run.saver = Saver(device, away.least, storages(engine))
+    return run
+
+
+def _prepare(model: nn.Module, device: torch.device, world: int, sync_batchnorm: bool) -> bool:
+    """
+    Move the model to its device; refuse what can't be equal to one process.
+
+    Return whether some of its weights have no memory yet.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"the model is a {type(model).__name__}", where=WHERE, hint="an nn.Module")
+    if getattr(model, "_pdrun", False):
+        raise UsageError("the model belongs to a run already", where=WHERE, hint="make a new one")
+    model._pdrun = True
+    empty = move(model, device)
+    if sync_batchnorm:
+        norm_sync.synchronise(model)
+    found = norm_sync.find(model) if world > 1 else []
+    if found:
+        raise UsageError(
+            f"{found[0]} normalises by its own rank's rows, so {world} ranks compute another model than one does",
+            where=WHERE, hint="sync_batchnorm=True, or .eval() on it, or a norm without statistics of the batch",
+        )  # fmt: skip
+    return empty
+
+
+def _axes(context: Context, device: torch.device, settings: Settings, timeout: float) -> tuple[Comm, Comm, Comm]:
+    """Return the data axis without shards, with shards for gradients, and with shards for weights."""
+    world, rank = context.world_size, context.rank
+    store = dist.distributed_c10d._get_default_store() if world > 1 else None
+    watch = start_watch(timeout, rank, world, store, blocking=device.type == "cpu")
+    if world > 1:
+        compat.set_timeout(timeout)
+    whole = Comm(world, rank, 1, device, watch)
+    if settings.shard_group == 1:
+        return whole, whole, whole
+    cut = Comm(world, rank, settings.shard_group, device, watch)
+    if settings.level < 3 or device.type != "cpu":
+        return whole, cut, cut
+    return whole, cut, Comm(world, rank, settings.shard_group, device, watch, own=True)
+
+
+def _start_equal(model: nn.Module, weights: list[Weight], axis: Comm) -> None:
+    """Give every rank the weights and buffers of rank 0, but for what it keeps to itself."""
+    with torch.no_grad():
+        for weight in weights:
+            if not weight.alone and weight.param.device.type != "meta":
+                axis.from_first(weight.param.detach(), f"rank 0's {weight.name}")
+        for name, buffer in model.named_buffers():
+            axis.from_first(buffer, f"rank 0's {name}")

@@ -1,0 +1,98 @@
+"""
+Mixed precision: the type in which the model computes, and what is kept wider.
+
+Optimizers work on masters in the weights' own type. With ``compute`` set, the model's parameters are copies in that
+type, made anew after each step; gradients are added up and reduced in ``reduce``. ``autocast`` leaves the parameters
+as they are and lets torch choose the type of each operator instead. fp16's narrow range needs its loss scaled: see
+`LossScale`.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pdrun.errors import UsageError
+
+NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """
+    A mixed precision policy.
+
+    Attributes:
+        compute: "bf16" or "fp16": the model's parameters and floating point inputs have this type; None: their own.
+        reduce: type in which gradients are added up over micro-batches and ranks; None: that of the masters.
+        autocast: parameters keep their type, and ``compute`` is what autocast uses.
+        scale: the first factor of a loss in fp16; it doubles after 2,000 good steps and halves after a bad one.
+    """
+
+    compute: str | None = None
+    reduce: str | None = None
+    autocast: bool = False
+    scale: float = 65536.0
+
+    def __post_init__(self) -> None:
+        for name in ("compute", "reduce"):
+            value = getattr(self, name)
+            if value is not None and value not in NAMES:
+                raise UsageError(f"{name}={value!r} is none of {', '.join(NAMES)}", where="pdrun.Precision")
+        if self.autocast and self.compute not in ("bf16", "fp16"):
+            raise UsageError("autocast needs compute='bf16' or 'fp16'", where="pdrun.Precision")
+
+    def weights(self, own: torch.dtype) -> torch.dtype:
+        """Return the type of a parameter in the model whose master has type ``own``."""
+        return NAMES[self.compute] if self.compute and not self.autocast and own.is_floating_point else own
+
+    def sums(self, own: torch.dtype) -> torch.dtype:
+        """Return the type in which gradients of a weight are added."""
+        return NAMES[self.reduce] if self.reduce and own.is_floating_point else own
+
+    @property
+    def inputs(self) -> torch.dtype | None:
+        """Type to which floating point inputs are brought, or None."""
+        return NAMES[self.compute] if self.compute and not self.autocast else None
+
+    def context(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Return what the forward pass runs in."""
+        if not self.autocast:
+            return nullcontext()
+        context: AbstractContextManager[Any] = torch.autocast(device.type, dtype=NAMES[self.compute or ""])
+        return context
+
+
+def parse(value: Any) -> Precision:
+    """Return the policy that a user's ``precision`` means: None, "bf16", "fp16" or a Precision."""
+    if value is None:
+        return Precision()
+    return Precision(compute=value) if isinstance(value, str) else _typed(value)
+
+
+def _typed(value: Any) -> Precision:
+    if not isinstance(value, Precision):
+        raise UsageError(
+            f"precision={value!r}", where="pdrun.parallelize", hint="'bf16', 'fp16' or pdrun.Precision(...)"
+        )
+    return value
+
+
+class LossScale:
+    """The factor on a loss in fp16: the same on every rank, since the norm that it looks at is global."""
+
+    PATIENCE = 2000
+
+    def __init__(self, first: float) -> None:
+        self.value, self.good = first, 0
+
+    def update(self, finite: bool) -> None:
+        """Take note of a step whose gradients were finite, or not: then it was left out."""
+        self.good = self.good + 1 if finite else 0
+        if not finite:
+            self.value /= 2
+        elif self.good == self.PATIENCE:
+            self.value, self.good = self.value * 2, 0

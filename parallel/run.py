@@ -1,0 +1,374 @@
+"""
+A run: the loop's side of `pdrun.parallelize`.
+
+A step cuts its batch into micro-batches, runs each forward and backward around the engine, and tells global numbers.
+What happens to weights and gradients is the engine's business, what is random the dice's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from pdrun.errors import ConfigError, UsageError
+from pdrun.parallel import exporting, norm_sync, saving, storage, wholes
+from pdrun.parallel.context import Context
+from pdrun.parallel.dice import Dice
+from pdrun.parallel.engine import Engine
+from pdrun.parallel.explain import Plan, explain, plan_of
+from pdrun.parallel.loader import Loader, Position, Shard, from_torch, read
+from pdrun.parallel.loss import Objective
+from pdrun.parallel.memory import Estimate, estimate
+from pdrun.parallel.mesh import Mesh
+from pdrun.parallel.metrics import Metrics
+from pdrun.parallel.norms import square_sum, wide_type
+from pdrun.parallel.offload import Offload, Saver, to_files
+from pdrun.parallel.precision import LossScale
+from pdrun.parallel.saving import Saving
+from pdrun.parallel.slicing import Strategy, count_rows, cut_rows, cut_sizes, take, to_device
+from pdrun.parallel.verify import Report, verify
+
+
+class Run:
+    """
+    A training run on every device of a mesh; made by `pdrun.parallelize`.
+
+    Attributes:
+        model: the model, its parameters on this rank's device. Between steps they hold the weights up to level 2; at
+            level 3
+            they read as NaN except inside a forward pass: `full_weights` gathers them.
+        optimizer: the optimizer; its groups hold what this rank trains. Schedulers of learning rates work on it as
+            ever.
+        mesh: the devices.
+        steps: how many steps have been made.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        mesh: Mesh,
+        engine: Engine,
+        optimizer: torch.optim.Optimizer,
+        objective: Objective,
+        dice: Dice,
+        strategy: Strategy,
+        scheduler: Any = None,
+    ) -> None:
+        self.context, self.mesh, self.optimizer, self.scheduler = context, mesh, optimizer, scheduler
+        self.model = objective.model
+        self.steps = 0
+        self.offload = Offload()
+        self.saver: Saver | None = None
+        """What keeps activations on the host, where that is asked for."""
+        self.recompute: Any = None
+        self.recomputed: list[str] = []
+        """Names of the modules whose forward is computed again in the backward."""
+        self.position = Position()
+        self.engine, self.objective, self._dice, self.strategy = engine, objective, dice, strategy
+        self.settings = engine.settings
+        self.persistent = {name for name in self.model.state_dict() if name in dict(self.model.named_buffers())}
+        self._saving: Saving | None = None
+        self.axis = engine.whole
+        self.device = engine.whole.device
+        self.source: Loader | None = None
+        """The loader that `data` was last given."""
+        self._handed: tuple[Any, Shard] | None = None
+        self.buffers = list(self._loose_buffers())
+        fp16 = self.settings.precision.compute == "fp16"
+        self.scale = LossScale(self.settings.precision.scale) if fp16 else None
+        self.watchers: list[Callable[[Run], None]] = []
+        """Called in each step when the gradients are there: divided and clipped, but not used yet."""
+
+    # ---- a step --------------------------------------------------------------------------------------------------
+
+    def step(self, batch: Any) -> Metrics:
+        """
+        Train on a global batch: forward, backward, one step of the optimizer.
+
+        Args:
+            batch: what `data` yielded, which is this rank's part; any other batch is global and the same on every rank,
+                unless ``dataset_strategy`` says otherwise.
+
+        Raises:
+            UsageError: the batch has no rows, or the loss isn't what `parallelize` was promised.
+            DeadlineExceeded: a rank did not take part in time; names all of them.
+        """
+        self.steps += 1
+        self.axis.watch.enter(f"step {self.steps}")
+        versions = [buffer._version for buffer in self.buffers]
+        metrics = self._end(self._passes(batch), versions)
+        self.axis.watch.leave()
+        return metrics
+
+    def _passes(self, batch: Any) -> torch.Tensor:
+        """Go forward and backward through this rank's micro-batches; return ``[accumulate, 2]``, sums and counts."""
+        micros, wide = self._cut(batch), wide_type(self.device)
+        sums: list[torch.Tensor] = []
+        for place, (part, rows, weight) in enumerate(micros):
+            self.engine.begin(first=place == 0, last=place == len(micros) - 1)
+            total, count = self._forward(part, rows, weight, place)
+            sums.append(torch.stack([total.detach().to(wide), count.to(wide)]))
+            self._backward(total)
+            self.engine.backward_done()
+        return torch.stack(sums)
+
+    def _forward(self, part: Any, rows: range, weight: float, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss's sum and count on one micro-batch; both are 0 for a row that isn't part of the batch."""
+        part = to_device(part, self.device, self.settings.precision.inputs)
+        norm_sync.SyncedBatchNorm.weight_of_rows = weight
+        with self.saver.around() if self.saver is not None else nullcontext():
+            total, count = self.objective_of(self.model, part, rows, place * self.axis.world + self.axis.rank)
+        self.engine.forward_done()
+        if not total.requires_grad:
+            raise UsageError("the loss does not depend on a weight that is trained", where="pdrun.Run.step")
+        return (total, count) if weight else (total * 0.0, count * 0.0)
+
+    def objective_of(self, model: nn.Module, part: Any, rows: range, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the (sum, count) that slice ``index``, which is these global rows, has on a model."""
+        self._dice.throw(self.steps, index, rows, self.device)
+        with ExitStack() as around:
+            around.enter_context(self.settings.precision.context(self.device))
+            around.enter_context(self._dice.placed())
+            return self.objective(model, part, max(len(rows), 1))
+
+    def _backward(self, total: torch.Tensor) -> None:
+        if self.scale is not None:
+            total = total * self.scale.value
+        with self._dice.placed():  # forwards may be recomputed
+            total.backward()
+
+    def _end(self, sums: torch.Tensor, versions: list[int]) -> Metrics:
+        """Reduce, clip, step and publish."""
+        numbers, norm = self.engine.finish(sums, self.scale.value if self.scale else 1.0)
+        skipped = self.scale is not None and norm is not None and not bool(torch.isfinite(norm))
+        for watcher in self.watchers:
+            watcher(self)
+        if not skipped:
+            self.optimizer.step()
+            if self.offload.disk is not None:
+                to_files(self.optimizer, Path(self.offload.disk) / f"rank-{self.axis.rank}")
+            if self.scheduler is not None:
+                self.scheduler.step()
+        if self.scale is not None:
+            self.scale.update(not skipped)
+        self.engine.step_done()
+        for buffer, version in zip(self.buffers, versions, strict=True):
+            if buffer._version != version:
+                self.axis.from_first(buffer, "a buffer")
+        return Metrics(self.steps, numbers, norm, skipped)
+
+    def _cut(self, batch: Any) -> list[tuple[Any, range, float]]:
+        """
+        Return this rank's micro-batches as (batch, global rows, weight), the weight being 0 where there are no
+        rows.
+        """
+        world, rank, times = self.axis.world, self.axis.rank, self.settings.accumulate
+        if self._handed is not None and batch is self._handed[0]:
+            shard = self._handed[1]
+            pieces = cut_rows(shard.rows, world, times)[rank]
+            local = cut_sizes(shard.sizes)
+            strategy = Strategy(dims=self.strategy.dims)
+        elif self.strategy.local or self.strategy.whole:
+            rows = count_rows(batch, self.strategy)
+            local = cut_rows(rows, 1, times)[0]
+            strategy = Strategy(dims=self.strategy.dims)
+            offset = rank * rows if self.strategy.local else 0
+            pieces = [range(piece.start + offset, piece.stop + offset) for piece in local]
+        else:
+            strategy = self.strategy
+            local = pieces = cut_rows(count_rows(batch, strategy), world, times)[rank]
+        if count_rows(batch, strategy) == 0:
+            raise UsageError("the batch has no rows", where="pdrun.Run.step")
+        found = []
+        for piece, where in zip(pieces, local, strict=True):
+            stand_in = where if len(where) else range(1)
+            found.append((take(batch, stand_in, strategy), piece, 1.0 if len(where) else 0.0))
+        return found
+
+    def _loose_buffers(self) -> Iterator[torch.Tensor]:
+        for module in self.model.modules():
+            if not isinstance(module, norm_sync.SyncedBatchNorm):
+                yield from (buffer for buffer in module.buffers(recurse=False) if buffer is not None)
+
+    # ---- data ----------------------------------------------------------------------------------------------------
+
+    def data(self, source: Iterable[Any]) -> Iterator[Any]:
+        """
+        Yield the batches of one epoch, from where the run stands to the epoch's end.
+
+        Args:
+            source: a `pdrun.Loader`; torch's DataLoader over a dataset with an index, whose ``batch_size`` counts the
+                rows of
+                a step over all ranks; or any iterable of batches. Of the first two each rank reads only its own rows.
+        """
+        loader = from_torch(source) if isinstance(source, DataLoader) else source
+        if isinstance(loader, Loader):
+            self.source = loader
+            if self.strategy.local or self.strategy.whole or self.strategy.dims is not None:
+                raise UsageError("a Loader cuts along rows: it takes no dataset_strategy", where="pdrun.Run.data")
+            feed = read(
+                loader, self._dice.seed, self.position, self.axis.world, self.axis.rank, self.settings.accumulate
+            )
+            for batch, shard in feed:
+                self._handed = (batch, shard)
+                yield batch
+            return
+        skip = self.position.batch
+        for index, batch in enumerate(source):
+            if index >= skip:
+                self.position.batch = index + 1
+                yield batch
+        self.position.epoch, self.position.batch = self.position.epoch + 1, 0
+
+    @property
+    def seed(self) -> int:
+        """The seed of all randomness of the run."""
+        return self._dice.seed
+
+    @seed.setter
+    def seed(self, value: int) -> None:
+        self._dice.seed = value
+
+    # ---- words -----------------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """Where everything goes, as plain data: ``run.plan.save("plan.json")``."""
+        return plan_of(self)
+
+    def explain(self, batch: Any = None) -> str:
+        """
+        Return in words what the run does, and how much memory a step takes on this rank's device.
+
+        Args:
+            batch: one as `step` takes it; with it, activations are counted too, by running a micro-batch on fake
+                tensors.
+        """
+        return explain(self, batch)
+
+    def memory(self, batch: Any = None) -> Estimate:
+        """Return the bytes that a step takes on this rank's device, by kind; see `explain`."""
+        return estimate(self, batch)
+
+    # ---- proof ---------------------------------------------------------------------------------------------------
+
+    def verify(self, source: Iterable[Any] | None = None, *, steps: int = 3) -> Report:
+        """
+        Compute some batches as the run does and as one process does, and compare losses, norms and every gradient.
+
+        Nothing is trained: weights, optimizer and position stay. Every rank calls this, and computes whole batches on a
+        whole copy of the model, which must fit its device.
+
+        Args:
+            source: global batches, or a Loader; default: the Loader that `data` was last given.
+            steps: how many batches.
+
+        Raises:
+            ConfigError: the run does not compute what one process does.
+        """
+        return verify(self, source, steps)
+
+    def probe(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """Return (sum, count), norm and whole gradients of a global batch, and train nothing."""
+        sums = self._passes(batch)
+        numbers, norm = self.engine.finish(sums, self.scale.value if self.scale else 1.0)
+        grads = self.gradients()
+        if norm is None:
+            norm = square_sum(list(grads.values()), exact=True).sqrt()
+        self.engine.step_done()
+        return numbers, norm, grads
+
+    # ---- checkpoints -----------------------------------------------------------------------------------------------
+
+    def save(self, folder: str | Path, *, keep: int | None = None, wait: bool = True) -> Saving:
+        """
+        Save everything that the run needs to go on, as ``folder/step-N``; every rank calls this.
+
+        Args:
+            keep: how many checkpoints to leave in the folder, this one included; None: all.
+            wait: False returns once the tensors are copied; a thread writes them. The next save waits for it.
+
+        Raises:
+            ConfigError: a rank could not write.
+        """
+        if keep is not None and keep < 1:
+            raise UsageError(f"keep={keep}", where="pdrun.Run.save")
+        self.settle()
+        started = self._saving = saving.save(self, Path(folder), keep, self.axis.watch.seconds)
+        if wait:
+            self.settle()
+        return started
+
+    def settle(self) -> None:
+        """Wait for a save that is on its way."""
+        if self._saving is not None:
+            started, self._saving = self._saving, None
+            started.wait()
+
+    def load(self, folder: str | Path) -> None:
+        """
+        Take up a checkpoint, saved by any number of ranks at any level: one by its own folder, or the newest whole one.
+
+        Raises:
+            ConfigError: there is none, or it belongs to another model or optimizer.
+        """
+        found = self._agreed(Path(folder))
+        if found is None:
+            raise ConfigError("holds no whole checkpoint", where=str(folder))
+        saving.load(self, found)
+
+    def resume(self, folder: str | Path) -> bool:
+        """Take up the newest whole checkpoint of a folder where there is one; return whether there was."""
+        found = self._agreed(Path(folder))
+        if found is not None:
+            saving.load(self, found)
+        return found is not None
+
+    def _agreed(self, folder: Path) -> Path | None:
+        """Return the checkpoint that rank 0 finds, on every rank."""
+        self.settle()
+        if (folder / "run.json").is_file():
+            return folder
+        names = [path.name for path in storage.whole(folder)]
+        step = torch.tensor([int(names[-1].rpartition("-")[2]) if names else -1], device=self.device)
+        self.axis.from_first(step, "which checkpoint to load")
+        if int(step) < 0:
+            return None
+        mine = [name for name in names if int(name.rpartition("-")[2]) == int(step)]
+        if not mine:
+            raise ConfigError(
+                f"step {int(step)} is there for rank 0 and not for rank {self.context.rank}", where=str(folder)
+            )
+        return folder / mine[-1]
+
+    # ---- weights -------------------------------------------------------------------------------------------------
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Return whole gradients by name; only inside a function of ``watchers``, and on every rank."""
+        return {name: grad.clone() for name, grad in wholes.gradients(self.engine) if grad is not None}
+
+    def full_weights(self) -> dict[str, torch.Tensor]:
+        """
+        Return the whole weights by name, in the optimizer's type, on every rank's device; every rank must call
+        this.
+        """
+        return dict(wholes.full_weights(self.engine))
+
+    def export(self, path: str | Path) -> None:
+        """Write whole weights and buffers as one safetensors file, a bundle at a time; every rank must call this."""
+        exporting.export(self, Path(path))
+
+    def load_weights(self, path: str | Path) -> None:
+        """
+        Take the weights of a safetensors file; optimizer, step and data stay. Every rank must call this.
+
+        Raises:
+            ConfigError: it lacks a weight, or one has another shape.
+        """
+        exporting.load_weights(self, Path(path))

@@ -1,0 +1,87 @@
+"""What a user asks `parallelize` for, checked once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from pdrun.errors import UsageError
+from pdrun.parallel.precision import NAMES, Precision
+from pdrun.parallel.weights import Fusion
+
+WHERE = "pdrun.parallelize"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Options of the engine; see `pdrun.parallelize` for their meaning."""
+
+    level: int = 0
+    accumulate: int = 1
+    clip: float | None = None
+    norm: bool = False
+    mean: bool = True
+    exact: bool = True
+    shard_group: int = 1
+    threshold: int = 0
+    layerwise: Sequence[str] = ()
+    units: Sequence[str] | None = None
+    fusion: Fusion = field(default_factory=Fusion)
+    wire: torch.dtype | None = None
+    precision: Precision = field(default_factory=Precision)
+    home: torch.device | None = None
+    """Where masters and optimizer state live; None: on the device."""
+
+
+def check_level(level: Any) -> int:
+    """Return the optimizer level, 0 to 3; MindSpore's names "level1" to "level3" are understood."""
+    if isinstance(level, str) and level.removeprefix("level") in ("0", "1", "2", "3"):
+        return int(level.removeprefix("level"))
+    if level not in (0, 1, 2, 3) or isinstance(level, bool):
+        raise UsageError(
+            f"optimizer_level={level!r}", where=WHERE,
+            hint="0 whole optimizer, 1 state cut, 2 and gradients, 3 and weights",
+        )  # fmt: skip
+    return int(level)
+
+
+def check_count(name: str, value: Any, least: int = 1) -> int:
+    """Return a whole number of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UsageError(f"{name}={value!r} is no whole number of at least {least}", where=WHERE)
+    return value
+
+
+def check_above_zero(name: str, value: Any) -> float | None:
+    """Return a number above 0, or None."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise UsageError(f"{name}={value!r} is not above 0", where=WHERE)
+    return float(value)
+
+
+def check_wire(value: Any) -> torch.dtype | None:
+    """Return the type of gradients on the network."""
+    if value is None:
+        return None
+    if value not in ("bf16", "fp16"):
+        raise UsageError(f"compress={value!r}", where=WHERE, hint="'bf16', 'fp16' or None")
+    return NAMES[value]
+
+
+def check_group(value: Any, world: int, level: int) -> int:
+    """Return the size of a shard group: all ranks unless a divisor of their number is given."""
+    if level == 0:
+        if value is not None:
+            raise UsageError(f"shard_group={value!r} with optimizer_level=0, which cuts nothing", where=WHERE)
+        return 1
+    if value is None or value == -1:
+        return world
+    size = check_count("shard_group", value)
+    if world % size:
+        raise UsageError(f"shard_group={size} does not divide the {world} ranks of dp", where=WHERE)
+    return size

@@ -1,0 +1,174 @@
+"""
+`run.verify()`: the same batches once more in one process, and nothing may differ.
+
+Each rank copies the model, computes every slice of the global batch by itself, in order, in plain torch (no hooks, no
+shards, no recomputation), and compares loss, norm and every whole gradient with what the run computes. Weights and
+optimizer stay as they are; the run goes on afterwards as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pdrun.errors import ConfigError, UsageError
+from pdrun.parallel import norm_sync
+from pdrun.parallel.copies import plain_copy
+from pdrun.parallel.loader import Loader
+from pdrun.parallel.norms import square_sum
+from pdrun.parallel.slicing import Strategy, count_rows, cut_rows, take, to_device
+
+if TYPE_CHECKING:
+    from pdrun.parallel.run import Run
+
+FINE, COARSE = 1e-5, 3e-2
+"""Largest relative difference of a gradient in fp32 and fp64, and in narrower types."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One step in both ways."""
+
+    loss: float
+    alone: float
+    norm: float
+    norm_alone: float
+    worst: float
+    """
+    Largest relative difference of a weight's gradient: the norm of the difference over its norm and a hundredth of
+    all's.
+    """
+    name: str
+    """The weight that has it."""
+
+    def __str__(self) -> str:
+        bits = (
+            "the same bits"
+            if self.loss == self.alone and self.worst == 0
+            else f"gradients within {self.worst:.1e} ({self.name})"
+        )
+        norms = f"norm {self.norm:.9g} and {self.norm_alone:.9g}"
+        return f"loss {self.loss:.9g} and {self.alone:.9g} in one process, {norms}, {bits}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `Run.verify` has found."""
+
+    steps: tuple[Compared, ...]
+
+    @property
+    def same_bits(self) -> bool:
+        """Whether losses and all gradients agree to the last bit."""
+        return all(step.loss == step.alone and step.worst == 0 for step in self.steps)
+
+    def __str__(self) -> str:
+        return "\n".join(f"step {place}: {step}" for place, step in enumerate(self.steps, 1))
+
+
+def verify(run: Run, source: Iterable[Any] | None, steps: int) -> Report:
+    """
+    Compare the run with one process on some global batches.
+
+    Raises:
+        ConfigError: they differ by more than rounding; names the batch and the weight.
+        UsageError: there is no batch to compare on.
+    """
+    found = []
+    buffers = [buffer.clone() for buffer in run.model.buffers()]
+    for batch in _batches(run, source, steps):
+        run.steps += 1  # for the dice
+        try:
+            numbers, norm, grads = run.probe(batch)
+            _put_back(run, buffers)
+            with run.engine.paused():
+                found.append(_compare(numbers, norm, grads, _alone(run, batch)))
+        finally:
+            run.steps -= 1
+            _put_back(run, buffers)
+    if not found:
+        raise UsageError("there is no batch to compare on", where="pdrun.Run.verify")
+    report = Report(tuple(found))
+    limit = COARSE if run.settings.precision.compute or run.settings.wire else FINE
+    for place, step in enumerate(found, 1):
+        if not (step.worst <= limit and abs(step.loss - step.alone) <= limit * max(abs(step.alone), 1e-6)):
+            hint = (
+                "is there something in the model that depends on which rank it runs on, or on other rows of the batch?"
+            )
+            raise ConfigError(
+                f"batch {place} is not what one process computes: {step}", where="pdrun.Run.verify", hint=hint
+            )
+    return report
+
+
+def _batches(run: Run, source: Any, steps: int) -> Iterable[Any]:
+    """Yield global batches."""
+    source = run.source if source is None else source
+    if isinstance(source, Loader):
+        order = source.order(run.seed, run.position.epoch)
+        starts = range(0, min(len(source), steps) * source.batch, source.batch)
+        for start in starts:
+            yield source.collate([source.dataset[index] for index in order[start : start + source.batch]])
+        return
+    if source is None or run.strategy.local:
+        raise UsageError("no global batches are known", where="pdrun.Run.verify", hint="run.verify([batch, ...])")
+    for _, batch in zip(range(steps), source, strict=False):
+        yield batch
+
+
+def _put_back(run: Run, buffers: list[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for buffer, old in zip(run.model.buffers(), buffers, strict=True):
+            buffer.copy_(old)
+
+
+def _alone(run: Run, batch: Any) -> tuple[float, float, dict[str, torch.Tensor]]:
+    """Return loss, norm and gradients of a batch, computed slice by slice in this process."""
+    model = plain_copy(run)
+    world, times = run.axis.world, run.settings.accumulate
+    strategy = Strategy(dims=run.strategy.dims)
+    pieces = cut_rows(count_rows(batch, strategy), world, times)
+    if run.strategy.whole:
+        pieces = [cut_rows(count_rows(batch, strategy), 1, times)[0]] * world
+    order = [(place * world + rank, pieces[rank][place]) for place in range(times) for rank in range(world)]
+    if any(isinstance(module, norm_sync.SyncedBatchNorm) for module in model.modules()):
+        order = [(place, _joined([pieces[rank][place] for rank in range(world)])) for place in range(times)]
+    totals, counts = [], []
+    with norm_sync.alone():
+        for index, rows in order:
+            if len(rows):
+                part = to_device(take(batch, rows, strategy), run.device, run.settings.precision.inputs)
+                total, count = run.objective_of(model, part, rows, index)
+                total.backward()
+                totals.append(float(total.detach()))
+                counts.append(float(count))
+    grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    by = sum(counts) if run.settings.mean else 1.0
+    grads = {name: grad.float().div_(by) if grad.dtype.itemsize < 4 else grad.div_(by) for name, grad in grads.items()}
+    norm = float(square_sum(list(grads.values()), exact=True).sqrt())
+    if run.settings.clip:
+        for grad in grads.values():
+            grad.mul_(min(1.0, run.settings.clip / (norm + 1e-6)))
+    return sum(totals) / sum(counts), norm, grads
+
+
+def _joined(ranges: list[range]) -> range:
+    return range(min(part.start for part in ranges), max(part.stop for part in ranges))
+
+
+def _compare(numbers: Any, norm: Any, grads: dict[str, torch.Tensor], want: Any) -> Compared:
+    worst, name = 0.0, ""
+    for key, expected in want[2].items():
+        mine = grads.get(key)
+        # a gradient that should vanish is rounding alone: it is held against the whole model's
+        size = float(expected.double().norm()) + 1e-2 * want[1]
+        off = float("inf") if mine is None else float((mine.double() - expected.double()).norm()) / max(size, 1e-12)
+        if not off <= worst:
+            worst, name = off, key
+    for key in set(grads) - set(want[2]):
+        worst, name = float("inf"), key
+    total, count = numbers.tolist()
+    return Compared(total / count, want[0], float(norm), want[1], worst, name)

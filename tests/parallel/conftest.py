@@ -1,0 +1,21 @@
+"""The worlds that the tests of this folder share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed")
+
+from tests.parallel.worlds import Worlds
+
+
+@pytest.fixture(scope="session")
+def worlds() -> Iterator[Worlds]:
+    """Call it with a size to get that many ranks."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # read by the fork server's torch
+    made = Worlds()
+    yield made
+    made.close()

@@ -1,0 +1,62 @@
+"""The examples and benchmarks of the parallel runtime run as their first lines say."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.helpers import clean
+
+ROOT = Path(__file__).parents[2]
+GPT = str(ROOT / "examples/train_gpt_parallel.py")
+SMALL = ["--steps", "12", "--batch", "12", "--context", "16", "--width", "32", "--layers", "2", "--log-every", "4"]
+
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
+
+
+def run(*command: str, cwd: Path | None = None) -> str:
+    done = subprocess.run([sys.executable, *command], env=clean(), capture_output=True, text=True, timeout=170, cwd=cwd)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def losses(text: str) -> list[str]:
+    return re.findall(r"step +\d+/12  loss (\d\.\d{6})", text)
+
+
+def test_the_gpt_has_the_same_losses_on_any_number_of_workers(tmp_path: Path) -> None:
+    """Slices are equal: 6 on one process, 3 x 2, 2 x 3; between them a run stops and goes on from its checkpoint."""
+    want = losses(run(GPT, *SMALL, "--accumulate", "6", "--verify"))
+    assert len(want) == 3
+    job = ["-m", "pdrun", "--no-files", "--prefix", "none", "--devices"]
+    assert (
+        losses(run(*job, "3", GPT, *SMALL, "--accumulate", "2", "--level", "3", "--recompute", "full", cwd=tmp_path))
+        == want
+    )
+    folder = str(tmp_path / "checkpoints")
+    run(*job, "2", GPT, *SMALL, "--accumulate", "3", "--checkpoints", folder, cwd=tmp_path)
+    again = run(GPT, *SMALL, "--accumulate", "6", "--checkpoints", folder)
+    assert "goes on after step 12" in again
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="scikit-learn is not installed")
+def test_digits_are_classified() -> None:
+    text = run(str(ROOT / "examples/classify_digits.py"))
+    assert text.count("epoch") == 10
+    assert float(text.partition("right: ")[2].split()[0]) > 93
+
+
+def test_the_gpu_benchmark_on_a_tiny_model() -> None:
+    text = run(
+        str(ROOT / "benchmarks/parallel_gpu.py"), "--tiny", "--devices", "2", "--backend", "cpu", "--steps", "2",
+        "--warm", "1", "--rows", "ddp,pdrun0,pdrun1,pdrun3",
+    )  # fmt: skip
+    rows = [line.split() for line in text.splitlines()[2:]]
+    assert [row[0] for row in rows] == ["ddp", "pdrun0", "pdrun1", "pdrun3"]
+    assert len({row[5] for row in rows}) == 1  # the first loss
+    assert all(abs(float(row[6]) - float(rows[0][6])) < 2e-3 for row in rows)

@@ -19,6 +19,8 @@ from pdrun.launcher.scrub import scrub
 from pdrun.launcher.show import seconds
 from pdrun.launcher.starting import unfit
 
+NONE = "there is no warm process of yours on this node"
+
 
 def start(python: str, idle: float) -> int:
     """Have a warm process for this interpreter and environment; return 0 once there is one."""
@@ -52,7 +54,8 @@ def status(*, json: bool) -> int:
     """Print the warm processes of this user on this node."""
     look = warm.Look()
     environ, _ = scrub(os.environ)
-    for found in look.found():
+    there = look.found()
+    for found in there:
         why = _unfit(found, found.python, environ)
         if json:
             print(json_module.dumps(_data(found, why)))
@@ -62,6 +65,8 @@ def status(*, json: bool) -> int:
                   f"{found.served} job(s) served, {found.running} running\n  {used}")  # fmt: skip
     for name, why in look.faults.items():
         _say(f"{name}: {why}")
+    if not there and not look.faults and not json:
+        _say(f"{NONE}; pdrun warm start begins one")
     return 0
 
 
@@ -79,7 +84,7 @@ def stop(pids: Sequence[int]) -> int:
              + (f"; {running} job(s) go on" if running and ended else ""))  # fmt: skip
         code = code if ended else 1
     if not found:
-        _say("there is no warm process of yours on this node")
+        _say(NONE)
     return code
 
 

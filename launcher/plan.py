@@ -3,8 +3,8 @@ The plan: everything that will be done on this node, decided before anything is 
 
 `plan` is a pure function of what was asked and what is true; `--dry-run` prints the very object that is executed. How
 the scheduler is found, first hit wins: one node needs none; ``--local`` has it on loopback; ``--scheduler`` says where
-(this node runs it when it is told to, or the host is this machine and no other node is node 0); without ``--scheduler`` this node is the
-first and prints the line that the others need. Nothing ever falls back to a smaller job.
+(this node runs it when it is told to, or when that host is this machine and no other node is node 0). Without it this
+node is the first and prints the line that the others need. Nothing ever falls back to a smaller job.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ def _serves(spec: JobSpec, facts: Facts, sources: Sources) -> tuple[bool, str]:
     if where.serve is not None:
         return where.serve, f"{sources.get('place.serve', '--serve')} decides whether this node runs the scheduler"
     if where.node_rank == 0 and facts.local_endpoint is False and not facts.loopback_name:
-        return False, f"node rank 0, but {where.scheduler} is another machine: join it (--serve: run it here all the same)"
+        return False, f"node rank 0, but {where.scheduler} is another machine: join it (--serve: run it here)"
     if where.node_rank is not None:
         return where.node_rank == 0, f"node rank {where.node_rank}: node 0 runs the scheduler"
     if facts.local_endpoint:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from pdrun import eventlog
 from pdrun.clock import Clock
-from pdrun.errors import ConfigError
+from pdrun.errors import ConfigError, RendezvousError
 from pdrun.eventlog import Event
 from pdrun.rendezvous.events import Happening, SchedulerConfig
 from pdrun.rendezvous.state import Membership
@@ -57,7 +57,7 @@ class Recovery:
         """
         Make the steps since the last call safe; return a warning when that is not possible any more.
 
-        A disk that is full, gone or silent does not end a healthy job: the job loses only its way back from a second fault.
+        A disk that is full, gone or silent does not end a healthy job: it loses only its way back from a second fault.
         """
         if self._keeper is None:
             return ""
@@ -118,8 +118,9 @@ def resume(config: SchedulerConfig, clock: Clock, journal: Path, events: Path | 
     header = past.header
     if (header.job, header.run) != (config.job, config.run) or header.config != digest(config):
         writer.close()
+        named = f"job '{header.job}', " if header.job else ""  # a scheduler that stands alone may not know it yet
         raise ConfigError(
-            f"the journal is of job '{header.job}', run {header.run}, or of other settings than these",
+            f"the journal is of {named}run {header.run}, or of other settings than these",
             where=str(journal), hint="start the scheduler with the same options, or name another journal",
         )  # fmt: skip
     restored = replay(config, past, journal)
@@ -140,12 +141,22 @@ def enter(config: SchedulerConfig, clock: Clock, journal: Path | None, events: P
 
 
 def of_same_run(config: SchedulerConfig, journal: Path | None) -> SchedulerConfig:
-    """Return the configuration with the run of an existing journal: for a scheduler that makes up its run's name."""
+    """
+    Return the configuration with the run of an existing journal: for a scheduler that makes up its run's name.
+
+    Raises:
+        RendezvousError: the journal is damaged, or cannot be read (a folder, say).
+    """
     if journal is None or not journal.exists():
         return config
     from pdrun.rendezvous.journal import read_header
 
-    return replace(config, run=read_header(journal).run)
+    try:
+        return replace(config, run=read_header(journal).run)
+    except OSError as error:
+        raise RendezvousError(
+            f"the scheduler's journal cannot be read: {error.strerror}", where=str(journal)
+        ) from None  # fmt: skip
 
 
 def _without(path: Path, error: OSError) -> str:

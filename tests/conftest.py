@@ -7,6 +7,7 @@ Device tables are tested against fakes (tests/backends); tests that look for a r
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 _HIDES = {
@@ -18,3 +19,7 @@ _HIDES = {
 for _path, _name in _HIDES.items():
     if Path(_path).exists():
         os.environ[_name] = ""
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell's background job: everything started from here would ignore Ctrl-C as well, rightly.
+    signal.signal(signal.SIGINT, signal.default_int_handler)

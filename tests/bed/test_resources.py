@@ -55,7 +55,14 @@ def hung_disk(bed: Bed, host: str) -> Callable[[], None]:
     if (said := server.stdout.readline()) != b"mounted\n":
         pytest.skip(f"a FUSE file system cannot be mounted here: {said.decode()}")
     (pid,) = (pid for pid, words in bed[host].processes().items() if "hungfs" in words)
-    return lambda: os.kill(pid, signal.SIGSTOP)
+
+    def hang() -> None:
+        """Stop it when it has nothing in hand: the kernel lets nobody go whose request it was at."""
+        log = ("sh", "-c", f"cat {DISK}/*/0/rank_*.out")
+        until(lambda: "runs on" in bed[host].run(*log, check=False), "the first line is written", 30)
+        os.kill(pid, signal.SIGSTOP)
+
+    return hang
 
 
 @pytest.mark.parametrize("host", ["h1", "h2"])

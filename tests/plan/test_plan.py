@@ -187,7 +187,9 @@ def test_a_binding_that_was_asked_for_and_cannot_be_had_is_refused(bind: str) ->
     assert all(worker.cpus for worker in plan(enough, facts, sources).workers)
 
 
-@pytest.mark.parametrize(("local", "serve", "mode"), [(True, None, "first"), (False, None, "join"), (False, True, "first")])
+@pytest.mark.parametrize(
+    ("local", "serve", "mode"), [(True, None, "first"), (False, None, "join"), (False, True, "first")]
+)
 def test_node_0_opens_a_scheduler_elsewhere_than_it_was_said_only_when_told_to(
     local: bool, serve: bool | None, mode: str
 ) -> None:

@@ -177,6 +177,11 @@ def test_what_is_no_journal_is_called_that(tmp_path: Path, text: bytes) -> None:
         reopen(tmp_path / "j")
 
 
+def test_a_folder_in_the_journals_place_is_the_users_mistake(tmp_path: Path) -> None:
+    with pytest.raises(RendezvousError, match="cannot be read: Is a directory"):
+        of_same_run(config(run="made-up"), tmp_path)
+
+
 def test_entries_that_do_not_follow_are_damage(tmp_path: Path) -> None:
     path = tmp_path / "j"
     written(path, [[Received("p", m.Ready(0))]])

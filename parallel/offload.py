@@ -116,7 +116,8 @@ class Saver:
     def around(self) -> AbstractContextManager[Any]:
         """Return what the forward pass runs in."""
         self._saved, self.moved = [], 0
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        hooks: AbstractContextManager[Any] = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        return hooks
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         size = tensor.numel() * tensor.element_size()

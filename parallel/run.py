@@ -358,7 +358,8 @@ class Run:
         Return the whole weights by name, in the optimizer's type, on every rank's device; every rank must call
         this.
         """
-        return dict(wholes.full_weights(self.engine))
+        found = dict(wholes.full_weights(self.engine))
+        return {weight.name: found[weight.name] for weight in self.engine.weights}
 
     def export(self, path: str | Path) -> None:
         """Write whole weights and buffers as one safetensors file, a bundle at a time; every rank must call this."""

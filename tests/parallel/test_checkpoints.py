@@ -114,7 +114,7 @@ def test_killed_at_a_write_the_last_whole_checkpoint_stays(tmp_path: Path) -> No
     assert last.returncode == 0, last.stderr
     points = 10**6 - -int(last.stdout.split()[1])
     assert points > 50
-    for point in [1, 2, 3, points // 2, *range(points - 7, points + 1)]:
+    for point in [1, points // 2, *range(points - 5, points + 1)]:
         folder = tmp_path / str(point)
         assert crash(folder, point).returncode == -signal.SIGKILL
         found = storage.whole(folder)

@@ -233,7 +233,7 @@ def test_losses() -> None:
     plain = loss.Objective(model, lambda out, b: (out - b[1]).square().mean())
     total, count = plain(model, batch, 4)
     assert (plain.plain, float(count)) == (True, 4.0)
-    assert float(total) == pytest.approx(float((model(batch[0]) - batch[1]).square().sum()))
+    assert float(total.detach()) == pytest.approx(float((model(batch[0]) - batch[1]).square().sum().detach()))
     assert loss.call_model(model, {"input": batch[0], "label": 1}).shape == (4, 1)
     with pytest.raises(UsageError, match=r"forward takes none of the batch's keys \(label\)"):
         loss.call_model(model, {"label": 1})

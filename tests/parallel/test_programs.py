@@ -48,15 +48,47 @@ def test_the_gpt_has_the_same_losses_on_any_number_of_workers(tmp_path: Path) ->
 def test_digits_are_classified() -> None:
     text = run(str(ROOT / "examples/classify_digits.py"))
     assert text.count("epoch") == 10
-    assert float(text.partition("right: ")[2].split()[0]) > 93
+    assert float(text.partition("right: ")[2].split()[0]) > 90
+
+
+RESTARTED = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+import pdrun
+from tests.parallel import zoo
+context = pdrun.init()
+run = zoo.make(zoo.Case(2, 3, dropout=True))
+run.resume({folder!r})
+while run.steps < 6:
+    m = run.step(zoo.batch_of(24, run.steps))
+    run.save({folder!r}, keep=2)
+    if run.steps == 4 and {dies} and context.restart_count == 0 and context.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if context.is_main:
+        print("LOSS", run.steps, repr(m.loss), flush=True)
+"""
+
+
+def test_a_job_that_is_started_again_goes_on_by_itself(tmp_path: Path) -> None:
+    """Rank 1 is killed after step 4; the restarted job prints what an undisturbed one does."""
+    told = []
+    for dies in (False, True):
+        script = tmp_path / f"train_{dies}.py"
+        script.write_text(RESTARTED.format(root=str(ROOT), folder=str(tmp_path / f"to_{dies}"), dies=dies))
+        job = ["-m", "pdrun", "--no-files", "--prefix", "none", "--devices", "2", "--max-restarts", "1"]
+        lines = run(*job, str(script), cwd=tmp_path).splitlines()
+        told.append([line for line in lines if line.startswith("LOSS")])
+    assert len(told[0]) == 6
+    assert told[1][-2:] == told[0][-2:]
+    assert set(told[1]) <= set(told[0])
 
 
 def test_the_gpu_benchmark_on_a_tiny_model() -> None:
     text = run(
         str(ROOT / "benchmarks/parallel_gpu.py"), "--tiny", "--devices", "2", "--backend", "cpu", "--steps", "2",
-        "--warm", "1", "--rows", "ddp,pdrun0,pdrun1,pdrun3",
+        "--warm", "1", "--rows", "ddp,pdrun0,pdrun3",
     )  # fmt: skip
     rows = [line.split() for line in text.splitlines()[2:]]
-    assert [row[0] for row in rows] == ["ddp", "pdrun0", "pdrun1", "pdrun3"]
+    assert [row[0] for row in rows] == ["ddp", "pdrun0", "pdrun3"]
     assert len({row[5] for row in rows}) == 1  # the first loss
     assert all(abs(float(row[6]) - float(rows[0][6])) < 2e-3 for row in rows)

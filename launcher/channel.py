@@ -19,7 +19,7 @@ import struct
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 LONGEST = 512
 """Bytes of a datagram, at most."""
@@ -73,8 +73,12 @@ class Channel:
         OSError: no folder or socket can be made.
     """
 
+    folders: ClassVar[set[Path]] = set()
+    """Those of this process that are in use: to be removed by a process that leaves without closing anything."""
+
     def __init__(self) -> None:
         self.folder = private_folder()
+        self.folders.add(self.folder)
         self.path = str(self.folder / "agent")
         self.strange = 0
         """Datagrams that no worker would send."""
@@ -106,6 +110,7 @@ class Channel:
         """Close the socket and remove the folder with all that is in it."""
         self._socket.close()
         shutil.rmtree(self.folder, ignore_errors=True)
+        self.folders.discard(self.folder)
 
 
 def private_folder() -> Path:

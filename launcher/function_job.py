@@ -55,10 +55,12 @@ def _watch(lifeline: int, folder: Path) -> None:
 def _leave_at_end(lifeline: int, folder: Path) -> None:
     while os.read(lifeline, 4096):
         pass
+    from pdrun.launcher.channel import Channel
     from pdrun.launcher.jobs import forget
 
     forget(folder / "logs")
-    shutil.rmtree(folder, ignore_errors=True)
+    for one in (folder, *Channel.folders):
+        shutil.rmtree(one, ignore_errors=True)
     os._exit(EXIT_SOFTWARE)
 
 

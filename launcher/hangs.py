@@ -20,6 +20,8 @@ from dataclasses import dataclass
 
 IDLE = 0.02
 """Share of one CPU up to which a process does nothing: threads that look around now and then."""
+TICKS = 0.02
+"""CPU seconds beyond that, at any time: the kernel may count in hundredths."""
 TRACEBACK = 60.0
 """Seconds after which a worker that printed a traceback, and did nothing since, is on its way out and stuck."""
 SLOWEST, QUICKEST = 5.0, 0.2
@@ -70,17 +72,23 @@ class Watch:
         """Seconds without output, CPU time or progress."""
         self.stuck = 0.0
         """Seconds without progress."""
+        self._spent: float | None = None
+        """CPU seconds that it had used when it was last active."""
 
     def look(self, seen: Seen, now: float) -> Suspicion | None:
         """Take what is seen now; return the suspicion, if there is one."""
         before, self._seen = self._seen, seen
         passed, self._last = min(now - self._last, 2 * self.every), now
         moved = (seen.step, seen.saved) != (before.step, before.saved)
-        worked = seen.cpu is None or (before.cpu is not None and seen.cpu - before.cpu > IDLE * passed)
+        # measured over all of the quiet time: the kernel counts in ticks, and one now and then is no work
+        spent = None if seen.cpu is None or self._spent is None else seen.cpu - self._spent
+        worked = spent is None or spent > IDLE * (self.quiet + passed) + TICKS
         first = before.cpu is None  # the start of the process counts as work
         self.stuck = 0.0 if moved or seen.traced else self.stuck + passed
         active = moved or worked or first or seen.traced or seen.heard > before.heard
         self.quiet = 0.0 if active else self.quiet + passed
+        if active:
+            self._spent = seen.cpu
         return self._judge(seen)
 
     def _judge(self, seen: Seen) -> Suspicion | None:

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -58,7 +59,9 @@ def run_through(plan: LaunchPlan) -> int:
     with bind_listener(Endpoint(plan.listen, 0), backlog=1024) as listener:
         transport = ZmqServer(secret, listen_fd=os.dup(listener.fileno()), insecure=insecure)
     log = EventLog(Path(events)) if events else None
-    service = Service(scheduler_config(plan, run), transport, record=log.append if log else None)
+    # nobody starts this scheduler again: agents that lose it, lose the front, and end at once
+    config = replace(scheduler_config(plan, run), patience=0.0)
+    service = Service(config, transport, record=log.append if log else None)
     try:
         env = _environment(plan, transport.endpoint, run, token_text(secret) if secret else "")
         register(plan, run, str(transport.endpoint))

@@ -10,6 +10,8 @@ import os
 import signal
 from pathlib import Path
 
+from hypothesis import HealthCheck, settings
+
 _HIDES = {
     "/dev/nvidia0": "CUDA_VISIBLE_DEVICES",
     "/dev/kfd": "HIP_VISIBLE_DEVICES",
@@ -23,3 +25,7 @@ for _path, _name in _HIDES.items():
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell's background job: everything started from here would ignore Ctrl-C as well, rightly.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# How long an example takes says nothing on a machine that others use as well.
+settings.register_profile("pdrun", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("pdrun")

@@ -81,6 +81,8 @@ class Watch:
         passed, self._last = min(now - self._last, 2 * self.every), now
         moved = (seen.step, seen.saved) != (before.step, before.saved)
         # measured over all of the quiet time: the kernel counts in ticks, and one now and then is no work
+        if seen.cpu is not None and self._spent is not None:  # a child that has ended takes its time along
+            self._spent = min(self._spent, seen.cpu)
         spent = None if seen.cpu is None or self._spent is None else seen.cpu - self._spent
         worked = spent is None or spent > IDLE * (self.quiet + passed) + TICKS
         first = before.cpu is None  # the start of the process counts as work

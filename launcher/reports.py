@@ -73,6 +73,9 @@ class Reports:
         """Ranks whose case is closed: told, or found to be at work."""
         self._again_at: dict[int, float] = {}
         """Ranks that were told to be quiet, and from when on to tell it again."""
+        self._living = 0
+        self._ended_at = float("-inf")
+        """When a worker was last seen to have ended."""
 
     # The loop ---------------------------------------------------------------------------------------------------------
 
@@ -168,7 +171,11 @@ class Reports:
                 order = (seen.letter != "T", -1 if seen.step is None else seen.step, -watch.quiet)
                 suspects.append((order, rank, found))
         self._look_at = now + Watch(self._timeout, now).every
+        if len(alive) < self._living:  # who waited for it takes a moment to see that
+            self._ended_at = now
+        self._living = len(alive)
         someone_works = any(self._works(rank) for rank, _, _ in alive)
+        someone_works = someone_works or now - self._ended_at < (self._timeout or 0.0)
         ended = {rank: found.why for _, rank, found in suspects if found.ended}
         if ended and self._channel is not None:
             self._hung |= ended.keys()

@@ -82,3 +82,18 @@ def test_without_a_timeout_only_a_printed_traceback_is_suspect():
 
 def test_looks_are_rare():
     assert (Watch(600.0, 0.0).every, Watch(None, 0.0).every, Watch(1.0, 0.0).every) == (5.0, 5.0, 0.2)
+
+
+def test_a_child_that_ends_takes_its_cpu_time_along_and_hides_no_work() -> None:
+    watch = Watch(4.0, 0.0)
+    assert watch.look(Seen(cpu=9.0), 0.4) is None
+    for look in range(2, 40):  # the tree's sum has dropped by the child's 8 s; what is left works on
+        assert watch.look(Seen(cpu=1.0 + 0.4 * look), 0.4 * look) is None
+    assert watch.quiet == 0.0
+
+
+def test_a_tick_now_and_then_is_no_work() -> None:
+    watch, found = Watch(4.0, 0.0), None
+    for look in range(1, 40):
+        found = found or watch.look(Seen(cpu=1.0 + 0.01 * (look // 6)), 0.4 * look)
+    assert found is not None and "no CPU time" in found.why

@@ -31,8 +31,9 @@ def missing() -> str:
     if lacking := [name for name in NEEDED if shutil.which(name) is None]:
         return f"needs {', '.join(lacking)} (Debian: iproute2 util-linux openssh-client openssh-server)"
     try:
-        made = run("ip", "netns", "add", "pdrun-probe", check=False)
-        run("ip", "netns", "del", "pdrun-probe", check=False)
+        name = f"pdrun-probe-{os.getpid()}"  # tests run in several processes
+        made = run("ip", "netns", "add", name, check=False)
+        run("ip", "netns", "del", name, check=False)
     except (OSError, subprocess.SubprocessError) as error:
         return f"no network namespaces: {error}"
     return "" if made.returncode == 0 else f"no network namespaces: {made.stderr.strip()}"

@@ -23,7 +23,9 @@ pytestmark = pytest.mark.torch
 
 
 @pytest.mark.parametrize(("world", "degrees", "want"), [
-    (4, {"dp": -1}, mesh.Mesh(dp=4)), (1, {"dp": -1, "tp": 1}, mesh.Mesh()), (8, {"dp": 8, "pp": 1}, mesh.Mesh(dp=8)),
+    (4, {"dp": -1}, mesh.of(dp=4)), (1, {"dp": -1, "tp": 1}, mesh.of()), (8, {"dp": 8, "pp": 1}, mesh.of(dp=8)),
+    (8, {"tp": 2, "dp": -1, "pp": 2}, mesh.of(pp=2, dp=2, tp=2)),
+    (8, {"dp": 2, "x": 2, "y": -1}, mesh.of(dp=2, x=2, y=2)),
 ])  # fmt: skip
 def test_degrees_are_solved(world: int, degrees: dict[str, int], want: mesh.Mesh) -> None:
     assert mesh.solve(world, degrees) == want
@@ -31,10 +33,9 @@ def test_degrees_are_solved(world: int, degrees: dict[str, int], want: mesh.Mesh
 
 
 @pytest.mark.parametrize(("world", "degrees", "text"), [
-    (4, {"dq": 4}, "no axis 'dq'; the axes are pp, dp, cp, tp"), (4, {"dp": 0}, "dp=0 is neither"), (4, {"dp": -1,
-    "pp": -1}, "both -1"), (4, {"dp": 3}, r"product of \(dp=3\), 3, is not the number of devices, 4"),
-    (4, {"dp": -1, "pp": 3}, "does not divide"), (4, {"dp": True}, "neither -1 nor"),
-    (4, {"dp": 2, "tp": 2}, "tp=2: this version of pdrun cuts along dp only; leave tp at 1"),
+    (4, {"dp": 0}, "dp=0 is neither"), (4, {"dp": -1, "pp": -1}, "both -1"), (4, {"dp": True}, "neither -1 nor"),
+    (4, {"dp": 3}, r"product of \(dp=3\), 3, is not the number of devices, 4"),
+    (4, {"dp": -1, "pp": 3}, "does not divide"),
 ])  # fmt: skip
 def test_wrong_degrees_are_refused(world: int, degrees: dict[str, int], text: str) -> None:
     with pytest.raises(UsageError, match=text):

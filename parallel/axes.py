@@ -1,0 +1,212 @@
+"""
+Places along the axes of a mesh: process groups, and the plain collectives there.
+
+    axes = Axes(mesh.grid, rank, device, watch)
+    axes["tp"].all_reduce(x)            over the ranks that differ along tp only
+    axes["dp", "cp"]                    over two axes at once, dp the major one
+
+Collectives here know nothing of autograd (`collectives` does), return new tensors unless they say otherwise, and are
+counted: ``axes.counts[("all_reduce", ("tp",))]`` is how many there were and how many bytes this rank gave to them.
+Along an axis of one device they cost nothing and count nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pdrun.errors import UsageError
+from pdrun.parallel import compat
+from pdrun.parallel.layouts.grid import Grid
+from pdrun.parallel.layouts.layout import cut
+from pdrun.parallel.watch import Watch
+
+
+@dataclass
+class Count:
+    """How often a collective ran, and the bytes of this rank's input to it."""
+
+    calls: int = 0
+    nbytes: int = 0
+
+
+class Axes:
+    """
+    The process groups of one rank along a grid's axes, made when they are first asked for.
+
+    Every rank of a group must ask for it, in the same order as for other groups of the same ranks.
+
+    Args:
+        grid: the axes.
+        rank: this process's place in the grid.
+        device: on which collectives work.
+        watch: bounds every wait.
+    """
+
+    def __init__(self, grid: Grid, rank: int, device: torch.device, watch: Watch) -> None:
+        self.grid, self.rank, self.device, self.watch = grid, rank, device, watch
+        self.coordinate = grid.coordinate(rank)
+        self.counts: dict[tuple[str, tuple[str, ...]], Count] = {}
+        self._made: dict[tuple[str, ...], Axis] = {}
+        self._groups: dict[tuple[int, ...], Any] = {}
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> Axis:
+        """Return the place along one axis or several; axes of one device are left out of the names."""
+        wanted = (names,) if isinstance(names, str) else tuple(names)
+        key = tuple(name for name in wanted if self.grid.degree(name) > 1)
+        if key not in self._made:
+            ranks = self.grid.group(key, self.rank)
+            self._made[key] = Axis(self, key, ranks, self.grid.index(key, self.rank), self._group(ranks))
+        return self._made[key]
+
+    def _group(self, ranks: tuple[int, ...]) -> Any:
+        """Return the process group of some ranks, in that order; None for one rank."""
+        if len(ranks) == 1:
+            return None
+        if list(ranks) == list(range(dist.get_world_size())):
+            return dist.group.WORLD
+        if ranks not in self._groups:
+            # groups number their ranks by the order that they are given in, but torch sorts them: see Axis.order
+            self._groups[ranks] = dist.new_group(sorted(ranks), use_local_synchronization=True)
+        return self._groups[ranks]
+
+    def forget(self) -> None:
+        """Set all counts to zero."""
+        self.counts.clear()
+
+
+class Axis:
+    """
+    One rank's place along some axes, and the collectives there.
+
+    Attributes:
+        names: the axes, major first.
+        ranks: who is there, in the order of their index.
+        index: this rank's place among them.
+        group: torch's process group; None where this rank is alone.
+    """
+
+    def __init__(self, axes: Axes, names: tuple[str, ...], ranks: tuple[int, ...], index: int, group: Any) -> None:
+        self.axes, self.names, self.ranks, self.index, self.group = axes, names, ranks, index, group
+        self.size = len(ranks)
+        self._label = f"along {'/'.join(names)}"
+        ordered = sorted(ranks)
+        self._order = [ordered.index(rank) for rank in ranks]
+        self._sorted = ordered == list(ranks)
+
+    # ---- collectives -------------------------------------------------------------------------------------------
+
+    def all_reduce(self, x: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """Return the sum ("sum"), largest ("max") or smallest ("min") over the ranks, element by element."""
+        if self.size == 1:
+            return x
+        out = x.clone(memory_format=torch.contiguous_format)
+        self._run("all_reduce", x, dist.all_reduce(out, op=_OPS[op], group=self.group, async_op=True))
+        return out
+
+    def all_gather(self, x: torch.Tensor, dim: int, total: int | None = None) -> torch.Tensor:
+        """
+        Return the ranks' tensors, one after the other along ``dim``.
+
+        Args:
+            total: size of ``dim`` of the result where parts may differ by one (see `cut`); default: all are like ``x``.
+        """
+        if self.size == 1:
+            return x
+        x, dim = x.detach(), dim % x.dim()
+        sizes = self._sizes(x.shape[dim], dim, total)
+        most = max(sizes)
+        front = x.transpose(0, dim)
+        if front.shape[0] < most:
+            front = torch.cat([front, front.new_zeros(most - front.shape[0], *front.shape[1:])])
+        front = front.contiguous()
+        out = front.new_empty(self.size, *front.shape)
+        self._run("all_gather", x, compat.all_gather_flat(out.view(-1), front.view(-1), self.group))
+        parts = [out[self._order[place]][:size] for place, size in enumerate(sizes)]
+        plain = out.view(-1, *front.shape[1:]) if self._sorted and min(sizes) == most else torch.cat(parts)
+        return plain.transpose(0, dim).contiguous()
+
+    def reduce_scatter(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return this rank's part (see `cut`) along ``dim`` of the sum over the ranks."""
+        if self.size == 1:
+            return x
+        x, dim = x.detach(), dim % x.dim()
+        bounds = [cut(x.shape[dim], self.size, place) for place in range(self.size)]
+        most = bounds[0][1] - bounds[0][0]
+        front = x.transpose(0, dim)
+        if not self._sorted or x.shape[dim] % self.size:
+            padded = front.new_zeros(self.size, most, *front.shape[1:])
+            for place, (low, high) in enumerate(bounds):
+                padded[self._order[place], : high - low] = front[low:high]
+            front = padded
+        front = front.contiguous()
+        out = front.new_empty(most, *front.shape[2:] if front.dim() > x.dim() else front.shape[1:])
+        self._run("reduce_scatter", x, compat.reduce_scatter_flat(out.view(-1), front.view(-1), self.group))
+        low, high = bounds[self.index]
+        return out[: high - low].transpose(0, dim).contiguous()
+
+    def all_to_all(self, parts: list[torch.Tensor], shapes: list[tuple[int, ...]]) -> list[torch.Tensor]:
+        """
+        Send ``parts[i]`` to the rank with index i; return what each rank sent here.
+
+        Args:
+            shapes: of what is received, by index.
+        """
+        if self.size == 1:
+            return [parts[0]]
+        inverse = [self._order.index(place) for place in range(self.size)]
+        send = torch.cat([parts[place].reshape(-1) for place in inverse])
+        counts = [torch.Size(shapes[place]).numel() for place in inverse]
+        out = send.new_empty(sum(counts))
+        given = [parts[place].numel() for place in inverse]
+        work = dist.all_to_all_single(out, send, counts, given, group=self.group, async_op=True)
+        self._run("all_to_all", send, work)
+        found = dict(zip(inverse, out.split(counts), strict=True))
+        return [found[place].view(shapes[place]) for place in range(self.size)]
+
+    def broadcast(self, x: torch.Tensor, index: int = 0) -> torch.Tensor:
+        """Fill ``x`` with what the rank with that index has, and return it."""
+        if self.size > 1:
+            self._run("broadcast", x, dist.broadcast(x, src=self.ranks[index], group=self.group, async_op=True))
+        return x
+
+    def shift(self, x: torch.Tensor, by: int = 1) -> torch.Tensor:
+        """Send ``x`` to the rank ``by`` places on, in a ring; return what came, which has the same shape."""
+        if self.size == 1:
+            return x
+        x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+        to, source = self.ranks[(self.index + by) % self.size], self.ranks[(self.index - by) % self.size]
+        works = dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, x, to, self.group), dist.P2POp(dist.irecv, out, source, self.group)]
+        )
+        self._count("shift", x)
+        for work in works:
+            self.axes.watch.wait(work, f"a shift {self._label}")
+        return out
+
+    # ---- inside ------------------------------------------------------------------------------------------------
+
+    def _sizes(self, mine: int, dim: int, total: int | None) -> list[int]:
+        if total is None:
+            return [mine] * self.size
+        bounds = [cut(total, self.size, place) for place in range(self.size)]
+        sizes = [high - low for low, high in bounds]
+        if sizes[self.index] != mine:
+            what = f"{mine} along dim {dim} is not this rank's part of {total}"
+            raise UsageError(what, where=f"gather {self._label}")
+        return sizes
+
+    def _run(self, name: str, x: torch.Tensor, work: Any) -> None:
+        self._count(name, x)
+        self.axes.watch.wait(work, f"the {name.replace('_', '-')} {self._label}")
+
+    def _count(self, name: str, x: torch.Tensor) -> None:
+        count = self.axes.counts.setdefault((name, self.names), Count())
+        count.calls += 1
+        count.nbytes += x.numel() * x.element_size()
+
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}

@@ -1,0 +1,100 @@
+"""
+A layout: which axes of the grid cut each dim of a tensor.
+
+    L("dp", None, "tp")             dim 0 is cut over dp, dim 2 over tp; over all other axes the tensor is replicated
+    L(("dp", "cp"), None)           dim 0 is cut over dp, and each part over cp
+    L("dp", None).partial("tp")     what the ranks along tp hold adds up to the tensor
+
+Dims are cut as evenly as they go, axis after axis, the first parts one longer: 6 over (a=2, b=2) is 2, 1, 2, 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdrun.errors import UsageError
+from pdrun.parallel.layouts.grid import Grid
+
+Dim = str | tuple[str, ...] | None
+WHERE = "Layout"
+
+
+def cut(size: int, parts: int, index: int) -> tuple[int, int]:
+    """Return (low, high) of part ``index`` of ``parts`` of a dim; the first ``size % parts`` parts are one longer."""
+    base, extra = divmod(size, parts)
+    low = index * base + min(index, extra)
+    return low, low + base + (index < extra)
+
+
+@dataclass(frozen=True, init=False)
+class L:
+    """
+    A layout by axis names.
+
+    Attributes:
+        dims: for each dim of the tensor the axes that cut it, major first; the empty tuple: none.
+        sums: axes over which what the ranks hold has to be added up.
+    """
+
+    dims: tuple[tuple[str, ...], ...]
+    sums: tuple[str, ...] = ()
+
+    def __init__(self, *dims: Dim, sums: tuple[str, ...] = ()) -> None:
+        plain = tuple(() if dim is None else (dim,) if isinstance(dim, str) else tuple(dim) for dim in dims)
+        used = [axis for dim in plain for axis in dim] + list(sums)
+        for axis in used:
+            if not isinstance(axis, str) or not axis:
+                raise UsageError(f"{axis!r} is not the name of an axis", where=WHERE)
+            if used.count(axis) > 1:
+                raise UsageError(f"the axis {axis!r} is used twice", where=WHERE, hint="an axis cuts one dim")
+        object.__setattr__(self, "dims", plain)
+        object.__setattr__(self, "sums", tuple(sums))
+
+    def partial(self, *axes: str) -> L:
+        """Return the same layout with partial sums over some axes."""
+        return L(*self.dims, sums=(*self.sums, *axes))
+
+    def whole(self) -> L:
+        """Return the same layout without partial sums."""
+        return L(*self.dims)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """All axes that cut a dim."""
+        return tuple(axis for dim in self.dims for axis in dim)
+
+    def check(self, grid: Grid, shape: tuple[int, ...]) -> None:
+        """
+        Hold the layout against a grid and the shape of a tensor.
+
+        Raises:
+            UsageError: an axis that the grid lacks, or another number of dims.
+        """
+        if len(self.dims) != len(shape):
+            raise UsageError(f"{self} is for {len(self.dims)} dims, the tensor is {list(shape)}", where=WHERE)
+        for axis in (*self.axes, *self.sums):
+            grid.degree(axis)
+
+    def box(self, grid: Grid, shape: tuple[int, ...], rank: int) -> tuple[tuple[int, int], ...]:
+        """Return (low, high) of each dim of a rank's part of a tensor of ``shape``."""
+        here, found = grid.coordinate(rank), []
+        for dim, size in zip(self.dims, shape, strict=True):
+            low, high = 0, size
+            for axis in dim:
+                start, stop = cut(high - low, grid.degree(axis), here[axis])
+                low, high = low + start, low + stop
+            found.append((low, high))
+        return tuple(found)
+
+    def local_shape(self, grid: Grid, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
+        """Return the shape of a rank's part of a tensor of ``shape``."""
+        return tuple(high - low for low, high in self.box(grid, shape, rank))
+
+    def __str__(self) -> str:
+        def show(dim: tuple[str, ...]) -> str:
+            return "None" if not dim else repr(dim[0]) if len(dim) == 1 else repr(dim)
+
+        text = f"L({', '.join(show(dim) for dim in self.dims)})"
+        return f"{text}.partial({', '.join(map(repr, self.sums))})" if self.sums else text
+
+    __repr__ = __str__

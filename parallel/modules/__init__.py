@@ -1,0 +1,1 @@
+"""Modules that hold a part of what torch's hold: tensor, sequence and context parallel by names."""

@@ -1,0 +1,1 @@
+"""Pipeline parallel: a model cut into stages, and the order in which these work."""

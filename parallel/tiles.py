@@ -1,0 +1,130 @@
+"""
+Tiles: what a rank holds of a weight that is cut over the model axes of a mesh (tensor axes and pipeline stages).
+
+Whoever cuts a model (module styles, the operator engine) replaces a parameter by this rank's part and tells with
+`set_tile` what part of which whole it is. Everything that deals in whole weights (gradient sums, norms, checkpoints,
+proofs) reads that with `tile_of` and knows nothing else of how the model was cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import nn
+
+from pdrun.parallel.layouts.grid import Grid
+from pdrun.parallel.layouts.layout import L
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """
+    A part of a weight.
+
+    Attributes:
+        shape: of the whole weight.
+        layout: the axes that cut each dim; over all others the tile is replicated.
+        ranges: for each dim the (low, high) ranges that this rank holds, in order. One each, as a rule; more where a
+            weight holds several matrices side by side (fused q, k and v), each of which is cut.
+        sums: tensor axes over which the ranks' gradients of this weight have to be added up (norms under sequence
+            parallel). Data axes go without saying.
+    """
+
+    shape: tuple[int, ...]
+    layout: L
+    ranges: tuple[Ranges, ...]
+    sums: tuple[str, ...] = ()
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of the part."""
+        return tuple(sum(high - low for low, high in dim) for dim in self.ranges)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the part is everything."""
+        return self.local_shape == self.shape
+
+    def take(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this part of a whole tensor, contiguous and with memory of its own."""
+        found = whole
+        for dim, ranges in enumerate(self.ranges):
+            if sum(high - low for low, high in ranges) != whole.shape[dim] or len(ranges) > 1:
+                found = torch.cat([found.narrow(dim, low, high - low) for low, high in ranges], dim)
+        return found.clone(memory_format=torch.contiguous_format)
+
+    def put(self, part: torch.Tensor, whole: torch.Tensor) -> None:
+        """Write this part where it belongs in a whole tensor."""
+        views = [(part, whole)]
+        for dim, ranges in enumerate(self.ranges):
+            cut_up = []
+            for source, target in views:
+                at = 0
+                for low, high in ranges:
+                    cut_up.append((source.narrow(dim, at, high - low), target.narrow(dim, low, high - low)))
+                    at += high - low
+            views = cut_up
+        for source, target in views:
+            target.copy_(source)
+
+
+def tile(
+    shape: tuple[int, ...],
+    layout: L,
+    grid: Grid,
+    rank: int,
+    sums: tuple[str, ...] = (),
+    blocks: dict[int, tuple[int, ...]] | None = None,
+) -> Tile:
+    """
+    Return what a rank holds of a weight.
+
+    Args:
+        shape: of the whole weight.
+        layout: how it is cut.
+        sums: see `Tile`.
+        blocks: dims that hold several matrices side by side, with the size of each: every one of them is cut, as
+            ``{0: (512, 128, 128)}`` for fused q, k and v. The sizes add up to the dim.
+    """
+    layout.check(grid, shape)
+    ranges: list[Ranges] = []
+    for dim, size in enumerate(shape):
+        sizes = (blocks or {}).get(dim, (size,))
+        found, start = [], 0
+        for block in sizes:
+            ((low, high),) = L(layout.dims[dim]).box(grid, (block,), rank)
+            found.append((start + low, start + high))
+            start += block
+        if start != size:
+            raise ValueError(f"blocks {sizes} of dim {dim} do not add up to {size}")
+        ranges.append(tuple(found) if layout.dims[dim] else ((0, size),))
+    return Tile(shape, layout, tuple(ranges), sums)
+
+
+def whole(param: torch.Tensor) -> Tile:
+    """Return the tile that is all of a tensor."""
+    shape = tuple(param.shape)
+    return Tile(shape, L(*[None] * len(shape)), tuple(((0, size),) for size in shape))
+
+
+def set_tile(param: nn.Parameter, tile: Tile) -> nn.Parameter:
+    """Note on a parameter which part of which weight it is; its shape must be the tile's local one."""
+    if tuple(param.shape) != tile.local_shape:
+        raise ValueError(f"a parameter of {tuple(param.shape)} is no tile of {tile.local_shape}")
+    param._pdrun_tile = tile
+    return param
+
+
+def tile_of(param: torch.Tensor) -> Tile:
+    """Return what part a parameter is; one that nobody has cut is whole."""
+    found: Tile | None = getattr(param, "_pdrun_tile", None)
+    return found if found is not None else whole(param)
+
+
+def count(tile: Tile) -> int:
+    """Return the number of elements of a tile."""
+    return prod(tile.local_shape)

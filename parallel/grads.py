@@ -36,7 +36,11 @@ class Policy:
 
 
 class Pool:
-    """Flat buffers that wait for their next use: as many as were ever needed at once."""
+    """
+    Flat buffers that wait for their next use: as many as were ever needed at once.
+
+    On an accelerator nothing waits here: torch's own allocator hands memory out again without delay, and to anybody.
+    """
 
     def __init__(self) -> None:
         self._free: dict[tuple[int, torch.dtype, torch.device], list[torch.Tensor]] = {}
@@ -48,6 +52,8 @@ class Pool:
 
     def give(self, flat: torch.Tensor) -> None:
         """Take a buffer back."""
+        if flat.device.type != "cpu":
+            return
         self._free.setdefault((flat.numel(), flat.dtype, flat.device), []).append(flat)
 
     def clear(self) -> None:

@@ -29,7 +29,7 @@ import psutil
 import zmq
 
 from pdrun.net import Endpoint
-from pdrun.rendezvous import security
+from pdrun.rendezvous import pace, security
 from pdrun.rendezvous.child import SchedulerChild
 from pdrun.rendezvous.codec import decode, encode
 from pdrun.rendezvous.events import SchedulerConfig
@@ -73,7 +73,9 @@ class Agent:
         self.sequence += counted
 
 
-def crowd(first: int, count: int, endpoint: Endpoint, secret: Secret | None, pipe: Connection, workers: int) -> None:
+def crowd(
+    first: int, count: int, nodes: int, endpoint: Endpoint, secret: Secret | None, pipe: Connection, workers: int
+) -> None:  # fmt: skip
     """Be ``count`` agents; tell the parent when all are assigned, and when all may start; beat until told to end."""
     context = zmq.Context(io_threads=1)
     context.set(zmq.MAX_SOCKETS, 2 * count + 1024)
@@ -82,11 +84,11 @@ def crowd(first: int, count: int, endpoint: Endpoint, secret: Secret | None, pip
     server = security.key_pair(secret, "server").public if secret else None
     agents: dict[int, Agent] = {}
     waiting = {"assigned": count, "started": count}
-    heartbeat = 5.0
+    heartbeat, patience = 5.0, int(pace.handshake(nodes) * 1000)
 
     def connect(index: int) -> None:
         socket = context.socket(zmq.DEALER)
-        for option, value in ((zmq.LINGER, 0), (zmq.HANDSHAKE_IVL, 60000), (zmq.RECONNECT_IVL, 500)):
+        for option, value in ((zmq.LINGER, 0), (zmq.HANDSHAKE_IVL, patience), (zmq.RECONNECT_IVL, 500)):
             socket.setsockopt(option, value)
         if keys and server:
             socket.curve_publickey, socket.curve_secretkey, socket.curve_serverkey = keys.public, keys.private, server
@@ -133,6 +135,23 @@ def crowd(first: int, count: int, endpoint: Endpoint, secret: Secret | None, pip
         for fd, _ in epoll.poll(wait, 4096):
             read(agents[fd])
 
+    order: list[Agent] = []
+    began, told = time.monotonic(), 0
+
+    def beat() -> None:
+        """Have those whose turn it is say that they live: everybody once in ``heartbeat`` seconds."""
+        nonlocal began, told
+        if len(order) < len(agents):
+            order[:] = agents.values()
+            began, told = time.monotonic(), 0
+        due = int((time.monotonic() - began) / heartbeat * len(order)) - told
+        for agent in (order[(told + step) % len(order)] for step in range(max(0, due))):
+            if agent.stage != "new":
+                agent.beats += 1
+                agent.say(Heartbeat(agent.beats, agent.echo))
+                read(agent)
+        told += max(0, due)
+
     pipe.send("ready")
     pipe.recv()
     for index in range(first, first + count):
@@ -142,18 +161,10 @@ def crowd(first: int, count: int, endpoint: Endpoint, secret: Secret | None, pip
     for stage in ("assigned", "started"):
         while waiting[stage] > 0:
             turn(0.05)
+            beat()
         pipe.send((stage, time.monotonic()))
-    due = time.monotonic()
-    order = list(agents.values())
-    at = 0
     while not pipe.poll():
-        now = time.monotonic()
-        late = int((now - due) / heartbeat * count) - at
-        for agent in (order[(at + step) % count] for step in range(max(0, late))):
-            agent.beats += 1
-            agent.say(Heartbeat(agent.beats, agent.echo))
-            read(agent)
-        at += max(0, late)
+        beat()
         turn(0.02)
     silent = sum(1 for agent in order if agent.beats > 2 and agent.beats - agent.echo > 2)
     times = os.times()
@@ -188,7 +199,8 @@ def main() -> None:
     for turn, count in enumerate(share):
         ours, theirs = multiprocessing.Pipe()
         process = multiprocessing.Process(
-            target=crowd, args=(sum(share[:turn]), count, child.endpoint, secret, theirs, asked.workers), daemon=True
+            target=crowd, daemon=True,
+            args=(sum(share[:turn]), count, asked.agents, child.endpoint, secret, theirs, asked.workers),
         )
         process.start()
         crowds.append((process, ours))

@@ -44,6 +44,8 @@ if TYPE_CHECKING:  # the rest of pdrun is loaded while torch is being imported
 
 
 INSECURE = "INSECURE: no token is asked for; anybody who reaches the scheduler's port can take part in the job"
+UNKNOWN = 1000
+"""Nodes that a job is taken to have by one that joins it and has not been told: sets how patiently it connects."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ def execute_join(endpoint: Endpoint, overrides: Mapping[str, Any], sources: Sour
     named = overrides.get("place.token_file", ""), sources.get("place.token_file", "")
     secret = _secret(Seat(), *named, overrides.get("place.insecure", False))
     timeout = overrides.get("policy.start_timeout", Policy().start_timeout)
-    return _agent(planned, _zmq_link(endpoint, secret, "", timeout, needs_spec=True), Seat())
+    return _agent(planned, _zmq_link(endpoint, secret, "", timeout, needs_spec=True, crowd=UNKNOWN), Seat())
 
 
 def joined_spec(text: str, overrides: Mapping[str, Any], endpoint: Endpoint) -> JobSpec:
@@ -253,7 +255,8 @@ def _first(plan: LaunchPlan, seat: Seat) -> int:
             )  # fmt: skip
         try:
             command = plan.facts.get("command", "")
-            link = _zmq_link(child.endpoint, secret, plan.job, plan.spec.policy.start_timeout, command)
+            waits, crowd = plan.spec.policy.start_timeout, plan.spec.resources.members
+            link = _zmq_link(child.endpoint, secret, plan.job, waits, command, crowd=crowd)
             return _agent(plan, link, seat, child=child, events=str(events or ""), serves=True)
         finally:
             child.close()
@@ -280,7 +283,8 @@ def _join(plan: LaunchPlan, seat: Seat) -> int:
     place = plan.spec.place
     secret = _secret(seat, place.token_file, plan.sources.get("place.token_file", ""), place.insecure)
     command = plan.facts.get("command", "")
-    link = _zmq_link(plan.scheduler, secret, plan.job, plan.spec.policy.start_timeout, command)
+    waits, crowd = plan.spec.policy.start_timeout, plan.spec.resources.members
+    link = _zmq_link(plan.scheduler, secret, plan.job, waits, command, crowd=crowd)
     return _agent(plan, link, seat)
 
 
@@ -340,7 +344,7 @@ def blamed(source: str) -> Iterator[None]:
 
 def _zmq_link(
     endpoint: Endpoint, secret: Secret | None, job: str, start_timeout: float, command: str = "", *,
-    needs_spec: bool = False,
+    needs_spec: bool = False, crowd: int,
 ) -> Link:  # fmt: skip
     from pdrun.rendezvous.client import ZmqLink
 
@@ -349,7 +353,7 @@ def _zmq_link(
 
     return ZmqLink(
         endpoint, secret, job=job, host=socket.gethostname(), start_timeout=start_timeout, insecure=secret is None,
-        on_status=say, command=command, needs_spec=needs_spec,
+        on_status=say, command=command, needs_spec=needs_spec, crowd=crowd,
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from pdrun.errors import AuthenticationError, RendezvousError
 from pdrun.net import Endpoint
+from pdrun.rendezvous import pace
 from pdrun.rendezvous.messages import Welcome
 
 REFUSALS = 3
@@ -37,14 +38,17 @@ class Patience:
     """What one link knows of its scheduler's silence."""
 
     def __init__(
-        self, endpoint: Endpoint, start_timeout: float, report: Callable[[str], None] | None, now: float
-    ) -> None:
+        self, endpoint: Endpoint, start_timeout: float, report: Callable[[str], None] | None, now: float,
+        crowd: int = 0,
+    ) -> None:  # fmt: skip
         """
         Args:
             start_timeout: seconds until a scheduler must have welcomed us.
             report: is given a line every few seconds while nobody is there.
+            crowd: how many may wait for the scheduler's first word at once.
         """
         self._where, self._start_timeout, self._say = endpoint, start_timeout, report
+        self._silence = LONGEST_SILENCE + pace.handshake(crowd) - pace.HANDSHAKE
         self._began = self._last = now
         self._status_at = now + 1.0
         self._heard = self._word = self._woke = now
@@ -165,7 +169,7 @@ class Patience:
                 f"the token differs or {where} is no pdrun scheduler",
                 hint="use the same token on every node (`pdrun token show`), and --insecure on all or on none",
             )
-        if self._mute_since and now - self._mute_since > LONGEST_SILENCE:
+        if self._mute_since and now - self._mute_since > self._silence:
             raise AuthenticationError(f"{where} takes connections and says nothing: it is no pdrun scheduler")
         if now - self._began > self._start_timeout:
             raise RendezvousError(

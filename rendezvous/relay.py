@@ -220,7 +220,9 @@ class Relay:
         self._heard.discard(number)
 
 
-def serve(listen_fd: int, scheduler: Endpoint, secret: Secret | None, *, until: float | None = None) -> bool:
+def serve(
+    listen_fd: int, scheduler: Endpoint, secret: Secret | None, *, until: float | None = None, crowd: int = 0
+) -> bool:  # fmt: skip
     """
     Relay between the agents that come to ``listen_fd`` and ``scheduler`` until the scheduler is lost.
 
@@ -228,6 +230,7 @@ def serve(listen_fd: int, scheduler: Endpoint, secret: Secret | None, *, until: 
 
     Args:
         listen_fd: a listening TCP socket; a copy of it is used, and closed.
+        crowd: agents that may come at once.
         until: monotonic seconds by which the scheduler must have let the relay in; None: CONNECT from now.
 
     Raises:
@@ -237,7 +240,7 @@ def serve(listen_fd: int, scheduler: Endpoint, secret: Secret | None, *, until: 
     front: Front | None = None
     try:
         _await(uplink, time.monotonic() + CONNECT if until is None else until)
-        front = Front(secret, listen_fd=os.dup(listen_fd), insecure=secret is None)
+        front = Front(secret, listen_fd=os.dup(listen_fd), insecure=secret is None, crowd=crowd)
         relay = Relay(front, uplink)
         while relay.turn():
             pass
@@ -298,7 +301,7 @@ def main() -> int:
     """
     Relay as the scheduler's child.
 
-    stdin: one JSON line {listen_fd, host, port, secret}. It ends with its connection to the scheduler.
+    stdin: one JSON line {listen_fd, host, port, secret, crowd}. It ends with its connection to the scheduler.
     """
     early.begin()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -306,7 +309,7 @@ def main() -> int:
     secret = Secret.from_hex(order["secret"]) if order["secret"] else None
     scheduler = Endpoint(order["host"], order["port"])
     try:
-        serve(order["listen_fd"], scheduler, secret)
+        serve(order["listen_fd"], scheduler, secret, crowd=order["crowd"])
     except RendezvousError as error:
         print(json.dumps({"error": str(error)}), file=sys.stderr, flush=True)
         return 1

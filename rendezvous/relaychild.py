@@ -35,18 +35,19 @@ def wanted(config: SchedulerConfig) -> int:
 class RelayChildren:
     """Running relay processes. Call `look` now and then."""
 
-    def __init__(self, count: int, listen_fd: int, scheduler: Endpoint, secret: Secret | None) -> None:
+    def __init__(self, count: int, listen_fd: int, scheduler: Endpoint, secret: Secret | None, crowd: int) -> None:
         """
         Start them.
 
         Args:
             listen_fd: the listening socket of the job; belongs to this object from now on.
             scheduler: where the scheduler itself listens, for relays.
+            crowd: agents that may come at once, to all of them.
         """
         self._fd = listen_fd
         self._order = json.dumps({
             "listen_fd": listen_fd, "host": scheduler.host, "port": scheduler.port,
-            "secret": secret.reveal().hex() if secret else None,
+            "secret": secret.reveal().hex() if secret else None, "crowd": crowd,
         }).encode() + b"\n"  # fmt: skip
         self._processes = [self._start() for _ in range(count)]
         self._started = [time.monotonic()] * count

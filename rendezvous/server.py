@@ -94,11 +94,12 @@ def _start(order: dict[str, Any]) -> tuple[Any, Service, EventLog | None, RelayC
     listener: int = order["listen_fd"]
     count = relaychild.wanted(order["config"])
     order["endpoint"] = str(_address(listener))
+    crowd = order["config"].nodes + order["config"].spares
     if count:  # the agents' door is the relays', the scheduler has one of its own
         transport = ZmqServer(secret, endpoint=Endpoint("127.0.0.1", 0), insecure=order["insecure"])
-        relays = RelayChildren(count, listener, transport.endpoint, secret)
+        relays = RelayChildren(count, listener, transport.endpoint, secret, crowd)
     else:
-        transport = ZmqServer(secret, listen_fd=listener, insecure=order["insecure"])
+        transport = ZmqServer(secret, listen_fd=listener, insecure=order["insecure"], crowd=crowd)
         relays = None
     log = EventLog(events) if events else None
     service = Service(order["config"], transport, record=log.append if log else None, recovery=recovery)

@@ -38,7 +38,7 @@ def serve_standalone(
 
     say = say or _say
     recovery = enter(config, SystemClock(), journal, events_path)
-    transport = ZmqServer(secret, endpoint=endpoint, insecure=insecure)
+    transport = ZmqServer(secret, endpoint=endpoint, insecure=insecure, crowd=config.nodes + config.spares)
     log = EventLog(events_path) if events_path else None
 
     def record(event: Event) -> None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Literal
 from pdrun.clock import Clock, SystemClock
 from pdrun.errors import ConfigError
 from pdrun.net import Endpoint
-from pdrun.rendezvous import security
+from pdrun.rendezvous import pace, security
 from pdrun.rendezvous.codec import CodecError, decode, encode
 from pdrun.rendezvous.lookup import Lookup
 from pdrun.rendezvous.messages import (
@@ -68,7 +68,7 @@ class ZmqLink:
         self, endpoint: Endpoint, secret: Secret | None, *, job: str = "", role: Literal["agent", "view"] = "agent",
         host: str = "", start_timeout: float = 600.0, connect_timeout: float = 3.0, insecure: bool = False,
         on_status: Callable[[str], None] | None = None, clock: Clock | None = None, command: str = "",
-        needs_spec: bool = False,
+        needs_spec: bool = False, crowd: int = 0,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -78,6 +78,7 @@ class ZmqLink:
             on_status: is given a line every few seconds while nobody is there.
             command: what the sender runs, for the refusal of another job.
             needs_spec: hold the welcome back until the scheduler knows what the job runs, for ``start_timeout`` too.
+            crowd: connections that may come at once, this one among them.
         """
         import zmq
 
@@ -88,7 +89,7 @@ class ZmqLink:
         self._secret, self._insecure = secret, insecure
         self._job, self._role, self._host = job, role, host
         self._command, self._needs_spec = command, needs_spec
-        self._connect_timeout = connect_timeout
+        self._connect_timeout, self._crowd = connect_timeout, crowd
         self._clock = clock or SystemClock()
         self._agent, self._incarnation = secrets.token_hex(16), -1
         self._context = zmq.Context()
@@ -107,7 +108,7 @@ class ZmqLink:
         self._welcome: Welcome | None = None
         self._beats = self._echo = self._mark = 0
         now = self._clock.monotonic()
-        self._patience = Patience(endpoint, start_timeout, on_status, now)
+        self._patience = Patience(endpoint, start_timeout, on_status, now, crowd)
         self._retry_at = self._beat_at = self._attempt_at = now
         self._lookup = Lookup(endpoint.host)
         self._said = self._expected = 0
@@ -208,13 +209,14 @@ class ZmqLink:
     # One connection ---------------------------------------------------------------------------------------------------
 
     def _connect(self, now: float) -> None:
-        zmq = self._zmq
+        zmq, probe = self._zmq, int(pace.probe(self._crowd) * 1000)
         self._incarnation += 1
         sock = self._socket = self._context.socket(zmq.DEALER)
         for option, value in (
             (zmq.RECONNECT_IVL, FAR_AWAY), (zmq.LINGER, 0), (zmq.MAXMSGSIZE, Envelope.LIMIT), (zmq.SNDHWM, 0),
-            (zmq.HANDSHAKE_IVL, 3000), (zmq.CONNECT_TIMEOUT, int(self._connect_timeout * 1000)),
-            (zmq.HEARTBEAT_IVL, 1000), (zmq.HEARTBEAT_TIMEOUT, 3000), (zmq.TCP_KEEPALIVE, 1),
+            (zmq.HANDSHAKE_IVL, int(pace.handshake(self._crowd) * 1000)),
+            (zmq.CONNECT_TIMEOUT, int(self._connect_timeout * 1000)), (zmq.TCP_KEEPALIVE, 1),
+            (zmq.HEARTBEAT_IVL, probe), (zmq.HEARTBEAT_TIMEOUT, 3 * probe),
         ):  # fmt: skip
             sock.setsockopt(option, value)
         # A name is looked up by libzmq, in its own thread, for one family an attempt.

@@ -1,11 +1,12 @@
 """
 The scheduler's transport over TCP: one ZeroMQ ROUTER, CURVE with a ZAP handler in the same loop.
 
-Every limit is set: 1 MiB a frame, two frames a message, 1000 messages queued a connection, 3 s for a handshake, a token
-bucket a connection. Whoever sends what is no envelope, or cannot take what is sent, is cut off; the service goes on.
-A connection's end is learned from the socket monitor within milliseconds, and its owner by the descriptor (SRCFD)
-from which its messages came. A relay's connection carries those of many agents (see `relayed`), each a peer of its own.
-Limits: ROUTER has no call that ends one connection, so its descriptor is shut down.
+Every limit is set: 1 MiB a frame, two frames a message, 1000 messages queued a connection, 3 s for a handshake (more
+where thousands come at once, see `pace`), a token bucket a connection. Whoever sends what is no envelope, or cannot
+take what is sent, is cut off; the service goes on. A connection's end is learned from the socket monitor within
+milliseconds, and its owner by the descriptor (SRCFD) from which its messages came. A relay's connection carries those
+of many agents (see `relayed`), each a peer of its own. Limits: ROUTER has no call that ends one connection, so its
+descriptor is shut down.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pdrun.errors import ConfigError
 from pdrun.net import Endpoint
-from pdrun.rendezvous import relayed, security
+from pdrun.rendezvous import pace, relayed, security
 from pdrun.rendezvous.codec import CodecError, decode, encode
 from pdrun.rendezvous.events import Peer
 from pdrun.rendezvous.messages import Envelope
@@ -33,9 +34,7 @@ if TYPE_CHECKING:
     import zmq
 
 HIGH_WATER = 1000
-HANDSHAKE = 3.0
-"""Seconds that a connection has to prove its key."""
-BACKLOG = 1024
+BACKLOG = 4096
 RATE, BURST = 500.0, 4000.0
 """Messages that a connection may send a second, and at once."""
 MOST_AT_ONCE = 2000
@@ -67,7 +66,7 @@ class ZmqServer:
 
     def __init__(
         self, secret: Secret | None, *, endpoint: Endpoint | None = None, listen_fd: int | None = None,
-        insecure: bool = False,
+        insecure: bool = False, crowd: int = 0,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -75,6 +74,7 @@ class ZmqServer:
             endpoint: where to listen; one address, never all of them.
             listen_fd: a listening TCP socket to adopt instead; it belongs to this object from now on.
             insecure: no CURVE at all: anybody who reaches the port is believed.
+            crowd: connections that may come at once.
         """
         import zmq
 
@@ -92,7 +92,7 @@ class ZmqServer:
         self._poller = zmq.Poller()
         self._zap = self._open_zap(secret) if secret else None
         self._router = self._context.socket(zmq.ROUTER)
-        self._configure(secret)
+        self._configure(secret, crowd)
         self._monitor = self._router.get_monitor_socket(
             zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
             | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -115,12 +115,12 @@ class ZmqServer:
         self._roles = {security.key_pair(secret, role).public: role for role in self.roles}
         return zap
 
-    def _configure(self, secret: Secret | None) -> None:
-        zmq, router = self._zmq, self._router
+    def _configure(self, secret: Secret | None, crowd: int) -> None:
+        zmq, router, probe = self._zmq, self._router, int(pace.probe(crowd) * 1000)
         for option, value in (
             (zmq.ROUTER_MANDATORY, 1), (zmq.MAXMSGSIZE, relayed.LIMIT), (zmq.SNDHWM, HIGH_WATER),
-            (zmq.RCVHWM, HIGH_WATER), (zmq.HANDSHAKE_IVL, int(HANDSHAKE * 1000)), (zmq.BACKLOG, BACKLOG),
-            (zmq.HEARTBEAT_IVL, 1000), (zmq.HEARTBEAT_TIMEOUT, 3000), (zmq.LINGER, 1000), (zmq.TCP_KEEPALIVE, 1),
+            (zmq.RCVHWM, HIGH_WATER), (zmq.HANDSHAKE_IVL, int(pace.handshake(crowd) * 1000)), (zmq.BACKLOG, BACKLOG),
+            (zmq.HEARTBEAT_IVL, probe), (zmq.HEARTBEAT_TIMEOUT, 3 * probe), (zmq.LINGER, 1000), (zmq.TCP_KEEPALIVE, 1),
         ):  # fmt: skip
             router.setsockopt(option, value)
         if secret:

@@ -1,0 +1,19 @@
+"""Limits of connections grow with the number that may come at once, and stay what they are for few."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdrun.rendezvous import pace
+
+
+@pytest.mark.parametrize(("crowd", "handshake", "probe"), [
+    (0, 3.0, 1.0), (8, 3.04, 1.0), (1000, 8.0, 1.0), (12500, 65.5, 10.0), (4000, 23.0, 4.0),
+])  # fmt: skip
+def test_limits(crowd: int, handshake: float, probe: float) -> None:
+    assert (pace.handshake(crowd), pace.probe(crowd)) == (handshake, probe)
+
+
+def test_nobody_is_cut_off_for_waiting_his_turn() -> None:
+    """At 400 handshakes a second, the last of a crowd has twice the time that he needs."""
+    assert all(pace.handshake(crowd) > 2 * crowd / 400 for crowd in range(0, 100_000, 500))

@@ -75,7 +75,7 @@ class Slurm:
             SelectTypeParameters=CR_CPU
             ReturnToService=2
             SlurmctldTimeout=10
-            SlurmdTimeout=10
+            SlurmdTimeout=60
             KillWait=12
             MinJobAge=300
             SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0
@@ -120,10 +120,32 @@ class Slurm:
                 raise RuntimeError(f"{found} of {count} nodes are idle: {self.ask('sinfo', '-N', '-l')}\n{logs}")
             time.sleep(0.1)
 
-    def field(self, job: str, name: str) -> str:
-        """Return a field of ``scontrol show job``."""
+    def fields(self, job: str) -> dict[str, str]:
+        """Return what ``scontrol show job`` tells, all of one moment; empty where there is no such job."""
         text = self.ask("scontrol", "show", "job", job, "--oneliner")
-        return next((word.partition("=")[2] for word in text.split() if word.startswith(f"{name}=")), "")
+        return {name: value for name, equals, value in (word.partition("=") for word in text.split()) if equals}
+
+    def field(self, job: str, name: str) -> str:
+        return self.fields(job).get(name, "")
+
+    def start_again(self, job: str, timeout: float = 120.0) -> None:
+        """
+        Wait until a requeued job has started for the second time, without the two minutes that Slurm lets pass.
+
+        Not in the second of its end, though: credentials are dated in whole seconds, and a node that was told to end
+        the job refuses one that is not younger than that ("Job credential revoked" in slurmctld's log). Slurm then
+        calls the job FAILED, and its script was never run.
+        """
+        hurried, deadline = False, time.monotonic() + timeout
+        while True:
+            now = self.fields(job)
+            if now.get("Restarts") == "1" and now["JobState"] in ("RUNNING", "COMPLETED", "FAILED"):
+                return
+            if now.get("Restarts") == "1" and now["JobState"] == "PENDING" and not hurried:
+                hurried = self.ask("scontrol", "update", f"job={job}", "StartTime=now+2") == ""
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"job {job} does not start again: {now}\n{self.ask('sinfo', '-N', '-l')}")
+            time.sleep(0.1)
 
     def wait_state(self, job: str, *states: str, timeout: float = 60.0) -> str:
         deadline = time.monotonic() + timeout

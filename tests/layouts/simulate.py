@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 
 from pdrun.parallel.layouts.grid import Grid
@@ -77,11 +79,39 @@ def check(plan: Plan, seed: int = 0) -> None:
         np.testing.assert_array_equal(part, held(plan.target, rank, after))
 
 
-def grids(*pairs: tuple[tuple[str, int], ...]) -> list[Grid]:
-    """Return grids from (name, size) pairs."""
-    return [Grid(tuple(name for name, _ in pair), tuple(size for _, size in pair)) for pair in pairs]
+def random_ends(dice: random.Random, size: int) -> tuple[View, View]:
+    """Return two views of the same elements over ``size`` ranks: any grids, shapes, layouts and partial sums."""
+    grid = _random_grid(dice, size)
+    other = grid if dice.random() < 0.5 else _random_grid(dice, size)
+    even = dice.random() < 0.6
+    shape = [dice.choice((2, 4, 6, 8, 12)) if even else dice.randint(1, 9) for _ in range(dice.randint(1, 3))]
+    after = list(shape)
+    if dice.random() < 0.4:
+        at = dice.randrange(len(after))
+        factor = next((p for p in dice.sample((2, 3, 4), 3) if after[at] % p == 0), 1)
+        after[at : at + 1] = [factor, after[at] // factor]
+    ends = [(grid, tuple(shape)), (other, tuple(after))]
+    if dice.random() < 0.5:
+        ends.reverse()
+    first, second = (View(grid, _random_layout(dice, grid, len(shape)), shape) for grid, shape in ends)
+    return first, second
 
 
-def whole(dims: int) -> L:
-    """Return the layout that cuts nothing."""
-    return L(*[None] * dims)
+def _random_grid(dice: random.Random, size: int) -> Grid:
+    sizes = []
+    while size > 1:
+        sizes.append(dice.choice([p for p in range(2, size + 1) if size % p == 0]))
+        size //= sizes[-1]
+    return Grid(tuple(dice.sample("abcdef", len(sizes))), tuple(sizes))
+
+
+def _random_layout(dice: random.Random, grid: Grid, dims: int) -> L:
+    stacks: list[list[str]] = [[] for _ in range(dims)]
+    sums = []
+    for axis in dice.sample(grid.names, len(grid.names)):
+        place = dice.randint(-2, dims - 1)
+        if place >= 0:
+            stacks[place].append(axis)
+        elif place == -2:
+            sums.append(axis)
+    return L(*map(tuple, stacks), sums=tuple(sums))

@@ -52,6 +52,7 @@ class Axes:
         self.counts: dict[tuple[str, tuple[str, ...]], Count] = {}
         self._made: dict[tuple[str, ...], Axis] = {}
         self._groups: dict[tuple[int, ...], Any] = {}
+        self._views: dict[Grid, Axes] = {}
 
     def __getitem__(self, names: str | tuple[str, ...]) -> Axis:
         """Return the place along one axis or several; axes of one device are left out of the names."""
@@ -61,6 +62,17 @@ class Axes:
             ranks = self.grid.group(key, self.rank)
             self._made[key] = Axis(self, key, ranks, self.grid.index(key, self.rank), self._group(ranks))
         return self._made[key]
+
+    def on(self, grid: Grid) -> Axes:
+        """Return the places along another grid's axes over the same ranks; groups and counts are shared."""
+        if grid == self.grid:
+            return self
+        if grid not in self._views:
+            if grid.size != self.grid.size:
+                raise UsageError(f"({grid}) and ({self.grid}) are of other numbers of ranks", where="Axes")
+            view = self._views[grid] = Axes(grid, self.rank, self.device, self.watch)
+            view.counts, view._groups = self.counts, self._groups
+        return self._views[grid]
 
     def _group(self, ranks: tuple[int, ...]) -> Any:
         """Return the process group of some ranks, in that order; None for one rank."""
@@ -126,7 +138,7 @@ class Axis:
         out = front.new_empty(self.size, *front.shape)
         self._run("all_gather", x, compat.all_gather_flat(out.view(-1), front.view(-1), self.group))
         parts = [out[self._order[place]][:size] for place, size in enumerate(sizes)]
-        plain = out.view(-1, *front.shape[1:]) if self._sorted and min(sizes) == most else torch.cat(parts)
+        plain = out.flatten(0, 1) if self._sorted and min(sizes) == most else torch.cat(parts)
         return plain.transpose(0, dim).contiguous()
 
     def reduce_scatter(self, x: torch.Tensor, dim: int) -> torch.Tensor:

@@ -73,9 +73,7 @@ def open_store(dist: Any, member: DynamicMember) -> Any:
     """
     held, member.store_socket = member.store_socket, None
     serve = {"is_master": True, "master_listen_fd": held.detach()} if held is not None else {"is_master": False}
-    return dist.TCPStore(
-        member.master.host, member.master.port, member.world_size, wait_for_workers=False, **serve
-    )
+    return dist.TCPStore(member.master.host, member.master.port, member.world_size, wait_for_workers=False, **serve)
 
 
 def on_loopback(member: DynamicMember) -> bool:

@@ -1,0 +1,271 @@
+"""
+Layouts with a grid of their own: MindSpore's two forms, and its tensor maps.
+
+    Layout((2, 2, 2), ("dp", "sp", "mp"))("dp", "None", ("sp", "mp"))     by the names of a device matrix
+    counts((4, 2), devices=8)                                             4 cuts of dim 0, 2 of dim 1
+    match((4, 2), grid)                                                   the same, by the axes of a mesh
+
+What an axis cuts is told by names here and by numbers in a tensor map: the place of the axis counted from the right, -1
+for none. Devices that the cuts leave unused repeat the calculation: the axis of the repeats is the last.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pdrun.errors import UsageError
+from pdrun.parallel.layouts.grid import Grid
+from pdrun.parallel.layouts.layout import L
+from pdrun.parallel.layouts.view import VIRTUAL, View
+
+NONE = "None"
+"""How a layout by names says that a dim is whole."""
+REPEAT = "repeat"
+"""Name of the axis over which the result is held several times."""
+TensorMap = tuple[int | tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class BoundLayout:
+    """A layout on a grid of its own, for tensors of any shape; ``virtual``: parts along `VIRTUAL`."""
+
+    grid: Grid
+    layout: L
+    virtual: int = 1
+
+    def on(self, shape: tuple[int, ...]) -> View:
+        """Return where a tensor of ``shape`` lies."""
+        return View(self.grid, self.layout, shape, self.virtual)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All axes, the virtual one last."""
+        return (*self.grid.names, VIRTUAL) if self.virtual > 1 else self.grid.names
+
+    @property
+    def tensor_map(self) -> TensorMap:
+        """The layout in numbers."""
+        return to_tensor_map(self.layout, self.names)
+
+
+class Layout:
+    """
+    A device matrix with names, called with a name, a tuple of names (major first) or "None" for each dim of a tensor.
+
+    Args:
+        device_matrix: number of devices along each axis, outer to inner.
+        alias_name: what the axes are called; "interleaved_parallel" may be the last and stands for no devices.
+
+    Raises:
+        UsageError: no tuples, unlike lengths, counts below 1, names that are empty, used twice or reserved.
+    """
+
+    def __init__(self, device_matrix: tuple[int, ...], alias_name: tuple[str, ...]) -> None:
+        where = "Layout"
+        if not isinstance(device_matrix, tuple) or not isinstance(alias_name, tuple):
+            raise UsageError("device_matrix and alias_name must be tuples", where=where)
+        if len(device_matrix) != len(alias_name) or not device_matrix:
+            what = f"{len(device_matrix)} axes of the device matrix have {len(alias_name)} names"
+            raise UsageError(what, where=where, hint="give one name to each axis")
+        for count in device_matrix:
+            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+                raise UsageError(f"{count!r} in device_matrix is not a count of at least 1", where=where)
+        for name in alias_name:
+            if not isinstance(name, str) or not name:
+                raise UsageError(f"{name!r} in alias_name is not a name", where=where)
+            if name == NONE:
+                raise UsageError(f'the name "{NONE}" is reserved for dims that are whole', where=where)
+            if alias_name.count(name) > 1:
+                raise UsageError(f"the name {name!r} is given twice", where=where)
+        if VIRTUAL in alias_name[:-1]:
+            raise UsageError(f"{VIRTUAL!r} must be the last axis", where=where)
+        self.alias_name, self.device_matrix = alias_name, device_matrix
+        real = len(alias_name) - (alias_name[-1] == VIRTUAL)
+        self.grid = Grid(alias_name[:real], device_matrix[:real])
+        self.virtual = device_matrix[-1] if real < len(alias_name) else 1
+
+    def __call__(self, *tensor_map: str | tuple[str, ...]) -> BoundLayout:
+        """
+        Return the layout of a tensor.
+
+        Raises:
+            UsageError: something that is neither a name nor a tuple of names, an unknown name, or one used twice.
+        """
+        dims: list[tuple[str, ...]] = []
+        for entry in tensor_map:
+            names = (entry,) if isinstance(entry, str) else entry
+            if not isinstance(names, tuple) or not names or not all(isinstance(name, str) for name in names):
+                what = f"{entry!r} is neither a name nor a tuple of names"
+                raise UsageError(what, where="Layout", hint=f'"{NONE}" stands for a dim that is whole')
+            if names == (NONE,):
+                dims.append(())
+                continue
+            for name in names:
+                if name not in self.alias_name:
+                    hint = f"the axes are {', '.join(self.alias_name)}"
+                    raise UsageError(f"there is no axis {name!r}", where="Layout", hint=hint)
+            dims.append(names)
+        return BoundLayout(self.grid, L(*dims), self.virtual)
+
+
+def to_tensor_map(layout: L, names: tuple[str, ...]) -> TensorMap:
+    """Return for each dim the place of its axis from the right, several as a tuple, -1 for none."""
+    places = {name: len(names) - 1 - at for at, name in enumerate(names)}
+    found: list[int | tuple[int, ...]] = []
+    for dim in layout.dims:
+        numbers = tuple(places[axis] for axis in dim)
+        found.append(-1 if not numbers else numbers[0] if len(numbers) == 1 else numbers)
+    return tuple(found)
+
+
+def from_tensor_map(tensor_map: TensorMap, names: tuple[str, ...]) -> L:
+    """
+    Return the layout that a tensor map stands for.
+
+    Raises:
+        UsageError: a number that is neither -1 nor the place of an axis.
+    """
+    dims = []
+    for entry in tensor_map:
+        numbers = (entry,) if isinstance(entry, int) else tuple(entry)
+        for number in numbers:
+            if not -1 <= number < len(names):
+                what = f"{number} in the tensor map {tensor_map} is no axis of {len(names)}"
+                raise UsageError(what, where="Layout", hint=f"0 to {len(names) - 1}, or -1 for none")
+        dims.append(tuple(names[len(names) - 1 - number] for number in numbers if number >= 0))
+    return L(*dims)
+
+
+def is_counts(value: Any) -> bool:
+    """Return whether a value is a layout as counts: a tuple of whole numbers."""
+    return isinstance(value, tuple) and all(isinstance(one, int) and not isinstance(one, bool) for one in value)
+
+
+def counts(cuts: tuple[int, ...], devices: int) -> BoundLayout:
+    """
+    Return the layout that cuts each dim that often, on the grid that this implies.
+
+    The grid has an axis a dim, ``d0``, ``d1`` and so on, and where the cuts use fewer than all devices the axis
+    `REPEAT` at the end: ``(2, 1)`` on 8 devices puts the first half on ranks 0 to 3.
+
+    Raises:
+        UsageError: a count below 1, or a product that does not divide the number of devices.
+    """
+    _check_counts(cuts)
+    used = math.prod(cuts)
+    if devices % used:
+        what = f"{cuts} cuts into {used} parts, which does not divide {devices} devices"
+        raise UsageError(what, where="layout by counts")
+    names = tuple(f"d{dim}" for dim in range(len(cuts)))
+    layout = L(*[name if count > 1 else None for name, count in zip(names, cuts, strict=True)])
+    repeats = devices // used
+    return BoundLayout(Grid((*names, REPEAT), (*cuts, repeats)) if repeats > 1 else Grid(names, cuts), layout)
+
+
+def match(cuts: tuple[int, ...], grid: Grid, axes: tuple[str, ...] | None = None) -> L:
+    """
+    Return the layout by the axes of a grid that cuts each dim that often.
+
+    Args:
+        axes: those that may be used; default: all.
+
+    Raises:
+        UsageError: a count below 1, no axes that make the counts, or more than one way to choose them.
+    """
+    _check_counts(cuts)
+    usable = [name for name in axes or grid.names if grid.degree(name) > 1]
+    found = list(_ways(cuts, usable, grid))
+    shown = ", ".join(f"{name}={grid.degree(name)}" for name in usable) or "none of more than one device"
+    if not found:
+        raise UsageError(f"no axes make the counts {cuts}", where="layout by counts", hint=f"the axes are {shown}")
+    if len(found) > 1:
+        what = f"the counts {cuts} can be {found[0]} or {found[1]}"
+        raise UsageError(what, where="layout by counts", hint=f"name the axes; they are {shown}")
+    return found[0]
+
+
+def _check_counts(cuts: tuple[int, ...]) -> None:
+    for count in cuts:
+        if count < 1:
+            raise UsageError(f"{count} in {cuts} is not a count of at least 1", where="layout by counts")
+
+
+def _ways(cuts: tuple[int, ...], usable: list[str], grid: Grid) -> Iterator[L]:
+    """Yield every layout whose dims are cut that often, the axes of a dim in the order of the grid."""
+
+    def fill(dim: int, free: list[str]) -> Iterator[tuple[tuple[str, ...], ...]]:
+        if dim == len(cuts):
+            yield ()
+            return
+        for chosen in _products(cuts[dim], free, grid):
+            rest = [name for name in free if name not in chosen]
+            for others in fill(dim + 1, rest):
+                yield (chosen, *others)
+
+    return (L(*dims) for dims in fill(0, usable))
+
+
+def _products(wanted: int, names: list[str], grid: Grid) -> Iterator[tuple[str, ...]]:
+    """Yield every choice of names, in order, whose degrees multiply to ``wanted``."""
+    if wanted == 1:
+        yield ()
+        return
+    for at, name in enumerate(names):
+        if wanted % grid.degree(name) == 0:
+            for rest in _products(wanted // grid.degree(name), names[at + 1 :], grid):
+                yield (name, *rest)
+
+
+def onto(bound: BoundLayout, grid: Grid) -> L:
+    """
+    Return a bound layout by the axes of another grid over the same ranks.
+
+    Raises:
+        UsageError: other ranks, a virtual axis, or an axis that is no run of whole axes of the grid.
+    """
+    if bound.grid.size != grid.size:
+        raise UsageError(f"({bound.grid}) has {bound.grid.size} devices, ({grid}) {grid.size}", where="Layout")
+    if VIRTUAL in bound.layout.axes:
+        raise UsageError(f"{VIRTUAL!r} is no axis of the mesh ({grid})", where="Layout")
+    named = {axis: _run(bound.grid, axis, grid) for axis in (*bound.layout.axes, *bound.layout.sums)}
+    dims = [tuple(name for axis in dim for name in named[axis]) for dim in bound.layout.dims]
+    return L(*dims, sums=tuple(name for axis in bound.layout.sums for name in named[axis]))
+
+
+def _run(own: Grid, axis: str, grid: Grid) -> tuple[str, ...]:
+    place = own.names.index(axis)
+    low = math.prod(own.sizes[place + 1 :])
+    high, found, stride = low * own.degree(axis), [], 1
+    for name, size in zip(reversed(grid.names), reversed(grid.sizes), strict=True):
+        if size > 1 and low <= stride and stride * size <= high:
+            found.append(name)
+        stride *= size
+    if math.prod(grid.degree(name) for name in found) != own.degree(axis):
+        what = f"the axis {axis!r} of ({own}) is made of no whole axes of the mesh ({grid})"
+        raise UsageError(what, where="Layout", hint="redistribute between two views, or choose a finer mesh")
+    return tuple(reversed(found))
+
+
+def as_layout(value: Any, grid: Grid, axes: tuple[str, ...] | None = None) -> L:
+    """
+    Return what a user gave for a layout, an `L`, a `BoundLayout` or counts, as one by the axes of a grid.
+
+    Args:
+        axes: which axes counts may use; default: all.
+
+    Raises:
+        UsageError: it is none of these, or cannot be said by the grid's axes.
+    """
+    if isinstance(value, L):
+        for axis in (*value.axes, *value.sums):
+            grid.degree(axis)
+        return value
+    if isinstance(value, BoundLayout):
+        return onto(value, grid)
+    if is_counts(value):
+        return match(value, grid, axes)
+    what = f"{value!r} is no layout"
+    raise UsageError(what, where="Layout", hint='L("dp", None), Layout(...)(...) or counts such as (4, 2)')

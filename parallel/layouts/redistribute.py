@@ -1,0 +1,224 @@
+"""
+From one layout to another: the list of steps, the same on every rank.
+
+Both ends are brought to one grid and one shape (`unify`), where they differ in the axes of some dims. Then, until no
+dim differs, always by ascending dim:
+
+1. *slice* wherever the next axis of a dim is free, *reduce-scatter* where there are partial sums over it, then
+   *all-to-all* where it cuts another dim, until nothing more of that can be done;
+2. *all-reduce* what is partial and is needed nowhere;
+3. *all-gather* dims whose innermost axis isn't needed anywhere (*pad*, where it becomes a partial sum);
+4. if nothing has changed, the axes change places in a circle: all-gather the first dim that differs.
+
+That is MindSpore's way, with partial sums. Where there is no common form the tensor is gathered whole, reshaped and cut
+again. Dims that are cut by several axes can be seen as one dim or as several: of all ways the one that sends least is
+taken, so that none ever sends more than gathering everything.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from pdrun.errors import UsageError
+from pdrun.parallel.layouts.grid import Grid
+from pdrun.parallel.layouts.layout import L
+from pdrun.parallel.layouts.steps import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    FIRST,
+    PAD,
+    REDUCE_SCATTER,
+    RESHAPE,
+    SLICE,
+    Plan,
+    Step,
+)
+from pdrun.parallel.layouts.unify import Pair, unify
+from pdrun.parallel.layouts.view import View
+
+WHERE = "redistribute"
+
+
+def redistribute(
+    source: L,
+    target: L,
+    shape: tuple[int, ...],
+    grid: Grid,
+    target_grid: Grid | None = None,
+    target_shape: tuple[int, ...] | None = None,
+) -> Plan:
+    """
+    Return the steps from one layout of a tensor to another.
+
+    Args:
+        source, target: how the tensor lies before and after.
+        shape: of the whole tensor.
+        grid: the axes that ``source`` names, and ``target`` too unless it has a grid of its own.
+        target_grid: other axes of the same ranks.
+        target_shape: another shape of the same elements.
+
+    Raises:
+        UsageError: layout, grid and shape don't fit, or the two ends are of other ranks or numbers of elements.
+    """
+    return route(View(grid, source, shape), View(target_grid or grid, target, target_shape or shape))
+
+
+def route(source: View, target: View) -> Plan:
+    """
+    Return the steps from one view to another (see `redistribute`).
+
+    Raises:
+        UsageError: other numbers of ranks or of elements.
+    """
+    if source.grid.size != target.grid.size:
+        raise UsageError(f"({source.grid}) and ({target.grid}) are of other numbers of ranks", where=WHERE)
+    if math.prod(source.shape) != math.prod(target.shape):
+        what = f"{list(source.shape)} and {list(target.shape)} have other numbers of elements"
+        raise UsageError(what, where=WHERE)
+    found = [_direct(source, target, unify(source, target, expand)) for expand in (False, True)]
+    plans = [plan for plan in found if plan is not None] + [fall_back(source, target)]
+    return min(plans, key=lambda plan: (plan.moved(), len(plan.collectives), len(plan.steps)))
+
+
+def fall_back(source: View, target: View) -> Plan:
+    """Return the way over the whole tensor: gather everything, reshape, cut."""
+    before = View(source.grid, L(*[None] * len(source.shape)), source.shape)
+    after = View(target.grid, L(*[None] * len(target.shape)), target.shape)
+    gathered = _certain(source, before).steps
+    turned = _reshaped(before, after) if before.shape != after.shape else ()
+    return Plan(source, target, (*gathered, *turned, *_certain(after, target).steps))
+
+
+def _certain(source: View, target: View) -> Plan:
+    """Return the way to or from a whole tensor on one grid, for which there is always a common form."""
+    found = _direct(source, target, unify(source, target, expand=False))
+    assert found is not None, f"no common form of {source} and {target}"
+    return found
+
+
+def _direct(source: View, target: View, pair: Pair | None) -> Plan | None:
+    if pair is None:
+        return None
+    steps = list(_reshaped(source, pair.source)) if source.local_shape() != pair.source.local_shape() else []
+    steps += _Walk(pair.source, pair.target).run()
+    if pair.target.local_shape() != target.local_shape():
+        steps += _reshaped(pair.target, target)
+    return Plan(source, target, tuple(_merged(steps)))
+
+
+def _reshaped(before: View, after: View) -> tuple[Step, ...]:
+    return (Step(RESHAPE, before, after),)
+
+
+@dataclass
+class _Walk:
+    """The way between two layouts of one shape on one grid."""
+
+    start: View
+    end: View
+    steps: list[Step] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.dims = [list(dim) for dim in self.start.layout.dims]
+        self.sums = list(self.start.layout.sums)
+        self.wanted = [list(dim) for dim in self.end.layout.dims]
+        self.needed = {axis: dim for dim, axes in enumerate(self.wanted) for axis in axes}
+        self.view = self.start
+
+    def run(self) -> list[Step]:
+        """Return the steps."""
+        while True:
+            while self._approach():
+                pass
+            changed = self._add_up()
+            if self.dims == self.wanted:
+                break
+            if not (self._gather_unneeded() or changed):
+                self._gather_first()
+        free = [axis for axis in self.end.layout.sums if axis not in self.sums]
+        if free:
+            self.sums += free
+            self._note(FIRST, tuple(free))
+        return self.steps
+
+    def _approach(self) -> bool:
+        """Give every dim the axes that it can get without a gather; return whether there were any."""
+        changed = False
+        for how in (SLICE, ALL_TO_ALL):
+            for dim in range(len(self.dims)):
+                changed |= self._push(dim, how)
+        return changed
+
+    def _push(self, dim: int, how: str) -> bool:
+        here, wanted = self.dims[dim], self.wanted[dim]
+        if len(here) >= len(wanted) or wanted[: len(here)] != here:
+            return False
+        axis = wanted[len(here)]
+        origin = next((at for at, axes in enumerate(self.dims) if axis in axes), -1)
+        if origin >= 0:
+            if how != ALL_TO_ALL or origin == dim or self.dims[origin][-1] != axis:
+                return False
+            self.dims[origin].pop()
+        elif axis in self.sums:
+            self.sums.remove(axis)
+            how = REDUCE_SCATTER
+        elif how != SLICE:
+            return False
+        here.append(axis)
+        self._note(how, (axis,), dim, origin)
+        return True
+
+    def _add_up(self) -> bool:
+        """Add up what is partial and stays in no form; return whether there was any."""
+        done = tuple(axis for axis in self.sums if axis not in self.needed and axis not in self.end.layout.sums)
+        if done:
+            self.sums = [axis for axis in self.sums if axis not in done]
+            self._note(ALL_REDUCE, done)
+        return bool(done)
+
+    def _gather_unneeded(self) -> bool:
+        """Gather each dim whose innermost axis cuts nothing at the end; return whether there were any."""
+        changed = False
+        for dim, axes in enumerate(self.dims):
+            if axes and axes != self.wanted[dim] and axes[-1] not in self.needed:
+                self._pop(dim)
+                changed = True
+        return changed
+
+    def _gather_first(self) -> None:
+        """Gather the first dim that has an axis in the wrong place."""
+        for dim, axes in enumerate(self.dims):
+            if axes != self.wanted[dim][: len(axes)]:
+                self._pop(dim)
+                return
+        raise AssertionError(f"no way from {self.start} to {self.end}")
+
+    def _pop(self, dim: int) -> None:
+        axis = self.dims[dim].pop()
+        if axis in self.end.layout.sums:
+            self.sums.append(axis)
+            self._note(PAD, (axis,), dim)
+        else:
+            self._note(ALL_GATHER, (axis,), dim)
+
+    def _note(self, kind: str, axes: tuple[str, ...], dim: int = -1, origin: int = -1) -> None:
+        layout = L(*[tuple(dim) for dim in self.dims], sums=tuple(self.sums))
+        after = View(self.start.grid, layout, self.start.shape)
+        self.steps.append(Step(kind, self.view, after, axes, dim, origin))
+        self.view = after
+
+
+def _merged(steps: list[Step]) -> list[Step]:
+    """Join all-gathers of one dim that follow one another, where its parts are equal."""
+    found: list[Step] = []
+    for step in steps:
+        last = found[-1] if found else None
+        if last and last.kind == step.kind == ALL_GATHER and last.dim == step.dim:
+            axes, all_axes = (*step.axes, *last.axes), last.before.layout.dims[last.dim]
+            if last.before.shape[last.dim] % last.before.grid.extent(all_axes) == 0:
+                found[-1] = Step(ALL_GATHER, last.before, step.after, axes, step.dim)
+                continue
+        found.append(step)
+    return found

@@ -1,0 +1,279 @@
+"""
+One grid and one shape for two views of the same ranks and elements.
+
+Grids: the products of sizes from the right, of both, sorted; where each divides the next they are the strides of a
+grid that refines both, and an axis of either is a run of its axes. Shapes: the same, where before a dim that several
+axes cut is written as several dims, one axis on each: 8 over ("sp", "dp") of 2 and 2 is (2, 4) over "sp" and "dp". A
+cut dim that falls into several takes its axis along if sizes allow, which may refine the grid once more.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+from pdrun.parallel.layouts.grid import Grid
+from pdrun.parallel.layouts.layout import L, cut
+from pdrun.parallel.layouts.view import VIRTUAL, View
+
+Stack = tuple[str, ...]
+Split = dict[str, Stack]
+Pieces = list[tuple[int, Stack]]
+"""Dims as (size, axes that cut it)."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two views of one shape on one grid that hold the same elements, in the same order, as the views given."""
+
+    source: View
+    target: View
+
+
+@dataclass(frozen=True)
+class _Refine(Exception):
+    """An axis has to become two, the first of ``major`` devices."""
+
+    axis: str
+    major: int
+
+
+class _Misfit(Exception):
+    """There is no common form."""
+
+
+def unify(source: View, target: View, expand: bool = True) -> Pair | None:
+    """
+    Return both views in one form; None where there is none.
+
+    Args:
+        expand: write dims that several axes cut as several dims. Without, shapes must be equal.
+    """
+    joined = _common_grid(source.grid, target.grid)
+    if joined is None or (not expand and source.shape != target.shape):
+        return None
+    grid, first, second = joined
+    while True:
+        try:
+            here, there = _renamed(source, first, grid), _renamed(target, second, grid)
+            dims = _blocks(here, there, grid, (source.virtual, target.virtual), expand)
+            break
+        except _Refine as wish:
+            grid, split = _split_axis(grid, wish.axis, wish.major)
+            first = {axis: _through(names, split) for axis, names in first.items()}
+            second = {axis: _through(names, split) for axis, names in second.items()}
+        except _Misfit:
+            return None
+    shape = tuple(size for size, _, _ in dims)
+    sums = (_through(source.layout.sums, first), _through(target.layout.sums, second))
+    return Pair(
+        View(grid, L(*[axes for _, axes, _ in dims], sums=sums[0]), shape),
+        View(grid, L(*[axes for _, _, axes in dims], sums=sums[1]), shape),
+    )
+
+
+# ---- grids -------------------------------------------------------------------------------------------------------
+
+
+def _common_grid(first: Grid, second: Grid) -> tuple[Grid, Split, Split] | None:
+    """Return the coarsest grid that refines both, and the run of its axes that each axis of either is."""
+    if first == second:
+        same: Split = {name: (name,) if size > 1 else () for name, size in zip(first.names, first.sizes, strict=True)}
+        return first, same, same
+    spans = [_spans(first), _spans(second)]
+    strides = sorted({1, *(stride for one in spans for span in one.values() for stride in span)})
+    if first.size != second.size or any(high % low for low, high in pairwise(strides)):
+        return None
+    names: dict[tuple[int, int], str] = {}
+    for low, high in pairwise(strides):
+        names[low, high] = _name((low, high), spans, set(names.values()))
+    outer = list(reversed(names))
+    grid = Grid(tuple(names[span] for span in outer), tuple(high // low for low, high in outer))
+    split_first, split_second = (
+        {
+            axis: tuple(names[span] for span in outer if low <= span[0] and span[1] <= high)
+            for axis, (low, high) in one.items()
+        }
+        for one in spans
+    )
+    return grid, split_first, split_second
+
+
+def _spans(grid: Grid) -> dict[str, tuple[int, int]]:
+    """Return for each axis its stride and that of the axis outside it."""
+    found, stride = {}, 1
+    for name, size in zip(reversed(grid.names), reversed(grid.sizes), strict=True):
+        found[name] = (stride, stride * size)
+        stride *= size
+    return found
+
+
+def _name(span: tuple[int, int], spans: list[dict[str, tuple[int, int]]], taken: set[str]) -> str:
+    """Return what an axis of the common grid is called: as the axis that it is, or after the one that it is part of."""
+    for at, one in enumerate(spans):
+        for axis, whole in one.items():
+            if whole == span and axis not in taken and (at == 0 or axis not in spans[0]):
+                return axis
+    inside = next(axis for axis, (low, high) in spans[0].items() if low <= span[0] and span[1] <= high and high > low)
+    return _fresh(inside, taken | set(spans[0]) | set(spans[1]))
+
+
+def _fresh(axis: str, taken: set[str]) -> str:
+    number = 0
+    while f"{axis}.{number}" in taken:
+        number += 1
+    return f"{axis}.{number}"
+
+
+def _split_axis(grid: Grid, axis: str, major: int) -> tuple[Grid, Split]:
+    taken = set(grid.names)
+    first = _fresh(axis, taken)
+    second = _fresh(axis, taken | {first})
+    place, size = grid.names.index(axis), grid.degree(axis)
+    names = (*grid.names[:place], first, second, *grid.names[place + 1 :])
+    sizes = (*grid.sizes[:place], major, size // major, *grid.sizes[place + 1 :])
+    return Grid(names, sizes), {axis: (first, second)}
+
+
+def _through(names: Stack, split: Split) -> Stack:
+    return tuple(new for name in names for new in split.get(name, (name,)))
+
+
+def _renamed(view: View, split: Split, grid: Grid) -> Pieces:
+    """Return a view's dims by the axes of the common grid; one that this would cut elsewhere is a misfit."""
+    dims: Pieces = []
+    for size, stack in zip(view.shape, view.layout.dims, strict=True):
+        fine = _through(stack, split)
+        sizes = [view.degree(axis) for axis in stack], [view.virtual if a == VIRTUAL else grid.degree(a) for a in fine]
+        if size % math.prod(sizes[0]) and _bounds(size, sizes[0]) != _bounds(size, sizes[1]):
+            raise _Misfit
+        dims.append((size, fine))
+    return dims
+
+
+def _bounds(size: int, degrees: list[int]) -> list[tuple[int, int]]:
+    """Return the parts of a dim that is cut axis after axis."""
+    held = [(0, size)]
+    for degree in degrees:
+        held = [
+            (low + start, low + stop)
+            for low, high in held
+            for start, stop in (cut(high - low, degree, place) for place in range(degree))
+        ]
+    return held
+
+
+# ---- shapes ------------------------------------------------------------------------------------------------------
+
+
+def _blocks(
+    source: Pieces, target: Pieces, grid: Grid, virtual: tuple[int, int], expand: bool
+) -> list[tuple[int, Stack, Stack]]:
+    """Return common dims as (size, axes before, axes after)."""
+    found: list[tuple[int, Stack, Stack]] = []
+    for here, there in _matched(source, target):
+        if len(here) == len(there) == 1 and here[0][0] == there[0][0]:
+            pair = (here[0][0], here[0][1], there[0][1])
+            if not _needs(pair, grid, expand):
+                found.append(pair)
+                continue
+            try:
+                found += _common(_expanded(here, grid, virtual[0]), _expanded(there, grid, virtual[1]), grid)
+            except _Misfit:
+                if VIRTUAL in (*pair[1], *pair[2]):
+                    raise
+                found.append(pair)
+        else:
+            found += _common(_expanded(here, grid, virtual[0]), _expanded(there, grid, virtual[1]), grid)
+    return found
+
+
+def _needs(pair: tuple[int, Stack, Stack], grid: Grid, expand: bool) -> bool:
+    """Return whether a dim must (virtual parts) or may profitably be written as several."""
+    size, here, there = pair
+    if VIRTUAL in here or VIRTUAL in there:
+        return True
+    return expand and size > 0 and here != there and max(len(here), len(there)) > 1
+
+
+def _matched(source: Pieces, target: Pieces) -> list[tuple[Pieces, Pieces]]:
+    """Return the smallest runs of dims with equal products."""
+    if [size for size, _ in source] == [size for size, _ in target]:
+        return [([here], [there]) for here, there in zip(source, target, strict=True)]
+    if any(size == 0 for size, _ in source):
+        raise _Misfit
+    found, left, right = [], list(source), list(target)
+    while left or right:
+        here, there = left[:1], right[:1]
+        left, right = left[1:], right[1:]
+        while (a := math.prod(size for size, _ in here)) != (b := math.prod(size for size, _ in there)):
+            if a < b:
+                here.append(left.pop(0))
+            else:
+                there.append(right.pop(0))
+        found.append((here, there))
+    return found
+
+
+def _expanded(dims: Pieces, grid: Grid, virtual: int) -> Pieces:
+    """Return dims with at most one axis each."""
+    found: Pieces = []
+    for size, stack in dims:
+        while stack and stack[-1] == VIRTUAL:  # inside all others: its parts lie side by side
+            stack = stack[:-1]
+        degrees = [virtual if axis == VIRTUAL else grid.degree(axis) for axis in stack]
+        if size % math.prod(degrees):
+            if len(dims) == 1 and len(stack) == 1 and size > 1:
+                found.append((size, stack))
+                continue
+            raise _Misfit
+        for axis, degree in zip(stack[:-1], degrees[:-1], strict=True):
+            found.append((degree, () if axis == VIRTUAL else (axis,)))
+            size //= degree
+        found.append((size, stack[-1:]))
+    return [piece for piece in found if piece[0] != 1] or [(1, ())]
+
+
+def _common(source: Pieces, target: Pieces, grid: Grid) -> list[tuple[int, Stack, Stack]]:
+    """Return the dims of the shape that refines both."""
+    strides = sorted({1, *_strides(source), *_strides(target)})
+    if any(high % low for low, high in pairwise(strides)):
+        raise _Misfit
+    here, there = _cut_up(source, strides, grid), _cut_up(target, strides, grid)
+    return [(size, a, b) for (size, a), (_, b) in zip(here, there, strict=True)]
+
+
+def _strides(dims: Pieces) -> list[int]:
+    found, stride = [], 1
+    for size, _ in reversed(dims):
+        stride *= size
+        found.append(stride)
+    return found
+
+
+def _cut_up(dims: Pieces, strides: list[int], grid: Grid) -> Pieces:
+    """Cut dims at strides; a cut dim's axis goes to the first of its parts, and on to the next where it is larger."""
+    found: Pieces = []
+    high = math.prod(size for size, _ in dims)
+    if high == 1:
+        return [(1, ())]
+    for size, stack in dims:
+        low = high // size
+        inner = [stride for stride in strides if low <= stride <= high][::-1]
+        parts = [outer // inside for outer, inside in pairwise(inner)]
+        high = low
+        if len(parts) > 1 and stack:
+            found += _placed(parts, stack[0], size, grid)
+        else:
+            found += [(parts[0], stack), *[(part, ()) for part in parts[1:]]]
+    return found
+
+
+def _placed(parts: list[int], axis: str, size: int, grid: Grid) -> Pieces:
+    degree = grid.degree(axis)
+    if size % degree == 0 and parts[0] % degree == 0:
+        return [(parts[0], (axis,)), *[(part, ()) for part in parts[1:]]]
+    if size % degree == 0 and degree % parts[0] == 0:
+        raise _Refine(axis, parts[0])
+    raise _Misfit

@@ -6,9 +6,10 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from pdrun.errors import ConfigError
-from pdrun.launcher.mpicommand import recognise
+from pdrun.launcher.mpicommand import Mpi, recognise
 from pdrun.launcher.spec import JobSpec
 from pdrun.launcher.through import Starter
 
@@ -35,9 +36,17 @@ def _mpirun(named: str, environ: Mapping[str, str]) -> Starter:
     if not found:
         return Starter("mpirun", fault=f"there is no {' or '.join(names)} here: say which with --mpirun PROGRAM")
     try:
-        return Starter("mpirun", found[0], recognise(found[0], _output([found[0], "--version"], environ)))
+        mpi = recognise(found[0], _output([found[0], "--version"], environ))
+        return Starter("mpirun", found[0], _beside(mpi, environ) if mpi.family == "mpich" else mpi)
     except ConfigError as error:
         return Starter("mpirun", found[0], fault=f"{error.what}; {error.hint}")
+
+
+def _beside(mpi: Mpi, environ: Mapping[str, str]) -> Mpi:
+    """Return Intel MPI's own mpiexec.hydra where an mpirun is Intel's script: that runs any which PATH has."""
+    path = shutil.which("mpiexec.hydra", path=str(Path(mpi.program).parent))
+    said = _output([path, "--version"], environ) if path else ""
+    return recognise(path, said) if path and "Intel(R) MPI Library" in said else mpi
 
 
 def slurm_config(environ: Mapping[str, str]) -> frozenset[str]:

@@ -111,5 +111,7 @@ class Probes:
     """Whether something accepts connections at a host and port of this machine."""
     word_above: Callable[[tuple[str, ...], str], str] = lambda commands, option: ""
     """The value of an option on the command line of the nearest process above with one of these command names."""
+    peer_above: Callable[[tuple[str, ...], int], str] = lambda commands, descriptor: ""
+    """The address at the other end of that TCP connection of the nearest process above with one of these names."""
     read: Callable[[str], str] = _no_file
     """The text of a small file; raises OSError, ValueError when it is too long or no text."""

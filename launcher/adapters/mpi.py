@@ -27,6 +27,7 @@ from pdrun.launcher.adapters.found import Probes
 from pdrun.launcher.adapters.reading import Environ, Row
 
 ORTE = ("orted", "mpirun", "mpiexec", "orterun", "mpirun.openmpi", "mpiexec.openmpi", "prted", "prterun", "prte")
+INTEL = ("mpiexec.hydra",)
 HYDRA = ("hydra_pmi_proxy", "hydra_bstrap_pr", "mpiexec.hydra", "mpiexec", "mpirun")
 """Command names (the kernel keeps 15 characters) of the processes above a task."""
 
@@ -75,6 +76,24 @@ def _hydra_head(environ: Environ, probes: Probes) -> tuple[str, str]:
     return "", ""
 
 
+def _intel_head(environ: Environ, probes: Probes) -> tuple[str, str]:
+    """
+    As above; in 2021.19 the proxy replaces the process that was told, and what is left is its connection.
+
+    Proxies form a tree. mpiexec is the root, and the first of them, as many as the tree is wide, hang on it directly.
+    """
+    host, source = _hydra_head(environ, probes)
+    if host:
+        return host, source
+    if probes.is_under(INTEL):
+        return environ.get("HYDRA_BSTRAP_LOCALHOST", "") or probes.hostname, f"{INTEL[0]} above this process"
+    names = ("HYDRA_BSTRAP_PROXY_ID", "HYDRA_BSTRAP_TREE_WIDTH", "HYDRA_BSTRAP_UPSTREAM_FD")
+    texts = [environ.get(name, "") for name in names]
+    if all(re.fullmatch("[0-9]{1,9}", text) for text in texts) and int(texts[0]) < int(texts[1]):
+        return probes.peer_above(("hydra_pmi_proxy",), int(texts[2])), names[2]
+    return "", ""
+
+
 WORKERS = (
     Row(
         "pdrun", "a worker of pdrun", ("PDRUN_GENERATION", "RANK"), "RANK", "WORLD_SIZE", "LOCAL_RANK",
@@ -116,7 +135,7 @@ MPI = (
     ),
     Row(
         "intelmpi", "mpirun (Intel MPI)", ("PMI_RANK", "I_MPI_HYDRA_UUID"), "PMI_RANK", "PMI_SIZE",
-        "MPI_LOCALRANKID", "MPI_LOCALNRANKS", job="I_MPI_HYDRA_UUID", head=_hydra_head, stale=_hydra_stale,
+        "MPI_LOCALRANKID", "MPI_LOCALNRANKS", job="I_MPI_HYDRA_UUID", head=_intel_head, stale=_hydra_stale,
         beginnings=("I_MPI_HYDRA_", "HYDRA_", "PMI_", "MPI_LOCAL"), unless=("PALS_RANKID", "MV2_COMM_WORLD_RANK"),
     ),
     Row(

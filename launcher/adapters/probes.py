@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import stat
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -27,6 +29,7 @@ def real(environ: Mapping[str, str] | None = None, root: Path = Path("/")) -> Pr
         is_open=_is_open,
         answers=_answers,
         word_above=lambda commands, option: _word_above(commands, option, root),
+        peer_above=lambda commands, descriptor: _peer_above(commands, descriptor, root),
         read=_read,
     )
 
@@ -81,6 +84,32 @@ def _word_above(commands: tuple[str, ...], option: str, root: Path) -> str:
             except OSError:
                 return ""
             return words[words.index(option) + 1] if option in words[:-1] else ""
+    return ""
+
+
+def _peer_above(commands: tuple[str, ...], descriptor: int, root: Path) -> str:
+    for pid, name in _lineage(root):
+        if name in commands:
+            process = root / f"proc/{pid}"
+            try:
+                link = str((process / f"fd/{descriptor}").readlink())
+                return next(filter(None, (_peer(process / f"net/{table}", link) for table in ("tcp", "tcp6"))), "")
+            except (OSError, ValueError, LookupError):
+                return ""
+    return ""
+
+
+def _peer(table: Path, link: str) -> str:
+    """Return the remote address of the socket ``link`` (``socket:[INODE]``) by one of the kernel's tables."""
+    for line in table.read_text().splitlines()[1:]:
+        fields = line.split()
+        if link == f"socket:[{fields[9]}]":
+            words = bytes.fromhex(fields[2].partition(":")[0])  # 32 bits a word, each as this machine writes numbers
+            packed = b"".join(
+                int.from_bytes(words[at : at + 4], "big").to_bytes(4, sys.byteorder) for at in range(0, len(words), 4)
+            )
+            address = ipaddress.ip_address(packed)
+            return str(getattr(address, "ipv4_mapped", None) or address)
     return ""
 
 

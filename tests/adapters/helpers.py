@@ -61,6 +61,7 @@ def probes(case: dict[str, Any]) -> Probes:
         is_open=lambda descriptor: descriptor in case.get("open", ()),
         answers=lambda address, port: port in case.get("listening", ()),
         word_above=lambda commands, option: str(case.get("words", {}).get(option, "")),
+        peer_above=lambda commands, descriptor: str(case.get("peers", {}).get(descriptor, "")),
         read=read,
     )
 

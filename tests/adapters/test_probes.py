@@ -64,6 +64,23 @@ def test_a_tree_without_proc_knows_nothing(tmp_path: Path) -> None:
     assert probes.is_ancestor(1) is None
     assert probes.is_under(("init",)) is None
     assert probes.word_above(("init",), "--x") == ""
+    assert probes.peer_above(("init",), 3) == ""
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1", "::ffff:127.0.0.1"])
+def test_the_other_end_of_a_connection_is_found(address: str) -> None:
+    try:
+        server = socket.create_server(("::" if address == "::ffff:127.0.0.1" else address, 0),
+                                      family=socket.AF_INET6 if ":" in address else socket.AF_INET,
+                                      dualstack_ipv6=address == "::ffff:127.0.0.1")  # fmt: skip
+    except OSError:
+        pytest.skip("no IPv6 here")
+    me = (Path("/proc/self/comm").read_text().strip(),)
+    with server, socket.socket(server.family) as near:
+        near.connect((address, server.getsockname()[1]))
+        assert real().peer_above(me, near.fileno()) == address.removeprefix("::ffff:")
+        assert real().peer_above(("no-such-command",), near.fileno()) == ""
+    assert real().peer_above(me, 10**6) == ""
 
 
 def test_a_word_of_a_process_above_is_found() -> None:

@@ -13,7 +13,8 @@ from pdrun.errors import UsageError
 from pdrun.parallel.axes import Axes
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
-from pdrun.parallel.modules import Strategy, linear2d, linear3d
+from pdrun.parallel.modules import Strategy
+from pdrun.parallel.modules.highdim import linear2d, linear3d
 from tests.parallel import decoder
 
 pytestmark = pytest.mark.torch

@@ -1,10 +1,10 @@
 """
 Who works through a step's micro-batches: the plain loop here, or a pipeline's schedule.
 
-A driver computes; what happens to gradients is the engine's. Around the *backward* of each micro-batch (of each chunk of
-a stage, where a stage has several) it calls ``engine.begin(first, last, chunk)`` and ``engine.backward_done()``, and no
-two of these pairs overlap. Forwards may lie anywhere between them, as in 1F1B. Level 3 gathers weights for the forward
-too: there ``begin`` comes before the forward and ``engine.forward_done()`` after it, which the plain loop does.
+A driver computes; what happens to gradients is the engine's. Around the *backward* of each micro-batch (of each chunk,
+where a stage has several) it calls ``engine.begin(first, last, chunk)`` and ``engine.backward_done()``, and no two of
+these pairs overlap. Forwards may lie anywhere between them, as in 1F1B. Level 3 gathers weights for the forward too:
+there ``begin`` comes before the forward and ``engine.forward_done()`` after it, which the plain loop does.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class MicroBatch:
     One rank's part of a step.
 
     Attributes:
-        batch: its rows, in the form of the user's batch, on this rank's device and in the policy's type. Where
-            ``weight`` is 0 it is one row that stands in for none.
+        batch: its rows, in the form of the user's batch; ``run.here(micro.batch)`` brings them to this rank's device,
+            in the policy's type. Where ``weight`` is 0 it is one row that stands in for none.
         rows: which rows of the global batch they are.
         weight: 1.0, or 0.0 where there are no rows: the loss's sum and count are then multiplied by it.
         index: of the slice, counted over all ranks of dp and all micro-batches: what the randomness depends on.
@@ -71,6 +71,14 @@ class Driver(Protocol):
         """
         ...
 
+    def chunk_of(self, name: str) -> int:
+        """
+        Return in which chunk of this rank's stage a weight is; 0 where a stage is one piece.
+
+        A weight that several chunks of one rank use belongs to the first of them, whose backward comes last.
+        """
+        ...
+
 
 class Pipeline(Protocol):
     """What ``parallelize(pipeline=...)`` takes."""
@@ -93,6 +101,10 @@ class Pipeline(Protocol):
 class Plain:
     """One micro-batch after the other, the whole model at once."""
 
+    def chunk_of(self, name: str) -> int:
+        """See `Driver.chunk_of`."""
+        return 0
+
     def passes(self, run: Run, micros: Sequence[MicroBatch]) -> torch.Tensor:
         """See `Driver.passes`."""
         sums: list[torch.Tensor] = []
@@ -100,7 +112,7 @@ class Plain:
         for micro in micros:
             run.engine.begin(first=micro.place == 0, last=micro.place == len(micros) - 1)
             with run.around(micro):
-                total, count = run.objective(run.model, micro.batch, max(len(micro.rows), 1))
+                total, count = run.objective(run.model, run.here(micro.batch), max(len(micro.rows), 1))
             run.engine.forward_done()
             if not total.requires_grad:
                 raise UsageError("the loss does not depend on a weight that is trained", where="pdrun.Run.step")

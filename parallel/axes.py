@@ -12,6 +12,8 @@ Along an axis of one device they cost nothing and count nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +52,8 @@ class Axes:
         self.grid, self.rank, self.device, self.watch = grid, rank, device, watch
         self.coordinate = grid.coordinate(rank)
         self.counts: dict[tuple[str, tuple[str, ...]], Count] = {}
+        self.pretends = False
+        """Whether collectives move nothing: see `pretending`."""
         self._made: dict[tuple[str, ...], Axis] = {}
         self._groups: dict[tuple[int, ...], Any] = {}
         self._views: dict[Grid, Axes] = {}
@@ -71,8 +75,30 @@ class Axes:
             if grid.size != self.grid.size:
                 raise UsageError(f"({grid}) and ({self.grid}) are of other numbers of ranks", where="Axes")
             view = self._views[grid] = Axes(grid, self.rank, self.device, self.watch)
-            view.counts, view._groups = self.counts, self._groups
+            view.counts, view._groups, view.pretends = self.counts, self._groups, self.pretends
         return self._views[grid]
+
+    def among(self, name: str, places: tuple[int, ...]) -> Axis:
+        """Return the place along an axis among those of its ranks that have one of some indices, this one included."""
+        axis = self[name]
+        ranks = tuple(axis.ranks[place] for place in places)
+        return Axis(self, axis.names, ranks, places.index(axis.index), self._group(ranks))
+
+    @contextmanager
+    def pretending(self) -> Iterator[None]:
+        """While this lasts, collectives return tensors of the right shape without moving anything, as for fake ones."""
+        every = [self, *self._views.values()]
+        for axes in every:
+            axes.pretends = True
+        try:
+            yield
+        finally:
+            for axes in every:
+                axes.pretends = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Axes:
+        """Return itself: a copy of a model works at the same place."""
+        return self
 
     def _group(self, ranks: tuple[int, ...]) -> Any:
         """Return the process group of some ranks, in that order; None for one rank."""
@@ -81,8 +107,7 @@ class Axes:
         if list(ranks) == list(range(dist.get_world_size())):
             return dist.group.WORLD
         if ranks not in self._groups:
-            # groups number their ranks by the order that they are given in, but torch sorts them: see Axis.order
-            self._groups[ranks] = dist.new_group(sorted(ranks), use_local_synchronization=True)
+            self._groups[ranks] = compat.new_group(sorted(ranks))  # torch sorts them anyhow: see Axis._order
         return self._groups[ranks]
 
     def forget(self) -> None:
@@ -109,6 +134,10 @@ class Axis:
         self._order = [ordered.index(rank) for rank in ranks]
         self._sorted = ordered == list(ranks)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Axis:
+        """Return itself: a copy of a model works at the same place."""
+        return self
+
     # ---- collectives -------------------------------------------------------------------------------------------
 
     def all_reduce(self, x: torch.Tensor, op: str = "sum") -> torch.Tensor:
@@ -116,7 +145,7 @@ class Axis:
         if self.size == 1:
             return x
         out = x.clone(memory_format=torch.contiguous_format)
-        self._run("all_reduce", x, dist.all_reduce(out, op=_OPS[op], group=self.group, async_op=True))
+        self._run("all_reduce", x, lambda: dist.all_reduce(out, op=_OPS[op], group=self.group, async_op=True))
         return out
 
     def all_gather(self, x: torch.Tensor, dim: int, total: int | None = None) -> torch.Tensor:
@@ -136,7 +165,7 @@ class Axis:
             front = torch.cat([front, front.new_zeros(most - front.shape[0], *front.shape[1:])])
         front = front.contiguous()
         out = front.new_empty(self.size, *front.shape)
-        self._run("all_gather", x, compat.all_gather_flat(out.view(-1), front.view(-1), self.group))
+        self._run("all_gather", x, lambda: compat.all_gather_flat(out.view(-1), front.view(-1), self.group))
         parts = [out[self._order[place]][:size] for place, size in enumerate(sizes)]
         plain = out.flatten(0, 1) if self._sorted and min(sizes) == most else torch.cat(parts)
         return plain.transpose(0, dim).contiguous()
@@ -156,7 +185,7 @@ class Axis:
             front = padded
         front = front.contiguous()
         out = front.new_empty(most, *front.shape[2:] if front.dim() > x.dim() else front.shape[1:])
-        self._run("reduce_scatter", x, compat.reduce_scatter_flat(out.view(-1), front.view(-1), self.group))
+        self._run("reduce_scatter", x, lambda: compat.reduce_scatter_flat(out.view(-1), front.view(-1), self.group))
         low, high = bounds[self.index]
         return out[: high - low].transpose(0, dim).contiguous()
 
@@ -174,15 +203,16 @@ class Axis:
         counts = [torch.Size(shapes[place]).numel() for place in inverse]
         out = send.new_empty(sum(counts))
         given = [parts[place].numel() for place in inverse]
-        work = dist.all_to_all_single(out, send, counts, given, group=self.group, async_op=True)
-        self._run("all_to_all", send, work)
+        options: dict[str, Any] = {"group": self.group, "async_op": True}
+        self._run("all_to_all", send, lambda: dist.all_to_all_single(out, send, counts, given, **options))
         found = dict(zip(inverse, out.split(counts), strict=True))
         return [found[place].view(shapes[place]) for place in range(self.size)]
 
     def broadcast(self, x: torch.Tensor, index: int = 0) -> torch.Tensor:
         """Fill ``x`` with what the rank with that index has, and return it."""
         if self.size > 1:
-            self._run("broadcast", x, dist.broadcast(x, src=self.ranks[index], group=self.group, async_op=True))
+            source = self.ranks[index]
+            self._run("broadcast", x, lambda: dist.broadcast(x, src=source, group=self.group, async_op=True))
         return x
 
     def shift(self, x: torch.Tensor, by: int = 1) -> torch.Tensor:
@@ -190,6 +220,8 @@ class Axis:
         if self.size == 1:
             return x
         x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+        if self.axes.pretends:
+            return out
         to, source = self.ranks[(self.index + by) % self.size], self.ranks[(self.index - by) % self.size]
         works = dist.batch_isend_irecv(
             [dist.P2POp(dist.isend, x, to, self.group), dist.P2POp(dist.irecv, out, source, self.group)]
@@ -211,9 +243,11 @@ class Axis:
             raise UsageError(what, where=f"gather {self._label}")
         return sizes
 
-    def _run(self, name: str, x: torch.Tensor, work: Any) -> None:
+    def _run(self, name: str, x: torch.Tensor, start: Callable[[], Any]) -> None:
+        if self.axes.pretends:
+            return
         self._count(name, x)
-        self.axes.watch.wait(work, f"the {name.replace('_', '-')} {self._label}")
+        self.axes.watch.wait(start(), f"the {name.replace('_', '-')} {self._label}")
 
     def _count(self, name: str, x: torch.Tensor) -> None:
         count = self.axes.counts.setdefault((name, self.names), Count())

@@ -6,8 +6,11 @@ What differs between torch 2.11 and 2.14, in one place.
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -32,3 +35,23 @@ def set_timeout(seconds: float, group: Any = None) -> None:
     """Change how long collectives of a group may take before they fail."""
     call = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
     call(timedelta(seconds=seconds), group)
+
+
+_made: Counter[tuple[int, ...]] = Counter()
+_naming = threading.Lock()
+
+
+def new_group(ranks: list[int]) -> Any:
+    """
+    Return a new process group of some ranks, which only these have to ask for, each as often as the others.
+
+    torch names such a group by its ranks and by how many groups the process is in, which may differ from rank to rank
+    (a group of the first and the last pipeline stage): they would then wait for each other under different names. Here
+    the name is made of the ranks and of how many groups of the very same ranks there were.
+    """
+    key = tuple(ranks)
+    with _naming:
+        name = f"pdrun-{'-'.join(map(str, key))}-{_made[key]}"
+        _made[key] += 1
+        with mock.patch.object(distributed_c10d, "_hash_ranks_to_str", lambda _: name):
+            return dist.new_group(ranks, use_local_synchronization=True)

@@ -6,6 +6,7 @@ tensors with explicit collectives.
 """
 
 from pdrun.parallel.modules.entropy import cross_entropy as cross_entropy
+from pdrun.parallel.modules.presets import strategy_for as strategy_for
 from pdrun.parallel.modules.strategy import Strategy as Strategy
 from pdrun.parallel.modules.styles import col as col
 from pdrun.parallel.modules.styles import heads as heads

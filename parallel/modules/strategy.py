@@ -23,7 +23,7 @@ from pdrun.errors import UsageError, did_you_mean
 from pdrun.parallel.axes import Axes
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.mesh import FIXED
-from pdrun.parallel.modules.heads import Heads
+from pdrun.parallel.modules.attention import Heads
 from pdrun.parallel.modules.linear import Col, Shared
 from pdrun.parallel.modules.regions import Replicate, Seq
 from pdrun.parallel.modules.style import WHERE, Entry, Names, Seat, Style, names, refuse

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from pdrun.errors import UsageError
-from pdrun.parallel.modules.heads import Heads
+from pdrun.parallel.modules.attention import Heads
 from pdrun.parallel.modules.linear import Col, Row
 from pdrun.parallel.modules.regions import Replicate, Seq
 from pdrun.parallel.modules.style import WHERE, Names
-from pdrun.parallel.modules.vocab import Vocab
+from pdrun.parallel.modules.words import Vocab
 
 
 def col(axis: Names, *, gather: bool = False, sequence: int | None = None, blocks: int | Sequence[int] = 1) -> Col:

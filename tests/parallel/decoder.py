@@ -159,8 +159,14 @@ def compare(
     batch: Any,
     loss: Callable[[nn.Module, Any], Tensor] = plain_loss,
     cut_loss: Callable[[nn.Module, Any], Tensor] | None = None,
+    exact: bool | None = None,
 ) -> tuple[nn.Module, Axes]:
-    """Compare loss and gradients of a model and of its cut copy, which is returned with its counted axes."""
+    """
+    Compare loss and gradients of a model and of its cut copy, which is returned with its counted axes.
+
+    Args:
+        exact: whether everything is computed in fp64; default: whether the loss is.
+    """
     cut, axes = copy.deepcopy(model), axes_of(grid)
     assert how.apply(cut, axes) is cut
     axes.forget()
@@ -169,7 +175,7 @@ def compare(
     counts = copy.deepcopy(axes.counts)
     whole = loss(model, batch)
     whole.backward()
-    exact = whole.dtype == torch.float64
+    exact = whole.dtype == torch.float64 if exact is None else exact
     torch.testing.assert_close(mine, whole, rtol=1e-12 if exact else 1e-6, atol=0)
     found = whole_gradients(cut, axes)
     assert set(found) == {name for name, _ in model.named_parameters()}

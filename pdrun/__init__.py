@@ -32,6 +32,15 @@ if TYPE_CHECKING:  # typing itself would take longer than all else here
     from pdrun.parallel.loader import Loader as Loader
     from pdrun.parallel.mesh import mesh as mesh
     from pdrun.parallel.meta import empty_init as empty_init
+    from pdrun.parallel.modules import Strategy as Strategy
+    from pdrun.parallel.modules import col as col
+    from pdrun.parallel.modules import cross_entropy as cross_entropy
+    from pdrun.parallel.modules import heads as heads
+    from pdrun.parallel.modules import replicate as replicate
+    from pdrun.parallel.modules import row as row
+    from pdrun.parallel.modules import seq as seq
+    from pdrun.parallel.modules import strategy_for as strategy_for
+    from pdrun.parallel.modules import vocab as vocab
     from pdrun.parallel.offload import Offload as Offload
     from pdrun.parallel.parallelize import parallelize as parallelize
     from pdrun.parallel.precision import Precision as Precision
@@ -52,6 +61,15 @@ _HOMES = {
     "Offload": "pdrun.parallel.offload",
     "Precision": "pdrun.parallel.precision",
     "Run": "pdrun.parallel.run",
+    "Strategy": "pdrun.parallel.modules",
+    "col": "pdrun.parallel.modules",
+    "cross_entropy": "pdrun.parallel.modules",
+    "heads": "pdrun.parallel.modules",
+    "replicate": "pdrun.parallel.modules",
+    "row": "pdrun.parallel.modules",
+    "seq": "pdrun.parallel.modules",
+    "strategy_for": "pdrun.parallel.modules",
+    "vocab": "pdrun.parallel.modules",
     "elastic": "pdrun.elastic",
     "empty_init": "pdrun.parallel.meta",
     "init": "pdrun.parallel.context",

@@ -57,7 +57,8 @@ VARIABLES = words("""
 """)
 PUBLIC = words("""
     __version__ ConfigError Context DeadlineExceeded JobFailed Loader Offload PdrunError Precision
-    RendezvousError Run UsageError WorkerEnv elastic empty_init init launch mesh parallelize progress
+    RendezvousError Run Strategy UsageError WorkerEnv col cross_entropy elastic empty_init heads init launch mesh
+    parallelize progress replicate row seq strategy_for vocab
 """)
 MESSAGES = words("""
     Hello Welcome Join Waiting Refuse Assign Ready Unready Start WorkerExit Finished StopWorkers Verdict Heartbeat Echo

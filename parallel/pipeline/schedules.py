@@ -1,14 +1,14 @@
 """
 The usual pipeline schedules, for any number of ranks, micro-batches and chunks.
 
-    gpipe           all forwards, then all backwards: micro-batches live all at once   Huang et al. 2019, 1811.06965
-    1f1b            one forward, one backward: a rank keeps as many as stages follow   Narayanan et al. 2021, 2006.09503
-    interleaved     the same over several chunks a rank, the bubble divided by them    Narayanan et al. 2021, 2104.04473
-    zero-bubble     backward for weights fills what would be bubble; memory of 1f1b    Qi et al. 2023, 2401.10241 (ZB-H1)
-    zero-bubble-v   the same with two chunks a rank, in a V                            Qi et al. 2024, 2405.15362 (ZB-V)
+    gpipe           all forwards, then all backwards: micro-batches live all at once  Huang et al. 2019, 1811.06965
+    1f1b            one forward, one backward: a rank keeps as many as stages follow  Narayanan et al. 2021, 2006.09503
+    interleaved     the same over several chunks a rank, the bubble divided by them   Narayanan et al. 2021, 2104.04473
+    zero-bubble     backward for weights fills what would be bubble; memory of 1f1b   Qi et al. 2023, 2401.10241 (ZB-H1)
+    zero-bubble-v   the same with two chunks a rank, in a V                           Qi et al. 2024, 2405.15362 (ZB-V)
 
-All but the last follow from counts. The last comes from a list scheduler: time goes on, and each free rank takes the most
-urgent thing that is ready and that its memory allows.
+All but the last follow from counts. The last comes from a list scheduler: time goes on, and each free rank takes the
+most urgent thing that is ready and that its memory allows.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def _has_state(module: nn.Module) -> bool:
 
 
 class _Map:
-    """A user's map from globs to stages; what holds of a module holds of all inside it for which nothing else is said."""
+    """A user's map from globs to stages; what holds of a module holds of all inside it unless something else is said."""
 
     def __init__(self, by: Globs, model: nn.Module) -> None:
         self.by = by
@@ -219,7 +219,7 @@ def _share(model: nn.Module, found: Split, shared: Mapping[str, Sequence[int]] |
     """Have more stages than its unit's hold a weight."""
     if isinstance(shared, str):
         shared = (shared,)
-    wanted = shared if isinstance(shared, Mapping) else {glob: (found.stages - 1,) for glob in shared}
+    wanted = shared if isinstance(shared, Mapping) else dict.fromkeys(shared, (found.stages - 1,))
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     missing = [glob for glob in wanted if not fnmatch.filter(names, glob)]
     if missing:

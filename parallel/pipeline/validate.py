@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from pdrun.errors import UsageError
-from pdrun.parallel.pipeline.schedule import WHERE, Action, Schedule
+from pdrun.parallel.pipeline.schedule import Action, Schedule
 from pdrun.parallel.pipeline.timeline import simulate
 
 TOLD = 4

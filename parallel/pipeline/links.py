@@ -3,12 +3,15 @@ Point-to-point connections along pp: tensors go from rank to rank in an order th
 
 Each pair of neighbours has two process groups, one for each direction. So what goes up never waits for what comes down,
 on NCCL too, where all transfers of a group pass through one stream; and within a direction the receiver posts its
-receives in the order of the sender's sends. The groups form a ring for every number of stages and are made by all ranks
-of the job at once: a group's name must come out alike on its members.
+receives in the order of the sender's sends. The groups form a ring, or join all with all where a schedule needs it, and
+are made by all ranks of the job at once: every rank is then in as many groups as any other, which torch counts when it
+names groups.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,17 +38,21 @@ class Links:
 
     Args:
         axes: places along the mesh.
+        wanted: pairs of places that have to be joined.
     """
 
-    def __init__(self, axes: Axes) -> None:
+    def __init__(self, axes: Axes, wanted: Iterable[tuple[int, int]]) -> None:
         self.axes, self.axis = axes, axes[AXIS]
         self._groups: dict[tuple[int, int], Any] = {}
         self._sending: list[tuple[Any, torch.Tensor, str]] = []
         grid = axes.grid
         lines = dict.fromkeys(grid.group((AXIS,), rank) for rank in range(grid.size))
-        for line in lines if self.axis.size > 1 else ():
-            ring = sorted({tuple(sorted((at, (at + 1) % len(line)))) for at in range(len(line))})
-            for low, high in ring:
+        size = self.axis.size
+        pairs = sorted({(min(at, (at + 1) % size), max(at, (at + 1) % size)) for at in range(size)})
+        if not {(min(pair), max(pair)) for pair in wanted} <= set(pairs):
+            pairs = list(itertools.combinations(range(size), 2))
+        for line in lines if size > 1 else ():
+            for low, high in pairs:
                 for source, target in ((low, high), (high, low)):
                     made = dist.new_group(sorted((line[low], line[high])))
                     if axes.rank in (line[low], line[high]):

@@ -18,7 +18,7 @@ from pdrun.parallel.pipeline.schedule import WHERE, Schedule, parse
 from pdrun.parallel.pipeline.schedules import DEFAULT_CHUNKS, make
 from pdrun.parallel.pipeline.split import split
 from pdrun.parallel.pipeline.stage import Stages
-from pdrun.parallel.pipeline.validate import validate
+from pdrun.parallel.pipeline.validate import ends, validate
 
 
 @dataclass(frozen=True)
@@ -93,4 +93,4 @@ class Pipeline:
         schedule = self.plan(axes[AXIS].size)
         cut = split(model, schedule.stages, self.stages, self.balance, self.shared)
         stages = Stages(model, cut, schedule.stages_of(axes[AXIS].index), axes.device)
-        return model, Runner(schedule, stages, Links(axes), self.dynamic)
+        return model, Runner(schedule, stages, Links(axes, ends(schedule)), self.dynamic)

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from pdrun.errors import UsageError
@@ -75,6 +76,9 @@ class Runner:
         self.schedule, self.stages, self.links, self.dynamic = schedule, stages, links, dynamic
         self.rank, self._places = links.axis.index, schedule.places
         self._mine = schedule.stages_of(self.rank)
+        self._owner = self._owners()
+        self._extra: dict[nn.Parameter, torch.Tensor] = {}
+        """Gradients of weights that belong to another chunk than the one that computed them."""
         self._known: dict[tuple[int, Key], Record] = {}
         """How activations between a stage and the next look."""
         self._order = {ends: [m.action for m in sent] for ends, sent in messages(schedule).items()}
@@ -86,11 +90,17 @@ class Runner:
         self._local: dict[Action, tuple[Record | None, list[torch.Tensor]]] = {}
 
     def chunk_of(self, name: str) -> int:
-        """Return in which of this rank's chunks a weight is; of those that share it, the first."""
-        held = self.stages.cut.loose.get(name)
-        if held is None:
-            held = tuple(stage for unit, stage in self.stages.cut.units.items() if f"{name}.".startswith(f"{unit}."))
-        return next((index for index, stage in enumerate(self._mine) if stage in held), 0)
+        """Return in which of this rank's chunks a weight is; of those that share it, the one that ends last."""
+        return self._owner.get(self.stages.held[name], 0)
+
+    def _owners(self) -> dict[nn.Parameter, int]:
+        """Return to which chunk each weight belongs: of those that use it, the one that ends last."""
+        row = self.schedule.rows[self.rank]
+        ends = {action.stage: place for place, action in enumerate(row) if action.kind in "BW"}
+        found: dict[nn.Parameter, int] = {}
+        for stage in sorted(self._mine, key=lambda stage: ends[stage]):
+            found.update(dict.fromkeys(self.stages.weights[stage], self._mine.index(stage)))
+        return found
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
@@ -99,7 +109,7 @@ class Runner:
         Go forward and backward through all micro-batches.
 
         Returns:
-            ``[microbatches, 2]``: sum and count of the loss of each, on the last stage; zeros on the others.
+            ``[microbatches, 2]``: sum and count of the loss of each, on the last rank; zeros on the others.
         """
         if len(micros) != self.schedule.microbatches:
             what = f"{len(micros)} micro-batches, and the schedule has {self.schedule.microbatches}"
@@ -119,7 +129,18 @@ class Runner:
                 ends = action.kind != "I"
                 count = done[action.stage, ends] = done.get((action.stage, ends), 0) + 1
                 self._backward(run, action, count == 1, count == len(micros))
+        sums = self._to_last(sums)
         self.links.settle()
+        return sums
+
+    def _to_last(self, sums: torch.Tensor) -> torch.Tensor:
+        """Have the last rank know the losses, which the rank of the last stage has."""
+        source, target = self._places[-1], self.schedule.ranks - 1
+        if source != target and self.rank == source:
+            self.links.send([sums], target, "the losses")
+            return torch.zeros_like(sums)
+        if source != target and self.rank == target:
+            return self.links.wait(self.links.post([(tuple(sums.shape), sums.dtype)], source), "the losses")[0]
         return sums
 
     def evaluate(self, run: Run, micros: Sequence[MicroBatch]) -> list[Any]:
@@ -148,6 +169,7 @@ class Runner:
         self._arrived.clear()
         self._live.clear()
         self._local.clear()
+        self._extra.clear()
         grads = torch.is_grad_enabled()
         self._batches = [run.here(micro.batch) for micro in micros]
         self._keys = [(grads, *map(_look, pytree.tree_leaves(batch))) for batch in self._batches]
@@ -222,16 +244,23 @@ class Runner:
             return
         roots, grads = self._roots(action, work)
         chunk = self._mine.index(action.stage)
-        if action.kind == "I":
+        if action.kind == "I" or any(self._owner[weight] != chunk for weight in self.stages.weights[action.stage]):
             self._input(run, action, work, roots, grads)
-        else:
-            run.engine.begin(first=first, last=last, chunk=chunk)
-            if roots:
-                run.backward(roots, grads)
-            del self._live[action.stage, action.micro]
+            self._hand_back(action, work)
+            if action.kind == "B":
+                self._weights(run, action, work, first, last)
+            return
+        run.engine.begin(first=first, last=last, chunk=chunk)
+        extra = self._borrowed(chunk) if last else {}
+        if roots or extra:
+            run.backward([*roots, *extra], [*grads, *extra.values()])
         self._hand_back(action, work)
-        if action.kind == "B":
-            run.engine.backward_done()
+        run.engine.backward_done()
+        del self._live[action.stage, action.micro]
+
+    def _borrowed(self, chunk: int) -> dict[nn.Parameter, torch.Tensor]:
+        """Return what other chunks have computed for a chunk's weights."""
+        return {weight: self._extra.pop(weight) for weight in list(self._extra) if self._owner[weight] == chunk}
 
     def _roots(self, action: Action, work: Work) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         """Return where a backward begins, and the gradients there."""
@@ -256,8 +285,14 @@ class Runner:
         work.outputs = []
 
     def _weights(self, run: Run, action: Action, work: Work, first: bool, last: bool) -> None:
-        run.engine.begin(first=first, last=last, chunk=self._mine.index(action.stage))
+        chunk = self._mine.index(action.stage)
+        run.engine.begin(first=first, last=last, chunk=chunk)
         grads = work.later.finish() if work.later else {}
+        for weight in [weight for weight in grads if self._owner[weight] != chunk]:
+            grad = grads.pop(weight)
+            self._extra[weight] = self._extra[weight] + grad if weight in self._extra else grad
+        for weight, grad in (self._borrowed(chunk) if last else {}).items():
+            grads[weight] = grads[weight] + grad if weight in grads else grad
         if grads:  # through autograd, so that what waits for a weight's gradient is told of it
             torch.autograd.backward(list(grads), list(grads.values()))
         run.engine.backward_done()

@@ -47,9 +47,13 @@ class Stages:
         self.cut, self.mine, self.device = cut, tuple(mine), device
         self.blank = FakeTensorMode(allow_non_fake_inputs=True)
         self.current: Pass | None = None
-        self.blanks: dict[tuple[int, tuple[tuple[str, Any], ...]], Any] = {}
         self.weights: dict[int, list[nn.Parameter]] = {stage: [] for stage in self.mine}
+        """What each stage of this rank trains."""
         self._check(model)
+        first: dict[int, str] = {}
+        names = {
+            name: first.setdefault(id(param), name) for name, param in model.named_parameters(remove_duplicate=False)
+        }
         for name, stage in cut.units.items():
             module = model.get_submodule(name)
             module._pdrun_unit = Unit(self, name, stage)
@@ -59,6 +63,8 @@ class Stages:
             else:
                 self._empty(name, module)
         self._loose(model)
+        self.held = {names[name]: param for name, param in model.named_parameters(remove_duplicate=False)}
+        """The weights of this rank, by the first of the names that they have in the whole model."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Stages:
         """Return itself: a copy of a model runs the same stages."""

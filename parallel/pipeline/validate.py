@@ -99,6 +99,12 @@ class Message:
     target: int
 
 
+def ends(schedule: Schedule) -> set[tuple[int, int]]:
+    """Return the pairs of ranks that send something to each other: messages, and the losses to the last rank."""
+    losses = (schedule.places[-1], schedule.ranks - 1)
+    return {*messages(schedule), *({losses} if losses[0] != losses[1] else ())}
+
+
 def messages(schedule: Schedule) -> dict[tuple[int, int], list[Message]]:
     """Return what each rank sends to each other rank, in the order in which it does: both ends go by this list."""
     places, found = schedule.places, dict[tuple[int, int], list[Message]]()

@@ -36,3 +36,15 @@ SCHEDULES = ["gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v"]
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_equals_one_process(worlds: Any, schedule: str) -> None:
     check(worlds, Case(double=True, more=(("schedule", schedule),)))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("model", ["tied", "dropout", "masked", "row", "loose"])
+def test_every_kind_of_model_equals_one_process(worlds: Any, model: str, schedule: str) -> None:
+    shared = (("shared", ["bytes.weight"]),) if model == "loose" else ()
+    check(worlds, Case(model, rows=(16, 13), more=(("schedule", schedule), *shared)))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_four_stages_with_uneven_micro_batches(worlds: Any, schedule: str) -> None:
+    check(worlds, Case("deep", pp=4, microbatches=5, rows=(13, 4, 17), more=(("schedule", schedule),)))

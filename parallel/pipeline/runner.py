@@ -75,7 +75,10 @@ class Runner:
     def __init__(self, schedule: Schedule, stages: Stages, links: Links, dynamic: bool = False) -> None:
         self.schedule, self.stages, self.links, self.dynamic = schedule, stages, links, dynamic
         self.rank, self._places = links.axis.index, schedule.places
-        self._mine = schedule.stages_of(self.rank)
+        row = schedule.rows[self.rank]
+        ends = {action.stage: place for place, action in enumerate(row) if action.kind in "BW"}
+        self._mine = sorted(ends, key=lambda stage: -ends[stage])
+        """The stages of this rank, as chunks 0, 1, ...: chunk 0 is done last."""
         self._owner = self._owners()
         self._extra: dict[nn.Parameter, torch.Tensor] = {}
         """Gradients of weights that belong to another chunk than the one that computed them."""
@@ -90,17 +93,15 @@ class Runner:
         self._local: dict[Action, tuple[Record | None, list[torch.Tensor]]] = {}
 
     def chunk_of(self, name: str) -> int:
-        """Return in which of this rank's chunks a weight is; of those that share it, the one that ends last."""
+        """Return in which of this rank's chunks a weight is; one that several stages use belongs to chunk 0."""
         return self._owner.get(self.stages.held[name], 0)
 
     def _owners(self) -> dict[nn.Parameter, int]:
-        """Return to which chunk each weight belongs: of those that use it, the one that ends last."""
-        row = self.schedule.rows[self.rank]
-        ends = {action.stage: place for place, action in enumerate(row) if action.kind in "BW"}
-        found: dict[nn.Parameter, int] = {}
-        for stage in sorted(self._mine, key=lambda stage: ends[stage]):
-            found.update(dict.fromkeys(self.stages.weights[stage], self._mine.index(stage)))
-        return found
+        """Return to which chunk each weight belongs; those that stages share, to chunk 0 on every rank."""
+        own = {
+            weight: chunk for chunk, stage in enumerate(self._mine) for weight in self.stages.weights[stage]
+        }
+        return {weight: 0 if weight in self.stages.shared else chunk for weight, chunk in own.items()}
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
@@ -154,7 +155,7 @@ class Runner:
         last = self.schedule.stages - 1
         found: list[Any] = [None] * len(micros)
         with torch.no_grad():
-            for stage in self._mine:
+            for stage in sorted(self._mine):
                 for micro in micros:
                     action = Action(stage, "F", micro.place)
                     work, output = self._stage(run, action, micro, self._evaluated(action))

@@ -48,6 +48,12 @@ class Split:
         sums = [sum(self.costs[name] for name, at in self.units.items() if at == stage) for stage in range(self.stages)]
         return tuple(value / total for value in sums)
 
+    def holders(self, weight: str) -> tuple[int, ...]:
+        """Return the stages that hold a weight under this name."""
+        if weight in self.loose:
+            return self.loose[weight]
+        return tuple(stage for unit, stage in self.units.items() if weight.startswith(f"{unit}."))
+
     def modules(self, stage: int) -> list[str]:
         """Return the names of a stage's units."""
         return [name for name, at in self.units.items() if at == stage]

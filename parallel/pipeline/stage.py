@@ -51,9 +51,11 @@ class Stages:
         """What each stage of this rank trains."""
         self._check(model)
         first: dict[int, str] = {}
-        names = {
-            name: first.setdefault(id(param), name) for name, param in model.named_parameters(remove_duplicate=False)
-        }
+        names: dict[str, str] = {}
+        holders: dict[str, set[int]] = {}
+        for name, param in model.named_parameters(remove_duplicate=False):
+            names[name] = first.setdefault(id(param), name)
+            holders.setdefault(names[name], set()).update(cut.holders(name))
         for name, stage in cut.units.items():
             module = model.get_submodule(name)
             module._pdrun_unit = Unit(self, name, stage)
@@ -65,6 +67,8 @@ class Stages:
         self._loose(model)
         self.held = {names[name]: param for name, param in model.named_parameters(remove_duplicate=False)}
         """The weights of this rank, by the first of the names that they have in the whole model."""
+        self.shared = {param for name, param in self.held.items() if len(holders[name]) > 1}
+        """Those that several stages hold."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Stages:
         """Return itself: a copy of a model runs the same stages."""

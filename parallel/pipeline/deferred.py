@@ -1,0 +1,102 @@
+"""
+Backward in two parts, for zero-bubble schedules: first for the input, which another stage waits for, later for weights.
+
+The work of a backward lies in matrix products. While a stage that splits its backward computes,
+``torch.nn.functional.linear`` (which ``nn.Linear`` calls) leaves the product for its weight undone and notes what it
+takes; `Later.finish` does it. The gradients of all other weights (norms, biases, embeddings, convolutions) are computed
+in the first part and kept until the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+Product = tuple[torch.nn.Parameter, torch.Tensor, torch.Tensor]
+"""A weight, the input of its linear layer, and the gradient of the output."""
+_plain = functional.linear
+_noting: list[list[Product]] = []
+"""Where products are noted, the innermost last; empty: they are computed at once."""
+
+
+class Later:
+    """
+    The part of a backward that is put off.
+
+    Args:
+        grads: gradients that are known already.
+        products: those that aren't.
+    """
+
+    def __init__(self, grads: dict[torch.nn.Parameter, torch.Tensor], products: list[Product]) -> None:
+        self.grads, self.products = grads, products
+
+    def finish(self) -> dict[torch.nn.Parameter, torch.Tensor]:
+        """Return the gradient of each weight."""
+        for weight, x, grad in self.products:
+            made = (grad.flatten(0, -2).t() @ x.to(grad.dtype).flatten(0, -2)).to(weight.dtype)
+            self.grads[weight] = self.grads[weight] + made if weight in self.grads else made
+        self.products.clear()
+        return self.grads
+
+
+@contextmanager
+def splitting() -> Iterator[None]:
+    """While this lasts, linear layers can put the gradients of their weights off."""
+    functional.linear = _linear
+    try:
+        yield
+    finally:
+        functional.linear = _plain
+
+
+def backward_input(
+    tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor],
+    weights: Sequence[torch.nn.Parameter],
+) -> tuple[list[torch.Tensor | None], Later]:  # fmt: skip
+    """
+    Go backward from some tensors as far as the inputs.
+
+    Returns:
+        the gradients of the inputs, and what is left to do for the weights; no ``.grad`` is touched.
+    """
+    products: list[Product] = []
+    _noting.append(products)
+    try:
+        with splitting():  # forwards may be computed again
+            found = torch.autograd.grad(tensors, [*inputs, *weights], grads, allow_unused=True)
+    finally:
+        _noting.pop()
+    known = {weight: grad for weight, grad in zip(weights, found[len(inputs) :], strict=True) if grad is not None}
+    return list(found[: len(inputs)]), Later(known, products)
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    ours = isinstance(weight, torch.nn.Parameter) and weight.requires_grad and torch.is_grad_enabled()
+    if not ours or x.dim() < 2 or type(x) is not torch.Tensor:
+        return _plain(x, weight, bias)
+    return _Linear.apply(x, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.nn.Parameter, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.weight, ctx.bias = weight, bias is not None
+        return _plain(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        to_x = (grad @ weight.to(grad.dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
+        to_weight = None
+        if _noting:
+            _noting[-1].append((ctx.weight, x.detach(), grad))
+        elif ctx.needs_input_grad[1]:
+            to_weight = (grad.flatten(0, -2).t() @ x.to(grad.dtype).flatten(0, -2)).to(weight.dtype)
+        to_bias = grad.flatten(0, -2).sum(0) if ctx.bias and ctx.needs_input_grad[2] else None
+        return to_x, to_weight, to_bias

@@ -1,0 +1,112 @@
+"""
+Point-to-point connections along pp: tensors go from rank to rank in an order that both ends know.
+
+Each pair of neighbours has two process groups, one for each direction. So what goes up never waits for what comes down,
+on NCCL too, where all transfers of a group pass through one stream; and within a direction the receiver posts its
+receives in the order of the sender's sends. The groups form a ring, or join all with all where a schedule needs it, and
+are made by all ranks of the job at once: every rank is then in as many groups as any other, which torch counts when it
+names groups.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pdrun.parallel.axes import Axes, Count
+from pdrun.parallel.pipeline.records import Record
+
+AXIS = "pp"
+
+
+@dataclass
+class Arriving:
+    """Tensors that are on their way."""
+
+    tensors: list[torch.Tensor]
+    works: list[Any]
+
+
+class Links:
+    """
+    The connections of one rank; every rank of the job makes its own at the same time.
+
+    Args:
+        axes: places along the mesh.
+        wanted: pairs of places that have to be joined.
+    """
+
+    def __init__(self, axes: Axes, wanted: Iterable[tuple[int, int]]) -> None:
+        self.axes, self.axis = axes, axes[AXIS]
+        self._groups: dict[tuple[int, int], Any] = {}
+        self._sending: list[tuple[Any, torch.Tensor, str]] = []
+        grid = axes.grid
+        lines = dict.fromkeys(grid.group((AXIS,), rank) for rank in range(grid.size))
+        size = self.axis.size
+        pairs = sorted({(min(at, (at + 1) % size), max(at, (at + 1) % size)) for at in range(size)})
+        if not {(min(pair), max(pair)) for pair in wanted} <= set(pairs):
+            pairs = list(itertools.combinations(range(size), 2))
+        for line in lines if size > 1 else ():
+            for low, high in pairs:
+                for source, target in ((low, high), (high, low)):
+                    made = dist.new_group(sorted((line[low], line[high])))
+                    if axes.rank in (line[low], line[high]):
+                        self._groups[source, target] = made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Links:
+        """Return itself."""
+        return self
+
+    def send(self, tensors: list[torch.Tensor], place: int, label: str) -> None:
+        """Send tensors to a place along pp, without waiting; `settle` ends it."""
+        self._sending = [one for one in self._sending if not one[0].is_completed()]
+        for tensor in tensors:
+            if tensor.numel():
+                plain = tensor.detach().contiguous()
+                work = dist.isend(plain, self.axis.ranks[place], group=self._groups[self.axis.index, place])
+                self._sending.append((work, plain, label))
+                self._count(plain)
+
+    def post(self, shapes: list[tuple[tuple[int, ...], torch.dtype]], place: int) -> Arriving:
+        """Begin to receive tensors from a place; `wait` ends it. Receives are posted in the order of the sends."""
+        found = Arriving([], [])
+        for shape, dtype in shapes:
+            tensor = torch.empty(shape, dtype=dtype, device=self.axes.device)
+            found.tensors.append(tensor)
+            if tensor.numel():
+                group = self._groups[place, self.axis.index]
+                found.works.append(dist.irecv(tensor, self.axis.ranks[place], group=group))
+        return found
+
+    def wait(self, arriving: Arriving, label: str) -> list[torch.Tensor]:
+        """Return the tensors when they are there."""
+        for work in arriving.works:
+            self.axes.watch.wait(work, label)
+        return arriving.tensors
+
+    def send_record(self, record: Record, place: int, label: str) -> None:
+        """Send a record: its length, then its text."""
+        text = record.encode().to(self.axes.device)
+        self.send([torch.tensor([len(text)], device=self.axes.device), text], place, label)
+
+    def receive_record(self, place: int, label: str) -> Record:
+        """Wait for a record from a place."""
+        (length,) = self.wait(self.post([((1,), torch.int64)], place), label)
+        (text,) = self.wait(self.post([((int(length),), torch.uint8)], place), label)
+        return Record.decode(text)
+
+    def settle(self) -> None:
+        """Wait until everything has been sent."""
+        for work, _, label in self._sending:
+            self.axes.watch.wait(work, label)
+        self._sending.clear()
+
+    def _count(self, x: torch.Tensor) -> None:
+        count = self.axes.counts.setdefault(("send", self.axis.names), Count())
+        count.calls += 1
+        count.nbytes += x.numel() * x.element_size()

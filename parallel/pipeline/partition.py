@@ -1,0 +1,52 @@
+"""Cutting a row of things with costs into consecutive parts: evenly by number, or so that the largest part is least."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from pdrun.errors import UsageError
+
+WHERE = "pdrun.Pipeline"
+
+
+def even(count: int, parts: int) -> list[range]:
+    """Return ``parts`` consecutive ranges of 0..count-1; sizes differ by at most one, the first are the longer ones."""
+    _check(count, parts)
+    base, extra = divmod(count, parts)
+    bounds = [part * base + min(part, extra) for part in range(parts + 1)]
+    return [range(bounds[part], bounds[part + 1]) for part in range(parts)]
+
+
+def balanced(costs: Sequence[float], parts: int) -> list[range]:
+    """
+    Return ``parts`` consecutive, non-empty ranges with the least possible largest sum.
+
+    Exact, by dynamic programming in O(parts * n**2): best(k, n) = min over i of max(best(k - 1, i), sum of i..n). Among
+    equals the one whose parts' sums have the least squares wins, and of these the one that is longest at the front.
+    """
+    _check(len(costs), parts)
+    total = [0.0, *accumulate(costs)]
+    best: list[tuple[float, float]] = [(0.0, 0.0)] + [(float("inf"), 0.0)] * len(costs)
+    cuts: list[list[int]] = []
+    for part in range(1, parts + 1):
+        fresh, chosen = [(float("inf"), 0.0)] * (len(costs) + 1), [0] * (len(costs) + 1)
+        for end in range(part, len(costs) + 1):
+            for start in range(part - 1, end):
+                mine = total[end] - total[start]
+                value = (max(best[start][0], mine), best[start][1] + mine * mine)
+                if value <= fresh[end]:
+                    fresh[end], chosen[end] = value, start
+        best = fresh
+        cuts.append(chosen)
+    found, end = list[range](), len(costs)
+    for chosen in reversed(cuts):
+        found.append(range(chosen[end], end))
+        end = chosen[end]
+    return found[::-1]
+
+
+def _check(count: int, parts: int) -> None:
+    if count < parts:
+        what = f"{count} layer{'s' * (count != 1)} can't be cut into {parts} stages"
+        raise UsageError(what, where=WHERE, hint="fewer stages (pp times chunks), or stages={glob: stage}")

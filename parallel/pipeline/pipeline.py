@@ -1,0 +1,96 @@
+"""
+`pdrun.Pipeline`: what the user says about stages and their schedule, held against model and mesh before anything runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from pdrun.errors import UsageError
+from pdrun.parallel.axes import Axes
+from pdrun.parallel.pipeline.links import AXIS, Links
+from pdrun.parallel.pipeline.runner import Runner
+from pdrun.parallel.pipeline.schedule import WHERE, Schedule, parse
+from pdrun.parallel.pipeline.schedules import DEFAULT_CHUNKS, make
+from pdrun.parallel.pipeline.split import split
+from pdrun.parallel.pipeline.stage import Stages
+from pdrun.parallel.pipeline.validate import ends, validate
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """
+    How a model is cut into stages over pp, and in which order these work.
+
+    Attributes:
+        microbatches: pieces of this rank's part of a batch; the rows needn't divide evenly.
+        schedule: "gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v", or one's own (see `parse`).
+        stages: {glob of modules: stage}; default: by ``balance``.
+        chunks: stages a rank; default: 2 for "interleaved" and "zero-bubble-v", else 1.
+        balance: "layers", "parameters" or {glob: cost}.
+        shared: globs of weights that the last stage uses besides the stage of their module (an embedding that is also
+            the output layer by ``h @ self.embedding.weight.T``), or {glob: stages}. Ties by assignment need no word.
+        dynamic: announce every micro-batch anew, for models whose branches depend on the data.
+    """
+
+    microbatches: int
+    schedule: str | Sequence[Sequence[str | tuple[int, str, int]]] = "1f1b"
+    stages: Mapping[str, int] | None = None
+    chunks: int | None = None
+    balance: str | Mapping[str, float] = "layers"
+    shared: Sequence[str] | Mapping[str, Sequence[int]] = ()
+    dynamic: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in (("microbatches", self.microbatches), ("chunks", self.chunks)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise UsageError(f"{name}={value!r} is no count of at least 1", where=WHERE)
+        if not isinstance(self.dynamic, bool):
+            raise UsageError(f"dynamic={self.dynamic!r} is neither True nor False", where=WHERE)
+
+    def plan(self, ranks: int) -> Schedule:
+        """
+        Return the schedule for a number of ranks along pp.
+
+        Raises:
+            UsageError: an unknown or unsound one, or one that doesn't fit ranks, chunks and micro-batches.
+        """
+        if isinstance(self.schedule, str) and "\n" not in self.schedule and self.schedule.strip() != "":
+            named = self.schedule in DEFAULT_CHUNKS or not any(kind in self.schedule for kind in "FBIW")
+            if named:
+                return self._named(self.schedule, ranks)
+        found = parse(self.schedule)
+        validate(found)
+        said = {"pp": (ranks, found.ranks), "microbatches": (self.microbatches, found.microbatches)}
+        if self.chunks is not None:
+            said["chunks"] = (self.chunks, found.stages // found.ranks)
+        wrong = [f"{name}={mine}, the schedule has {its}" for name, (mine, its) in said.items() if mine != its]
+        if wrong:
+            raise UsageError("; ".join(wrong), where=WHERE)
+        return found
+
+    def _named(self, name: str, ranks: int) -> Schedule:
+        found = make(name, ranks, self.microbatches, self.chunks)
+        if self.microbatches < ranks and name != "gpipe":
+            raise UsageError(
+                f"microbatches={self.microbatches} is less than pp={ranks}: {name} has each stage work on a micro-batch"
+                " of its own", where=WHERE, hint=f'microbatches={ranks} or more, or schedule="gpipe"',
+            )  # fmt: skip
+        validate(found)
+        return found
+
+    def apply(self, model: nn.Module, axes: Axes, sample: Any) -> tuple[nn.Module, Runner]:
+        """
+        Return this rank's stage of a model and what drives it; see `pdrun.parallel.driver.Pipeline`.
+
+        Raises:
+            UsageError: the model can't be cut as was said.
+        """
+        schedule = self.plan(axes[AXIS].size)
+        cut = split(model, schedule.stages, self.stages, self.balance, self.shared)
+        stages = Stages(model, cut, schedule.stages_of(axes[AXIS].index), axes.device)
+        return model, Runner(schedule, stages, Links(axes, ends(schedule)), self.dynamic)

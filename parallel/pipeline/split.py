@@ -1,0 +1,241 @@
+"""
+Which module belongs to which stage, by name.
+
+A model is seen as a row of *units*, in the order in which its modules were defined: the members of its outermost lists
+(``ModuleList``, ``Sequential``), and whatever modules with weights lie beside these. The row is cut into stages by
+number of list members, by cost, or as the user's map says. Modules without weights and buffers belong to no stage and
+run wherever they are called. Weights that lie directly on a module around the units (a position embedding on the model
+itself) are held by every stage, since who uses them can't be seen.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from pdrun.errors import UsageError, did_you_mean
+from pdrun.parallel.pipeline.partition import WHERE, balanced, even
+
+Globs = Mapping[str, int]
+
+
+@dataclass
+class Split:
+    """
+    A model cut into stages.
+
+    Attributes:
+        stages: how many.
+        units: stage of each unit, in the order of the model.
+        costs: of each unit, in the unit of the balance.
+        loose: weights outside of units: names, and the stages that hold each.
+        free: modules that run wherever they are called.
+    """
+
+    stages: int
+    units: dict[str, int]
+    costs: dict[str, float]
+    loose: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    free: tuple[str, ...] = ()
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Share of the cost of each stage; they add up to 1."""
+        total = sum(self.costs.values()) or 1.0
+        sums = [sum(self.costs[name] for name, at in self.units.items() if at == stage) for stage in range(self.stages)]
+        return tuple(value / total for value in sums)
+
+    def holders(self, weight: str) -> tuple[int, ...]:
+        """Return the stages that hold a weight under this name."""
+        if weight in self.loose:
+            return self.loose[weight]
+        return tuple(stage for unit, stage in self.units.items() if weight.startswith(f"{unit}."))
+
+    def modules(self, stage: int) -> list[str]:
+        """Return the names of a stage's units."""
+        return [name for name, at in self.units.items() if at == stage]
+
+
+def split(
+    model: nn.Module,
+    stages: int,
+    by: Globs | None = None,
+    balance: str | Mapping[str, float] = "layers",
+    shared: Mapping[str, Sequence[int]] | Sequence[str] = (),
+) -> Split:
+    """
+    Cut a model into stages.
+
+    Args:
+        by: stage of modules or loose weights, by glob; what matches none goes with the unit before it.
+        balance: "layers": members of lists, evenly; "parameters": least possible largest number of weights; or the
+            cost of units by glob, 0 for those that match none.
+        shared: weights that other modules than their own use: those stages hold them too (of a sequence: the last).
+
+    Raises:
+        UsageError: names that match nothing, stages that don't exist or get nothing, or fewer units than stages.
+    """
+    if by is not None and balance != "layers":
+        raise UsageError("stages= says where modules go; balance= has nothing to do then", where=WHERE)
+    said = _Map(by or {}, model)
+    names, free, loose = _units(model, said)
+    costs = _costs(model, names, balance)
+    if by is not None:
+        units, pinned = _by_map(model, names, loose, stages, said)
+    else:
+        units, pinned = _by_cost(model, names, stages, costs, balance), {}
+    for stage in range(stages):
+        if stage not in units.values():
+            raise UsageError(f"stage {stage} of {stages} has no module", where=WHERE, hint="every stage needs one")
+    every = tuple(range(stages))
+    held = {name: (pinned[name],) if name in pinned else every for name in loose}
+    found = Split(stages, units, costs, held, tuple(free))
+    _share(model, found, shared)
+    return found
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 0
+
+
+def _has_state(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+class _Map:
+    """A user's map from globs to stages; what holds of a module holds of all inside it unless something else is said."""
+
+    def __init__(self, by: Globs, model: nn.Module) -> None:
+        self.by = by
+        self._names = [name for name, _ in model.named_modules(remove_duplicate=False) if name] if by else []
+
+    def stage(self, name: str) -> int | None:
+        """
+        Return the stage that a module or weight is given, by its own name or that of a module around it.
+
+        A name that is spelt out counts more than a glob, of globs the first.
+        """
+        while name:
+            if name in self.by:
+                return self.by[name]
+            for glob, stage in self.by.items():
+                if fnmatch.fnmatchcase(name, glob):
+                    return stage
+            name = name.rpartition(".")[0]
+        return None
+
+    def cuts(self, name: str) -> bool:
+        """Whether modules inside this one go to other stages than it does itself."""
+        inside = [other for other in self._names if other.startswith(f"{name}.")]
+        return len({self.stage(other) for other in [name, *inside]}) > 1
+
+
+def _units(model: nn.Module, by: _Map) -> tuple[list[str], list[str], list[str]]:
+    """Return the names of units, of free modules, and of weights outside of both."""
+    units: list[str] = []
+    free: list[str] = []
+    loose: list[str] = []
+
+    def walk(module: nn.Module, name: str, inside: bool) -> None:
+        said = by.stage(name) is not None
+        callable_ = not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        if said and callable_ and not by.cuts(name):
+            units.append(name)
+        elif not _has_state(module) and not (said and by.cuts(name)):
+            free.append(name)
+        elif not name or not callable_ or by.cuts(name) or (not inside and _holds_list(module)):
+            loose.extend(f"{name}.{own}" if name else own for own, _ in module.named_parameters(recurse=False))
+            for child, each in module.named_children():
+                walk(each, f"{name}.{child}" if name else child, inside or _is_list(module))
+        else:
+            units.append(name)
+
+    walk(model, "", False)
+    return units, free, loose
+
+
+def _holds_list(module: nn.Module) -> bool:
+    """Whether a module is a list with weights, or has one below it."""
+    return any(_is_list(each) and _has_state(each) for each in module.modules())
+
+
+def _costs(model: nn.Module, names: Sequence[str], balance: str | Mapping[str, float]) -> dict[str, float]:
+    sizes = {name: float(sum(param.numel() for param in model.get_submodule(name).parameters())) for name in names}
+    if isinstance(balance, str):
+        if balance not in ("layers", "parameters"):
+            raise UsageError(f"balance={balance!r}", where=WHERE, hint='"layers", "parameters" or {glob: cost}')
+        return sizes
+    missing = [glob for glob in balance if not fnmatch.filter(names, glob)]
+    if missing:
+        raise _unknown("balance", missing, names)
+    return {
+        name: float(next((cost for glob, cost in balance.items() if fnmatch.fnmatchcase(name, glob)), 0.0))
+        for name in names
+    }
+
+
+def _by_cost(
+    model: nn.Module, names: list[str], stages: int, costs: dict[str, float], balance: str | Mapping[str, float]
+) -> dict[str, int]:
+    if balance != "layers":
+        parts = balanced([costs[name] for name in names], stages)
+        return {names[i]: stage for stage, part in enumerate(parts) for i in part}
+    layers = [name for name in names if _is_list(model.get_submodule(name.rpartition(".")[0]))]
+    if not layers:
+        raise UsageError(
+            f"{type(model).__name__} has no ModuleList or Sequential whose members could be shared out", where=WHERE,
+            hint='stages={"module": stage, ...} says where modules go',
+        )  # fmt: skip
+    at = {layers[i]: stage for stage, part in enumerate(even(len(layers), stages)) for i in part}
+    found, stage = {}, 0
+    for name in names:
+        stage = found[name] = at.get(name, stage)
+    return found
+
+
+def _by_map(
+    model: nn.Module, names: list[str], loose: list[str], stages: int, said: _Map
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the stages of units, and of loose weights that the map names."""
+    for glob, stage in said.by.items():
+        if isinstance(stage, bool) or not isinstance(stage, int) or not 0 <= stage < stages:
+            raise UsageError(f"{glob!r} goes to stage {stage!r}, and the stages are 0 to {stages - 1}", where=WHERE)
+    known = [*(name for name, _ in model.named_modules(remove_duplicate=False) if name), *loose]
+    missing = [glob for glob in said.by if not fnmatch.filter(known, glob)]
+    if missing:
+        raise _unknown("stages", missing, known)
+    stage = next((stage for name in names if (stage := said.stage(name)) is not None), 0)
+    found = {}
+    for name in names:
+        wanted = said.stage(name)
+        stage = found[name] = stage if wanted is None else wanted
+    return found, {name: stage for name in loose if (stage := said.stage(name)) is not None}
+
+
+def _unknown(what: str, missing: Sequence[str], known: Sequence[str]) -> UsageError:
+    hints = " ".join(filter(None, (did_you_mean(name, known) for name in missing)))
+    told = ", ".join(repr(name) for name in missing)
+    return UsageError(f"{what}: {told} match{'es' * (len(missing) == 1)} nothing in the model", where=WHERE, hint=hints)
+
+
+def _share(model: nn.Module, found: Split, shared: Mapping[str, Sequence[int]] | Sequence[str]) -> None:
+    """Have more stages than its unit's hold a weight."""
+    if isinstance(shared, str):
+        shared = (shared,)
+    wanted = shared if isinstance(shared, Mapping) else dict.fromkeys(shared, (found.stages - 1,))
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    missing = [glob for glob in wanted if not fnmatch.filter(names, glob)]
+    if missing:
+        raise _unknown("shared", missing, names)
+    for glob, extra in wanted.items():
+        for stage in extra:
+            if not 0 <= stage < found.stages:
+                what = f"{glob!r} is shared with stage {stage}, and the stages are 0 to {found.stages - 1}"
+                raise UsageError(what, where=WHERE)
+        for name in fnmatch.filter(names, glob):
+            unit = next((unit for unit in found.units if name.startswith(f"{unit}.")), None)
+            own = found.loose.get(name, ()) if unit is None else (found.units[unit],)
+            found.loose[name] = tuple(sorted({*own, *extra}))

@@ -1,0 +1,317 @@
+"""
+A stage of a plain model: the model's own ``forward``, of which only this stage's modules compute.
+
+    forward from its beginning      modules of earlier stages return *blanks*: tensors with a shape and without data
+    the stage's first module        takes what the stage before has sent, in the place of blank arguments
+    its other modules               compute; where they are given a blank again that has been replaced, it is replaced
+    a later stage's first module    ends the pass: the arguments of its call are what this stage sends on
+
+So nothing is traced and nothing is rewritten: branches, loops and whatever lies between modules run as they stand, and
+inputs such as masks and positions come from the batch, on every stage. What can't be right is found out: a computation
+on blanks yields blanks (they are torch's fake tensors), and a blank that reaches a module of this stage, the loss, or
+the next stage is an error which names it; a branch on the value of one is an error, too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from pdrun.errors import UsageError
+from pdrun.parallel.pipeline.records import WHERE, Form, Record, Sent, build, form_of
+from pdrun.parallel.pipeline.split import Split
+
+
+class Left(BaseException):
+    """The forward pass has come to the next stage's first module. Not an Exception, so that no model catches it."""
+
+
+class Stages:
+    """
+    The stages that a rank holds of a model.
+
+    Args:
+        model: all of it; modules of other stages lose their weights and buffers.
+        cut: what belongs where.
+        mine: the stages of this rank.
+        device: of the model.
+    """
+
+    def __init__(self, model: nn.Module, cut: Split, mine: Iterable[int], device: torch.device) -> None:
+        self.cut, self.mine, self.device = cut, tuple(mine), device
+        self.blank = FakeTensorMode(allow_non_fake_inputs=True)
+        self.current: Pass | None = None
+        self.weights: dict[int, list[nn.Parameter]] = {stage: [] for stage in self.mine}
+        """What each stage of this rank trains."""
+        self._check(model)
+        first: dict[int, str] = {}
+        names: dict[str, str] = {}
+        holders: dict[str, set[int]] = {}
+        for name, param in model.named_parameters(remove_duplicate=False):
+            names[name] = first.setdefault(id(param), name)
+            holders.setdefault(names[name], set()).update(cut.holders(name))
+        for name, stage in cut.units.items():
+            module = model.get_submodule(name)
+            module._pdrun_unit = Unit(self, name, stage)
+            module.__class__ = _staged(type(module))
+            if stage in self.weights:
+                self.weights[stage] += [param for param in module.parameters() if param.requires_grad]
+            else:
+                self._empty(name, module)
+        self._loose(model)
+        self.held = {names[name]: param for name, param in model.named_parameters(remove_duplicate=False)}
+        """The weights of this rank, by the first of the names that they have in the whole model."""
+        self.shared = {param for name, param in self.held.items() if len(holders[name]) > 1}
+        """Those that several stages hold."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Stages:
+        """Return itself: a copy of a model runs the same stages."""
+        return self
+
+    def _check(self, model: nn.Module) -> None:
+        seen: dict[int, str] = {}
+        for name in self.cut.units:
+            module = model.get_submodule(name)
+            if id(module) in seen:
+                what = f"{seen[id(module)]} and {name} are the same module, and a module belongs to one stage"
+                raise UsageError(what, where=WHERE, hint="stages={...} with a module around both")
+            seen[id(module)] = name
+
+    def _empty(self, unit: str, module: nn.Module) -> None:
+        """Take the weights and buffers of another stage's module, but for those that this rank shares."""
+        for inner, each in module.named_modules(remove_duplicate=False):
+            prefix = f"{unit}.{inner}." if inner else f"{unit}."
+            absent = each.__dict__.setdefault("_pdrun_absent", {})
+            for held in (each._parameters, each._buffers):
+                for own, tensor in list(held.items()):
+                    if tensor is None or set(self.cut.loose.get(prefix + own, ())) & set(self.mine):
+                        continue
+                    absent[own] = (prefix + own, self.make(tuple(tensor.shape), tensor.dtype))
+                    del held[own]
+            if each is not module:
+                each.__class__ = _absent(type(each))
+
+    def _loose(self, model: nn.Module) -> None:
+        """Take weights around the units that this rank has nothing to do with."""
+        for name, stages in self.cut.loose.items():
+            holder, _, own = name.rpartition(".")
+            module = model.get_submodule(holder)
+            param = module._parameters.get(own)
+            if set(stages) & set(self.mine):
+                for stage in set(stages) & set(self.mine):
+                    if param is not None and param.requires_grad:
+                        self.weights[stage].append(param)
+            elif param is not None:
+                absent = module.__dict__.setdefault("_pdrun_absent", {})
+                absent[own] = (name, self.make(tuple(param.shape), param.dtype))
+                del module._parameters[own]
+                module.__class__ = _absent(type(module))
+
+    def make(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return a blank."""
+        with self.blank:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def run(self, one: Pass, forward: Callable[[], Any]) -> Any:
+        """
+        Go forward through a stage.
+
+        Returns:
+            what the model returned, on the last stage; on others, where `Left` ended the pass, None.
+        """
+        self.current = one
+        try:
+            output = forward()
+        except Left:
+            return None
+        except DataDependentOutputException as error:
+            raise UsageError(
+                f"stage {one.stage} of the model looks at a value that stage {one.stage - 1} or one before computed",
+                where=WHERE, hint="what a forward decides on must come from the batch, or happen inside a module",
+            ) from error  # fmt: skip
+        finally:
+            self.current = None
+        return one.returns(output)
+
+
+class Unit:
+    """What a module at which a model may be cut knows: its name and its stage."""
+
+    def __init__(self, stages: Stages, name: str, stage: int) -> None:
+        self.stages, self.name, self.stage = stages, name, stage
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
+        """Return itself."""
+        return self
+
+
+class Pass:
+    """
+    One forward pass of a stage.
+
+    Args:
+        stages: those of this rank.
+        stage: which of them.
+        batch: of the micro-batch; its tensors need not travel.
+        record, tensors: what the stage before has sent; None on the first.
+        entered: called when the stage's own part begins.
+
+    Attributes:
+        outputs: the tensors to send on, when the pass has been left.
+    """
+
+    def __init__(
+        self, stages: Stages, stage: int, batch: Any, record: Record | None, tensors: list[torch.Tensor],
+        entered: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self.stages, self.stage, self.record, self.tensors = stages, stage, record, tensors
+        self._entered, self._inside = entered, False
+        self._given = {id(leaf) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)}
+        self._returned: list[tuple[str, Form]] = list(record.returned) if record else []
+        self._forms: dict[str, list[Form]] = {}
+        for name, form in self._returned:
+            self._forms.setdefault(name, []).append(form)
+        self._swaps: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
+        self.read: list[str] = []
+        self.outputs: list[torch.Tensor] = []
+        self._door, self._leaves, self._sent = "", 0, list[Sent]()
+
+    def told(self, calls: int) -> Record:
+        """Return what to tell the next stage."""
+        return Record(self._door, self._leaves, tuple(self._sent), calls, tuple(self._returned))
+
+    def call(self, unit: Unit, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do what the call of a unit means in this stage."""
+        if unit.stage < self.stage:
+            return self._blank(unit)
+        args, kwargs = self._enter(unit, args, kwargs)
+        if unit.stage > self.stage:
+            self._leave(unit, args, kwargs)
+        output = inner(*args, **kwargs)
+        self._returned.append((unit.name, form_of(output, unit.name)))
+        return output
+
+    def _blank(self, unit: Unit) -> Any:
+        """Return something of the form that the earlier stage's module returned."""
+        forms = self._forms.get(unit.name)
+        if self._inside or not forms:
+            raise UsageError(
+                f"{unit.name} is of stage {unit.stage} and is called " + ("after" if self._inside else "in")
+                + f" stage {self.stage}'s part of this micro-batch, and not before", where=WHERE,
+                hint="stages={glob: stage} in the order in which forward calls them",
+            )  # fmt: skip
+        return build(forms.pop(0), self.stages.make)
+
+    def _enter(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+        """Return the arguments with what was received in the place of blanks."""
+        leaves, form = pytree.tree_flatten((args, kwargs))
+        if not self._inside:
+            self._inside = True
+            self._entered()
+            if self.record is not None:
+                self._receive(unit, leaves)
+        return pytree.tree_unflatten(self._swapped(leaves, unit.name), form)  # type: ignore[no-any-return]
+
+    def _receive(self, unit: Unit, leaves: list[Any]) -> None:
+        record = self.record
+        assert record is not None
+        if record.door != unit.name or record.leaves != len(leaves):
+            raise UsageError(
+                f"stage {self.stage} begins with {unit.name}, and stage {self.stage - 1} ended before {record.door}",
+                where=WHERE, hint="the order in which forward calls modules must follow from the batch alone",
+            )  # fmt: skip
+        for sent, tensor in zip(record.sent, self.tensors, strict=True):
+            mine = leaves[sent.index]
+            if isinstance(mine, FakeTensor):
+                self._swaps[id(mine)] = (mine, mine._version, tensor)
+
+    def _swapped(self, leaves: list[Any], name: str) -> list[Any]:
+        found = []
+        for leaf in leaves:
+            if isinstance(leaf, FakeTensor):
+                blank, version, real = self._swaps.get(id(leaf), (leaf, -1, leaf))
+                if real is leaf or blank._version != version:
+                    self._refuse(f"{name} of stage {self.stage} takes a value that an earlier stage computed")
+                leaf = real
+            found.append(leaf)
+        return found
+
+    def _refuse(self, what: str) -> NoReturn:
+        if self.read:
+            names = ", ".join(dict.fromkeys(self.read))
+            raise UsageError(
+                f"{what} with {names}, which this stage does not hold", where=WHERE,
+                hint=f"shared=[{', '.join(map(repr, dict.fromkeys(self.read)))}] has the last stage hold it too",
+            )  # fmt: skip
+        raise UsageError(
+            f"{what} and does not pass on", where=WHERE,
+            hint="only the arguments of a stage's first module travel: have it take and return the value, or cut"
+            " elsewhere with stages={glob: stage}",
+        )  # fmt: skip
+
+    def _leave(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+        """End the pass at the first module of a later stage."""
+        leaves = pytree.tree_leaves((args, kwargs))
+        self._door, self._leaves = unit.name, len(leaves)
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in self._given:
+                self._sent.append(Sent(index, tuple(leaf.shape), leaf.dtype, leaf.requires_grad))
+                self.outputs.append(leaf)
+        raise Left
+
+    def returns(self, output: Any) -> Any:
+        """Return what the model returned, whole."""
+        last = self.stages.cut.stages - 1
+        if self.stage < last:
+            raise UsageError(
+                f"forward ended in stage {self.stage}, without a call of a module of a later one", where=WHERE,
+                hint="a micro-batch may leave out modules, but not all that follow",
+            )  # fmt: skip
+        leaves, form = pytree.tree_flatten(output)
+        if not self._inside:
+            raise UsageError(f"forward called no module of stage {self.stage}", where=WHERE)
+        return pytree.tree_unflatten(self._swapped(leaves, "the output"), form)
+
+
+class _Absent:
+    """A module whose weights are on another stage: they read as blanks."""
+
+    def __getattr__(self, name: str) -> Any:
+        absent = self.__dict__.get("_pdrun_absent", {})
+        if name not in absent:
+            return super().__getattr__(name)  # type: ignore[misc]
+        full, blank = absent[name]
+        for unit in (self.__dict__.get("_pdrun_unit"),):
+            if unit is not None and unit.stages.current is not None:
+                unit.stages.current.read.append(full)
+        return blank
+
+
+class _Staged(_Absent):
+    """A module at which a model may be cut."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        unit: Unit = self.__dict__["_pdrun_unit"]
+        one = unit.stages.current
+        if one is not None:
+            return one.call(unit, super().__call__, args, kwargs)  # type: ignore[misc]
+        if unit.stage not in unit.stages.mine:
+            what = f"{unit.name} is on stage {unit.stage}, and this rank has {list(unit.stages.mine)}"
+            raise UsageError(what, where=WHERE, hint="run.step and run.evaluate run a model in stages")
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+
+@functools.cache
+def _staged(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(kind.__name__, (_Staged, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
+
+
+@functools.cache
+def _absent(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(kind.__name__, (_Absent, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})

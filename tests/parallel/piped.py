@@ -1,0 +1,173 @@
+"""What the worlds run to hold pipelines against plain torch: models that are cut in every way, and one step of each."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pdrun.parallel.mesh import solve
+from pdrun.parallel.parallelize import parallelize
+from pdrun.parallel.pipeline.pipeline import Pipeline
+from pdrun.parallel.run import Run
+from tests.parallel.zoo import LENGTH, WIDTH, WORDS, Block, Tiny, batch_of, token_loss
+
+Result = dict[str, Any]
+
+
+class Skip(Tiny):
+    """Every other batch leaves a layer out, and a stage's only one at that."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.emb(x) * self.scale
+        for index, block in enumerate(self.blocks):
+            if index != 1 or int(x.sum()) % 2:
+                h = block(h)
+        return self.head(self.norm(h))
+
+
+class Masked(nn.Module):
+    """Blocks that take and return more than one tensor: a residual of the input, positions, a dict."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, h: Tensor, *, extra: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+            h = h + torch.tanh(self.mix(h) + extra["place"]) * extra["mask"] + 0.1 * extra["first"]
+            return h, {**extra, "depth": extra["depth"] + 1}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.places = nn.Embedding(WORDS, WIDTH), nn.Parameter(torch.randn(LENGTH, WIDTH))
+        self.layers = nn.ModuleList(self.Layer() for _ in range(4))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.emb(x)
+        extra = {"place": self.places, "mask": (x % 5 != 0).unsqueeze(-1).to(h.dtype), "first": h, "depth": 0}
+        for layer in self.layers:
+            h, extra = layer(h, extra=extra)
+        return self.head(h + self.places * extra["depth"])
+
+
+class Loose(nn.Module):
+    """A GPT as one writes it: a Sequential of blocks, and the embedding as the output layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.Sequential(*(Block(0.0) for _ in range(4)))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.blocks(self.bytes(x))) @ self.bytes.weight.T
+
+
+MODELS: dict[str, Any] = {
+    "tiny": lambda: Tiny(layers=4),
+    "tied": lambda: Tiny(tied=True, layers=4),
+    "dropout": lambda: Tiny(p=0.2, layers=4),
+    "skip": lambda: Skip(layers=4),
+    "masked": Masked,
+    "loose": Loose,
+    "row": lambda: nn.Sequential(
+        nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, 40), nn.GELU(), nn.Linear(40, WIDTH), nn.Tanh(),
+        nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0), nn.Linear(WIDTH, WORDS),
+    ),
+    "deep": lambda: Tiny(layers=8),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """One pipeline."""
+
+    model: str = "tiny"
+    pp: int = 2
+    dp: int = 1
+    microbatches: int = 4
+    rows: tuple[int, ...] = (16, 16)
+    double: bool = False
+    more: tuple[tuple[str, Any], ...] = ()
+    """Of the Pipeline."""
+    run: tuple[tuple[str, Any], ...] = ()
+    """Of parallelize."""
+
+    def build(self) -> nn.Module:
+        torch.manual_seed(0)
+        made: nn.Module = MODELS[self.model]()
+        return made.double() if self.double else made
+
+    def __str__(self) -> str:
+        more = "-".join(f"{key}={value}" for key, value in (*self.more, *self.run))
+        return f"{self.model}-pp{self.pp}-dp{self.dp}-m{self.microbatches}-{more}-{self.rows}".replace(" ", "")
+
+
+def make(case: Case) -> Run:
+    """Return a case's run."""
+    return parallelize(
+        case.build(), lambda params: torch.optim.SGD(params, lr=0.1), token_loss, mesh=solve(case.pp * case.dp, {"pp":
+        case.pp, "dp": case.dp}), pipeline=Pipeline(case.microbatches, **dict(case.more)), norm=True, seed=5,
+        accumulate=case.microbatches, **dict(case.run),
+    )  # fmt: skip
+
+
+def train(case: Case) -> Result:
+    """Make the steps; return losses, norms, the last step's gradients, and the weights."""
+    run = make(case)
+    kept: list[dict[str, Tensor]] = []
+    run.watchers.append(lambda run: kept.append({name: grad.clone() for name, grad in run.gradients().items()}))
+    told = [run.step(batch_of(rows, step)) for step, rows in enumerate(case.rows)]
+    return {
+        "loss": [m.loss for m in told],
+        "norm": [m.grad_norm for m in told],
+        "grads": {name: grad.numpy() for name, grad in kept[-1].items()},
+        "weights": {name: weight.detach().numpy().copy() for name, weight in run.full_weights().items()},
+        "held": sorted(name for name, _ in run.model.named_parameters()),
+    }
+
+
+def alone(case: Case) -> Result:
+    """The same in one process, slice by slice, with a run of one rank where dropout has to be placed."""
+    if case.model == "dropout":
+        run = parallelize(
+            case.build(), lambda params: torch.optim.SGD(params, lr=0.1), token_loss, norm=True, seed=5,
+            accumulate=case.microbatches * case.dp,
+        )  # fmt: skip
+        kept: list[dict[str, Tensor]] = []
+        run.watchers.append(lambda run: kept.append({name: grad.clone() for name, grad in run.gradients().items()}))
+        told = [run.step(batch_of(rows, step)) for step, rows in enumerate(case.rows)]
+        return {
+            "loss": [m.loss for m in told], "norm": [m.grad_norm for m in told],
+            "grads": {name: grad.numpy() for name, grad in kept[-1].items()},
+        }  # fmt: skip
+    model = case.build()
+    losses, norms = [], []
+    slices = case.microbatches * case.dp
+    for step, rows in enumerate(case.rows):
+        words, targets = batch_of(rows, step)
+        count, total = 0, 0.0
+        for low, high in itertools.pairwise(rows * i // slices for i in range(slices + 1)):
+            if low < high:
+                part, some = token_loss(model(words[low:high]), (words[low:high], targets[low:high]))
+                part.backward()
+                total, count = total + float(part.detach()), count + int(some)
+        used = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+        for grad in used.values():
+            grad.div_(count)
+        losses.append(total / count)
+        norms.append(sum(float(grad.double().square().sum()) for grad in used.values()) ** 0.5)
+        grads = {name: grad.clone().numpy() for name, grad in used.items()}
+        with torch.no_grad():
+            for param in model.parameters():
+                if param.grad is not None:
+                    param -= 0.1 * param.grad
+                    param.grad = None
+    return {"loss": losses, "norm": norms, "grads": grads}
+
+

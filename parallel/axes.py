@@ -33,6 +33,31 @@ class Count:
     nbytes: int = 0
 
 
+@dataclass(frozen=True)
+class Pending:
+    """
+    A tensor that is on its way.
+
+    Attributes:
+        out: what comes; not to be read before `wait`.
+        works: torch's handles; none where nothing travels.
+        sent: what goes, which has to live as long.
+    """
+
+    out: torch.Tensor
+    works: tuple[Any, ...] = ()
+    sent: torch.Tensor | None = None
+    watch: Watch | None = None
+    label: str = ""
+
+    def wait(self) -> torch.Tensor:
+        """Return what came, when it is there (on an accelerator: for what is put on its stream from now on)."""
+        for work in self.works:
+            assert self.watch is not None
+            self.watch.wait(work, self.label)
+        return self.out
+
+
 class Axes:
     """
     The process groups of one rank along a grid's axes, made when they are first asked for.
@@ -175,17 +200,25 @@ class Axis:
 
     def shift(self, x: torch.Tensor, by: int = 1) -> torch.Tensor:
         """Send ``x`` to the rank ``by`` places on, in a ring; return what came, which has the same shape."""
+        return self.start_shift(x, by).wait()
+
+    def start_shift(self, x: torch.Tensor, by: int = 1, shape: tuple[int, ...] | None = None) -> Pending:
+        """
+        Start a `shift`; what comes is there when the result's ``wait()`` has returned.
+
+        Args:
+            shape: of what comes, where it differs from that of ``x``.
+        """
         if self.size == 1:
-            return x
-        x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+            return Pending(x)
+        x = x.detach().contiguous()
+        out = x.new_empty(x.shape if shape is None else shape)
         to, source = self.ranks[(self.index + by) % self.size], self.ranks[(self.index - by) % self.size]
-        works = dist.batch_isend_irecv(
-            [dist.P2POp(dist.isend, x, to, self.group), dist.P2POp(dist.irecv, out, source, self.group)]
-        )
+        moves = [dist.P2POp(dist.isend, x, to, self.group)] if x.numel() else []
+        moves += [dist.P2POp(dist.irecv, out, source, self.group)] if out.numel() else []
+        works = dist.batch_isend_irecv(moves) if moves else []
         self._count("shift", x)
-        for work in works:
-            self.axes.watch.wait(work, f"a shift {self._label}")
-        return out
+        return Pending(out, tuple(works), x, self.axes.watch, f"a shift {self._label}")
 
     # ---- inside ------------------------------------------------------------------------------------------------
 

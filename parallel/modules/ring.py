@@ -101,7 +101,11 @@ def ring_attention(
         )  # fmt: skip
         return told[0]
     plan = Plan(axis, parts, causal, q.shape[-1] ** -0.5 if scale is None else scale, drop)
-    found: torch.Tensor = _Ring.apply(q, k, v, None if mask is None else as_bias(mask, q.dtype), plan)
+    device = q.device.type
+    if torch.is_autocast_enabled(device):
+        q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))  # as torch's own attention does
+    with torch.autocast(device, enabled=False):
+        found: torch.Tensor = _Ring.apply(q, k, v, None if mask is None else as_bias(mask, q.dtype), plan)
     return found
 
 

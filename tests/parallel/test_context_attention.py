@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from pdrun.errors import UsageError
 from pdrun.parallel.layouts.grid import Grid
+from pdrun.parallel.modules import kernels
 from pdrun.parallel.modules.placement import ORDERS, blocks, count, part, within
 from pdrun.parallel.modules.ring import ring_attention
 from pdrun.parallel.modules.ulysses import ulysses_attention
@@ -165,6 +166,37 @@ def test_ulysses_is_plain_attention(worlds: Any, ranks: int, length: int, key_he
 @pytest.mark.parametrize("mask", ["bias", "bool", "keys"])
 def test_ulysses_with_a_mask(worlds: Any, mask: str) -> None:
     worlds(2).run(compare, "ulysses", 9, 4, 2, "contiguous", False, torch.float32, mask)
+
+
+def under_autocast() -> None:
+    """Hold a ring under autocast against torch's attention there."""
+    axis = axes_of(Grid(("cp",), (torch.distributed.get_world_size(),)))["cp"]
+    case, mine = _case(12, 4, 4, torch.float32, ""), part(12, axis.size, axis.index, "zigzag")
+    with torch.autocast("cpu", torch.bfloat16):
+        whole = scaled_dot_product_attention(case["q"], case["k"], case["v"], is_causal=True)
+        q, k, v = (_take(case[name], mine, 2).requires_grad_() for name in ("q", "k", "v"))
+        found = ring_attention(q, k, v, axis, causal=True)
+    found.sum().backward()
+    assert found.dtype == whole.dtype == torch.bfloat16
+    assert q.grad is not None and q.grad.dtype == torch.float32
+    torch.testing.assert_close(found, _take(whole, mine, 2), rtol=0.03, atol=0.03)
+
+
+def test_a_ring_under_autocast_has_the_type_of_torchs_attention(worlds: Any) -> None:
+    worlds(2).run(under_autocast)
+
+
+@pytest.mark.parametrize("kind", ["flash", "efficient"])
+def test_kernels_of_accelerators_take_what_they_are_given(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On tensors without data: names, order and shapes of their arguments and results."""
+    monkeypatch.setattr(kernels, "_kernel", lambda *args: kind)
+    q, k = (torch.empty(2, 4, n, 8, dtype=torch.bfloat16, device="meta") for n in (5, 7))
+    k = k[:, :2]
+    out, lse = kernels.forward(q, k, k, False, 0.3, kernels.Extra())
+    assert out.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype == torch.float32
+    done = kernels.Finished(torch.empty_like(q), out, lse)
+    dq, dk, dv, scores = kernels.backward(done, q, k, k, False, 0.3, kernels.Extra())
+    assert (dq.shape, dk.shape, dv.shape, scores) == (q.shape, k.shape, k.shape, None)
 
 
 # ---- bytes -------------------------------------------------------------------------------------------------------

@@ -12,6 +12,8 @@ Along an axis of one device they cost nothing and count nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,14 +49,15 @@ class Pending:
     out: torch.Tensor
     works: tuple[Any, ...] = ()
     sent: torch.Tensor | None = None
-    watch: Watch | None = None
+    axes: Axes | None = None
     label: str = ""
 
     def wait(self) -> torch.Tensor:
         """Return what came, when it is there (on an accelerator: for what is put on its stream from now on)."""
-        for work in self.works:
-            assert self.watch is not None
-            self.watch.wait(work, self.label)
+        if self.axes is not None and self.works:
+            self.axes.pause()
+            for work in self.works:
+                self.axes.watch.wait(work, self.label)
         return self.out
 
 
@@ -75,6 +78,10 @@ class Axes:
         self.grid, self.rank, self.device, self.watch = grid, rank, device, watch
         self.coordinate = grid.coordinate(rank)
         self.counts: dict[tuple[str, tuple[str, ...]], Count] = {}
+        self.pretends = False
+        """Whether collectives move nothing: see `pretending`."""
+        self.pause: Callable[[], None] = _go_on
+        """Called between the start of each collective and the wait for it: see `pausing`."""
         self._made: dict[tuple[str, ...], Axis] = {}
         self._groups: dict[tuple[int, ...], Any] = {}
 
@@ -86,6 +93,34 @@ class Axes:
             ranks = self.grid.group(key, self.rank)
             self._made[key] = Axis(self, key, ranks, self.grid.index(key, self.rank), self._group(ranks))
         return self._made[key]
+
+    def among(self, name: str, places: tuple[int, ...]) -> Axis:
+        """Return the place along an axis among those of its ranks that have one of some indices, this one included."""
+        axis = self[name]
+        ranks = tuple(axis.ranks[place] for place in places)
+        return Axis(self, axis.names, ranks, places.index(axis.index), self._group(ranks))
+
+    @contextmanager
+    def pretending(self) -> Iterator[None]:
+        """While this lasts, collectives return tensors of the right shape without moving anything, as for fake ones."""
+        self.pretends = True
+        try:
+            yield
+        finally:
+            self.pretends = False
+
+    @contextmanager
+    def pausing(self, pause: Callable[[], None]) -> Iterator[None]:
+        """While this lasts, something else may be done between the start of each collective and the wait for it."""
+        before, self.pause = self.pause, pause
+        try:
+            yield
+        finally:
+            self.pause = before
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Axes:
+        """Return itself: a copy of a model works at the same place."""
+        return self
 
     def _group(self, ranks: tuple[int, ...]) -> Any:
         """Return the process group of some ranks, in that order; None for one rank."""
@@ -122,6 +157,10 @@ class Axis:
         self._order = [ordered.index(rank) for rank in ranks]
         self._sorted = ordered == list(ranks)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Axis:
+        """Return itself: a copy of a model works at the same place."""
+        return self
+
     # ---- collectives -------------------------------------------------------------------------------------------
 
     def all_reduce(self, x: torch.Tensor, op: str = "sum") -> torch.Tensor:
@@ -129,7 +168,7 @@ class Axis:
         if self.size == 1:
             return x
         out = x.clone(memory_format=torch.contiguous_format)
-        self._run("all_reduce", x, dist.all_reduce(out, op=_OPS[op], group=self.group, async_op=True))
+        self._run("all_reduce", x, lambda: dist.all_reduce(out, op=_OPS[op], group=self.group, async_op=True))
         return out
 
     def all_gather(self, x: torch.Tensor, dim: int, total: int | None = None) -> torch.Tensor:
@@ -149,7 +188,7 @@ class Axis:
             front = torch.cat([front, front.new_zeros(most - front.shape[0], *front.shape[1:])])
         front = front.contiguous()
         out = front.new_empty(self.size, *front.shape)
-        self._run("all_gather", x, compat.all_gather_flat(out.view(-1), front.view(-1), self.group))
+        self._run("all_gather", x, lambda: compat.all_gather_flat(out.view(-1), front.view(-1), self.group))
         parts = [out[self._order[place]][:size] for place, size in enumerate(sizes)]
         plain = out.view(-1, *front.shape[1:]) if self._sorted and min(sizes) == most else torch.cat(parts)
         return plain.transpose(0, dim).contiguous()
@@ -169,7 +208,7 @@ class Axis:
             front = padded
         front = front.contiguous()
         out = front.new_empty(most, *front.shape[2:] if front.dim() > x.dim() else front.shape[1:])
-        self._run("reduce_scatter", x, compat.reduce_scatter_flat(out.view(-1), front.view(-1), self.group))
+        self._run("reduce_scatter", x, lambda: compat.reduce_scatter_flat(out.view(-1), front.view(-1), self.group))
         low, high = bounds[self.index]
         return out[: high - low].transpose(0, dim).contiguous()
 
@@ -187,15 +226,16 @@ class Axis:
         counts = [torch.Size(shapes[place]).numel() for place in inverse]
         out = send.new_empty(sum(counts))
         given = [parts[place].numel() for place in inverse]
-        work = dist.all_to_all_single(out, send, counts, given, group=self.group, async_op=True)
-        self._run("all_to_all", send, work)
+        options: dict[str, Any] = {"group": self.group, "async_op": True}
+        self._run("all_to_all", send, lambda: dist.all_to_all_single(out, send, counts, given, **options))
         found = dict(zip(inverse, out.split(counts), strict=True))
         return [found[place].view(shapes[place]) for place in range(self.size)]
 
     def broadcast(self, x: torch.Tensor, index: int = 0) -> torch.Tensor:
         """Fill ``x`` with what the rank with that index has, and return it."""
         if self.size > 1:
-            self._run("broadcast", x, dist.broadcast(x, src=self.ranks[index], group=self.group, async_op=True))
+            source = self.ranks[index]
+            self._run("broadcast", x, lambda: dist.broadcast(x, src=source, group=self.group, async_op=True))
         return x
 
     def shift(self, x: torch.Tensor, by: int = 1) -> torch.Tensor:
@@ -213,12 +253,14 @@ class Axis:
             return Pending(x)
         x = x.detach().contiguous()
         out = x.new_empty(x.shape if shape is None else shape)
+        if self.axes.pretends:
+            return Pending(out)
         to, source = self.ranks[(self.index + by) % self.size], self.ranks[(self.index - by) % self.size]
         moves = [dist.P2POp(dist.isend, x, to, self.group)] if x.numel() else []
         moves += [dist.P2POp(dist.irecv, out, source, self.group)] if out.numel() else []
         works = dist.batch_isend_irecv(moves) if moves else []
         self._count("shift", x)
-        return Pending(out, tuple(works), x, self.axes.watch, f"a shift {self._label}")
+        return Pending(out, tuple(works), x, self.axes, f"a shift {self._label}")
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
@@ -232,14 +274,22 @@ class Axis:
             raise UsageError(what, where=f"gather {self._label}")
         return sizes
 
-    def _run(self, name: str, x: torch.Tensor, work: Any) -> None:
+    def _run(self, name: str, x: torch.Tensor, start: Callable[[], Any]) -> None:
+        if self.axes.pretends:
+            return
         self._count(name, x)
+        work = start()
+        self.axes.pause()
         self.axes.watch.wait(work, f"the {name.replace('_', '-')} {self._label}")
 
     def _count(self, name: str, x: torch.Tensor) -> None:
         count = self.axes.counts.setdefault((name, self.names), Count())
         count.calls += 1
         count.nbytes += x.numel() * x.element_size()
+
+
+def _go_on() -> None:
+    """Do nothing."""
 
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}

@@ -1,9 +1,9 @@
 """
-The collectives of the data axis: sums of flat buffers that end up whole or in shards, and gathers of shards.
+The collectives of the engine: sums of flat buffers that end up whole or in shards, and gathers of shards.
 
-Ranks are cut into shard groups of consecutive ranks; the ranks that hold the same shard in different groups replicate
-each other. Rank ``i * shards + j`` is member j of group i. No sharding is one shard a group, full sharding is one
-group.
+The ranks along some axes of the mesh (the data axes, as a rule) are cut into shard groups of consecutive ranks; those
+that hold the same shard in different groups replicate each other. The rank with index ``i * shards + j`` is member j of
+group i. No sharding is one shard a group, full sharding is one group.
 
 Two ways to sum. *Native*: torch's all-reduce and reduce-scatter, whose order of additions depends on where in the
 buffer an element lies. *Ordered*: each rank receives its part from everybody and adds the parts in the order of the
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from pdrun.parallel import compat
-from pdrun.parallel.watch import Watch
+from pdrun.parallel.axes import Axis
 
 
 class Pending:
@@ -45,34 +45,36 @@ class Pending:
 
 class Comm:
     """
-    This process's place on the data axis, and its collectives there.
+    This process's place along some axes of the mesh, and the engine's collectives there.
 
     Args:
-        world, rank: degree of the axis, and position on it.
+        axis: the place.
         shards: size of a shard group.
         own: make process groups that nobody else uses, so that what others send may come in between on some ranks only.
+
+    Attributes:
+        world, rank: how many ranks there are, and this one's index; ``ranks`` are their numbers in the job.
     """
 
-    def __init__(
-        self, world: int, rank: int, shards: int, device: torch.device, watch: Watch, *, own: bool = False
-    ) -> None:
-        self.world, self.rank, self.shards, self.device, self.watch = world, rank, shards, device, watch
-        self.copies = world // shards
-        self.copy, self.shard = divmod(rank, shards)
+    def __init__(self, axis: Axis, shards: int = 1, *, own: bool = False) -> None:
+        self.ranks, self.world, self.rank, self.shards = axis.ranks, axis.size, axis.index, shards
+        self.device, self.watch = axis.axes.device, axis.axes.watch
+        self.copies = self.world // shards
+        self.copy, self.shard = divmod(self.rank, shards)
         self.calls: dict[str, int] = {}
         """Collectives started so far, by name."""
-        self.group = None if world == 1 else dist.new_group(list(range(world))) if own else dist.group.WORLD
+        self.group = _group(self.ranks) if own and self.world > 1 else axis.group
         self._shard_group, self._copy_group = self._subgroups()
-        self._host_group = device.type == "cpu" or "gloo" in str(dist.get_backend_config() if world > 1 else "")
+        config = dist.get_backend_config() if self.world > 1 else ""
+        self._host_group = self.device.type == "cpu" or "gloo" in str(config)
 
     def _subgroups(self) -> tuple[Any, Any]:
         """Return the groups of this rank's shards and of its replicas; None for one of a single rank."""
         everyone = self.group
         if self.shards == 1 or self.copies == 1:
             return (everyone if self.shards > 1 else None), (everyone if self.copies > 1 else None)
-        rows = [[i * self.shards + j for j in range(self.shards)] for i in range(self.copies)]
-        columns = [[i * self.shards + j for i in range(self.copies)] for j in range(self.shards)]
-        return _own(rows, self.rank), _own(columns, self.rank)
+        row, column = self.ranks[self.copy * self.shards :][: self.shards], self.ranks[self.shard :: self.shards]
+        return _group(row), _group(column)
 
     def _start(self, name: str, label: str, works: list[Any], then: Callable[[], Any]) -> Pending:
         self.calls[name] = self.calls.get(name, 0) + bool(works)
@@ -177,10 +179,15 @@ class Comm:
         return self._start("exchange", label, works, lambda: (rows, (there > 0).tolist()))
 
     def from_first(self, tensor: torch.Tensor, label: str) -> None:
-        """Give every rank what rank 0 has."""
-        if self.world > 1:
-            work = dist.broadcast(tensor, src=0, group=self.group, async_op=True)
-            self._start("broadcast", label, [work], lambda: None).wait()
+        """Give every rank what the one with index 0 has."""
+        self.give(tensor, 0, label).wait()
+
+    def give(self, tensor: torch.Tensor, index: int, label: str) -> Pending:
+        """Start giving every rank what the one with that index has, in place."""
+        if self.world == 1:
+            return self._start("none", label, [], lambda: tensor)
+        work = dist.broadcast(tensor, src=self.ranks[index], group=self.group, async_op=True)
+        return self._start("broadcast", label, [work], lambda: tensor)
 
 
 def _add_up(parts: list[torch.Tensor], onto: torch.Tensor | None) -> torch.Tensor:
@@ -191,11 +198,6 @@ def _add_up(parts: list[torch.Tensor], onto: torch.Tensor | None) -> torch.Tenso
     return total
 
 
-def _own(rows: list[list[int]], rank: int) -> Any:
-    """Make the groups of all rows, which every rank must; return the one that this rank is in."""
-    found = None
-    for row in rows:
-        group = dist.new_group(row)
-        if rank in row:
-            found = group
-    return found
+def _group(ranks: tuple[int, ...]) -> Any:
+    """Make a process group, which only its members do."""
+    return dist.new_group(list(ranks), use_local_synchronization=True)

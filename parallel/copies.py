@@ -8,17 +8,42 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from pdrun.parallel.tiles import set_tile
+
 if TYPE_CHECKING:
     from pdrun.parallel.run import Run
+
+
+def blank(model: nn.Module) -> nn.Module:
+    """Return a copy of a model whose parameters are on the meta device; buffers are copied."""
+    memo: dict[int, Any] = {
+        id(param): nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+        for param in model.parameters()
+    }
+    return copy.deepcopy(model, memo)
 
 
 def plain_copy(run: Run) -> nn.Module:
     """Return the model as it would be in one process; every rank must call this."""
     memo: dict[int, Any] = {}
     full = run.full_weights()
+
+    def value_of(name: str, dtype: torch.dtype, trained: bool) -> nn.Parameter:
+        return nn.Parameter(full[name].to(run.settings.precision.weights(dtype), copy=True), trained)
+
+    if run.original is not None:
+        params = dict(run.original.named_parameters())
+        for entry in run.engine.catalogue.entries:
+            memo[id(params[entry.name])] = value_of(entry.name, entry.dtype, entry.trained)
+        made = copy.deepcopy(run.original, memo)
+        here = dict(run.model.named_buffers())
+        with torch.no_grad():
+            for name, buffer in made.named_buffers():
+                if name in here and here[name].shape == buffer.shape:
+                    buffer.copy_(here[name])
+        return made
     for weight in run.engine.weights:
-        value = full[weight.name].to(run.settings.precision.weights(weight.dtype), copy=True)
-        memo[id(weight.param)] = nn.Parameter(value, weight.trained)
+        memo[id(weight.param)] = value_of(weight.name, weight.dtype, weight.trained)
     made = copy.deepcopy(run.model, memo)
     for name in run.recomputed:
         made.get_submodule(name).__dict__.pop("forward")  # the class's own comes to light
@@ -33,7 +58,7 @@ def shell(run: Run, fake: Any) -> nn.Module:
     for weight in run.engine.weights:
         dtype = run.settings.precision.weights(weight.dtype)
         value = torch.empty(weight.shape, dtype=dtype, device=run.device)
-        memo[id(weight.param)] = nn.Parameter(value, weight.trained)
+        memo[id(weight.param)] = set_tile(nn.Parameter(value, weight.trained), weight.tile)
     for buffer in run.model.buffers():
         memo[id(buffer)] = fake.from_tensor(buffer)
     made = copy.deepcopy(run.model, memo)

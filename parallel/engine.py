@@ -1,8 +1,10 @@
 """
 What happens to weights, gradients and optimizer around the forward and backward passes of one step.
 
-    begin(first) -> forward -> forward_done -> backward -> backward_done(last)      each micro-batch
-    finish(divisor) -> step -> published                                            once
+    begin(first, last) -> forward -> forward_done -> backward -> backward_done      each micro-batch
+    finish(sums) -> optimizer.step -> step_done                                     once
+
+Below level 3 nothing happens around a forward, and it may lie anywhere (see `driver`).
 
 Below level 1 a weight is trained where it is. Under levels 1 to 3 each rank trains its segments of the weights that it
 shares with its group (`cuts`); at level 3 `gatherer` also keeps the weights in memory only where they compute.
@@ -21,7 +23,9 @@ from pdrun.parallel.comm import Comm, Pending
 from pdrun.parallel.cuts import Cut
 from pdrun.parallel.gatherer import Gatherer
 from pdrun.parallel.grads import GradBundle, Policy, Pool
+from pdrun.parallel.holders import Catalogue, Holders
 from pdrun.parallel.norms import clip_factor, square_sum, wide_type
+from pdrun.parallel.place import Place
 from pdrun.parallel.retarget import Part
 from pdrun.parallel.settings import Settings
 from pdrun.parallel.weights import Weight, assign_units, bundle, find_units
@@ -32,11 +36,14 @@ IN_FLIGHT = 2
 
 class Engine:
     """
-    The weights of a model on the data axis.
+    The weights of a model on the data axes, and the sums that go beyond these.
 
     Args:
-        whole, cut: the axis without shards, and with the shards of the optimizer level.
-        gathers: as ``cut``, for the weights.
+        model: what this rank runs.
+        weights: its weights, with their tiles.
+        place: this rank on the mesh.
+        holders: who holds what along the model axes.
+        catalogue: the weights of the whole model.
         fill: gives weights that have no memory yet their first values.
     """
 
@@ -44,14 +51,17 @@ class Engine:
         self,
         model: nn.Module,
         weights: list[Weight],
-        whole: Comm,
-        cut: Comm,
-        gathers: Comm,
+        place: Place,
+        holders: Holders,
+        catalogue: Catalogue,
         settings: Settings,
         fill: Callable[[Sequence[Weight]], None] = lambda weights: None,
     ) -> None:
         self._fill = fill
-        self.weights, self.whole, self.cut, self.gathers, self.settings = weights, whole, cut, gathers, settings
+        self.weights, self.place, self.holders, self.catalogue, self.settings = (
+            weights, place, holders, catalogue, settings,
+        )  # fmt: skip
+        self.whole, self.cut, self.gathers = place.whole, place.cut, place.gathers
         self._policy = Policy(settings.level, settings.exact, settings.accumulate, settings.wire)
         self.pool = Pool()
         self.bundles: list[GradBundle] = []
@@ -71,10 +81,15 @@ class Engine:
         self._targets = [self._trained(index) for index in range(len(self.bundles))]
         self._first = self._last = True
         # where gathers run beside sums, a process that waits for a sum might keep others from the gather that they need
-        self._may_wait = self.gatherer is None or whole.device.type != "cpu"
+        self._may_wait = self.gatherer is None or self.whole.device.type != "cpu"
         self._order = list(range(len(self.bundles)))
-        """Bundles in the order in which their sums start, on every rank."""
+        """Bundles of this micro-batch in the order in which their sums start, on every rank."""
+        self._chunks = [part.weights[0].chunk for part in self.bundles]
         self._next, self._taken = 0, [False] * len(self.bundles)
+        only = len(place.tellers) < place.job.world
+        self._tellers = torch.tensor(place.tellers, device=self.whole.device) if only else None
+        self.used = [False] * len(catalogue.entries)
+        """Which weights of the whole model had a gradient in the last step, on any rank."""
 
     # ---- building ------------------------------------------------------------------------------------------------
 
@@ -106,7 +121,8 @@ class Engine:
     def _add_bundle(self, group: Sequence[Weight], comm: Comm) -> None:
         label = f"the sum of gradients {len(self.bundles)} ({group[0].name} and {len(group) - 1} more)"
         dtype = self.settings.precision.sums(group[0].dtype)
-        self.bundles.append(GradBundle(group, comm, self._policy, self.pool, dtype, label))
+        across = self.place.across(group[0].sums, group[0].stages)
+        self.bundles.append(GradBundle(group, comm, self._policy, self.pool, dtype, label, across))
 
     def _add_cut(self, group: Sequence[Weight], unit: str, *, trained: bool) -> Cut:
         own = group[0].dtype
@@ -158,13 +174,21 @@ class Engine:
 
     # ---- a micro-batch -------------------------------------------------------------------------------------------
 
-    def begin(self, first: bool, last: bool) -> None:
-        """Prepare for the forward and backward pass of a micro-batch."""
+    def begin(self, first: bool, last: bool, chunk: int | None = None) -> None:
+        """
+        Prepare for the forward and backward pass of a micro-batch.
+
+        Args:
+            first, last: whether it is the step's first or last one.
+            chunk: the part of the model whose backward comes; None: all of it.
+        """
         self._first, self._last = first, last
+        if self.gatherer is None:
+            self._order = [i for i, mine in enumerate(self._chunks) if chunk is None or mine == chunk]
         self._next, self._taken = 0, [False] * len(self.bundles)
         self._waiting = list(self._open_units)
-        for part in self.bundles:
-            part.begin(first)
+        for index in self._order:
+            self.bundles[index].begin(first)
         if self.gatherer is not None:
             self.gatherer.begin()
 
@@ -200,7 +224,7 @@ class Engine:
             self._waiting[unit] -= 1
             if self._waiting[unit] == 0:
                 self.gatherer.release(unit)
-        while self._next < len(self.bundles) and self._taken[self._order[self._next]]:
+        while self._next < len(self._order) and self._taken[self._order[self._next]]:
             part = self.bundles[self._order[self._next]]
             if self._last or part.each:
                 if self._next >= IN_FLIGHT and part.comm.shards > 1 and self._may_wait:
@@ -220,8 +244,8 @@ class Engine:
         for index in self._order:
             if not self._taken[index]:
                 self._complete(index)
-        for part in self.bundles:
-            for weight in part.weights:
+        for index in self._order:
+            for weight in self.bundles[index].weights:
                 if weight.param.grad is not None:
                     raise UsageError(
                         f"{weight.name} got two gradients in one backward pass", where="pdrun.Run.step",
@@ -244,49 +268,62 @@ class Engine:
         told = self._tell(sums)
         for part in self.bundles:
             part.join()
-        by_slice, used = told.wait()
+        by_rank, self.used = told.wait()
+        by_slice = by_rank if self._tellers is None else by_rank.index_select(0, self._tellers)
         numbers = by_slice.transpose(0, 1).reshape(-1, 2).sum(0)
         count = numbers[1]
         if count.device.type == "cpu" and not float(count) > 0:
             raise UsageError(f"the loss's counts add up to {float(count):g}", where="pdrun.Run.step")
         by = count * scale if self.settings.mean else torch.full_like(count, scale)
-        totals = [part.finish() for part in self.bundles]
+        totals = self._totals()
         loose = [grad for weight in self.alone if (grad := weight.param.grad) is not None]
         for tensor in [*totals, *loose]:
             tensor.div_(by)
-        norm = self._norm(totals, loose) if self.settings.clip or self.settings.norm else None
+        norm = self._norm(totals) if self.settings.clip or self.settings.norm else None
         if self.settings.clip and norm is not None:
             factor = clip_factor(norm, self.settings.clip)
             if factor.device.type != "cpu" or not bool(factor == 1):
                 for tensor in [*totals, *loose]:
                     tensor.mul_(factor.to(tensor.dtype))
-        self._hand_over(used)
+        self._hand_over()
         return numbers, norm
 
     def _tell(self, sums: torch.Tensor) -> Pending:
         """Start exchanging every slice's loss, and which weights had a gradient on any rank."""
-        flags = [flag for part in self.bundles for flag in part.used]
-        return self.whole.exchange(sums, flags, "the losses")
+        flags = [False] * len(self.used)
+        for part in self.bundles:
+            for weight, used in zip(part.weights, part.used, strict=True):
+                flags[weight.index] = used
+        return self.place.job.exchange(sums, flags, "the losses")
 
-    def _norm(self, totals: list[torch.Tensor], loose: list[torch.Tensor]) -> torch.Tensor:
-        """Return the norm over all ranks' shards, each weight once; a rank's own weights are weights of their own."""
+    def _totals(self) -> list[torch.Tensor]:
+        """Return each bundle's total over the data axes and over what its weights ask for besides."""
+        for place in range(max((len(part.across) for part in self.bundles), default=0)):
+            for part in self.bundles:
+                if place < len(part.across):
+                    part.spread(place)
+        return [part.finish() for part in self.bundles]
+
+    def _norm(self, totals: list[torch.Tensor]) -> torch.Tensor:
+        """Return the norm over all ranks' parts, each weight once; a rank's own weights are weights of their own."""
         exact, device = self.settings.exact, self.whole.device
         square = torch.zeros((), dtype=wide_type(device), device=device)
         for shared in (True, False):
-            mine = [t for part, t in zip(self.bundles, totals, strict=True) if (part.comm.shards > 1) == shared]
-            if mine:
-                found = square_sum(mine, exact)
+            some = [(part, t) for part, t in zip(self.bundles, totals, strict=True) if (part.comm.shards > 1) == shared]
+            if some:
+                mine = [tensor for part, total in some for tensor in _counted(part, total)]
+                found = square_sum(mine, exact) if mine else torch.zeros_like(square)
                 square += self.cut.sum_small(found, "the norm", shards_only=True).wait() if shared else found
         if self.alone:
+            loose = [grad for w in self.alone if w.counted and (grad := w.param.grad) is not None]
             found = square_sum(loose, exact) if loose else torch.zeros_like(square)
             square += self.whole.sum_small(found, "the norm of the layerwise weights").wait()
-        return square.sqrt()
+        return self.place.model.sum_small(square, "the norm over the model axes").wait().sqrt()
 
-    def _hand_over(self, used: list[bool]) -> None:
+    def _hand_over(self) -> None:
         """Give the optimizer's tensors their gradients; those that nobody used get none."""
-        flags = iter(used)
         for index, part in enumerate(self.bundles):
-            part.used = [next(flags) for _ in part.weights]
+            part.used = [self.used[weight.index] for weight in part.weights]
             all_used = all(part.used)
             for target, segment, piece in zip(self._targets[index], part.segments, part.pieces(), strict=True):
                 if all_used or part.used[segment.slot]:
@@ -351,6 +388,14 @@ class Engine:
         for cut in self.cuts:
             if not cut.released:
                 cut.ready()
+
+
+def _counted(part: GradBundle, total: torch.Tensor) -> list[torch.Tensor]:
+    """Return what of a bundle's total counts in the norm here."""
+    if all(weight.counted for weight in part.weights):
+        return [total]
+    pieces = zip(part.segments, part.pieces(), strict=True)
+    return [piece for segment, piece in pieces if part.weights[segment.slot].counted]
 
 
 def _like(grad: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

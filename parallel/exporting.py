@@ -22,7 +22,7 @@ def export(run: Run, path: Path) -> None:
     buffers = {name: buffer for name, buffer in run.model.named_buffers() if name in run.persistent}
     shapes = {**weights, **{name: (buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()}}
     tensors = chain(wholes.full_weights(run.engine), buffers.items())
-    if run.axis.rank == 0:
+    if run.context.is_main:
         safetensors.write(path, shapes, tensors)
         return
     for _ in tensors:  # gathered by all ranks
@@ -37,14 +37,16 @@ def load_weights(run: Run, path: Path) -> None:
         ConfigError: the file lacks a weight, or one has another shape.
     """
     file = safetensors.File(path)
-    other = {name: group for group in tied_names(run.model) for name in group}
+    other = {name: group for group in tied_names(run.original or run.model) for name in group}
     run.engine.settle()
     with torch.no_grad():
         for held in wholes.held(run.engine):
-            name = next((name for name in other.get(held.name, ()) if name in file.entries), held.name)
+            plain, tile = held.weight.name, held.tile
+            name = next((name for name in other.get(plain, ()) if name in file.entries), plain)
             value = file.read(name)
-            if tuple(value.shape) != held.shape:
-                raise ConfigError(f"{name} is {tuple(value.shape)} there and {held.shape} here", where=str(path))
+            if tuple(value.shape) != tile.shape:
+                raise ConfigError(f"{name} is {tuple(value.shape)} there and {tile.shape} here", where=str(path))
+            value = value if tile.is_whole else tile.take(value)
             held.part.copy_(value.reshape(-1)[held.start : held.stop].view(held.part.shape))
         for name, buffer in run.model.named_buffers():
             if name in run.persistent and name in file.entries:

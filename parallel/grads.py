@@ -63,12 +63,21 @@ class GradBundle:
         weights: of one type, all trained, in the order in which their gradients are expected.
         comm: the axis, with as many shards as the bundle is cut into.
         dtype: type in which gradients are added.
+        across: further axes over which the total is added up, one after the other, at the end of the step.
     """
 
     def __init__(
-        self, weights: Sequence[Weight], comm: Comm, policy: Policy, pool: Pool, dtype: torch.dtype, label: str
+        self,
+        weights: Sequence[Weight],
+        comm: Comm,
+        policy: Policy,
+        pool: Pool,
+        dtype: torch.dtype,
+        label: str,
+        across: Sequence[Comm] = (),
     ) -> None:
         self.weights, self.comm, self.policy, self.dtype, self.label = list(weights), comm, policy, dtype, label
+        self.across = list(across)
         self.layout: FlatLayout = lay_out([(w.name, w.shape) for w in weights], comm.shards, comm.world)
         self.segments: list[Segment] = self.layout.segments(comm.shard)
         alone, several = comm.world == 1, policy.accumulate > 1
@@ -159,6 +168,10 @@ class GradBundle:
             self._total, self._pending = self._pending.wait(), None
         assert self._total is not None
         return self._total
+
+    def spread(self, place: int) -> None:
+        """Start adding the total up over one of the further axes; `finish` ends it."""
+        self._pending = self.across[place].sum_shards(self.finish(), self.label)
 
     def pieces(self) -> list[torch.Tensor]:
         """Return the total's segments, flat; where a segment is a whole weight, in its shape."""

@@ -45,7 +45,14 @@ class Objective:
         Raises:
             UsageError: the loss is neither a pair of scalars nor a scalar, or does not depend on the weights.
         """
-        output = self.forward(model, batch) if self.forward else call_model(model, batch)
+        return self.judge(self.output(model, batch), batch, rows)
+
+    def output(self, model: nn.Module, batch: Any) -> Any:
+        """Return what the model says of a batch."""
+        return self.forward(model, batch) if self.forward else call_model(model, batch)
+
+    def judge(self, output: Any, batch: Any, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (sum, count) of an output of the model; see `__call__`."""
         told = self.loss(output, batch) if self.loss else output
         if isinstance(told, torch.Tensor):
             told, self.plain = (told * rows, rows), True

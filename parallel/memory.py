@@ -89,11 +89,11 @@ class Ledger(TorchDispatchMode):
 
 def passes(run: Run, batch: Any) -> int:
     """Return the most bytes that the passes of the largest micro-batch hold at once, weights and gradients left out."""
-    axis, times = run.axis, run.settings.accumulate
+    times = run.settings.accumulate
     rows = count_rows(batch, run.strategy)
     pieces = [
         piece
-        for rank in cut_rows(rows, 1 if run.strategy.whole or run.strategy.local else axis.world, times)
+        for rank in cut_rows(rows, 1 if run.strategy.whole or run.strategy.local else run.rows.size, times)
         for piece in rank
     ]
     largest = max(pieces, key=len)
@@ -114,7 +114,7 @@ def passes(run: Run, batch: Any) -> int:
         for param in model.parameters():
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(_drop)
-        with ledger, run.engine.paused():
+        with ledger, run.engine.paused(), run.axes.pretending():
             total, _ = run.objective_of(model, part, largest, 0)
             total.backward()
         return ledger.peak

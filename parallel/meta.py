@@ -9,6 +9,7 @@ the other real, has it initialise itself, and keeps this rank's part. Each modul
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from torch import nn
 
 from pdrun.errors import UsageError
 from pdrun.parallel.dice import mix
+from pdrun.parallel.tiles import set_tile
 from pdrun.parallel.weights import Weight
 
 WHERE = "pdrun.parallelize"
@@ -71,6 +73,7 @@ class Filler:
     Makes weights real.
 
     Args:
+        model: whole; what is made of it later may hold tiles of its weights, under the same names.
         init: fills a module's own parameters; default: the module's ``reset_parameters``.
     """
 
@@ -78,11 +81,18 @@ class Filler:
         self, model: nn.Module, device: torch.device, seed: int, init: Callable[[nn.Module], Any] | None = None
     ) -> None:
         self._device, self._seed, self._init = device, seed, init
-        self._owners: dict[int, tuple[int, str, nn.Module]] = {}
+        self._owners: dict[str, tuple[int, str, nn.Module]] = {}
+        self._parts: dict[str, Weight] | None = None
+        seen: dict[int, str] = {}
         for place, (name, module) in enumerate(model.named_modules()):
-            for param in module.parameters(recurse=False):
+            for key, param in module.named_parameters(recurse=False):
                 if param.device.type == "meta":
-                    self._owners.setdefault(id(param), (place, name, module))
+                    first = seen.setdefault(id(param), f"{name}.{key}" if name else key)
+                    self._owners.setdefault(first, (place, name, module))
+
+    def adopt(self, weights: Sequence[Weight]) -> None:
+        """Have these be filled with the parts that they are of the model's weights; the model itself stays empty."""
+        self._parts = {weight.name: weight for weight in weights}
 
     def fill(self, weights: Sequence[Weight]) -> None:
         """
@@ -93,9 +103,39 @@ class Filler:
         """
         for weight in weights:
             if weight.param.device.type == "meta":
-                self._fill_module(*self._owners[id(weight.param)])
+                place, name, module = self._owners[weight.name]
+                if self._parts is None:
+                    self._fill_module(place, name, module)
+                else:
+                    self._fill_parts(place, name, module)
 
     def _fill_module(self, place: int, name: str, module: nn.Module) -> None:
+        made = {}
+        for key, param in module.named_parameters(recurse=False):
+            if param.device.type == "meta":
+                torch.utils.swap_tensors(param, self._blank(param))
+                made[key] = param
+        self._initialise(place, name, module, made)
+
+    def _fill_parts(self, place: int, name: str, module: nn.Module) -> None:
+        """Fill a stand-in of a module and take from it what this rank has."""
+        stand_in = copy.copy(module)
+        made = {key: self._blank(param) for key, param in module.named_parameters(recurse=False)}
+        stand_in.__dict__["_parameters"] = {**module._parameters, **made}
+        self._initialise(place, name, stand_in, made)
+        for key, whole in made.items():
+            weight = (self._parts or {}).get(f"{name}.{key}" if name else key)
+            if weight is not None and weight.param.device.type == "meta":
+                part = nn.Parameter(weight.tile.take(whole.detach()), weight.trained)
+                torch.utils.swap_tensors(weight.param, part)
+                set_tile(weight.param, weight.tile)
+
+    def _blank(self, param: nn.Parameter) -> nn.Parameter:
+        real = torch.empty(param.shape, dtype=param.dtype, device=self._device)
+        return nn.Parameter(real.fill_(float("nan") if param.is_floating_point() else 0), param.requires_grad)
+
+    def _initialise(self, place: int, name: str, module: nn.Module, made: dict[str, nn.Parameter]) -> None:
+        """Have a module fill its parameters, drawing from a generator of its own."""
         init = (
             self._init
             or getattr(type(module), "reset_parameters", None)
@@ -104,13 +144,6 @@ class Filler:
         if init is None:
             what = f"{name or 'the model'} ({type(module).__name__}) has no reset_parameters"
             raise UsageError(what, where=WHERE, hint="init=lambda module: ... fills a module's own parameters")
-        mine = []
-        for key, param in module.named_parameters(recurse=False):
-            if param.device.type == "meta":
-                real = torch.empty(param.shape, dtype=param.dtype, device=self._device)
-                real.fill_(float("nan") if param.is_floating_point() else 0)
-                torch.utils.swap_tensors(param, nn.Parameter(real, param.requires_grad))
-                mine.append((key, param))
         kept = torch.get_rng_state()
         seed = mix(self._seed, place, 6)
         torch.default_generator.manual_seed(seed)
@@ -119,6 +152,6 @@ class Filler:
         with torch.no_grad():
             init(module)
         torch.set_rng_state(kept)
-        for key, param in mine:
+        for key, param in made.items():
             if param.is_floating_point() and bool(torch.isnan(param).any()):
                 raise UsageError(f"initialising {name} left {key} unfilled", where=WHERE)

@@ -12,32 +12,28 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pdrun.errors import UsageError
+from pdrun.parallel.axes import Axis
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum over all ranks, whose gradient is the sum of all ranks' gradients."""
+    """The sum over all ranks of the data axes, whose gradient is the sum of all their gradients."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-        total = value.clone()
-        dist.all_reduce(total)
-        return total
+        return _rows().all_reduce(value)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        total = grads[0].clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total)
-        return total
+        return _rows().all_reduce(grads[0])
 
 
 class SyncedBatchNorm(_BatchNorm):
     """
-    `torch.nn.BatchNorm*d` with the statistics of all ranks' rows; parameters and buffers have the same names.
+    `torch.nn.BatchNorm*d` with the statistics of all rows; parameters and buffers have the same names.
 
     ``weight_of_rows`` is 0 while a rank computes a row that isn't part of the batch.
     """
@@ -78,6 +74,18 @@ class SyncedBatchNorm(_BatchNorm):
 
 
 _alone = False
+_axis: Axis | None = None
+
+
+def place(axis: Axis) -> None:
+    """Have statistics be those of the rows of all ranks along some axes, from now on in this process."""
+    global _axis
+    _axis = axis
+
+
+def _rows() -> Axis:
+    assert _axis is not None
+    return _axis
 
 
 @contextmanager
@@ -92,7 +100,7 @@ def alone() -> Iterator[None]:
 
 
 def _sum(value: torch.Tensor) -> torch.Tensor:
-    if _alone or not dist.is_initialized() or dist.get_world_size() == 1:
+    if _alone or _axis is None or _axis.size == 1:
         return value
     return _SumOverRanks.apply(value)
 

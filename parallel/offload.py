@@ -90,8 +90,10 @@ def to_files(optimizer: torch.optim.Optimizer, folder: Path) -> int:
 class _Saved:
     """One saved tensor: on the host, or on its way to or from it."""
 
-    def __init__(self, index: int, host: torch.Tensor, device: torch.device, done: Any) -> None:
-        self.index, self.host, self.device, self.done = index, host, device, done
+    def __init__(self, among: list[_Saved | None], host: torch.Tensor, device: torch.device, done: Any) -> None:
+        self.among, self.index = among, len(among)
+        """What its forward pass has saved, in order, and its place there."""
+        self.host, self.device, self.done = host, device, done
         self.back: torch.Tensor | None = None
         self.came: Any = None
 
@@ -134,7 +136,7 @@ class Saver:
                 host.copy_(tensor, non_blocking=True)
             tensor.record_stream(self._stream)
             done = self._stream.record_event()
-        saved = _Saved(len(self._saved), host, tensor.device, done)
+        saved = _Saved(self._saved, host, tensor.device, done)
         self._saved.append(saved)
         self.moved += size
         return saved
@@ -143,11 +145,11 @@ class Saver:
         if not isinstance(saved, _Saved):
             return saved
         for index in range(saved.index, max(-1, saved.index - AHEAD - 1), -1):
-            near = self._saved[index]
+            near = saved.among[index]
             if near is not None:
                 self._fetch(near)
         self._fetch(saved)
-        self._saved[saved.index] = None
+        saved.among[saved.index] = None
         tensor, saved.back = saved.back, None
         assert tensor is not None
         if self._module is not None:

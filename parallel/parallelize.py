@@ -1,8 +1,8 @@
 """
 `pdrun.parallelize`: a model, its optimizer and its loss become a `Run`, which trains them on every device of the mesh.
 
-The order in which things are put on a model is visible here and nowhere else: checks, materialising, recomputation,
-equal starts, the engine, the optimizer.
+The order in which things are put on a model is visible here and nowhere else: checks, equal starts, cuts (`partition`),
+recomputation, the engine, the optimizer.
 """
 
 from __future__ import annotations
@@ -18,16 +18,20 @@ from pdrun.errors import UsageError
 from pdrun.parallel import compat, norm_sync, retarget
 from pdrun.parallel import precision as precisions
 from pdrun.parallel import recompute as recomputing
+from pdrun.parallel.axes import Axes
 from pdrun.parallel.comm import Comm
 from pdrun.parallel.context import Context
 from pdrun.parallel.context import init as join
 from pdrun.parallel.dice import Dice
+from pdrun.parallel.driver import Pipeline
 from pdrun.parallel.engine import Engine
 from pdrun.parallel.loss import Forward, Loss, Objective
-from pdrun.parallel.mesh import Mesh, solve
+from pdrun.parallel.mesh import DATA, Mesh, solve
 from pdrun.parallel.meta import Filler, move
 from pdrun.parallel.offload import Saver
 from pdrun.parallel.offload import parse as parse_offload
+from pdrun.parallel.partition import Cuts, cut_up
+from pdrun.parallel.place import place_on
 from pdrun.parallel.run import Run
 from pdrun.parallel.settings import (
     WHERE,
@@ -39,6 +43,7 @@ from pdrun.parallel.settings import (
     check_wire,
 )
 from pdrun.parallel.slicing import parse as parse_strategy
+from pdrun.parallel.tiles import Cutter, SequenceCutter
 from pdrun.parallel.watch import start as start_watch
 from pdrun.parallel.weights import Weight, collect, parse_fusion
 from pdrun.parallel.wholes import storages
@@ -53,6 +58,10 @@ def parallelize(
     loss: Loss | None = None,
     *,
     mesh: Mesh | None = None,
+    strategy: Cutter | None = None,
+    pipeline: Pipeline | None = None,
+    context: SequenceCutter | None = None,
+    sample: Any = None,
     forward: Forward | None = None,
     scheduler: Any = None,
     optimizer_level: int | str = 0,
@@ -86,6 +95,10 @@ def parallelize(
             of them.
         loss: ``loss(output, batch) -> (sum, count)``, or a mean over rows; None where the model itself returns that.
         mesh: the devices; default: all of them on the data axis.
+        strategy: how operators are cut over the tensor axes of the mesh.
+        pipeline: how the model is cut into stages over pp, and their schedule.
+        context: how attention sees the whole sequence where each rank along cp has a part of it.
+        sample: a batch, for a strategy that has to see shapes.
         forward: ``forward(model, batch) -> output``; default: see `pdrun.parallel.loss.call_model`.
         scheduler: ``lambda optimizer: LRScheduler``; steps once a step, and is saved and resumed with the run.
         optimizer_level: 0 every rank trains all weights; 1 the optimizer's state is cut over the ranks; 2 gradients
@@ -119,14 +132,13 @@ def parallelize(
     Raises:
         UsageError: an argument is wrong, or the result could not equal that of one process; says why.
     """
-    context = join()
-    world = context.world_size
-    mesh = mesh or solve(world, {"dp": -1})
-    if mesh.size != world:
-        raise UsageError(f"{mesh} is for {mesh.size} devices, the job has {world}", where=WHERE)
+    job = join()
+    mesh = mesh or solve(job.world_size, {"dp": -1})
     level = check_level(optimizer_level)
+    _check_mesh(mesh, job.world_size, level, strategy, pipeline, context)
+    ranks = mesh.dp * mesh.cp
     policy, away = precisions.parse(precision), parse_offload(offload)
-    device = torch.device(context.device)
+    device = torch.device(job.device)
     settings = Settings(
         level=level,
         accumulate=check_count("accumulate", accumulate),
@@ -134,7 +146,7 @@ def parallelize(
         norm=norm or policy.compute == "fp16",
         mean=gradients_mean,
         exact=device.type == "cpu" if exact is None else exact,
-        shard_group=check_group(shard_group, world, level),
+        shard_group=check_group(shard_group, ranks, level),
         threshold=check_count("threshold", threshold, 0),
         layerwise=tuple(layerwise),
         units=units,
@@ -147,26 +159,54 @@ def parallelize(
         raise UsageError("init= is for weights made inside pdrun.empty_init(); this model has none", where=WHERE)
     if units is not None and level < 3:
         raise UsageError("units= are what level 3 gathers", where=WHERE)
-    strategy = parse_strategy(dataset_strategy, world)
-    empty = _prepare(model, device, world, sync_batchnorm)
-    filler = Filler(model, device, seed, init) if empty else None
+    rows = parse_strategy(dataset_strategy, mesh.dp)
+    seconds = check_above_zero("timeout", timeout) or TIMEOUT
+    empty = _prepare(model, device, ranks, sync_batchnorm)
     weights = collect(model, settings.layerwise)
     made = retarget.make(optimizer, [weight.param for weight in weights if weight.trained])
-    if level and world > 1:
+    place = place_on(mesh, _axes(job, mesh, device, seconds), settings.shard_group, level)
+    norm_sync.place(place.axes[DATA])
+    _start_equal(model, weights, place.job)
+    cut = cut_up(model, weights, place, Cuts(strategy, pipeline, context, sample))
+    retarget.follow(made, {id(weight.param): weight.name for weight in weights}, cut.weights)
+    filler = Filler(cut.original or model, device, seed, init) if empty else None
+    if filler is not None and cut.original is not None:
+        filler.adopt(cut.weights)
+    if level and ranks > 1:
         retarget.check_elementwise(made, device)
-    recomputed = recomputing.apply(model, recompute)
-    whole, cut, gathers = _axes(context, device, settings, check_above_zero("timeout", timeout) or TIMEOUT)
-    _start_equal(model, weights, whole)
-    fill = filler.fill if filler else lambda weights: None
-    engine = Engine(model, weights, whole, cut, gathers, settings, fill)
+    elif cut.original is not None:
+        retarget.check_elementwise(made, device, tiles_only=True)
+    recomputed = recomputing.apply(cut.model, recompute)
+    engine = Engine(
+        cut.model, cut.weights, place, cut.holders, cut.catalogue, settings,
+        filler.fill if filler else lambda weights: None,
+    )  # fmt: skip
     retarget.retarget(made, engine.parts_of)
     schedule = scheduler(made) if callable(scheduler) else scheduler
     dice = Dice(seed, native_dropout)
-    run = Run(context, mesh, engine, made, Objective(model, loss, forward), dice, strategy, schedule)
+    run = Run(job, mesh, engine, made, Objective(cut.model, loss, forward), dice, rows, schedule)
+    run.original, run.driver, run.sequences = cut.original, cut.driver, context
     run.recompute, run.recomputed, run.offload = recompute, recomputed, away
     if away.activations:
         run.saver = Saver(device, away.least, storages(engine))
     return run
+
+
+def _check_mesh(mesh: Mesh, world: int, level: int, strategy: Any, pipeline: Any, context: Any) -> None:
+    """Refuse a mesh on which ranks would only repeat each other, and what is asked for without ranks to do it."""
+    if mesh.size != world:
+        raise UsageError(f"{mesh} is for {mesh.size} devices, the job has {world}", where=WHERE)
+    tensor = [axis for axis in mesh.tensor_axes if mesh.degree(axis) > 1]
+    for axes, value, name in ((tensor, strategy, "strategy"), (mesh.pp > 1 and ["pp"], pipeline, "pipeline"),
+                              (mesh.cp > 1 and ["cp"], context, "context")):  # fmt: skip
+        if axes and value is None:
+            what = f"{mesh}: ranks along {' and '.join(axes)} would only repeat each other"
+            raise UsageError(what, where=WHERE, hint=f"{name}= says what they do")
+    if mesh.pp > 1 and level == 3:
+        what = (
+            "optimizer_level=3 gathers a unit around each forward and backward, and a pipeline interleaves these"
+        )
+        raise UsageError(what, where=WHERE, hint="optimizer_level=2 has one stage's weights on each device")
 
 
 def _prepare(model: nn.Module, device: torch.device, world: int, sync_batchnorm: bool) -> bool:
@@ -192,20 +232,14 @@ def _prepare(model: nn.Module, device: torch.device, world: int, sync_batchnorm:
     return empty
 
 
-def _axes(context: Context, device: torch.device, settings: Settings, timeout: float) -> tuple[Comm, Comm, Comm]:
-    """Return the data axis without shards, with shards for gradients, and with shards for weights."""
-    world, rank = context.world_size, context.rank
+def _axes(job: Context, mesh: Mesh, device: torch.device, timeout: float) -> Axes:
+    """Return this rank's places along the axes, where every wait is bounded."""
+    world, rank = job.world_size, job.rank
     store = dist.distributed_c10d._get_default_store() if world > 1 else None
     watch = start_watch(timeout, rank, world, store, blocking=device.type == "cpu")
     if world > 1:
         compat.set_timeout(timeout)
-    whole = Comm(world, rank, 1, device, watch)
-    if settings.shard_group == 1:
-        return whole, whole, whole
-    cut = Comm(world, rank, settings.shard_group, device, watch)
-    if settings.level < 3 or device.type != "cpu":
-        return whole, cut, cut
-    return whole, cut, Comm(world, rank, settings.shard_group, device, watch, own=True)
+    return Axes(mesh.grid, rank, device, watch)
 
 
 def _start_equal(model: nn.Module, weights: list[Weight], axis: Comm) -> None:

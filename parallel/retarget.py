@@ -19,6 +19,8 @@ from torch import nn
 
 from pdrun.errors import UsageError
 from pdrun.parallel.flat import Segment
+from pdrun.parallel.tiles import tile_of
+from pdrun.parallel.weights import Weight
 
 WHERE = "pdrun.parallelize"
 Part = tuple[nn.Parameter, "Segment | None"]
@@ -56,19 +58,24 @@ def make(optimizer: Any, params: Sequence[nn.Parameter]) -> torch.optim.Optimize
     return made
 
 
-def check_elementwise(made: torch.optim.Optimizer, device: torch.device) -> None:
+def check_elementwise(made: torch.optim.Optimizer, device: torch.device, *, tiles_only: bool = False) -> None:
     """
-    Try out that the optimizer may be sharded.
+    Try out that the optimizer may work on parts of weights.
+
+    Args:
+        tiles_only: only groups that hold a weight that is cut over tensor axes need that.
 
     Raises:
         UsageError: it may not; names it.
     """
     for group in made.param_groups:
+        if tiles_only and all(tile_of(param).is_whole for param in group["params"]):
+            continue
         whole, parts = _try_out(made, group, device, 1), _try_out(made, group, device, 2)
         if whole is None or parts is None or not torch.equal(whole, parts):
             raise UsageError(
                 f"{type(made).__name__} looks at more than one element at a time: its state cannot be cut", where=WHERE,
-                hint="optimizer_level=0, or an elementwise optimizer such as AdamW or SGD",
+                hint=("" if tiles_only else "optimizer_level=0, or ") + "an elementwise optimizer such as AdamW or SGD",
             )  # fmt: skip
 
 
@@ -129,6 +136,32 @@ def state_bytes(made: torch.optim.Optimizer, device: torch.device) -> float:
         if isinstance(value, torch.Tensor) and value.shape == tensor.shape
     ]
     return float(sum(value.numel() * value.element_size() for value in kept) / tensor.numel())
+
+
+def follow(made: torch.optim.Optimizer, names: Mapping[int, str], weights: Iterable[Weight]) -> None:
+    """
+    Turn an optimizer that was made for the whole model to this rank's tiles; weights of other stages are dropped.
+
+    Args:
+        names: of the whole model's parameters, by identity.
+        weights: what this rank has, under the same names.
+    """
+    now = {weight.name: weight.param for weight in weights}
+    for group in made.param_groups:
+        found = []
+        for param in group["params"]:
+            state = made.state.pop(param, None)
+            part = now.get(names[id(param)])
+            if part is None:
+                continue
+            found.append(part)
+            if state:
+                tile = tile_of(part)
+                made.state[part] = {
+                    key: tile.take(value) if isinstance(value, torch.Tensor) and value.shape == tile.shape else value
+                    for key, value in state.items()
+                }
+        group["params"] = found
 
 
 def retarget(made: torch.optim.Optimizer, parts_of: Callable[[nn.Parameter], list[Part]]) -> None:

@@ -1,14 +1,14 @@
 """
 A run: the loop's side of `pdrun.parallelize`.
 
-A step cuts its batch into micro-batches, runs each forward and backward around the engine, and tells global numbers.
+A step cuts its batch into micro-batches, has a driver go forward and backward through them, and tells global numbers.
 What happens to weights and gradients is the engine's business, what is random the dice's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from pdrun.errors import ConfigError, UsageError
 from pdrun.parallel import exporting, norm_sync, saving, storage, wholes
 from pdrun.parallel.context import Context
 from pdrun.parallel.dice import Dice
+from pdrun.parallel.driver import Driver, MicroBatch, Plain
 from pdrun.parallel.engine import Engine
 from pdrun.parallel.explain import Plan, explain, plan_of
 from pdrun.parallel.loader import Loader, Position, Shard, from_torch, read
@@ -27,11 +28,12 @@ from pdrun.parallel.loss import Objective
 from pdrun.parallel.memory import Estimate, estimate
 from pdrun.parallel.mesh import Mesh
 from pdrun.parallel.metrics import Metrics
-from pdrun.parallel.norms import square_sum, wide_type
+from pdrun.parallel.norms import square_sum
 from pdrun.parallel.offload import Offload, Saver, to_files
 from pdrun.parallel.precision import LossScale
 from pdrun.parallel.saving import Saving
 from pdrun.parallel.slicing import Strategy, count_rows, cut_rows, cut_sizes, take, to_device
+from pdrun.parallel.tiles import SequenceCutter
 from pdrun.parallel.verify import Report, verify
 
 
@@ -46,6 +48,7 @@ class Run:
         optimizer: the optimizer; its groups hold what this rank trains. Schedulers of learning rates work on it as
             ever.
         mesh: the devices.
+        axes: this rank's places along the axes of the mesh.
         steps: how many steps have been made.
     """
 
@@ -62,6 +65,11 @@ class Run:
     ) -> None:
         self.context, self.mesh, self.optimizer, self.scheduler = context, mesh, optimizer, scheduler
         self.model = objective.model
+        self.original: nn.Module | None = None
+        """The whole model without memory, where ``model`` is cut over tensor axes or into stages."""
+        self.driver: Driver = Plain()
+        self.sequences: SequenceCutter | None = None
+        """What gives this rank its part of each sequence."""
         self.steps = 0
         self.offload = Offload()
         self.saver: Saver | None = None
@@ -70,11 +78,15 @@ class Run:
         self.recomputed: list[str] = []
         """Names of the modules whose forward is computed again in the backward."""
         self.position = Position()
-        self.engine, self.objective, self._dice, self.strategy = engine, objective, dice, strategy
+        self.engine, self.objective, self.dice, self.strategy = engine, objective, dice, strategy
+        self.axes = engine.place.axes
+        self.rows = self.axes["dp"]
+        """The axis along which ranks compute different rows."""
         self.settings = engine.settings
         self.persistent = {name for name in self.model.state_dict() if name in dict(self.model.named_buffers())}
         self._saving: Saving | None = None
         self.axis = engine.whole
+        """The data axes: those over which gradients are added up."""
         self.device = engine.whole.device
         self.source: Loader | None = None
         """The loader that `data` was last given."""
@@ -108,40 +120,45 @@ class Run:
 
     def _passes(self, batch: Any) -> torch.Tensor:
         """Go forward and backward through this rank's micro-batches; return ``[accumulate, 2]``, sums and counts."""
-        micros, wide = self._cut(batch), wide_type(self.device)
-        sums: list[torch.Tensor] = []
-        for place, (part, rows, weight) in enumerate(micros):
-            self.engine.begin(first=place == 0, last=place == len(micros) - 1)
-            total, count = self._forward(part, rows, weight, place)
-            sums.append(torch.stack([total.detach().to(wide), count.to(wide)]))
-            self._backward(total)
-            self.engine.backward_done()
-        return torch.stack(sums)
+        return self.driver.passes(self, self._cut(batch))
 
-    def _forward(self, part: Any, rows: range, weight: float, place: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the loss's sum and count on one micro-batch; both are 0 for a row that isn't part of the batch."""
-        part = to_device(part, self.device, self.settings.precision.inputs)
-        norm_sync.SyncedBatchNorm.weight_of_rows = weight
-        with self.saver.around() if self.saver is not None else nullcontext():
-            total, count = self.objective_of(self.model, part, rows, place * self.axis.world + self.axis.rank)
-        self.engine.forward_done()
-        if not total.requires_grad:
-            raise UsageError("the loss does not depend on a weight that is trained", where="pdrun.Run.step")
-        return (total, count) if weight else (total * 0.0, count * 0.0)
+    @contextmanager
+    def around(self, micro: MicroBatch, part: int = 0, calls: int = 0) -> Iterator[None]:
+        """What the forward pass of a micro-batch runs in; for ``part`` and ``calls`` see `Dice.throw`."""
+        norm_sync.SyncedBatchNorm.weight_of_rows = micro.weight
+        with ExitStack() as inside:
+            if self.saver is not None:
+                inside.enter_context(self.saver.around())
+            inside.enter_context(self._randomly(micro.index, micro.rows, part, calls))
+            yield
+
+    @contextmanager
+    def _randomly(self, index: int, rows: range, part: int = 0, calls: int = 0) -> Iterator[None]:
+        self.dice.throw(self.steps, index, rows, self.device, part=part, calls=calls)
+        with self.settings.precision.context(self.device), self.dice.placed():
+            yield
 
     def objective_of(self, model: nn.Module, part: Any, rows: range, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the (sum, count) that slice ``index``, which is these global rows, has on a model."""
-        self._dice.throw(self.steps, index, rows, self.device)
-        with ExitStack() as around:
-            around.enter_context(self.settings.precision.context(self.device))
-            around.enter_context(self._dice.placed())
+        with self._randomly(index, rows):
             return self.objective(model, part, max(len(rows), 1))
 
-    def _backward(self, total: torch.Tensor) -> None:
-        if self.scale is not None:
-            total = total * self.scale.value
-        with self._dice.placed():  # forwards may be recomputed
-            total.backward()
+    def backward(
+        self, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None] | None = None, **options: Any
+    ) -> None:
+        """
+        Go backward, as `torch.autograd.backward` does; losses, which come without a gradient, are scaled in fp16.
+
+        Args:
+            tensors: where to begin.
+            grads: their gradients; None for losses.
+            options: of `torch.autograd.backward`, as ``inputs`` or ``retain_graph``.
+        """
+        given = list(grads) if grads is not None else [None] * len(tensors)
+        scale = self.scale.value if self.scale is not None else None
+        roots = [x * scale if g is None and scale is not None else x for x, g in zip(tensors, given, strict=True)]
+        with self.dice.placed():  # forwards may be recomputed
+            torch.autograd.backward(roots, given, **options)
 
     def _end(self, sums: torch.Tensor, versions: list[int]) -> Metrics:
         """Reduce, clip, step and publish."""
@@ -152,7 +169,7 @@ class Run:
         if not skipped:
             self.optimizer.step()
             if self.offload.disk is not None:
-                to_files(self.optimizer, Path(self.offload.disk) / f"rank-{self.axis.rank}")
+                to_files(self.optimizer, Path(self.offload.disk) / f"rank-{self.context.rank}")
             if self.scheduler is not None:
                 self.scheduler.step()
         if self.scale is not None:
@@ -163,12 +180,9 @@ class Run:
                 self.axis.from_first(buffer, "a buffer")
         return Metrics(self.steps, numbers, norm, skipped)
 
-    def _cut(self, batch: Any) -> list[tuple[Any, range, float]]:
-        """
-        Return this rank's micro-batches as (batch, global rows, weight), the weight being 0 where there are no
-        rows.
-        """
-        world, rank, times = self.axis.world, self.axis.rank, self.settings.accumulate
+    def _cut(self, batch: Any) -> list[MicroBatch]:
+        """Return this rank's micro-batches: its rows, which ranks that differ along dp only share with nobody."""
+        world, rank, times = self.rows.size, self.rows.index, self.settings.accumulate
         if self._handed is not None and batch is self._handed[0]:
             shard = self._handed[1]
             pieces = cut_rows(shard.rows, world, times)[rank]
@@ -186,10 +200,15 @@ class Run:
         if count_rows(batch, strategy) == 0:
             raise UsageError("the batch has no rows", where="pdrun.Run.step")
         found = []
-        for piece, where in zip(pieces, local, strict=True):
-            stand_in = where if len(where) else range(1)
-            found.append((take(batch, stand_in, strategy), piece, 1.0 if len(where) else 0.0))
+        for place, (piece, where) in enumerate(zip(pieces, local, strict=True)):
+            part = take(batch, where if len(where) else range(1), strategy)
+            found.append(MicroBatch(part, piece, 1.0 if len(where) else 0.0, place * world + rank, place))
         return found
+
+    def here(self, batch: Any) -> Any:
+        """Return a micro-batch's rows as the model gets them: on this rank's device, in the policy's type."""
+        part = batch if self.sequences is None else self.sequences.part(batch, self.axes)
+        return to_device(part, self.device, self.settings.precision.inputs)
 
     def _loose_buffers(self) -> Iterator[torch.Tensor]:
         for module in self.model.modules():
@@ -213,7 +232,7 @@ class Run:
             if self.strategy.local or self.strategy.whole or self.strategy.dims is not None:
                 raise UsageError("a Loader cuts along rows: it takes no dataset_strategy", where="pdrun.Run.data")
             feed = read(
-                loader, self._dice.seed, self.position, self.axis.world, self.axis.rank, self.settings.accumulate
+                loader, self.dice.seed, self.position, self.rows.size, self.rows.index, self.settings.accumulate
             )
             for batch, shard in feed:
                 self._handed = (batch, shard)
@@ -229,11 +248,11 @@ class Run:
     @property
     def seed(self) -> int:
         """The seed of all randomness of the run."""
-        return self._dice.seed
+        return self.dice.seed
 
     @seed.setter
     def seed(self, value: int) -> None:
-        self._dice.seed = value
+        self.dice.seed = value
 
     # ---- words -----------------------------------------------------------------------------------------------------
 
@@ -337,7 +356,7 @@ class Run:
             return folder
         names = [path.name for path in storage.whole(folder)]
         step = torch.tensor([int(names[-1].rpartition("-")[2]) if names else -1], device=self.device)
-        self.axis.from_first(step, "which checkpoint to load")
+        self.engine.place.job.from_first(step, "which checkpoint to load")
         if int(step) < 0:
             return None
         mine = [name for name in names if int(name.rpartition("-")[2]) == int(step)]
@@ -359,7 +378,7 @@ class Run:
         this.
         """
         found = dict(wholes.full_weights(self.engine))
-        return {weight.name: found[weight.name] for weight in self.engine.weights}
+        return {entry.name: found[entry.name] for entry in self.engine.catalogue.entries}
 
     def export(self, path: str | Path) -> None:
         """Write whole weights and buffers as one safetensors file, a bundle at a time; every rank must call this."""

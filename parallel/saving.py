@@ -3,8 +3,9 @@ What a run saves and how it takes it up again, on any number of ranks and at any
 
     weights/NAME, state/NAME/KEY, buffers/NAME, rng/RANK
 
-Of what several ranks hold the same of, one saves it. Agreement goes through torch's store, never through a collective,
-so that a save can go on in a thread while the next steps compute.
+Weights and state are saved as boxes of whole tensors. Of what several ranks hold the same of, one saves it. Agreement
+goes through torch's store, never through a collective, so that a save can go on in a thread while the next steps
+compute.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch.distributed as dist
 
 from pdrun.errors import ConfigError, DeadlineExceeded, PdrunError, UsageError
 from pdrun.parallel import storage
+from pdrun.parallel.boxes import Box, everything
 from pdrun.parallel.storage import Piece, Reader
 from pdrun.parallel.wholes import Held
 from pdrun.parallel.wholes import held as held_by
@@ -68,35 +70,36 @@ class Saving:
 
 def snapshot(run: Run) -> tuple[list[tuple[Piece, torch.Tensor]], dict[str, Any]]:
     """Return copies of what this rank saves, and what rank 0 writes besides."""
-    world, rank = run.context.world_size, run.context.rank
     pieces = []
     for held in held_by(run.engine):
-        for kind, tensor, shape in _tensors(run, held):
-            if not held.saved_by(world, rank) or (shape == () and held.start):
-                continue
-            low, high = (0, 1) if shape == () else (held.start, held.stop)
-            pieces.append((_piece(kind, tensor, shape, low, high), _copy(tensor)))
-    if rank == 0:
+        for name, tensor, once in _tensors(run, held):
+            if held.first if once else held.mine:
+                piece = _whole(name, tensor) if once else Piece.of(name, tensor.dtype, _box(held))
+                pieces.append((piece, _copy(tensor)))
+    if run.axis.rank == 0 and run.engine.place.leads:
         for name, buffer in run.model.named_buffers():
             if name in run.persistent:
-                pieces.append(
-                    (_piece(f"buffers/{name}", buffer, tuple(buffer.shape), 0, buffer.numel()), _copy(buffer))
-                )
+                pieces.append((_whole(f"buffers/{name}", buffer), _copy(buffer)))
     state = torch.get_rng_state()
-    pieces.append((_piece(f"rng/{rank}", state, tuple(state.shape), 0, state.numel()), _copy(state)))
+    pieces.append((_whole(f"rng/{run.context.rank}", state), _copy(state)))
     return pieces, _plain(run)
 
 
-def _tensors(run: Run, held: Held) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...]]]:
-    """Yield the name, value and whole shape of what a rank holds of a weight: itself and its optimizer's state."""
-    yield f"weights/{held.name}", held.part.detach(), held.shape
+def _box(held: Held) -> Box:
+    """Return which part of its weight a rank holds."""
+    return Box(held.tile.shape, held.tile.ranges, held.start, held.stop)
+
+
+def _tensors(run: Run, held: Held) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Yield the name and value of what a rank holds of a weight, and whether there is one for all of the weight."""
+    yield f"weights/{held.name}", held.part.detach(), False
     for key, value in run.optimizer.state.get(held.part, {}).items():
         tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
-        yield f"state/{held.name}/{key}", tensor.detach(), held.shape if tensor.shape == held.part.shape else ()
+        yield f"state/{held.name}/{key}", tensor.detach(), tensor.shape != held.part.shape
 
 
-def _piece(name: str, tensor: torch.Tensor, shape: tuple[int, ...], start: int, stop: int) -> Piece:
-    return Piece(name, str(tensor.dtype).removeprefix("torch."), shape, start, stop)
+def _whole(name: str, tensor: torch.Tensor) -> Piece:
+    return Piece.of(name, tensor.dtype, everything(tensor.shape))
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -245,19 +248,19 @@ def load(run: Run, folder: Path) -> None:
 
 def _load_weight(run: Run, reader: Reader, held: Held) -> None:
     """Read a part of a weight and of its optimizer's state."""
-    name = f"weights/{held.name}"
-    if reader.shape(name) != held.shape:
-        raise ConfigError(f"{held.name} is {reader.shape(name)} there and {held.shape} here", where=str(reader.folder))
+    name, box = f"weights/{held.name}", _box(held)
+    if reader.shape(name) != box.shape:
+        raise ConfigError(f"{held.name} is {reader.shape(name)} there and {box.shape} here", where=str(reader.folder))
     part = held.part
-    part.copy_(reader.read(name, held.start, held.stop).view(part.shape))
+    part.copy_(reader.read(name, box).view(part.shape))
     state: dict[str, Any] = {}
     prefix = f"state/{held.name}/"
     for found in (found for found in reader.names() if found.startswith(prefix)):
-        scalar = reader.shape(found) == ()
-        value = reader.read(found) if scalar else reader.read(found, held.start, held.stop)
-        value = value.reshape(()) if scalar else value.view(part.shape)
-        state[found.removeprefix(prefix)] = value if scalar and not _on_device(run) else value.to(part.device)
-    if held.trained:
+        shape = reader.shape(found)
+        value = reader.read(found, box).view(part.shape) if shape == box.shape else reader.read(found).view(shape)
+        stays = shape == () and not _on_device(run)
+        state[found.removeprefix(prefix)] = value if stays else value.to(part.device)
+    if held.weight.trained:
         run.optimizer.state.pop(part, None)
         if state:
             run.optimizer.state[part] = state

@@ -2,29 +2,34 @@
 Checkpoints on disk: a folder that is whole or not there.
 
     DIR/step-00000120/rank-00003.bin     tensors' bytes, one after another, each at a multiple of 64
-    DIR/step-00000120/rank-00003.json    what lies where in it: name, type, shape, range of elements, offset, checksum
+    DIR/step-00000120/rank-00003.json    what lies where in it: name, type, shape, box, offset, checksum
     DIR/step-00000120/run.json           everything that isn't a tensor; written last
 
 Each rank writes its own pieces into a hidden folder. When all have told that theirs are on the disk, rank 0 writes
 run.json and renames the folder. A process that dies anywhere leaves a hidden folder, which the next save removes.
-Pieces are ranges of flattened tensors, so any number of ranks finds what it needs by arithmetic. Nothing is unpickled.
+Pieces are boxes (`boxes`): any ranks on any mesh find what they need by arithmetic. Nothing is unpickled.
+
+Format 2 has ``ranges``, for each dim the [low, high] ranges of the whole tensor that the piece was cut from; ``start``
+and ``stop`` count elements of that, flattened. In format 1 pieces are ranges of whole tensors.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+import mmap
 import os
 import shutil
 import zlib
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pdrun.errors import ConfigError
+from pdrun.parallel.boxes import Box, Copy, Ranges, common, everything
 
 ALIGN = 64
 PREFIX = "step-"
@@ -32,12 +37,13 @@ TYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool, torch.complex64, torch.complex128,
 )}  # fmt: skip
-FORMAT = 1
+FORMAT = 2
+READS = (1, 2)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A range of elements of a tensor, and where its bytes are."""
+    """A part of a tensor, and where its bytes are."""
 
     name: str
     dtype: str
@@ -48,6 +54,41 @@ class Piece:
     file: str = ""
     offset: int = 0
     crc: int = 0
+    ranges: tuple[Ranges, ...] | None = None
+    """What of each dim the piece was cut from, before it was flattened; None: everything."""
+    box: Box = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        ranges = everything(self.shape).ranges if self.ranges is None else self.ranges
+        object.__setattr__(self, "box", Box(self.shape, ranges, self.start, self.stop))
+
+    @classmethod
+    def of(cls, name: str, dtype: torch.dtype, box: Box) -> Piece:
+        """Return a piece that is not written yet."""
+        return cls(name, str(dtype).removeprefix("torch."), box.shape, box.start, box.stop, ranges=box.ranges)
+
+    def entry(self) -> dict[str, Any]:
+        """Return the piece as a line of an index."""
+        return {name: value for name, value in asdict(self).items() if name != "box"}
+
+
+def sources(pieces: Iterable[Piece], box: Box) -> Iterator[tuple[Piece, list[Copy]]]:
+    """
+    Yield the pieces of which a box of a tensor is put together, each with the elements to take from it.
+
+    Nothing is read, and a piece that has nothing of the box is left out: a rank, or an offline transform, opens the
+    files of these only. Pieces with the same box are replicas: the first is taken.
+
+    Args:
+        pieces: of one tensor, in any order.
+        box: a part of that tensor.
+    """
+    seen = set()
+    for piece in pieces:
+        copies = [] if piece.box in seen else common(piece.box, box)
+        seen.add(piece.box)
+        if copies:
+            yield piece, copies
 
 
 def buffer_of(tensor: torch.Tensor) -> memoryview:
@@ -67,7 +108,7 @@ def write_rank(folder: Path, rank: int, pieces: Iterable[tuple[Piece, torch.Tens
         for piece, tensor in pieces:
             file.write(b"\0" * (-file.tell() % ALIGN))
             data = buffer_of(tensor)
-            index.append({**asdict(piece), "file": f"{name}.bin", "offset": file.tell(), "crc": zlib.crc32(data)})
+            index.append({**piece.entry(), "file": f"{name}.bin", "offset": file.tell(), "crc": zlib.crc32(data)})
             file.write(data)
         _flush(file)
     write_json(folder / f"{name}.json", index)
@@ -146,11 +187,12 @@ class Reader:
             indices = [json.loads((folder / name).read_text(encoding="utf-8")) for name in self.run["indices"]]
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(f"is no whole checkpoint ({error})", where=str(folder)) from None
-        if self.run.get("format") != FORMAT:
-            raise ConfigError(f"has format {self.run.get('format')!r}, this pdrun reads {FORMAT}", where=str(folder))
+        if self.run.get("format") not in READS:
+            what = f"has format {self.run.get('format')!r}, this pdrun reads {' and '.join(map(str, READS))}"
+            raise ConfigError(what, where=str(folder))
         self._pieces: dict[str, list[Piece]] = {}
         for entry in (entry for index in indices for entry in index):
-            piece = Piece(**{**entry, "shape": tuple(entry["shape"])})
+            piece = Piece(**{**entry, "shape": tuple(entry["shape"]), "ranges": _ranges(entry.get("ranges"))})
             if Path(piece.file).name != piece.file:
                 raise ConfigError(f"{piece.name} lies outside of the folder", where=str(folder))
             self._pieces.setdefault(piece.name, []).append(piece)
@@ -163,6 +205,10 @@ class Reader:
         """Return the shape of a whole tensor; ConfigError where there is none of that name."""
         return self._find(name)[0].shape
 
+    def pieces(self, name: str) -> list[Piece]:
+        """Return all pieces of a tensor; ConfigError where there is none of that name."""
+        return self._find(name)
+
     def _find(self, name: str) -> list[Piece]:
         if name not in self._pieces:
             raise ConfigError(
@@ -170,36 +216,60 @@ class Reader:
             )
         return self._pieces[name]
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
         """
-        Return elements ``start`` to ``stop`` of a flattened tensor, on the host.
+        Return a box of a tensor, flattened, on the host; only its bytes are read.
+
+        Args:
+            box: default: the whole tensor.
 
         Raises:
             ConfigError: it isn't there, in part or at all, or a piece's checksum is wrong.
         """
         pieces = self._find(name)
-        dtype = TYPES[pieces[0].dtype]
-        total = torch.Size(pieces[0].shape).numel()
-        stop = total if stop is None else stop
-        out = torch.empty(stop - start, dtype=dtype)
-        covered = start
-        for piece in sorted(pieces, key=lambda piece: piece.start):
-            low, high = max(piece.start, covered), min(piece.stop, stop)
-            if low > covered or low >= high:
-                continue
-            self._fill(out[low - start : high - start], piece, low)
-            covered = high
-        if covered < stop:
-            raise ConfigError(f"lacks elements {covered} to {stop} of {name}", where=str(self.folder))
+        box = everything(pieces[0].shape) if box is None else box
+        out = torch.empty(box.numel, dtype=TYPES[pieces[0].dtype])
+        got: list[tuple[int, int]] = []
+        for piece, copies in sources(pieces, box):
+            self._fill(out, box.start, piece, copies)
+            got += [(copy.target, copy.target + copy.count) for copy in copies]
+        covered = box.start
+        for low, high in sorted(got):
+            if low > covered:
+                break
+            covered = max(covered, high)
+        if covered < box.stop:
+            raise ConfigError(f"lacks elements {covered} to {box.stop} of {name}", where=str(self.folder))
         return out
 
-    def _fill(self, out: torch.Tensor, piece: Piece, low: int) -> None:
-        data = buffer_of(out)
+    def _fill(self, out: torch.Tensor, start: int, piece: Piece, copies: list[Copy]) -> None:
+        """Copy elements of a piece to where they belong; ``start`` is what the first of ``out`` counts as."""
+        size, target = out.element_size(), buffer_of(out)
+        length = (piece.stop - piece.start) * size
         with open(self.folder / piece.file, "rb") as file:
-            file.seek(piece.offset + (low - piece.start) * out.element_size())
-            if file.readinto(data) != len(data):
+            if os.fstat(file.fileno()).st_size < piece.offset + length:
                 raise ConfigError(f"{piece.file} is too short", where=str(self.folder))
-        if out.numel() == piece.stop - piece.start and zlib.crc32(data) != piece.crc:
-            raise ConfigError(
-                f"{piece.name} has a wrong checksum", where=str(self.folder), hint="load an older checkpoint"
-            )
+            if len(copies) == 1:  # no gap on either side
+                (copy,) = copies
+                file.seek(piece.offset + (copy.source - piece.start) * size)
+                low = (copy.target - start) * size
+                file.readinto(target[low : low + copy.count * size])
+                if copy.count == piece.stop - piece.start:
+                    self._check(piece, target[low : low + length])
+                return
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
+                with view[piece.offset : piece.offset + length] as data:
+                    for copy in copies:
+                        low, high = (copy.source - piece.start) * size, (copy.target - start) * size
+                        target[high : high + copy.count * size] = data[low : low + copy.count * size]
+                    if sum(copy.count for copy in copies) == piece.stop - piece.start:
+                        self._check(piece, data)
+
+    def _check(self, piece: Piece, data: memoryview) -> None:
+        if zlib.crc32(data) != piece.crc:
+            what = f"{piece.name} has a wrong checksum"
+            raise ConfigError(what, where=str(self.folder), hint="load an older checkpoint")
+
+
+def _ranges(value: Any) -> tuple[Ranges, ...] | None:
+    return None if value is None else tuple(tuple((low, high) for low, high in dim) for dim in value)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -17,7 +18,37 @@ from torch import nn
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
 
+if TYPE_CHECKING:
+    from pdrun.parallel.axes import Axes
+
 Ranges = tuple[tuple[int, int], ...]
+
+
+class Cutter(Protocol):
+    """What ``parallelize(strategy=...)`` takes: cuts a model over the tensor axes."""
+
+    def apply(self, model: nn.Module, axes: Axes, sample: Any) -> nn.Module:
+        """
+        Return the model to run; its parameters have the names that they had, and tiles (`set_tile`) where they are cut.
+
+        Args:
+            model: equal on all ranks; its weights may be on the meta device, and are filled afterwards.
+            axes: this rank's places; tensor axes are those that are none of pp, dp and cp.
+            sample: a batch as the user gave it to ``parallelize(sample=...)``, or None.
+        """
+        ...
+
+
+class SequenceCutter(Protocol):
+    """What ``parallelize(context=...)`` takes: has attention see the whole sequence where each rank has a part."""
+
+    def apply(self, model: nn.Module, axes: Axes, sample: Any) -> nn.Module:
+        """Return the model to run; see `Cutter.apply`."""
+        ...
+
+    def part(self, batch: Any, axes: Axes) -> Any:
+        """Return this rank's part along cp of every sequence of a micro-batch; losses are summed over these parts."""
+        ...
 
 
 @dataclass(frozen=True)

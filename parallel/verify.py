@@ -1,9 +1,9 @@
 """
 `run.verify()`: the same batches once more in one process, and nothing may differ.
 
-Each rank copies the model, computes every slice of the global batch by itself, in order, in plain torch (no hooks, no
-shards, no recomputation), and compares loss, norm and every whole gradient with what the run computes. Weights and
-optimizer stay as they are; the run goes on afterwards as if nothing had happened.
+Each rank makes a copy of the whole model, computes every slice of the global batch by itself, in order, in plain torch
+(no hooks, no shards, no recomputation), and compares loss, norm and every whole gradient with what the run computes.
+Weights and optimizer stay as they are; the run goes on afterwards as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 FINE, COARSE = 1e-5, 3e-2
 """Largest relative difference of a gradient in fp32 and fp64, and in narrower types."""
+TENSOR, STAGES = 1e-6, 2e-6
+"""Largest relative difference of a loss where operators are cut, and where there are stages."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,9 @@ def verify(run: Run, source: Iterable[Any] | None, steps: int) -> Report:
     if not found:
         raise UsageError("there is no batch to compare on", where="pdrun.Run.verify")
     report = Report(tuple(found))
-    limit = COARSE if run.settings.precision.compute or run.settings.wire else FINE
+    limit, of_loss = _limits(run)
     for place, step in enumerate(found, 1):
-        if not (step.worst <= limit and abs(step.loss - step.alone) <= limit * max(abs(step.alone), 1e-6)):
+        if not (step.worst <= limit and abs(step.loss - step.alone) <= of_loss * max(abs(step.alone), 1e-6)):
             hint = (
                 "is there something in the model that depends on which rank it runs on, or on other rows of the batch?"
             )
@@ -102,6 +104,15 @@ def verify(run: Run, source: Iterable[Any] | None, steps: int) -> Report:
                 f"batch {place} is not what one process computes: {step}", where="pdrun.Run.verify", hint=hint
             )
     return report
+
+
+def _limits(run: Run) -> tuple[float, float]:
+    """Return how far gradients and losses may be off."""
+    if run.settings.precision.compute or run.settings.wire:
+        return COARSE, COARSE
+    if run.mesh.pp > 1:
+        return FINE, STAGES
+    return FINE, FINE if run.mesh.size == run.mesh.dp else TENSOR
 
 
 def _batches(run: Run, source: Any, steps: int) -> Iterable[Any]:
@@ -128,7 +139,7 @@ def _put_back(run: Run, buffers: list[torch.Tensor]) -> None:
 def _alone(run: Run, batch: Any) -> tuple[float, float, dict[str, torch.Tensor]]:
     """Return loss, norm and gradients of a batch, computed slice by slice in this process."""
     model = plain_copy(run)
-    world, times = run.axis.world, run.settings.accumulate
+    world, times = run.rows.size, run.settings.accumulate
     strategy = Strategy(dims=run.strategy.dims)
     pieces = cut_rows(count_rows(batch, strategy), world, times)
     if run.strategy.whole:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from pdrun.errors import UsageError, did_you_mean
+from pdrun.parallel.tiles import Tile, tile_of
 
 WHERE = "pdrun.parallelize"
 MIB = 1024 * 1024
@@ -38,14 +39,33 @@ class Weight:
     """The first of its names."""
     param: nn.Parameter
     index: int
-    """Position in registration order."""
+    """Position in registration order, in the whole model."""
     shape: tuple[int, ...]
+    """Of what this rank holds."""
     dtype: torch.dtype
     trained: bool
     alone: bool = False
     """Excluded from all communication: each rank has its own."""
     unit: str = ""
     """Name of the module with which it is gathered at level 3; the empty string is the model itself."""
+    sums: tuple[str, ...] = ()
+    """Axes besides those of the data over which its gradients are added up."""
+    stages: tuple[int, ...] = ()
+    """Stages that share it, where there are several: its gradients are added up over them."""
+    chunk: int = 0
+    """Which part of a pipeline's stage it belongs to."""
+    counted: bool = True
+    """Whether this rank's part counts in norms; of several ranks with the same part only the first does."""
+    tile: Tile = field(init=False)
+    """Which part of the whole weight this rank holds."""
+
+    def __post_init__(self) -> None:
+        self.tile = tile_of(self.param)
+
+    @property
+    def together(self) -> tuple[Any, ...]:
+        """What weights of one bundle have in common besides their type."""
+        return self.sums, self.stages, self.chunk
 
     @property
     def numel(self) -> int:
@@ -151,7 +171,15 @@ def _parse_openstate(value: Mapping[str, Any], level: int) -> Fusion:
 
 
 def bundle(weights: Iterable[Weight], fusion: Fusion) -> list[list[Weight]]:
-    """Put weights of one type and unit together, in the order in which their gradients are expected."""
+    """Put weights of one type that are summed over the same ranks together, in the order of their gradients."""
+    kinds: dict[tuple[Any, ...], list[Weight]] = {}
+    for weight in weights:
+        kinds.setdefault(weight.together, []).append(weight)
+    found = [group for kind in kinds.values() for group in _bundle(kind, fusion)]
+    return sorted(found, key=lambda group: -group[-1].index)  # a bundle is there with the last of its gradients
+
+
+def _bundle(weights: Iterable[Weight], fusion: Fusion) -> list[list[Weight]]:
     found: list[list[Weight]] = []
     size, key = 0, None
     for weight in sorted(weights, key=lambda weight: -weight.index):

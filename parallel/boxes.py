@@ -1,0 +1,131 @@
+"""
+Boxes: parts of tensors that are cut along any dims, and which elements of one are elements of another. Whole numbers.
+
+A box is what a rank holds of a tensor of some shape: ranges of each dim (see `tiles.Tile`), laid out row by row, and of
+that, flattened, the elements ``start`` to ``stop`` (a shard of the optimizer's). The elements of a box lie in the whole
+tensor, flattened too, as *runs*: stretches without a gap. Runs come in the order of the whole tensor on either side, so
+what two boxes have in common is found in one pass over both.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Box:
+    """
+    A part of a tensor.
+
+    Attributes:
+        shape: of the whole tensor.
+        ranges: for each dim the (low, high) ranges, ascending.
+        start, stop: which of its elements, counted in the flattened box.
+    """
+
+    shape: tuple[int, ...]
+    ranges: tuple[Ranges, ...]
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements from ``start`` to ``stop``."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Run:
+    """A stretch of elements that is one in the box and in the whole tensor."""
+
+    at: int
+    """Its first element, counted in the flattened box."""
+    where: int
+    """The same in the flattened whole tensor."""
+    count: int
+
+
+def everything(shape: Sequence[int]) -> Box:
+    """Return the box that is all of a tensor."""
+    return Box(tuple(shape), tuple(((0, size),) for size in shape), 0, prod(shape))
+
+
+def volume(ranges: Sequence[Ranges]) -> int:
+    """Return the number of elements that the ranges of all dims make."""
+    return prod(sum(high - low for low, high in dim) for dim in ranges)
+
+
+def runs(box: Box) -> Iterator[Run]:
+    """Yield the runs of a box, in order."""
+    inner = len(box.shape)  # dims from here on are whole, so that each of a run's rows follows the one before
+    while inner and box.ranges[inner - 1] == ((0, box.shape[inner - 1]),):
+        inner -= 1
+    below = prod(box.shape[inner:])
+    if not inner:
+        if box.numel:
+            yield Run(box.start, box.start, box.numel)
+        return
+    last = [((low * below), (high - low) * below) for low, high in box.ranges[inner - 1] if high > low]
+    row = sum(count for _, count in last)
+    if not row or box.numel <= 0:
+        return
+    outer = [[place for low, high in dim for place in range(low, high)] for dim in box.ranges[: inner - 1]]
+    strides = [prod(box.shape[dim + 1 :]) for dim in range(inner - 1)]
+    rows = itertools.islice(itertools.product(*outer), box.start // row, -(-box.stop // row))
+    at = box.start // row * row
+    for places in rows:
+        base = sum(place * stride for place, stride in zip(places, strides, strict=True))
+        for low, count in last:
+            first, end = max(at, box.start), min(at + count, box.stop)
+            if first < end:
+                yield Run(first, base + low + first - at, end - first)
+            at += count
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Elements of one box that are elements of another, both counted in the flattened boxes."""
+
+    source: int
+    target: int
+    count: int
+
+
+def common(source: Box, target: Box) -> list[Copy]:
+    """
+    Return which elements of ``source`` are elements of ``target``, in order; neighbours are one.
+
+    Both are parts of tensors of one shape.
+    """
+    if not _touch(source, target):
+        return []
+    found: list[Copy] = []
+    here, there = runs(source), runs(target)
+    a, b = next(here, None), next(there, None)
+    while a is not None and b is not None:
+        low, high = max(a.where, b.where), min(a.where + a.count, b.where + b.count)
+        if low < high:
+            made = Copy(a.at + low - a.where, b.at + low - b.where, high - low)
+            last = found[-1] if found else None
+            if last and last.source + last.count == made.source and last.target + last.count == made.target:
+                found[-1] = Copy(last.source, last.target, last.count + made.count)
+            else:
+                found.append(made)
+        if a.where + a.count <= b.where + b.count:
+            a = next(here, None)
+        else:
+            b = next(there, None)
+    return found
+
+
+def _touch(a: Box, b: Box) -> bool:
+    """Whether the ranges of two boxes have something in common in every dim."""
+    return a.numel > 0 and b.numel > 0 and all(
+        any(max(l1, l2) < min(h1, h2) for l1, h1 in mine for l2, h2 in theirs)
+        for mine, theirs in zip(a.ranges, b.ranges, strict=True)
+    )  # fmt: skip

@@ -1,0 +1,124 @@
+"""
+Who works through a step's micro-batches: the plain loop here, or a pipeline's schedule.
+
+A driver computes; what happens to gradients is the engine's. Around the *backward* of each micro-batch (of each chunk,
+where a stage has several) it calls ``engine.begin(first, last, chunk)`` and ``engine.backward_done()``, and no two of
+these pairs overlap. Forwards may lie anywhere between them, as in 1F1B. Level 3 gathers weights for the forward too:
+there ``begin`` comes before the forward and ``engine.forward_done()`` after it, which the plain loop does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+
+from pdrun.errors import UsageError
+from pdrun.parallel.norms import wide_type
+
+if TYPE_CHECKING:
+    from pdrun.parallel.axes import Axes
+    from pdrun.parallel.run import Run
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """
+    One rank's part of a step.
+
+    Attributes:
+        batch: its rows, in the form of the user's batch; ``run.here(micro.batch)`` brings them to this rank's device,
+            in the policy's type. Where ``weight`` is 0 it is one row that stands in for none.
+        rows: which rows of the global batch they are.
+        weight: 1.0, or 0.0 where there are no rows: the loss's sum and count are then multiplied by it.
+        index: of the slice, counted over all ranks of dp and all micro-batches: what the randomness depends on.
+        place: 0 to ``accumulate - 1``.
+    """
+
+    batch: Any
+    rows: range
+    weight: float
+    index: int
+    place: int
+
+
+class Driver(Protocol):
+    """
+    Goes forward and backward through micro-batches.
+
+    What `Run` offers it:
+
+    * ``with run.around(micro, part, calls):`` around a forward: randomness, autocast, offloaded activations. ``part``
+      tells the pieces of a model apart that compute the same micro-batch on one rank (chunks), ``calls`` is how many
+      dropouts came before in the whole model's forward; ``run.dice.calls`` after the forward is how many there are now,
+      which travels with the activations to the next stage.
+    * ``run.objective.output(model, batch)`` calls the first stage on a batch as the user said;
+      ``run.objective.judge(output, batch, rows)`` is the loss's (sum, count).
+    * ``run.backward(tensors, grads)`` instead of ``torch.autograd.backward``: forwards may be computed again in it, and
+      losses (tensors without grads) are multiplied by the loss scale.
+    """
+
+    def passes(self, run: Run, micros: Sequence[MicroBatch]) -> torch.Tensor:
+        """
+        Do all forwards and backwards of a step.
+
+        Returns:
+            ``[accumulate, 2]`` in `wide_type`: sum and count of the loss of each micro-batch, already multiplied by
+            its weight; zeros on all stages but the last. The engine gives them to everybody.
+        """
+        ...
+
+    def chunk_of(self, name: str) -> int:
+        """
+        Return in which chunk of this rank's stage a weight is; 0 where a stage is one piece.
+
+        A weight that several chunks of one rank use belongs to the first of them, whose backward comes last.
+        """
+        ...
+
+
+class Pipeline(Protocol):
+    """What ``parallelize(pipeline=...)`` takes."""
+
+    def apply(self, model: nn.Module, axes: Axes, sample: Any) -> tuple[nn.Module, Driver]:
+        """
+        Return this rank's stage and what drives it.
+
+        Args:
+            model: the whole model, whose weights have been cut over the tensor axes already.
+            axes: ``axes["pp"].index`` is the stage.
+            sample: a batch, or None where the user gave none.
+
+        The stage's parameters have the names that they have in the whole model; a weight that several stages hold (tied
+        ones, under any of its names) is found by the engine: its gradients are added up over those stages.
+        """
+        ...
+
+
+class Plain:
+    """One micro-batch after the other, the whole model at once."""
+
+    def chunk_of(self, name: str) -> int:
+        """See `Driver.chunk_of`."""
+        return 0
+
+    def passes(self, run: Run, micros: Sequence[MicroBatch]) -> torch.Tensor:
+        """See `Driver.passes`."""
+        sums: list[torch.Tensor] = []
+        wide = wide_type(run.device)
+        for micro in micros:
+            run.engine.begin(first=micro.place == 0, last=micro.place == len(micros) - 1)
+            with run.around(micro):
+                total, count = run.objective(run.model, run.here(micro.batch), max(len(micro.rows), 1))
+            run.engine.forward_done()
+            if not total.requires_grad:
+                raise UsageError("the loss does not depend on a weight that is trained", where="pdrun.Run.step")
+            if not micro.weight:
+                total, count = total * 0.0, count * 0.0
+            sums.append(torch.stack([total.detach().to(wide), count.to(wide)]))
+            run.backward([total])
+            run.engine.backward_done()
+        return torch.stack(sums)

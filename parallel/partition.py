@@ -1,0 +1,99 @@
+"""
+A whole model becomes what one rank runs of it: sequences, operators, stages, in this order.
+
+The whole model is kept without memory: a proof needs it, and weights that are still to be filled come from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from pdrun.errors import UsageError
+from pdrun.parallel.copies import blank
+from pdrun.parallel.driver import Driver, Pipeline, Plain
+from pdrun.parallel.holders import Catalogue, Holders, tell
+from pdrun.parallel.place import Place
+from pdrun.parallel.tiles import Cutter, SequenceCutter
+from pdrun.parallel.weights import WHERE, Weight
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """How a model is to be cut; see `parallelize`."""
+
+    strategy: Cutter | None = None
+    pipeline: Pipeline | None = None
+    context: SequenceCutter | None = None
+    sample: Any = None
+
+    @property
+    def none(self) -> bool:
+        """Whether the model stays as it is."""
+        return self.strategy is None and self.pipeline is None and self.context is None
+
+
+@dataclass(frozen=True)
+class Parted:
+    """What this rank runs, and what is known of the whole."""
+
+    model: nn.Module
+    weights: list[Weight]
+    driver: Driver
+    holders: Holders
+    catalogue: Catalogue
+    original: nn.Module | None
+    """The whole model without memory; None where nothing was cut."""
+
+
+def cut_up(model: nn.Module, weights: list[Weight], place: Place, cuts: Cuts) -> Parted:
+    """
+    Cut a model, the same one on every rank.
+
+    Args:
+        weights: its weights (`collect`).
+
+    Raises:
+        UsageError: what was cut is no longer the model that was given.
+    """
+    catalogue = Catalogue(model, weights)
+    original = None if cuts.none else blank(model)
+    driver: Driver = Plain()
+    if cuts.context is not None:
+        model = _module(cuts.context.apply(model, place.axes, cuts.sample), "context")
+    if cuts.strategy is not None:
+        model = _module(cuts.strategy.apply(model, place.axes, cuts.sample), "strategy")
+    if cuts.pipeline is not None:
+        model, driver = cuts.pipeline.apply(model, place.axes, cuts.sample)
+    if original is not None:
+        weights = catalogue.collect(model)
+    holders = tell(place.axes[place.model_axes], place.mesh.pp, weights)
+    holders.check(catalogue)
+    for weight in weights:
+        weight.chunk = driver.chunk_of(weight.name)
+        weight.counted = holders.alike(weight.index)[0] == holders.axis.index
+        if not weight.alone:
+            stages = holders.stages_of(weight.index)
+            weight.stages = stages if len(stages) > 1 else ()
+            weight.sums = tuple(axis for axis in place.mesh.tensor_axes if axis in _sums(weight, place))
+    return Parted(model, weights, driver, holders, catalogue, original)
+
+
+def _module(made: Any, name: str) -> nn.Module:
+    if not isinstance(made, nn.Module):
+        raise UsageError(
+            f"{name}= made a {type(made).__name__} of the model", where=WHERE, hint="apply returns a module"
+        )
+    return made
+
+
+def _sums(weight: Weight, place: Place) -> set[str]:
+    """Return the tensor axes over which a weight's gradient is partial; axes of one device are left out."""
+    for axis in weight.tile.sums:
+        if axis not in place.mesh.tensor_axes or axis in weight.tile.layout.axes:
+            what = f"the gradient of {weight.name} can't be added up over {axis}"
+            hint = "a tile's sums are tensor axes over which it is replicated"
+            raise UsageError(what, where=WHERE, hint=hint)
+    return {axis for axis in weight.tile.sums if place.mesh.degree(axis) > 1}

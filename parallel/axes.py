@@ -35,6 +35,32 @@ class Count:
     nbytes: int = 0
 
 
+@dataclass(frozen=True)
+class Pending:
+    """
+    A tensor that is on its way.
+
+    Attributes:
+        out: what comes; not to be read before `wait`.
+        works: torch's handles; none where nothing travels.
+        sent: what goes, which has to live as long.
+    """
+
+    out: torch.Tensor
+    works: tuple[Any, ...] = ()
+    sent: torch.Tensor | None = None
+    axes: Axes | None = None
+    label: str = ""
+
+    def wait(self) -> torch.Tensor:
+        """Return what came, when it is there (on an accelerator: for what is put on its stream from now on)."""
+        if self.axes is not None and self.works:
+            self.axes.pause()
+            for work in self.works:
+                self.axes.watch.wait(work, self.label)
+        return self.out
+
+
 class Axes:
     """
     The process groups of one rank along a grid's axes, made when they are first asked for.
@@ -54,6 +80,8 @@ class Axes:
         self.counts: dict[tuple[str, tuple[str, ...]], Count] = {}
         self.pretends = False
         """Whether collectives move nothing: see `pretending`."""
+        self.pause: Callable[[], None] = _go_on
+        """Called between the start of each collective and the wait for it: see `pausing`."""
         self._made: dict[tuple[str, ...], Axis] = {}
         self._groups: dict[tuple[int, ...], Any] = {}
         self._views: dict[Grid, Axes] = {}
@@ -95,6 +123,15 @@ class Axes:
         finally:
             for axes in every:
                 axes.pretends = False
+
+    @contextmanager
+    def pausing(self, pause: Callable[[], None]) -> Iterator[None]:
+        """While this lasts, something else may be done between the start of each collective and the wait for it."""
+        before, self.pause = self.pause, pause
+        try:
+            yield
+        finally:
+            self.pause = before
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Axes:
         """Return itself: a copy of a model works at the same place."""
@@ -217,19 +254,27 @@ class Axis:
 
     def shift(self, x: torch.Tensor, by: int = 1) -> torch.Tensor:
         """Send ``x`` to the rank ``by`` places on, in a ring; return what came, which has the same shape."""
+        return self.start_shift(x, by).wait()
+
+    def start_shift(self, x: torch.Tensor, by: int = 1, shape: tuple[int, ...] | None = None) -> Pending:
+        """
+        Start a `shift`; what comes is there when the result's ``wait()`` has returned.
+
+        Args:
+            shape: of what comes, where it differs from that of ``x``.
+        """
         if self.size == 1:
-            return x
-        x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+            return Pending(x)
+        x = x.detach().contiguous()
+        out = x.new_empty(x.shape if shape is None else shape)
         if self.axes.pretends:
-            return out
+            return Pending(out)
         to, source = self.ranks[(self.index + by) % self.size], self.ranks[(self.index - by) % self.size]
-        works = dist.batch_isend_irecv(
-            [dist.P2POp(dist.isend, x, to, self.group), dist.P2POp(dist.irecv, out, source, self.group)]
-        )
+        moves = [dist.P2POp(dist.isend, x, to, self.group)] if x.numel() else []
+        moves += [dist.P2POp(dist.irecv, out, source, self.group)] if out.numel() else []
+        works = dist.batch_isend_irecv(moves) if moves else []
         self._count("shift", x)
-        for work in works:
-            self.axes.watch.wait(work, f"a shift {self._label}")
-        return out
+        return Pending(out, tuple(works), x, self.axes, f"a shift {self._label}")
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
@@ -247,12 +292,18 @@ class Axis:
         if self.axes.pretends:
             return
         self._count(name, x)
-        self.axes.watch.wait(start(), f"the {name.replace('_', '-')} {self._label}")
+        work = start()
+        self.axes.pause()
+        self.axes.watch.wait(work, f"the {name.replace('_', '-')} {self._label}")
 
     def _count(self, name: str, x: torch.Tensor) -> None:
         count = self.axes.counts.setdefault((name, self.names), Count())
         count.calls += 1
         count.nbytes += x.numel() * x.element_size()
+
+
+def _go_on() -> None:
+    """Do nothing."""
 
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}

@@ -1,0 +1,98 @@
+"""
+Threads of which exactly one runs at a time, in a fixed order: whoever has the baton.
+
+A thread runs until it says `pause`; then the next in the round goes on, from where it had paused. What is computed, in
+which order, is so a matter of the program alone and the same in every process that runs the same one. What belongs to
+a thread but is held in global variables travels by a *swap*, which is told who leaves and who comes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+class Abandoned(BaseException):
+    """Ends a thread whose neighbour has failed; nobody sees it."""
+
+
+class Baton:
+    """
+    One round.
+
+    Args:
+        count: threads.
+        leave: called in a thread that is about to hand the baton on; returns what it will need again.
+        enter: called in a thread that has got it back, with what ``leave`` had returned.
+    """
+
+    def __init__(self, count: int, leave: Callable[[], Any], enter: Callable[[Any], None]) -> None:
+        self._turn, self._alive = 0, [True] * count
+        self._leave, self._enter = leave, enter
+        self._change = threading.Condition()
+        self._error: BaseException | None = None
+        self._mine = threading.local()
+        self.turns = 0
+        """How often the baton has gone from one thread to another."""
+
+    def pause(self) -> None:
+        """Let the others run until they pause too; in a thread of another kind do nothing."""
+        index = getattr(self._mine, "index", None)
+        if index is None or sum(self._alive) == 1:
+            return
+        kept = self._leave()
+        self._pass_on(index)
+        self._await(index)
+        self._enter(kept)
+
+    def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
+        """
+        Run one function a thread, the first in the caller's; return their results.
+
+        Raises:
+            BaseException: the first error of any of them; the others are then ended where they pause.
+        """
+        results: list[Any] = [None] * len(functions)
+        begin = self._leave()
+
+        def work(index: int) -> None:
+            self._mine.index = index
+            try:
+                self._await(index)
+                self._enter(begin)
+                results[index] = functions[index]()
+            except Abandoned:
+                pass
+            except BaseException as error:
+                with self._change:
+                    self._error = self._error or error
+            finally:
+                del self._mine.index
+                self._alive[index] = False
+                self._pass_on(index)
+
+        threads = [threading.Thread(target=work, args=(i,), name=f"pdrun-copy-{i}") for i in range(1, len(functions))]
+        for thread in threads:
+            thread.start()
+        work(0)
+        for thread in threads:
+            thread.join()
+        if self._error is not None:
+            raise self._error
+        return results
+
+    def _pass_on(self, index: int) -> None:
+        """Give the baton to the next thread in the round that has not ended."""
+        with self._change:
+            count = len(self._alive)
+            coming = [(index + step) % count for step in range(1, count + 1)]
+            self._turn = next((place for place in coming if self._alive[place]), index)
+            self.turns += self._turn != index
+            self._change.notify_all()
+
+    def _await(self, index: int) -> None:
+        with self._change:
+            self._change.wait_for(lambda: self._turn == index or self._error is not None)
+            if self._error is not None:
+                raise Abandoned

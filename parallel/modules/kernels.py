@@ -1,0 +1,185 @@
+"""
+Attention of one block of queries to one block of keys, with what is needed to put blocks together.
+
+A forward returns the block's output and, for each query, the logarithm of its sum of exponentials (lse). Outputs of a
+query over several blocks of keys are put together by weights exp(lse - lse of all) (Milakov and Gimelshein, Online
+normalizer calculation for softmax, 2018; Dao et al., FlashAttention, 2022). A backward takes the output and the lse
+over *all* keys and gives the gradients that this block contributes (FlashAttention, algorithm 4).
+
+torch's fused kernels are used where they exist for the device and the types; plain mathematics, in fp32 or wider,
+everywhere else and where there is a bias or dropout.
+
+All tensors are [batch, heads, positions, size]; lse is [batch, heads, queries].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+_aten = torch.ops.aten
+FLASH, EFFICIENT = 1, 2
+"""What torch's own choice among its kernels is called (at::SDPBackend)."""
+_ALIGNED = 32
+"""The memory-efficient kernel's lse has room for a multiple of this many queries."""
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which sums over blocks are kept: fp64 for fp64, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class Extra:
+    """
+    What is added to scores or drawn for weights of a block.
+
+    Attributes:
+        bias: added to the scores, broadcast to [batch, heads, queries, keys]; -inf where a key is not seen.
+        drop: what the weights are multiplied by, 0 or 1 / (1 - p); the same shape.
+    """
+
+    bias: torch.Tensor | None = None
+    drop: torch.Tensor | None = None
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, extra: Extra
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (output, lse) of a block; keys and values may have fewer heads, each for a group of query heads."""
+    k, v = spread(k, q.shape[1]), spread(v, q.shape[1])
+    kind = _kernel(q, k, v, extra)
+    if kind == "cpu":
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        return out, lse
+    if kind == "flash":
+        found = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+        return found[0], found[1]
+    if kind == "efficient":
+        found = _aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+        return found[0], found[1][..., : q.shape[2]]
+    return _plain(q, k, v, causal, scale, extra)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What the forward over all keys gave: output, lse, and the gradient of the output."""
+
+    grad: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+def backward(
+    done: Finished, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, extra: Extra
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return this block's part of the gradients of q, k, v, and (where there is a bias) of the scores."""
+    heads = k.shape[1]
+    k, v = spread(k, q.shape[1]), spread(v, q.shape[1])
+    kind, scores = _kernel(q, k, v, extra), None
+    if kind == "cpu":
+        dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            done.grad, q, k, v, done.out, done.lse, 0.0, causal, scale=scale
+        )
+    elif kind == "flash":
+        dq, dk, dv = _flash_backward(done, q, k, v, causal, scale)
+    elif kind == "efficient":
+        dq, dk, dv = _efficient_backward(done, q, k, v, causal, scale)
+    else:
+        dq, dk, dv, scores = _plain_backward(done, q, k, v, causal, scale, extra)
+    return dq, gathered(dk, heads), gathered(dv, heads), scores
+
+
+def spread(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """Repeat each head of keys or values for its group of query heads."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def gathered(grad: torch.Tensor, heads: int) -> torch.Tensor:
+    """Add the gradients of the repeated heads up: the backward of `spread`."""
+    if grad.shape[1] == heads:
+        return grad
+    return grad.unflatten(1, (heads, grad.shape[1] // heads)).sum(2, dtype=wide(grad.dtype))
+
+
+# ---- which kernel --------------------------------------------------------------------------------------------------
+
+
+def _kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extra: Extra) -> str:
+    """Return which kernel computes a block: torch's own choice, where that one tells its lse."""
+    if extra.bias is not None or extra.drop is not None or v.shape[-1] != q.shape[-1]:
+        return "plain"
+    if q.device.type == "cpu":
+        return "cpu"
+    if q.device.type != "cuda" or q.shape[-1] % 8:
+        return "plain"
+    choice = int(torch._fused_sdp_choice(q, k, v))
+    if q.dtype in (torch.float16, torch.bfloat16) and choice != EFFICIENT:
+        return "flash" if choice else "plain"  # torch's third choice, cuDNN's, has the same limits
+    return "efficient" if choice == EFFICIENT else "plain"
+
+
+def _flash_backward(done: Finished, q: Any, k: Any, v: Any, causal: bool, scale: float) -> Any:
+    none = torch.empty(0, dtype=torch.int32, device=q.device)
+    state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, of which there is none
+    return _aten._scaled_dot_product_flash_attention_backward(
+        done.grad, q, k, v, done.out, done.lse.contiguous(), none, none, q.shape[2], k.shape[2], 0.0, causal,
+        state, state, scale=scale,
+    )  # fmt: skip
+
+
+def _efficient_backward(done: Finished, q: Any, k: Any, v: Any, causal: bool, scale: float) -> Any:
+    lse = functional.pad(done.lse, (0, -done.lse.shape[-1] % _ALIGNED), value=float("inf")).contiguous()
+    state = torch.zeros((), dtype=torch.int64, device=q.device)
+    found = _aten._scaled_dot_product_efficient_attention_backward(
+        done.grad, q, k, v, None, done.out, lse, state, state, 0.0, [True, True, True, False], causal, scale=scale
+    )
+    return found[:3]
+
+
+# ---- plain mathematics ---------------------------------------------------------------------------------------------
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float, extra: Extra) -> torch.Tensor:
+    kind = wide(q.dtype)
+    scores = q.to(kind) @ k.to(kind).mT * scale
+    if extra.bias is not None:
+        scores = scores + extra.bias
+    if causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        scores = scores.masked_fill(~seen, float("-inf"))
+    return scores
+
+
+def _weights(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """Return exp(scores - lse); 0 for a query that sees no key at all, whose lse is -inf."""
+    return (scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)).exp()
+
+
+def _plain(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, extra: Extra
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scores = _scores(q, k, causal, scale, extra)
+    lse = scores.logsumexp(-1)
+    weights = _weights(scores, lse)
+    if extra.drop is not None:
+        weights = weights * extra.drop
+    return weights @ v.to(weights.dtype), lse
+
+
+def _plain_backward(
+    done: Finished, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, extra: Extra
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    kind = wide(q.dtype)
+    weights = _weights(_scores(q, k, causal, scale, extra), done.lse)
+    grad = done.grad.to(kind)
+    delta = (grad * done.out.to(kind)).sum(-1, keepdim=True)
+    kept, back = weights, grad @ v.to(kind).mT
+    if extra.drop is not None:
+        kept, back = weights * extra.drop, back * extra.drop
+    scores = weights * (back - delta)
+    dq, dk = scores @ k.to(kind) * scale, scores.mT @ q.to(kind) * scale
+    return dq, dk, kept.mT @ grad, scores if extra.bias is not None else None

@@ -1,0 +1,173 @@
+"""
+How the sequences of one run lie on the ranks along cp, and the attention over them.
+
+Rank ``r * ulysses + u`` of cp is member r of a ring and member u of an all-to-all group: the ring cuts a sequence in
+its order (see `placement`), and each part is cut once more over u.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pdrun.errors import UsageError
+from pdrun.parallel.axes import Axes, Axis
+from pdrun.parallel.layouts.layout import cut
+from pdrun.parallel.modules.placement import CONTIGUOUS, ZIGZAG, Ranges, count, part, within
+from pdrun.parallel.modules.ring import ring_attention
+from pdrun.parallel.modules.ulysses import ulysses_attention
+
+WHERE = "ContextParallel"
+Original = Callable[..., torch.Tensor]
+"""torch's scaled_dot_product_attention."""
+
+
+class Sequences:
+    """
+    The sequences of a run.
+
+    Args:
+        axes: this rank's places; those along cp hold one sequence together.
+        ulysses: how many of them are an all-to-all group; the others are its ring.
+        order: "zigzag" or "contiguous"; None: zigzag where there is a ring.
+        elsewhere: attention over something else is computed as it is.
+
+    Attributes:
+        length: positions of the sequences of the current step, 0 before the first.
+    """
+
+    def __init__(self, axes: Axes, ulysses: int, order: str | None, elsewhere: bool) -> None:
+        self.axis, self.elsewhere = axes["cp"], elsewhere
+        degree = self.axis.size
+        if degree % ulysses:
+            told = f"ulysses={ulysses} does not divide the {degree} ranks along cp"
+            raise UsageError(told, where=WHERE, hint="what Ulysses leaves is the ring's")
+        self.order = order or (ZIGZAG if ulysses < degree else CONTIGUOUS)
+        place, member = divmod(self.axis.index, ulysses)
+        self.ring = _among(axes, [r * ulysses + member for r in range(degree // ulysses)])
+        self.ulysses = _among(axes, [place * ulysses + u for u in range(ulysses)])
+        self.length, self.calls = 0, 0
+
+    # ---- positions -----------------------------------------------------------------------------------------------
+
+    def begin(self, length: int) -> None:
+        """
+        Note how long the sequences of the step are.
+
+        Raises:
+            UsageError: a rank would have none of their positions.
+        """
+        self.length = length
+        if min(self.sizes) == 0:
+            told = f"sequences of {length} positions leave some of {self.axis.size} ranks along cp without any"
+            raise UsageError(told, where=WHERE, hint="a smaller cp, or longer sequences")
+
+    @property
+    def mine(self) -> Ranges:
+        """This rank's positions."""
+        return self.of(self.axis.index)
+
+    def of(self, index: int) -> Ranges:
+        """Return the positions of a rank along cp."""
+        place, member = divmod(index, self.ulysses.size)
+        ranges = part(self.length, self.ring.size, place, self.order)
+        return within(ranges, *cut(count(ranges), self.ulysses.size, member))
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many positions each rank has."""
+        return [count(self.of(index)) for index in range(self.axis.size)]
+
+    def positions(self, device: Any = None) -> torch.Tensor:
+        """Return this rank's positions as integers, in the order in which it holds them."""
+        return torch.cat([torch.arange(low, high, device=device) for low, high in self.mine])
+
+    def take(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return this rank's positions of a tensor that has all of them along a dim."""
+        return torch.cat([x.narrow(dim, low, high - low) for low, high in self.mine], dim)
+
+    def whole(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return all positions of a tensor that has this rank's along a dim, in their order; without gradients."""
+        sizes, most = self.sizes, max(self.sizes)
+        front = x.detach().transpose(0, dim)
+        padded = torch.cat([front, front.new_zeros(most - front.shape[0], *front.shape[1:])]).contiguous()
+        parts = self.axis.all_gather(padded, 0).unflatten(0, (self.axis.size, most))
+        held = torch.cat([parts[index, :size] for index, size in enumerate(sizes)])
+        order = [place for index in range(self.axis.size) for low, high in self.of(index) for place in range(low, high)]
+        found = torch.empty_like(held)
+        found[torch.tensor(order, device=x.device)] = held
+        return found.transpose(0, dim)
+
+    # ---- attention -----------------------------------------------------------------------------------------------
+
+    def attention(
+        self,
+        original: Original,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        """Stand in for torch's scaled_dot_product_attention, whose arguments these are, on cut sequences."""
+        if not self._is_ours(query.shape[-2], key.shape[-2], is_causal):
+            return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        self.calls += 1
+        if dropout_p:
+            raise UsageError("dropout_p of attention", where=WHERE)
+        mask = None if attn_mask is None else self.mask(attn_mask)
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, m: torch.Tensor | None) -> torch.Tensor:
+            if self.ring.size == 1:
+                grouped = q.shape[-3] != k.shape[-3]
+                return original(q, k, v, m, 0.0, is_causal, scale=scale, enable_gqa=grouped)
+            return ring_attention(
+                q, k, v, self.ring, length=self.length, order=self.order, causal=is_causal, scale=scale, mask=m
+            )
+
+        if self.ulysses.size == 1:
+            return attend(query, key, value, mask)
+        held = count(part(self.length, self.ring.size, self.axis.index // self.ulysses.size, self.order))
+        return ulysses_attention(query, key, value, self.ulysses, length=held, mask=mask, attend=attend)
+
+    def _is_ours(self, queries: int, keys: int, causal: bool) -> bool:
+        """Return whether an attention is one over the cut sequences, by its sizes; the same on all ranks."""
+        mine, sizes = count(self.mine), set(self.sizes)
+        if queries == keys == mine:
+            return True
+        if self.elsewhere and keys not in sizes and (queries not in sizes or (queries == mine and not causal)):
+            return False
+        told = f"attention of {queries} queries over {keys} keys, where this rank has {mine} positions of {self.length}"
+        hint = "elsewhere=True computes attention over other things as it is; run.verify() shows whether that is right"
+        raise UsageError(told, where=WHERE, hint=hint)
+
+    def mask(self, mask: torch.Tensor) -> torch.Tensor:
+        """
+        Return a model's mask with this rank's rows, or one for all, and all columns.
+
+        Raises:
+            UsageError: it can't be told what it means for the whole sequence.
+        """
+        mask = mask if mask.dim() > 1 else mask[None]
+        rows, columns, mine = mask.shape[-2], mask.shape[-1], count(self.mine)
+        if columns == self.length and rows in (1, mine):
+            return mask
+        if columns == self.length and rows == self.length:
+            return self.take(mask, mask.dim() - 2)
+        if columns == mine and rows == 1 and not mask.requires_grad:
+            return self.whole(mask, mask.dim() - 1)
+        told = f"a mask of {rows} rows and {columns} columns, where this rank has {mine} positions of {self.length}"
+        hint = "is_causal=True; a mask of the whole sequence, of this rank's rows of it; or one row for the keys here"
+        raise UsageError(told, where=WHERE, hint=hint)
+
+
+def _among(axes: Axes, places: list[int]) -> Axis:
+    """Return the place along cp among some of its ranks."""
+    axis = axes["cp"]
+    ranks = tuple(axis.ranks[place] for place in places)
+    return Axis(axes, axis.names, ranks, places.index(axis.index), axes._group(ranks))

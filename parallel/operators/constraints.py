@@ -1,0 +1,146 @@
+"""
+What a user says about layouts inside a model: identity in one process, and seen by the operator engine.
+
+    x = pdrun.constrain(x, L("dp", "tp", None))             in a forward: here the tensor lies so
+    pdrun.shard(model.mlp, in_=(L("dp", None, None),), out=L("dp", None, None), weight=L("tp", None))
+    attend = pdrun.shard(attend, in_=(L("dp", "tp"), None))   a function: its arguments and its result
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from pdrun.errors import UsageError
+from pdrun.parallel.layouts.layout import L
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+_LIBRARY = torch.library.Library("pdrun", "DEF")
+_LIBRARY.define("constrain(Tensor x, str layout) -> Tensor")
+_LIBRARY.define("stop(Tensor x) -> Tensor")
+
+
+def _copied(x: torch.Tensor, *layout: str) -> torch.Tensor:
+    return x.clone()
+
+
+_LIBRARY.impl("constrain", _copied, "CompositeExplicitAutograd")
+_LIBRARY.impl("stop", _copied, "CompositeExplicitAutograd")
+
+
+def encode(layout: L) -> str:
+    """Return a layout as text, which is how it gets through an export."""
+    return json.dumps([layout.dims, layout.sums])
+
+
+def decode(text: str) -> L:
+    """Return the layout of a text (see `encode`)."""
+    dims, sums = json.loads(text)
+    return L(*map(tuple, dims), sums=tuple(sums))
+
+
+def constrain(x: torch.Tensor, layout: L) -> torch.Tensor:
+    """
+    Return ``x``; the operator engine lays it out so. Without the engine nothing happens.
+
+    Raises:
+        UsageError: ``layout`` is no layout, or is for another number of dims.
+    """
+    if not isinstance(layout, L):
+        raise UsageError(f"{layout!r} is no layout", where="pdrun.constrain", hint='for example L("dp", None, "tp")')
+    if len(layout.dims) != x.dim():
+        what = f"{layout} is for {len(layout.dims)} dims, the tensor is {list(x.shape)}"
+        raise UsageError(what, where="pdrun.constrain")
+    if not torch.compiler.is_exporting():
+        return x
+    result: torch.Tensor = torch.ops.pdrun.constrain(x, encode(layout))
+    return result
+
+
+@dataclass
+class Sharding:
+    """
+    What `shard` says of a module.
+
+    Attributes:
+        in_: a layout for each tensor argument; None leaves it open.
+        out: of the result, or one for each of several.
+        weights: by name of the parameter, from the module on.
+    """
+
+    in_: tuple[L | None, ...] = ()
+    out: L | tuple[L | None, ...] | None = None
+    weights: dict[str, L] = field(default_factory=dict)
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Forward hook: constrain the arguments."""
+        return _each(args, self.in_) if torch.compiler.is_exporting() else args
+
+    def leave(self, module: nn.Module, args: tuple[Any, ...], result: Any) -> Any:
+        """Forward hook: constrain the result."""
+        if self.out is None or not torch.compiler.is_exporting():
+            return result
+        return _each(result, self.out if isinstance(self.out, tuple) else (self.out,))
+
+
+def _each(values: Any, layouts: tuple[L | None, ...]) -> Any:
+    """Return nested values with the tensors among them constrained, in order."""
+    flat, structure = pytree.tree_flatten(values)
+    wanted = iter(layouts)
+    found = []
+    for value in flat:
+        layout = next(wanted, None) if isinstance(value, torch.Tensor) else None
+        found.append(value if layout is None else constrain(value, layout))
+    return pytree.tree_unflatten(found, structure)
+
+
+def _tuple(value: L | tuple[L | None, ...] | None) -> tuple[L | None, ...]:
+    return () if value is None else (value,) if isinstance(value, L) else tuple(value)
+
+
+def shard(
+    target: T, in_: L | tuple[L | None, ...] | None = None, out: L | tuple[L | None, ...] | None = None, **weights: L
+) -> T:
+    """
+    Say how a module's or a function's tensors lie; what is left open follows from what is said.
+
+    Args:
+        target: a module, which is marked and returned, or a function, of which a new one is returned.
+        in_: a layout for each tensor argument, in order; None leaves one open.
+        out: the same for results.
+        weights: a module's parameters by name (``weight=L("tp", None)``).
+
+    Raises:
+        UsageError: a module lacks such a parameter, or a function was given one.
+    """
+    sharding = Sharding(_tuple(in_), out, dict(weights))
+    if isinstance(target, nn.Module):
+        known = dict(target.named_parameters())
+        for name in weights:
+            if name not in known:
+                told = ", ".join(known) or "none"
+                what = f"{type(target).__name__} has no parameter {name!r}"
+                raise UsageError(what, where="pdrun.shard", hint=f"it has {told}")
+        target.register_forward_pre_hook(sharding.enter)
+        target.register_forward_hook(sharding.leave)
+        target._pdrun_sharding = sharding
+        return target
+    if weights:
+        raise UsageError(f"a function has no parameters ({', '.join(weights)})", where="pdrun.shard")
+
+    @functools.wraps(target)
+    def sharded(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_exporting():
+            return target(*args, **kwargs)
+        args, kwargs = _each((args, kwargs), sharding.in_)
+        return sharding.leave(None, args, target(*args, **kwargs))  # type: ignore[arg-type]
+
+    return sharded

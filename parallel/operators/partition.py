@@ -1,0 +1,214 @@
+"""
+Partition: from a plan to what one rank runs, a graph of torch functions over local tensors with explicit collectives.
+
+Every operator's inputs are brought to the layouts that its choice wants (`convert.way`), each (tensor, moves) once,
+however many operators use it. The result is an `fx.GraphModule` whose arguments are the weights and buffers by name,
+then the tensors of the call: it holds no state, and autograd runs through it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from pdrun.parallel import collectives
+from pdrun.parallel.axes import Axes, Axis
+from pdrun.parallel.layouts.grid import Grid
+from pdrun.parallel.layouts.layout import L
+from pdrun.parallel.operators import convert
+from pdrun.parallel.operators.convert import Move, way
+from pdrun.parallel.operators.graph import Operator, Ref, refs, substitute
+from pdrun.parallel.operators.plan import Plan
+from pdrun.parallel.operators.rule import Place, call_of
+
+NOTHING = ("constrain", "stop", "detach")
+"""Kinds that a rank has nothing to compute for; the last two end gradients."""
+
+
+class Program:
+    """
+    What one rank runs for one set of shapes.
+
+    Attributes:
+        names: of the weights and buffers that ``module`` takes, in order; then come the tensors of the call.
+        moves: for each tensor the moves that were inserted, in order.
+    """
+
+    def __init__(self, plan: Plan, module: fx.GraphModule, names: list[str]) -> None:
+        self.plan, self.module, self.names = plan, module, names
+
+
+class MoveModule(nn.Module):
+    """One move of a tensor, between the operators of a local graph."""
+
+    def __init__(self, move: Move, axis: Axis, total: int) -> None:
+        super().__init__()
+        self.move, self.axis, self.total = move, axis, total
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the tensor in the layout after the move."""
+        move, axis = self.move, self.axis
+        if move.kind == convert.FAN_OUT:
+            return collectives.fan_out(x, axis) if x.requires_grad else x
+        if move.kind == convert.ADD_UP:
+            return collectives.add_up(x, axis)
+        if move.kind == convert.GATHER:
+            return collectives.gather(x, axis, move.dim, self.total)
+        if move.kind == convert.COLLECT:
+            return collectives.collect(x, axis, move.dim, self.total)
+        if move.kind == convert.PART:
+            return collectives.part(x, axis, move.dim)
+        if move.kind == convert.SCATTER:
+            return collectives.scatter(x, axis, move.dim)
+        return collectives.swap(x, axis, move.dim, move.origin, self.total)
+
+    def extra_repr(self) -> str:
+        """Return the move as text."""
+        return str(self.move)
+
+
+def partition(plan: Plan, axes: Axes) -> Program:
+    """Return what this rank runs."""
+    return _Partition(plan, axes).run()
+
+
+class _Partition:
+    def __init__(self, plan: Plan, axes: Axes) -> None:
+        self.plan, self.axes, self.graph = plan, axes, plan.graph
+        self.grid: Grid = axes.grid
+        self.root, self.local = nn.Module(), fx.Graph()
+        self.nodes: dict[tuple[int, tuple[Move, ...]], fx.Node] = {}
+        self.count = 0
+
+    def run(self) -> Program:
+        """Build the local graph."""
+        names = self._placeholders()
+        for place, operator in enumerate(self.graph.operators):
+            self._operator(place, operator)
+        results = [self._whole(value) if isinstance(value, Ref) else value for value in self.graph.results]
+        self.local.output(results)
+        self.local.eliminate_dead_code(_is_impure)
+        self.local.lint()
+        return Program(self.plan, fx.GraphModule(self.root, self.local, "LocalGraph"), names)
+
+    def _placeholders(self) -> list[str]:
+        used = {index for operator in self.graph.operators for index in operator.inputs}
+        used |= {value.index for value in self.graph.results if isinstance(value, Ref)}
+        names: list[str] = []
+        for index, tensor in enumerate(self.graph.tensors):
+            if tensor.kind in ("param", "buffer") and index in used:
+                self.nodes[index, ()] = self.local.placeholder(f"w_{len(names)}")
+                names.append(tensor.name)
+        for index, tensor in enumerate(self.graph.tensors):
+            if tensor.kind == "constant" and index in used:
+                self.root.register_buffer(f"c_{index}", self.graph.constants[index].to(self.axes.device))
+                self.nodes[index, ()] = self.local.get_attr(f"c_{index}")
+        for place, known in enumerate(self.graph.inputs):
+            node = self.local.placeholder(f"x_{place}")
+            if known is not None:
+                self.nodes[known, ()] = node
+        return names
+
+    def _whole(self, value: Ref) -> fx.Node:
+        rank = len(self.graph.shape(value.index))
+        return self._as(value.index, L(*[None] * rank), ())
+
+    def _as(self, index: int, target: L, fans: tuple[str, ...]) -> fx.Node:
+        """Return a tensor in a layout; the moves that lead there are inserted where they haven't been yet."""
+        moves = way(self.plan.source(index), target, fans)
+        return self._moved(index, (), moves)
+
+    def _moved(self, index: int, done: tuple[Move, ...], rest: tuple[Move, ...]) -> fx.Node:
+        node = self.nodes[index, done]
+        for move in rest:
+            done = (*done, move)
+            if (index, done) not in self.nodes:
+                self.nodes[index, done] = self._insert(node, move, self.graph.shape(index))
+            node = self.nodes[index, done]
+        return node
+
+    def _insert(self, node: fx.Node, move: Move, shape: tuple[int, ...]) -> fx.Node:
+        total = 0
+        if move.kind in (convert.GATHER, convert.COLLECT):
+            total = self._size(move.after, shape, move.dim)
+        elif move.kind == convert.SWAP:
+            total = self._size(move.after, shape, move.origin)
+        name = f"{move.kind}_{self.count}"
+        self.count += 1
+        self.root.add_module(name, MoveModule(move, self.axes[move.axis], total))
+        return self.local.call_module(name, (node,))
+
+    def _size(self, layout: L, shape: tuple[int, ...], dim: int) -> int:
+        low, high = layout.box(self.grid, shape, self.axes.rank)[dim]
+        return high - low
+
+    # ---- operators -----------------------------------------------------------------------------------------------
+
+    def _operator(self, place: int, operator: Operator) -> None:
+        choice = self.plan.choices[place]
+        inputs = []
+        for at, index in enumerate(operator.inputs):
+            tensor, rank = self.graph.tensors[index], len(self.graph.shape(index))
+            fans = tuple(
+                axis
+                for axis in self.plan.grid.names
+                if choice.fans(axis, at) and tensor.grad and axis not in self.plan.sums.get(index, ())
+            )
+            inputs.append(self._as(index, choice.layout_in(at, rank), fans))
+        if operator.kind in NOTHING:
+            made: Any = inputs[0] if operator.kind == "constrain" else self.local.call_method("detach", (inputs[0],))
+        else:
+            made = self._call(place, operator, inputs)
+        for at, index in enumerate(operator.outputs):
+            node = self.local.call_function(_item, (made, at)) if operator.many else made
+            raw = choice.layout_out(at, len(self.graph.shape(index)))
+            self.nodes[index, ()] = node
+            if index in self.plan.placed:
+                moves = way(raw, self.plan.placed[index])
+                self.nodes[index, ()] = self._moved(index, (), moves)
+
+    def _call(self, place: int, operator: Operator, inputs: list[fx.Node]) -> fx.Node:
+        target, args, kwargs = call_of(place_of(self.plan, place, self.grid, self.axes.rank))
+        rest = dict(zip(_positions(operator), inputs, strict=True))
+
+        def take(ref: Ref) -> fx.Node:
+            return rest[id(ref)]
+
+        args, kwargs = substitute(args, take), substitute(kwargs, take)
+        if isinstance(kwargs.get("device"), torch.device):
+            kwargs = {**kwargs, "device": self.axes.device}
+        return self.local.call_function(target, tuple(args), dict(kwargs))
+
+
+def _positions(operator: Operator) -> list[int]:
+    """Return the identities of an operator's references, in order."""
+    return [id(ref) for ref in refs(operator.args, operator.kwargs)]
+
+
+def place_of(plan: Plan, place: int, grid: Grid, rank: int) -> Place:
+    """Return one rank's share of an operator."""
+    graph, operator, choice = plan.graph, plan.graph.operators[place], plan.choices[place]
+    ins = tuple(graph.shape(index) for index in operator.inputs)
+    outs = tuple(graph.shape(index) for index in operator.outputs)
+    here = grid.coordinate(rank)
+    return Place(
+        operator,
+        choice.splits,
+        ins,
+        outs,
+        tuple(choice.layout_in(at, len(shape)).box(grid, shape, rank) for at, shape in enumerate(ins)),
+        tuple(choice.layout_out(at, len(shape)).box(grid, shape, rank) for at, shape in enumerate(outs)),
+        {axis: here[axis] for axis in choice.splits},
+        {axis: grid.degree(axis) for axis in choice.splits},
+    )
+
+
+def _item(values: Any, place: int) -> Any:
+    """Return one of several results."""
+    return values[place]
+
+
+def _is_impure(node: fx.Node) -> bool:
+    return node.op in ("placeholder", "output")

@@ -1,0 +1,113 @@
+"""
+The plan: how every operator, weight and result of a graph is cut over the tensor axes of a mesh.
+
+A plan is data. `propagate` makes it, `partition` turns it into what one rank runs, `explain` into text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pdrun.parallel.layouts.grid import Grid
+from pdrun.parallel.layouts.layout import L
+from pdrun.parallel.operators.graph import Graph
+from pdrun.parallel.operators.rule import PARTIAL, WHOLE, Split, State
+
+
+@dataclass(frozen=True)
+class Choice:
+    """
+    How one operator is cut.
+
+    Attributes:
+        splits: along each axis that cuts it; along all others every rank computes everything.
+        order: axes, major first: how those that cut one dim are nested.
+        fixed: axes along which the user said so, which propagation leaves alone.
+    """
+
+    splits: dict[str, Split] = field(default_factory=dict)
+    order: tuple[str, ...] = ()
+    fixed: tuple[str, ...] = ()
+
+    def state(self, axis: str, place: int) -> State:
+        """Return what the operator wants of an input along an axis."""
+        split = self.splits.get(axis)
+        return WHOLE if split is None else split.ins[place]
+
+    def result(self, axis: str, place: int) -> State:
+        """Return what the operator makes of an output along an axis."""
+        split = self.splits.get(axis)
+        return WHOLE if split is None else split.outs[place]
+
+    def fans(self, axis: str, place: int) -> bool:
+        """Whether an input is whole and each rank along the axis uses it for another part: its gradient is a term."""
+        split = self.splits.get(axis)
+        return split is not None and not split.is_whole and split.ins[place] is WHOLE
+
+    def layout_in(self, place: int, rank: int) -> L:
+        """Return the layout that an input of ``rank`` dims has to have."""
+        return layout_of({axis: split.ins[place] for axis, split in self.splits.items()}, self.order, rank)
+
+    def layout_out(self, place: int, rank: int) -> L:
+        """Return the layout that an output of ``rank`` dims has."""
+        return layout_of({axis: split.outs[place] for axis, split in self.splits.items()}, self.order, rank)
+
+
+def layout_of(states: dict[str, State], order: tuple[str, ...], rank: int) -> L:
+    """Return the layout of a tensor from its state along each axis."""
+    dims: list[list[str]] = [[] for _ in range(rank)]
+    sums = []
+    for axis in order:
+        state = states.get(axis)
+        if state == PARTIAL:
+            sums.append(axis)
+        elif state is not None:
+            dims[state].append(axis)
+    return L(*map(tuple, dims), sums=tuple(sums))
+
+
+def states_of(layout: L) -> dict[str, State]:
+    """Return the state along each axis that a layout names."""
+    found: dict[str, State] = {axis: dim for dim, axes in enumerate(layout.dims) for axis in axes}
+    return found | dict.fromkeys(layout.sums, PARTIAL)
+
+
+@dataclass
+class Plan:
+    """
+    A whole graph, cut.
+
+    Attributes:
+        grid: the tensor axes.
+        choices: one for each operator of the graph.
+        weights: how parameters are stored, by index of the tensor.
+        sums: axes over which gradients of parameters are added up once a step, by index of the tensor.
+        placed: tensors that are laid out otherwise as soon as they are made: the user gave an operator's ``out``.
+        notes: what a reader should know: inconsistencies that cost communication.
+    """
+
+    graph: Graph
+    grid: Grid
+    choices: list[Choice]
+    weights: dict[int, L] = field(default_factory=dict)
+    sums: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    placed: dict[int, L] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def source(self, index: int) -> L:
+        """Return how a tensor lies where it comes from."""
+        for given in (self.weights, self.placed):
+            if index in given:
+                return given[index]
+        return self._made.get(index) or L(*[None] * len(self.graph.shape(index)))
+
+    @property
+    def _made(self) -> dict[int, L]:
+        found = self.__dict__.get("_layouts")
+        if found is None:
+            found = {}
+            for operator, choice in zip(self.graph.operators, self.choices, strict=True):
+                for place, index in enumerate(operator.outputs):
+                    found[index] = choice.layout_out(place, len(self.graph.shape(index)))
+            self.__dict__["_layouts"] = found
+        return found

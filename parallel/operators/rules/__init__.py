@@ -1,0 +1,27 @@
+"""One rule per kind of ATen operator; importing this package registers all of them."""
+
+from pdrun.parallel.operators.rules import (
+    attention,
+    convolution,
+    creation,
+    indexing,
+    losses,
+    matrix,
+    normalization,
+    pointwise,
+    reduction,
+    shapes,
+)
+
+__all__ = [
+    "attention",
+    "convolution",
+    "creation",
+    "indexing",
+    "losses",
+    "matrix",
+    "normalization",
+    "pointwise",
+    "reduction",
+    "shapes",
+]

@@ -1,0 +1,80 @@
+"""Attention: batch dims and heads are cut; so are queries, where each sees all keys."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from math import gcd
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from pdrun.parallel.operators.rule import Call, Place, Split, View, by_labels, rule
+from pdrun.parallel.operators.rules.pointwise import dropped
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    shape: tuple[int, ...],
+    box: Any,
+) -> torch.Tensor:
+    """
+    Return this rank's part of attention with dropout, in the open: the mask is that of the whole.
+
+    Args:
+        shape: of the whole matrix of weights, [..., heads, queries, keys].
+        box: this rank's (low, high) in it.
+    """
+    if enable_gqa:
+        times = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
+    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    return dropped(scores.softmax(-1), p, True, shape, box) @ value
+
+
+def _run(place: Place) -> Call:
+    p = place.arg(4, "dropout_p", 0.0)
+    operator = place.operator
+    if p == 0:
+        return operator.target, operator.args, operator.kwargs
+    query, key, mask = operator.args[0], operator.args[1], place.arg(3, "attn_mask")
+    options = (place.arg(5, "is_causal", False), operator.kwargs.get("scale"), operator.kwargs.get("enable_gqa", False))
+    if not place.splits:
+        more = {"scale": options[1], "enable_gqa": options[2]}
+        return functional.scaled_dot_product_attention, (query, key, operator.args[2], mask, p, options[0]), more
+    shape = (*place.ins[0][:-1], place.ins[1][-2])
+    box = (*place.in_boxes[0][:-1], (0, place.ins[1][-2]))
+    return attend, (query, key, operator.args[2], mask, p, *options, shape, box), {}
+
+
+@rule("scaled_dot_product_attention", run=_run)
+def attention(view: View) -> list[Split]:
+    """query [..., H, S, E], key and value [..., G, T, E], mask broadcast to [..., H, S, T]; G divides H."""
+    query, key, _, *masks = view.ins
+    lead: list[Hashable] = list(range(len(query) - 2))
+    causal = view.arg(5, "is_causal", False)
+    rows = None if causal else "s"
+    heads = len(query) - 3
+    divides: dict[Hashable, int] = {}
+    if heads >= 0 and query[heads] != key[heads]:
+        divides[heads] = gcd(query[heads], key[heads])
+    if any(a != b for dim, (a, b) in enumerate(zip(query[:-2], key[:-2], strict=True)) if dim != heads):
+        return []
+    ins: list[list[Hashable | None]] = [[*lead, rows, None], [*lead, None, None], [*lead, None, None]]
+    for mask in masks:
+        whole = (*query[:-1], key[-2])
+        names = [*lead, rows, None]
+        skip = len(whole) - len(mask)
+        ins.append([names[skip + dim] if size == whole[skip + dim] else None for dim, size in enumerate(mask)])
+    return by_labels(view, ins, [[*lead, rows, None]], divides)

@@ -1,0 +1,371 @@
+"""
+What a user configures: operators and weights by name, as layouts or as counts a dim.
+
+    pdrun.Operators({
+        "blocks.*.attn.q": ((2, 1, 1), (4, 1)),           the module's operator: how often each input is cut, dim by dim
+        "blocks.*.mlp.up.weight": L("tp", None),          a weight
+        "attend.softmax": (L(None, "tp", None, None),),   an operator by its name, its inputs by layouts
+        "blocks.*.mlp.down": Cut(out=L(None, "tp", None)),  results: partial sums are reduce-scattered
+        "strange.op": replicate,                          computed whole on every rank: needs no rule
+    })
+
+Names are those of modules, parameters and operators (``MODULE.kind``), with ``*``, ``?`` and ``[...]`` as in globs.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pdrun.errors import UsageError
+from pdrun.parallel.layouts.grid import Grid
+from pdrun.parallel.layouts.layout import L
+from pdrun.parallel.operators.constraints import decode
+from pdrun.parallel.operators.graph import Graph, Operator
+from pdrun.parallel.operators.plan import Choice, states_of
+from pdrun.parallel.operators.rule import PARTIAL, WHOLE, Split, splits_of, view_of
+
+WHERE = "pdrun.Operators"
+Counts = tuple[int, ...]
+
+
+class _Replicate:
+    """The mark of an operator that every rank computes whole."""
+
+    def __repr__(self) -> str:
+        return "replicate"
+
+
+replicate = _Replicate()
+
+
+@dataclass(frozen=True)
+class Cut:
+    """
+    How one operator is cut.
+
+    Attributes:
+        in_: for each tensor input a layout, counts a dim, or None to leave it open; missing ones are open.
+        out: the layout of its (first) result, where it isn't what comes out by itself.
+    """
+
+    in_: tuple[L | Counts | None, ...] = ()
+    out: L | None = None
+
+
+Entry = Cut | L | tuple[Any, ...] | _Replicate
+
+
+@dataclass
+class Wishes:
+    """
+    What the user wants of a graph.
+
+    Attributes:
+        choices: by index of the operator.
+        weights: by index of the tensor.
+        outs: layouts of results, by index of the operator.
+        whole: operators that need no rule.
+        said: for each operator and weight the name under which it was configured.
+    """
+
+    choices: dict[int, Choice] = field(default_factory=dict)
+    weights: dict[int, L] = field(default_factory=dict)
+    outs: dict[int, L] = field(default_factory=dict)
+    whole: set[int] = field(default_factory=set)
+    said: dict[int, str] = field(default_factory=dict)
+
+
+def resolve(graph: Graph, grid: Grid, mesh: Grid, entries: Mapping[str, Entry], inner: Mapping[str, L]) -> Wishes:
+    """
+    Return what the entries of a strategy and the constraints inside a model mean for a graph.
+
+    Args:
+        grid: the tensor axes.
+        mesh: all axes.
+        inner: layouts of weights that `shard` set, by name.
+
+    Raises:
+        UsageError: a name that matches nothing, a layout that an operator can't have, or a weight with two layouts.
+    """
+    resolver = _Resolver(graph, grid, mesh)
+    for name, layout in inner.items():
+        resolver.weight(name, layout, f"pdrun.shard of {name}")
+    for pattern, entry in entries.items():
+        resolver.entry(pattern, entry)
+    resolver.constraints()
+    resolver.weights_decide()
+    return resolver.wishes
+
+
+class _Resolver:
+    def __init__(self, graph: Graph, grid: Grid, mesh: Grid) -> None:
+        self.graph, self.grid, self.mesh, self.wishes = graph, grid, mesh, Wishes()
+        self.params = {tensor.name: index for index, tensor in enumerate(graph.tensors) if tensor.kind == "param"}
+        self.operators = {operator.name: place for place, operator in enumerate(graph.operators)}
+        self.modules: dict[str, list[int]] = {}
+        for place, operator in enumerate(graph.operators):
+            if operator.module:
+                self.modules.setdefault(operator.module, []).append(place)
+
+    # ---- names ---------------------------------------------------------------------------------------------------
+
+    def entry(self, pattern: str, entry: Entry) -> None:
+        """Apply one entry to everything that its name matches."""
+        for kind, known in (("param", self.params), ("operator", self.operators), ("module", self.modules)):
+            names = [name for name in known if fnmatch.fnmatchcase(name, pattern)]
+            if names and (kind == "param") == (isinstance(entry, L)):
+                for name in names:
+                    self._apply(kind, name, entry)
+                return
+        if any(fnmatch.fnmatchcase(name, pattern) for name in self.params):
+            what = f"{pattern} names a weight, and {entry!r} is no layout"
+            raise UsageError(what, where=WHERE, hint='for example L("tp", None)')
+        every = [*self.modules, *self.params, *self.operators]
+        near = difflib.get_close_matches(pattern, every, n=1)
+        what = f"nothing is called {pattern!r} (modules, weights and operators of the model)"
+        hint = f"did you mean {near[0]!r}?" if near else f"there are, for example, {', '.join(every[:4])}"
+        raise UsageError(what, where=WHERE, hint=hint)
+
+    def _apply(self, kind: str, name: str, entry: Any) -> None:
+        if kind == "param":
+            self.weight(name, entry, name)
+            return
+        place = self.operators[name] if kind == "operator" else self._main(name)
+        self.operator(place, entry, name)
+
+    def _main(self, module: str) -> int:
+        """Return the operator that a module's name stands for: the only one, or the first that has a weight."""
+        places = self.modules[module]
+        weighted = [place for place in places if any(
+            self.graph.tensors[index].kind == "param" for index in self.graph.operators[place].inputs)]  # fmt: skip
+        if len(places) == 1 or weighted:
+            return (weighted or places)[0]
+        told = ", ".join(self.graph.operators[place].name for place in places)
+        raise UsageError(f"{module} has {len(places)} operators", where=WHERE, hint=f"name one of {told}")
+
+    # ---- weights -------------------------------------------------------------------------------------------------
+
+    def weight(self, name: str, layout: L, said: str) -> None:
+        """Set the layout of a weight."""
+        index = self.params.get(name)
+        if index is None:
+            raise UsageError(f"no operator uses the weight {name}", where=WHERE)
+        layout = self._inner(layout, self.graph.shape(index), name, batch=False)
+        if layout.sums:
+            raise UsageError(f"{name}: a weight is never a sum, as in {layout}", where=WHERE)
+        old = self.wishes.weights.setdefault(index, layout)
+        if old != layout:
+            first = self.wishes.said.get(-1 - index, name)
+            raise UsageError(f"{name} is {old} for {first} and {layout} for {said}", where=WHERE)
+        self.wishes.said.setdefault(-1 - index, said)
+
+    def weights_decide(self) -> None:
+        """Configure the operators that use a weight with a layout, and weights of configured operators."""
+        for place, choice in self.wishes.choices.items():
+            operator = self.graph.operators[place]
+            for at, index in enumerate(operator.inputs):
+                if self.graph.tensors[index].kind == "param":
+                    layout = choice.layout_in(at, len(self.graph.shape(index)))
+                    self.weight(self.graph.tensors[index].name, layout, self.wishes.said.get(place, operator.name))
+        for place, operator in enumerate(self.graph.operators):
+            cut = [index for index in operator.inputs if self.wishes.weights.get(index, L()).axes]
+            if cut and place not in self.wishes.choices and place not in self.wishes.whole:
+                wanted = tuple(self.wishes.weights.get(index) if index in cut else None for index in operator.inputs)
+                said = self.wishes.said.get(-1 - cut[0], "")
+                self.wishes.choices[place] = self._choose(place, wanted, None, said, by_weight=True)
+
+    # ---- operators -----------------------------------------------------------------------------------------------
+
+    def operator(self, place: int, entry: Entry, said: str) -> None:
+        """Configure one operator."""
+        if place in self.wishes.said:
+            what = f"{self.graph.operators[place].name} is configured by {self.wishes.said[place]} and by {said}"
+            raise UsageError(what, where=WHERE)
+        self.wishes.said[place] = said
+        if isinstance(entry, _Replicate):
+            self.wishes.whole.add(place)
+            self.wishes.choices[place] = Choice({}, (), self.grid.names)
+            return
+        cut = entry if isinstance(entry, Cut) else Cut(tuple(entry)) if isinstance(entry, tuple) else None
+        if cut is None:
+            raise UsageError(f"{said} is an operator: {entry!r} says nothing of its inputs", where=WHERE,
+                             hint="give a tuple with an entry for each, or Cut(in_=..., out=...)")  # fmt: skip
+        if len(cut.in_) > len(self.graph.operators[place].inputs):
+            count = len(self.graph.operators[place].inputs)
+            raise UsageError(f"{said} has {count} inputs, {len(cut.in_)} are described", where=WHERE)
+        for one in cut.in_:
+            if not (one is None or isinstance(one, L) or (isinstance(one, tuple) and all(map(_is_count, one)))):
+                what = f"{said}: {one!r} is neither a layout nor a tuple of counts"
+                raise UsageError(what, where=WHERE, hint="an operator of one input has ((2, 4),), with a comma")
+        out = None
+        if cut.out is not None:
+            out = self._inner(cut.out, self.graph.shape(self.graph.operators[place].outputs[0]), said)
+            self.wishes.outs[place] = out
+        if cut.in_:
+            self.wishes.choices[place] = self._choose(place, cut.in_, out, said)
+
+    def constraints(self) -> None:
+        """Configure the operators that `pdrun.constrain` left in the graph."""
+        for place, operator in enumerate(self.graph.operators):
+            if operator.kind == "constrain":
+                layout = decode(operator.args[1])
+                said = f"pdrun.constrain at {operator.source or operator.name}"
+                layout = self._inner(layout, self.graph.shape(operator.inputs[0]), said)
+                self.wishes.choices[place] = self._choose(place, (layout,), None, said)
+                self.wishes.said[place] = said
+
+    def _inner(self, layout: L, shape: tuple[int, ...], said: str, batch: bool = True) -> L:
+        """Return a layout without data axes, which cut the batch anyway."""
+        layout.check(self.mesh, shape)
+        for dim, axes in enumerate(layout.dims):
+            for axis in axes:
+                if axis not in self.grid.names and not (axis == "dp" and dim == 0 and batch):
+                    what = f"{said}: {layout} has {axis} cut dim {dim}"
+                    hint = (
+                        "operators are cut over tensor axes; dp may stand for the batch, in dim 0 of what is no weight"
+                    )
+                    raise UsageError(what, where=WHERE, hint=hint)
+        plain = tuple(tuple(axis for axis in axes if self._real(axis)) for axes in layout.dims)
+        return L(*plain, sums=tuple(axis for axis in layout.sums if self._real(axis)))
+
+    def _real(self, axis: str) -> bool:
+        return axis in self.grid.names and self.grid.degree(axis) > 1
+
+    def _choose(
+        self, place: int, wanted: tuple[L | Counts | None, ...], out: L | None, said: str, by_weight: bool = False
+    ) -> Choice:
+        operator = self.graph.operators[place]
+        view = view_of(self.graph, operator)
+        splits = splits_of(view)
+        if splits is None:
+            raise missing(operator)
+        if any(isinstance(one, tuple) for one in wanted):
+            return self._by_counts(operator, splits, wanted, said)
+        layouts: list[L | None] = []
+        for at, one in enumerate(wanted):
+            batch = self.graph.tensors[operator.inputs[at]].kind != "param"
+            layouts.append(self._inner(one, view.ins[at], said, batch) if isinstance(one, L) else None)
+        found = {}
+        for axis in self.grid.names:
+            split = _matching(splits, axis, layouts, out)
+            if split is None:
+                raise self._refusal(operator, splits, axis, layouts, said)
+            if not split.is_whole:
+                found[axis] = split
+        self._divides(operator, found, said)
+        fixed = tuple(found) if by_weight else self.grid.names
+        return Choice(found, _order(self.grid, [*layouts, out]), fixed)
+
+    def _refusal(self, operator: Operator, splits: list[Split], axis: str, layouts: list[Any], said: str) -> UsageError:
+        told = "; ".join(describe(split) for split in splits)
+        where = f" at {operator.source}" if operator.source else ""
+        asked = ", ".join(str(layout) for layout in layouts)
+        what = f"{said}: {operator.kind}{where} can't take ({asked}) along {axis}"
+        return UsageError(what, where=WHERE, hint=f"along one axis its inputs may be {told}")
+
+    def _divides(self, operator: Operator, found: dict[str, Split], said: str) -> None:
+        for split in found.values():
+            parts = self.grid.extent(tuple(axis for axis, other in found.items() if other == split))
+            if split.divides and split.divides % parts:
+                what = f"{said}: {operator.kind} can be cut so into parts of {split.divides}, not into {parts}"
+                raise UsageError(what, where=operator.source or WHERE)
+
+    # ---- counts a dim --------------------------------------------------------------------------------------------
+
+    def _by_counts(self, operator: Operator, splits: list[Split], wanted: tuple[Any, ...], said: str) -> Choice:
+        """Give axes to counts: outer axes to the dims named first; axes that no count needs repeat the computation."""
+        counts = []
+        for at, one in enumerate(wanted):
+            shape = self.graph.shape(operator.inputs[at])
+            if one is not None and (not isinstance(one, tuple) or len(one) != len(shape)):
+                what = f"{said}: input {at} of {operator.kind} is {list(shape)}, {one!r} has not a count for each dim"
+                raise UsageError(what, where=WHERE)
+            counts.append(one)
+        data = self.mesh.degree("dp") if "dp" in self.mesh.names else 1
+        for names in (self.grid.names, ("dp", *self.grid.names) if data > 1 else ()):
+            found = self._assign(names, splits, counts, {})
+            if found is not None and names:
+                chosen = {axis: split for axis, split in found.items() if axis != "dp"}
+                self._divides(operator, chosen, said)
+                return Choice(chosen, self.grid.names, self.grid.names)
+        told = "; ".join(describe(split) for split in splits)
+        what = f"{said}: no way to cut {operator.kind} into {tuple(wanted)} on a mesh of ({self.mesh})"
+        hint = f"a mesh has an axis for each count, as pdrun.mesh(x=2, y=4); along one axis its inputs may be {told}"
+        raise UsageError(what, where=WHERE, hint=hint)
+
+    def _assign(self, names: tuple[str, ...], splits: list[Split], counts: list[Counts | None],
+                found: dict[str, Split]) -> dict[str, Split] | None:  # fmt: skip
+        """Return the first assignment of a split to each axis, by depth, that makes the counts."""
+        if not names:
+            return found if self._product(counts, found) == 0 else None
+        axis, *rest = names
+        for split in (*splits[1:], splits[0]):
+            if PARTIAL in split.ins or (axis == "dp" and split.ins[0] != 0):
+                continue
+            if axis != "dp" and self.grid.degree(axis) == 1 and not split.is_whole:
+                continue
+            more = found if split.is_whole else {**found, axis: split}
+            if self._product(counts, more) <= 0:
+                result = self._assign(tuple(rest), splits, counts, more)
+                if result is not None:
+                    return result
+        return None
+
+    def _product(self, counts: list[Counts | None], found: dict[str, Split]) -> int:
+        """Return 0 where the axes given so far make the counts, -1 where they may still do so, 1 where they can't."""
+        short = False
+        for at, wanted in enumerate(counts):
+            for dim, count in enumerate(wanted or ()):
+                have = self.mesh.extent(tuple(axis for axis, split in found.items() if split.ins[at] == dim))
+                if count % have:
+                    return 1
+                short |= have != count
+        return -1 if short else 0
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _matching(splits: list[Split], axis: str, layouts: list[L | None], out: L | None) -> Split | None:
+    """Return the split along an axis that fits the layouts, best one whose result is what is wanted."""
+    wanted = [None if layout is None else states_of(layout).get(axis) for layout in layouts]
+    fitting = [split for split in splits if all(
+        layout is None or split.ins[at] == state
+        for at, (layout, state) in enumerate(zip(layouts, wanted, strict=True)))]  # fmt: skip
+    if out is not None:
+        state = states_of(out).get(axis)
+        for split in fitting:
+            if split.outs[0] == state:
+                return split
+    return fitting[0] if fitting else None
+
+
+def _order(grid: Grid, layouts: list[L | None]) -> tuple[str, ...]:
+    """Return the axes, major first, as some layouts nest them; else as the grid does."""
+    order = list(grid.names)
+    for layout in layouts:
+        for axes in layout.dims if layout is not None else ():
+            if len(axes) > 1:
+                places = sorted(order.index(axis) for axis in axes)
+                for place, axis in zip(places, axes, strict=True):
+                    order[place] = axis
+    return tuple(order)
+
+
+def missing(operator: Operator) -> UsageError:
+    """Return the error for an operator without a rule."""
+    what = f"there is no rule for cutting {operator.kind} ({operator.name})"
+    hint = f'Operators({{..., "{operator.name}": replicate}}) computes it whole on every rank'
+    return UsageError(what, where=operator.source or WHERE, hint=hint)
+
+
+def describe(split: Split) -> str:
+    """Return a split as text: what is cut where."""
+    names = {WHOLE: "whole", PARTIAL: "a sum"}
+    ins = [names.get(state, f"cut on dim {state}") for state in split.ins]
+    return f"({', '.join(ins)})"

@@ -1,0 +1,232 @@
+"""Models for the operator engine, and the comparison of a cut one with itself in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pdrun.parallel.axes import Axes
+from pdrun.parallel.layouts.grid import Grid
+from pdrun.parallel.operators.module import Operators
+from pdrun.parallel.tiles import tile_of
+from pdrun.parallel.watch import Watch
+from tests.parallel import zoo
+
+
+class Tutorial(nn.Module):
+    """The network of MindSpore's operator-level tutorial: three dense layers, products and activations apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flatten = nn.Flatten()
+        self.fc1, self.fc2 = nn.Parameter(torch.empty(784, 512)), nn.Parameter(torch.empty(512, 512))
+        self.fc3 = nn.Parameter(torch.empty(512, 10))
+        for weight in (self.fc1, self.fc2, self.fc3):
+            nn.init.normal_(weight, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.flatten(x)
+        x = torch.relu(torch.matmul(x, self.fc1))
+        x = torch.relu(torch.matmul(x, self.fc2))
+        return torch.matmul(x, self.fc3)
+
+
+class Feed(nn.Module):
+    """Two dense layers, every operator on its own: the network of the propagation golden."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.w1, self.b1 = nn.Parameter(torch.randn(width, 4 * width) * 0.1), nn.Parameter(torch.randn(4 * width))
+        self.w2 = nn.Parameter(torch.randn(4 * width, width) * 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.matmul(torch.relu(torch.matmul(x, self.w1) + self.b1), self.w2)
+
+
+class Perceptron(nn.Module):
+    """Linear layers with biases."""
+
+    def __init__(self, wide: int = 12) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.act = nn.Linear(6, wide), nn.Linear(wide, 5), nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.act(self.fc1(x)))
+
+
+class Llama(nn.Module):
+    """A decoder block as Llama has it: rotary positions, grouped heads, a gated perceptron; and a tied head."""
+
+    def __init__(self, width: int = 16, heads: int = 4, groups: int = 2, words: int = 21) -> None:
+        super().__init__()
+        self.heads, self.groups, self.size = heads, groups, width // heads
+        self.emb = nn.Embedding(words, width)
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.q, self.o = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
+        self.k = nn.Linear(width, groups * self.size, bias=False)
+        self.v = nn.Linear(width, groups * self.size, bias=False)
+        self.gate, self.up = nn.Linear(width, 24, bias=False), nn.Linear(width, 24, bias=False)
+        self.down = nn.Linear(24, width, bias=False)
+        self.head = nn.Linear(width, words, bias=False)
+        self.head.weight = self.emb.weight
+        rates = 100.0 ** (-torch.arange(0, self.size, 2) / self.size)
+        self.register_buffer("rates", rates, persistent=False)
+
+    def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        half = self.size // 2
+        return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        rows, length = tokens.shape
+        x = self.emb(tokens)
+        h = self.norm1(x)
+        q = self.q(h).view(rows, length, self.heads, self.size).transpose(1, 2)
+        k = self.k(h).view(rows, length, self.groups, self.size).transpose(1, 2)
+        v = self.v(h).view(rows, length, self.groups, self.size).transpose(1, 2)
+        with torch.no_grad():
+            angles = torch.arange(length, device=tokens.device)[:, None].to(self.rates.dtype) * self.rates[None]
+            angles = torch.cat([angles, angles], -1)
+            cos, sin = angles.cos(), angles.sin()
+        q, k = self.turn(q, cos, sin), self.turn(k, cos, sin)
+        times = self.heads // self.groups
+        k = k[:, :, None].expand(rows, self.groups, times, length, self.size).reshape(rows, self.heads, length, -1)
+        v = v[:, :, None].expand(rows, self.groups, times, length, self.size).reshape(rows, self.heads, length, -1)
+        mask = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
+        scores = (q @ k.transpose(2, 3) / self.size**0.5).masked_fill(~mask, float("-inf"))
+        mixed = (scores.softmax(-1) @ v).transpose(1, 2).contiguous().view(rows, length, -1)
+        x = x + self.o(mixed)
+        h = self.norm2(x)
+        x = x + self.down(F.silu(self.gate(h)) * self.up(h))
+        return self.head(x)
+
+
+class Conv(nn.Module):
+    """Convolutions, grouped ones too, pooling and a linear head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 3)
+        self.groups = nn.Conv2d(4, 8, 1, groups=4)
+        self.head = nn.Linear(8 * 4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(F.relu(self.one(x)), 2)
+        x = F.gelu(self.groups(self.two(x)))
+        return self.head(F.adaptive_avg_pool2d(x, 2).flatten(1))
+
+
+class Recommender(nn.Module):
+    """Embedding tables and a perceptron."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users, self.items = nn.Embedding(11, 8), nn.Embedding(7, 8)
+        self.tags = nn.EmbeddingBag(9, 8, mode="sum")
+        self.fc1, self.fc2 = nn.Linear(24, 12), nn.Linear(12, 1)
+
+    def forward(self, users: Tensor, items: Tensor, tags: Tensor) -> Tensor:
+        x = torch.cat([self.users(users), self.items(items), self.tags(tags)], -1)
+        return torch.sigmoid(self.fc2(F.relu(self.fc1(x)))).squeeze(-1)
+
+
+def _rand(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+
+
+def _words(high: int, *shape: int) -> Tensor:
+    return torch.randint(high, shape, generator=torch.Generator().manual_seed(6))
+
+
+NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, ...]]]] = {
+    "tutorial": (Tutorial, lambda rows: (_rand(rows, 28, 28),)),
+    "feed": (Feed, lambda rows: (_rand(rows, 16),)),
+    "perceptron": (Perceptron, lambda rows: (_rand(rows, 6),)),
+    "uneven": (lambda: Perceptron(11), lambda rows: (_rand(rows, 6),)),
+    "tiny": (zoo.Tiny, lambda rows: (_words(zoo.WORDS, rows, 6),)),
+    "dropped": (lambda: zoo.Tiny(p=0.3), lambda rows: (_words(zoo.WORDS, rows, 6),)),
+    "llama": (Llama, lambda rows: (_words(21, rows, 6),)),
+    "conv": (Conv, lambda rows: (_rand(rows, 3, 10, 10),)),
+    "recommender": (Recommender, lambda rows: (_words(11, rows), _words(7, rows), _words(9, rows, 3))),
+}
+
+
+def net(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """Return a model with the weights of seed 0."""
+    torch.manual_seed(0)
+    return NETS[name][0]().to(dtype)
+
+
+def inputs(name: str, rows: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+    """Return what a model is called with."""
+    return tuple(x.to(dtype) if x.is_floating_point() else x for x in NETS[name][1](rows))
+
+
+def axes_of(grid: Grid) -> Axes:
+    rank = torch.distributed.get_rank()
+    return Axes(grid, rank, torch.device("cpu"), Watch(30.0, rank, grid.size))
+
+
+def judged(output: Tensor) -> Tensor:
+    """Return a loss in which every element of an output counts differently."""
+    weight = torch.linspace(0.5, 1.5, output.numel(), dtype=output.dtype).view(output.shape)
+    return (output * output * weight).sum() / output.numel()
+
+
+def compare(
+    name: str, axes: dict[str, int], entries: Any, rows: tuple[int, ...] = (4,), dtype: torch.dtype = torch.float64
+) -> dict[str, Any]:
+    """
+    Go forward and backward with a cut model and with the whole one; hold losses and gradients against each other.
+
+    Return the plan's text, and the collectives of the first pass.
+    """
+    torch.use_deterministic_algorithms(False)
+    reference, model = net(name, dtype), net(name, dtype)
+    places = axes_of(Grid(tuple(axes), tuple(axes.values())))
+    sample = inputs(name, rows[0], dtype)
+    strategy = entries if isinstance(entries, Operators) else Operators(entries)
+    cut = apply(strategy, model, places, sample)
+    assert isinstance(cut, type(reference))
+    assert list(cut.state_dict()) == list(reference.state_dict())
+    tight = {"rtol": 1e-10, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-6}
+    counts: dict[str, tuple[int, int]] = {}
+    for step, count in enumerate(rows):
+        data = inputs(name, count, dtype)
+        torch.manual_seed(100 + step)
+        wanted = judged(reference(*data))
+        torch.manual_seed(100 + step)
+        places.forget()
+        loss = judged(cut(*data))
+        forward = {str(key): (c.calls, c.nbytes) for key, c in places.counts.items()}
+        if dtype == torch.float64:
+            torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=1e-13)
+        else:
+            assert abs(float(loss) - float(wanted)) <= 1e-6 * max(1.0, abs(float(wanted)))
+        wanted.backward()
+        loss.backward()
+        if step == 0:
+            both = {str(key): (c.calls, c.nbytes) for key, c in places.counts.items()}
+            counts = both | {f"forward {key}": value for key, value in forward.items()}
+        whole = dict(reference.named_parameters())
+        for key, param in cut.named_parameters():
+            tile, grad = tile_of(param), param.grad
+            if whole[key].grad is None:
+                assert grad is None
+                continue
+            assert grad is not None, key
+            for axis in tile.sums:
+                grad = places[axis].all_reduce(grad)
+            torch.testing.assert_close(
+                grad, tile.take(whole[key].grad), msg=lambda told, key=key: f"{key}: {told}", **tight
+            )
+            param.grad = whole[key].grad = None
+    return {"text": cut.explain(), "counts": counts}
+
+
+def apply(strategy: Operators, model: nn.Module, places: Axes, sample: tuple[Tensor, ...]) -> nn.Module:
+    """Cut a model for a call with several arguments."""
+    return strategy.cut(model, places, sample, {})

@@ -10,7 +10,6 @@ import threading
 from collections import Counter
 from datetime import timedelta
 from typing import Any
-from unittest import mock
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -53,5 +52,9 @@ def new_group(ranks: list[int]) -> Any:
     with _naming:
         name = f"pdrun-{'-'.join(map(str, key))}-{_made[key]}"
         _made[key] += 1
-        with mock.patch.object(distributed_c10d, "_hash_ranks_to_str", lambda _: name):
+        usual = distributed_c10d._hash_ranks_to_str
+        distributed_c10d._hash_ranks_to_str = lambda _: name
+        try:
             return dist.new_group(ranks, use_local_synchronization=True)
+        finally:
+            distributed_c10d._hash_ranks_to_str = usual

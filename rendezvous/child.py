@@ -240,11 +240,12 @@ class SchedulerChild:
             self._give_up("the scheduler process on this node has ended")
         if self._journal is None:
             self._give_up(died)
-        there = Attempt(self._journal.exists)
+        journal = self._journal
+        there = Attempt(lambda: journal.exists() and journal.stat().st_size > 0)
         if not there.wait(DISK):
             self._give_up(f"{died}, and the disk of {self._journal}, from which to go on, does not answer")
         if not there.result():
-            self._give_up(f"{died}, and {self._journal}, from which to go on, is not there")
+            self._give_up(f"{died}, and {self._journal}, from which to go on, is not there, or empty")
         if len(self._deaths) >= RESTARTS:
             self._give_up(f"{died}, after {RESTARTS} restarts in {WINDOW:g} s")
         if self._answer_by is None or not self._deaths:

@@ -104,6 +104,7 @@ class Journal:
         self.group = group
         """Number of the group that is being collected."""
         self._fd, self._chain = fd, chain
+        self._file = os.fstat(fd)
         self._pending = bytearray()
         self._stuck: Attempt[None] | None = None
         """A commit that the disk did not answer: it may still use the descriptor."""
@@ -142,7 +143,7 @@ class Journal:
         """Remove the file: nobody is to go on from it. A disk that does not answer does so once it answers again."""
         stuck, self._stuck = self._stuck, None
         fd, self._fd = self._fd, -1
-        removal = Attempt(lambda: _remove(self.path, fd, stuck))
+        removal = Attempt(lambda: _remove(self.path, fd, self._file, stuck))
         if stuck is None:
             removal.wait(REMOVAL)
 
@@ -155,16 +156,22 @@ class Journal:
 
 def create(path: Path, header: Header) -> Journal:
     """
-    Begin a journal; its folder is made (0700) where it is missing.
+    Begin a journal; its folder is made (0700) where it is missing, and a file in which nothing stands yet is taken.
 
     Raises:
-        OSError: it cannot be written, or it is there already.
+        OSError: it cannot be written, or it is there already. ConfigError: another scheduler has just begun it.
     """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    if path.exists() and not is_blank(path):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+    fd = _open(path, os.O_CREAT)
+    if not is_blank(path):
+        os.close(fd)
+        raise ConfigError("another scheduler writes this journal", where=str(path))
     journal = Journal(path, fd, 0, 0)
     try:
-        _lock(path, fd)
+        os.fchmod(fd, 0o600)
+        os.ftruncate(fd, 0)
         journal._pending += MAGIC
         journal._pend(codec.to_plain(header))
         journal.commit()
@@ -180,14 +187,16 @@ def reopen(path: Path) -> tuple[Journal, Past]:
     Read a journal to its end, cut off what is half-written there, and open it for going on.
 
     Raises:
+        FileNotFoundError: there is none, or its scheduler has just removed it: the job is over.
         RendezvousError: it is damaged, or cannot be read. ConfigError: another scheduler writes it right now.
     """
     try:
-        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+        fd = _open(path)
+    except FileNotFoundError:
+        raise
     except OSError as error:
         raise RendezvousError(f"the scheduler's journal cannot be opened: {error.strerror}", where=str(path)) from None
     try:
-        _lock(path, fd)
         data = path.read_bytes()
         header, entries, offsets, good, chain = _read(path, data)
         if good < len(data):
@@ -201,6 +210,22 @@ def reopen(path: Path) -> tuple[Journal, Past]:
         raise
     group = entries[-1].group + 1 if entries else 1
     return Journal(path, fd, chain, group), Past(header, tuple(entries), tuple(offsets), len(data) - good)
+
+
+def is_blank(path: Path) -> bool:
+    """
+    Whether a regular file holds nothing, or no more than the beginning of a journal's first commit.
+
+    Nothing was done in the name of such a journal: its scheduler died before, or somebody made the file beforehand.
+    """
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        data = file.read(LONGEST)
+    try:
+        return MAGIC.startswith(data) or (data.startswith(MAGIC) and next(_frames(path, data), None) is None)
+    except RendezvousError:
+        return False
 
 
 def read_header(path: Path) -> Header:
@@ -222,12 +247,13 @@ def _write(fd: int, data: bytes) -> None:
     os.fdatasync(fd)
 
 
-def _remove(path: Path, fd: int, after: Attempt[None] | None) -> None:
+def _remove(path: Path, fd: int, file: os.stat_result, after: Attempt[None] | None) -> None:
     """Remove a journal and close its descriptor, once the commit that may still use that is over."""
     if after is not None:
         after.wait()
     try:
-        path.unlink(missing_ok=True)
+        if _is_at(path, file):  # else the name is another job's by now
+            path.unlink(missing_ok=True)
     except OSError:
         with contextlib.suppress(OSError):  # a disk that takes neither cannot be written by a successor either
             os.ftruncate(fd, 0)
@@ -306,6 +332,27 @@ def damage(path: Path, offset: int, why: str) -> RendezvousError:
         f"the scheduler's journal is damaged at byte {offset}: {why}", where=str(path),
         hint="the job cannot be resumed: remove the file and start the job again",
     )  # fmt: skip
+
+
+def _open(path: Path, more: int = 0) -> int:
+    """Open a journal and lock it: the file that has this name once the lock is held, for its last holder removes it."""
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | more, 0o600)
+        try:
+            _lock(path, fd)
+            if _is_at(path, os.fstat(fd)):
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def _is_at(path: Path, file: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(file, path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _lock(path: Path, fd: int) -> None:

@@ -59,6 +59,8 @@ class Patience:
         self._mute_since: float | None = None
         self.nobody_since: float | None = None
         """Since when nobody listens at the port."""
+        self.through_relay = False
+        """Whether the other end is a relay, and not the scheduler."""
 
     # What happened ----------------------------------------------------------------------------------------------------
 
@@ -146,12 +148,19 @@ class Patience:
         gone = now - self._lost_since
         if gone > max(welcome.patience, LOST_LISTENER):
             raise RendezvousError(
-                f"lost the scheduler: nothing heard for {now - self._heard:.1f} s", where=str(self._where)
+                f"{self._what_is_lost()}: nothing heard for {now - self._heard:.1f} s", where=str(self._where)
             )
         self.report(
-            f"lost the scheduler at {self._where}: waiting for it to come back, for {welcome.patience - gone:.0f} s "
-            "more; the workers go on", now,
+            f"{self._what_is_lost()} at {self._where}: waiting for it to come back, for "
+            f"{welcome.patience - gone:.0f} s more; the workers go on", now,
         )  # fmt: skip
+
+    def _what_is_lost(self) -> str:
+        if not self.through_relay:
+            return "lost the scheduler"
+        if self.nobody_since is not None:
+            return "lost the relay through which this node reaches the scheduler (pdrun relay)"
+        return "lost the scheduler behind the relay"
 
     def judge_start(self, fault: str, now: float) -> None:
         """

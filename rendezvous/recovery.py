@@ -6,6 +6,7 @@ A scheduler inside the agent has no journal, and loads none of what deals with t
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -108,6 +109,7 @@ def resume(config: SchedulerConfig, clock: Clock, journal: Path, events: Path | 
         events: the event log, to complete it.
 
     Raises:
+        FileNotFoundError: the journal was removed just now: the job is over.
         ConfigError: the journal is another job's, or another scheduler writes it.
         RendezvousError: it is damaged, or cannot be read; names file and place.
     """
@@ -134,9 +136,10 @@ def resume(config: SchedulerConfig, clock: Clock, journal: Path, events: Path | 
 
 
 def enter(config: SchedulerConfig, clock: Clock, journal: Path | None, events: Path | None = None) -> Recovery:
-    """Resume where there is a journal, begin where there is none. Raises as `resume`."""
-    if journal is not None and journal.exists():
-        return resume(config, clock, journal, events)
+    """Resume where there is a journal, begin where there is none or nothing stands in it. Raises as `resume`."""
+    if journal is not None and _tells(journal):
+        with contextlib.suppress(FileNotFoundError):  # while its lock was waited for
+            return resume(config, clock, journal, events)
     return begin(config, clock, journal)
 
 
@@ -147,16 +150,24 @@ def of_same_run(config: SchedulerConfig, journal: Path | None) -> SchedulerConfi
     Raises:
         RendezvousError: the journal is damaged, or cannot be read (a folder, say).
     """
-    if journal is None or not journal.exists():
-        return config
     from pdrun.rendezvous.journal import read_header
 
     try:
+        if journal is None or not _tells(journal):
+            return config
         return replace(config, run=read_header(journal).run)
+    except FileNotFoundError:  # a moment ago it was there
+        return config
     except OSError as error:
         raise RendezvousError(
             f"the scheduler's journal cannot be read: {error.strerror}", where=str(journal)
         ) from None  # fmt: skip
+
+
+def _tells(journal: Path) -> bool:
+    from pdrun.rendezvous.journal import is_blank
+
+    return journal.exists() and not is_blank(journal)
 
 
 def _without(path: Path, error: OSError) -> str:

@@ -32,7 +32,7 @@ from pdrun.rendezvous.codec import encode
 from pdrun.rendezvous.events import Peer
 from pdrun.rendezvous.listen import bind_listener
 from pdrun.rendezvous.messages import Echo, Envelope
-from pdrun.rendezvous.relayed import Ended, Heard, Item, Pulse, Said
+from pdrun.rendezvous.relayed import ALONE, BESIDE, Ended, Heard, Item, Pulse, Said
 from pdrun.rendezvous.security import Secret
 from pdrun.rendezvous.transport import Gone, Incoming
 from pdrun.rendezvous.zmq_end import FAR_AWAY
@@ -45,6 +45,8 @@ FRESH = 3.0
 RETRY = 0.2
 CONNECT = 10.0
 """Seconds that the scheduler has to let the relay in."""
+STATUS_EVERY = 5.0
+"""Seconds between two lines about a scheduler that is not there."""
 
 _HEARTBEAT = re.compile(
     rb'\{"sender":"[0-9a-f]{1,64}","incarnation":\d{1,9},"sequence":0,"type":"Heartbeat",'
@@ -146,8 +148,10 @@ class Uplink:
 class Relay:
     """Carries between a `Front` and an `Uplink`. Call `turn` until it returns False."""
 
-    def __init__(self, front: Front, uplink: Uplink, clock: Clock | None = None) -> None:
+    def __init__(self, front: Front, uplink: Uplink, clock: Clock | None = None, *, alone: bool = False) -> None:
+        """``alone``: agents know this relay's own address, not the scheduler's."""
         self._front, self._uplink = front, uplink
+        self._name = ALONE if alone else BESIDE
         self._clock = clock or SystemClock()
         self._numbers: dict[Peer, int] = {}
         self._peers: dict[int, Peer] = {}
@@ -194,7 +198,7 @@ class Relay:
         if beat - echo <= 2:
             self._heard.add(number)
         if self._clock.monotonic() - self._answered < FRESH:
-            self._front.put(peer, encode(Envelope("relay", 0, 0, Echo(beat))))
+            self._front.put(peer, encode(Envelope(self._name, 0, 0, Echo(beat))))
 
     def _told(self, item: Item, now: float) -> None:
         match item:
@@ -221,7 +225,8 @@ class Relay:
 
 
 def serve(
-    listen_fd: int, scheduler: Endpoint, secret: Secret | None, *, until: float | None = None, crowd: int = 0
+    listen_fd: int, scheduler: Endpoint, secret: Secret | None, *, until: float | None = None, crowd: int = 0,
+    alone: bool = False,
 ) -> bool:  # fmt: skip
     """
     Relay between the agents that come to ``listen_fd`` and ``scheduler`` until the scheduler is lost.
@@ -232,6 +237,7 @@ def serve(
         listen_fd: a listening TCP socket; a copy of it is used, and closed.
         crowd: agents that may come at once.
         until: monotonic seconds by which the scheduler must have let the relay in; None: CONNECT from now.
+        alone: whether it is a relay of its own, of which the agents are to hear.
 
     Raises:
         RendezvousError, AuthenticationError: the scheduler was not reached, or holds another token.
@@ -241,7 +247,7 @@ def serve(
     try:
         _await(uplink, time.monotonic() + CONNECT if until is None else until)
         front = Front(secret, listen_fd=os.dup(listen_fd), insecure=secret is None, crowd=crowd)
-        relay = Relay(front, uplink)
+        relay = Relay(front, uplink, alone=alone)
         while relay.turn():
             pass
         return relay.judged
@@ -263,20 +269,26 @@ def serve_alone(
     listener = bind_listener(listen, backlog=1024)
     here = Endpoint(*listener.getsockname()[:2])
     say(f"relay to {scheduler} on {here}: start the nodes with --scheduler {here} --no-serve")
-    lost_at = time.monotonic()
+    lost_at = said_at = time.monotonic()
     with listener:
         while True:
             try:
-                if serve(listener.fileno(), scheduler, secret):
+                until = max(lost_at + patience, time.monotonic() + RETRY)
+                if serve(listener.fileno(), scheduler, secret, until=min(until, said_at + STATUS_EVERY), alone=True):
                     return 0
-                lost_at = time.monotonic()
+                lost_at = said_at = time.monotonic()
                 say(f"the scheduler at {scheduler} was lost; waiting for it for {patience:g} s")
             except AuthenticationError:
                 raise
             except RendezvousError as error:
-                if time.monotonic() - lost_at > patience:
+                now = time.monotonic()
+                if now - lost_at > patience:
                     say(f"error: {error}")
                     return error.exit_code
+                if now >= said_at + STATUS_EVERY:
+                    said_at = now
+                    left = patience - (now - lost_at)
+                    say(f"the scheduler at {scheduler} does not answer; waiting for it for {left:.0f} s more")
                 time.sleep(RETRY)
 
 

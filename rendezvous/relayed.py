@@ -27,6 +27,8 @@ LIMIT = Envelope.LIMIT + 4096
 FULL = 1 << 18
 """Bytes after which a frame takes no further item."""
 ROLES = ("", "agent", "view")
+BESIDE, ALONE = "relay", "relay-alone"
+"""Senders of the echoes that a relay answers itself: one beside the scheduler, one at an address of its own."""
 
 _HEAD = struct.Struct("!BI")
 _SAID = struct.Struct("!IB")

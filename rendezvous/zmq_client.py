@@ -39,6 +39,7 @@ from pdrun.rendezvous.messages import (
     Welcome,
 )
 from pdrun.rendezvous.patience import NOBODY, Patience
+from pdrun.rendezvous.relayed import ALONE
 from pdrun.rendezvous.resume import Filter, Memory
 from pdrun.rendezvous.security import Secret
 from pdrun.rendezvous.zmq_end import FAR_AWAY, end_context, monitor_event
@@ -51,6 +52,7 @@ RETRY, RETRY_UNNAMED, RETRY_REFUSED, RETRY_WELCOMED = 0.2, 1.0, 0.5, 0.1
 Seconds between two attempts: when nobody listens, when the host's name is not known (yet), after a refused handshake,
 and when one has succeeded before.
 """
+
 
 class _Stage(Enum):
     IDLE = "no socket"
@@ -323,6 +325,8 @@ class ZmqLink:
             if self._welcome and self._stage is _Stage.UP and self._patience.stale(self._welcome.lease, now):
                 self._doubt, self._beat_at = self._beats + 1, now
             self._patience.heard(now)
+            if not counted and envelope.sender == ALONE:
+                self._patience.through_relay = True
             self._take(envelope.body, now)
         return None
 

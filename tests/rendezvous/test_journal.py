@@ -159,6 +159,62 @@ def test_a_journal_has_one_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     reopen(tmp_path / "j")[0].close()
 
 
+def test_who_waits_for_the_lock_does_not_get_a_file_that_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job's end lets the lock go and the file with it; the next scheduler begins a journal that is there."""
+    path, clock, locks = tmp_path / "j", FakeClock(), journals._lock
+    first = begin(config(), clock, path)
+
+    def lock(where: Path, fd: int) -> None:
+        first.forget()
+        locks(where, fd)
+
+    monkeypatch.setattr(journals, "_lock", lock)
+    with pytest.raises(FileNotFoundError):
+        reopen(path)
+    monkeypatch.setattr(journals, "_lock", locks)
+    first = begin(config(), clock, path)
+    monkeypatch.setattr(journals, "_lock", lock)
+    second = enter(config(), clock, path)
+    assert not second.resumed and not second.warning and path.exists()
+    second.close()
+    assert reopen(path)[1].header.scheduler == second.scheduler
+
+
+def test_only_the_own_file_is_removed(tmp_path: Path) -> None:
+    """The name may be the next job's by the time that a disk answers."""
+    first = create(tmp_path / "j", header(config()))
+    (tmp_path / "j").unlink()
+    second = create(tmp_path / "j", header(config()))
+    first.discard()
+    assert (tmp_path / "j").exists()
+    second.discard()
+    assert not (tmp_path / "j").exists()
+
+
+@pytest.mark.parametrize("length", [0, 5, 16, 20, 40, 120])
+def test_a_journal_in_which_nothing_stands_yet_is_begun(tmp_path: Path, length: int) -> None:
+    path, clock = tmp_path / "j", FakeClock()
+    path.write_bytes(written(path, [])[:length])
+    path.chmod(0o644)
+    assert of_same_run(config(run="made-up"), path).run == "made-up"
+    begun = enter(config(), clock, path)
+    assert not begun.resumed and not begun.warning and path.stat().st_mode & 0o777 == 0o600
+    begun.close()
+    assert enter(config(), clock, path).resumed
+
+
+def test_a_file_of_something_else_is_not_begun(tmp_path: Path) -> None:
+    (tmp_path / "j").write_text("my thesis")
+    for call in (lambda: of_same_run(config(), tmp_path / "j"), lambda: enter(config(), FakeClock(), tmp_path / "j")):
+        with pytest.raises(RendezvousError, match="no journal of this version"):
+            call()
+    with pytest.raises(FileExistsError):
+        create(tmp_path / "j", header(config()))
+    assert (tmp_path / "j").read_text() == "my thesis"
+
+
 def test_a_journal_of_another_job_or_of_other_settings_is_refused(tmp_path: Path) -> None:
     path, clock = tmp_path / "j", FakeClock()
     begin(config(), clock, path).close()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -167,6 +170,57 @@ def test_a_relay_elsewhere_outlives_its_scheduler_and_ends_with_the_job(tmp_path
         assert ended == [0] and "was lost" in said[1]
     finally:
         child.close(2.0)
+
+
+def test_a_lost_relay_is_called_a_relay() -> None:
+    """Killed it is named; standing there without a scheduler behind it, that is what is told."""
+    code = "import sys; from tests.rendezvous.test_relay import alone; alone(*sys.argv[1:])"
+    with scheduler(relays=0, heartbeat=0.1) as child, bind_listener(Endpoint("127.0.0.1", 0)) as probe:
+        listen = Endpoint("127.0.0.1", probe.getsockname()[1])
+        probe.close()
+        argv = [sys.executable, "-c", code, str(child.endpoint.port), str(listen.port), SECRET.reveal().hex()]
+        process = subprocess.Popen(argv, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        told: list[str] = []
+        try:
+            process.stdout.readline()
+            with agents(listen, SECRET, "job", on_status=told.append) as (agent,):
+                agent.join("n0")
+                turn_until(agent, lambda: agent.link._patience.through_relay, "the relay has answered")
+                os.kill(process.pid, signal.SIGSTOP)  # its port stands, and nobody is behind it
+                turn_until(agent, lambda: told, "the relay's silence is told")
+                assert told.pop().startswith(f"lost the scheduler behind the relay at {listen}: waiting")
+                process.kill()
+                turn_until(agent, lambda: told, "the relay's end is told")
+                assert told[0].startswith("lost the relay through which this node reaches the scheduler (pdrun relay)")
+        finally:
+            process.kill()
+            process.wait()
+
+
+def turn_until(agent: Agent, condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < deadline, what
+        agent.turn()
+
+
+def alone(scheduler_port: str, port: str, secret: str) -> None:
+    """Be a relay of its own."""
+    where, here = (Endpoint("127.0.0.1", int(text)) for text in (scheduler_port, port))
+    serve_alone(where, here, Secret.from_hex(secret), patience=30.0, say=lambda text: print(text, flush=True))
+
+
+def test_a_relay_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdrun.rendezvous.relay.STATUS_EVERY", 0.3)
+    with bind_listener(Endpoint("127.0.0.1", 0)) as probe:
+        nowhere = Endpoint("127.0.0.1", probe.getsockname()[1])
+    said: list[str] = []
+    assert serve_alone(nowhere, Endpoint("127.0.0.1", 0), SECRET, patience=2.0, say=said.append) == 69
+    assert said[0].startswith("relay to ") and said[-1].startswith("error: ")
+    waits = [re.fullmatch(rf"the scheduler at {nowhere} does not answer; waiting for it for (\d) s more", line)
+             for line in said[1:-1]]  # fmt: skip
+    assert 2 <= len(waits) <= 7 and all(waits), said
 
 
 def test_small_jobs_have_no_relays() -> None:

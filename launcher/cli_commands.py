@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pdrun.errors import UsageError, did_you_mean
-from pdrun.launcher import cli_help, cli_others, cli_run, cli_tables, paths, values
+from pdrun.launcher import cli_checkpoint, cli_help, cli_others, cli_run, cli_tables, paths, values
 from pdrun.launcher.aliases import ALIASES
 from pdrun.launcher.options import RUN, Option
 
@@ -86,7 +86,8 @@ def build(show: Show, watch: Watch) -> click.Group:
         click.Option(["--version"], is_flag=True, is_eager=True, expose_value=False, callback=_version)
     )
     jobs = (_status(show, watch), _logs(), _stop())
-    others = (cli_tables.group(), cli_others.slurm_group(STRICT), cli_others.mpirun_group(STRICT))
+    files = (cli_tables.group(), cli_checkpoint.group())
+    others = (*files, cli_others.slurm_group(STRICT), cli_others.mpirun_group(STRICT))
     first = (_run(), _join(), _scheduler(), _relay())
     for command in (*first, *jobs, _warm(), _token(), _env(), *others, _completion(group)):
         group.add_command(command)

@@ -15,8 +15,8 @@ Usage: pdrun [OPTIONS] SCRIPT [ARGS]...      start a PyTorch job on any cluster
 {options}
 
 Commands: run (the default), join, scheduler, relay, status, logs, stop, warm,
-token, env, rank-table, slurm, mpirun, completion; see pdrun COMMAND --help.
-Every option: pdrun run --help, torchrun's and msrun's too.
+token, env, rank-table, slurm, mpirun, checkpoint, completion; see
+pdrun COMMAND --help. All options: pdrun run --help, torchrun's and msrun's too.
 
 Examples:
   pdrun --devices 4 train.py --lr 3e-4              four workers on this machine

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pdrun.parallel import memory
+from pdrun.parallel.placing import weights_of
 from pdrun.parallel.weights import MIB, tied_names
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ class Plan:
     level: int
     shard_group: int
     accumulate: int
+    weights: dict[str, Any]
+    """Where each one lies: shape, layout, stages and blocks, which `pdrun checkpoint` reads."""
     exact: bool
     recompute: tuple[str, ...]
     transfers: tuple[dict[str, Any], ...]
@@ -62,6 +65,7 @@ def plan_of(run: Run) -> Plan:
         settings.level,
         settings.shard_group,
         settings.accumulate,
+        weights_of(run),
         settings.exact,
         tuple(run.recomputed),
         transfers,

@@ -121,19 +121,7 @@ def tile(
         blocks: dims that hold several matrices side by side, with the size of each: every one of them is cut, as
             ``{0: (512, 128, 128)}`` for fused q, k and v. The sizes add up to the dim.
     """
-    layout.check(grid, shape)
-    ranges: list[Ranges] = []
-    for dim, size in enumerate(shape):
-        sizes = (blocks or {}).get(dim, (size,))
-        found, start = [], 0
-        for block in sizes:
-            ((low, high),) = L(layout.dims[dim]).box(grid, (block,), rank)
-            found.append((start + low, start + high))
-            start += block
-        if start != size:
-            raise ValueError(f"blocks {sizes} of dim {dim} do not add up to {size}")
-        ranges.append(tuple(found) if layout.dims[dim] else ((0, size),))
-    return Tile(shape, layout, tuple(ranges), sums)
+    return Tile(shape, layout, layout.ranges(grid, shape, rank, blocks), sums)
 
 
 def whole(param: torch.Tensor) -> Tile:

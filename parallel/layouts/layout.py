@@ -10,6 +10,7 @@ Dims are cut as evenly as they go, axis after axis, the first parts one longer: 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pdrun.errors import UsageError
@@ -84,6 +85,32 @@ class L:
                 start, stop = cut(high - low, grid.degree(axis), here[axis])
                 low, high = low + start, low + stop
             found.append((low, high))
+        return tuple(found)
+
+    def ranges(
+        self, grid: Grid, shape: tuple[int, ...], rank: int, blocks: Mapping[int, tuple[int, ...]] | None = None
+    ) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """
+        Return for each dim the (low, high) ranges of a rank's part of a tensor of ``shape``, in order.
+
+        Args:
+            blocks: dims that hold several matrices side by side, each of which is cut, with the size of each.
+
+        Raises:
+            UsageError: the layout does not fit, or the blocks of a dim do not add up to it.
+        """
+        self.check(grid, shape)
+        found = []
+        for dim, size in enumerate(shape):
+            sizes = (blocks or {}).get(dim, (size,))
+            if sum(sizes) != size:
+                raise UsageError(f"blocks {sizes} of dim {dim} do not add up to {size}", where=WHERE)
+            held, start = [], 0
+            for block in sizes:
+                ((low, high),) = L(self.dims[dim]).box(grid, (block,), rank)
+                held.append((start + low, start + high))
+                start += block
+            found.append(tuple(held) if self.dims[dim] else ((0, size),))
         return tuple(found)
 
     def local_shape(self, grid: Grid, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:

@@ -50,7 +50,7 @@ def unify(source: View, target: View, expand: bool = True) -> Pair | None:
     Args:
         expand: write dims that several axes cut as several dims. Without, shapes must be equal.
     """
-    joined = _common_grid(source.grid, target.grid)
+    joined = common_grid(source.grid, target.grid)
     if joined is None or (not expand and source.shape != target.shape):
         return None
     grid, first, second = joined
@@ -76,18 +76,18 @@ def unify(source: View, target: View, expand: bool = True) -> Pair | None:
 # ---- grids -------------------------------------------------------------------------------------------------------
 
 
-def _common_grid(first: Grid, second: Grid) -> tuple[Grid, Split, Split] | None:
+def common_grid(first: Grid, second: Grid) -> tuple[Grid, Split, Split] | None:
     """Return the coarsest grid that refines both, and the run of its axes that each axis of either is."""
     if first == second:
         same: Split = {name: (name,) if size > 1 else () for name, size in zip(first.names, first.sizes, strict=True)}
         return first, same, same
-    spans = [_spans(first), _spans(second)]
-    strides = sorted({1, *(stride for one in spans for span in one.values() for stride in span)})
+    both = [spans(first), spans(second)]
+    strides = sorted({1, *(stride for one in both for span in one.values() for stride in span)})
     if first.size != second.size or any(high % low for low, high in pairwise(strides)):
         return None
     names: dict[tuple[int, int], str] = {}
     for low, high in pairwise(strides):
-        names[low, high] = _name((low, high), spans, set(names.values()))
+        names[low, high] = _name((low, high), both, set(names.values()))
     outer = list(reversed(names))
     grid = Grid(tuple(names[span] for span in outer), tuple(high // low for low, high in outer))
     split_first, split_second = (
@@ -95,12 +95,12 @@ def _common_grid(first: Grid, second: Grid) -> tuple[Grid, Split, Split] | None:
             axis: tuple(names[span] for span in outer if low <= span[0] and span[1] <= high)
             for axis, (low, high) in one.items()
         }
-        for one in spans
+        for one in both
     )
     return grid, split_first, split_second
 
 
-def _spans(grid: Grid) -> dict[str, tuple[int, int]]:
+def spans(grid: Grid) -> dict[str, tuple[int, int]]:
     """Return for each axis its stride and that of the axis outside it."""
     found, stride = {}, 1
     for name, size in zip(reversed(grid.names), reversed(grid.sizes), strict=True):
@@ -109,14 +109,14 @@ def _spans(grid: Grid) -> dict[str, tuple[int, int]]:
     return found
 
 
-def _name(span: tuple[int, int], spans: list[dict[str, tuple[int, int]]], taken: set[str]) -> str:
+def _name(span: tuple[int, int], both: list[dict[str, tuple[int, int]]], taken: set[str]) -> str:
     """Return what an axis of the common grid is called: as the axis that it is, or after the one that it is part of."""
-    for at, one in enumerate(spans):
+    for at, one in enumerate(both):
         for axis, whole in one.items():
-            if whole == span and axis not in taken and (at == 0 or axis not in spans[0]):
+            if whole == span and axis not in taken and (at == 0 or axis not in both[0]):
                 return axis
-    inside = next(axis for axis, (low, high) in spans[0].items() if low <= span[0] and span[1] <= high and high > low)
-    return _fresh(inside, taken | set(spans[0]) | set(spans[1]))
+    inside = next(axis for axis, (low, high) in both[0].items() if low <= span[0] and span[1] <= high and high > low)
+    return _fresh(inside, taken | set(both[0]) | set(both[1]))
 
 
 def _fresh(axis: str, taken: set[str]) -> str:
@@ -162,6 +162,25 @@ def _bounds(size: int, degrees: list[int]) -> list[tuple[int, int]]:
             for start, stop in (cut(high - low, degree, place) for place in range(degree))
         ]
     return held
+
+
+def split_at(grid: Grid, strides: tuple[int, ...]) -> tuple[Grid, Split]:
+    """
+    Return the grid whose axes end at some strides too, and the run of its axes that each axis becomes.
+
+    Raises:
+        ValueError: a stride that does not fit the grid's.
+    """
+    split: Split = {name: (name,) for name in grid.names}
+    for stride in strides:
+        for axis, (low, high) in spans(grid).items():
+            if low < stride < high:
+                if stride % low or high % stride:
+                    raise ValueError(f"a stride of {stride} does not fit ({grid})")
+                grid, parts = _split_axis(grid, axis, high // stride)
+                split = {name: _through(names, parts) for name, names in split.items()}
+                break
+    return grid, split
 
 
 # ---- shapes ------------------------------------------------------------------------------------------------------

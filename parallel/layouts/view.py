@@ -11,6 +11,7 @@ device, so that one part's communication can run beside the other's computation.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pdrun.errors import UsageError
@@ -72,7 +73,7 @@ class View:
                     for low, high in held
                     for start, stop in (cut(high - low, self.degree(axis), place) for place in places)
                 ]
-            found.append(_joined(held))
+            found.append(joined(held))
         return tuple(found)
 
     def local_shape(self, rank: int = 0) -> tuple[int, ...]:
@@ -87,7 +88,8 @@ class View:
         return f"{self.layout} of {list(self.shape)} on ({self.grid})"
 
 
-def _joined(ranges: list[tuple[int, int]]) -> Ranges:
+def joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """Return ranges with neighbours made one."""
     found: list[tuple[int, int]] = []
     for low, high in ranges:
         if found and found[-1][1] == low:

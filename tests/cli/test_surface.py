@@ -45,7 +45,7 @@ MSRUNS = words("""
     --tail_worker_log --rank_table_file --sim_level --sim_rank_id
 """)
 COMMANDS = {"run", "join", "scheduler", "relay", "status", "logs", "stop", "warm", "token", "env", "rank-table",
-            "slurm", "mpirun", "completion"}  # fmt: skip
+            "slurm", "mpirun", "checkpoint", "completion"}  # fmt: skip
 VARIABLES = words("""
     PDRUN_MODULE PDRUN_NO_PYTHON PDRUN_PYTHON PDRUN_CHDIR PDRUN_NODES PDRUN_DEVICES PDRUN_BACKEND PDRUN_THREADS
     PDRUN_BIND PDRUN_LOCAL PDRUN_SCHEDULER PDRUN_SERVE PDRUN_NODE_RANK PDRUN_NODE_NAME PDRUN_INTERFACE PDRUN_JOB

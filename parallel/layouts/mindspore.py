@@ -1,0 +1,135 @@
+"""
+MindSpore's strategy files, in their JSON form, to placements and back.
+
+Each parameter has a device matrix of its own, over the devices of its stage, and a tensor map; with optimizer parallel
+its dim 0 is cut further, among ``opt_weight_shard_size`` devices that are ``opt_weight_shard_step`` apart. Shapes
+aren't in the file, and several axes on one dim neither: those that are neighbours in the mesh become one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from pdrun.errors import ConfigError, UsageError
+from pdrun.parallel.layouts.bound import from_tensor_map, to_tensor_map
+from pdrun.parallel.layouts.grid import Grid
+from pdrun.parallel.layouts.layout import L
+from pdrun.parallel.layouts.placement import STAGES, Placement, WeightLayout
+from pdrun.parallel.layouts.unify import common_grid, spans, split_at
+
+LAYOUTS, STRATEGIES = "parallel_layout_item", "parallel_strategy_item"
+
+
+def is_mindspore(value: Any) -> bool:
+    """Return whether a JSON value is a strategy file of MindSpore's."""
+    return isinstance(value, dict) and LAYOUTS in value
+
+
+def from_mindspore(value: Any, where: str = "strategy file") -> Placement:
+    """
+    Return the placement that a strategy file says.
+
+    The mesh is the coarsest in which all device matrices can be said, with axes ``d0``, ``d1`` and so on, and ``pp``
+    outside where there are several stages.
+
+    Raises:
+        ConfigError: it is no strategy file; device matrices that no mesh has in common; parameters cut by hand.
+    """
+    try:
+        items: dict[str, Any] = value[LAYOUTS]
+        stages = {name: int(one.get("stage", 0)) for name, one in value.get(STRATEGIES, {}).items()}
+        own = {name: _own(name, item) for name, item in items.items()}
+    except (KeyError, TypeError, ValueError, AttributeError, UsageError) as error:
+        raise ConfigError(f"is no strategy file of MindSpore's ({error})", where=where) from None
+    if not own:
+        raise ConfigError("has no parameters", where=where)
+    grid = _common((grid for grid, _ in own.values()), where)
+    count = max(stages.values(), default=0) + 1
+    weights = {}
+    for name, (mine, layout) in own.items():
+        joined = common_grid(grid, mine)
+        assert joined is not None, "the mesh refines all"
+        _, ours, theirs = joined
+        back = {fine: axis for axis, run in ours.items() for fine in run}
+        dims = [tuple(back[fine] for axis in dim for fine in theirs[axis]) for dim in layout.dims]
+        weights[name] = WeightLayout(L(*dims), (stages.get(name, 0),) if count > 1 else None)
+    if count > 1:
+        grid = Grid((STAGES, *grid.names), (count, *grid.sizes))
+    return Placement(grid, weights)
+
+
+def _own(name: str, item: dict[str, Any]) -> tuple[Grid, L]:
+    """Return one parameter's device matrix and layout; optimizer parallel is an axis like others."""
+    if item.get("indices_offset") or item.get("param_split_shape"):
+        raise ValueError(f"{name} is cut by hand, which a layout cannot say")
+    matrix = tuple(int(size) for size in item["dev_matrix"])
+    names = tuple(f"m{place}" for place in range(len(matrix)))
+    layout = from_tensor_map(tuple(tuple(e) if isinstance(e, list) else e for e in item["tensor_map"]), names)
+    grid = Grid(names, matrix)
+    size, step = int(item.get("opt_weight_shard_size") or 0), int(item.get("opt_weight_shard_step") or 0)
+    if size <= 1 or step < 1 or not layout.dims:
+        return grid, layout
+    fine, split = split_at(grid, (step, step * size))
+    dims = [tuple(new for axis in dim for new in split[axis]) for dim in layout.dims]
+    shards = tuple(axis for axis, (low, high) in reversed(spans(fine).items()) if step <= low and high <= step * size)
+    return fine, L((*dims[0], *shards), *dims[1:])
+
+
+def _common(grids: Iterable[Grid], where: str) -> Grid:
+    found: Grid | None = None
+    for grid in grids:
+        joined = common_grid(grid if found is None else found, grid)
+        if joined is None:
+            raise ConfigError(f"no mesh has the device matrices {found} and {grid} in common", where=where)
+        sizes = [size for size in joined[0].sizes if size > 1] or [1]
+        found = Grid(tuple(f"d{place}" for place in range(len(sizes))), tuple(sizes))
+    assert found is not None
+    return found
+
+
+def to_mindspore(placement: Placement) -> dict[str, Any]:
+    """
+    Return a placement as the JSON value of a strategy file.
+
+    Raises:
+        ConfigError: what MindSpore has no form for: blocks, weights on several stages or of unknown dims, and several
+            axes on one dim that aren't neighbours in the mesh.
+    """
+    layouts, strategies = {}, {}
+    for name, one in placement.weights.items():
+        stages = one.stages or (0,)
+        if len(stages) > 1 or one.blocks or one.layout is None:
+            what = "it is on several stages" if len(stages) > 1 else "it has blocks" if one.blocks else "it has no dims"
+            raise ConfigError(f"MindSpore has no form for it: {what}", where=name)
+        names, sizes, layout = _plain(name, placement.grid, one.layout)
+        layouts[name] = {
+            "dev_matrix": list(sizes),
+            "tensor_map": list(to_tensor_map(layout, names)),
+            "param_split_shape": [],
+            "indices_offset": [],
+            "field": 0,
+            "opt_weight_shard_size": 0,
+            "opt_weight_shard_step": 0,
+        }
+        strategies[name] = {"stage": stages[0]}
+    return {"current_stage": 0, STRATEGIES: strategies, LAYOUTS: layouts}
+
+
+def _plain(name: str, grid: Grid, layout: L) -> tuple[tuple[str, ...], tuple[int, ...], L]:
+    """Return a device matrix on which no dim is cut by more than one axis."""
+    axes = [(axis, size) for axis, size in zip(grid.names, grid.sizes, strict=True) if axis != STAGES]
+    dims = []
+    for dim in layout.dims:
+        dim = tuple(axis for axis in dim if grid.degree(axis) > 1)
+        if len(dim) > 1:
+            real = [axis for axis, size in axes if size > 1]
+            at = real.index(dim[0])
+            if tuple(real[at : at + len(dim)]) != dim:
+                what = f"several axes {dim} cut one dim, and they aren't neighbours in the mesh ({grid})"
+                raise ConfigError(f"MindSpore has no form for it: {what}", where=name)
+            total = math.prod(size for axis, size in axes if axis in dim)
+            axes = [(a, total if a == dim[0] else s) for a, s in axes if a == dim[0] or a not in dim]
+        dims.append(dim[:1])
+    return tuple(axis for axis, _ in axes), tuple(size for _, size in axes), L(*dims)

@@ -103,12 +103,15 @@ class Axes:
             if grid.size != self.grid.size:
                 raise UsageError(f"({grid}) and ({self.grid}) are of other numbers of ranks", where="Axes")
             view = self._views[grid] = Axes(grid, self.rank, self.device, self.watch)
-            view.counts, view._groups, view.pretends = self.counts, self._groups, self.pretends
+            view.counts, view._groups = self.counts, self._groups
+            view.pretends, view.pause = self.pretends, self.pause
         return self._views[grid]
 
-    def among(self, name: str, places: tuple[int, ...]) -> Axis:
-        """Return the place along an axis among those of its ranks that have one of some indices, this one included."""
+    def among(self, name: str, places: tuple[int, ...]) -> Axis | None:
+        """Return the place along an axis among the ranks of some indices; None where this rank is none of them."""
         axis = self[name]
+        if axis.index not in places:
+            return None
         ranks = tuple(axis.ranks[place] for place in places)
         return Axis(self, axis.names, ranks, places.index(axis.index), self._group(ranks))
 
@@ -127,11 +130,15 @@ class Axes:
     @contextmanager
     def pausing(self, pause: Callable[[], None]) -> Iterator[None]:
         """While this lasts, something else may be done between the start of each collective and the wait for it."""
-        before, self.pause = self.pause, pause
+        every = [self, *self._views.values()]
+        before = self.pause
+        for axes in every:
+            axes.pause = pause
         try:
             yield
         finally:
-            self.pause = before
+            for axes in every:
+                axes.pause = before
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Axes:
         """Return itself: a copy of a model works at the same place."""
@@ -144,7 +151,8 @@ class Axes:
         if list(ranks) == list(range(dist.get_world_size())):
             return dist.group.WORLD
         if ranks not in self._groups:
-            self._groups[ranks] = compat.new_group(sorted(ranks))  # torch sorts them anyhow: see Axis._order
+            # torch sorts the ranks of a group: see Axis._order
+            self._groups[ranks] = compat.new_group(sorted(ranks), self.watch.seconds)
         return self._groups[ranks]
 
     def forget(self) -> None:

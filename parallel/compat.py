@@ -40,9 +40,13 @@ _made: Counter[tuple[int, ...]] = Counter()
 _naming = threading.Lock()
 
 
-def new_group(ranks: list[int]) -> Any:
+def new_group(ranks: list[int], seconds: float) -> Any:
     """
     Return a new process group of some ranks, which only these have to ask for, each as often as the others.
+
+    Args:
+        ranks: the members, ascending.
+        seconds: what its collectives may take.
 
     torch names such a group by its ranks and by how many groups the process is in, which may differ from rank to rank
     (a group of the first and the last pipeline stage): they would then wait for each other under different names. Here
@@ -55,6 +59,6 @@ def new_group(ranks: list[int]) -> Any:
         usual = distributed_c10d._hash_ranks_to_str
         distributed_c10d._hash_ranks_to_str = lambda _: name
         try:
-            return dist.new_group(ranks, use_local_synchronization=True)
+            return dist.new_group(ranks, timeout=timedelta(seconds=seconds), use_local_synchronization=True)
         finally:
             distributed_c10d._hash_ranks_to_str = usual

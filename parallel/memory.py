@@ -9,6 +9,7 @@ moment.
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,7 @@ class Estimate:
     """Totals, and the flat buffers on their way."""
     state: int
     activations: int | None
-    """Most that one micro-batch's passes hold besides; None where no batch was given."""
+    """Most that one micro-batch's passes hold besides; None where no batch was given, and for a pipeline's stage."""
 
     @property
     def peak(self) -> int:
@@ -101,7 +102,7 @@ def passes(run: Run, batch: Any) -> int:
         model = shell(run, fake)
         part = pytree.tree_map(
             lambda leaf: fake.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf,
-            take(batch, largest, Strategy(dims=run.strategy.dims)),
+            _part(run, take(batch, largest, Strategy(dims=run.strategy.dims))),
         )
         ledger = Ledger()
         ledger.forget(
@@ -114,10 +115,16 @@ def passes(run: Run, batch: Any) -> int:
         for param in model.parameters():
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(_drop)
-        with ledger, run.engine.paused(), run.axes.pretending():
+        running = run.sequences.running() if run.sequences is not None else nullcontext()
+        with ledger, run.engine.paused(), run.axes.pretending(), running:
             total, _ = run.objective_of(model, part, largest, 0)
             total.backward()
         return ledger.peak
+
+
+def _part(run: Run, batch: Any) -> Any:
+    """Return this rank's part of the sequences."""
+    return batch if run.sequences is None else run.sequences.part(batch, run.axes)
 
 
 def _drop(param: torch.Tensor) -> None:
@@ -135,9 +142,8 @@ def estimate(run: Run, batch: Any = None) -> Estimate:
     masters += sum(master.numel() * master.element_size() for master in engine.masters.values())
     trained = sum(p.numel() for group in run.optimizer.param_groups for p in group["params"])
     state = int(trained * state_bytes(run.optimizer, run.device))
-    return Estimate(
-        kept + sum(whole) + gathered, masters, _gradients(run), state, passes(run, batch) if batch is not None else None
-    )
+    activations = passes(run, batch) if batch is not None and run.mesh.pp == 1 else None  # a stage's depend on others
+    return Estimate(kept + sum(whole) + gathered, masters, _gradients(run), state, activations)
 
 
 def _gathered(run: Run) -> int:

@@ -8,7 +8,7 @@ What happens to weights and gradients is the engine's business, what is random t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +130,8 @@ class Run:
             if self.saver is not None:
                 inside.enter_context(self.saver.around())
             inside.enter_context(self._randomly(micro.index, micro.rows, part, calls))
+            if self.sequences is not None:
+                inside.enter_context(self.sequences.running())
             yield
 
     @contextmanager
@@ -157,8 +159,8 @@ class Run:
         given = list(grads) if grads is not None else [None] * len(tensors)
         scale = self.scale.value if self.scale is not None else None
         roots = [x * scale if g is None and scale is not None else x for x, g in zip(tensors, given, strict=True)]
-        with self.dice.placed():  # forwards may be recomputed
-            torch.autograd.backward(roots, given, **options)
+        with self.dice.placed(), self.sequences.running() if self.sequences is not None else nullcontext():
+            torch.autograd.backward(roots, given, **options)  # forwards may be recomputed
 
     def _end(self, sums: torch.Tensor, versions: list[int]) -> Metrics:
         """Reduce, clip, step and publish."""

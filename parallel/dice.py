@@ -25,7 +25,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import functional
+
+from pdrun.parallel.layouts.placement import Ranges, within
 
 MASK = (1 << 64) - 1
 PIECE = 65536
@@ -80,6 +83,8 @@ Cut = tuple[int, int, int] | tuple[tuple[tuple[int, int], ...], int]
 """(low, high, total) of a dim, or (ranges, total) where several ranges lie here, one after the other."""
 _regions: list[dict[int, Cut]] = []
 """The regions that are entered, the innermost last."""
+_sequence: Callable[[], tuple[Ranges, int]] | None = None
+"""Tells which positions of the sequences are here, and how many there are."""
 _current: Dice | None = None
 
 
@@ -106,6 +111,22 @@ def region(cuts: Mapping[int, Cut]) -> Iterator[None]:
         _regions.pop()
 
 
+@contextmanager
+def sequence(where: Callable[[], tuple[Ranges, int]]) -> Iterator[None]:
+    """
+    While this lasts, dim 1 of tensors is cut, before any `region` cuts what is left of it.
+
+    Args:
+        where: returns which ranges are here, and the whole size.
+    """
+    global _sequence
+    before, _sequence = _sequence, where
+    try:
+        yield
+    finally:
+        _sequence = before
+
+
 def _cuts_of(shape: tuple[int, ...]) -> dict[int, tuple[tuple[tuple[int, int], ...], int]]:
     """Return the dims of a tensor that the innermost region cuts, each with the ranges that are here and its total."""
     found = {}
@@ -114,6 +135,12 @@ def _cuts_of(shape: tuple[int, ...]) -> dict[int, tuple[tuple[tuple[int, int], .
         ranges, total = (cut[0], cut[1]) if len(cut) == 2 else (((cut[0], cut[1]),), cut[2])
         if 0 <= place < len(shape) and shape[place] == sum(high - low for low, high in ranges):
             found[place] = (ranges, total)
+    if _sequence is not None and len(shape) > 1:
+        ranges, total = _sequence()
+        held = sum(high - low for low, high in ranges)
+        inner, size = found.get(1, (((0, shape[1]),), shape[1]))
+        if size == held:
+            found[1] = (tuple(one for low, high in inner for one in within(ranges, low, high)), total)
     return found
 
 
@@ -189,6 +216,9 @@ class Dice:
     def placed(self, training: bool = True) -> Iterator[None]:
         """While this lasts, ``torch.nn.functional`` drops by global row."""
         global _current
+        if _current is self:  # whoever came first leaves last
+            yield
+            return
         before, _current = _current, self
         old = {name: getattr(functional, name) for name in _REPLACED}
         if training and not self.native:
@@ -207,31 +237,61 @@ class Dice:
 
         Inside a `region` it is the part of the whole tensor's mask.
         """
-        self.used = True
         shape = tuple(like.shape) if shape is None else shape
-        throw, call = self._count()
+        return self.mask(self.draw(), p, shape, _cuts_of(shape), like.device)
+
+    def mask(
+        self,
+        drawn: tuple[Throw, int],
+        p: float,
+        shape: tuple[int, ...],
+        cuts: Mapping[int, tuple[Ranges, int]],
+        device: torch.device,
+    ) -> torch.Tensor:
+        """
+        Return which elements of a part stay, of the dropout that `draw` has counted.
+
+        Args:
+            shape: of the part.
+            cuts: for each dim that is cut the ranges that are here and the whole size.
+        """
+        self.used = True
+        throw, call = drawn
         key, limit = mix(self.seed, throw.step, call, 2), int(p * (1 << 31))
-        rows = throw.rows if throw.rows.device == like.device else throw.rows.to(like.device)
-        cuts = _cuts_of(shape)
+        rows = throw.rows if throw.rows.device == device else throw.rows.to(device)
         whole = tuple(cuts[dim][1] if dim in cuts else size for dim, size in enumerate(shape))
         if torch.Size(shape).numel() == 0:
-            return torch.ones(shape, dtype=torch.bool, device=like.device)
+            return torch.ones(shape, dtype=torch.bool, device=device)
         if len(rows) == 0 or (whole and whole[0] % len(rows)):
-            rows = torch.zeros(1, dtype=torch.int32, device=like.device)  # no row of the batch: the same everywhere
+            rows = torch.zeros(1, dtype=torch.int32, device=device)  # no row of the batch: the same everywhere
         if 0 in cuts:  # rows themselves are cut: each element is looked up
-            flat, _ = _indices(shape, cuts, like.device)
+            flat, _ = _indices(shape, cuts, device)
             width = torch.Size(whole).numel() // len(rows)
             return _single(key, rows[flat // width], (flat % width).to(torch.int32), limit).view(shape)
         if not cuts:
-            places = torch.arange(torch.Size(shape).numel() // len(rows), dtype=torch.int32, device=like.device)
+            places = torch.arange(torch.Size(shape).numel() // len(rows), dtype=torch.int32, device=device)
         else:
             inner = (shape[0] // len(rows), *shape[1:])  # of a row
-            places = _indices(inner, cuts, like.device)[0].to(torch.int32)
+            places = _indices(inner, cuts, device)[0].to(torch.int32)
         return at_least(key, rows, places, limit).view(shape)
 
-    def _count(self) -> tuple[Throw, int]:
-        """Return which dropout of which forward pass this is."""
-        drawn = int(torch.randint(1 << 62, (), device="cpu", generator=torch.default_generator))
+    def leave(self, device: torch.device) -> Any:
+        """Return what `enter` needs to go on here later, when another forward or backward has come in between."""
+        kit = getattr(torch, device.type)
+        state = kit.get_rng_state() if device.type != "cpu" else None
+        return torch.default_generator.get_state(), state, self._throw, list(_regions)
+
+    def enter(self, kept: Any, device: torch.device) -> None:
+        """Go on where `leave` was called."""
+        host, state, self._throw, _regions[:] = kept
+        torch.default_generator.set_state(host)
+        if state is not None:
+            getattr(torch, device.type).set_rng_state(state)
+
+    def draw(self) -> tuple[Throw, int]:
+        """Count a dropout; return which one of which forward pass it is."""
+        with unset_fake_temporarily():  # memory is estimated on tensors without data; this number is needed
+            drawn = int(torch.randint(1 << 62, (), device="cpu", generator=torch.default_generator))
         found = self._seen.get(drawn)
         if found is None:
             assert self._throw is not None

@@ -103,6 +103,8 @@ def passes(run: Run, batch: Any) -> int:
             lambda leaf: fake.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf,
             take(batch, largest, Strategy(dims=run.strategy.dims)),
         )
+        if run.sequences is not None:
+            part = run.sequences.part(part, run.axes)
         ledger = Ledger()
         ledger.forget(
             [
@@ -115,8 +117,9 @@ def passes(run: Run, batch: Any) -> int:
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(_drop)
         with ledger, run.engine.paused(), run.axes.pretending():
-            total, _ = run.objective_of(model, part, largest, 0)
-            total.backward()
+            with run.computing():
+                total, _ = run.objective_of(model, part, largest, 0)
+                total.backward()
         return ledger.peak
 
 

@@ -8,6 +8,7 @@ proofs) reads that with `tile_of` and knows nothing else of how the model was cu
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
@@ -48,6 +49,10 @@ class SequenceCutter(Protocol):
 
     def part(self, batch: Any, axes: Axes) -> Any:
         """Return this rank's part along cp of every sequence of a micro-batch; losses are summed over these parts."""
+        ...
+
+    def running(self, axes: Axes) -> AbstractContextManager[None]:
+        """Return what forwards and backwards on parts run in; it may be entered again inside."""
         ...
 
 

@@ -32,6 +32,8 @@ if TYPE_CHECKING:  # typing itself would take longer than all else here
     from pdrun.parallel.loader import Loader as Loader
     from pdrun.parallel.mesh import mesh as mesh
     from pdrun.parallel.meta import empty_init as empty_init
+    from pdrun.parallel.modules.context import ContextParallel as ContextParallel
+    from pdrun.parallel.modules.context import positions as positions
     from pdrun.parallel.offload import Offload as Offload
     from pdrun.parallel.parallelize import parallelize as parallelize
     from pdrun.parallel.precision import Precision as Precision
@@ -48,6 +50,7 @@ _HOMES = {
     "RendezvousError": "pdrun.errors",
     "UsageError": "pdrun.errors",
     "WorkerEnv": "pdrun.env",
+    "ContextParallel": "pdrun.parallel.modules.context",
     "Loader": "pdrun.parallel.loader",
     "Offload": "pdrun.parallel.offload",
     "Precision": "pdrun.parallel.precision",
@@ -58,6 +61,7 @@ _HOMES = {
     "launch": "pdrun.launcher.function",
     "mesh": "pdrun.parallel.mesh",
     "parallelize": "pdrun.parallel.parallelize",
+    "positions": "pdrun.parallel.modules.context",
     "progress": "pdrun.elastic",
 }
 

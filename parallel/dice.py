@@ -28,6 +28,8 @@ import torch
 from torch.nn import functional
 from torch.utils._mode_utils import no_dispatch
 
+from pdrun.parallel.layouts.order import Ranges, within
+
 MASK = (1 << 64) - 1
 PIECE = 65536
 """Elements."""
@@ -81,6 +83,8 @@ Part = tuple[tuple[tuple[int, int], ...], int]
 """The (low, high) ranges of a dim that are here, one after the other, and the size of the whole dim."""
 _regions: list[dict[int, tuple[int, int, int] | Part]] = []
 """The regions that are entered, the innermost last."""
+_sequence: Callable[[], tuple[Ranges, int]] | None = None
+"""Tells which positions of the sequences are here, and how many there are."""
 _current: Dice | None = None
 
 
@@ -107,6 +111,22 @@ def region(cuts: Mapping[int, tuple[int, int, int] | Part]) -> Iterator[None]:
         _regions.pop()
 
 
+@contextmanager
+def sequence(where: Callable[[], tuple[Ranges, int]]) -> Iterator[None]:
+    """
+    While this lasts, dim 1 of tensors is cut, before any `region` cuts what is left of it.
+
+    Args:
+        where: returns which ranges are here, and the whole size.
+    """
+    global _sequence
+    before, _sequence = _sequence, where
+    try:
+        yield
+    finally:
+        _sequence = before
+
+
 def _cuts_of(shape: tuple[int, ...]) -> dict[int, Part]:
     """Return the dims of a tensor that the innermost region cuts, each with the ranges that are here and its total."""
     found = {}
@@ -115,6 +135,12 @@ def _cuts_of(shape: tuple[int, ...]) -> dict[int, Part]:
         ranges, total = (cut[0], cut[1]) if len(cut) == 2 else (((cut[0], cut[1]),), cut[2])
         if 0 <= place < len(shape) and shape[place] == sum(high - low for low, high in ranges):
             found[place] = (ranges, total)
+    if _sequence is not None and len(shape) > 1:
+        ranges, total = _sequence()
+        held = sum(high - low for low, high in ranges)
+        inner, size = found.get(1, (((0, shape[1]),), shape[1]))
+        if size == held:
+            found[1] = (tuple(one for low, high in inner for one in within(ranges, low, high)), total)
     return found
 
 
@@ -221,6 +247,9 @@ class Dice:
     def placed(self, training: bool = True) -> Iterator[None]:
         """While this lasts, ``torch.nn.functional`` drops by global row."""
         global _current
+        if _current is self:  # whoever came first leaves last
+            yield
+            return
         before, _current = _current, self
         old = {name: getattr(functional, name) for name in _REPLACED}
         if training and not self.native:
@@ -241,6 +270,19 @@ class Dice:
         """
         shape = tuple(like.shape) if shape is None else shape
         return self.ticket().keep(p, shape, _cuts_of(shape), like.device)
+
+    def leave(self, device: torch.device) -> Any:
+        """Return what `enter` needs to go on here later, when another forward or backward has come in between."""
+        kit = getattr(torch, device.type)
+        state = kit.get_rng_state() if device.type != "cpu" else None
+        return torch.default_generator.get_state(), state, self._throw, list(_regions)
+
+    def enter(self, kept: Any, device: torch.device) -> None:
+        """Go on where `leave` was called."""
+        host, state, self._throw, _regions[:] = kept
+        torch.default_generator.set_state(host)
+        if state is not None:
+            getattr(torch, device.type).set_rng_state(state)
 
     def ticket(self) -> Ticket:
         """Return the next dropout, of which masks can be had part by part, in the backward pass too."""

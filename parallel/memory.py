@@ -9,7 +9,6 @@ moment.
 from __future__ import annotations
 
 import weakref
-from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -115,10 +114,10 @@ def passes(run: Run, batch: Any) -> int:
         for param in model.parameters():
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(_drop)
-        running = run.sequences.running() if run.sequences is not None else nullcontext()
-        with ledger, run.engine.paused(), run.axes.pretending(), running:
-            total, _ = run.objective_of(model, part, largest, 0)
-            total.backward()
+        with ledger, run.engine.paused(), run.axes.pretending():
+            with run.computing():
+                total, _ = run.objective_of(model, part, largest, 0)
+                total.backward()
         return ledger.peak
 
 

@@ -25,6 +25,7 @@ from pdrun.parallel.context import init as join
 from pdrun.parallel.dice import Dice
 from pdrun.parallel.driver import Pipeline
 from pdrun.parallel.engine import Engine
+from pdrun.parallel.interleave import Interleaved
 from pdrun.parallel.loss import Forward, Loss, Objective
 from pdrun.parallel.mesh import DATA, Mesh, solve
 from pdrun.parallel.meta import Filler, move
@@ -69,6 +70,7 @@ def parallelize(
     threshold: int = 0,
     units: Sequence[str] | None = None,
     accumulate: int = 1,
+    copies: int = 1,
     clip: float | None = None,
     norm: bool = False,
     gradients_mean: bool = True,
@@ -108,6 +110,8 @@ def parallelize(
         threshold: weights of fewer bytes than this are not cut.
         units: level 3: globs of the modules whose weights are gathered together; default: members of lists of modules.
         accumulate: micro-batches a step.
+        copies: 2: each micro-batch is cut in two, of which one computes while the other waits for a collective of a
+            tensor axis or of cp (see `interleave`).
         clip: largest norm of the gradients of all weights together.
         norm: have `Metrics.grad_norm` without clipping.
         gradients_mean: divide gradients by the loss's global count; False leaves them the gradients of the sum.
@@ -139,12 +143,13 @@ def parallelize(
     if native_dropout and mesh.size > mesh.dp * mesh.pp:
         what = f"native_dropout=True on {mesh}: torch's generators would drop other elements than in one process"
         raise UsageError(what, where=WHERE, hint="leave it out: dropout is then placed by row and element")
+    _check_copies(copies, level, pipeline)
     ranks = mesh.dp * mesh.cp
     policy, away = precisions.parse(precision), parse_offload(offload)
     device = torch.device(job.device)
     settings = Settings(
         level=level,
-        accumulate=_micro_batches(accumulate, pipeline),
+        accumulate=_micro_batches(accumulate, pipeline) * check_count("copies", copies),
         clip=check_above_zero("clip", clip),
         norm=norm or policy.compute == "fp16",
         mean=gradients_mean,
@@ -188,7 +193,8 @@ def parallelize(
     schedule = scheduler(made) if callable(scheduler) else scheduler
     dice = Dice(seed, native_dropout)
     run = Run(job, mesh, engine, made, Objective(cut.model, loss, forward), dice, rows, schedule)
-    run.original, run.driver, run.sequences = cut.original, cut.driver, context
+    run.original, run.sequences = cut.original, context
+    run.driver = Interleaved(copies) if copies > 1 else cut.driver
     run.recompute, run.recomputed, run.offload = recompute, recomputed, away
     if away.activations:
         run.saver = Saver(device, away.least, storages(engine))
@@ -218,6 +224,15 @@ def _check_mesh(mesh: Mesh, world: int, level: int, strategy: Any, pipeline: Any
     if mesh.pp > 1 and level == 3:
         what = "optimizer_level=3 gathers a unit around each forward and backward, and a pipeline interleaves these"
         raise UsageError(what, where=WHERE, hint="optimizer_level=2 has one stage's weights on each device")
+
+
+def _check_copies(copies: int, level: int, pipeline: Any) -> None:
+    if copies > 1 and pipeline is not None:
+        what = f"copies={copies} beside pipeline=, whose schedule computes one micro-batch while another waits"
+        raise UsageError(what, where=WHERE, hint="one of both")
+    if copies > 1 and level == 3:
+        what = f"copies={copies} at optimizer_level=3, which gathers each unit for one forward or backward at a time"
+        raise UsageError(what, where=WHERE, hint="optimizer_level=2")
 
 
 def _prepare(model: nn.Module, device: torch.device, world: int, sync_batchnorm: bool) -> bool:

@@ -41,6 +41,8 @@ if TYPE_CHECKING:  # typing itself would take longer than all else here
     from pdrun.parallel.modules import seq as seq
     from pdrun.parallel.modules import strategy_for as strategy_for
     from pdrun.parallel.modules import vocab as vocab
+    from pdrun.parallel.modules.context import ContextParallel as ContextParallel
+    from pdrun.parallel.modules.context import positions as positions
     from pdrun.parallel.offload import Offload as Offload
     from pdrun.parallel.parallelize import parallelize as parallelize
     from pdrun.parallel.precision import Precision as Precision
@@ -57,6 +59,7 @@ _HOMES = {
     "RendezvousError": "pdrun.errors",
     "UsageError": "pdrun.errors",
     "WorkerEnv": "pdrun.env",
+    "ContextParallel": "pdrun.parallel.modules.context",
     "Loader": "pdrun.parallel.loader",
     "Offload": "pdrun.parallel.offload",
     "Precision": "pdrun.parallel.precision",
@@ -76,6 +79,7 @@ _HOMES = {
     "launch": "pdrun.launcher.function",
     "mesh": "pdrun.parallel.mesh",
     "parallelize": "pdrun.parallel.parallelize",
+    "positions": "pdrun.parallel.modules.context",
     "progress": "pdrun.elastic",
 }
 

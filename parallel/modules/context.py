@@ -28,8 +28,9 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from pdrun.errors import UsageError
+from pdrun.parallel import dice
 from pdrun.parallel.axes import Axes
-from pdrun.parallel.modules.placement import ORDERS, count
+from pdrun.parallel.layouts.order import ORDERS, count
 from pdrun.parallel.modules.sequences import WHERE, Sequences
 
 _current: Sequences | None = None
@@ -101,6 +102,8 @@ class ContextParallel:
             UsageError: there is no sequence to cut, or sequences have different lengths.
         """
         sequences = self.sequences(axes)
+        if sequences.axis.size == 1:
+            return batch
         leaves, form = pytree.tree_flatten(batch)
         dims = _dims(batch, leaves, self.dims)
         lengths = {leaf.shape[dim] for leaf, dim in zip(leaves, dims, strict=True) if dim is not None}
@@ -125,7 +128,8 @@ class ContextParallel:
         functional.scaled_dot_product_attention = partial(sequences.attention, attention)
         functional.multi_head_attention_forward = _without_weights(heads)
         try:
-            yield
+            with dice.sequence(lambda: (sequences.mine, sequences.length)):
+                yield
         finally:
             _current = before
             functional.scaled_dot_product_attention = attention

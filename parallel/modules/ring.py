@@ -18,9 +18,9 @@ import torch
 
 from pdrun.errors import UsageError
 from pdrun.parallel.axes import Axis, Pending
+from pdrun.parallel.layouts.order import ZIGZAG, Block, Ranges, blocks, count, part, within
 from pdrun.parallel.modules import kernels
 from pdrun.parallel.modules.kernels import Extra, Finished
-from pdrun.parallel.modules.placement import ZIGZAG, Block, Ranges, blocks, count, part, within
 
 WHERE = "ring_attention"
 Drop = Callable[[Ranges, Ranges], torch.Tensor]

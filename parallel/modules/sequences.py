@@ -13,11 +13,13 @@ from typing import Any
 import torch
 
 from pdrun.errors import UsageError
-from pdrun.parallel.axes import Axes, Axis
+from pdrun.parallel import dice
+from pdrun.parallel.axes import Axes
 from pdrun.parallel.layouts.layout import cut
-from pdrun.parallel.modules.placement import CONTIGUOUS, ZIGZAG, Ranges, count, part, within
-from pdrun.parallel.modules.ring import ring_attention
-from pdrun.parallel.modules.ulysses import ulysses_attention
+from pdrun.parallel.layouts.order import CONTIGUOUS, ZIGZAG, Ranges, count, part, within
+from pdrun.parallel.modules import kernels
+from pdrun.parallel.modules.ring import Drop, ring_attention
+from pdrun.parallel.modules.ulysses import heads_of, ulysses_attention
 
 WHERE = "ContextParallel"
 Original = Callable[..., torch.Tensor]
@@ -46,8 +48,8 @@ class Sequences:
             raise UsageError(told, where=WHERE, hint="what Ulysses leaves is the ring's")
         self.order = order or (ZIGZAG if ulysses < degree else CONTIGUOUS)
         place, member = divmod(self.axis.index, ulysses)
-        self.ring = _among(axes, [r * ulysses + member for r in range(degree // ulysses)])
-        self.ulysses = _among(axes, [place * ulysses + u for u in range(ulysses)])
+        self.ring = axes.among("cp", tuple(r * ulysses + member for r in range(degree // ulysses)))
+        self.ulysses = axes.among("cp", tuple(place * ulysses + u for u in range(ulysses)))
         self.length, self.calls = 0, 0
 
     # ---- positions -----------------------------------------------------------------------------------------------
@@ -118,22 +120,40 @@ class Sequences:
         if not self._is_ours(query.shape[-2], key.shape[-2], is_causal):
             return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         self.calls += 1
-        if dropout_p:
-            raise UsageError("dropout_p of attention", where=WHERE)
         mask = None if attn_mask is None else self.mask(attn_mask)
+        drop = self._drop(query, dropout_p) if dropout_p else None
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, m: torch.Tensor | None) -> torch.Tensor:
-            if self.ring.size == 1:
+            if self.ring.size == 1 and drop is None:
                 grouped = q.shape[-3] != k.shape[-3]
                 return original(q, k, v, m, 0.0, is_causal, scale=scale, enable_gqa=grouped)
             return ring_attention(
-                q, k, v, self.ring, length=self.length, order=self.order, causal=is_causal, scale=scale, mask=m
-            )
+                q, k, v, self.ring, length=self.length, order=self.order, causal=is_causal, scale=scale, mask=m,
+                drop=drop,
+            )  # fmt: skip
 
         if self.ulysses.size == 1:
             return attend(query, key, value, mask)
         held = count(part(self.length, self.ring.size, self.axis.index // self.ulysses.size, self.order))
         return ulysses_attention(query, key, value, self.ulysses, length=held, mask=mask, attend=attend)
+
+    def _drop(self, query: torch.Tensor, p: float) -> Drop:
+        """Return the dropout of the weights of one attention: for any block what it is for the whole sequences."""
+        run = dice.current()
+        if run is None:
+            what = "dropout of attention over cut sequences is that of a run"
+            raise UsageError(what, where=WHERE, hint="pdrun.parallelize(..., context=...)")
+        ticket, heads = run.ticket(), query.shape[-3]
+        low, high = heads_of(self.ulysses, heads)
+        outer = (*query.shape[:-3], high - low)
+
+        def drop(queries: Ranges, keys: Ranges) -> torch.Tensor:
+            dims = (((low, high),), heads), (queries, self.length), (keys, self.length)
+            cuts = {len(outer) - 1 + place: cut for place, cut in enumerate(dims)}
+            keep = ticket.keep(p, (*outer, count(queries), count(keys)), cuts, query.device)
+            return keep.to(kernels.wide(query.dtype)).mul_(0.0 if p >= 1 else 1 / (1 - p))
+
+        return drop
 
     def _is_ours(self, queries: int, keys: int, causal: bool) -> bool:
         """Return whether an attention is one over the cut sequences, by its sizes; the same on all ranks."""
@@ -164,10 +184,3 @@ class Sequences:
         told = f"a mask of {rows} rows and {columns} columns, where this rank has {mine} positions of {self.length}"
         hint = "is_causal=True; a mask of the whole sequence, of this rank's rows of it; or one row for the keys here"
         raise UsageError(told, where=WHERE, hint=hint)
-
-
-def _among(axes: Axes, places: list[int]) -> Axis:
-    """Return the place along cp among some of its ranks."""
-    axis = axes["cp"]
-    ranks = tuple(axis.ranks[place] for place in places)
-    return Axis(axes, axis.names, ranks, places.index(axis.index), axes._group(ranks))

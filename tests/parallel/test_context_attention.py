@@ -12,8 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from pdrun.errors import UsageError
 from pdrun.parallel.layouts.grid import Grid
+from pdrun.parallel.layouts.order import ORDERS, blocks, count, part, within
 from pdrun.parallel.modules import kernels
-from pdrun.parallel.modules.placement import ORDERS, blocks, count, part, within
 from pdrun.parallel.modules.ring import ring_attention
 from pdrun.parallel.modules.ulysses import ulysses_attention
 from tests.parallel.test_collectives import axes_of

@@ -25,7 +25,7 @@ class Block(nn.Module):
 
     def __init__(self, key_heads: int = HEADS) -> None:
         super().__init__()
-        self.key_heads = key_heads
+        self.key_heads, self.p = key_heads, 0.0
         self.norm, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.q = nn.Linear(WIDTH, WIDTH)
         self.kv = nn.Linear(WIDTH, 2 * key_heads * WIDTH // HEADS)
@@ -37,7 +37,9 @@ class Block(nn.Module):
         size = WIDTH // HEADS
         q = self.q(y).unflatten(-1, (HEADS, size)).transpose(1, 2)
         k, v = (z.unflatten(-1, (self.key_heads, size)).transpose(1, 2) for z in self.kv(y).chunk(2, -1))
-        y = f.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=self.key_heads < HEADS)
+        y = f.scaled_dot_product_attention(
+            q, k, v, mask, self.p, is_causal=mask is None, enable_gqa=self.key_heads < HEADS
+        )
         x = x + self.out(y.transpose(1, 2).flatten(2))
         return x + self.down(f.gelu(self.up(self.second(x))))
 

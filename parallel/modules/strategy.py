@@ -133,6 +133,7 @@ class Strategy:
         for site in plan.sites:
             if site.module is not None:
                 site.style.change(site.name, site.module, axes[names(site.style.axis)], entries[site.name])
+        model._pdrun_told = tuple(plan.lines())  # for `Run.explain`
         return model
 
 
@@ -214,7 +215,7 @@ def _check_said(sites: list[Site], unmatched: tuple[str, ...]) -> None:
 
 
 def _has_region(style: Style) -> bool:
-    return isinstance(style, Seq) or getattr(style, "sequence", None) is not None
+    return getattr(style, "sequence", None) is not None or (isinstance(style, Seq) and style.cut)
 
 
 def _entries(sites: tuple[Site, ...], axes: Axes) -> dict[str, Entry]:

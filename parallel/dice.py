@@ -12,17 +12,21 @@ slice): the same on any number of ranks that work on the same slices.
 
 A recomputed forward pass must find its own masks again. Each dropout draws one number from torch's generator; the
 order in which numbers first appear counts the dropouts. A checkpoint that restores the generator, as torch's does,
-draws the same numbers again, and these are looked up.
+draws the same numbers again, and these are looked up, whatever other micro-batches have come in between.
+
+Where a tensor is cut over ranks, its mask is a part of the whole tensor's: whoever cuts it says so with `region`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.utils._mode_utils import no_dispatch
 
 MASK = (1 << 64) - 1
 PIECE = 65536
@@ -51,24 +55,122 @@ def _scramble(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def uniform31(key: int, rows: torch.Tensor, width: int) -> torch.Tensor:
+def uniform31(key: int, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """
-    Return ``[len(rows), width]`` integers, uniform in 0..2**31 - 1: a hash of key, row and place in the row.
+    Return ``[len(rows), len(places)]`` integers, uniform in 0..2**31 - 1: a hash of key, row and place in the row.
 
     Args:
         key: 63 bits.
         rows: global indices, int32.
-        width: elements of a row.
+        places: of elements in their row, int32.
     """
     row = _scramble(rows ^ ((key & MASK) >> 32))
-    place = _scramble(torch.arange(width, dtype=torch.int32, device=rows.device) + (key & _LOW31))
+    place = _scramble(places + (key & _LOW31))
     return _scramble(place.unsqueeze(0) ^ row.unsqueeze(1)) & _LOW31
 
 
-def at_least(key: int, rows: torch.Tensor, width: int, limit: int) -> torch.Tensor:
+def at_least(key: int, rows: torch.Tensor, places: torch.Tensor, limit: int) -> torch.Tensor:
     """Return where `uniform31` is at least ``limit``; on a CPU in pieces that stay in its cache."""
-    piece = len(rows) if rows.device.type != "cpu" else max(1, PIECE // max(width, 1))
-    return torch.cat([uniform31(key, some, width) >= limit for some in rows.split(piece)])
+    piece = len(rows) if rows.device.type != "cpu" else max(1, PIECE // max(len(places), 1))
+    return torch.cat([uniform31(key, some, places) >= limit for some in rows.split(piece)])
+
+
+# ---- parts of tensors ----------------------------------------------------------------------------------------------
+
+Part = tuple[tuple[tuple[int, int], ...], int]
+"""The (low, high) ranges of a dim that are here, one after the other, and the size of the whole dim."""
+_regions: list[dict[int, tuple[int, int, int] | Part]] = []
+"""The regions that are entered, the innermost last."""
+_current: Dice | None = None
+
+
+def current() -> Dice | None:
+    """Return the randomness of the step that is being computed; None outside of one."""
+    return _current
+
+
+@contextmanager
+def region(cuts: Mapping[int, tuple[int, int, int] | Part]) -> Iterator[None]:
+    """
+    While this lasts, tensors that are dropped are parts: the masks are those of the whole ones.
+
+    Args:
+        cuts: for each dim that is cut (it may be counted from the end) which elements are here: ``{1: (0, 512, 2048)}``
+            or ``{1: (((0, 256), (1792, 2048)), 2048)}``. A dim counts where a tensor has it in the size of the part.
+
+    An empty mapping ends the region that surrounds it.
+    """
+    _regions.append(dict(cuts))
+    try:
+        yield
+    finally:
+        _regions.pop()
+
+
+def _cuts_of(shape: tuple[int, ...]) -> dict[int, Part]:
+    """Return the dims of a tensor that the innermost region cuts, each with the ranges that are here and its total."""
+    found = {}
+    for dim, cut in (_regions[-1] if _regions else {}).items():
+        place = dim + len(shape) if dim < 0 else dim
+        ranges, total = (cut[0], cut[1]) if len(cut) == 2 else (((cut[0], cut[1]),), cut[2])
+        if 0 <= place < len(shape) and shape[place] == sum(high - low for low, high in ranges):
+            found[place] = (ranges, total)
+    return found
+
+
+def _indices(shape: tuple[int, ...], cuts: Mapping[int, Part], device: torch.device) -> torch.Tensor:
+    """Return where each element of a part, flattened, is in the flattened whole."""
+    whole = tuple(cuts[dim][1] if dim in cuts else size for dim, size in enumerate(shape))
+    found = torch.zeros((), dtype=torch.int64, device=device)
+    for dim, size in enumerate(shape):
+        ranges = cuts[dim][0] if dim in cuts else ((0, size),)
+        along = torch.cat([torch.arange(low, high, device=device) for low, high in ranges])
+        found = found.unsqueeze(-1) + along * torch.Size(whole[dim + 1 :]).numel()
+    return found.reshape(-1)
+
+
+@dataclass(eq=False)
+class Throw:
+    """The dropouts of one forward pass."""
+
+    step: int
+    rows: torch.Tensor
+    """Which rows of the global batch are computed, int32."""
+    calls: int
+    """How many dropouts there have been, in the forward passes of the stages before too."""
+
+
+@dataclass(frozen=True, eq=False)
+class Ticket:
+    """One dropout: the mask of a whole tensor, of which any part can be had."""
+
+    key: int
+    rows: torch.Tensor
+    """Which rows of the global batch are computed, int32."""
+
+    def keep(self, p: float, shape: tuple[int, ...], cuts: Mapping[int, Part], device: torch.device) -> torch.Tensor:
+        """
+        Return which elements of a part stay, as a boolean tensor.
+
+        Args:
+            p: probability of an element to be dropped.
+            shape: of the part.
+            cuts: for each dim that is cut the (low, high) ranges that are here, and the size of the whole dim.
+        """
+        limit, rows = int(p * (1 << 31)), self.rows.to(device)
+        whole = tuple(cuts[dim][1] if dim in cuts else size for dim, size in enumerate(shape))
+        if torch.Size(shape).numel() == 0:
+            return torch.ones(shape, dtype=torch.bool, device=device)
+        if len(rows) == 0 or (whole and whole[0] % len(rows)):
+            rows = torch.zeros(1, dtype=torch.int32, device=device)  # no row of the batch: the same everywhere
+        if 0 in cuts:  # rows themselves are cut: each element is looked up
+            flat, width = _indices(shape, cuts, device), torch.Size(whole).numel() // len(rows)
+            return _single(self.key, rows[flat // width], (flat % width).to(torch.int32), limit).view(shape)
+        if not cuts:
+            places = torch.arange(torch.Size(shape).numel() // len(rows), dtype=torch.int32, device=device)
+        else:
+            places = _indices((shape[0] // len(rows), *shape[1:]), cuts, device).to(torch.int32)  # in a row
+        return at_least(self.key, rows, places, limit).view(shape)
 
 
 class Dice:
@@ -82,53 +184,82 @@ class Dice:
 
     def __init__(self, seed: int, native: bool = False) -> None:
         self.seed, self.native = seed, native
-        self._step = 0
-        self._rows: torch.Tensor | None = None
-        self._seen: dict[int, int] = {}
+        self._throws: dict[tuple[int, int], Throw] = {}
+        self._throw: Throw | None = None
+        self._seen: dict[int, tuple[Throw, int]] = {}
+        """By what was drawn from the generator: which dropout of which forward pass it is."""
         self.used = False
         """Whether anything has been dropped yet."""
 
-    def throw(self, step: int, index: int, rows: range, device: torch.device) -> None:
-        """Begin a micro-batch: slice ``index`` of ``step``, which is these rows of the global batch."""
-        seed = mix(self.seed, step, index, 1)
+    @property
+    def calls(self) -> int:
+        """How many dropouts the newest forward pass has had so far, those of the stages before it included."""
+        return self._throw.calls if self._throw is not None else 0
+
+    def throw(self, step: int, index: int, rows: range, device: torch.device, *, part: int = 0, calls: int = 0) -> None:
+        """
+        Begin the forward pass of a micro-batch: slice ``index`` of ``step``, which is these rows of the global batch.
+
+        Args:
+            part: tells the parts of a model apart that compute the same slice in this process.
+            calls: how many dropouts the parts before this one had.
+        """
+        seed = mix(self.seed, step, index, 1, *([part] if part else []))
         torch.default_generator.manual_seed(seed)
         if device.type != "cpu":
             getattr(torch, device.type).manual_seed(seed)
-        self._step, self._seen = step, {}
-        self._range, self._device, self._rows = rows, device, None
+        if self._throw is not None and self._throw.step != step:
+            self._throws.clear()
+            self._seen.clear()
+        old = self._throws.get((index, part))
+        if old is not None:
+            self._seen = {drawn: call for drawn, call in self._seen.items() if call[0] is not old}
+        numbers = torch.arange(rows.start, rows.stop, dtype=torch.int32, device=device)
+        self._throw = self._throws[index, part] = Throw(step, numbers, calls)
 
     @contextmanager
     def placed(self, training: bool = True) -> Iterator[None]:
         """While this lasts, ``torch.nn.functional`` drops by global row."""
-        if self.native or not training:
-            yield
-            return
+        global _current
+        before, _current = _current, self
         old = {name: getattr(functional, name) for name in _REPLACED}
-        for name, make in _REPLACED.items():
-            setattr(functional, name, make(self, old[name]))
+        if training and not self.native:
+            for name, make in _REPLACED.items():
+                setattr(functional, name, make(self, old[name]))
         try:
             yield
         finally:
+            _current = before
             for name, function in old.items():
                 setattr(functional, name, function)
 
     def keep(self, like: torch.Tensor, p: float, shape: tuple[int, ...] | None = None) -> torch.Tensor:
-        """Return which elements stay, as a boolean tensor of ``shape`` (default: that of ``like``)."""
-        self.used = True
+        """
+        Return which elements stay, as a boolean tensor of ``shape`` (default: that of ``like``).
+
+        Inside a `region` it is the part of the whole tensor's mask.
+        """
         shape = tuple(like.shape) if shape is None else shape
-        if self._rows is None:
-            low = self._range
-            self._rows = torch.arange(low.start, low.stop, dtype=torch.int32, device=self._device)
-        drawn = int(torch.randint(1 << 62, (), device="cpu", generator=torch.default_generator))
-        call = self._seen.setdefault(drawn, len(self._seen))
-        key = mix(self.seed, self._step, call, 2)
-        rows = self._rows if self._rows.device == like.device else self._rows.to(like.device)
-        count = torch.Size(shape).numel()
-        if count == 0:
-            return torch.ones(shape, dtype=torch.bool, device=like.device)
-        if len(rows) == 0 or (shape and shape[0] % len(rows)):
-            rows = torch.zeros(1, dtype=torch.int32, device=like.device)  # no row of the batch: the same everywhere
-        return at_least(key, rows, count // len(rows), int(p * (1 << 31))).view(shape)
+        return self.ticket().keep(p, shape, _cuts_of(shape), like.device)
+
+    def ticket(self) -> Ticket:
+        """Return the next dropout, of which masks can be had part by part, in the backward pass too."""
+        self.used = True
+        with no_dispatch():  # a number, also where tensors are fake
+            drawn = int(torch.randint(1 << 62, (), device="cpu", generator=torch.default_generator))
+        found = self._seen.get(drawn)
+        if found is None:
+            assert self._throw is not None
+            found = self._seen[drawn] = self._throw, self._throw.calls
+            self._throw.calls += 1
+        throw, call = found
+        return Ticket(mix(self.seed, throw.step, call, 2), throw.rows)
+
+
+def _single(key: int, rows: torch.Tensor, places: torch.Tensor, limit: int) -> torch.Tensor:
+    """Return where the hash of each element's own row and place is at least ``limit``."""
+    row = _scramble(rows ^ ((key & MASK) >> 32))
+    return (_scramble(_scramble(places + (key & _LOW31)) ^ row) & _LOW31) >= limit
 
 
 # ---- what stands in for torch.nn.functional's functions ----------------------------------------------------------

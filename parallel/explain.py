@@ -83,7 +83,6 @@ def explain(run: Run, batch: Any = None) -> str:
         f"{total:,} trained elements in {len(trained)} weights, summed in {len(plan.transfers)} transfers of up to "
         f"{max((part['bytes'] for part in plan.transfers), default=0) / MIB:.1f} MiB",
     ]
-    lines += getattr(run.model, "_pdrun_told", ())  # by whoever has cut it
     lines += [f"tied, counted once: {' = '.join(names)}" for names in tied_names(run.model)]
     if plan.layerwise:
         lines.append(f"each rank trains by itself: {', '.join(plan.layerwise)}")

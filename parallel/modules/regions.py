@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +50,7 @@ class Region:
             args = (x, *args[1:])
         else:
             x = kwargs[self._first] = place.enter(kwargs[self._first])
-        with dropping(place.cuts(x)):
+        with dice.region(place.cuts(x)):
             found = super().forward(*args, **kwargs)  # type: ignore[misc]
         return place.leave(found)
 
@@ -60,12 +59,6 @@ def make_region(module: nn.Module, place: Place) -> None:
     """Have a module bring in its first argument, by position or by name, and hand out its result."""
     module._first = next(iter(inspect.signature(module.forward).parameters))
     become(module, Region, place)
-
-
-def dropping(cuts: Cuts) -> AbstractContextManager[None]:
-    """While this lasts, masks of dropout are those of whole tensors; see `pdrun.parallel.dice.region`."""
-    region = vars(dice).get("region")
-    return nullcontext() if region is None else region(cuts)
 
 
 def drops(module: nn.Module) -> bool:

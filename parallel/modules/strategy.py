@@ -133,7 +133,6 @@ class Strategy:
         for site in plan.sites:
             if site.module is not None:
                 site.style.change(site.name, site.module, axes[names(site.style.axis)], entries[site.name])
-        model._pdrun_told = tuple(plan.lines())  # for `Run.explain`
         return model
 
 

@@ -241,7 +241,8 @@ def test_losses() -> None:
 
 
 def test_hashes_are_uniform() -> None:
-    values = uniform31(mix(1, 2), torch.arange(64, dtype=torch.int32), 4096).double() / 2**31
+    rows, places = torch.arange(64, dtype=torch.int32), torch.arange(4096, dtype=torch.int32)
+    values = uniform31(mix(1, 2), rows, places).double() / 2**31
     counts = torch.histc(values, 64)
     assert float(((counts - counts.mean()) ** 2 / counts.mean()).sum()) < 120  # chi-square, 63 degrees of freedom
     assert abs(float(torch.corrcoef(values[:2])[0, 1])) < 0.08

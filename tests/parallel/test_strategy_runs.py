@@ -84,5 +84,5 @@ def explained() -> str:
 
 def test_explain_lists_what_is_cut_and_what_is_not(worlds: Any) -> None:
     told = worlds(4).run(explained)[0]
-    assert "columns over tp: layers.0-1.attn.wq, layers.0-1.attn.wk" in told
-    assert "not matched, whole on every rank: layers.0-1.norm1.weight" in told
+    assert "cut by L('tp', None): emb.weight, layers.0.attn.wq.weight" in told
+    assert "whole on every rank along the tensor axes: layers.0.norm1.weight" in told

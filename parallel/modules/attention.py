@@ -9,8 +9,20 @@ from torch import nn
 
 from pdrun.parallel.axes import Axis
 from pdrun.parallel.modules import linear
-from pdrun.parallel.modules.regions import make_edge
-from pdrun.parallel.modules.style import Entry, Names, Place, Seat, Style, check_forward, refuse, same, shown
+from pdrun.parallel.modules.regions import make_region
+from pdrun.parallel.modules.style import (
+    Cuts,
+    Entry,
+    Names,
+    Place,
+    Seat,
+    Style,
+    check_forward,
+    nothing_cut,
+    refuse,
+    same,
+    shown,
+)
 from pdrun.parallel.tiles import Tile
 
 HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "nhead", "heads")
@@ -94,7 +106,6 @@ class Heads(Style):
         # attentions take lengths from their input: it has to be whole before they see it
         dims = {style.sequence for style in found.values() if isinstance(style, (linear.Col, linear.Shared))} - {None}
         if dims:
-            check_forward(name, module)
             found[""] = replace(self, sequence=dims.pop())
         if dims:
             raise refuse(name, "its linear modules cut the sequence along different dims")
@@ -102,7 +113,8 @@ class Heads(Style):
 
     def tiles(self, name: str, module: nn.Module, seat: Seat) -> dict[str, Tile]:
         """Nothing: weights of its own are somebody else's to speak of."""
-        self.count(name, module, seat.parts(self.axis))
+        check_forward(name, module)
+        self._attributes(name, module, self.count(name, module, seat.parts(self.axis)))
         return {}
 
     def change(self, name: str, module: nn.Module, axis: Axis, entry: Entry) -> None:
@@ -110,8 +122,10 @@ class Heads(Style):
         counts = self.count(name, module, axis.size)
         for key, value in self._attributes(name, module, counts).items():
             setattr(module, key, value)
-        if self.sequence is not None:
-            make_edge(module, Place(axis, entry, same))
+        enter = same if self.sequence is None else entry
+        low = axis.index * counts.local_heads
+        here: Cuts = {1: (low, low + counts.local_heads, counts.heads)}  # of [rows, heads, queries, keys]
+        make_region(module, Place(axis, enter, same, nothing_cut if axis.size == 1 else lambda x: here))
 
     def _attributes(self, name: str, module: nn.Module, counts: Counts) -> dict[str, int]:
         """Return the attributes that depend on the number of heads, with the values for this rank."""

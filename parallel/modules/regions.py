@@ -12,10 +12,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
-from pdrun.parallel import collectives
+from pdrun.parallel import collectives, dice
 from pdrun.parallel.axes import Axis
+from pdrun.parallel.layouts.layout import cut
 from pdrun.parallel.modules.style import (
+    Cuts,
     Entry,
     Names,
     Place,
@@ -30,8 +33,11 @@ from pdrun.parallel.modules.style import (
 from pdrun.parallel.tiles import Tile
 
 
-class Edge:
-    """A module whose first argument or whose result is where sequences become parts, or whole again."""
+class Region:
+    """
+    A module that works on parts: its first argument or its result may be where parts begin or end, and what is dropped
+    in it is a part of a whole tensor.
+    """
 
     _place: Place
     _first: str
@@ -40,16 +46,34 @@ class Edge:
         """Bring in the first argument, call the module, and return what its result becomes."""
         place = self._place
         if args:
-            args = (place.enter(args[0]), *args[1:])
+            x = place.enter(args[0])
+            args = (x, *args[1:])
         else:
-            kwargs[self._first] = place.enter(kwargs[self._first])
-        return place.leave(super().forward(*args, **kwargs))  # type: ignore[misc]
+            x = kwargs[self._first] = place.enter(kwargs[self._first])
+        with dice.region(place.cuts(x)):
+            found = super().forward(*args, **kwargs)  # type: ignore[misc]
+        return place.leave(found)
 
 
-def make_edge(module: nn.Module, place: Place) -> None:
+def make_region(module: nn.Module, place: Place) -> None:
     """Have a module bring in its first argument, by position or by name, and hand out its result."""
     module._first = next(iter(inspect.signature(module.forward).parameters))
-    become(module, Edge, place)
+    become(module, Region, place)
+
+
+def drops(module: nn.Module) -> bool:
+    """Whether a module is a dropout, or holds others, which may drop."""
+    return isinstance(module, _DropoutNd) or any(True for _ in module.children())
+
+
+def parts_along(x: torch.Tensor, axis: Axis, dim: int, total: int | None) -> Cuts:
+    """Return which part of the whole a tensor is; without ``total`` all parts have its size."""
+    if axis.size == 1:
+        return {}
+    if total is None:
+        size = x.shape[dim]
+        return {dim: (axis.index * size, axis.index * size + size, axis.size * size)}
+    return {dim: (*cut(total, axis.size, axis.index), total)}
 
 
 def part_of(x: torch.Tensor, axis: Axis, dim: int, name: str) -> torch.Tensor:
@@ -66,24 +90,26 @@ class Seq(Style):
     dim: int = 1
     cut: bool = False
     gather: bool = False
+    total: int | None = None
 
     def __str__(self) -> str:
         return f"parts of dim {self.dim} over {shown(self.axis)}"
 
     def tiles(self, name: str, module: nn.Module, seat: Seat) -> dict[str, Tile]:
         """Keep the module's own weights, each rank's gradients of which are for its part."""
-        if self.cut or self.gather:
+        if self.cut or self.gather or drops(module):
             check_forward(name, module)
         found = module.named_parameters(recurse=False)
         return {key: seat.kept(tuple(param.shape), self.axis) for key, param in found}
 
     def change(self, name: str, module: nn.Module, axis: Axis, entry: Entry) -> None:
-        """Cut what comes in and gather what goes out, where that was asked for."""
-        if not (self.cut or self.gather):
+        """Cut what comes in, gather what goes out, and have masks be parts, where there is any of it."""
+        if not (self.cut or self.gather or drops(module)):
             return
         enter = functools.partial(part_of, axis=axis, dim=self.dim, name=name) if self.cut else same
-        leave = functools.partial(collectives.gather, axis=axis, dim=self.dim) if self.gather else same
-        make_edge(module, Place(axis, enter, leave))
+        leave = functools.partial(collectives.gather, axis=axis, dim=self.dim, total=self.total)
+        cuts = functools.partial(parts_along, axis=axis, dim=self.dim, total=self.total)
+        make_region(module, Place(axis, enter, leave if self.gather else same, cuts))
 
 
 @dataclass(frozen=True)
@@ -97,8 +123,12 @@ class Replicate(Style):
 
     def tiles(self, name: str, module: nn.Module, seat: Seat) -> dict[str, Tile]:
         """Keep the module's own weights."""
+        if isinstance(module, _DropoutNd):
+            check_forward(name, module)
         found = module.named_parameters(recurse=False)
         return {key: seat.kept(tuple(param.shape), self.axis) for key, param in found}
 
     def change(self, name: str, module: nn.Module, axis: Axis, entry: Entry) -> None:
-        """Leave the module as it is."""
+        """Leave the module as it is; what a dropout gets is whole, whatever is cut around it."""
+        if isinstance(module, _DropoutNd) and not self.axis:
+            make_region(module, Place(axis, same))

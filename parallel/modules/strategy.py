@@ -214,7 +214,7 @@ def _check_said(sites: list[Site], unmatched: tuple[str, ...]) -> None:
 
 
 def _has_region(style: Style) -> bool:
-    return isinstance(style, Seq) or getattr(style, "sequence", None) is not None
+    return getattr(style, "sequence", None) is not None or (isinstance(style, Seq) and style.cut)
 
 
 def _entries(sites: tuple[Site, ...], axes: Axes) -> dict[str, Entry]:

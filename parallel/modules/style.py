@@ -8,7 +8,7 @@ subclass of the old one, and its weights become tiles of what they were.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,21 +144,39 @@ class Entry:
         return self  # it holds a process group, which has no copy; a copied model computes in the same place
 
 
-@dataclass(frozen=True)
-class Place:
-    """What a changed module knows of the mesh: where it is, how its input comes in and how its output leaves."""
-
-    axis: Axis
-    enter: Callable[[torch.Tensor], torch.Tensor]
-    leave: Callable[[torch.Tensor], torch.Tensor]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Place:
-        return self
-
-
 def same(x: torch.Tensor) -> torch.Tensor:
     """Return the tensor."""
     return x
+
+
+Cuts = Mapping[int, tuple[int, int, int]]
+"""For each dim of a tensor that is cut: where this rank's part begins and ends, and the size of the whole."""
+
+
+def nothing_cut(x: torch.Tensor) -> Cuts:
+    """Return that a tensor is whole."""
+    return {}
+
+
+@dataclass(frozen=True)
+class Place:
+    """
+    What a changed module knows of the mesh.
+
+    Attributes:
+        axis: where it is.
+        enter: what its input becomes.
+        leave: what its output becomes.
+        cuts: from the input, which dims of the tensors in it are cut.
+    """
+
+    axis: Axis
+    enter: Callable[[torch.Tensor], torch.Tensor]
+    leave: Callable[[torch.Tensor], torch.Tensor] = same
+    cuts: Callable[[torch.Tensor], Cuts] = nothing_cut
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Place:
+        return self
 
 
 _KINDS: dict[tuple[type, type], type] = {}

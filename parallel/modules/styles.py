@@ -88,17 +88,21 @@ def heads(
     return Heads(_axis(axis, "heads"), heads, kv_heads, tuple(divide))
 
 
-def seq(axis: Names, *, dim: int = 1, cut: bool = False, gather: bool = False) -> Seq:
+def seq(axis: Names, *, dim: int = 1, cut: bool = False, gather: bool = False, total: int | None = None) -> Seq:
     """
     Have a module work on parts of the sequence: norms and dropouts between row-parallel and column-parallel modules.
+
+    Dropouts get the masks of the whole tensor. One between a column-parallel and a row-parallel module has its parts
+    along ``dim=-1``.
 
     Args:
         axis: the tensor axis, or several, major first.
         dim: along which its tensors are cut.
         cut: its first argument is whole on every rank, and is cut here: where the parts begin.
         gather: its result is made whole: where they end.
+        total: size of the whole dim, for a dropout on parts that differ by one; default: all have one size.
     """
-    return Seq(_axis(axis, "seq"), dim, cut, gather)
+    return Seq(_axis(axis, "seq"), dim, cut, gather, total)
 
 
 def replicate(axis: Names = ()) -> Replicate:

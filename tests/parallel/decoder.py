@@ -22,8 +22,9 @@ WIDTH, LENGTH, ROWS = 32, 8, 3
 class Attention(nn.Module):
     """Grouped-query attention."""
 
-    def __init__(self, n_heads: int, n_kv: int, bias: bool) -> None:
+    def __init__(self, n_heads: int, n_kv: int, bias: bool, p: float) -> None:
         super().__init__()
+        self.p = p
         self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv, WIDTH // n_heads
         self.wq = nn.Linear(WIDTH, WIDTH, bias)
         self.wk, self.wv = (nn.Linear(WIDTH, n_kv * self.head_dim, bias) for _ in range(2))
@@ -36,34 +37,36 @@ class Attention(nn.Module):
         v = self.wv(x).view(rows, length, self.n_kv_heads, self.head_dim).transpose(1, 2)
         times = self.n_heads // self.n_kv_heads
         mixed = F.scaled_dot_product_attention(
-            q, k.repeat_interleave(times, 1), v.repeat_interleave(times, 1), is_causal=True
-        )
+            q, k.repeat_interleave(times, 1), v.repeat_interleave(times, 1), is_causal=True,
+            dropout_p=self.p if self.training else 0.0,
+        )  # fmt: skip
         return self.wo(mixed.transpose(1, 2).reshape(rows, length, -1))
 
 
 class Perceptron(nn.Module):
     """A gated one."""
 
-    def __init__(self, hidden: int, bias: bool) -> None:
+    def __init__(self, hidden: int, bias: bool, p: float) -> None:
         super().__init__()
         self.gate, self.up = nn.Linear(WIDTH, hidden, bias), nn.Linear(WIDTH, hidden, bias)
-        self.down = nn.Linear(hidden, WIDTH, bias)
+        self.down, self.thin = nn.Linear(hidden, WIDTH, bias), nn.Dropout(p)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.down(self.thin(F.silu(self.gate(x)) * self.up(x)))
 
 
 class Block(nn.Module):
     """Attention, then a perceptron."""
 
-    def __init__(self, n_heads: int, n_kv: int, hidden: int, bias: bool) -> None:
+    def __init__(self, n_heads: int, n_kv: int, hidden: int, bias: bool, p: float) -> None:
         super().__init__()
+        self.drop = nn.Dropout(p)
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attn, self.mlp = Attention(n_heads, n_kv, bias), Perceptron(hidden, bias)
+        self.attn, self.mlp = Attention(n_heads, n_kv, bias, p), Perceptron(hidden, bias, p)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        x = x + self.drop(self.attn(self.norm1(x)))
+        return x + self.drop(self.mlp(self.norm2(x)))
 
 
 class Decoder(nn.Module):
@@ -71,11 +74,11 @@ class Decoder(nn.Module):
 
     def __init__(
         self, n_heads: int = 8, n_kv: int = 4, hidden: int = 50, words: int = 37, layers: int = 2,
-        bias: bool = True, tied: bool = False, padding: int | None = None,
+        bias: bool = True, tied: bool = False, padding: int | None = None, p: float = 0.0,
     ) -> None:  # fmt: skip
         super().__init__()
         self.emb = nn.Embedding(words, WIDTH, padding)
-        self.layers = nn.ModuleList(Block(n_heads, n_kv, hidden, bias) for _ in range(layers))
+        self.layers = nn.ModuleList(Block(n_heads, n_kv, hidden, bias, p) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, words, bias=bias and not tied)
         if tied:
             self.head.weight = self.emb.weight
@@ -98,18 +101,17 @@ def build(dtype: torch.dtype = torch.float64, **sizes: Any) -> Decoder:
     return model
 
 
-def strategy(
-    axis: Any = "tp", sequence: bool = False, gather: bool = True, more: dict[str, Any] | None = None
-) -> Strategy:
+def strategy(axis: Any = "tp", sequence: bool = False, gather: bool = True, hidden: int = 50) -> Strategy:
     """Return Megatron's cut of a decoder."""
     dim = 1 if sequence else None
-    norms = {"*norm*": seq(axis)} if sequence else {}
+    norms = {"*norm*|layers.*.drop": seq(axis)} if sequence else {}
     return Strategy({
         "layers.*.attn.w[qkv]|layers.*.mlp.gate|layers.*.mlp.up": col(axis, sequence=dim),
         "layers.*.attn.wo|*.down": row(axis, sequence=dim),
         "layers.*.attn": heads(axis),
         "emb|head": vocab(axis, gather=gather, sequence=dim),
-        **norms, **(more or {}),
+        "*.thin": seq(axis, dim=-1, total=hidden),
+        **norms,
     })  # fmt: skip
 
 

@@ -48,7 +48,7 @@ def test_a_cut_model_equals_the_whole(worlds: Any, options: Any, how: Any, seque
 
 @pytest.mark.parametrize("axis", ["y", ("x", "y"), ("y", "x")])
 def test_axes_of_any_name_and_several_at_once(worlds: Any, axis: Any) -> None:
-    worlds(4).run(same, ("x", "y"), (2, 2), {"hidden": 48, "words": 40}, {"axis": axis, "sequence": True})
+    worlds(4).run(same, ("x", "y"), (2, 2), {"hidden": 48, "words": 40}, {"axis": axis, "sequence": True, "hidden": 48})
 
 
 def test_a_data_axis_beside_it(worlds: Any) -> None:
@@ -150,8 +150,12 @@ class Edges(nn.Module):
 def edges(length: int) -> None:
     how = strategy(sequence=True).rules
     del how["emb|head"]
-    cut_here = {"layers.0": seq("tp", cut=True), "norm": seq("tp", gather=True), "layers.*.norm?": seq("tp")}
-    del how["*norm*"]
+    cut_here = {
+        "layers.0": seq("tp", cut=True),
+        "norm": seq("tp", gather=True),
+        "layers.*.norm?|layers.*.drop": seq("tp"),
+    }
+    del how["*norm*|layers.*.drop"]
     torch.manual_seed(2)
     x = torch.randn(ROWS, length, WIDTH, dtype=torch.float64)
     compare(Edges(), Strategy({**how, **cut_here}), TP, x, lambda m, x: m(x).square().sum())

@@ -144,6 +144,7 @@ def test_a_plan_says_what_is_cut_and_what_is_not() -> None:
         "columns over tp: layers.0-1.attn.wq, layers.0-1.mlp.gate, layers.0-1.mlp.up",
         "whole on each rank of tp, which computes one of 2 heads: layers.0-1.attn.wk, layers.0-1.attn.wv",
         "rows over tp: layers.0-1.attn.wo, layers.0-1.mlp.down",
+        "parts of dim -1 over tp: layers.0-1.mlp.thin",
         "whole: layers.0.norm1.weight",
         "not matched, whole on every rank: layers.0-1.norm1.bias, layers.0-1.norm2.weight, layers.0-1.norm2.bias, "
         "layers.1.norm1.weight, norm.weight, norm.bias",
@@ -159,4 +160,4 @@ def test_norms_between_sequence_parts_have_gradients_to_be_summed() -> None:
     for name, tile in plan.tiles.items():
         partial = "norm" in name or name.endswith(("wo.bias", "down.bias"))
         assert tile.sums == (("tp",) if partial else ()), name
-    assert isinstance(strategy(sequence=True).rules["*norm*"], type(seq("tp")))
+    assert isinstance(strategy(sequence=True).rules["*norm*|layers.*.drop"], type(seq("tp")))

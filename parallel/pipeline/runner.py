@@ -8,7 +8,6 @@ target of a micro-batch is part of it, on every rank, and so is never paired wit
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from torch.utils import _pytree as pytree
 from pdrun.errors import UsageError
 from pdrun.parallel.norms import wide_type
 from pdrun.parallel.pipeline import deferred
+from pdrun.parallel.pipeline.describe import describe
 from pdrun.parallel.pipeline.links import Arriving, Links
 from pdrun.parallel.pipeline.records import WHERE, Record
 from pdrun.parallel.pipeline.schedule import Action, Schedule
@@ -98,10 +98,12 @@ class Runner:
 
     def _owners(self) -> dict[nn.Parameter, int]:
         """Return to which chunk each weight belongs; those that stages share, to chunk 0 on every rank."""
-        own = {
-            weight: chunk for chunk, stage in enumerate(self._mine) for weight in self.stages.weights[stage]
-        }
+        own = {weight: chunk for chunk, stage in enumerate(self._mine) for weight in self.stages.weights[stage]}
         return {weight: 0 if weight in self.stages.shared else chunk for weight, chunk in own.items()}
+
+    def explain(self) -> str:
+        """Return the stages, their shares and the schedule in words."""
+        return describe(self.schedule, self.stages.cut)
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
@@ -207,7 +209,7 @@ class Runner:
         # what lies before this stage's part in forward may have drawn numbers for blanks
         again = partial(run.dice.throw, run.steps, micro.index, micro.rows, run.device, part=part, calls=calls)
         one = Pass(self.stages, action.stage, batch, told, taken, again if told else lambda: None)
-        with run.around(micro, part, calls), _split_if(self.schedule.splits and torch.is_grad_enabled()):
+        with run.around(micro, part, calls), deferred.splitting(self.schedule.splits and torch.is_grad_enabled()):
             output = self.stages.run(one, lambda: run.objective.output(run.model, batch))
             last = action.stage == self.schedule.stages - 1
             if last and judge:
@@ -280,7 +282,7 @@ class Runner:
         weights = list(dict.fromkeys(self.stages.weights[action.stage]))
         if roots:
             with run.dice.placed():
-                found, work.later = deferred.backward_input(roots, grads, inputs, weights)
+                found, work.later = deferred.backward_input(roots, grads, inputs, weights, self.schedule.splits)
             for x, grad in zip(inputs, found, strict=True):
                 x.grad = grad
         work.outputs = []
@@ -387,10 +389,6 @@ class Runner:
 def _look(leaf: Any) -> Any:
     """Return what of a leaf of a batch decides about shapes."""
     return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf)[:99]
-
-
-def _split_if(wanted: bool) -> AbstractContextManager[None]:
-    return deferred.splitting() if wanted else nullcontext()
 
 
 def _difference(known: Record, now: Record) -> str:

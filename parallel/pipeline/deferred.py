@@ -47,7 +47,7 @@ class Later:
 @contextmanager
 def splitting(wanted: bool = True) -> Iterator[None]:
     """While this lasts, linear layers can put the gradients of their weights off, if that is wanted."""
-    functional.linear = _linear if wanted else _plain
+    functional.linear = _linear if wanted else _plain  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -82,7 +82,7 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     ours = isinstance(weight, torch.nn.Parameter) and weight.requires_grad and torch.is_grad_enabled()
     if not ours or x.dim() < 2 or type(x) is not torch.Tensor:
         return _plain(x, weight, bias)
-    return _Linear.apply(x, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
+    return _Linear.apply(x, weight, bias)
 
 
 class _Linear(torch.autograd.Function):

@@ -20,10 +20,10 @@ def describe(schedule: Schedule, cut: Split) -> str:
     """
     sized = Costs(shares=cut.shares)
     lines = [
-        f"pipeline: {schedule.stages} stages on {schedule.ranks} ranks, schedule {schedule.name}, {schedule.microbatches}"
-        f" micro-batches",
-        f"  bubble {bubble(schedule):.1%} of the ranks' time for stages of equal size, {bubble(schedule, sized):.1%} with"
-        " these shares",
+        f"pipeline: {schedule.stages} stages on {schedule.ranks} ranks, schedule {schedule.name},"
+        f" {schedule.microbatches} micro-batches",
+        f"  bubble {bubble(schedule):.1%} of the ranks' time for stages of equal size, {bubble(schedule, sized):.1%}"
+        " with these shares",
         f"  at most {max(validate(schedule).live)} activations of a stage live on a rank",
     ]
     for stage, place in enumerate(schedule.places):

@@ -278,7 +278,7 @@ def count_sends(case: Case) -> tuple[int, int]:
     """Return how many messages a rank sends in its second step, and their bytes."""
     run = make(case)
     run.step(batch_of(16, 0))
-    axes = run.driver.links.axes
+    axes = run.driver.traffic.links.axes
     axes.forget()
     run.step(batch_of(16, 1))
     count = axes.counts["send", ("pp",)]

@@ -73,7 +73,7 @@ def refused(worlds: Any, case: Case) -> str:
     (Case("borrow"), "blocks.3 of stage 1 takes a value that an earlier stage computed and does not pass on"),
     (Case("peek"), "stage 1 of the model looks at a value that stage 0 or one before computed"),
     (Case("backwards"), "blocks.0 is of stage 0"),
-    (Case("tiny", more=(("stages", {"emb": 1, "blocks.*": 0}),)), "stages={glob: stage} in the order in which forward calls them"),
+    (Case("tiny", more=(("stages", {"emb": 1, "blocks.*": 0}),)), "stages={glob: stage} in the order in which forward"),
     (Case("odd"), "blocks.0 returns a set"),
     (Case("early"), "forward ended in stage 0, without a call of a module of a later one"),
 ], ids=lambda value: value.model if isinstance(value, Case) else "")  # fmt: skip
@@ -128,7 +128,7 @@ def test_evaluation(worlds: Any) -> None:
 
 
 def test_what_travels_is_what_has_to(worlds: Any) -> None:
-    """Per step and rank: one activation down the line, one gradient back, of each micro-batch; announced once a shape."""
+    """Per step and rank: one activation down the line, one gradient back, of each micro-batch; announced once."""
     for stage, count in enumerate(worlds(2).run(piped.count_sends, Case())):
         size = 4 * 6 * 24 * 4  # rows, length, width, bytes
         assert count == (4, 4 * size), stage

@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # typing itself would take longer than all else here
     from pdrun.parallel.meta import empty_init as empty_init
     from pdrun.parallel.offload import Offload as Offload
     from pdrun.parallel.parallelize import parallelize as parallelize
+    from pdrun.parallel.pipeline.pipeline import Pipeline as Pipeline
     from pdrun.parallel.precision import Precision as Precision
     from pdrun.parallel.run import Run as Run
 
@@ -50,6 +51,7 @@ _HOMES = {
     "WorkerEnv": "pdrun.env",
     "Loader": "pdrun.parallel.loader",
     "Offload": "pdrun.parallel.offload",
+    "Pipeline": "pdrun.parallel.pipeline.pipeline",
     "Precision": "pdrun.parallel.precision",
     "Run": "pdrun.parallel.run",
     "elastic": "pdrun.elastic",

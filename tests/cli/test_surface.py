@@ -56,7 +56,7 @@ VARIABLES = words("""
     PDRUN_SSH_OPTS PDRUN_SHIP PDRUN_MPIRUN PDRUN_MPIRUN_OPTS PDRUN_SRUN_OPTS
 """)
 PUBLIC = words("""
-    __version__ ConfigError Context DeadlineExceeded JobFailed Loader Offload PdrunError Precision
+    __version__ ConfigError Context DeadlineExceeded JobFailed Loader Offload PdrunError Pipeline Precision
     RendezvousError Run UsageError WorkerEnv elastic empty_init init launch mesh parallelize progress
 """)
 MESSAGES = words("""

@@ -45,6 +45,7 @@ if TYPE_CHECKING:  # typing itself would take longer than all else here
     from pdrun.parallel.modules.context import positions as positions
     from pdrun.parallel.offload import Offload as Offload
     from pdrun.parallel.parallelize import parallelize as parallelize
+    from pdrun.parallel.pipeline.pipeline import Pipeline as Pipeline
     from pdrun.parallel.precision import Precision as Precision
     from pdrun.parallel.run import Run as Run
 
@@ -62,6 +63,7 @@ _HOMES = {
     "ContextParallel": "pdrun.parallel.modules.context",
     "Loader": "pdrun.parallel.loader",
     "Offload": "pdrun.parallel.offload",
+    "Pipeline": "pdrun.parallel.pipeline.pipeline",
     "Precision": "pdrun.parallel.precision",
     "Run": "pdrun.parallel.run",
     "Strategy": "pdrun.parallel.modules",

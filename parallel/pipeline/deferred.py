@@ -45,9 +45,9 @@ class Later:
 
 
 @contextmanager
-def splitting() -> Iterator[None]:
-    """While this lasts, linear layers can put the gradients of their weights off."""
-    functional.linear = _linear
+def splitting(wanted: bool = True) -> Iterator[None]:
+    """While this lasts, linear layers can put the gradients of their weights off, if that is wanted."""
+    functional.linear = _linear if wanted else _plain  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -56,10 +56,13 @@ def splitting() -> Iterator[None]:
 
 def backward_input(
     tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor],
-    weights: Sequence[torch.nn.Parameter],
+    weights: Sequence[torch.nn.Parameter], split: bool,
 ) -> tuple[list[torch.Tensor | None], Later]:  # fmt: skip
     """
     Go backward from some tensors as far as the inputs.
+
+    Args:
+        split: whether the forward ran under `splitting`; without it nothing is put off.
 
     Returns:
         the gradients of the inputs, and what is left to do for the weights; no ``.grad`` is touched.
@@ -67,7 +70,7 @@ def backward_input(
     products: list[Product] = []
     _noting.append(products)
     try:
-        with splitting():  # forwards may be computed again
+        with splitting(split):  # forwards may be computed again
             found = torch.autograd.grad(tensors, [*inputs, *weights], grads, allow_unused=True)
     finally:
         _noting.pop()
@@ -79,7 +82,7 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     ours = isinstance(weight, torch.nn.Parameter) and weight.requires_grad and torch.is_grad_enabled()
     if not ours or x.dim() < 2 or type(x) is not torch.Tensor:
         return _plain(x, weight, bias)
-    return _Linear.apply(x, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
+    return _Linear.apply(x, weight, bias)
 
 
 class _Linear(torch.autograd.Function):

@@ -106,7 +106,7 @@ def _has_state(module: nn.Module) -> bool:
 
 
 class _Map:
-    """A user's map from globs to stages; what holds of a module holds of all inside it unless something else is said."""
+    """A user's map from globs to stages; what holds of a module holds of all inside it, unless more is said."""
 
     def __init__(self, by: Globs, model: nn.Module) -> None:
         self.by = by
@@ -207,12 +207,13 @@ def _by_map(
     missing = [glob for glob in said.by if not fnmatch.filter(known, glob)]
     if missing:
         raise _unknown("stages", missing, known)
-    stage = next((stage for name in names if (stage := said.stage(name)) is not None), 0)
+    wanted = [said.stage(name) for name in names]
+    at = next((stage for stage in wanted if stage is not None), 0)
     found = {}
-    for name in names:
-        wanted = said.stage(name)
-        stage = found[name] = stage if wanted is None else wanted
-    return found, {name: stage for name in loose if (stage := said.stage(name)) is not None}
+    for name, mine in zip(names, wanted, strict=True):
+        at = found[name] = at if mine is None else mine
+    pinned = {name: said.stage(name) for name in loose}
+    return found, {name: mine for name, mine in pinned.items() if mine is not None}
 
 
 def _unknown(what: str, missing: Sequence[str], known: Sequence[str]) -> UsageError:

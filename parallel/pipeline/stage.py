@@ -14,7 +14,6 @@ the next stage is an error which names it; a branch on the value of one is an er
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
@@ -26,6 +25,7 @@ from torch.utils import _pytree as pytree
 from pdrun.errors import UsageError
 from pdrun.parallel.pipeline.records import WHERE, Form, Record, Sent, build, form_of
 from pdrun.parallel.pipeline.split import Split
+from pdrun.parallel.pipeline.units import Unit, absent, staged
 
 
 class Left(BaseException):
@@ -59,7 +59,7 @@ class Stages:
         for name, stage in cut.units.items():
             module = model.get_submodule(name)
             module._pdrun_unit = Unit(self, name, stage)
-            module.__class__ = _staged(type(module))
+            module.__class__ = staged(type(module))
             if stage in self.weights:
                 self.weights[stage] += [param for param in module.parameters() if param.requires_grad]
             else:
@@ -87,15 +87,15 @@ class Stages:
         """Take the weights and buffers of another stage's module, but for those that this rank shares."""
         for inner, each in module.named_modules(remove_duplicate=False):
             prefix = f"{unit}.{inner}." if inner else f"{unit}."
-            absent = each.__dict__.setdefault("_pdrun_absent", {})
+            gone = each.__dict__.setdefault("_pdrun_absent", {})
             for held in (each._parameters, each._buffers):
                 for own, tensor in list(held.items()):
                     if tensor is None or set(self.cut.loose.get(prefix + own, ())) & set(self.mine):
                         continue
-                    absent[own] = (prefix + own, self.make(tuple(tensor.shape), tensor.dtype))
+                    gone[own] = (prefix + own, self, self.make(tuple(tensor.shape), tensor.dtype))
                     del held[own]
             if each is not module:
-                each.__class__ = _absent(type(each))
+                each.__class__ = absent(type(each))
 
     def _loose(self, model: nn.Module) -> None:
         """Take weights around the units that this rank has nothing to do with."""
@@ -108,10 +108,10 @@ class Stages:
                     if param is not None and param.requires_grad:
                         self.weights[stage].append(param)
             elif param is not None:
-                absent = module.__dict__.setdefault("_pdrun_absent", {})
-                absent[own] = (name, self.make(tuple(param.shape), param.dtype))
+                gone = module.__dict__.setdefault("_pdrun_absent", {})
+                gone[own] = (name, self, self.make(tuple(param.shape), param.dtype))
                 del module._parameters[own]
-                module.__class__ = _absent(type(module))
+                module.__class__ = absent(type(module))
 
     def make(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return a blank."""
@@ -138,17 +138,6 @@ class Stages:
         finally:
             self.current = None
         return one.returns(output)
-
-
-class Unit:
-    """What a module at which a model may be cut knows: its name and its stage."""
-
-    def __init__(self, stages: Stages, name: str, stage: int) -> None:
-        self.stages, self.name, self.stage = stages, name, stage
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
-        """Return itself."""
-        return self
 
 
 class Pass:
@@ -277,41 +266,3 @@ class Pass:
         if not self._inside:
             raise UsageError(f"forward called no module of stage {self.stage}", where=WHERE)
         return pytree.tree_unflatten(self._swapped(leaves, "the output"), form)
-
-
-class _Absent:
-    """A module whose weights are on another stage: they read as blanks."""
-
-    def __getattr__(self, name: str) -> Any:
-        absent = self.__dict__.get("_pdrun_absent", {})
-        if name not in absent:
-            return super().__getattr__(name)  # type: ignore[misc]
-        full, blank = absent[name]
-        for unit in (self.__dict__.get("_pdrun_unit"),):
-            if unit is not None and unit.stages.current is not None:
-                unit.stages.current.read.append(full)
-        return blank
-
-
-class _Staged(_Absent):
-    """A module at which a model may be cut."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        unit: Unit = self.__dict__["_pdrun_unit"]
-        one = unit.stages.current
-        if one is not None:
-            return one.call(unit, super().__call__, args, kwargs)  # type: ignore[misc]
-        if unit.stage not in unit.stages.mine:
-            what = f"{unit.name} is on stage {unit.stage}, and this rank has {list(unit.stages.mine)}"
-            raise UsageError(what, where=WHERE, hint="run.step and run.evaluate run a model in stages")
-        return super().__call__(*args, **kwargs)  # type: ignore[misc]
-
-
-@functools.cache
-def _staged(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(kind.__name__, (_Staged, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
-
-
-@functools.cache
-def _absent(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(kind.__name__, (_Absent, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})

@@ -56,9 +56,9 @@ VARIABLES = words("""
     PDRUN_SSH_OPTS PDRUN_SHIP PDRUN_MPIRUN PDRUN_MPIRUN_OPTS PDRUN_SRUN_OPTS
 """)
 PUBLIC = words("""
-    __version__ ConfigError Context ContextParallel DeadlineExceeded JobFailed Loader Offload PdrunError Precision
-    RendezvousError Run Strategy UsageError WorkerEnv col cross_entropy elastic empty_init heads init launch mesh
-    parallelize positions progress replicate row seq strategy_for vocab
+    ConfigError Context ContextParallel DeadlineExceeded JobFailed Loader Offload PdrunError Pipeline Precision
+    RendezvousError Run Strategy UsageError WorkerEnv __version__ col cross_entropy elastic empty_init heads init
+    launch mesh parallelize positions progress replicate row seq strategy_for vocab
 """)
 MESSAGES = words("""
     Hello Welcome Join Waiting Refuse Assign Ready Unready Start WorkerExit Finished StopWorkers Verdict Heartbeat Echo

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pdrun.parallel.driver import MicroBatch
 from pdrun.parallel.mesh import solve
 from pdrun.parallel.parallelize import parallelize
 from pdrun.parallel.pipeline.pipeline import Pipeline
@@ -113,7 +115,7 @@ def make(case: Case) -> Run:
     return parallelize(
         case.build(), lambda params: torch.optim.SGD(params, lr=0.1), token_loss, mesh=solve(case.pp * case.dp, {"pp":
         case.pp, "dp": case.dp}), pipeline=Pipeline(case.microbatches, **dict(case.more)), norm=True, seed=5,
-        accumulate=case.microbatches, **dict(case.run),
+        **dict(case.run),
     )  # fmt: skip
 
 
@@ -171,3 +173,133 @@ def alone(case: Case) -> Result:
     return {"loss": losses, "norm": norms, "grads": grads}
 
 
+class Borrow(Tiny):
+    """The last block takes the embedding, which nobody passes on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = h = self.emb(x)
+        for index, block in enumerate(self.blocks):
+            h = block(h + first if index == 3 else h)
+        return self.head(self.norm(h))
+
+
+class Peek(Tiny):
+    """A branch on an activation, between modules."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.emb(x)
+        for block in self.blocks:
+            h = block(h) if float(h.detach().mean()) < 1e9 else h
+        return self.head(self.norm(h))
+
+
+class Backwards(Tiny):
+    """Calls its blocks in another order than they are listed in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.emb(x)
+        for block in self.blocks:
+            h = block(h)
+        h = self.blocks[0](h)
+        return self.head(self.norm(h))
+
+
+class Odd(Tiny):
+    """A block returns something that has no text."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.up(x), {x.shape}
+
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__(layers=layers)
+        self.blocks = nn.ModuleList(self.Block() for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.emb(x)
+        for block in self.blocks:
+            h, _ = block(h)
+        return self.head(self.norm(h))
+
+
+class Early(Tiny):
+    """Leaves after half of its blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.emb(x)
+        for block in self.blocks[:2]:
+            h = block(h)
+        return h
+
+
+MODELS.update({
+    name: functools.partial(kind, layers=4)
+    for name, kind in (("borrow", Borrow), ("peek", Peek), ("backwards", Backwards), ("odd", Odd), ("early", Early))
+})  # fmt: skip
+
+
+def alone_on_pdrun(case: Case) -> Result:
+    """Return the weights after the same steps of a run of one rank."""
+    run = parallelize(
+        case.build(), lambda params: torch.optim.SGD(params, lr=0.1), token_loss, norm=True, seed=5,
+        accumulate=case.microbatches * case.dp, clip=dict(case.run).get("clip"),
+    )  # fmt: skip
+    for step, rows in enumerate(case.rows):
+        run.step(batch_of(rows, step))
+    return {"weights": {name: weight.detach().numpy().copy() for name, weight in run.full_weights().items()}}
+
+
+def _micros(case: Case) -> list[MicroBatch]:
+    rows = case.rows[0]
+    words, targets = batch_of(rows, 0)
+    bounds = [rows * i // case.microbatches for i in range(case.microbatches + 1)]
+    pieces = enumerate(itertools.pairwise(bounds))
+    return [MicroBatch((words[a:b], targets[a:b]), range(a, b), 1.0, i, i) for i, (a, b) in pieces]
+
+
+def evaluate(case: Case) -> Any:
+    """Return all outputs, where they are."""
+    run = make(case)
+    found = [output for output in run.driver.evaluate(run, _micros(case)) if output is not None]
+    return torch.cat(found).numpy() if found else None
+
+
+def evaluate_alone(case: Case) -> Any:
+    """Return the same of the plain model."""
+    with torch.no_grad():
+        return case.build()(batch_of(case.rows[0], 0)[0]).numpy()
+
+
+def count_sends(case: Case) -> tuple[int, int]:
+    """Return how many messages a rank sends in its second step, and their bytes."""
+    run = make(case)
+    run.step(batch_of(16, 0))
+    axes = run.driver.traffic.links.axes
+    axes.forget()
+    run.step(batch_of(16, 1))
+    count = axes.counts["send", ("pp",)]
+    return count.calls, count.nbytes
+
+
+def held_after(case: Case) -> dict[str, Any]:
+    """Return what a rank holds after the steps."""
+    run = make(case)
+    for step, rows in enumerate(case.rows):
+        run.step(batch_of(rows, step))
+    return {name: param.detach().numpy().copy() for name, param in run.model.named_parameters()}
+
+
+def stay_away(case: Case) -> None:
+    """Have the first rank make a step and the others none."""
+    run = make(case)
+    if torch.distributed.get_rank() == 0:
+        run.step(batch_of(16, 0))
+
+
+def explained(case: Case) -> str:
+    """Return what a run's pipeline says of itself."""
+    return str(make(case).driver.explain())

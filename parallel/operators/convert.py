@@ -60,7 +60,8 @@ class Move:
         forward, backward = ways[self.kind]
         return forward, backward if grad else 0
 
-    def __str__(self) -> str:
+    def told(self, grad: bool = True) -> str:
+        """Return the move as text, with what happens in the backward pass if there is one."""
         names = {
             FAN_OUT: ("", "all-reduce"), ADD_UP: ("all-reduce", ""), GATHER: ("all-gather", ""),
             COLLECT: ("all-gather", "reduce-scatter"), PART: ("slice", "all-gather"),
@@ -68,7 +69,7 @@ class Move:
         }  # fmt: skip
         forward, backward = names[self.kind]
         dim = f" dim {self.dim}" if self.dim >= 0 else ""
-        said = [text for text in (forward, f"backward {backward}" if backward else "") if text]
+        said = [text for text in (forward, f"backward {backward}" if backward and grad else "") if text]
         return f"{', '.join(said)} over {self.axis}{dim}"
 
 

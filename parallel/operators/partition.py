@@ -33,7 +33,7 @@ class Program:
 
     Attributes:
         names: of the weights and buffers that ``module`` takes, in order; then come the tensors of the call.
-        moves: for each tensor the moves that were inserted, in order.
+        module: the local graph.
     """
 
     def __init__(self, plan: Plan, module: fx.GraphModule, names: list[str]) -> None:
@@ -66,7 +66,7 @@ class MoveModule(nn.Module):
 
     def extra_repr(self) -> str:
         """Return the move as text."""
-        return str(self.move)
+        return self.move.told()
 
 
 def partition(plan: Plan, axes: Axes) -> Program:
@@ -150,13 +150,8 @@ class _Partition:
         choice = self.plan.choices[place]
         inputs = []
         for at, index in enumerate(operator.inputs):
-            tensor, rank = self.graph.tensors[index], len(self.graph.shape(index))
-            fans = tuple(
-                axis
-                for axis in self.plan.grid.names
-                if choice.fans(axis, at) and tensor.grad and axis not in self.plan.sums.get(index, ())
-            )
-            inputs.append(self._as(index, choice.layout_in(at, rank), fans))
+            rank = len(self.graph.shape(index))
+            inputs.append(self._as(index, choice.layout_in(at, rank), self.plan.fans(place, at)))
         if operator.kind in NOTHING:
             made: Any = inputs[0] if operator.kind == "constrain" else self.local.call_method("detach", (inputs[0],))
         else:

@@ -38,9 +38,11 @@ def moves(plan: Plan) -> Iterator[Moved]:
     """Return all moves, in the order in which operators ask for them; shared ones once."""
     graph, seen = plan.graph, set()
 
-    def new(place: int, index: int, source: L, target: L, fans: tuple[str, ...]) -> Iterator[Moved]:
+    def new(
+        place: int, index: int, source: L, target: L, fans: tuple[str, ...] = (), shares: tuple[str, ...] = ()
+    ) -> Iterator[Moved]:
         tensor, done = graph.tensors[index], ()
-        for move in way(source, target, fans):
+        for move in way(source, target, fans, shares):
             done = (*done, move)
             if (index, source, done) not in seen:
                 seen.add((index, source, done))
@@ -51,15 +53,15 @@ def moves(plan: Plan) -> Iterator[Moved]:
         choice = plan.choices[place]
         for at, index in enumerate(operator.inputs):
             target = choice.layout_in(at, len(graph.shape(index)))
-            yield from new(place, index, plan.source(index), target, plan.fans(place, at))
+            yield from new(place, index, plan.source(index), target, plan.fans(place, at), plan.shares(place, at))
         for at, index in enumerate(operator.outputs):
             if index in plan.placed:
                 raw = choice.layout_out(at, len(graph.shape(index)))
-                yield from new(place, index, raw, plan.placed[index], ())
+                yield from new(place, index, raw, plan.placed[index])
     for value in graph.results:
         if isinstance(value, Ref):
             whole = L(*[None] * len(graph.shape(value.index)))
-            yield from new(len(graph.operators), value.index, plan.source(value.index), whole, ())
+            yield from new(len(graph.operators), value.index, plan.source(value.index), whole)
 
 
 def explain(plan: Plan) -> str:

@@ -113,6 +113,11 @@ class Plan:
         choice, summed = self.choices[place], self.sums.get(index, ())
         return tuple(axis for axis in self.grid.names if choice.fans(axis, at) and axis not in summed)
 
+    def shares(self, place: int, at: int) -> tuple[str, ...]:
+        """Return the axes over which gradients of a weight are added up though this use of it computes no other part."""
+        summed = self.sums.get(self.graph.operators[place].inputs[at], ())
+        return tuple(axis for axis in summed if not self.choices[place].fans(axis, at))
+
     @property
     def _made(self) -> dict[int, L]:
         found = self.__dict__.get("_layouts")

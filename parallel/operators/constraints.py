@@ -12,7 +12,7 @@ import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -84,7 +84,7 @@ class Sharding:
         """Forward hook: constrain the arguments."""
         return _each(args, self.in_) if torch.compiler.is_exporting() else args
 
-    def leave(self, module: nn.Module, args: tuple[Any, ...], result: Any) -> Any:
+    def leave(self, module: nn.Module | None, args: tuple[Any, ...], result: Any) -> Any:
         """Forward hook: constrain the result."""
         if self.out is None or not torch.compiler.is_exporting():
             return result
@@ -141,6 +141,6 @@ def shard(
         if not torch.compiler.is_exporting():
             return target(*args, **kwargs)
         args, kwargs = _each((args, kwargs), sharding.in_)
-        return sharding.leave(None, args, target(*args, **kwargs))  # type: ignore[arg-type]
+        return sharding.leave(None, args, target(*args, **kwargs))
 
-    return sharded
+    return cast(T, sharded)

@@ -16,6 +16,11 @@ from pdrun.parallel.layouts.layout import L
 FAN_OUT, ADD_UP, GATHER, COLLECT, PART, SCATTER, SWAP = (
     "fan_out", "add_up", "gather", "collect", "part", "scatter", "swap",
 )  # fmt: skip
+SHARE = "share"
+"""
+Of a weight whose gradients are added up over an axis, where it is used alike by all ranks there: nothing forward, and
+backward each takes its share of the gradient, of which all have the whole.
+"""
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,7 @@ class Move:
         gathered, summed = large - small, 2 * (large - large // n)
         ways = {
             FAN_OUT: (0, summed),
+            SHARE: (0, 0),
             ADD_UP: (summed, 0),
             GATHER: (gathered, 0),
             COLLECT: (gathered, gathered),
@@ -60,15 +66,16 @@ class Move:
         forward, backward = ways[self.kind]
         return forward, backward if grad else 0
 
-    def __str__(self) -> str:
+    def told(self, grad: bool = True) -> str:
+        """Return the move as text, with what happens in the backward pass if there is one."""
         names = {
-            FAN_OUT: ("", "all-reduce"), ADD_UP: ("all-reduce", ""), GATHER: ("all-gather", ""),
+            FAN_OUT: ("", "all-reduce"), SHARE: ("", "share"), ADD_UP: ("all-reduce", ""), GATHER: ("all-gather", ""),
             COLLECT: ("all-gather", "reduce-scatter"), PART: ("slice", "all-gather"),
             SCATTER: ("reduce-scatter", "all-gather"), SWAP: ("all-to-all", "all-to-all"),
         }  # fmt: skip
         forward, backward = names[self.kind]
         dim = f" dim {self.dim}" if self.dim >= 0 else ""
-        said = [text for text in (forward, f"backward {backward}" if backward else "") if text]
+        said = [text for text in (forward, f"backward {backward}" if backward and grad else "") if text]
         return f"{', '.join(said)} over {self.axis}{dim}"
 
 
@@ -79,17 +86,18 @@ def _count(grid: Grid, layout: L, shape: tuple[int, ...]) -> int:
     return total
 
 
-def way(source: L, target: L, fans: tuple[str, ...] = ()) -> tuple[Move, ...]:
+def way(source: L, target: L, fans: tuple[str, ...] = (), shares: tuple[str, ...] = ()) -> tuple[Move, ...]:
     """
     Return the moves from one layout to another.
 
     Args:
         fans: axes along which the target is whole and used for another part on each rank.
+        shares: see `SHARE`.
 
     Raises:
         ValueError: the target is partial where the source isn't.
     """
-    return _Way(source, target, fans).run()
+    return _Way(source, target, fans).run(shares)
 
 
 class _Way:
@@ -103,8 +111,10 @@ class _Way:
         if set(target.sums) - set(source.sums):
             raise ValueError(f"{source} does not become {target}: nothing makes a tensor a sum")
 
-    def run(self) -> tuple[Move, ...]:
+    def run(self, shares: tuple[str, ...]) -> tuple[Move, ...]:
         """Return the moves."""
+        for axis in shares:
+            self._move(SHARE, axis)
         changed = True
         while changed:
             changed = self._scatter() or self._swap() or self._add_up() or self._gather()

@@ -154,7 +154,10 @@ def again(first: Plan, graph: Graph) -> Plan:
     """
     from pdrun.parallel.operators.again import wishes_like
 
-    return propagate(graph, first.grid, wishes_like(first, graph))
+    plan = propagate(graph, first.grid, wishes_like(first, graph))
+    sums = {first.graph.tensors[index].name: axes for index, axes in first.sums.items()}
+    plan.sums = {index: sums.get(graph.tensors[index].name, ()) for index in plan.sums}
+    return plan
 
 
 def _key(value: Any) -> Any:

@@ -33,11 +33,22 @@ class Program:
 
     Attributes:
         names: of the weights and buffers that ``module`` takes, in order; then come the tensors of the call.
-        moves: for each tensor the moves that were inserted, in order.
+        module: the local graph.
     """
 
     def __init__(self, plan: Plan, module: fx.GraphModule, names: list[str]) -> None:
         self.plan, self.module, self.names = plan, module, names
+
+
+class _Share(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, size: int) -> torch.Tensor:
+        ctx.size = size
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad / ctx.size, None
 
 
 class MoveModule(nn.Module):
@@ -52,6 +63,8 @@ class MoveModule(nn.Module):
         move, axis = self.move, self.axis
         if move.kind == convert.FAN_OUT:
             return collectives.fan_out(x, axis) if x.requires_grad else x
+        if move.kind == convert.SHARE:
+            return _Share.apply(x, axis.size)
         if move.kind == convert.ADD_UP:
             return collectives.add_up(x, axis)
         if move.kind == convert.GATHER:
@@ -66,7 +79,7 @@ class MoveModule(nn.Module):
 
     def extra_repr(self) -> str:
         """Return the move as text."""
-        return str(self.move)
+        return self.move.told()
 
 
 def partition(plan: Plan, axes: Axes) -> Program:
@@ -115,9 +128,9 @@ class _Partition:
         rank = len(self.graph.shape(value.index))
         return self._as(value.index, L(*[None] * rank), ())
 
-    def _as(self, index: int, target: L, fans: tuple[str, ...]) -> fx.Node:
+    def _as(self, index: int, target: L, fans: tuple[str, ...], shares: tuple[str, ...] = ()) -> fx.Node:
         """Return a tensor in a layout; the moves that lead there are inserted where they haven't been yet."""
-        moves = way(self.plan.source(index), target, fans)
+        moves = way(self.plan.source(index), target, fans, shares)
         return self._moved(index, (), moves)
 
     def _moved(self, index: int, done: tuple[Move, ...], rest: tuple[Move, ...]) -> fx.Node:
@@ -150,13 +163,8 @@ class _Partition:
         choice = self.plan.choices[place]
         inputs = []
         for at, index in enumerate(operator.inputs):
-            tensor, rank = self.graph.tensors[index], len(self.graph.shape(index))
-            fans = tuple(
-                axis
-                for axis in self.plan.grid.names
-                if choice.fans(axis, at) and tensor.grad and axis not in self.plan.sums.get(index, ())
-            )
-            inputs.append(self._as(index, choice.layout_in(at, rank), fans))
+            wanted = choice.layout_in(at, len(self.graph.shape(index)))
+            inputs.append(self._as(index, wanted, self.plan.fans(place, at), self.plan.shares(place, at)))
         if operator.kind in NOTHING:
             made: Any = inputs[0] if operator.kind == "constrain" else self.local.call_method("detach", (inputs[0],))
         else:

@@ -101,6 +101,23 @@ class Plan:
                 return given[index]
         return self._made.get(index) or L(*[None] * len(self.graph.shape(index)))
 
+    def fans(self, place: int, at: int) -> tuple[str, ...]:
+        """
+        Return the axes along which an input of an operator has to fan out, because its gradients are terms of a sum.
+
+        Those of weights are added up by whoever updates them (`sums`).
+        """
+        index = self.graph.operators[place].inputs[at]
+        if not self.graph.tensors[index].grad:
+            return ()
+        choice, summed = self.choices[place], self.sums.get(index, ())
+        return tuple(axis for axis in self.grid.names if choice.fans(axis, at) and axis not in summed)
+
+    def shares(self, place: int, at: int) -> tuple[str, ...]:
+        """Return the axes over which gradients of a weight are added up though this use of it computes no other part."""
+        summed = self.sums.get(self.graph.operators[place].inputs[at], ())
+        return tuple(axis for axis in summed if not self.choices[place].fans(axis, at))
+
     @property
     def _made(self) -> dict[int, L]:
         found = self.__dict__.get("_layouts")

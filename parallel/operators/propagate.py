@@ -225,9 +225,9 @@ def _stored(state: State) -> State:
 
 def sums_of_weights(plan: Plan, users: list[list[int]]) -> None:
     """
-    Note the axes over which gradients of weights are sums: those along which all their users compute other parts.
+    Note the axes over which gradients of weights are sums: those along which some user computes another part.
 
-    Where only some do, their use of the weight fans out in the forward pass instead.
+    Users that compute the same on all ranks there contribute a share (`convert.SHARE`).
     """
     for index, layout in plan.weights.items():
         axes = []
@@ -238,6 +238,6 @@ def sums_of_weights(plan: Plan, users: list[list[int]]) -> None:
                 for at, other in enumerate(plan.graph.operators[place].inputs)
                 if other == index
             ]
-            if uses and all(uses) and axis not in layout.axes and plan.graph.tensors[index].grad:
+            if any(uses) and axis not in layout.axes and plan.graph.tensors[index].grad:
                 axes.append(axis)
         plan.sums[index] = tuple(axes)

@@ -2,8 +2,8 @@
 Rules: in which ways an operator may be cut along one axis of the mesh.
 
 A rule looks at an operator (its kind, arguments and shapes) and returns its `Split`s, each of which says for every
-input and output what the ranks along the axis hold of it: a part along one dim, everything, or a term of a sum. The rule of
-a matrix product of [I, K] and [K, J] has three, beside the one in which all ranks compute everything:
+input and output what the ranks along the axis hold of it: a part along one dim, everything, or a term of a sum. The
+rule of a matrix product of [I, K] and [K, J] has three, beside the one in which all ranks compute everything:
 
     cut I   (0, WHOLE) -> 0          cut J   (WHOLE, 1) -> 1          cut K   (1, 0) -> PARTIAL
 

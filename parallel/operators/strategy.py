@@ -121,6 +121,9 @@ class _Resolver:
                 for name in names:
                     self._apply(kind, name, entry)
                 return
+        if isinstance(entry, L) and any(fnmatch.fnmatchcase(name, pattern) for name in (*self.operators, *self.modules)):
+            what = f"{pattern} is an operator: {entry!r} says nothing of its inputs"
+            raise UsageError(what, where=WHERE, hint="give a tuple with an entry for each, or Cut(in_=..., out=...)")
         if any(fnmatch.fnmatchcase(name, pattern) for name in self.params):
             what = f"{pattern} names a weight, and {entry!r} is no layout"
             raise UsageError(what, where=WHERE, hint='for example L("tp", None)')
@@ -190,10 +193,10 @@ class _Resolver:
             self.wishes.whole.add(place)
             self.wishes.choices[place] = Choice({}, (), self.grid.names)
             return
-        cut = entry if isinstance(entry, Cut) else Cut(tuple(entry)) if isinstance(entry, tuple) else None
-        if cut is None:
-            raise UsageError(f"{said} is an operator: {entry!r} says nothing of its inputs", where=WHERE,
-                             hint="give a tuple with an entry for each, or Cut(in_=..., out=...)")  # fmt: skip
+        if not isinstance(entry, (Cut, tuple)):
+            what = f"{said}: {entry!r} is no way to cut an operator"
+            raise UsageError(what, where=WHERE, hint="give a tuple with an entry for each input, or Cut(in_=..., out=...)")
+        cut = entry if isinstance(entry, Cut) else Cut(tuple(entry))
         if len(cut.in_) > len(self.graph.operators[place].inputs):
             count = len(self.graph.operators[place].inputs)
             raise UsageError(f"{said} has {count} inputs, {len(cut.in_)} are described", where=WHERE)

@@ -1,12 +1,20 @@
-"""The operator engine: a cut model has the numbers of one process, on real ranks."""
+"""The operator engine: a cut model has the numbers of one process, on real ranks; and what it says at plan time."""
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import pytest
 
+torch = pytest.importorskip("torch")
+
+from pdrun.errors import UsageError
+from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
+from pdrun.parallel.operators.module import Operators
+from pdrun.parallel.operators.plan import Plan
+from pdrun.parallel.operators.strategy import Cut, replicate
 from tests.parallel import nets
 
 pytestmark = pytest.mark.torch
@@ -18,26 +26,221 @@ LLAMA = {
     "[qkv].weight": L("tp", None), "o.weight": L(None, "tp"), "gate.weight": L("tp", None), "up.weight": L("tp", None),
     "down.weight": L(None, "tp"), "emb.weight": L("tp", None),
 }  # fmt: skip
+SEQUENCE = {"norm[12].rms_norm": Cut(in_=(L(None, "tp", None),)), "add_2": Cut(in_=(L(None, "tp", None),)),
+            "add_3": Cut(in_=(L(None, "tp", None),))}  # fmt: skip
 TABLES = {
     "users.weight": L("tp", None), "items.weight": L(None, "tp"), "tags.weight": L(None, "tp"),
     "fc1.weight": L("tp", None), "fc2.weight": L(None, "tp"),
 }  # fmt: skip
+CONV = {"one.weight": L("tp", None, None, None), "two.weight": L(None, "tp", None, None)}
+TUTORIAL = {
+    "rows": {"matmul": ((4, 1), (1, 1))},
+    "columns": {"matmul": ((1, 1), (1, 4)), "matmul_1": ((1, 4), (4, 1))},
+    "both": {"matmul": ((2, 1), (1, 2)), "matmul_1": ((2, 2), (2, 1)), "matmul_2": ((2, 2), (2, 1))},
+    "mixed": {"matmul": ((2, 2), (2, 1)), "matmul_1": ((4, 1), (1, 1)), "matmul_2": ((1, 4), (4, 1))},
+    "layouts": {"matmul": (L("x", "y"), L("y", None)), "matmul_1": (L(("y", "x"), None), L(None, None)),
+                "matmul_2": (L(None, ("x", "y")), L(("x", "y"), None))},
+}  # fmt: skip
 
-
-@pytest.mark.parametrize(("name", "axes", "entries"), [
+PAIRS: list[tuple[str, dict[str, int], Any]] = [
     ("perceptron", {"tp": 2}, {}),
     ("perceptron", {"tp": 2}, {"fc1": ((2, 1), (1, 1))}),
     ("perceptron", {"tp": 2}, {"fc1": ((1, 1), (2, 1))}),
     ("perceptron", {"tp": 2}, {"fc1": ((1, 2), (1, 2))}),
+    ("perceptron", {"tp": 2}, {"fc1.weight": L("tp", None), "fc2": Cut(out=L("tp", None))}),
     ("perceptron", {"tp": 2}, {"fc1.weight": L("tp", None), "fc2.weight": L(None, "tp")}),
     ("uneven", {"tp": 2}, {"fc1.weight": L("tp", None), "fc2.weight": L(None, "tp")}),
     ("tiny", {"tp": 2}, MEGATRON),
+    ("dropped", {"tp": 2}, MEGATRON),
     ("llama", {"tp": 2}, LLAMA),
-    ("conv", {"tp": 2}, {"one.weight": L("tp", None, None, None), "two.weight": L(None, "tp", None, None)}),
+    ("llama", {"tp": 2}, LLAMA | SEQUENCE),
+    ("conv", {"tp": 2}, CONV),
+    ("conv", {"tp": 2}, {"two.weight": L("tp", None, None, None), "groups.weight": L("tp", None, None, None)}),
     ("recommender", {"tp": 2}, TABLES),
-], ids=str)  # fmt: skip
+    ("tiny", {"tp": 3}, {"blocks.*.proj.weight": L(None, "tp"), "blocks.*.up.weight": L("tp", None)}),
+]
+FOURS: list[tuple[str, dict[str, int], Any]] = [
+    ("llama", {"x": 2, "y": 2}, {"[qkv].weight": L("x", "y"), "o.weight": L("y", "x"), "gate.weight": L(("x", "y"), None),
+                                 "up.weight": L(("y", "x"), None), "emb.weight": L("y", "x")}),
+    ("llama", {"tp": 4}, LLAMA),  # two groups of heads: they are gathered
+    ("uneven", {"tp": 4}, {"fc1.weight": L("tp", None), "fc2.weight": L(None, "tp")}),
+    ("uneven", {"x": 2, "y": 2}, {"fc1.weight": L(("x", "y"), None), "fc2.weight": L("y", "x")}),
+    ("tiny", {"dp": 2, "tp": 2}, MEGATRON),
+    *(("tutorial", {"x": 2, "y": 2}, entries) for entries in TUTORIAL.values()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "axes", "entries"), [*PAIRS, *FOURS], ids=str)
 def test_a_cut_model_has_the_numbers_of_one_process(worlds: Any, name: str, axes: dict[str, int], entries: Any) -> None:
-    size = 1
-    for degree in axes.values():
-        size *= degree
-    worlds(size).run(nets.compare, name, axes, entries)
+    worlds(prod(axes.values())).run(nets.compare, name, axes, entries)
+
+
+def test_on_eight_ranks(worlds: Any) -> None:
+    worlds(8).run(nets.compare, "feed", {"x": 2, "y": 4}, {"matmul": ((2, 1), (1, 4))})
+
+
+@pytest.mark.parametrize(("name", "axes", "entries"), [PAIRS[9], PAIRS[11], PAIRS[13], FOURS[0]], ids=str)
+def test_in_single_precision(worlds: Any, name: str, axes: dict[str, int], entries: Any) -> None:
+    worlds(prod(axes.values())).run(nets.compare, name, axes, entries, dtype=torch.float32)
+
+
+def test_other_shapes_have_the_same_layouts(worlds: Any) -> None:
+    """Fault 35: a last batch of 3 rows, one of a single row, and the first shape again."""
+    worlds(2).run(nets.compare, "llama", {"tp": 2}, LLAMA, rows=(4, 3, 1, 4))
+    worlds(2).run(nets.compare, "perceptron", {"tp": 2}, {"fc1": ((2, 1), (1, 1))}, rows=(4, 3, 1))
+
+
+def test_an_axis_of_one_device_goes_through_the_same_code(worlds: Any) -> None:
+    """Fault 33."""
+    assert worlds(1).run(nets.compare, "llama", {"tp": 1}, LLAMA)[0]["counts"] == {}
+
+
+def test_repeated_computation_changes_nothing(worlds: Any) -> None:
+    """The same strategy, with an axis that nothing is cut over."""
+    entries = {"fc1": ((1, 1), (2, 1))}
+    worlds(2).run(nets.compare, "perceptron", {"tp": 2}, entries)
+    worlds(4).run(nets.compare, "perceptron", {"tp": 2, "idle": 2}, entries)
+    worlds(4).run(nets.compare, "perceptron", {"idle": 2, "tp": 2}, entries)
+
+
+# ---- how much is communicated ------------------------------------------------------------------------------------
+
+
+def test_a_megatron_block_communicates_four_times(worlds: Any) -> None:
+    """An all-reduce behind each row-cut product, forward, and one before each column-cut one, backward."""
+    entries = {key: layout for key, layout in LLAMA.items() if key != "emb.weight"}
+    counts = worlds(2).run(nets.compare, "llama", {"tp": 2}, entries)[0]["counts"]
+    activations = 4 * 6 * 16 * 8
+    assert counts == {"('all_reduce', ('tp',))": (4, 4 * activations),
+                      "forward ('all_reduce', ('tp',))": (2, 2 * activations)}  # fmt: skip
+
+
+def test_sequence_parallel_gathers_and_scatters_four_times_each(worlds: Any) -> None:
+    """
+    An all-gather before each column-cut product and a reduce-scatter behind each row-cut one, and the other way round
+    backward. Embedding and head follow: each rank has its part of the sequence, and the logits are gathered at the end.
+    """
+    entries = {key: layout for key, layout in (LLAMA | SEQUENCE).items() if key != "emb.weight"}
+    counts = worlds(2).run(nets.compare, "llama", {"tp": 2}, entries)[0]["counts"]
+    part = 4 * 3 * 16 * 8
+    assert set(counts) == {f"{way}('{kind}', ('tp',))" for way in ("", "forward ") for kind in ("all_gather", "reduce_scatter")}
+    logits = 4 * 3 * 21 * 8
+    assert counts["('all_gather', ('tp',))"] == (4 + 1, 4 * part + logits)
+    assert counts["('reduce_scatter', ('tp',))"] == (4, 4 * 2 * part)
+    assert counts["forward ('all_gather', ('tp',))"] == (2 + 1, 2 * part + logits)
+    assert counts["forward ('reduce_scatter', ('tp',))"] == (2, 2 * 2 * part)
+
+
+# ---- plans: no ranks needed --------------------------------------------------------------------------------------
+
+
+def planned(name: str, entries: Any, rows: int = 4, **axes: int) -> Plan:
+    """Return the plan for one of the models."""
+    grid = Grid(tuple(axes), tuple(axes.values()))
+    return Operators(entries).plan(nets.net(name), grid, nets.inputs(name, rows))
+
+
+def counts_of(plan: Plan, name: str) -> tuple[tuple[int, ...], ...]:
+    """Return how often each input of an operator is cut, dim by dim: MindSpore's form of a strategy."""
+    place = next(at for at, operator in enumerate(plan.graph.operators) if operator.name == name)
+    operator, choice = plan.graph.operators[place], plan.choices[place]
+    layouts = [choice.layout_in(at, len(plan.graph.shape(index))) for at, index in enumerate(operator.inputs)]
+    return tuple(tuple(plan.grid.extent(axes) for axes in layout.dims) for layout in layouts)
+
+
+def test_propagation_golden() -> None:
+    """The feed-forward network of MindSpore's documentation of sharding propagation."""
+    plan = planned("feed", {"matmul": ((2, 1), (1, 4))}, x=2, y=4)
+    assert counts_of(plan, "add") == ((2, 4), (4,))
+    assert counts_of(plan, "relu") == ((2, 4),)
+    assert counts_of(plan, "matmul_1") == ((2, 4), (4, 1))
+    assert plan.choices[-1].layout_out(0, 2) == L("x", None).partial("y")
+
+
+def test_propagation_never_changes_what_is_configured() -> None:
+    plan = planned("feed", {"matmul": ((2, 1), (1, 4)), "relu": ((1, 1),)}, x=2, y=4)
+    assert counts_of(plan, "relu") == ((1, 1),)
+    assert counts_of(plan, "matmul") == ((2, 1), (1, 4))
+
+
+def test_plans_are_the_same_every_time() -> None:
+    one, other = (planned("llama", LLAMA, tp=2) for _ in range(2))
+    assert (one.choices, one.weights, one.sums) == (other.choices, other.weights, other.sums)
+
+
+def test_nothing_configured_means_nothing_cut() -> None:
+    plan = planned("tiny", {}, dp=2, tp=2)
+    assert not any(choice.splits for choice in plan.choices)
+    assert not any(layout.axes for layout in plan.weights.values())
+
+
+def test_heads_are_cut_as_groups_and_gathered_where_they_cannot_be() -> None:
+    """Fault 24: 4 heads over 3 ranks; the products are cut unevenly, the heads stay whole, and it is no error."""
+    plan = planned("tiny", {"blocks.*.proj.weight": L(None, "tp")}, tp=3)
+    attention = next(at for at, operator in enumerate(plan.graph.operators) if "attention" in operator.kind)
+    assert plan.choices[attention].state("tp", 0) != 1
+    assert plan.weights[plan.graph.operators[attention + 3].inputs[1]] == L(None, "tp")
+
+
+@pytest.mark.parametrize(("name", "entries", "axes", "told"), [
+    ("perceptron", {"fc3.weight": L("tp", None)}, {"tp": 2}, "nothing is called 'fc3.weight'.*did you mean 'fc[12].weight'"),
+    ("perceptron", {"fc1": L("tp", None)}, {"tp": 2}, "fc1 is an operator"),
+    ("perceptron", {"fc1.weight": ((2, 1),)}, {"tp": 2}, "names a weight"),
+    ("perceptron", {"fc1": ((2, 1), (1, 2))}, {"tp": 2}, r"no way to cut linear into \(\(2, 1\), \(1, 2\)\)"),
+    ("perceptron", {"fc1": ((4, 1), (1, 1))}, {"tp": 2}, "no way to cut linear.*an axis for each count"),
+    ("perceptron", {"fc1": ((2,), (1, 1))}, {"tp": 2}, "not a count for each dim"),
+    ("perceptron", {"fc1": (2, 1)}, {"tp": 2}, "neither a layout nor a tuple of counts"),
+    ("perceptron", {"fc1": (L("tp", None), L("tp", None))}, {"tp": 2}, "linear at .*can't take.*along tp"),
+    ("perceptron", {"fc1": (L("zp", None),)}, {"tp": 2}, "there is no axis 'zp'"),
+    ("perceptron", {"fc1": (L(None, "dp"),)}, {"dp": 2, "tp": 2}, "dp cut dim 1"),
+    ("perceptron", {"fc1.weight": L("dp", None)}, {"dp": 2, "tp": 2}, "dp cut dim 0"),
+    ("perceptron", {"fc1": ((2, 1), (1, 1)), "fc1.linear": ((2, 1), (1, 1))}, {"tp": 2}, "configured by fc1 and by fc1.linear"),
+    ("llama", {"head": ((1, 1, 2), (1, 2)), "emb": ((2, 1), (1, 1))}, {"tp": 2}, "emb.weight is .* for head .* for emb"),
+    ("tiny", {"blocks.0.view": ((1, 1, 2),)}, {"tp": 2}, "view can be cut so into parts of 3, not into 2"),
+    ("tiny", {"norm.weight": L("tp")}, {"tp": 2}, "layer_norm at .*can't take"),
+], ids=str)  # fmt: skip
+def test_mistakes_are_told_when_planning(name: str, entries: Any, axes: dict[str, int], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        planned(name, entries, **axes)
+
+
+def test_the_batch_may_be_named() -> None:
+    """``dp`` on dim 0 says what holds anyway."""
+    plan = planned("perceptron", {"fc1": (L("dp", None), L("tp", None))}, dp=2, tp=2)
+    assert plan.weights[0] == L("tp", None)
+    same = planned("perceptron", {"fc1": ((2, 1), (4, 1))}, dp=2, tp=4)
+    assert (same.weights[0], same.choices[0].layout_in(0, 2)) == (L("tp", None), L(None, None))
+
+
+class Strange(torch.nn.Module):
+    """A model with an operator that nobody has a rule for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = torch.nn.Linear(4, 4)
+
+    def forward(self, x: Any) -> Any:
+        return torch.linalg.matrix_exp(self.fc(x))
+
+
+def test_a_missing_rule_is_told_with_the_line_of_the_model() -> None:
+    """Fault 34."""
+    grid, sample = Grid(("tp",), (2,)), (torch.zeros(4, 4),)
+    with pytest.raises(UsageError, match=r"test_operators.py:\d+: return torch.linalg.matrix_exp") as error:
+        Operators({}).plan(Strange(), grid, sample)
+    assert "no rule for cutting linalg_matrix_exp" in str(error.value)
+    assert '"linalg_matrix_exp": replicate' in error.value.hint
+    plan = Operators({"linalg_matrix_exp": replicate, "fc": ((2, 1), (1, 1))}).plan(Strange(), grid, sample)
+    assert not plan.choices[1].splits
+
+
+class Branching(torch.nn.Module):
+    """A model whose control flow depends on data."""
+
+    def forward(self, x: Any) -> Any:
+        return x if x.sum() > 0 else -x
+
+
+def test_a_model_that_does_not_export_is_told() -> None:
+    with pytest.raises(UsageError, match="Branching does not export.*module styles"):
+        Operators({}).plan(Branching(), Grid(("tp",), (2,)), (torch.zeros(4),))

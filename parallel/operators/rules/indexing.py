@@ -67,7 +67,7 @@ def index_select(view: View) -> list[Split]:
 def gather(view: View) -> list[Split]:
     """Cut the other dims that are as long in the index, or the dim itself in index and result."""
     rank = len(view.ins[0])
-    over = view.arg(1, "dim") % rank
+    over = view.arg(2 if view.operator.kind == "take_along_dim" else 1, "dim") % rank
     x: list[Hashable | None] = [dim if dim != over and view.ins[0][dim] == view.ins[1][dim] else None
                                 for dim in range(rank)]  # fmt: skip
     index = [name if dim != over else "i" for dim, name in enumerate(x)]

@@ -48,8 +48,8 @@ def addmm_once(bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, factor
 def linear_layer(view: View) -> list[Split]:
     """x [..., K], weight [J, K], bias [J]."""
     lead: list[Hashable] = list(range(len(view.ins[0]) - 1))
-    ins: list[Labels] = [[*lead, "k"], ["j", "k"], ["j"]][: len(view.ins)]
-    found = by_labels(view, ins, [[*lead, "j"]], lost=["k"])
+    ins: list[Labels] = [[*lead, "k"], ["j", "k"], ["j"]]
+    found = by_labels(view, ins[: len(view.ins)], [[*lead, "j"]], lost=["k"])
     return found + ([] if len(view.ins) > 2 else linear(view, [0], [1]))
 
 

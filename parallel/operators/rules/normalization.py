@@ -15,7 +15,10 @@ def layer_norm(view: View) -> list[Split]:
     return by_labels(view, [first, *[[None] * len(some) for some in view.ins[1:]]], outs)
 
 
-@rule("softmax", "_softmax", "log_softmax", "_log_softmax", "_safe_softmax")
+SOFTMAX = ("softmax", "_softmax", "log_softmax", "_log_softmax", "_safe_softmax")
+
+
+@rule(*SOFTMAX)
 def softmax(view: View) -> list[Split]:
     """Cut all dims but one."""
     shape = view.ins[0]

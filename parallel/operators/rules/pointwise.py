@@ -15,17 +15,17 @@ UNARY = (
     "floor", "frac", "gelu", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "isfinite", "isinf", "isnan",
     "leaky_relu", "lgamma", "log", "log10", "log1p", "log2", "log_sigmoid", "logical_not", "logit", "mish",
     "nan_to_num", "reciprocal", "relu", "relu6", "round", "rsqrt", "selu", "sgn", "sigmoid", "sign", "silu", "sin",
-    "sinc", "sinh", "softplus", "softshrink", "softsign", "sqrt", "square", "tan", "tanh", "threshold", "trunc",
+    "sinc", "sinh", "softplus", "softshrink", "sqrt", "square", "tan", "tanh", "threshold", "trunc",
     "zeros_like", "ones_like", "full_like",
 )  # fmt: skip
 MANY = (
     "atan2", "bitwise_and", "bitwise_or", "bitwise_xor", "copysign", "eq", "floor_divide", "fmax", "fmin", "fmod",
     "ge", "gt", "hypot", "isclose", "le", "logaddexp", "logical_and", "logical_or", "logical_xor", "lt", "maximum",
-    "minimum", "ne", "pow", "prelu_elementwise", "remainder", "xlogy", "addcdiv", "addcmul",
+    "minimum", "ne", "pow", "remainder", "xlogy", "addcdiv", "addcmul",
     "lerp", "rsub", "__and__", "__or__",
 )  # fmt: skip
 LINEAR_UNARY = ("clone", "neg", "negative", "positive", "real", "constrain", "detach", "stop")
-CAST = ("to", "_to_copy", "type_as", "float", "double", "half", "bfloat16")
+CAST = ("to", "_to_copy", "type_as")
 
 
 def _elementwise(view: View) -> list[Split]:
@@ -121,3 +121,20 @@ def _run_dropout(place: Place) -> Call:
 def dropout(view: View) -> list[Split]:
     """As `elementwise`, with the mask of the whole tensor; a term of a sum stays one."""
     return _elementwise(view) + linear(view, [0])
+
+
+def dropped_and_kept(x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `dropped`, and where it isn't 0."""
+    result = dropped(x, *args)
+    return result, result != 0
+
+
+def _run_native_dropout(place: Place) -> Call:
+    _, args, kwargs = _run_dropout(place)
+    return dropped_and_kept, args, kwargs
+
+
+@rule("native_dropout", run=_run_native_dropout)
+def native_dropout(view: View) -> list[Split]:
+    """As `dropout`, without terms of sums: the second result is no sum."""
+    return _elementwise(view)

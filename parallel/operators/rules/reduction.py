@@ -56,8 +56,13 @@ def mean(view: View) -> list[Split]:
     return total(view)
 
 
-@rule("amax", "amin", "max", "min", "prod", "any", "all", "argmax", "argmin", "var", "std", "var_mean",
-      "logsumexp", "norm", "linalg_vector_norm", "median", "argsort", "sort", "topk", "cummax", "cumprod", "logcumsumexp")  # fmt: skip
+OTHERS = (
+    "amax", "amin", "max", "min", "prod", "any", "all", "argmax", "argmin", "var", "std", "var_mean", "logsumexp",
+    "norm", "linalg_vector_norm", "median", "argsort", "sort", "topk", "cummax", "cumprod", "logcumsumexp",
+)  # fmt: skip
+
+
+@rule(*OTHERS)
 def others(view: View) -> list[Split]:
     """Cut the dims that stay."""
     kind, rank = view.operator.kind, len(view.ins[0])

@@ -19,7 +19,7 @@ from pdrun.launcher.hosts import Host
 from pdrun.launcher.spec import JobSpec, Output, Place, Policy, Program, Reach, Resources, Sources, field_paths
 from pdrun.launcher.values import rank_text
 from pdrun.launcher.wishes import Level, Source, Wish, contradiction, settle
-from pdrun.net import Endpoint
+from pdrun.net import Endpoint, port_for
 
 Settled = dict[str, Wish]
 MSRUN_WORKERS = 8
@@ -58,7 +58,6 @@ def _met(asked: Asked) -> Asked:
     place = asked.spec.place
     if len(place.hosts) < 2 or place.launcher != "none" or place.scheduler or place.local:
         return asked
-    from pdrun.launcher.network import port_for
     from pdrun.launcher.plan import job_key
 
     meeting = Endpoint(place.hosts[0].reach, port_for(job_key(asked.spec)))

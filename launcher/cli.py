@@ -119,18 +119,17 @@ def fault(error: Exception) -> int:
     """
     Report an error that nobody has foreseen, and return the exit code.
 
-    A disk or a terminal that takes nothing, and a limit of open files, are the machine's; the rest is a fault of pdrun
-    itself, whose traceback is for whoever mends it, not for the user's terminal.
+    A disk or a terminal that takes nothing, and a limit of open files or of processes, are the machine's; the rest is a
+    fault of pdrun itself, whose traceback is for whoever mends it, not for the user's terminal.
     """
     import tempfile
     import traceback
 
     from pdrun import early
 
-    if early.ran_out(error):
-        few = early.too_few("pdrun", FEWEST_FILES)
-        _say(f"error: {few}")
-        return few.exit_code
+    if limit := early.explained(error, "pdrun", FEWEST_FILES):
+        _say(f"error: {limit}")
+        return limit.exit_code
     if isinstance(error, OSError) and error.errno in _UNWRITTEN and error.filename is None:
         _drop_output()
         _say(f"error: the output could not be written: {error.strerror} ({errno.errorcode[error.errno]})")

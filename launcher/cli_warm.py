@@ -72,9 +72,14 @@ def status(*, json: bool) -> int:
 
 def stop(pids: Sequence[int]) -> int:
     """End the warm processes with these pids, or all; return 1 where one did not end."""
-    found = {each.pid: each for each in warm.Look().found()}
+    look = warm.Look()
+    found = {each.pid: each for each in look.found()}
+    cleared = warm.clear(look)
     unknown = [pid for pid in pids if pid not in found]
     if unknown:
+        name = next((name for name, pid in look.pids.items() if pid == unknown[0] and name in look.faults), "")
+        if name:
+            raise ConfigError(look.faults[name])
         raise UsageError(f"{unknown[0]} is no warm process of yours on this node", hint="see pdrun warm status")
     code = 0
     for pid in pids or found:
@@ -83,7 +88,10 @@ def stop(pids: Sequence[int]) -> int:
         _say(f"{'ended' if ended else 'could not end'} the warm process {pid}"
              + (f"; {running} job(s) go on" if running and ended else ""))  # fmt: skip
         code = code if ended else 1
-    if not found:
+    for name, why in look.faults.items():
+        _say(f"{name}: was left by a dead process, and is removed" if name in cleared else f"{name}: {why}")
+        code = code if name in cleared else 1
+    if not found and not look.faults:
         _say(NONE)
     return code
 

@@ -19,7 +19,7 @@ from pdrun.launcher.hosts import Host
 from pdrun.launcher.spec import JobSpec, Output, Place, Policy, Program, Reach, Resources, Sources, field_paths
 from pdrun.launcher.values import rank_text
 from pdrun.launcher.wishes import Level, Source, Wish, contradiction, settle
-from pdrun.net import Endpoint
+from pdrun.net import Endpoint, port_for
 
 Settled = dict[str, Wish]
 MSRUN_WORKERS = 8
@@ -58,7 +58,6 @@ def _met(asked: Asked) -> Asked:
     place = asked.spec.place
     if len(place.hosts) < 2 or place.launcher != "none" or place.scheduler or place.local:
         return asked
-    from pdrun.launcher.network import port_for
     from pdrun.launcher.plan import job_key
 
     meeting = Endpoint(place.hosts[0].reach, port_for(job_key(asked.spec)))
@@ -290,6 +289,10 @@ def _check(settled: Settled) -> None:
     if rank and serve and serve.value != (rank.value == 0) and not apart:
         raise contradiction(serve, rank)
     _check_elastic(settled)
+    _check_restarts(settled)
+    launcher, listed = settled.get("place.launcher"), {"hosts.all", "place.hosts"} & set(settled)
+    if launcher and launcher.value == "ssh" and not listed and launcher.source.level is not Level.ENVIRONMENT:
+        raise launcher.source.error("ssh has no hosts to start agents on", "add --hosts a,b or --hostfile FILE")
     for path, wish in settled.items():
         if path.startswith("env."):
             try:
@@ -308,6 +311,14 @@ def _check_elastic(settled: Settled) -> None:
         wish = settled.get(path)
         if wish and not elastic and wish.source.level is Level.COMMAND:
             raise wish.source.error("is about jobs that change their size", "write --nodes MIN:MAX")
+
+
+def _check_restarts(settled: Settled) -> None:
+    """What is about restarts needs some: 0 is the default, and said in words it switches them off on purpose."""
+    for path in ("policy.restart_on", "policy.no_restart_on", "policy.restart_window", "policy.backoff"):
+        wish = settled.get(path)
+        if wish and wish.source.level is Level.COMMAND and "policy.max_restarts" not in settled:
+            raise wish.source.error("is about restarts, and none are allowed", "add --max-restarts N")
     only, never = settled.get("policy.restart_on"), settled.get("policy.no_restart_on")
     both = sorted({*_value(settled, "policy.restart_on", ())} & {*_value(settled, "policy.no_restart_on", ())})
     if only and never and both:

@@ -45,7 +45,7 @@ def read_hostfile(path: str, stdin: Callable[[int], bytes] | None = None) -> tup
     """
     if path == "-" and stdin is not None:
         return parse(decoded(stdin(LIMIT + 1), "standard input", LIMIT), "standard input")
-    return parse(read_text(path, LIMIT), Path(path).name)
+    return parse(read_text(path, LIMIT, instead="give it on standard input: --hostfile -"), Path(path).name)
 
 
 @dataclass

@@ -81,6 +81,8 @@ class KeeperProcess:
             self.pid = os.posix_spawn(python, argv, environ, setsigmask=[])
         except OSError as error:
             ours.close()
+            if early.no_more_processes(error):
+                raise early.too_many_processes("pdrun") from error
             raise PdrunError(f"could not start the keeper: {error.strerror}", where=python) from error
         finally:
             theirs.close()

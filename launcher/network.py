@@ -8,7 +8,6 @@ name may all be one machine. psutil and the resolver are loaded only when a job 
 from __future__ import annotations
 
 import time
-import zlib
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -18,18 +17,11 @@ from pdrun.net import Endpoint
 if TYPE_CHECKING:
     from pdrun.launcher.hosts import Host
 
-PORTS = range(20000, 30000)
-"""From which a scheduler's port is derived where nobody names one: below what systems give to outgoing connections."""
 LOOPBACK = ("lo", "127.0.0.1")
 ASK_EVERY, SAY_EVERY = 0.5, 5.0
 """Seconds between two questions to the resolver, and between two lines about a name that it does not know yet."""
 _FAR = (("192.0.2.1", 9), ("2001:db8::1", 9))
 """Addresses reserved for documentation: routed by default, never reached; nothing is sent to them."""
-
-
-def port_for(job: str) -> int:
-    """Return the port that every node of a job derives from its name: crc32, as RFC 1952 has it, modulo the range."""
-    return PORTS.start + zlib.crc32(job.encode("utf-8", "surrogateescape")) % len(PORTS)
 
 
 def addresses() -> tuple[tuple[str, str], ...]:

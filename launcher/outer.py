@@ -9,16 +9,14 @@ is refused with what to do instead. Pure: environment and probes are arguments.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Mapping
 
 from pdrun.errors import ConfigError, UsageError
 from pdrun.launcher.adapters import detect, mpi
 from pdrun.launcher.adapters.found import Found, Probes
 from pdrun.launcher.hosts import Host, host_name
-from pdrun.launcher.network import port_for
 from pdrun.launcher.wishes import Level, Source, Wish
-from pdrun.names import name_from
+from pdrun.net import port_for
 
 _MPI = tuple(row.name for row in mpi.MPI)
 _WORKERS = tuple(row.name for row in mpi.WORKERS)
@@ -30,17 +28,6 @@ _ONE = {
 """How to start one task a node."""
 _FREE = ("place.local", "torchrun.standalone", "hosts.all", "hosts.file", "place.rank_table")
 """What makes every other launcher's words needless."""
-
-
-def job_name(found: Found) -> str:
-    """Return the job's name: launcher and job id, and the attempt when it is not the first; empty without an id."""
-    if not found.job_id:
-        return ""
-    family = {"slurm-step": "slurm", "slurm-job": "slurm"}.get(found.launcher, found.launcher)
-    text = found.job_id if found.job_id.startswith(family) else f"{family}-{found.job_id}"
-    if len(text) > 50:  # a name has 63 characters at most; what is cut off still counts
-        text = f"{text[:41]}-{zlib.crc32(text.encode('utf-8', 'surrogateescape')):08x}"
-    return name_from(f"{text}-r{found.attempt}" if found.attempt else text)
 
 
 def around(
@@ -96,7 +83,7 @@ def _allocation(found: Found, said: Mapping[str, Wish]) -> list[Wish]:
 
 
 def _named(found: Found) -> list[Wish]:
-    name = job_name(found)
+    name = found.job_name
     return [_wish("job", name, found, "job_id")] if name else []
 
 
@@ -140,7 +127,8 @@ def _by_hand(found: Found, said: Mapping[str, Wish]) -> list[Wish]:
     if found.world == 1 or any(path in said for path in ("resources.nodes", "scheduler.host", "place.node_rank")):
         return []
     raise ConfigError(
-        f"{found.rank} of WORLD_SIZE={found.world}: set by hand, and pdrun gives ranks itself", where="RANK",
+        f"{found.rank} of WORLD_SIZE={found.world}: set by hand, and pdrun gives ranks itself",
+        where="RANK",
         hint="say --nodes, --node-rank and --scheduler; --launcher none starts a job of this node alone",
     )
 
@@ -183,7 +171,7 @@ def _scheduler(found: Found, probes: Probes) -> list[Wish]:
             where=found.sources.get(key, ""),
             hint="say --scheduler HOST:PORT (PDRUN_SCHEDULER), the same for all nodes",
         )  # fmt: skip
-    name = job_name(found) or f"{found.launcher}-{found.world}"
+    name = found.job_name or f"{found.launcher}-{found.world}"
     port = found.port if found.port is not None else port_for(name)
     return [
         _wish("scheduler.host", host, found, key),

@@ -119,6 +119,8 @@ def _unreadable(path: Path) -> str:
 def _nearby(target: str, cwd: str, environ: Mapping[str, str]) -> str:
     """Return what was probably meant by a script that is not there."""
     folder, name = os.path.split(target)
+    if target == "help":
+        return "for help write pdrun --help, or pdrun COMMAND --help"
     if not folder and _on_path(name, environ):
         return f"for the command {name} add --no-python"
     try:

@@ -84,14 +84,14 @@ def execute(plan: LaunchPlan, seat: Seat | None = None) -> int:
 
 @contextmanager
 def _enough_files(plan: LaunchPlan) -> Iterator[None]:
-    """Complain of too low a limit of open files before anything is started, or when it is met after all."""
+    """Complain of too low a limit of open files before anything is started, and of any limit that is met after all."""
     count, what = files_needed(plan)
     early.need_descriptors(count, what)
     try:
         yield
     except Exception as error:
-        if early.ran_out(error):
-            raise early.too_few(what, 2 * count) from error
+        if limit := early.explained(error, what, 2 * count):
+            raise limit from error
         raise
 
 

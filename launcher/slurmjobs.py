@@ -28,6 +28,23 @@ _KEY = re.compile(r"[a-z][a-z0-9-]{1,40}")
 _JOB = re.compile(r"[0-9]{1,12}(?:_[0-9]{1,9})?(?:\+[0-9]{1,4})?")
 OWN = ("ntasks-per-node", "ntasks", "signal", "requeue", "no-requeue", "open-mode", "wrap")
 """Directives that pdrun writes itself."""
+SAID = {"nodes": "--nodes", "job-name": "--name"}
+"""Directives that pdrun writes as its own options say."""
+FOREIGN = ("uid", "gid")
+"""Directives that have the job run as somebody else."""
+_SPELLINGS = {
+    "time": (
+        r"(?i:[0-9]+(?::[0-9]+){0,2}|[0-9]+-[0-9]+(?::[0-9]+){0,2}|infinite|unlimited)",
+        "time limit", "write MINUTES, H:MM:SS, D-HH:MM:SS or UNLIMITED",
+    ),
+    "mem": (r"[0-9]+(?i:[kmgt]b?)?", "size", "write it as 64G"),
+    "cpus-per-task": (r"[1-9][0-9]*", "number of CPUs", "write a number from 1 on"),
+    "gpus-per-node": (
+        r"(?:[A-Za-z][A-Za-z0-9_.-]*:)?[0-9]+(?:,(?:[A-Za-z][A-Za-z0-9_.-]*:)?[0-9]+)*",
+        "number of accelerators", "write 8, or TYPE:8",
+    ),
+}  # fmt: skip
+_SPELLINGS["time-min"] = _SPELLINGS["time"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +67,8 @@ def directive(key: str, value: str, where: str) -> tuple[str, str]:
     Return a directive whose line says exactly this.
 
     Raises:
-        UsageError: the key is none, or the value holds white space, a quote, ``#``, ``$`` or a line's end.
+        UsageError: the key is none, the value holds white space, a quote, ``#``, ``$`` or a line's end, or is not what
+            Slurm takes for a time, a size or a number.
     """
     if not _KEY.fullmatch(key):
         raise UsageError(
@@ -61,7 +79,30 @@ def directive(key: str, value: str, where: str) -> tuple[str, str]:
             f"{quoted(value)} cannot stand in a directive", where=where,
             hint="it takes letters, digits and _ . , : + @ % / = [ ] ( ) * ^ & | ! -",
         )  # fmt: skip
+    pattern, title, hint = _SPELLINGS.get(key, ("", "", ""))
+    if pattern and not re.fullmatch(pattern, value):
+        raise UsageError(f"{quoted(value)} is no {title}", where=where, hint=hint)
     return key, value
+
+
+def _check(batch: Batch) -> None:
+    """Refuse directives that are not the user's to give, abbreviated (sbatch takes that) or not, and doubles."""
+    given: set[str] = set()
+    for key, _ in batch.directives:
+        whole = next((name for name in (*OWN, *SAID, *FOREIGN) if name.startswith(key)), key)
+        if whole in FOREIGN:
+            raise UsageError(
+                f"--{whole} has the job run as another user", where="--sbatch", hint="submit it as that user"
+            )
+        if whole in SAID:
+            raise UsageError(
+                f"{whole} has an option of its own", where="--sbatch", hint=f"write {SAID[whole]} instead"
+            )
+        if whole in OWN:
+            raise UsageError(f"--{whole} is written by pdrun itself", where="--sbatch", hint="leave it out")
+        if key in given:
+            raise UsageError(f"--{key} is said twice", where="--sbatch", hint="leave one of them out")
+        given.add(key)
 
 
 def script(batch: Batch, command: Sequence[str]) -> str:
@@ -72,11 +113,10 @@ def script(batch: Batch, command: Sequence[str]) -> str:
         command: the words of the body: pdrun and its arguments, which go to the shell quoted.
 
     Raises:
-        UsageError: a directive is one that pdrun writes itself, or a line of the set-up ends another.
+        UsageError: a directive is one that pdrun writes itself, is there twice or has the job run as another user, or a
+            line of the set-up ends another.
     """
-    for key, _ in batch.directives:
-        if key in OWN:
-            raise UsageError(f"--{key} is written by pdrun itself", where="--sbatch", hint="leave it out")
+    _check(batch)
     if any("\n" in line for line in batch.setup):
         raise UsageError("holds a line's end", where="--setup", hint="give it once for each line")
     lines = ["#!/bin/bash"]

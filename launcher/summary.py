@@ -7,6 +7,8 @@ last lines of the worker's output stand in where there is none. Control characte
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from collections.abc import Iterable, Sequence
 
@@ -124,7 +126,9 @@ def hints(cause: Cause, python: str = "") -> Iterable[str]:
         yield "the device's memory is full: a smaller batch, or is another process on that device?"
     elif cause.summary.startswith("ModuleNotFoundError"):
         yield f"is it installed for the interpreter of the workers{f', {python}' if python else ''}?"
-    elif cause.kind == "startup" and cause.code == 126:
+    elif cause.kind == "startup" and os.strerror(errno.EAGAIN) in cause.summary:
+        yield "a limit of processes is reached on that node: ulimit -u, or pids.max of the control group"
+    elif cause.kind == "startup" and cause.code == 126 and not cause.retry:
         yield "check its permissions and first line (#!); for a Python script leave --no-python out"
 
 

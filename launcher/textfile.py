@@ -10,11 +10,11 @@ from pdrun.errors import ConfigError, UsageError
 from pdrun.launcher.values import quoted
 
 
-def read_text(path: str, limit: int) -> str:
+def read_text(path: str, limit: int, *, instead: str = "write it to a file") -> str:
     """
     Return the text of a regular file of at most ``limit`` bytes in UTF-8, its byte order mark removed.
 
-    A pipe or a device is refused rather than waited for.
+    A pipe or a device is refused rather than waited for; ``instead`` is what to do with a pipe.
 
     Raises:
         UsageError: there is no such file, it is no regular file, or it cannot be read.
@@ -23,7 +23,10 @@ def read_text(path: str, limit: int) -> str:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            mode = os.fstat(descriptor).st_mode
+            if stat.S_ISFIFO(mode):
+                raise UsageError("is a pipe, not a regular file", where=path, hint=instead)
+            if not stat.S_ISREG(mode):
                 raise UsageError("is not a regular file", where=path)
             data = file.read(limit + 1)
     except FileNotFoundError:

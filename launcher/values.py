@@ -243,6 +243,8 @@ def node_range(text: str, where: str) -> tuple[int, int]:
     if ":" not in text:
         return 0, int(whole(1)(text, where))
     low, _, high = text.partition(":")
+    if not (low and high):
+        raise UsageError(f"{quoted(text)} lacks a number", where=where, hint="write MIN:MAX, as 2:4")
     bounds = int(whole(1)(low, where)), int(whole(1)(high, where))
     if bounds[0] > bounds[1]:
         raise UsageError(f"{quoted(text)} has its lower number last", where=where, hint=f"write {high}:{low}")

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from pdrun.errors import ConfigError, PdrunError
-from pdrun.launcher import importtime, inherited
+from pdrun.launcher import importtime, inherited, procfs
 from pdrun.launcher import keeper as proc
 from pdrun.launcher.lognames import make_private
 from pdrun.launcher.model import Warm
@@ -35,6 +35,7 @@ from pdrun.launcher.places import warm_folder
 MODULES = ("torch", "torch.distributed", "torch._dynamo")
 ANSWER = 1.5
 """Seconds that a warm process may take to answer; a job then does without."""
+DEAD = "its process has died without a word; pdrun warm start begins another, pdrun warm stop removes what it has left"
 LEND = 5.0
 """Seconds that it may take to make a job's keeper."""
 IMPORT = 300.0
@@ -78,13 +79,28 @@ def _connect(number: int, name: str) -> socket.socket:
     try:
         connection.settimeout(ANSWER)
         connection.connect(f"/proc/self/fd/{number}/{name}")
-        user = array.array("i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+        user = _user(connection)[1]
         if user != os.geteuid():
             raise PermissionError(13, f"the process behind {name} belongs to user {user}")
     except BaseException:
         connection.close()
         raise
     return connection
+
+
+def _user(connection: socket.socket) -> tuple[int, int]:
+    """Return pid and user of the process that listens at the other end."""
+    pid, user, _ = array.array("i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, user
+
+
+def _silent(pid: int) -> str:
+    """Return why a warm process that takes connections does not answer, and what to do."""
+    found = procfs.state(pid)
+    stopped = found is not None and found.letter in ("T", "t")
+    what = "is stopped" if stopped else f"does not answer within {ANSWER:g} s"
+    again = f"kill -CONT {pid} lets it go on, " if stopped else ""
+    return f"the warm process {pid} {what}, and jobs do without it: {again}kill -KILL {pid} ends it"
 
 
 def _reply(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
@@ -114,6 +130,8 @@ class Look:
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         self._asked: list[tuple[str, socket.socket]] = []
+        self.pids: dict[str, int] = {}
+        """Socket -> the process that listens there."""
         self.faults: dict[str, str] = {}
         """Socket -> why there is no answer."""
         try:
@@ -129,10 +147,11 @@ class Look:
     def _ask(self, number: int, name: str) -> None:
         try:
             connection = _connect(number, name)
+            self.pids[name] = _user(connection)[0]
             connection.send(b'{"ask": "hello"}')
             self._asked.append((name, connection))
         except ConnectionRefusedError:
-            self.faults[name] = "nobody listens there"
+            self.faults[name] = DEAD
         except OSError as error:
             self.faults[name] = error.strerror or str(error)
 
@@ -144,6 +163,8 @@ class Look:
                 with connection:
                     reply, _ = _reply(connection)
                 made.append(_described(str(self.path / name), reply))
+            except TimeoutError:
+                self.faults[name] = _silent(self.pids[name])
             except (OSError, KeyError, TypeError, ValueError) as error:
                 self.faults[name] = str(error)
         self._asked = []
@@ -330,6 +351,21 @@ def _ends(handle: int) -> bool:
     poll = select.poll()
     poll.register(handle, select.POLLIN)
     return bool(poll.poll(ANSWER * 1000))
+
+
+def clear(look: Look) -> list[str]:
+    """Remove the sockets of dead processes that were found; return their names."""
+    dead = [name for name, why in look.faults.items() if why == DEAD]
+    if dead:
+        with changing(look.path) as number:  # nobody begins another there meanwhile
+            for name in dead:
+                try:
+                    _connect(number, name).close()
+                except ConnectionRefusedError:
+                    os.unlink(name, dir_fd=number)
+                except OSError:
+                    continue
+    return dead
 
 
 def ends_at(warm: Warm) -> float:

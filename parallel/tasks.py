@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from pdrun.env import WorkerEnv
 from pdrun.errors import ConfigError
-from pdrun.net import Endpoint, parse_endpoint
+from pdrun.net import Endpoint, parse_endpoint, port_for
 
 if TYPE_CHECKING:
     from pdrun.launcher.adapters.found import Found, Probes
@@ -77,8 +77,6 @@ def meeting_point(found: Found, environ: Mapping[str, str], probes: Probes) -> E
     Raises:
         ConfigError: nothing says where rank 0 is, or what is said is not where this rank 0 is.
     """
-    from pdrun.launcher.network import port_for
-
     if text := environ.get("PDRUN_SCHEDULER"):
         return parse_endpoint(text, where="PDRUN_SCHEDULER")
     port = found.port if found.port is not None else port_for(f"{job_of(found)}-tasks")
@@ -102,9 +100,7 @@ def meeting_point(found: Found, environ: Mapping[str, str], probes: Probes) -> E
 
 def job_of(found: Found) -> str:
     """Return the job's name, which keeps jobs apart that meet at one port."""
-    from pdrun.launcher.outer import job_name
-
-    return job_name(found) or f"{found.launcher}-{found.world}"
+    return found.job_name or f"{found.launcher}-{found.world}"
 
 
 def _meet(found: Found, environ: Mapping[str, str], probes: Probes) -> tuple[DynamicMember, WorkerEnv]:

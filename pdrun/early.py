@@ -126,3 +126,34 @@ def too_few(what: str, count: int) -> ConfigError:
 def ran_out(error: BaseException) -> bool:
     """Whether an error (of the system, or of zmq) means that no descriptor was left."""
     return getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE)
+
+
+# Processes and threads ------------------------------------------------------------------------------------------------
+
+
+def no_more_processes(error: BaseException) -> bool:
+    """Whether an error means that no process and no thread may be started any more."""
+    if isinstance(error, RuntimeError):
+        return "can't start new thread" in str(error)
+    return isinstance(error, BlockingIOError) and error.errno == errno.EAGAIN
+
+
+def too_many_processes(what: str) -> ConfigError:
+    """The error for that: ``what`` could not start one more."""
+    import resource
+
+    from pdrun.errors import ConfigError
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    limit = "no limit" if soft == resource.RLIM_INFINITY else str(soft)
+    return ConfigError(
+        f"{what} could start no further process or thread here (ulimit -u: {limit})", where="RLIMIT_NPROC",
+        hint="raise that limit, or pids.max of the control group (a container's --pids-limit); or end other processes",
+    )  # fmt: skip
+
+
+def explained(error: BaseException, what: str, files: int) -> ConfigError | None:
+    """Return what an error says of this machine's limits, or None: ``what`` needs about ``files`` descriptors."""
+    if ran_out(error):
+        return too_few(what, files)
+    return too_many_processes(what) if no_more_processes(error) else None

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import zlib
 from dataclasses import dataclass
 
 from pdrun.errors import UsageError
 
+PORTS = range(20000, 30000)
+"""From which a scheduler's port is derived where nobody names one: below what systems give to outgoing connections."""
 _LABEL = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)")
 
 
@@ -27,6 +30,11 @@ class Endpoint:
         return f"tcp://{self}"
 
 
+def port_for(job: str) -> int:
+    """Return the port that every node of a job derives from its name: crc32, as RFC 1952 has it, modulo the range."""
+    return PORTS.start + zlib.crc32(job.encode("utf-8", "surrogateescape")) % len(PORTS)
+
+
 def check_host(host: str, *, where: str) -> str:
     """
     Return ``host`` when it is an IP literal or a host name, else raise UsageError.
@@ -34,7 +42,7 @@ def check_host(host: str, *, where: str) -> str:
     Numbers that only look like addresses (``127.1``, ``0177.0.0.1``) are refused: resolvers disagree about them.
     """
     try:
-        return str(ipaddress.ip_address(host.partition("%")[0])) + (host[host.index("%"):] if "%" in host else "")
+        return str(ipaddress.ip_address(host.partition("%")[0])) + (host[host.index("%") :] if "%" in host else "")
     except ValueError:
         pass
     labels = host.rstrip(".").split(".")

@@ -42,7 +42,7 @@ def main() -> int:
         order = _read_order(sys.stdin.buffer.readline())
         transport, service, log, relays = _start(order)
     except Exception as error:  # whatever it is, the agent says it to the user
-        ours = early.too_few("the scheduler", FEWEST_FILES) if early.ran_out(error) else error
+        ours = early.explained(error, "the scheduler", FEWEST_FILES) or error
         _answer({"error": str(ours), "code": getattr(ours, "exit_code", 70)})
         return 1
     _answer({"endpoint": order["endpoint"]})

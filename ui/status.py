@@ -98,8 +98,11 @@ def facts(one: JobStatus, now: float) -> list[tuple[str, str]]:
         rows.append(("restarts", f"{one.restarts} (generation {one.generation})"))
     if one.step >= 0:
         rows.append(("step", f"{one.step}{f', saved {one.saved}' if one.saved >= 0 else ''}"))
-    states = Counter(node_state(node) for node in one.nodes.values())
-    rows.append(("nodes", f"{_present(one)}: {_counted(states)}" if states else _present(one)))
+    here = present(one)
+    states = Counter(node_state(node) for node in here)
+    gone = Counter(node_state(node) for node in one.nodes.values() if node not in here)
+    parts = [_counted(states)] * bool(states) + [f"gone: {_counted(gone)}"] * bool(gone)
+    rows.append(("nodes", f"{_present(one)}: {'; '.join(parts)}" if parts else _present(one)))
     if one.ranks:
         rows.append(("ranks", f"{len(one.ranks)}: {_counted(Counter(rank.state for rank in one.ranks.values()))}"))
     return rows
@@ -154,8 +157,14 @@ def _row(one: JobStatus, now: float) -> tuple[str, ...]:
     return safe(one.job), job_state(one), code, _present(one), age(one, now), safe(one.run)
 
 
+def present(one: JobStatus) -> list[NodeStatus]:
+    """Return the nodes that count: not those that went before the last generation was formed, or before any was."""
+    return [node for node in one.nodes.values() if node.index >= 0 or node.state not in ("lost", "left")]
+
+
 def _present(one: JobStatus) -> str:
-    return f"{len(one.nodes)} of {one.expected}" if one.expected else str(len(one.nodes))
+    count = len(present(one))
+    return f"{count} of {one.expected}" if one.expected else str(count)
 
 
 def _counted(states: Counter[str]) -> str:

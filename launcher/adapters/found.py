@@ -8,9 +8,12 @@ environments may ask this machine.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
+
+from pdrun.names import name_from
 
 Kind = Literal["task", "allocation", "none"]
 """
@@ -79,6 +82,17 @@ class Found:
     ignored: tuple[Ignored, ...] = ()
     notes: tuple[str, ...] = ()
     """Contradictions and how they were settled, one line each."""
+
+    @property
+    def job_name(self) -> str:
+        """Launcher and job id, and the attempt when it is not the first, fit for a job's name; empty without an id."""
+        if not self.job_id:
+            return ""
+        family = {"slurm-step": "slurm", "slurm-job": "slurm"}.get(self.launcher, self.launcher)
+        text = self.job_id if self.job_id.startswith(family) else f"{family}-{self.job_id}"
+        if len(text) > 50:  # a name has 63 characters at most; what is cut off still counts
+            text = f"{text[:41]}-{zlib.crc32(text.encode('utf-8', 'surrogateescape')):08x}"
+        return name_from(f"{text}-r{self.attempt}" if self.attempt else text)
 
     @property
     def one_a_node(self) -> bool:

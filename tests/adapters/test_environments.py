@@ -8,10 +8,10 @@ import pytest
 from pdrun.errors import PdrunError
 from pdrun.launcher.adapters.detect import LAUNCHERS, detect
 from pdrun.launcher.adapters.found import Found, Probes
-from pdrun.launcher.network import port_for
-from pdrun.launcher.outer import around, job_name
+from pdrun.launcher.outer import around
 from pdrun.launcher.wishes import Wish
 from pdrun.names import check_name
+from pdrun.net import port_for
 from tests.adapters.helpers import HERE, environ_of, load, outcome, probes, recorded, rewrite
 
 CASES = sorted((HERE / "cases").glob("*.yaml"))
@@ -114,8 +114,8 @@ def test_a_derived_port_is_below_those_that_systems_give_away() -> None:
 
 def test_a_jobs_name_is_fit_for_a_path_whatever_the_id_is() -> None:
     for job in ("7.0", "a" * 300, "\u019258", "prterun-h-1@1", "../../x", "-rf", "x" * 50 + "y", "\udcff"):
-        name = job_name(Found("flux", job_id=job))
+        name = Found("flux", job_id=job).job_name
         assert check_name(name, where="x") == name
-    assert job_name(Found("flux", job_id="a" * 300)) != job_name(Found("flux", job_id="a" * 301))
-    assert job_name(Found("slurm-step", job_id="7.0", attempt=2)) == "slurm-7.0-r2"
-    assert job_name(Found("mpich")) == ""
+    assert Found("flux", job_id="a" * 300).job_name != Found("flux", job_id="a" * 301).job_name
+    assert Found("slurm-step", job_id="7.0", attempt=2).job_name == "slurm-7.0-r2"
+    assert Found("mpich").job_name == ""

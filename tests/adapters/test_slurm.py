@@ -211,11 +211,33 @@ def test_names_cannot_carry_directives(name: str) -> None:
 
 
 def test_pdruns_own_directives_are_its_own() -> None:
-    for key in slurmjobs.OWN:
+    for key in (*slurmjobs.OWN, "ntasks-per", "sig", "wr"):  # sbatch takes any beginning that names one option
         with pytest.raises(UsageError, match="written by pdrun itself"):
             slurmjobs.script(Batch(1, "", ((key, ""),)), ["pdrun"])
+    for key, words in (("nodes", "write --nodes instead"), ("job-name", "write --name instead"),
+                       ("uid", "another user"), ("ui", "another user"), ("gid", "another user")):  # fmt: skip
+        with pytest.raises(UsageError, match=words):
+            slurmjobs.script(Batch(1, "", ((key, "3"),)), ["pdrun"])
+    with pytest.raises(UsageError, match="--time is said twice"):
+        slurmjobs.script(Batch(1, "", (("time", "1"), ("time", "2"))), ["pdrun"])
     with pytest.raises(UsageError, match="line's end"):
         slurmjobs.script(Batch(setup=("a\nb",)), ["pdrun"])
+
+
+@pytest.mark.parametrize(
+    ("key", "good", "bad"),
+    [
+        ("time", "30 90:00 1:30:00 2-12 2-12:30 1-0:0:1 UNLIMITED infinite", "foo 1h 1:2:3:4 -1 1-2-3 : 1:"),
+        ("time-min", "10", "soon"), ("mem", "0 4096 64G 500mb", "64X G 1.5G"), ("cpus-per-task", "1 16", "0 x 1.5"),
+        ("gpus-per-node", "8 a100:4 a100:2,h100:1", "many a100: :4"),
+    ],
+)  # fmt: skip
+def test_times_sizes_and_counts_are_what_slurm_takes(key: str, good: str, bad: str) -> None:
+    for value in good.split():
+        assert slurmjobs.directive(key, value, f"--{key}") == (key, value)
+    for value in bad.split():
+        with pytest.raises(UsageError, match=f"--{key}: '.*' is no "):
+            slurmjobs.directive(key, value, f"--{key}")
 
 
 @given(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from collections.abc import Callable
@@ -180,6 +181,19 @@ def test_a_flag_in_the_environment_may_say_no(pdrun: Call, monkeypatch: pytest.M
     monkeypatch.setenv("PDRUN_LOCAL", "0")
     monkeypatch.setenv("PDRUN_NODES", "1")
     assert "mode       alone" in pdrun("--dry-run", "train.py").out
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), BlockingIOError(errno.EAGAIN, "again")])
+def test_a_limit_of_processes_is_no_fault_of_our_own(
+    pdrun: Call, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def broken(plan: LaunchPlan) -> int:
+        raise error
+
+    monkeypatch.setattr(run, "execute", broken)
+    outcome = pdrun("train.py")
+    assert (outcome.code, outcome.err.count("\n")) == (78, 1)
+    assert "RLIMIT_NPROC: pdrun could start no further process or thread here (ulimit -u: " in outcome.err
 
 
 def test_a_fault_of_our_own_is_one_honest_line(

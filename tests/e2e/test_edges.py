@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -151,6 +153,25 @@ def test_a_full_disk_under_stdout_is_one_line(shell: Shell, args: str, unbuffere
     done = in_shell(shell, f"export PYTHONUNBUFFERED={unbuffered}\npdrun {args} > /dev/full")
     assert done.returncode == 74
     assert done.stderr == "pdrun: error: the output could not be written: No space left on device (ENOSPC)\n"
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(("limit", "args"), [(1, ""), (3, ""), (5, ""), (7, ""), (4, "--nodes 2 --local")])
+def test_a_limit_of_processes_is_one_clear_error(shell: Shell, limit: int, args: str) -> None:
+    """Wherever it bites: a thread, the keeper, a worker. Root has no such limit, so another user takes its place."""
+    if os.geteuid() != 0 or shutil.which("setpriv") is None:
+        pytest.skip("needs root, and setpriv (util-linux)")
+    caps = "+dac_override,+dac_read_search"  # the interpreter may lie below /root
+    user = f"setpriv --reuid 54321 --regid 54321 --clear-groups --inh-caps {caps} --ambient-caps {caps}"
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chown(folder, 54321, 54321)
+        Path(folder, "work.py").write_text(HI)
+        home = f"cd {folder}; export HOME={folder} TMPDIR={folder}; unset XDG_CONFIG_HOME XDG_STATE_HOME"
+        limited = f"exec {user} prlimit --nproc={limit}"
+        done = in_shell(shell, f"{home}; {limited} {sys.executable} -m pdrun --start exec {args} work.py")
+    assert done.returncode in (78, 126), done.stderr
+    assert "a fault of pdrun itself" not in done.stderr and "Traceback" not in done.stderr
+    assert "ulimit -u" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize(

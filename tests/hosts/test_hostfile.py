@@ -135,7 +135,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "nul").write_bytes(b"a\0b\n")
     (tmp_path / "latin").write_bytes(b"a\nh\xf6st\n")
     cases = {
-        "pipe": "is not a regular file", "loop": "cannot be read", "utf16": "holds NUL bytes or is UTF-16",
+        "pipe": "is a pipe, not a regular file", "loop": "cannot be read", "utf16": "holds NUL bytes or is UTF-16",
         "nul": "holds NUL bytes", "latin": "latin:2: is not UTF-8", ".": "is not a regular file",
         "nope": "no such file",
     }  # fmt: skip

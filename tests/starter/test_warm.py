@@ -144,6 +144,14 @@ def test_start_is_idempotent_and_status_tells(node: Node, warm: int) -> None:
     code, out, _ = node.run("warm", "status")
     assert code == 0 and re.search(rf"pid {warm}: torch \S+ of \S+, \d+ MB, ends in", out) and "used by the next job" in out
     assert node.run("warm", "stop", "1")[0] == 2
+    os.kill(warm, signal.SIGSTOP)
+    try:
+        code, out, err = node.run("warm", "status")
+        assert code == 0 and not out and f"the warm process {warm} is stopped" in err
+        code, _, err = node.run("warm", "stop", str(warm))
+        assert code == 78 and f"kill -CONT {warm} lets it go on" in err
+    finally:
+        os.kill(warm, signal.SIGCONT)
 
 
 def test_status_says_that_there_is_none(node: Node, tmp_path: Path) -> None:

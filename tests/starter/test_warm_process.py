@@ -339,9 +339,27 @@ def test_a_socket_of_a_killed_process_is_replaced(folder: Path, light: Warm) -> 
     os.kill(light.pid, signal.SIGKILL)
     until(lambda: not alive(light.pid), 5)
     look = warm.Look({"XDG_RUNTIME_DIR": str(folder.parent)})
-    assert look.found() == () and list(look.faults.values()) == ["nobody listens there"]
+    assert look.found() == () and list(look.faults.values()) == [warm.DEAD]
     with warm_process(folder, plain_environment(), ("random",)) as again:
         assert again.pid != light.pid and again.socket == light.socket
+
+
+def test_what_a_killed_process_has_left_can_be_removed(folder: Path, light: Warm) -> None:
+    os.kill(light.pid, signal.SIGKILL)
+    until(lambda: not alive(light.pid), 5)
+    assert warm.clear(warm.Look({"XDG_RUNTIME_DIR": str(folder.parent)})) == [Path(light.socket).name]
+    assert not Path(light.socket).exists()
+
+
+def test_a_stopped_process_is_called_that(folder: Path, light: Warm) -> None:
+    os.kill(light.pid, signal.SIGSTOP)
+    try:
+        look = warm.Look({"XDG_RUNTIME_DIR": str(folder.parent)})
+        assert look.found() == () and warm.clear(look) == []
+        (why,) = look.faults.values()
+        assert why.startswith(f"the warm process {light.pid} is stopped") and f"kill -CONT {light.pid}" in why
+    finally:
+        os.kill(light.pid, signal.SIGCONT)
 
 
 @pytest.mark.parametrize(("text", "why"), [

@@ -103,6 +103,26 @@ def test_words_for_how_a_job_ended_and_for_nodes_that_have_left() -> None:
     assert "node      node0  ended    ranks 0-1\n" in plain(left)
 
 
+def test_who_came_and_went_is_told_apart_from_who_is_there() -> None:
+    events = [
+        Event("lost", 1010.0, {"node": "node1", "reason": "silent"}),
+        Event("assigned", 1011.0, {"generation": 1, "nodes": [["node0", 0, 2]]}),
+        Event("started", 1012.0, {"generation": 1}),
+        Event("joined", 1013.0, {"node": "node2", "workers": 1}),
+        Event("standby", 1013.0, {"node": "node2"}),
+    ]
+    found = job()
+    found = apply(found, events[0])
+    assert "nodes     2 of 2: 1 running, 1 lost\n" in plain(found), "until there is another generation"
+    for event in events[1:]:
+        found = apply(found, event)
+    assert "nodes     2 of 2: 1 running, 1 standby; gone: 1 lost\n" in plain(found)
+    for event in (Event("left", 1020.0, {"node": "node2"}), Event("left", 1021.0, {"node": "node0"}),
+                  Event("verdict", 1021.0, {"code": 0, "reason": "done"})):  # fmt: skip
+        found = apply(found, event)
+    assert "nodes     1 of 2: 1 ended; gone: 1 lost, 1 ended\n" in plain(found)
+
+
 def test_a_dead_job_grows_no_older() -> None:
     assert status.age(job(state="dead", ended_at=1003.0), 9999.0) == "0:00:03"
     assert status.age(job(state="dead"), 9999.0) == "-"

@@ -63,17 +63,6 @@ class Axes:
             self._made[key] = Axis(self, key, ranks, self.grid.index(key, self.rank), self._group(ranks))
         return self._made[key]
 
-    def on(self, grid: Grid) -> Axes:
-        """Return the places along another grid's axes over the same ranks; groups and counts are shared."""
-        if grid == self.grid:
-            return self
-        if grid not in self._views:
-            if grid.size != self.grid.size:
-                raise UsageError(f"({grid}) and ({self.grid}) are of other numbers of ranks", where="Axes")
-            view = self._views[grid] = Axes(grid, self.rank, self.device, self.watch)
-            view.counts, view._groups = self.counts, self._groups
-        return self._views[grid]
-
     def _group(self, ranks: tuple[int, ...]) -> Any:
         """Return the process group of some ranks, in that order; None for one rank."""
         if len(ranks) == 1:
@@ -88,6 +77,17 @@ class Axes:
     def forget(self) -> None:
         """Set all counts to zero."""
         self.counts.clear()
+
+    def on(self, grid: Grid) -> Axes:
+        """Return the places along another grid's axes over the same ranks; groups and counts are shared."""
+        if grid == self.grid:
+            return self
+        if grid not in self._views:
+            if grid.size != self.grid.size:
+                raise UsageError(f"({grid}) and ({self.grid}) are of other numbers of ranks", where="Axes")
+            view = self._views[grid] = Axes(grid, self.rank, self.device, self.watch)
+            view.counts, view._groups = self.counts, self._groups
+        return self._views[grid]
 
 
 class Axis:

@@ -12,7 +12,8 @@ dim differs, always by ascending dim:
 
 That is MindSpore's way, with partial sums. Where there is no common form the tensor is gathered whole, reshaped and cut
 again. Dims that are cut by several axes can be seen as one dim or as several: of all ways the one that sends least is
-taken, so that none ever sends more than gathering everything.
+taken, so that none ever sends more than gathering everything. Where that way cuts something after it was sent, a
+search (`search`) may save more than its additional collectives cost.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from dataclasses import dataclass, field
 from pdrun.errors import UsageError
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
+from pdrun.parallel.layouts.search import Move, cheapest, is_roundabout
 from pdrun.parallel.layouts.steps import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
     FIRST,
+    LATENCY,
     PAD,
     REDUCE_SCATTER,
     RESHAPE,
@@ -77,9 +80,13 @@ def route(source: View, target: View) -> Plan:
     if math.prod(source.shape) != math.prod(target.shape):
         what = f"{list(source.shape)} and {list(target.shape)} have other numbers of elements"
         raise UsageError(what, where=WHERE)
-    found = [_direct(source, target, unify(source, target, expand)) for expand in (False, True)]
-    plans = [plan for plan in found if plan is not None] + [fall_back(source, target)]
-    return min(plans, key=lambda plan: (plan.moved(), len(plan.collectives), len(plan.steps)))
+    pairs = [pair for pair in (unify(source, target, expand) for expand in (False, True)) if pair is not None]
+    plans = [*(_direct(source, target, pair) for pair in pairs), fall_back(source, target)]
+    best = min(plans, key=lambda plan: (plan.moved(), len(plan.collectives), len(plan.steps)))
+    if best.moved() > LATENCY and is_roundabout(best.steps):
+        found = [best, *(_searched(source, target, pair) for pair in pairs)]
+        best = min((plan for plan in found if plan.moved() <= best.moved()), key=lambda plan: plan.weight)
+    return best
 
 
 def fall_back(source: View, target: View) -> Plan:
@@ -93,18 +100,29 @@ def fall_back(source: View, target: View) -> Plan:
 
 def _certain(source: View, target: View) -> Plan:
     """Return the way to or from a whole tensor on one grid, for which there is always a common form."""
-    found = _direct(source, target, unify(source, target, expand=False))
-    assert found is not None, f"no common form of {source} and {target}"
-    return found
+    pair = unify(source, target, expand=False)
+    assert pair is not None, f"no common form of {source} and {target}"
+    return _direct(source, target, pair)
 
 
-def _direct(source: View, target: View, pair: Pair | None) -> Plan | None:
-    if pair is None:
-        return None
-    steps = list(_reshaped(source, pair.source)) if source.local_shape() != pair.source.local_shape() else []
-    steps += _Walk(pair.source, pair.target).run()
+def _direct(source: View, target: View, pair: Pair) -> Plan:
+    """Return the way by the rules."""
+    return _between(source, target, pair, _Walk(pair.source, pair.target).run())
+
+
+def _searched(source: View, target: View, pair: Pair) -> Plan:
+    """Return the way by a search, or that by the rules where it is given up."""
+    moves = cheapest(pair.source, pair.target)
+    walk = _Walk(pair.source, pair.target)
+    return _between(source, target, pair, walk.run() if moves is None else walk.follow(moves))
+
+
+def _between(source: View, target: View, pair: Pair, steps: list[Step]) -> Plan:
+    """Return a plan of steps in the common form, with what leads there and back."""
+    if source.local_shape() != pair.source.local_shape():
+        steps = [*_reshaped(source, pair.source), *steps]
     if pair.target.local_shape() != target.local_shape():
-        steps += _reshaped(pair.target, target)
+        steps = [*steps, *_reshaped(pair.target, target)]
     return Plan(source, target, tuple(_merged(steps)))
 
 
@@ -137,6 +155,24 @@ class _Walk:
                 break
             if not (self._gather_unneeded() or changed):
                 self._gather_first()
+        return self._end()
+
+    def follow(self, moves: list[Move]) -> list[Step]:
+        """Return the steps that make some moves."""
+        for move in moves:
+            if move.kind in (ALL_REDUCE, REDUCE_SCATTER):
+                self.sums.remove(move.axis)
+            if move.kind in (ALL_GATHER, PAD):
+                self._pop(move.dim)
+                continue
+            if move.kind == ALL_TO_ALL:
+                self.dims[move.origin].pop()
+            if move.dim >= 0:
+                self.dims[move.dim].append(move.axis)
+            self._note(move.kind, (move.axis,), move.dim, move.origin)
+        return self._end()
+
+    def _end(self) -> list[Step]:
         free = [axis for axis in self.end.layout.sums if axis not in self.sums]
         if free:
             self.sums += free
@@ -211,10 +247,13 @@ class _Walk:
 
 
 def _merged(steps: list[Step]) -> list[Step]:
-    """Join all-gathers of one dim that follow one another, where its parts are equal."""
+    """Join all-reduces that follow one another, and all-gathers of one dim where its parts are equal."""
     found: list[Step] = []
     for step in steps:
         last = found[-1] if found else None
+        if last and last.kind == step.kind == ALL_REDUCE:
+            found[-1] = Step(ALL_REDUCE, last.before, step.after, (*last.axes, *step.axes))
+            continue
         if last and last.kind == step.kind == ALL_GATHER and last.dim == step.dim:
             axes, all_axes = (*step.axes, *last.axes), last.before.layout.dims[last.dim]
             if last.before.shape[last.dim] % last.before.grid.extent(all_axes) == 0:

@@ -24,6 +24,8 @@ from pdrun.parallel.layouts.view import View
 
 SLICE, ALL_TO_ALL, ALL_GATHER = "slice", "all_to_all", "all_gather"
 ALL_REDUCE, REDUCE_SCATTER, FIRST, PAD, RESHAPE = "all_reduce", "reduce_scatter", "first", "pad", "reshape"
+LATENCY = 1 << 16
+"""How many elements a collective counts for besides what it sends, where bytes are weighed against steps."""
 LOCAL = (SLICE, FIRST, PAD, RESHAPE)
 """Steps without communication."""
 
@@ -57,19 +59,19 @@ class Step:
         """
         Return how many elements a rank sends, by ring and pairwise algorithms: the least that the step can do with.
 
-        All-gather: all but what it has; reduce-scatter: all but what it keeps; all-reduce: both; all-to-all: all that
-        it does not keep. Where parts differ it is the number of the rank with the largest part.
+        All-gather: its part to all others, and reduce-scatter as many; all-reduce: both; all-to-all: what it does not
+        keep, or receives if that is more. Where parts differ, each counts as the largest one, to which collectives pad.
         """
         before, after, n = self.before.count(), self.after.count(), self.parts
         if self.kind == ALL_TO_ALL:
             old, new = self.before.local_shape(), self.after.local_shape()
-            return before - math.prod(min(pair) for pair in zip(old, new, strict=True))
+            return max(before, after) - math.prod(min(pair) for pair in zip(old, new, strict=True))
         if backward:
-            return before - after if self.kind in (SLICE, REDUCE_SCATTER) else 0
+            return (n - 1) * after if self.kind in (SLICE, REDUCE_SCATTER) else 0
         if self.kind == ALL_GATHER:
-            return after - before
+            return (n - 1) * before
         if self.kind == REDUCE_SCATTER:
-            return before - after
+            return (n - 1) * after
         return 2 * (before - -(-before // n)) if self.kind == ALL_REDUCE else 0
 
     def rounds(self, backward: bool = False) -> int:
@@ -163,6 +165,11 @@ class Plan:
     def collectives(self) -> tuple[Step, ...]:
         """The steps that communicate."""
         return tuple(step for step in self.steps if step.kind not in LOCAL)
+
+    @property
+    def weight(self) -> int:
+        """The elements sent, and `LATENCY` for each collective."""
+        return self.moved() + LATENCY * len(self.collectives)
 
     def __str__(self) -> str:
         return "\n".join(str(step) for step in self.steps) or "nothing"

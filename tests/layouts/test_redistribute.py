@@ -12,7 +12,8 @@ from pdrun.errors import UsageError
 from pdrun.parallel.layouts.bound import Layout
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
-from pdrun.parallel.layouts.redistribute import fall_back, redistribute, route
+from pdrun.parallel.layouts.redistribute import _searched, fall_back, redistribute, route
+from pdrun.parallel.layouts.unify import unify
 from pdrun.parallel.layouts.view import VIRTUAL, View
 from tests.layouts import simulate
 
@@ -106,6 +107,28 @@ def test_random_layouts_against_dense_tensors(same_grid: bool, same_shape: bool,
         assert route(*pair) == plan
 
     holds()
+
+
+@settings(max_examples=60, deadline=None)
+@given(ends(same_grid=True, same_shape=True, even=False))
+def test_what_the_search_finds_is_right(pair: tuple[View, View]) -> None:
+    """For small tensors `route` does not search."""
+    for expand in (False, True):
+        common = unify(*pair, expand)
+        if common is not None:
+            simulate.check(_searched(*pair, common))
+
+
+def test_axes_wait_on_another_dim() -> None:
+    """Gathering tp to cut it once more inside of dp sends four times as much."""
+    grid, shape = Grid(("dp", "tp"), (2, 4)), (1 << 12, 1 << 10)
+    plan = redistribute(L("tp", None), L(("dp", "tp"), None), shape, grid)
+    assert [(step.kind, step.axes) for step in plan.steps[1:-1]] == [
+        ("slice", ("dp",)), ("all_to_all", ("tp.1",)), ("all_to_all", ("tp.0",)), ("all_to_all", ("dp",)),
+    ]  # fmt: skip
+    assert 4 * plan.moved() == fall_back(plan.source, plan.target).moved()
+    simulate.check(redistribute(L("tp", None), L(("dp", "tp"), None), (1 << 9, 1 << 9), grid))
+    simulate.check(redistribute(L("tp", None), L(("dp", "tp"), None), (16, 16), grid))
 
 
 @settings(max_examples=200, deadline=None)

@@ -80,6 +80,18 @@ def test_virtual_parts_on_real_ranks(worlds: Any) -> None:
     worlds(4).run(virtual_parts)
 
 
+def roundabout() -> list[str]:
+    """Go from tp to (dp, tp), large enough for a search to be worth it; return the collectives."""
+    grid = Grid(("dp", "tp"), (2, 2))
+    source, target = (View(grid, layout, (1024, 1026)) for layout in (L("tp", None), L(("dp", "tp"), None)))
+    _compare(source, target, axes_of(grid), 3)
+    return [step.kind for step in route(source, target).collectives]
+
+
+def test_what_a_search_has_found_on_real_ranks(worlds: Any) -> None:
+    assert "all_gather" not in worlds(4).run(roundabout)[0]
+
+
 def counted() -> dict[Any, Any]:
     axes = axes_of(Grid(("x", "y"), (2, 2)))
     x = torch.ones(4, 4, dtype=torch.float64, requires_grad=True)

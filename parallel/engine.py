@@ -174,13 +174,14 @@ class Engine:
 
     # ---- a micro-batch -------------------------------------------------------------------------------------------
 
-    def begin(self, first: bool, last: bool, chunk: int | None = None) -> None:
+    def begin(self, first: bool, last: bool, chunk: int | None = None, times: int = 1) -> None:
         """
         Prepare for the forward and backward pass of a micro-batch.
 
         Args:
             first, last: whether it is the step's first or last one.
             chunk: the part of the model whose backward comes; None: all of it.
+            times: how many gradients each weight gets, of copies that compute side by side; their sum is taken.
         """
         self._first, self._last = first, last
         if self.gatherer is None:
@@ -188,7 +189,7 @@ class Engine:
         self._next, self._taken = 0, [False] * len(self.bundles)
         self._waiting = list(self._open_units)
         for index in self._order:
-            self.bundles[index].begin(first)
+            self.bundles[index].begin(first, times)
         if self.gatherer is not None:
             self.gatherer.begin()
 

@@ -103,9 +103,9 @@ class GradBundle:
 
     # ---- one micro-batch -------------------------------------------------------------------------------------------
 
-    def begin(self, first: bool) -> None:
-        """Prepare for the backward of a micro-batch."""
-        self.missing = len(self.weights)
+    def begin(self, first: bool, times: int = 1) -> None:
+        """Prepare for the backward of a micro-batch, in which each weight gets its gradient in so many parts."""
+        self.missing = len(self.weights) * times
         if first:
             self.used = [False] * len(self.weights)
             self._total = None

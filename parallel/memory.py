@@ -9,7 +9,6 @@ moment.
 from __future__ import annotations
 
 import weakref
-from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -102,8 +101,10 @@ def passes(run: Run, batch: Any) -> int:
         model = shell(run, fake)
         part = pytree.tree_map(
             lambda leaf: fake.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf,
-            _part(run, take(batch, largest, Strategy(dims=run.strategy.dims))),
+            take(batch, largest, Strategy(dims=run.strategy.dims)),
         )
+        if run.sequences is not None:
+            part = run.sequences.part(part, run.axes)
         ledger = Ledger()
         ledger.forget(
             [
@@ -115,16 +116,11 @@ def passes(run: Run, batch: Any) -> int:
         for param in model.parameters():
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(_drop)
-        running = run.sequences.running() if run.sequences is not None else nullcontext()
-        with ledger, run.engine.paused(), run.axes.pretending(), running:
-            total, _ = run.objective_of(model, part, largest, 0)
-            total.backward()
+        with ledger, run.engine.paused(), run.axes.pretending():
+            with run.computing():
+                total, _ = run.objective_of(model, part, largest, 0)
+                total.backward()
         return ledger.peak
-
-
-def _part(run: Run, batch: Any) -> Any:
-    """Return this rank's part of the sequences."""
-    return batch if run.sequences is None else run.sequences.part(batch, run.axes)
 
 
 def _drop(param: torch.Tensor) -> None:

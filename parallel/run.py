@@ -120,7 +120,11 @@ class Run:
 
     def _passes(self, batch: Any) -> torch.Tensor:
         """Go forward and backward through this rank's micro-batches; return ``[accumulate, 2]``, sums and counts."""
-        return self.driver.passes(self, self._cut(batch))
+        sums = self.driver.passes(self, self._cut(batch))
+        if self.objective.plain and self.mesh.cp > 1:
+            what = "the loss is a mean, of each rank's part of the sequences: means of parts do not add up"
+            raise UsageError(what, where="pdrun.Run.step", hint="loss(output, batch) -> (sum, count)")
+        return sums
 
     @contextmanager
     def around(self, micro: MicroBatch, part: int = 0, calls: int = 0) -> Iterator[None]:
@@ -130,8 +134,13 @@ class Run:
             if self.saver is not None:
                 inside.enter_context(self.saver.around())
             inside.enter_context(self._randomly(micro.index, micro.rows, part, calls))
-            if self.sequences is not None:
-                inside.enter_context(self.sequences.running())
+            inside.enter_context(self.computing())
+            yield
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """What forwards and backwards run in: functions of torch that drop, or attend over cut sequences, are ours."""
+        with self.dice.placed(), self.sequences.running(self.axes) if self.sequences is not None else nullcontext():
             yield
 
     @contextmanager
@@ -159,8 +168,8 @@ class Run:
         given = list(grads) if grads is not None else [None] * len(tensors)
         scale = self.scale.value if self.scale is not None else None
         roots = [x * scale if g is None and scale is not None else x for x, g in zip(tensors, given, strict=True)]
-        with self.dice.placed(), self.sequences.running() if self.sequences is not None else nullcontext():
-            torch.autograd.backward(roots, given, **options)  # forwards may be recomputed
+        with self.computing():  # forwards may be recomputed
+            torch.autograd.backward(roots, given, **options)
 
     def _end(self, sums: torch.Tensor, versions: list[int]) -> Metrics:
         """Reduce, clip, step and publish."""

@@ -51,8 +51,8 @@ class SequenceCutter(Protocol):
         """Return this rank's part along cp of every sequence of a micro-batch; losses are summed over these parts."""
         ...
 
-    def running(self) -> AbstractContextManager[None]:
-        """What each forward and each backward of the run is in, and nothing that one process computes for a proof."""
+    def running(self, axes: Axes) -> AbstractContextManager[None]:
+        """Return what forwards and backwards on parts run in; it may be entered again inside."""
         ...
 
 

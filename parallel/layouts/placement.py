@@ -1,0 +1,121 @@
+"""
+Which positions of a sequence each rank of a context-parallel group holds, and which of its blocks attend to which.
+
+    contiguous      0 0 0 1 1 1 2 2 2 3 3 3         rank 3 has most to do under a causal mask, rank 0 least
+    zigzag          0 1 2 3 3 2 1 0                 chunk i and chunk 2n-1-i go to rank i: all have the same to do
+
+The zigzag placement is that of Brandon et al., Striped Attention (2023), section 5, and of torch's and Megatron's
+"head-tail" balancers. Dims are cut as evenly as they go (see `cut`). A place is a tuple of (low, high) ranges in
+ascending order. Pure integers, no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from pdrun.errors import UsageError
+from pdrun.parallel.layouts.layout import cut
+
+Ranges = tuple[tuple[int, int], ...]
+CONTIGUOUS, ZIGZAG = "contiguous", "zigzag"
+ORDERS = (CONTIGUOUS, ZIGZAG)
+
+
+def part(length: int, parts: int, index: int, order: str) -> Ranges:
+    """
+    Return the positions of part ``index`` of a sequence.
+
+    Raises:
+        UsageError: an order that is neither "zigzag" nor "contiguous".
+    """
+    if order not in ORDERS:
+        raise UsageError(f"{order!r} is no order of a sequence", where="ContextParallel", hint=" or ".join(ORDERS))
+    if order == CONTIGUOUS:
+        return joined([cut(length, parts, index)])
+    return joined([cut(length, 2 * parts, index), cut(length, 2 * parts, 2 * parts - 1 - index)])
+
+
+def joined(ranges: list[tuple[int, int]]) -> Ranges:
+    """Leave empty ranges out and make one of two that touch."""
+    found: list[tuple[int, int]] = []
+    for low, high in ranges:
+        if low == high:
+            continue
+        if found and found[-1][1] == low:
+            found[-1] = (found[-1][0], high)
+        else:
+            found.append((low, high))
+    return tuple(found)
+
+
+def count(ranges: Ranges) -> int:
+    """Return the number of positions."""
+    return sum(high - low for low, high in ranges)
+
+
+def within(ranges: Ranges, low: int, high: int) -> Ranges:
+    """Return what lies at places ``low`` to ``high`` of the positions written one after the other."""
+    found, start = [], 0
+    for first, last in ranges:
+        begin, end = max(low, start), min(high, start + last - first)
+        if begin < end:
+            found.append((first + begin - start, first + end - start))
+        start += last - first
+    return joined(found)
+
+
+@dataclass(frozen=True)
+class Block:
+    """
+    Queries and keys that attend to each other: places (low, high) in what two ranks hold.
+
+    Attributes:
+        causal: whether query i sees keys 0 to i of the block only; otherwise it sees all of them.
+    """
+
+    q: tuple[int, int]
+    k: tuple[int, int]
+    causal: bool
+
+
+def blocks(q: Ranges, k: Ranges, causal: bool) -> list[Block]:
+    """Return the fewest blocks that make up the attention of one rank's queries to another's (or its own) keys."""
+    wide, deep = count(q), count(k)
+    if not wide or not deep:
+        return []
+    if not causal:
+        return [Block((0, wide), (0, deep), False)]
+    if q == k:
+        return [Block((0, wide), (0, deep), True)]  # ascending on both sides: order in memory is order in the sequence
+    edges = sorted({edge for ranges in (q, k) for pair in ranges for edge in pair})
+    keys = _pieces(k, edges)
+    found: list[Block] = []
+    for low, high, at in _pieces(q, edges):
+        here = (at, at + high - low)
+        seen = [(place, place + last - first) for first, last, place in keys if last <= low]
+        found += [Block(here, span, False) for span in joined(seen)]
+        found += [Block(here, (place, place + last - first), True) for first, last, place in keys if first == low]
+    return _merged(found)
+
+
+def _pieces(ranges: Ranges, edges: list[int]) -> list[tuple[int, int, int]]:
+    """Cut ranges at all edges; return (low, high, place in memory) of each piece."""
+    found, start = [], 0
+    for low, high in ranges:
+        inner = [low, *[edge for edge in edges if low < edge < high], high]
+        found += [(first, last, start + first - low) for first, last in pairwise(inner)]
+        start += high - low
+    return found
+
+
+def _merged(found: list[Block]) -> list[Block]:
+    """Make one block of two full ones with the same keys whose queries touch."""
+    merged: list[Block] = []
+    for block in sorted(found, key=lambda one: (one.causal, one.k, one.q)):
+        last = merged[-1] if merged else None
+        if last and not last.causal and not block.causal and last.k == block.k and last.q[1] == block.q[0]:
+            merged[-1] = Block((last.q[0], block.q[1]), block.k, False)
+        else:
+            merged.append(block)
+    return merged

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import functional
-from torch.utils._mode_utils import no_dispatch
 
 from pdrun.parallel.layouts.order import Ranges, within
 
@@ -79,9 +79,9 @@ def at_least(key: int, rows: torch.Tensor, places: torch.Tensor, limit: int) -> 
 
 # ---- parts of tensors ----------------------------------------------------------------------------------------------
 
-Part = tuple[tuple[tuple[int, int], ...], int]
-"""The (low, high) ranges of a dim that are here, one after the other, and the size of the whole dim."""
-_regions: list[dict[int, tuple[int, int, int] | Part]] = []
+Cut = tuple[int, int, int] | tuple[tuple[tuple[int, int], ...], int]
+"""(low, high, total) of a dim, or (ranges, total) where several ranges lie here, one after the other."""
+_regions: list[dict[int, Cut]] = []
 """The regions that are entered, the innermost last."""
 _sequence: Callable[[], tuple[Ranges, int]] | None = None
 """Tells which positions of the sequences are here, and how many there are."""
@@ -94,7 +94,7 @@ def current() -> Dice | None:
 
 
 @contextmanager
-def region(cuts: Mapping[int, tuple[int, int, int] | Part]) -> Iterator[None]:
+def region(cuts: Mapping[int, Cut]) -> Iterator[None]:
     """
     While this lasts, tensors that are dropped are parts: the masks are those of the whole ones.
 
@@ -127,7 +127,7 @@ def sequence(where: Callable[[], tuple[Ranges, int]]) -> Iterator[None]:
         _sequence = before
 
 
-def _cuts_of(shape: tuple[int, ...]) -> dict[int, Part]:
+def _cuts_of(shape: tuple[int, ...]) -> dict[int, tuple[tuple[tuple[int, int], ...], int]]:
     """Return the dims of a tensor that the innermost region cuts, each with the ranges that are here and its total."""
     found = {}
     for dim, cut in (_regions[-1] if _regions else {}).items():
@@ -144,15 +144,17 @@ def _cuts_of(shape: tuple[int, ...]) -> dict[int, Part]:
     return found
 
 
-def _indices(shape: tuple[int, ...], cuts: Mapping[int, Part], device: torch.device) -> torch.Tensor:
-    """Return where each element of a part, flattened, is in the flattened whole."""
+def _indices(
+    shape: tuple[int, ...], cuts: Mapping[int, tuple[tuple[tuple[int, int], ...], int]], device: torch.device
+) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """Return where each element of a part is in the flattened whole, flattened, and the whole's shape."""
     whole = tuple(cuts[dim][1] if dim in cuts else size for dim, size in enumerate(shape))
     found = torch.zeros((), dtype=torch.int64, device=device)
     for dim, size in enumerate(shape):
         ranges = cuts[dim][0] if dim in cuts else ((0, size),)
         along = torch.cat([torch.arange(low, high, device=device) for low, high in ranges])
         found = found.unsqueeze(-1) + along * torch.Size(whole[dim + 1 :]).numel()
-    return found.reshape(-1)
+    return found.reshape(-1), whole
 
 
 @dataclass(eq=False)
@@ -164,39 +166,6 @@ class Throw:
     """Which rows of the global batch are computed, int32."""
     calls: int
     """How many dropouts there have been, in the forward passes of the stages before too."""
-
-
-@dataclass(frozen=True, eq=False)
-class Ticket:
-    """One dropout: the mask of a whole tensor, of which any part can be had."""
-
-    key: int
-    rows: torch.Tensor
-    """Which rows of the global batch are computed, int32."""
-
-    def keep(self, p: float, shape: tuple[int, ...], cuts: Mapping[int, Part], device: torch.device) -> torch.Tensor:
-        """
-        Return which elements of a part stay, as a boolean tensor.
-
-        Args:
-            p: probability of an element to be dropped.
-            shape: of the part.
-            cuts: for each dim that is cut the (low, high) ranges that are here, and the size of the whole dim.
-        """
-        limit, rows = int(p * (1 << 31)), self.rows.to(device)
-        whole = tuple(cuts[dim][1] if dim in cuts else size for dim, size in enumerate(shape))
-        if torch.Size(shape).numel() == 0:
-            return torch.ones(shape, dtype=torch.bool, device=device)
-        if len(rows) == 0 or (whole and whole[0] % len(rows)):
-            rows = torch.zeros(1, dtype=torch.int32, device=device)  # no row of the batch: the same everywhere
-        if 0 in cuts:  # rows themselves are cut: each element is looked up
-            flat, width = _indices(shape, cuts, device), torch.Size(whole).numel() // len(rows)
-            return _single(self.key, rows[flat // width], (flat % width).to(torch.int32), limit).view(shape)
-        if not cuts:
-            places = torch.arange(torch.Size(shape).numel() // len(rows), dtype=torch.int32, device=device)
-        else:
-            places = _indices((shape[0] // len(rows), *shape[1:]), cuts, device).to(torch.int32)  # in a row
-        return at_least(self.key, rows, places, limit).view(shape)
 
 
 class Dice:
@@ -269,7 +238,42 @@ class Dice:
         Inside a `region` it is the part of the whole tensor's mask.
         """
         shape = tuple(like.shape) if shape is None else shape
-        return self.ticket().keep(p, shape, _cuts_of(shape), like.device)
+        return self.mask(self.draw(), p, shape, _cuts_of(shape), like.device)
+
+    def mask(
+        self,
+        drawn: tuple[Throw, int],
+        p: float,
+        shape: tuple[int, ...],
+        cuts: Mapping[int, tuple[Ranges, int]],
+        device: torch.device,
+    ) -> torch.Tensor:
+        """
+        Return which elements of a part stay, of the dropout that `draw` has counted.
+
+        Args:
+            shape: of the part.
+            cuts: for each dim that is cut the ranges that are here and the whole size.
+        """
+        self.used = True
+        throw, call = drawn
+        key, limit = mix(self.seed, throw.step, call, 2), int(p * (1 << 31))
+        rows = throw.rows if throw.rows.device == device else throw.rows.to(device)
+        whole = tuple(cuts[dim][1] if dim in cuts else size for dim, size in enumerate(shape))
+        if torch.Size(shape).numel() == 0:
+            return torch.ones(shape, dtype=torch.bool, device=device)
+        if len(rows) == 0 or (whole and whole[0] % len(rows)):
+            rows = torch.zeros(1, dtype=torch.int32, device=device)  # no row of the batch: the same everywhere
+        if 0 in cuts:  # rows themselves are cut: each element is looked up
+            flat, _ = _indices(shape, cuts, device)
+            width = torch.Size(whole).numel() // len(rows)
+            return _single(key, rows[flat // width], (flat % width).to(torch.int32), limit).view(shape)
+        if not cuts:
+            places = torch.arange(torch.Size(shape).numel() // len(rows), dtype=torch.int32, device=device)
+        else:
+            inner = (shape[0] // len(rows), *shape[1:])  # of a row
+            places = _indices(inner, cuts, device)[0].to(torch.int32)
+        return at_least(key, rows, places, limit).view(shape)
 
     def leave(self, device: torch.device) -> Any:
         """Return what `enter` needs to go on here later, when another forward or backward has come in between."""
@@ -284,18 +288,16 @@ class Dice:
         if state is not None:
             getattr(torch, device.type).set_rng_state(state)
 
-    def ticket(self) -> Ticket:
-        """Return the next dropout, of which masks can be had part by part, in the backward pass too."""
-        self.used = True
-        with no_dispatch():  # a number, also where tensors are fake
+    def draw(self) -> tuple[Throw, int]:
+        """Count a dropout; return which one of which forward pass it is."""
+        with unset_fake_temporarily():  # memory is estimated on tensors without data; this number is needed
             drawn = int(torch.randint(1 << 62, (), device="cpu", generator=torch.default_generator))
         found = self._seen.get(drawn)
         if found is None:
             assert self._throw is not None
             found = self._seen[drawn] = self._throw, self._throw.calls
             self._throw.calls += 1
-        throw, call = found
-        return Ticket(mix(self.seed, throw.step, call, 2), throw.rows)
+        return found
 
 
 def _single(key: int, rows: torch.Tensor, places: torch.Tensor, limit: int) -> torch.Tensor:

@@ -101,8 +101,10 @@ def passes(run: Run, batch: Any) -> int:
         model = shell(run, fake)
         part = pytree.tree_map(
             lambda leaf: fake.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf,
-            _part(run, take(batch, largest, Strategy(dims=run.strategy.dims))),
+            take(batch, largest, Strategy(dims=run.strategy.dims)),
         )
+        if run.sequences is not None:
+            part = run.sequences.part(part, run.axes)
         ledger = Ledger()
         ledger.forget(
             [
@@ -119,11 +121,6 @@ def passes(run: Run, batch: Any) -> int:
                 total, _ = run.objective_of(model, part, largest, 0)
                 total.backward()
         return ledger.peak
-
-
-def _part(run: Run, batch: Any) -> Any:
-    """Return this rank's part of the sequences."""
-    return batch if run.sequences is None else run.sequences.part(batch, run.axes)
 
 
 def _drop(param: torch.Tensor) -> None:

@@ -143,14 +143,14 @@ class Sequences:
         if run is None:
             what = "dropout of attention over cut sequences is that of a run"
             raise UsageError(what, where=WHERE, hint="pdrun.parallelize(..., context=...)")
-        ticket, heads = run.ticket(), query.shape[-3]
+        drawn, heads = run.draw(), query.shape[-3]
         low, high = heads_of(self.ulysses, heads)
         outer = (*query.shape[:-3], high - low)
 
         def drop(queries: Ranges, keys: Ranges) -> torch.Tensor:
             dims = (((low, high),), heads), (queries, self.length), (keys, self.length)
             cuts = {len(outer) - 1 + place: cut for place, cut in enumerate(dims)}
-            keep = ticket.keep(p, (*outer, count(queries), count(keys)), cuts, query.device)
+            keep = run.mask(drawn, p, (*outer, count(queries), count(keys)), cuts, query.device)
             return keep.to(kernels.wide(query.dtype)).mul_(0.0 if p >= 1 else 1 / (1 - p))
 
         return drop

@@ -94,9 +94,17 @@ class Axes:
             self._made[key] = Axis(self, key, ranks, self.grid.index(key, self.rank), self._group(ranks))
         return self._made[key]
 
-    def among(self, name: str, places: tuple[int, ...]) -> Axis:
-        """Return the place along an axis among those of its ranks that have one of some indices, this one included."""
+    def among(self, name: str, places: tuple[int, ...]) -> Axis | None:
+        """
+        Return the place along an axis among the ranks of some indices; None where this rank is none of them.
+
+        Every rank of the job must ask, since torch names a group by how many its members are in already: one that has
+        no place is given a group of its own.
+        """
         axis = self[name]
+        if axis.index not in places:
+            self._group((self.rank,), alone=True)
+            return None
         ranks = tuple(axis.ranks[place] for place in places)
         return Axis(self, axis.names, ranks, places.index(axis.index), self._group(ranks))
 
@@ -122,15 +130,15 @@ class Axes:
         """Return itself: a copy of a model works at the same place."""
         return self
 
-    def _group(self, ranks: tuple[int, ...]) -> Any:
-        """Return the process group of some ranks, in that order; None for one rank."""
-        if len(ranks) == 1:
+    def _group(self, ranks: tuple[int, ...], *, alone: bool = False) -> Any:
+        """Return the process group of some ranks, in that order; None for one rank, unless it is to be made."""
+        if len(ranks) == 1 and not alone:
             return None
         if list(ranks) == list(range(dist.get_world_size())):
             return dist.group.WORLD
         if ranks not in self._groups:
             # groups number their ranks by the order that they are given in, but torch sorts them: see Axis.order
-            self._groups[ranks] = dist.new_group(sorted(ranks), use_local_synchronization=True)
+            self._groups[ranks] = compat.new_group(sorted(ranks), self.watch.seconds)
         return self._groups[ranks]
 
     def forget(self) -> None:

@@ -63,7 +63,7 @@ class Comm:
         self.copy, self.shard = divmod(self.rank, shards)
         self.calls: dict[str, int] = {}
         """Collectives started so far, by name."""
-        self.group = _group(self.ranks) if own and self.world > 1 else axis.group
+        self.group = self._group(self.ranks) if own and self.world > 1 else axis.group
         self._shard_group, self._copy_group = self._subgroups()
         config = dist.get_backend_config() if self.world > 1 else ""
         self._host_group = self.device.type == "cpu" or "gloo" in str(config)
@@ -74,7 +74,10 @@ class Comm:
         if self.shards == 1 or self.copies == 1:
             return (everyone if self.shards > 1 else None), (everyone if self.copies > 1 else None)
         row, column = self.ranks[self.copy * self.shards :][: self.shards], self.ranks[self.shard :: self.shards]
-        return _group(row), _group(column)
+        return self._group(row), self._group(column)
+
+    def _group(self, ranks: tuple[int, ...]) -> Any:
+        return compat.new_group(list(ranks), self.watch.seconds)
 
     def _start(self, name: str, label: str, works: list[Any], then: Callable[[], Any]) -> Pending:
         self.calls[name] = self.calls.get(name, 0) + bool(works)
@@ -196,8 +199,3 @@ def _add_up(parts: list[torch.Tensor], onto: torch.Tensor | None) -> torch.Tenso
     for part in parts[1:]:
         total.add_(part)
     return total
-
-
-def _group(ranks: tuple[int, ...]) -> Any:
-    """Make a process group, which only its members do."""
-    return dist.new_group(list(ranks), use_local_synchronization=True)

@@ -28,6 +28,17 @@ def reduce_scatter_flat(shard: Any, full: Any, group: Any) -> Any:
     return call(shard, full, group=group, async_op=True)
 
 
+def new_group(ranks: list[int], seconds: float) -> Any:
+    """
+    Make a process group, which only its members do.
+
+    Args:
+        ranks: the members. Torch names the group by them and by how many groups each is in, which must be equally many.
+        seconds: what its collectives may take.
+    """
+    return dist.new_group(ranks, timeout=timedelta(seconds=seconds), use_local_synchronization=True)
+
+
 def set_timeout(seconds: float, group: Any = None) -> None:
     """Change how long collectives of a group may take before they fail."""
     call = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout

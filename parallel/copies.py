@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from pdrun.parallel.tiles import set_tile
+from pdrun.parallel.wholes import buffers
 
 if TYPE_CHECKING:
     from pdrun.parallel.run import Run
@@ -36,7 +37,7 @@ def plain_copy(run: Run) -> nn.Module:
         for entry in run.engine.catalogue.entries:
             memo[id(params[entry.name])] = value_of(entry.name, entry.dtype, entry.trained)
         made = copy.deepcopy(run.original, memo)
-        here = dict(run.model.named_buffers())
+        here = buffers(run)
         with torch.no_grad():
             for name, buffer in made.named_buffers():
                 if name in here and here[name].shape == buffer.shape:

@@ -83,6 +83,11 @@ class Driver(Protocol):
 class Pipeline(Protocol):
     """What ``parallelize(pipeline=...)`` takes."""
 
+    @property
+    def microbatches(self) -> int:
+        """How many a step has."""
+        ...
+
     def apply(self, model: nn.Module, axes: Axes, sample: Any) -> tuple[nn.Module, Driver]:
         """
         Return this rank's stage and what drives it.

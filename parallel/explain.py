@@ -23,17 +23,22 @@ LEVELS = (
 
 @dataclass(frozen=True)
 class Plan:
-    """Where everything goes: plain data, the same on every rank."""
+    """Where everything goes: plain data, the same on every rank of a pipeline's stage."""
 
     mesh: dict[str, int]
+    """Degrees of all axes, outer to inner."""
     level: int
     shard_group: int
     accumulate: int
     exact: bool
     recompute: tuple[str, ...]
     transfers: tuple[dict[str, Any], ...]
-    """What is summed together: names of weights, bytes, into how many shards it is cut."""
+    """What is summed together: names of weights, bytes, into how many shards it is cut, over which axes besides."""
     layerwise: tuple[str, ...]
+    tiles: dict[str, dict[str, Any]]
+    """Weights that are cut over tensor axes: shape of the whole, layout, and axes over which gradients are summed."""
+    shared: dict[str, tuple[int, ...]]
+    """Weights that several stages hold, and these stages."""
 
     def to_json(self) -> str:
         """Return the plan as indented JSON."""
@@ -52,10 +57,16 @@ def plan_of(run: Run) -> Plan:
             "weights": [w.name for w in part.weights],
             "bytes": part.layout.numel * part.dtype.itemsize,
             "shards": part.comm.shards,
+            "sums": [*run.mesh.data_axes, *part.weights[0].sums],
         }
         for part in run.engine.bundles
     )
-    mesh = {axis: run.mesh.degree(axis) for axis in ("pp", "dp", "cp", "tp")}
+    mesh = {axis: run.mesh.degree(axis) for axis in run.mesh.grid.names}
+    tiles = {
+        w.name: {"shape": list(w.tile.shape), "layout": str(w.tile.layout), "sums": list(w.sums)}
+        for w in run.engine.weights
+        if w.sums or w.tile.shape != w.shape
+    }
     alone = tuple(weight.name for weight in run.engine.weights if weight.alone)
     return Plan(
         mesh,
@@ -66,16 +77,18 @@ def plan_of(run: Run) -> Plan:
         tuple(run.recomputed),
         transfers,
         alone,
+        tiles,
+        {weight.name: weight.stages for weight in run.engine.weights if weight.stages},
     )
 
 
 def explain(run: Run, batch: Any = None) -> str:
     """Return what the run does, a fact a line."""
     settings, plan = run.settings, plan_of(run)
-    world = run.axis.world
+    world, rows = run.axis.world, run.rows.size
     trained = [weight for weight in run.engine.weights if weight.trained]
     total = sum(weight.numel for weight in trained)
-    slices = f"{world} x {settings.accumulate} = {world * settings.accumulate} slices"
+    slices = f"{rows} x {settings.accumulate} = {rows * settings.accumulate} slices"
     lines = [
         f"{run.mesh} on {run.context.backend}: each batch is cut into {slices}",
         f"level {settings.level}: {LEVELS[settings.level]}"
@@ -83,7 +96,8 @@ def explain(run: Run, batch: Any = None) -> str:
         f"{total:,} trained elements in {len(trained)} weights, summed in {len(plan.transfers)} transfers of up to "
         f"{max((part['bytes'] for part in plan.transfers), default=0) / MIB:.1f} MiB",
     ]
-    lines += [f"tied, counted once: {' = '.join(names)}" for names in tied_names(run.model)]
+    lines += _model_axes(run, plan)
+    lines += [f"tied, counted once: {' = '.join(names)}" for names in tied_names(run.original or run.model)]
     if plan.layerwise:
         lines.append(f"each rank trains by itself: {', '.join(plan.layerwise)}")
     if run.recomputed:
@@ -93,8 +107,33 @@ def explain(run: Run, batch: Any = None) -> str:
         lines.append("the loss returns one number: it is taken for the mean over the rows of its slice")
     if run.buffers:
         lines.append(f"{len(run.buffers)} buffers; those that a forward pass changes are rank 0's")
-    lines.append(str(memory.estimate(run, batch)))
+    found = memory.estimate(run, batch)
+    lines.append(str(found) + ("; activations are not counted: this is a stage" if run.mesh.pp > 1 else ""))
     return "\n".join(lines)
+
+
+def _model_axes(run: Run, plan: Plan) -> list[str]:
+    """Return what is cut over the model axes, and what is summed there: layouts with the weights that have them."""
+    lines = []
+    if run.mesh.pp > 1:
+        here = sum(weight.nbytes for weight in run.engine.weights)
+        stage = f"stage {run.axes['pp'].index} of {run.mesh.pp}"
+        lines.append(f"{stage}: {len(run.engine.weights)} weights, {here / MIB:.1f} MiB on this rank")
+    by_layout: dict[str, list[str]] = {}
+    by_sums: dict[str, list[str]] = {}
+    for weight in run.engine.weights:
+        if weight.tile.shape != weight.shape:
+            by_layout.setdefault(str(weight.tile.layout), []).append(weight.name)
+        if weight.sums:
+            by_sums.setdefault(" and ".join(weight.sums), []).append(weight.name)
+    lines += [f"cut by {layout}: {', '.join(names)}" for layout, names in by_layout.items()]
+    if run.mesh.tensor_axes and by_layout:
+        rest = [weight.name for weight in run.engine.weights if weight.tile.shape == weight.shape]
+        lines.append(f"whole on every rank along the tensor axes: {', '.join(rest) or 'nothing'}")
+    lines += [f"gradients summed over {axes} too: {', '.join(names)}" for axes, names in by_sums.items()]
+    for name, stages in plan.shared.items():
+        lines.append(f"shared by stages {', '.join(map(str, stages))}: {name}")
+    return lines
 
 
 def _numbers(run: Run) -> str:

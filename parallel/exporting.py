@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 def export(run: Run, path: Path) -> None:
     """Write whole weights and buffers; tied weights have the first of their names."""
     weights = {weight.name: (weight.dtype, weight.shape) for weight in wholes.in_order(run.engine)}
-    buffers = {name: buffer for name, buffer in run.model.named_buffers() if name in run.persistent}
+    saved = set((run.original or run.model).state_dict())
+    buffers = {name: buffer for name, buffer in wholes.buffers(run).items() if name in saved}
     shapes = {**weights, **{name: (buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()}}
     tensors = chain(wholes.full_weights(run.engine), buffers.items())
     if run.context.is_main:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 ALIGN = 64
@@ -66,6 +67,11 @@ class FlatLayout:
     def numel(self) -> int:
         """Elements of the whole buffer, padding included."""
         return self.shards * self.length
+
+    @cached_property
+    def extents(self) -> tuple[tuple[int, int], ...]:
+        """What isn't padding: the first and one past the last element of each slot."""
+        return tuple((slot.start, slot.stop) for slot in self.slots)
 
     def segments(self, shard: int) -> list[Segment]:
         """Return what lies in a shard, in order."""

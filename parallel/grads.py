@@ -39,16 +39,19 @@ class Pool:
     """Flat buffers that wait for their next use: as many as were ever needed at once."""
 
     def __init__(self) -> None:
-        self._free: dict[tuple[int, torch.dtype, torch.device], list[torch.Tensor]] = {}
+        self._free: dict[tuple[int, torch.dtype, torch.device], list[tuple[FlatLayout, torch.Tensor]]] = {}
 
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def take(self, layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a buffer; its padding is zero, the rest is whatever was there."""
-        waiting = self._free.get((numel, dtype, device))
-        return waiting.pop() if waiting else torch.zeros(numel, dtype=dtype, device=device)
+        waiting = self._free.get((layout.numel, dtype, device))
+        if not waiting:
+            return torch.zeros(layout.numel, dtype=dtype, device=device)
+        used, flat = waiting.pop()
+        return flat if used.extents == layout.extents else flat.zero_()  # norms look at all of a buffer
 
-    def give(self, flat: torch.Tensor) -> None:
+    def give(self, layout: FlatLayout, flat: torch.Tensor) -> None:
         """Take a buffer back."""
-        self._free.setdefault((flat.numel(), flat.dtype, flat.device), []).append(flat)
+        self._free.setdefault((flat.numel(), flat.dtype, flat.device), []).append((layout, flat))
 
     def clear(self) -> None:
         """Forget the buffers."""
@@ -198,12 +201,12 @@ class GradBundle:
         if self._flat is not None:
             return
         device = self.comm.device
-        self._flat = self._pool.take(self.layout.numel, self.dtype, device)
+        self._flat = self._pool.take(self.layout, self.dtype, device)
         self._views = [self._flat.narrow(0, slot.start, slot.numel).view(slot.shape) for slot in self.layout.slots]
 
     def _close(self) -> None:
         if self._flat is not None:
-            self._pool.give(self._flat)
+            self._pool.give(self.layout, self._flat)
             self._flat, self._views = None, []
 
 

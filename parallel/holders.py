@@ -79,6 +79,7 @@ class Catalogue:
             if entry.alone and (made.tile.sums or not made.tile.is_whole):
                 raise UsageError(f"layerwise weight {name} is cut over {made.tile.layout.axes}", where=WHERE)
             found[entry.index] = made
+            param.requires_grad_(entry.trained)
         return [found[index] for index in sorted(found)]
 
 

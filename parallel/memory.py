@@ -38,7 +38,7 @@ class Estimate:
     """Totals, and the flat buffers on their way."""
     state: int
     activations: int | None
-    """Most that one micro-batch's passes hold besides; None where no batch was given."""
+    """Most that one micro-batch's passes hold besides; None where no batch was given, and for a pipeline's stage."""
 
     @property
     def peak(self) -> int:
@@ -138,9 +138,8 @@ def estimate(run: Run, batch: Any = None) -> Estimate:
     masters += sum(master.numel() * master.element_size() for master in engine.masters.values())
     trained = sum(p.numel() for group in run.optimizer.param_groups for p in group["params"])
     state = int(trained * state_bytes(run.optimizer, run.device))
-    return Estimate(
-        kept + sum(whole) + gathered, masters, _gradients(run), state, passes(run, batch) if batch is not None else None
-    )
+    activations = passes(run, batch) if batch is not None and run.mesh.pp == 1 else None  # a stage's depend on others
+    return Estimate(kept + sum(whole) + gathered, masters, _gradients(run), state, activations)
 
 
 def _gathered(run: Run) -> int:

@@ -48,6 +48,11 @@ class Mesh:
         return tuple(name for name in self.grid.names if name not in FIXED)
 
     @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The axes along which ranks compute other parts of the loss with the same weights, as far as there are any."""
+        return tuple(name for name in DATA if self.degree(name) > 1)
+
+    @property
     def pp(self) -> int:
         """Number of pipeline stages."""
         return self.degree("pp")

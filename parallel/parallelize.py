@@ -141,12 +141,15 @@ def parallelize(
     level = check_level(optimizer_level)
     _check_mesh(mesh, job.world_size, level, strategy, pipeline, context)
     _check_copies(copies, level, pipeline)
+    if native_dropout and mesh.size > mesh.dp * mesh.pp:
+        what = f"native_dropout=True on {mesh}: torch's generators would drop other elements than in one process"
+        raise UsageError(what, where=WHERE, hint="leave it out: dropout is then placed by row and element")
     ranks = mesh.dp * mesh.cp
     policy, away = precisions.parse(precision), parse_offload(offload)
     device = torch.device(job.device)
     settings = Settings(
         level=level,
-        accumulate=check_count("accumulate", accumulate) * check_count("copies", copies),
+        accumulate=_micro_batches(accumulate, pipeline) * check_count("copies", copies),
         clip=check_above_zero("clip", clip),
         norm=norm or policy.compute == "fp16",
         mean=gradients_mean,
@@ -198,6 +201,16 @@ def parallelize(
     return run
 
 
+def _micro_batches(accumulate: int, pipeline: Pipeline | None) -> int:
+    """Return how many micro-batches a step has on each rank."""
+    if pipeline is None:
+        return check_count("accumulate", accumulate)
+    if accumulate != 1:
+        what = f"accumulate={accumulate!r} beside pipeline=, whose microbatches are those of a step"
+        raise UsageError(what, where=WHERE, hint="Pipeline(microbatches=...) alone")
+    return check_count("microbatches", pipeline.microbatches)
+
+
 def _check_mesh(mesh: Mesh, world: int, level: int, strategy: Any, pipeline: Any, context: Any) -> None:
     """Refuse a mesh on which ranks would only repeat each other, and what is asked for without ranks to do it."""
     if mesh.size != world:
@@ -209,9 +222,7 @@ def _check_mesh(mesh: Mesh, world: int, level: int, strategy: Any, pipeline: Any
             what = f"{mesh}: ranks along {' and '.join(axes)} would only repeat each other"
             raise UsageError(what, where=WHERE, hint=f"{name}= says what they do")
     if mesh.pp > 1 and level == 3:
-        what = (
-            "optimizer_level=3 gathers a unit around each forward and backward, and a pipeline interleaves these"
-        )
+        what = "optimizer_level=3 gathers a unit around each forward and backward, and a pipeline interleaves these"
         raise UsageError(what, where=WHERE, hint="optimizer_level=2 has one stage's weights on each device")
 
 

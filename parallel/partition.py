@@ -69,15 +69,18 @@ def cut_up(model: nn.Module, weights: list[Weight], place: Place, cuts: Cuts) ->
         model, driver = cuts.pipeline.apply(model, place.axes, cuts.sample)
     if original is not None:
         weights = catalogue.collect(model)
+    sums = {weight.index: _sums(weight, place) for weight in weights}
     holders = tell(place.axes[place.model_axes], place.mesh.pp, weights)
     holders.check(catalogue)
+    shared = {holders.stages_of(entry.index) for entry in catalogue.entries if not entry.alone}
+    place.share(stages for stages in shared if len(stages) > 1)
     for weight in weights:
         weight.chunk = driver.chunk_of(weight.name)
         weight.counted = holders.alike(weight.index)[0] == holders.axis.index
         if not weight.alone:
             stages = holders.stages_of(weight.index)
             weight.stages = stages if len(stages) > 1 else ()
-            weight.sums = tuple(axis for axis in place.mesh.tensor_axes if axis in _sums(weight, place))
+            weight.sums = tuple(axis for axis in place.mesh.tensor_axes if axis in sums[weight.index])
     return Parted(model, weights, driver, holders, catalogue, original)
 
 
@@ -91,6 +94,10 @@ def _module(made: Any, name: str) -> nn.Module:
 
 def _sums(weight: Weight, place: Place) -> set[str]:
     """Return the tensor axes over which a weight's gradient is partial; axes of one device are left out."""
+    foreign = [axis for axis in weight.tile.layout.axes if axis not in place.mesh.tensor_axes]
+    if foreign:
+        what = f"{weight.name} is cut over {foreign[0]}, which is no tensor axis"
+        raise UsageError(what, where=WHERE, hint="optimizer_level=3 cuts weights over the data")
     for axis in weight.tile.sums:
         if axis not in place.mesh.tensor_axes or axis in weight.tile.layout.axes:
             what = f"the gradient of {weight.name} can't be added up over {axis}"

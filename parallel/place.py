@@ -7,6 +7,7 @@ The *data axes*, dp and cp, are those along which ranks compute other parts of t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pdrun.parallel.axes import Axes
@@ -37,7 +38,8 @@ class Place:
     model: Comm
     job: Comm
     tellers: list[int]
-    _across: dict[tuple[str, tuple[int, ...]], Comm] = field(default_factory=dict)
+    _sums: dict[str, Comm] = field(default_factory=dict)
+    _shared: dict[tuple[int, ...], Comm] = field(default_factory=dict)
 
     @property
     def model_axes(self) -> tuple[str, ...]:
@@ -49,14 +51,18 @@ class Place:
         """Whether this rank is the first along the tensor axes."""
         return all(self.axes.coordinate[name] == 0 for name in self.mesh.tensor_axes)
 
+    def share(self, stages: Iterable[tuple[int, ...]]) -> None:
+        """Make the groups of stages that share weights; all ranks do, in one order, whether they are in them or not."""
+        for some in sorted(stages):
+            axis = self.axes.among(STAGES, some)
+            if axis is not None:
+                self._shared[some] = Comm(axis)
+
     def across(self, sums: tuple[str, ...], stages: tuple[int, ...]) -> list[Comm]:
         """Return over what gradients are added up besides: tensor axes, and the stages that share a weight."""
-        return [*(self._along(name, ()) for name in sums), *([self._along(STAGES, stages)] if stages else [])]
-
-    def _along(self, name: str, places: tuple[int, ...]) -> Comm:
-        if (name, places) not in self._across:
-            self._across[name, places] = Comm(self.axes.among(name, places) if places else self.axes[name])
-        return self._across[name, places]
+        for name in sums:
+            self._sums.setdefault(name, Comm(self.axes[name]))
+        return [*(self._sums[name] for name in sums), *([self._shared[stages]] if stages else [])]
 
 
 def place_on(mesh: Mesh, axes: Axes, shards: int, level: int) -> Place:
@@ -68,6 +74,8 @@ def place_on(mesh: Mesh, axes: Axes, shards: int, level: int) -> Place:
         level: of the optimizer.
     """
     grid = mesh.grid
+    for name in grid.names:
+        axes[name]  # all groups now, and in the same order everywhere
     data, job = axes[DATA], axes[grid.names]
     whole = Comm(data)
     cut = whole if shards == 1 else Comm(data, shards)

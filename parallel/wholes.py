@@ -23,6 +23,7 @@ from pdrun.parallel.weights import Weight
 
 if TYPE_CHECKING:
     from pdrun.parallel.engine import Engine
+    from pdrun.parallel.run import Run
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,23 @@ def gradients(engine: Engine) -> Iterator[tuple[str, torch.Tensor | None]]:
             part = parts.take(entry.index)
             dtype = engine.settings.precision.sums(entry.dtype)
             yield entry.name, _assembled(engine, entry, part, dtype) if engine.used[entry.index] else None
+
+
+def buffers(run: Run) -> dict[str, torch.Tensor]:
+    """Return the buffers of the whole model, those of other stages too; every rank must call this."""
+    mine = dict(run.model.named_buffers())
+    if run.original is None or run.mesh.pp == 1:
+        return mine
+    axis, found = run.axes["pp"], {}
+    names = dict(run.original.named_buffers())
+    flags = torch.tensor([[int(name in mine) for name in names]], device=run.device)
+    holds = axis.all_gather(flags, 0)
+    for place, (name, like) in enumerate(names.items()):
+        stages = holds[:, place].nonzero().flatten().tolist()
+        if stages:
+            value = mine[name].detach().clone() if name in mine else torch.empty_like(like)
+            found[name] = axis.broadcast(value, stages[0])
+    return found
 
 
 def storages(engine: Engine) -> set[int]:

@@ -48,8 +48,10 @@ class Sequences:
             raise UsageError(told, where=WHERE, hint="what Ulysses leaves is the ring's")
         self.order = order or (ZIGZAG if ulysses < degree else CONTIGUOUS)
         place, member = divmod(self.axis.index, ulysses)
-        self.ring = axes.among("cp", tuple(r * ulysses + member for r in range(degree // ulysses)))
-        self.ulysses = axes.among("cp", tuple(place * ulysses + u for u in range(ulysses)))
+        ring = axes.among("cp", tuple(r * ulysses + member for r in range(degree // ulysses)))
+        group = axes.among("cp", tuple(place * ulysses + u for u in range(ulysses)))
+        assert ring is not None and group is not None  # both hold this rank
+        self.ring, self.ulysses = ring, group
         self.length, self.calls = 0, 0
 
     # ---- positions -----------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pdrun.errors import UsageError
-from pdrun.parallel import flat, loader, loss, mesh, recompute, retarget, settings, slicing, weights
+from pdrun.parallel import flat, grads, loader, loss, mesh, recompute, retarget, settings, slicing, weights
 from pdrun.parallel.dice import mix, uniform31
 from tests.parallel import zoo
 
@@ -248,3 +248,19 @@ def test_hashes_are_uniform() -> None:
     assert abs(float(torch.corrcoef(values[:2])[0, 1])) < 0.08
     assert abs(float(torch.corrcoef(values[:, :2].T)[0, 1])) < 0.6
     assert len({mix(a, b) for a in range(50) for b in range(50)}) == 2500
+
+
+def test_buffers_come_back_with_zeros_between_their_slots() -> None:
+    """Norms look at all of a buffer: what another bundle left in the gaps would count."""
+    pool, cpu = grads.Pool(), torch.device("cpu")
+    long, short = (flat.lay_out([("a", [size])], 1, 4) for size in (200, 100))
+    assert long.numel == short.numel == 256
+    full = pool.take(long, torch.float32, cpu)
+    full[:200] = 1.0
+    pool.give(long, full)
+    again = pool.take(short, torch.float32, cpu)
+    assert again is full
+    assert not again[100:].any()
+    again[:100] = 2.0
+    pool.give(short, again)
+    assert pool.take(short, torch.float32, cpu)[:100].eq(2.0).all()

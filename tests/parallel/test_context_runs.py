@@ -10,10 +10,12 @@ from torch import nn
 from torch.nn import functional as f
 
 from pdrun.errors import ConfigError, UsageError
-from pdrun.parallel.mesh import solve
+from pdrun.parallel.mesh import of, solve
 from pdrun.parallel.modules.context import ContextParallel
 from pdrun.parallel.parallelize import parallelize
 from pdrun.parallel.run import Run
+from tests.parallel import zoo
+from tests.parallel.cutting import Megatron
 from tests.parallel.test_context_parallel import TABLES, VOCABULARY, Lm
 
 pytestmark = pytest.mark.torch
@@ -128,3 +130,29 @@ def mean_loss() -> None:
 def test_a_mean_is_refused(worlds: Any) -> None:
     for kind, text in worlds(2).failures(mean_loss):
         assert kind == UsageError.__name__ and "means of parts do not add up" in text
+
+
+# ---- beside tensor axes ------------------------------------------------------------------------------------------
+
+
+def train_zoo(case: zoo.Case, degrees: dict[str, int], settings: dict[str, Any], copies: int) -> Any:
+    """Train the zoo's model, whose heads and words are cut, on sequences that are cut; return losses and norms."""
+    run = zoo.make(
+        case, mesh=of(**degrees), strategy=Megatron("tp"), context=ContextParallel(**settings), copies=copies
+    )
+    report = run.verify([zoo.batch_of(7, 1)])
+    assert report.steps[0].worst < 1e-5
+    told = [run.step(zoo.batch_of(rows, step)) for step, rows in enumerate(case.rows)]
+    return [m.loss for m in told], [m.grad_norm for m in told]
+
+
+@pytest.mark.parametrize(("settings", "copies"), [({}, 1), ({"ulysses": 2}, 1), ({}, 2)])
+def test_sequences_and_operators_are_cut_at_once(worlds: Any, settings: dict[str, Any], copies: int) -> None:
+    """What tensor parallel cuts of a rank's part of the sequence drops what the whole one drops."""
+    case = zoo.Case(4, 2, dropout=True, tied=True, recompute="full", optimizer="SGD", rows=(24, 7))
+    found = worlds(4).run(train_zoo, case, {"cp": 2, "tp": 2}, settings, copies)
+    alone = zoo.Case(1, 0, copies, dropout=True, tied=True, optimizer="SGD", rows=(24, 7, 7))
+    wanted = worlds(1).run(zoo.train, alone)[0]
+    for losses, norms in found:
+        assert losses == pytest.approx(wanted["loss"][:2], rel=2e-6)
+        assert norms == pytest.approx(wanted["norm"][:2], rel=2e-5)

@@ -75,7 +75,7 @@ class Driver(Protocol):
         """
         Return in which chunk of this rank's stage a weight is; 0 where a stage is one piece.
 
-        A weight that several chunks of one rank use belongs to the first of them, whose backward comes last.
+        A weight that several chunks of one rank use belongs to the one whose backwards end last.
         """
         ...
 

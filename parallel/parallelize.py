@@ -194,7 +194,7 @@ def parallelize(
     dice = Dice(seed, native_dropout)
     run = Run(job, mesh, engine, made, Objective(cut.model, loss, forward), dice, rows, schedule)
     run.original, run.sequences = cut.original, context
-    run.driver = Interleaved(copies) if copies > 1 else cut.driver
+    run.driver, run.copies = Interleaved(copies) if copies > 1 else cut.driver, copies
     run.recompute, run.recomputed, run.offload = recompute, recomputed, away
     if away.activations:
         run.saver = Saver(device, away.least, storages(engine))

@@ -35,7 +35,7 @@ class Dropping(Lm):
         here = torch.arange(tokens.shape[1])
         x = self.drop(self.wte(tokens) + self.wpe(here)) * self.gain[: tokens.shape[1], None]
         for block in self.blocks:
-            x = self.drop(block(x, None))
+            x = self.drop(block(x, None).flatten(0, 1)).view(x.shape)
         return self.head(x)  # type: ignore[no-any-return]
 
 
@@ -106,6 +106,7 @@ def prove(degrees: dict[str, int], settings: dict[str, Any], p: float, lost: boo
     mesh = solve(torch.distributed.get_world_size(), degrees)
     run = parallelize(model, torch.optim.AdamW, loss, mesh=mesh, context=context, seed=3)
     assert run.memory(batch_of(4, 12, 0)).activations
+    assert "each sequence is cut over 2 ranks; attention by a ring of 2, zigzag" in run.explain() or lost
     return str(run.verify([batch_of(4, 12, step) for step in range(2)]))
 
 
@@ -118,6 +119,25 @@ def test_a_proof_finds_positions_that_were_not_told(worlds: Any) -> None:
     told = worlds(2).failures(prove, {"dp": 1, "cp": 2}, {}, 0.0, True)
     assert {kind for kind, _ in told} == {ConfigError.__name__}
     assert all("is not what one process computes" in text for _, text in told)
+
+
+class Replacing:
+    """A strategy that makes another module of what has a table."""
+
+    def apply(self, model: Any, axes: Any, sample: Any) -> nn.Module:
+        """See `tiles.Cutter`."""
+        model.wpe.__class__ = nn.Embedding
+        return model  # type: ignore[no-any-return]
+
+
+def lost_table() -> None:
+    """Make a step of a run whose strategy undoes a table."""
+    make({"dp": 1, "cp": 2}, {}, 0.0, strategy=Replacing()).step(batch_of(4, 12, 0))
+
+
+def test_a_table_that_a_strategy_undoes_is_missed(worlds: Any) -> None:
+    for kind, text in worlds(2).failures(lost_table):
+        assert kind == UsageError.__name__ and "the table wpe.weight is in a module that strategy= has replaced" in text
 
 
 def mean_loss() -> None:

@@ -135,13 +135,24 @@ def _cuts_of(shape: tuple[int, ...]) -> dict[int, tuple[tuple[tuple[int, int], .
         ranges, total = (cut[0], cut[1]) if len(cut) == 2 else (((cut[0], cut[1]),), cut[2])
         if 0 <= place < len(shape) and shape[place] == sum(high - low for low, high in ranges):
             found[place] = (ranges, total)
-    if _sequence is not None and len(shape) > 1:
-        ranges, total = _sequence()
-        held = sum(high - low for low, high in ranges)
-        inner, size = found.get(1, (((0, shape[1]),), shape[1]))
-        if size == held:
-            found[1] = (tuple(one for low, high in inner for one in within(ranges, low, high)), total)
     return found
+
+
+def _with_sequence(
+    shape: tuple[int, ...], rows: int, cuts: dict[int, tuple[Ranges, int]]
+) -> tuple[tuple[int, ...], dict[int, tuple[Ranges, int]]]:
+    """Return the shape and the cuts of a tensor whose positions are cut, in dim 1 or flattened behind rows in dim 0."""
+    if _sequence is None or not shape:
+        return shape, cuts
+    ranges, total = _sequence()
+    held = sum(high - low for low, high in ranges)
+    inner, size = cuts.get(1, (((0, shape[1]),), shape[1])) if len(shape) > 1 else ((), 0)
+    if size == held:
+        return shape, {**cuts, 1: (tuple(one for low, high in inner for one in within(ranges, low, high)), total)}
+    if rows and shape[0] == rows * held and 0 not in cuts:
+        apart = {dim + 1: cut for dim, cut in cuts.items()}
+        return (rows, held, *shape[1:]), {**apart, 1: (ranges, total)}
+    return shape, cuts
 
 
 def _indices(
@@ -238,7 +249,9 @@ class Dice:
         Inside a `region` it is the part of the whole tensor's mask.
         """
         shape = tuple(like.shape) if shape is None else shape
-        return self.mask(self.draw(), p, shape, _cuts_of(shape), like.device)
+        drawn = self.draw()
+        apart, cuts = _with_sequence(shape, len(drawn[0].rows), _cuts_of(shape))
+        return self.mask(drawn, p, apart, cuts, like.device).view(shape)
 
     def mask(
         self,

@@ -33,6 +33,8 @@ class Plan:
     accumulate: int
     weights: dict[str, Any]
     """Where each one lies: shape, layout, stages and blocks, which `pdrun checkpoint` reads."""
+    copies: int
+    """How many micro-batches are computed at a time."""
     exact: bool
     recompute: tuple[str, ...]
     transfers: tuple[dict[str, Any], ...]
@@ -77,6 +79,7 @@ def plan_of(run: Run) -> Plan:
         settings.shard_group,
         settings.accumulate,
         weights_of(run),
+        run.copies,
         settings.exact,
         tuple(run.recomputed),
         transfers,
@@ -100,6 +103,8 @@ def explain(run: Run, batch: Any = None) -> str:
         f"{total:,} trained elements in {len(trained)} weights, summed in {len(plan.transfers)} transfers of up to "
         f"{max((part['bytes'] for part in plan.transfers), default=0) / MIB:.1f} MiB",
     ]
+    if run.copies > 1:
+        lines.append(f"{run.copies} slices at a time: one computes while another waits for a collective")
     lines += _model_axes(run, plan)
     lines += [f"tied, counted once: {' = '.join(names)}" for names in tied_names(run.original or run.model)]
     if plan.layerwise:
@@ -123,6 +128,8 @@ def _model_axes(run: Run, plan: Plan) -> list[str]:
         here = sum(weight.nbytes for weight in run.engine.weights)
         stage = f"stage {run.axes['pp'].index} of {run.mesh.pp}"
         lines.append(f"{stage}: {len(run.engine.weights)} weights, {here / MIB:.1f} MiB on this rank")
+    if run.sequences is not None and run.mesh.cp > 1:
+        lines.append(run.sequences.told(run.axes))
     by_layout: dict[str, list[str]] = {}
     by_sums: dict[str, list[str]] = {}
     for weight in run.engine.weights:

@@ -88,7 +88,10 @@ class Ledger(TorchDispatchMode):
 
 
 def passes(run: Run, batch: Any) -> int:
-    """Return the most bytes that the passes of the largest micro-batch hold at once, weights and gradients left out."""
+    """
+    Return the most bytes that passes hold at once, weights and gradients left out: those of the largest micro-batch,
+    as often as there are copies.
+    """
     times = run.settings.accumulate
     rows = count_rows(batch, run.strategy)
     pieces = [
@@ -120,7 +123,7 @@ def passes(run: Run, batch: Any) -> int:
             with run.computing():
                 total, _ = run.objective_of(model, part, largest, 0)
                 total.backward()
-        return ledger.peak
+        return ledger.peak * run.copies
 
 
 def _drop(param: torch.Tensor) -> None:

@@ -140,10 +140,10 @@ def parallelize(
     mesh = mesh or solve(job.world_size, {"dp": -1})
     level = check_level(optimizer_level)
     _check_mesh(mesh, job.world_size, level, strategy, pipeline, context)
+    _check_copies(copies, level, pipeline)
     if native_dropout and mesh.size > mesh.dp * mesh.pp:
         what = f"native_dropout=True on {mesh}: torch's generators would drop other elements than in one process"
         raise UsageError(what, where=WHERE, hint="leave it out: dropout is then placed by row and element")
-    _check_copies(copies, level, pipeline)
     ranks = mesh.dp * mesh.cp
     policy, away = precisions.parse(precision), parse_offload(offload)
     device = torch.device(job.device)
@@ -194,7 +194,7 @@ def parallelize(
     dice = Dice(seed, native_dropout)
     run = Run(job, mesh, engine, made, Objective(cut.model, loss, forward), dice, rows, schedule)
     run.original, run.sequences = cut.original, context
-    run.driver = Interleaved(copies) if copies > 1 else cut.driver
+    run.driver, run.copies = Interleaved(copies) if copies > 1 else cut.driver, copies
     run.recompute, run.recomputed, run.offload = recompute, recomputed, away
     if away.activations:
         run.saver = Saver(device, away.least, storages(engine))

@@ -68,6 +68,8 @@ class Run:
         self.original: nn.Module | None = None
         """The whole model without memory, where ``model`` is cut over tensor axes or into stages."""
         self.driver: Driver = Plain()
+        self.copies = 1
+        """How many micro-batches are computed at a time."""
         self.sequences: SequenceCutter | None = None
         """What gives this rank its part of each sequence."""
         self.steps = 0

@@ -51,6 +51,10 @@ class SequenceCutter(Protocol):
         """Return this rank's part along cp of every sequence of a micro-batch; losses are summed over these parts."""
         ...
 
+    def told(self, axes: Axes) -> str:
+        """Return in words what becomes of sequences."""
+        ...
+
     def running(self, axes: Axes) -> AbstractContextManager[None]:
         """Return what forwards and backwards on parts run in; it may be entered again inside."""
         ...

@@ -11,6 +11,7 @@ ascending order. Pure integers, no torch.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -22,6 +23,7 @@ CONTIGUOUS, ZIGZAG = "contiguous", "zigzag"
 ORDERS = (CONTIGUOUS, ZIGZAG)
 
 
+@functools.lru_cache(maxsize=1024)
 def part(length: int, parts: int, index: int, order: str) -> Ranges:
     """
     Return the positions of part ``index`` of a sequence.
@@ -79,15 +81,16 @@ class Block:
     causal: bool
 
 
-def blocks(q: Ranges, k: Ranges, causal: bool) -> list[Block]:
+@functools.lru_cache(maxsize=1024)
+def blocks(q: Ranges, k: Ranges, causal: bool) -> tuple[Block, ...]:
     """Return the fewest blocks that make up the attention of one rank's queries to another's (or its own) keys."""
     wide, deep = count(q), count(k)
     if not wide or not deep:
-        return []
+        return ()
     if not causal:
-        return [Block((0, wide), (0, deep), False)]
+        return (Block((0, wide), (0, deep), False),)
     if q == k:
-        return [Block((0, wide), (0, deep), True)]  # ascending on both sides: order in memory is order in the sequence
+        return (Block((0, wide), (0, deep), True),)  # ascending on both sides: order in memory is order in the sequence
     edges = sorted({edge for ranges in (q, k) for pair in ranges for edge in pair})
     keys = _pieces(k, edges)
     found: list[Block] = []
@@ -96,7 +99,7 @@ def blocks(q: Ranges, k: Ranges, causal: bool) -> list[Block]:
         seen = [(place, place + last - first) for first, last, place in keys if last <= low]
         found += [Block(here, span, False) for span in joined(seen)]
         found += [Block(here, (place, place + last - first), True) for first, last, place in keys if first == low]
-    return _merged(found)
+    return tuple(_merged(found))
 
 
 def _pieces(ranges: Ranges, edges: list[int]) -> list[tuple[int, int, int]]:

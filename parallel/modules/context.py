@@ -84,14 +84,16 @@ class ContextParallel:
         Raises:
             UsageError: a glob that matches nothing, or a degree that doesn't divide.
         """
-        self.sequences(axes)
+        sequences = self.sequences(axes)
         for pattern, dim in self.tables.items():
             found = [name for name, _ in _tensors(model) if fnmatchcase(name, pattern)]
             if not found:
                 raise UsageError(f"tables: {pattern!r} matches no weight and no buffer", where=WHERE)
             for name in found:
                 owner, _, attribute = name.rpartition(".")
-                _make_table(model.get_submodule(owner), attribute, dim, name)
+                module = model.get_submodule(owner)
+                _make_table(module, attribute, dim, name)
+                sequences.tables.append((module, attribute, name))
         return model
 
     def part(self, batch: Any, axes: Axes) -> Any:
@@ -114,6 +116,10 @@ class ContextParallel:
         pairs = zip(leaves, dims, strict=True)
         cut = [leaf if dim is None else sequences.take(leaf, dim) for leaf, dim in pairs]
         return pytree.tree_unflatten(cut, form)
+
+    def told(self, axes: Axes) -> str:
+        """Return in words what a run does to sequences."""
+        return str(self.sequences(axes))
 
     @contextmanager
     def running(self, axes: Axes) -> Iterator[None]:

@@ -4,7 +4,8 @@ Ring attention: each rank holds its part of every sequence; keys and values go r
 In each of n steps a rank attends with its own queries to the keys and values that it holds at the moment, which are on
 their way to the next rank meanwhile (Liu, Zaharia, Abbeel, Ring Attention with Blockwise Transformers, 2023). Outputs
 are put together by their log-sum-exps, in fp32. In the backward keys and values go round once more, and their
-gradients one step behind them, until they are home: n - 1 shifts each. No rank ever holds more than two parts.
+gradients one step behind them, until they are home: n - 1 shifts each. A rank never holds more than two parts beside
+its own.
 """
 
 from __future__ import annotations

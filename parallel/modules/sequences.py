@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from pdrun.errors import UsageError
 from pdrun.parallel import dice
@@ -48,9 +49,17 @@ class Sequences:
             raise UsageError(told, where=WHERE, hint="what Ulysses leaves is the ring's")
         self.order = order or (ZIGZAG if ulysses < degree else CONTIGUOUS)
         place, member = divmod(self.axis.index, ulysses)
-        self.ring = axes.among("cp", tuple(r * ulysses + member for r in range(degree // ulysses)))
-        self.ulysses = axes.among("cp", tuple(place * ulysses + u for u in range(ulysses)))
+        ring = axes.among("cp", tuple(r * ulysses + member for r in range(degree // ulysses)))
+        group = axes.among("cp", tuple(place * ulysses + u for u in range(ulysses)))
+        assert ring is not None and group is not None  # both hold this rank
+        self.ring, self.ulysses = ring, group
         self.length, self.calls = 0, 0
+        self.parts: tuple[Ranges, ...] = ()
+        """Positions of each rank along cp, by index."""
+        self.sizes: list[int] = []
+        """How many positions each rank has."""
+        self.tables: list[tuple[nn.Module, str, str]] = []
+        """Modules whose attribute gives this rank's rows, and the name of what that is."""
 
     # ---- positions -----------------------------------------------------------------------------------------------
 
@@ -59,28 +68,31 @@ class Sequences:
         Note how long the sequences of the step are.
 
         Raises:
-            UsageError: a rank would have none of their positions.
+            UsageError: a rank would have none of their positions, or what else cuts the model has undone a table.
         """
-        self.length = length
-        if min(self.sizes) == 0:
+        for module, attribute, name in self.tables:
+            if not isinstance(getattr(type(module), attribute, None), property):
+                told = f"the table {name} is in a module that strategy= has replaced by {type(module).__name__}"
+                raise UsageError(told, where=WHERE, hint="leave that module out of the strategy")
+        if length == self.length:
+            return
+        parts = tuple(self._part(length, index) for index in range(self.axis.size))
+        sizes = [count(ranges) for ranges in parts]
+        if min(sizes) == 0:
             told = f"sequences of {length} positions leave some of {self.axis.size} ranks along cp without any"
             raise UsageError(told, where=WHERE, hint="a smaller cp, or longer sequences")
+        self.length, self.parts, self.sizes = length, parts, sizes
 
     @property
     def mine(self) -> Ranges:
         """This rank's positions."""
-        return self.of(self.axis.index)
+        return self.parts[self.axis.index]
 
-    def of(self, index: int) -> Ranges:
+    def _part(self, length: int, index: int) -> Ranges:
         """Return the positions of a rank along cp."""
         place, member = divmod(index, self.ulysses.size)
-        ranges = part(self.length, self.ring.size, place, self.order)
+        ranges = part(length, self.ring.size, place, self.order)
         return within(ranges, *cut(count(ranges), self.ulysses.size, member))
-
-    @property
-    def sizes(self) -> list[int]:
-        """How many positions each rank has."""
-        return [count(self.of(index)) for index in range(self.axis.size)]
 
     def positions(self, device: Any = None) -> torch.Tensor:
         """Return this rank's positions as integers, in the order in which it holds them."""
@@ -97,10 +109,15 @@ class Sequences:
         padded = torch.cat([front, front.new_zeros(most - front.shape[0], *front.shape[1:])]).contiguous()
         parts = self.axis.all_gather(padded, 0).unflatten(0, (self.axis.size, most))
         held = torch.cat([parts[index, :size] for index, size in enumerate(sizes)])
-        order = [place for index in range(self.axis.size) for low, high in self.of(index) for place in range(low, high)]
+        order = [torch.arange(low, high, device=x.device) for ranges in self.parts for low, high in ranges]
         found = torch.empty_like(held)
-        found[torch.tensor(order, device=x.device)] = held
+        found[torch.cat(order)] = held
         return found.transpose(0, dim)
+
+    def __str__(self) -> str:
+        ways = [f"a ring of {self.ring.size}, {self.order}"] if self.ring.size > 1 else []
+        ways += [f"all-to-all over {self.ulysses.size}"] if self.ulysses.size > 1 else []
+        return f"each sequence is cut over {self.axis.size} ranks; attention by {' and '.join(ways) or 'itself'}"
 
     # ---- attention -----------------------------------------------------------------------------------------------
 

@@ -59,7 +59,7 @@ def test_zigzag_gives_every_rank_the_same_to_do() -> None:
             assert len(found) == 1
             size = (found[0].q[1] - found[0].q[0]) * (found[0].k[1] - found[0].k[0])
             assert size == (256 if me == other else 128)  # the causal one is half empty
-    assert blocks(part(64, 4, 0, "contiguous"), part(64, 4, 3, "contiguous"), True) == []
+    assert blocks(part(64, 4, 0, "contiguous"), part(64, 4, 3, "contiguous"), True) == ()
 
 
 # ---- against whole sequences -------------------------------------------------------------------------------------

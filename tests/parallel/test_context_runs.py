@@ -10,10 +10,12 @@ from torch import nn
 from torch.nn import functional as f
 
 from pdrun.errors import ConfigError, UsageError
-from pdrun.parallel.mesh import solve
+from pdrun.parallel.mesh import of, solve
 from pdrun.parallel.modules.context import ContextParallel
 from pdrun.parallel.parallelize import parallelize
 from pdrun.parallel.run import Run
+from tests.parallel import zoo
+from tests.parallel.cutting import Megatron
 from tests.parallel.test_context_parallel import TABLES, VOCABULARY, Lm
 
 pytestmark = pytest.mark.torch
@@ -33,7 +35,7 @@ class Dropping(Lm):
         here = torch.arange(tokens.shape[1])
         x = self.drop(self.wte(tokens) + self.wpe(here)) * self.gain[: tokens.shape[1], None]
         for block in self.blocks:
-            x = self.drop(block(x, None))
+            x = self.drop(block(x, None).flatten(0, 1)).view(x.shape)
         return self.head(x)  # type: ignore[no-any-return]
 
 
@@ -104,6 +106,7 @@ def prove(degrees: dict[str, int], settings: dict[str, Any], p: float, lost: boo
     mesh = solve(torch.distributed.get_world_size(), degrees)
     run = parallelize(model, torch.optim.AdamW, loss, mesh=mesh, context=context, seed=3)
     assert run.memory(batch_of(4, 12, 0)).activations
+    assert "each sequence is cut over 2 ranks; attention by a ring of 2, zigzag" in run.explain() or lost
     return str(run.verify([batch_of(4, 12, step) for step in range(2)]))
 
 
@@ -118,6 +121,25 @@ def test_a_proof_finds_positions_that_were_not_told(worlds: Any) -> None:
     assert all("is not what one process computes" in text for _, text in told)
 
 
+class Replacing:
+    """A strategy that makes another module of what has a table."""
+
+    def apply(self, model: Any, axes: Any, sample: Any) -> nn.Module:
+        """See `tiles.Cutter`."""
+        model.wpe.__class__ = nn.Embedding
+        return model  # type: ignore[no-any-return]
+
+
+def lost_table() -> None:
+    """Make a step of a run whose strategy undoes a table."""
+    make({"dp": 1, "cp": 2}, {}, 0.0, strategy=Replacing()).step(batch_of(4, 12, 0))
+
+
+def test_a_table_that_a_strategy_undoes_is_missed(worlds: Any) -> None:
+    for kind, text in worlds(2).failures(lost_table):
+        assert kind == UsageError.__name__ and "the table wpe.weight is in a module that strategy= has replaced" in text
+
+
 def mean_loss() -> None:
     """Make a step with a loss that is a mean."""
     run = make({"dp": 1, "cp": 2}, {}, 0.0)
@@ -128,3 +150,29 @@ def mean_loss() -> None:
 def test_a_mean_is_refused(worlds: Any) -> None:
     for kind, text in worlds(2).failures(mean_loss):
         assert kind == UsageError.__name__ and "means of parts do not add up" in text
+
+
+# ---- beside tensor axes ------------------------------------------------------------------------------------------
+
+
+def train_zoo(case: zoo.Case, degrees: dict[str, int], settings: dict[str, Any], copies: int) -> Any:
+    """Train the zoo's model, whose heads and words are cut, on sequences that are cut; return losses and norms."""
+    run = zoo.make(
+        case, mesh=of(**degrees), strategy=Megatron("tp"), context=ContextParallel(**settings), copies=copies
+    )
+    report = run.verify([zoo.batch_of(7, 1)])
+    assert report.steps[0].worst < 1e-5
+    told = [run.step(zoo.batch_of(rows, step)) for step, rows in enumerate(case.rows)]
+    return [m.loss for m in told], [m.grad_norm for m in told]
+
+
+@pytest.mark.parametrize(("settings", "copies"), [({}, 1), ({"ulysses": 2}, 1), ({}, 2)])
+def test_sequences_and_operators_are_cut_at_once(worlds: Any, settings: dict[str, Any], copies: int) -> None:
+    """What tensor parallel cuts of a rank's part of the sequence drops what the whole one drops."""
+    case = zoo.Case(4, 2, dropout=True, tied=True, recompute="full", optimizer="SGD", rows=(24, 7))
+    found = worlds(4).run(train_zoo, case, {"cp": 2, "tp": 2}, settings, copies)
+    alone = zoo.Case(1, 0, copies, dropout=True, tied=True, optimizer="SGD", rows=(24, 7, 7))
+    wanted = worlds(1).run(zoo.train, alone)[0]
+    for losses, norms in found:
+        assert losses == pytest.approx(wanted["loss"][:2], rel=2e-6)
+        assert norms == pytest.approx(wanted["norm"][:2], rel=2e-5)

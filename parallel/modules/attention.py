@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from pdrun.parallel.axes import Axis
-from pdrun.parallel.modules import linear
+from pdrun.parallel.modules import linear, multihead
 from pdrun.parallel.modules.regions import make_region
 from pdrun.parallel.modules.style import (
     Cuts,
@@ -17,6 +17,7 @@ from pdrun.parallel.modules.style import (
     Place,
     Seat,
     Style,
+    become,
     check_forward,
     nothing_cut,
     refuse,
@@ -95,6 +96,9 @@ class Heads(Style):
             UsageError: a linear module's output is no number of heads.
         """
         counts = self.count(name, module, seat.parts(self.axis))
+        if isinstance(module, nn.MultiheadAttention) and inside:
+            what = f"torch's attention is cut as one, and {next(iter(inside))} has a style of its own"
+            raise refuse(name, what, "leave its modules out of the globs")
         rows = [linear.whole_sizes(f"{name}.{key}", module.get_submodule(key))[0]
                 for key, style in inside.items() if isinstance(style, linear.Row)]  # fmt: skip
         width = getattr(module, "head_dim", None) or (rows[0] // counts.heads if rows else None)
@@ -112,9 +116,11 @@ class Heads(Style):
         return found
 
     def tiles(self, name: str, module: nn.Module, seat: Seat) -> dict[str, Tile]:
-        """Nothing: weights of its own are somebody else's to speak of."""
+        """Nothing: weights of its own are somebody else's to speak of, but for those of torch's attention."""
         check_forward(name, module)
         self._attributes(name, module, self.count(name, module, seat.parts(self.axis)))
+        if isinstance(module, nn.MultiheadAttention):
+            return multihead.tiles(name, module, self.axis, seat)
         return {}
 
     def change(self, name: str, module: nn.Module, axis: Axis, entry: Entry) -> None:
@@ -125,7 +131,13 @@ class Heads(Style):
         enter = same if self.sequence is None else entry
         low = axis.index * counts.local_heads
         here: Cuts = {1: (low, low + counts.local_heads, counts.heads)}  # of [rows, heads, queries, keys]
-        make_region(module, Place(axis, enter, same, nothing_cut if axis.size == 1 else lambda x: here))
+        place = Place(axis, enter, same, nothing_cut if axis.size == 1 else lambda x: here)
+        if isinstance(module, nn.MultiheadAttention):
+            module._heads = (low, counts.heads)
+            module._qkv_same_embed_dim = False  # layers around it read this, and then leave its weights alone
+            become(module, multihead.MultiheadParallel, place)
+        else:
+            make_region(module, place)
 
     def _attributes(self, name: str, module: nn.Module, counts: Counts) -> dict[str, int]:
         """Return the attributes that depend on the number of heads, with the values for this rank."""

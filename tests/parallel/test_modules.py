@@ -133,6 +133,62 @@ def test_q_k_and_v_in_one_matrix(worlds: Any, by_head: bool) -> None:
     worlds(4).run(fusion, by_head)
 
 
+def encoder_layer() -> None:
+    torch.manual_seed(6)
+    layer = nn.TransformerEncoderLayer(WIDTH, 4, 50, dropout=0.0, batch_first=True, dtype=torch.float64)
+    model = nn.Sequential(layer)
+    how = Strategy({"0.self_attn": heads("tp"), "0.linear1": col("tp"), "0.linear2": row("tp")})
+    x = torch.randn(ROWS, LENGTH, WIDTH, dtype=torch.float64)
+    cut, _ = compare(model, how, TP, x, lambda m, x: m(x).square().sum())
+    assert isinstance(cut[0].self_attn, nn.MultiheadAttention)
+    with torch.no_grad():
+        torch.testing.assert_close(cut.eval()(x), model.eval()(x))  # where torch would take its own short cut
+
+
+def multihead(options: dict[str, Any]) -> None:
+    torch.manual_seed(7)
+    sizes = {key: options[key] for key in ("kdim", "vdim", "batch_first", "bias") if key in options}
+    model = nn.Sequential(nn.MultiheadAttention(WIDTH, 4, dtype=torch.float64, **sizes))
+    first = options.get("batch_first", False)
+    query, key, value = (
+        torch.randn((ROWS, size, width) if first else (size, ROWS, width), dtype=torch.float64, requires_grad=True)
+        for size, width in ((5, WIDTH), (6, options.get("kdim", WIDTH)), (6, options.get("vdim", WIDTH)))
+    )
+    dice = torch.Generator().manual_seed(1)
+    masks = torch.rand(ROWS * 4, 5, 6, generator=dice) < 0.2
+    padding = torch.zeros(ROWS, 6, dtype=torch.bool)
+    padding[0, 4:] = True
+    call = {"key_padding_mask": padding, "attn_mask": masks if options["masks"] == 3 else masks[0],
+            "average_attn_weights": options["average"], "need_weights": options["weights"]}  # fmt: skip
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        for x in (query, key, value):
+            x.grad = None
+        out, weights = model[0](query, key, value, **call)
+        return out.square().sum() + (0 if weights is None else weights.square().sum())
+
+    cut, _ = compare(model, Strategy({"0": heads("tp")}), TP, None, loss)
+    want = [x.grad.clone() for x in (query, key, value)]
+    loss(cut, None).backward()
+    for x, grad in zip((query, key, value), want, strict=True):
+        torch.testing.assert_close(x.grad, grad)
+
+
+@pytest.mark.parametrize("options", [
+    {"masks": 2, "average": True, "weights": True},
+    {"masks": 3, "average": False, "weights": True, "batch_first": True},
+    {"masks": 3, "average": True, "weights": False, "kdim": 20, "vdim": 12, "batch_first": True},
+    {"masks": 2, "average": True, "weights": False, "bias": False},
+], ids=str)  # fmt: skip
+def test_attention_of_torch_itself_is_cut_as_one(worlds: Any, options: Any) -> None:
+    """Masks of every form, weights as output, keys and values of other widths, gradients of all inputs."""
+    worlds(4).run(multihead, options)
+
+
+def test_an_encoder_layer_of_torch(worlds: Any) -> None:
+    worlds(4).run(encoder_layer)
+
+
 class Edges(nn.Module):
     """A decoder's middle, which gets whole sequences and gives whole ones."""
 

@@ -99,6 +99,14 @@ def test_modules_that_a_style_cannot_cut() -> None:
     assert "Strategy, 1: its forward has been replaced on the object" in mistake({"1": col("tp")}, model)
 
 
+def test_attentions_of_torch_that_are_not_cut() -> None:
+    model = nn.Sequential(nn.MultiheadAttention(8, 4), nn.MultiheadAttention(8, 4, add_zero_attn=True))
+    assert "0: torch's attention is cut as one, and out_proj has a style of its own" in mistake(
+        {"0": heads("tp"), "0.out_proj": row("tp")}, model
+    )
+    assert "1: an attention with add_bias_kv or add_zero_attn is not cut" in mistake({"1": heads("tp")}, model)
+
+
 def test_parts_that_would_be_empty_or_uneven_over_two_axes() -> None:
     two = Grid(("x", "y"), (2, 2))
     assert "3 cannot be cut into 4 parts over tp: some would be empty" in mistake({"head": vocab("tp")}, build(words=3))

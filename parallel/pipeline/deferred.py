@@ -90,7 +90,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.nn.Parameter, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.weight, ctx.bias = weight, bias is not None
-        return _plain(x, weight, bias)
+        return _plain(x, weight, bias).data  # no view of a product: it may be changed in place
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:

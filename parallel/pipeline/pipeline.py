@@ -31,7 +31,7 @@ class Pipeline:
         schedule: "gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v", or one's own (see `parse`).
         stages: {glob of modules: stage}; default: by ``balance``.
         chunks: stages a rank; default: 2 for "interleaved" and "zero-bubble-v", else 1.
-        balance: "layers", "parameters" or {glob: cost}.
+        balance: "layers", "parameters", "flops" (which wants ``sample=`` of parallelize) or {glob: cost}.
         shared: globs of weights that the last stage uses besides the stage of their module (an embedding that is also
             the output layer by ``h @ self.embedding.weight.T``), or {glob: stages}. Ties by assignment need no word.
         dynamic: announce every micro-batch anew, for models whose branches depend on the data.
@@ -91,6 +91,6 @@ class Pipeline:
             UsageError: the model can't be cut as was said.
         """
         schedule = self.plan(axes[AXIS].size)
-        cut = split(model, schedule.stages, self.stages, self.balance, self.shared)
+        cut = split(model, schedule.stages, self.stages, self.balance, self.shared, sample)
         stages = Stages(model, cut, schedule.stages_of(axes[AXIS].index), axes.device)
         return model, Runner(schedule, stages, Links(axes, ends(schedule)), self.dynamic)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -53,6 +53,8 @@ class Record:
     sent: tuple[Sent, ...]
     calls: int
     returned: tuple[tuple[str, Form], ...]
+    blanks: dict[tuple[str, int], Any] = field(default_factory=dict, compare=False, repr=False)
+    """What stands for the returned values, made when it is first wanted; see `Pass`."""
 
     def encode(self) -> torch.Tensor:
         """Return the record as bytes, in a tensor."""

@@ -13,10 +13,12 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
 from pdrun.errors import UsageError, did_you_mean
+from pdrun.parallel.pipeline import flops
 from pdrun.parallel.pipeline.partition import WHERE, balanced, even
 
 Globs = Mapping[str, int]
@@ -65,15 +67,18 @@ def split(
     by: Globs | None = None,
     balance: str | Mapping[str, float] = "layers",
     shared: Mapping[str, Sequence[int]] | Sequence[str] = (),
+    sample: Any = None,
 ) -> Split:
     """
     Cut a model into stages.
 
     Args:
         by: stage of modules or loose weights, by glob; what matches none goes with the unit before it.
-        balance: "layers": members of lists, evenly; "parameters": least possible largest number of weights; or the
-            cost of units by glob, 0 for those that match none.
+        balance: "layers": members of lists, evenly; "parameters" or "flops": least possible largest number of weights,
+            or of operations; or the cost of units by glob, 0 for those that match none.
         shared: weights that other modules than their own use: those stages hold them too (of a sequence: the last).
+
+        sample: a batch, for "flops".
 
     Raises:
         UsageError: names that match nothing, stages that don't exist or get nothing, or fewer units than stages.
@@ -82,7 +87,7 @@ def split(
         raise UsageError("stages= says where modules go; balance= has nothing to do then", where=WHERE)
     said = _Map(by or {}, model)
     names, free, loose = _units(model, said)
-    costs = _costs(model, names, balance)
+    costs = _costs(model, names, balance, sample)
     if by is not None:
         units, pinned = _by_map(model, names, loose, stages, said)
     else:
@@ -162,11 +167,15 @@ def _holds_list(module: nn.Module) -> bool:
     return any(_is_list(each) and _has_state(each) for each in module.modules())
 
 
-def _costs(model: nn.Module, names: Sequence[str], balance: str | Mapping[str, float]) -> dict[str, float]:
+def _costs(model: nn.Module, names: Sequence[str], balance: str | Mapping[str, float], sample: Any) -> dict[str, float]:
+    if balance == "flops":
+        return flops.count(model, names, sample)
     sizes = {name: float(sum(param.numel() for param in model.get_submodule(name).parameters())) for name in names}
     if isinstance(balance, str):
         if balance not in ("layers", "parameters"):
-            raise UsageError(f"balance={balance!r}", where=WHERE, hint='"layers", "parameters" or {glob: cost}')
+            raise UsageError(
+                f"balance={balance!r}", where=WHERE, hint='"layers", "parameters", "flops" or {glob: cost}'
+            )
         return sizes
     missing = [glob for glob in balance if not fnmatch.filter(names, glob)]
     if missing:

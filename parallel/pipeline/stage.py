@@ -14,12 +14,18 @@ the next stage is an error which names it; a branch on the value of one is an er
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.utils import _pytree as pytree
 
 from pdrun.errors import UsageError
@@ -130,7 +136,7 @@ class Stages:
             output = forward()
         except Left:
             return None
-        except DataDependentOutputException as error:
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise UsageError(
                 f"stage {one.stage} of the model looks at a value that stage {one.stage - 1} or one before computed",
                 where=WHERE, hint="what a forward decides on must come from the batch, or happen inside a module",
@@ -163,9 +169,12 @@ class Pass:
         self._entered, self._inside = entered, False
         self._given = {id(leaf) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)}
         self._returned: list[tuple[str, Form]] = list(record.returned) if record else []
-        self._forms: dict[str, list[Form]] = {}
+        self._forms: dict[tuple[str, int], Form] = {}
+        calls = Counter[str]()
         for name, form in self._returned:
-            self._forms.setdefault(name, []).append(form)
+            self._forms[name, calls[name]] = form
+            calls[name] += 1
+        self._blanked = Counter[str]()
         self._swaps: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
         self.read: list[str] = []
         self.outputs: list[torch.Tensor] = []
@@ -188,14 +197,19 @@ class Pass:
 
     def _blank(self, unit: Unit) -> Any:
         """Return something of the form that the earlier stage's module returned."""
-        forms = self._forms.get(unit.name)
-        if self._inside or not forms:
+        key = (unit.name, self._blanked[unit.name])
+        if self._inside or key not in self._forms:
             raise UsageError(
                 f"{unit.name} is of stage {unit.stage} and is called " + ("after" if self._inside else "in")
                 + f" stage {self.stage}'s part of this micro-batch, and not before", where=WHERE,
                 hint="stages={glob: stage} in the order in which forward calls them",
             )  # fmt: skip
-        return build(forms.pop(0), self.stages.make)
+        self._blanked[unit.name] += 1
+        assert self.record is not None
+        value = self.record.blanks.get(key)
+        if value is None or any(map(_was_changed, pytree.tree_leaves(value))):
+            value = self.record.blanks[key] = build(self._forms[key], self.stages.make)
+        return value
 
     def _enter(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
         """Return the arguments with what was received in the place of blanks."""
@@ -218,7 +232,8 @@ class Pass:
         for sent, tensor in zip(record.sent, self.tensors, strict=True):
             mine = leaves[sent.index]
             if isinstance(mine, FakeTensor):
-                self._swaps[id(mine)] = (mine, mine._version, tensor)
+                real = _Fresh.apply(tensor) if tensor.requires_grad else tensor
+                self._swaps[id(mine)] = (mine, mine._version, real)
 
     def _swapped(self, leaves: list[Any], name: str) -> list[Any]:
         found = []
@@ -266,3 +281,20 @@ class Pass:
         if not self._inside:
             raise UsageError(f"forward called no module of stage {self.stage}", where=WHERE)
         return pytree.tree_unflatten(self._swapped(leaves, "the output"), form)
+
+
+class _Fresh(torch.autograd.Function):
+    """A received tensor as the model gets it: one that may be changed in place, as what a module returns may be."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.data
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad
+
+
+def _was_changed(leaf: Any) -> bool:
+    """Whether a blank has been written to, and must not be used again."""
+    return isinstance(leaf, torch.Tensor) and (leaf._version > 0 or leaf.requires_grad)

@@ -99,7 +99,7 @@ class Traffic:
                 hint="pipeline=Pipeline(dynamic=True), which announces every micro-batch",
             )  # fmt: skip
         if place == self.rank:
-            self._local[Action(stage + 1, "F", micro)] = (sent, [x.detach() for x in tensors])
+            self._local[Action(stage + 1, "F", micro)] = (known, [x.detach() for x in tensors])
             return
         label = f"stage {stage}'s output for micro-batch {micro}"
         if known is sent:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from pdrun.parallel.driver import MicroBatch
 from pdrun.parallel.mesh import solve
@@ -70,6 +71,32 @@ class Loose(nn.Module):
         return self.norm(self.blocks(self.bytes(x))) @ self.bytes.weight.T
 
 
+class Inplace(Tiny):
+    """Changes in place what modules return, and what they are given."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, 30), nn.Linear(30, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x.mul_(0.9)
+            return x + self.down(F.relu(self.up(x), inplace=True))
+
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__(layers=layers)
+        self.blocks = nn.ModuleList(self.Block() for _ in range(layers))
+        self.places = nn.Parameter(torch.randn(LENGTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.emb(x)
+        h += self.places
+        for block in self.blocks:
+            h = block(h)
+            h += 0.1
+        return self.head(self.norm(h))
+
+
 MODELS: dict[str, Any] = {
     "tiny": lambda: Tiny(layers=4),
     "tied": lambda: Tiny(tied=True, layers=4),
@@ -77,6 +104,7 @@ MODELS: dict[str, Any] = {
     "skip": lambda: Skip(layers=4),
     "masked": Masked,
     "loose": Loose,
+    "inplace": Inplace,
     "row": lambda: nn.Sequential(
         nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, 40), nn.GELU(), nn.Linear(40, WIDTH), nn.Tanh(),
         nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0), nn.Linear(WIDTH, WORDS),
@@ -193,6 +221,16 @@ class Peek(Tiny):
         return self.head(self.norm(h))
 
 
+class Select(Tiny):
+    """Rows picked by an activation, between modules."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.emb(x)
+        for block in self.blocks:
+            h = block(h[h.detach().mean((1, 2)) < 1e9])
+        return self.head(self.norm(h))
+
+
 class Backwards(Tiny):
     """Calls its blocks in another order than they are listed in."""
 
@@ -236,10 +274,8 @@ class Early(Tiny):
         return h
 
 
-MODELS.update({
-    name: functools.partial(kind, layers=4)
-    for name, kind in (("borrow", Borrow), ("peek", Peek), ("backwards", Backwards), ("odd", Odd), ("early", Early))
-})  # fmt: skip
+for kind in (Borrow, Peek, Select, Backwards, Odd, Early):
+    MODELS[kind.__name__.lower()] = functools.partial(kind, layers=4)
 
 
 def alone_on_pdrun(case: Case) -> Result:

@@ -39,7 +39,7 @@ def test_every_schedule_equals_one_process(worlds: Any, schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("model", ["tied", "dropout", "masked", "row", "loose"])
+@pytest.mark.parametrize("model", ["tied", "dropout", "masked", "row", "loose", "inplace"])
 def test_every_kind_of_model_equals_one_process(worlds: Any, model: str, schedule: str) -> None:
     shared = (("shared", ["bytes.weight"]),) if model == "loose" else ()
     check(worlds, Case(model, rows=(16, 13), more=(("schedule", schedule), *shared)))
@@ -72,6 +72,7 @@ def refused(worlds: Any, case: Case) -> str:
     (Case("loose"), "bytes.weight, which this stage does not hold; shared=['bytes.weight']"),
     (Case("borrow"), "blocks.3 of stage 1 takes a value that an earlier stage computed and does not pass on"),
     (Case("peek"), "stage 1 of the model looks at a value that stage 0 or one before computed"),
+    (Case("select"), "stage 1 of the model looks at a value that stage 0 or one before computed"),
     (Case("backwards"), "blocks.0 is of stage 0"),
     (Case("tiny", more=(("stages", {"emb": 1, "blocks.*": 0}),)), "stages={glob: stage} in the order in which forward"),
     (Case("odd"), "blocks.0 returns a set"),
@@ -107,6 +108,11 @@ def test_a_schedule_of_the_users_own(worlds: Any) -> None:
     check(worlds, Case(microbatches=3, more=(("schedule", text),)))
     crossed = "1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1\n0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1"
     check(worlds, Case(microbatches=2, rows=(7, 8), more=(("schedule", crossed),)))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_one_stage_is_a_pipeline_too(worlds: Any, schedule: str) -> None:
+    check(worlds, Case("tied", pp=1, rows=(7, 8), more=(("schedule", schedule),)))
 
 
 def test_each_rank_holds_its_stage_and_no_more(worlds: Any) -> None:

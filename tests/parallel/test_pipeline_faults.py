@@ -6,16 +6,22 @@ The numbers are those of the list that the project keeps of such faults.
 
 from __future__ import annotations
 
+import textwrap
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from pdrun.errors import UsageError
+from pdrun.parallel.pipeline.describe import describe
 from pdrun.parallel.pipeline.pipeline import Pipeline
+from pdrun.parallel.pipeline.schedules import make
+from pdrun.parallel.pipeline.split import split
 from tests.parallel import piped
 from tests.parallel.piped import Case
 from tests.parallel.test_pipeline import check
+from tests.parallel.zoo import Tiny
 
 pytestmark = pytest.mark.torch
 
@@ -97,3 +103,9 @@ def test_a_pipeline_in_words(worlds: Any) -> None:
     assert ": emb, blocks.0 to blocks.1" in told[0]
     assert "never is held by stages 0, 1" in told[0]
     assert "rank 1  .  F0 B0 -" in told[0]
+
+
+def test_what_the_manual_shows_is_what_is_said() -> None:
+    told = describe(make("zero-bubble", 2, 4), split(Tiny(layers=3), 2))
+    manual = (Path(__file__).parents[2] / "docs/pipeline.md").read_text(encoding="utf-8")
+    assert textwrap.indent(told, "    ") in manual

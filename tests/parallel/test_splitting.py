@@ -11,7 +11,7 @@ from torch import nn
 
 from pdrun.errors import UsageError
 from pdrun.parallel.pipeline.split import split
-from tests.parallel.zoo import Tiny
+from tests.parallel.zoo import LENGTH, WIDTH, WORDS, Tiny, batch_of
 
 pytestmark = pytest.mark.torch
 
@@ -59,6 +59,29 @@ def test_the_least_largest_stage() -> None:
     assert found.units == {"0": 0, "1": 0, "2": 1, "3": 1, "4": 1}
     costs = {"0": 1.0, "[12]": 0.5, "4": 6.0}
     assert split(_sequence(*[2] * 6), 2, balance=costs).units == {"0": 0, "1": 0, "2": 0, "3": 0, "4": 1}
+
+
+def test_operations_are_counted() -> None:
+    """An embedding costs nothing, the head as much as it multiplies."""
+    found = split(Tiny(layers=3), 2, balance="flops", sample=batch_of(5, 0))
+    rows, width = 5 * LENGTH, WIDTH
+    assert found.costs["emb"] == 0
+    assert found.costs["head"] == 2 * rows * width * WORDS
+    products = 2 * rows * width * (3 * width + width + 50 + 50)
+    attention = 2 * 2 * rows * LENGTH * width
+    assert found.costs["blocks.1"] == products + attention
+    assert found.modules(0) == ["emb", "blocks.0", "blocks.1"]
+    with pytest.raises(UsageError, match="sample=batch"):
+        split(Tiny(layers=3), 2, balance="flops")
+    with pytest.raises(UsageError, match="does not run on fake tensors"):
+        split(Looks(layers=3), 2, balance="flops", sample=batch_of(5, 0))
+
+
+class Looks(Tiny):
+    """Decides on a value."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if int(x.sum()) else x
 
 
 def test_the_users_map() -> None:

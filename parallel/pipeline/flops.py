@@ -1,0 +1,67 @@
+"""Floating point operations of each unit of a model on a batch, counted on fake tensors: nothing is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from pdrun.errors import UsageError
+from pdrun.parallel.loss import call_model
+from pdrun.parallel.pipeline.partition import WHERE
+
+_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+"""The kernel that attention takes on the CPU, which torch counts as nothing."""
+
+
+def _attention(query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> int:
+    return int(sdpa_flop_count(query, key, value))
+
+
+class _Caller(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Any) -> Any:
+        return call_model(self.model, batch)
+
+
+def count(model: nn.Module, names: Sequence[str], sample: Any) -> dict[str, float]:
+    """
+    Return the operations of each named module in one forward pass.
+
+    Args:
+        sample: a batch, as the model takes it (see `call_model`); its size matters as a factor only.
+
+    Raises:
+        UsageError: there is no batch, or the model can't run on fake tensors.
+    """
+    if sample is None:
+        what = 'balance="flops" has to see a batch'
+        raise UsageError(what, where=WHERE, hint='sample=batch of parallelize, or balance="parameters"')
+    caller = _Caller(model)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+
+        def blank(tensor: torch.Tensor) -> torch.Tensor:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+        state = {name: blank(x) for name, x in [*caller.named_parameters(), *caller.named_buffers()]}
+        batch = pytree.tree_map(
+            lambda leaf: fake.from_tensor(leaf.cpu()) if isinstance(leaf, torch.Tensor) else leaf, sample
+        )
+        counter = FlopCounterMode(display=False, custom_mapping={_ATTENTION: _attention})
+        try:
+            with counter, torch.no_grad():
+                functional_call(caller, state, (batch,))
+        except Exception as error:
+            what = f"the model does not run on fake tensors: {type(error).__name__}: {error}"
+            raise UsageError(what, where=WHERE, hint='balance="parameters" or {glob: cost}') from error
+    found = {key.removeprefix("_Caller.model."): sum(by.values()) for key, by in counter.get_flop_counts().items()}
+    return {name: float(found.get(name, 0)) for name in names}

@@ -1,0 +1,81 @@
+"""Models of `transformers` in stages, as they are: small ones with random weights, against a run of one process."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pdrun.parallel.mesh import solve
+from pdrun.parallel.parallelize import parallelize
+from pdrun.parallel.pipeline.pipeline import Pipeline
+
+pytestmark = pytest.mark.torch
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+WORDS, WIDTH = 61, 32
+_SIZES: dict[str, Any] = {
+    "vocab_size": WORDS, "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}  # fmt: skip
+_TEXT: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "use_cache": False}
+
+
+def _build(kind: str) -> torch.nn.Module:
+    import transformers as t
+
+    torch.manual_seed(0)
+    made: torch.nn.Module
+    if kind == "llama":
+        made = t.LlamaForCausalLM(t.LlamaConfig(**_SIZES, **_TEXT, num_key_value_heads=2))
+    elif kind == "qwen":
+        config = t.Qwen2Config(**_SIZES, **_TEXT, num_key_value_heads=2, tie_word_embeddings=True)
+        made = t.Qwen2ForCausalLM(config)
+    elif kind == "bert":
+        made = t.BertForMaskedLM(t.BertConfig(**_SIZES, max_position_embeddings=16))
+    else:
+        config = t.GPT2Config(
+            n_layer=4, n_embd=WIDTH, n_head=4, vocab_size=WORDS, n_positions=16, embd_pdrop=0.1, resid_pdrop=0.1,
+            attn_pdrop=0.1, **_TEXT,
+        )  # fmt: skip
+        made = t.GPT2LMHeadModel(config)
+    return made
+
+
+def _batch(step: int) -> dict[str, torch.Tensor]:
+    """Return sequences of which some end early: 8 rows in the first step, 7 in the second."""
+    rows, dice = 8 - step, torch.Generator().manual_seed(step)
+    words = torch.randint(3, WORDS, (rows, 12), generator=dice)
+    ends = torch.randint(6, 13, (rows, 1), generator=dice)
+    mask = (torch.arange(12) < ends).long()
+    return {"input_ids": words, "attention_mask": mask, "labels": words.masked_fill(mask == 0, -100)}
+
+
+def _loss(output: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    logits, labels = output.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
+    total = torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+    return total, (labels != -100).sum()
+
+
+def train(kind: str, stages: int, schedule: str) -> list[tuple[float, float]]:
+    """Return loss and norm of two steps."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    how: dict[str, Any] = {"accumulate": 4}
+    if stages > 1:
+        how = {"mesh": solve(stages, {"pp": stages}), "pipeline": Pipeline(4, schedule=schedule)}
+    run = parallelize(
+        _build(kind), lambda params: torch.optim.SGD(params, lr=0.1), _loss, norm=True, seed=3,
+        forward=lambda model, batch: model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]), **how,
+    )  # fmt: skip
+    return [(m.loss, m.grad_norm) for m in (run.step(_batch(step)) for step in range(2))]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen", "bert"])
+def test_models_as_they_are(worlds: Any, kind: str) -> None:
+    want = worlds(1).run(train, kind, 1, "")[0]
+    for schedule in ("1f1b", "zero-bubble-v"):
+        for found in worlds(2).run(train, kind, 2, schedule):
+            np.testing.assert_allclose(found, want, rtol=2e-6, err_msg=schedule)

@@ -11,15 +11,18 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from pdrun.errors import UsageError
+from pdrun.parallel.dice import _REPLACED as REPLACED
 
 WHERE = "operator engine"
 
@@ -132,7 +135,7 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None
         UsageError: the model does not export.
     """
     try:
-        with warnings.catch_warnings():
+        with _plain_torch(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of torch about itself
             program = torch.export.export(model, args, kwargs or {}, strict=False)
             if any(_has_effects(node) for node in program.graph.nodes):
@@ -145,6 +148,28 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None
         hint = "control flow that depends on data has to go, or give a strategy of module styles instead"
         raise UsageError(what, where=WHERE, hint=hint) from error
     return _Reader(model, program).read()
+
+
+_DROPOUTS = {name: getattr(functional, name) for name in REPLACED}
+
+
+@contextmanager
+def _plain_torch() -> Iterator[None]:
+    """Export what the model says, in the middle of a step too: without its dropout, its autocast, its gradient mode."""
+    placed = {name: getattr(functional, name) for name in _DROPOUTS}
+    for name, function in _DROPOUTS.items():
+        setattr(functional, name, function)
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+    try:
+        with ExitStack() as stack:
+            for kind in kinds:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            stack.enter_context(torch.enable_grad())
+            yield
+    finally:
+        for name, function in placed.items():
+            setattr(functional, name, function)
 
 
 def _has_effects(node: torch.fx.Node) -> bool:

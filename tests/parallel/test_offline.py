@@ -22,7 +22,7 @@ from pdrun.parallel.layouts.placement import Placement, WeightLayout
 from pdrun.parallel.layouts.redistribute import route
 from pdrun.parallel.layouts.view import View
 from pdrun.parallel.storage import Piece, Reader
-from tests.parallel import zoo
+from tests.parallel import piped, zoo
 from tests.parallel.cutting import Megatron
 
 pytestmark = pytest.mark.torch
@@ -199,6 +199,33 @@ def test_a_run_goes_on_from_a_transformed_checkpoint(worlds: Any, tmp_path: Path
     same = worlds(4).run(run_on, str(tmp_path / "old"), {"dp": 2, "tp": 2}, 2, range(2, 4), True)[0][0]
     assert len(before) == 2
     assert wide == pytest.approx(same, rel=2e-5)
+
+
+def staged(folder: str) -> Any:
+    """Train a model in two stages that share the embedding; return the plan's file, the weights, and what is held."""
+    run = piped.make(piped.Case(model="tied"))
+    run.step(zoo.batch_of(16, 0))
+    run.save(folder)
+    held = [weight.name for weight in run.engine.weights]
+    return run.plan.to_json(), {name: value.clone() for name, value in run.full_weights().items()}, held
+
+
+def test_stages_are_told_and_kept_apart(worlds: Any, tmp_path: Path) -> None:
+    """Each stage's file has that stage's weights, and only these files are needed there; one rank gets all."""
+    told = worlds(2).run(staged, str(tmp_path / "old"))
+    (tmp_path / "plan.json").write_text(told[0][0])
+    assert json.loads(told[1][0])["weights"] == json.loads(told[0][0])["weights"]
+    placement = offline.placement_for("", str(tmp_path / "plan.json"))
+    for rank, (_, _, held) in enumerate(told):
+        there = [name for name, one in placement.weights.items() if one.stages is None or rank in one.stages]
+        assert sorted(there) == sorted(held)
+    again = offline.transform(tmp_path / "old", tmp_path / "again", placement)
+    lists = offline.rank_lists(Reader(again.folder), placement)
+    assert 0 in lists[0] and 1 in lists[1]
+    alone = offline.transform(tmp_path / "old", tmp_path / "alone", offline.placement_for("dp=1", ""))
+    reader = Reader(alone.folder)
+    for name, value in told[0][1].items():
+        torch.testing.assert_close(reader.read(f"weights/{name}").view(value.shape), value, rtol=0, atol=0)
 
 
 # ---- the command -------------------------------------------------------------------------------------------------

@@ -28,6 +28,8 @@ Part = tuple[Ranges, ...]
 """For each dim of a weight the ranges that a rank holds."""
 STAGES = "pp"
 """The axis of pipeline stages."""
+IRREGULAR = "irregular"
+"""Stands for the layout of a weight that is cut as none says."""
 Blocks = Mapping[int, tuple[int, ...]]
 
 
@@ -60,6 +62,8 @@ class WeightLayout:
     def from_plain(cls, value: Any) -> WeightLayout:
         """Undo `to_plain`; TypeError, ValueError, KeyError or UsageError where it is something else."""
         dims = value["layout"]
+        if dims == IRREGULAR:
+            raise ValueError("a weight is cut as no layout says")
         layout = None if dims is None else L(*[tuple(dim) if isinstance(dim, list) else dim for dim in dims])
         stages = value.get("stages")
         blocks = {int(dim): tuple(int(size) for size in sizes) for dim, sizes in value.get("blocks", {}).items()}

@@ -31,12 +31,12 @@ class Pair:
     target: View
 
 
-@dataclass(frozen=True)
 class _Refine(Exception):
     """An axis has to become two, the first of ``major`` devices."""
 
-    axis: str
-    major: int
+    def __init__(self, axis: str, major: int) -> None:
+        super().__init__(axis, major)
+        self.axis, self.major = axis, major
 
 
 class _Misfit(Exception):

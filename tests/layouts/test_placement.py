@@ -129,6 +129,7 @@ def test_a_part_comes_from_a_rank_that_is_needed_anyway() -> None:
     ('{"mesh": {"x": 2}, "weights": {"w": {"layout": ["y"]}}}', "w: is cut over 'y', and the mesh is"),
     ('{"mesh": {"x": 2}, "weights": {"w": {"layout": ["x", "x"]}}}', "used twice"),
     ('{"mesh": {"x": 2}, "weights": {"w": {"layout": [3]}}}', "is no file"),
+    ('{"mesh": {"x": 2}, "weights": {"w": {"layout": "irregular"}}}', "cut as no layout says"),
     ('{"mesh": {"pp": 2}, "weights": {"w": {"layout": null, "stages": [2]}}}', "on stage 2 of 2"),
 ])  # fmt: skip
 def test_wrong_files(text: str, told: str) -> None:

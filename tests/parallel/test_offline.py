@@ -22,7 +22,7 @@ from pdrun.parallel.layouts.placement import Placement, WeightLayout
 from pdrun.parallel.layouts.redistribute import route
 from pdrun.parallel.layouts.view import View
 from pdrun.parallel.storage import Piece, Reader
-from tests.parallel import zoo
+from tests.parallel import piped, zoo
 from tests.parallel.cutting import Megatron
 
 pytestmark = pytest.mark.torch
@@ -186,6 +186,7 @@ def run_on(folder: str, degrees: dict[str, int], level: int, steps: range, take:
     return losses, run.plan.to_json()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_a_transformed_checkpoint(worlds: Any, tmp_path: Path) -> None:
     """(dp=2, tp=2) at level 2 to (dp=1, tp=4): the losses are those of the run that went on by itself."""
     before, plan = worlds(4).run(run_on, str(tmp_path / "old"), {"dp": 2, "tp": 2}, 2, range(2), False)[0]
@@ -200,6 +201,33 @@ def test_a_run_goes_on_from_a_transformed_checkpoint(worlds: Any, tmp_path: Path
     assert wide == pytest.approx(same, rel=2e-5)
 
 
+def staged(folder: str) -> Any:
+    """Train a model in two stages that share the embedding; return the plan's file, the weights, and what is held."""
+    run = piped.make(piped.Case(model="tied"))
+    run.step(zoo.batch_of(16, 0))
+    run.save(folder)
+    held = [weight.name for weight in run.engine.weights]
+    return run.plan.to_json(), {name: value.clone() for name, value in run.full_weights().items()}, held
+
+
+def test_stages_are_told_and_kept_apart(worlds: Any, tmp_path: Path) -> None:
+    """Each stage's file has that stage's weights, and only these files are needed there; one rank gets all."""
+    told = worlds(2).run(staged, str(tmp_path / "old"))
+    (tmp_path / "plan.json").write_text(told[0][0])
+    assert json.loads(told[1][0])["weights"] == json.loads(told[0][0])["weights"]
+    placement = offline.placement_for("", str(tmp_path / "plan.json"))
+    for rank, (_, _, held) in enumerate(told):
+        there = [name for name, one in placement.weights.items() if one.stages is None or rank in one.stages]
+        assert sorted(there) == sorted(held)
+    again = offline.transform(tmp_path / "old", tmp_path / "again", placement)
+    lists = offline.rank_lists(Reader(again.folder), placement)
+    assert 0 in lists[0] and 1 in lists[1]
+    alone = offline.transform(tmp_path / "old", tmp_path / "alone", offline.placement_for("dp=1", ""))
+    reader = Reader(alone.folder)
+    for name, value in told[0][1].items():
+        torch.testing.assert_close(reader.read(f"weights/{name}").view(value.shape), value, rtol=0, atol=0)
+
+
 # ---- the command -------------------------------------------------------------------------------------------------
 
 
@@ -208,28 +236,41 @@ def pdrun(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
     four = Placement(meshes.of(tp=4).grid, {"w": WeightLayout(L("tp", None)), "b": WeightLayout(L("tp"))})
     write(tmp_path / "old", four)
     four.save(tmp_path / "plan.json")
     done = pdrun("transform", "old", "new", "--mesh", "tp=2", "--strategy", "plan.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[0] == "new/step-00000007: 2 ranks (pp=1, dp=1, cp=1, tp=2)"
-    assert done.stdout.splitlines()[1].split() == ["rank", "bytes", "from", "the", "files", "of", "ranks"]
+    head, columns, *rows = done.stdout.splitlines()
+    assert head == "new/step-00000007: 2 ranks (pp=1, dp=1, cp=1, tp=2)"
+    assert columns.split() == ["rank", "bytes", "from", "the", "files", "of", "ranks"] and len(rows) == 2
     shown = pdrun("show", "new", "--mesh", "tp=1", cwd=tmp_path).stdout.splitlines()
     assert shown[0] == "new/step-00000007: step 7, epoch 1, saved by 2 ranks"
     row = next(line.split() for line in shown if line.startswith("weights/w "))
     assert row == ["weights/w", "float32", "8", "x", "6", "2", "0-1"]
     assert shown[-1].split() == ["0", "0-1"]
-    plain = json.loads(pdrun("show", "new", "--json", "--mesh", "tp=2", "--strategy", "plan.json", cwd=tmp_path).stdout)
-    assert plain["tensors"]["weights/w"]["parts"] == 2 and plain["steps"] == 7 and set(plain["needs"]) == {"0", "1"}
-    again = pdrun("transform", "old", "new", "--mesh", "tp=2", cwd=tmp_path)
-    assert (again.returncode, again.stdout) == (2, "") and "new/step-00000007 exists" in again.stderr
+
+
+def test_what_is_shown_as_data(tmp_path: Path) -> None:
+    four = Placement(meshes.of(tp=4).grid, {"w": WeightLayout(L("tp", None))})
+    write(tmp_path / "old", four)
+    four.save(tmp_path / "plan.json")
+    plain = json.loads(offline_words.show(str(tmp_path / "old"), "tp=2", str(tmp_path / "plan.json"), as_json=True))
+    assert plain["tensors"]["weights/w"]["parts"] == 4 and plain["steps"] == 7
+    assert plain["needs"].keys() == {"0", "1"}
+
+
+def test_another_of_that_name_is_not_replaced(tmp_path: Path) -> None:
+    write(tmp_path, Placement(meshes.of(tp=2).grid, {}))
+    with pytest.raises(UsageError, match=r"step-00000007 exists"):
+        offline_words.transformed(str(tmp_path), str(tmp_path), "tp=4", "")
 
 
 def test_strategy_files_are_converted(tmp_path: Path) -> None:
     Placement(Grid(("tp",), (4,)), {"w": WeightLayout(L("tp", None))}).save(tmp_path / "plan.json")
-    there = pdrun("strategy", "plan.json", "--to", "mindspore", cwd=tmp_path).stdout
+    there = offline_words.converted(str(tmp_path / "plan.json"), "mindspore")
     assert json.loads(there)["parallel_layout_item"]["w"]["tensor_map"] == [0, -1]
     (tmp_path / "ms.json").write_text(there)
     back = json.loads(offline_words.converted(str(tmp_path / "ms.json"), "pdrun"))

@@ -280,7 +280,11 @@ def _join(plan: LaunchPlan, seat: Seat) -> int:
     place = plan.spec.place
     secret = _secret(seat, place.token_file, plan.sources.get("place.token_file", ""), place.insecure)
     command = plan.facts.get("command", "")
-    link = _zmq_link(plan.scheduler, secret, plan.job, plan.spec.policy.start_timeout, command)
+    hint = ""
+    if place.node_rank == 0 and place.serve is None:
+        own = f"this node is rank 0, and {plan.scheduler.host} is no address of its own"
+        hint = f"{own}: where that is a service or NAT in front of it, add --serve"
+    link = _zmq_link(plan.scheduler, secret, plan.job, plan.spec.policy.start_timeout, command, hint=hint)
     return _agent(plan, link, seat)
 
 
@@ -340,7 +344,7 @@ def blamed(source: str) -> Iterator[None]:
 
 def _zmq_link(
     endpoint: Endpoint, secret: Secret | None, job: str, start_timeout: float, command: str = "", *,
-    needs_spec: bool = False,
+    needs_spec: bool = False, hint: str = "",
 ) -> Link:  # fmt: skip
     from pdrun.rendezvous.client import ZmqLink
 
@@ -349,7 +353,7 @@ def _zmq_link(
 
     return ZmqLink(
         endpoint, secret, job=job, host=socket.gethostname(), start_timeout=start_timeout, insecure=secret is None,
-        on_status=say, command=command, needs_spec=needs_spec,
+        on_status=say, command=command, needs_spec=needs_spec, hint=hint,
     )  # fmt: skip
 
 

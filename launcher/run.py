@@ -283,8 +283,12 @@ def _join(plan: LaunchPlan, seat: Seat) -> int:
     place = plan.spec.place
     secret = _secret(seat, place.token_file, plan.sources.get("place.token_file", ""), place.insecure)
     command = plan.facts.get("command", "")
+    hint = ""
+    if place.node_rank == 0 and place.serve is None:
+        own = f"this node is rank 0, and {plan.scheduler.host} is no address of its own"
+        hint = f"{own}: where that is a service or NAT in front of it, add --serve"
     waits, crowd = plan.spec.policy.start_timeout, plan.spec.resources.members
-    link = _zmq_link(plan.scheduler, secret, plan.job, waits, command, crowd=crowd)
+    link = _zmq_link(plan.scheduler, secret, plan.job, waits, command, hint=hint, crowd=crowd)
     return _agent(plan, link, seat)
 
 
@@ -344,7 +348,7 @@ def blamed(source: str) -> Iterator[None]:
 
 def _zmq_link(
     endpoint: Endpoint, secret: Secret | None, job: str, start_timeout: float, command: str = "", *,
-    needs_spec: bool = False, crowd: int,
+    needs_spec: bool = False, hint: str = "", crowd: int,
 ) -> Link:  # fmt: skip
     from pdrun.rendezvous.client import ZmqLink
 
@@ -353,7 +357,7 @@ def _zmq_link(
 
     return ZmqLink(
         endpoint, secret, job=job, host=socket.gethostname(), start_timeout=start_timeout, insecure=secret is None,
-        on_status=say, command=command, needs_spec=needs_spec, crowd=crowd,
+        on_status=say, command=command, needs_spec=needs_spec, hint=hint, crowd=crowd,
     )  # fmt: skip
 
 

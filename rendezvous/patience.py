@@ -39,16 +39,18 @@ class Patience:
 
     def __init__(
         self, endpoint: Endpoint, start_timeout: float, report: Callable[[str], None] | None, now: float,
-        crowd: int = 0,
+        hint: str = "", crowd: int = 0,
     ) -> None:  # fmt: skip
         """
         Args:
             start_timeout: seconds until a scheduler must have welcomed us.
             report: is given a line every few seconds while nobody is there.
+            hint: what this node knows about why nobody may be there; empty: nothing.
             crowd: how many may wait for the scheduler's first word at once.
         """
         self._where, self._start_timeout, self._say = endpoint, start_timeout, report
         self._silence = LONGEST_SILENCE + pace.handshake(crowd) - pace.HANDSHAKE
+        self._hint = hint
         self._began = self._last = now
         self._status_at = now + 1.0
         self._heard = self._word = self._woke = now
@@ -183,10 +185,11 @@ class Patience:
         if now - self._began > self._start_timeout:
             raise RendezvousError(
                 fault or f"no scheduler there within {self._start_timeout:g} s", where=where,
-                hint="start pdrun on the first node, and check the address",
+                hint=self._hint or "start pdrun on the first node, and check the address",
             )  # fmt: skip
         if self.nobody_since is not None:
-            self.report(f"waiting for the scheduler at {where}: {fault or NOBODY}", now)
+            hint = f"; {self._hint}" if self._hint and not fault else ""
+            self.report(f"waiting for the scheduler at {where}: {fault or NOBODY}{hint}", now)
 
     def judge_spec(self, now: float) -> None:
         """

@@ -70,7 +70,7 @@ class ZmqLink:
         self, endpoint: Endpoint, secret: Secret | None, *, job: str = "", role: Literal["agent", "view"] = "agent",
         host: str = "", start_timeout: float = 600.0, connect_timeout: float = 3.0, insecure: bool = False,
         on_status: Callable[[str], None] | None = None, clock: Clock | None = None, command: str = "",
-        needs_spec: bool = False, crowd: int = 0,
+        needs_spec: bool = False, hint: str = "", crowd: int = 0,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -79,6 +79,7 @@ class ZmqLink:
             connect_timeout: seconds of one TCP attempt.
             on_status: is given a line every few seconds while nobody is there.
             command: what the sender runs, for the refusal of another job.
+            hint: what to do where nobody listens, if this node knows better than to start the first one.
             needs_spec: hold the welcome back until the scheduler knows what the job runs, for ``start_timeout`` too.
             crowd: connections that may come at once, this one among them.
         """
@@ -110,7 +111,7 @@ class ZmqLink:
         self._welcome: Welcome | None = None
         self._beats = self._echo = self._mark = 0
         now = self._clock.monotonic()
-        self._patience = Patience(endpoint, start_timeout, on_status, now, crowd)
+        self._patience = Patience(endpoint, start_timeout, on_status, now, hint, crowd)
         self._retry_at = self._beat_at = self._attempt_at = now
         self._lookup = Lookup(endpoint.host)
         self._said = self._expected = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import time
 from collections.abc import Callable
@@ -9,7 +10,8 @@ from collections.abc import Callable
 import pytest
 
 from pdrun.rendezvous.security import Secret, token_text
-from tests.bed.jobs import Bed
+from tests.bed.jobs import PORT, Bed
+from tests.bed.processes import BedError
 from tests.e2e.conftest import until
 
 
@@ -34,6 +36,28 @@ def test_a_node_rank_that_is_taken_is_refused(bed: Bed) -> None:
     assert "h2" in third.err and "rank 2" in third.err, third.err
     first.signal(signal.SIGINT)
     assert bed.codes(first, second) == [130] * 2
+
+
+def test_rank_0_behind_an_address_that_is_not_its_own(bed: Bed) -> None:
+    """As behind a service of Kubernetes, which leads the others there: it is told to add --serve, and then it works."""
+    service = "10.77.0.99"
+    rules = ("table ip nat", "chain ip nat out { type nat hook output priority -100 ; }",
+             f"rule ip nat out ip daddr {service} dnat to 10.77.0.1")  # fmt: skip
+    for host, rule in itertools.product(("h1", "h2"), rules):
+        try:
+            bed[host].run("nft", "add", *rule.split())
+        except BedError as error:
+            pytest.skip(f"this kernel has no NAT: {error}")
+    address = f"{service}:{PORT}"
+    lost = bed.start("h1", "--node-rank", "0", "--start-timeout", "4", scheduler=address, nodes="2")
+    assert lost.wait(30) == 69, bed.said()
+    hint = f"this node is rank 0, and {service} is no address of its own: where that is a service or NAT in front of it"
+    assert hint in lost.err and lost.err.rstrip().endswith("add --serve"), lost.err
+    jobs = [bed.start("h1", "--node-rank", "0", "--serve", scheduler=address, nodes="2"),
+            bed.start("h2", "--node-rank", "1", scheduler=address, nodes="2")]  # fmt: skip
+    bed.running(2)
+    bed.order("all", "exit 0")
+    assert bed.codes(*jobs) == [0, 0], bed.said()
 
 
 def test_two_hosts_that_both_claim_rank_0_hear_of_each_other(bed: Bed) -> None:

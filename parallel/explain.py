@@ -97,6 +97,7 @@ def explain(run: Run, batch: Any = None) -> str:
         f"{max((part['bytes'] for part in plan.transfers), default=0) / MIB:.1f} MiB",
     ]
     lines += _model_axes(run, plan)
+    lines += [told] if (told := run.driver.explain()) else []
     lines += [f"tied, counted once: {' = '.join(names)}" for names in tied_names(run.original or run.model)]
     if plan.layerwise:
         lines.append(f"each rank trains by itself: {', '.join(plan.layerwise)}")

@@ -291,7 +291,7 @@ class Dice:
     def leave(self, device: torch.device) -> Any:
         """Return what `enter` needs to go on here later, when another forward or backward has come in between."""
         kit = getattr(torch, device.type)
-        state = kit.get_rng_state() if device.type != "cpu" else None
+        state = kit.get_rng_state(device) if device.type != "cpu" else None
         return torch.default_generator.get_state(), state, self._throw, list(_regions)
 
     def enter(self, kept: Any, device: torch.device) -> None:
@@ -299,7 +299,7 @@ class Dice:
         host, state, self._throw, _regions[:] = kept
         torch.default_generator.set_state(host)
         if state is not None:
-            getattr(torch, device.type).set_rng_state(state)
+            getattr(torch, device.type).set_rng_state(state, device)
 
     def draw(self) -> tuple[Throw, int]:
         """Count a dropout; return which one of which forward pass it is."""

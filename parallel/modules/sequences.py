@@ -19,7 +19,8 @@ from pdrun.parallel.axes import Axes
 from pdrun.parallel.layouts.layout import cut
 from pdrun.parallel.layouts.placement import CONTIGUOUS, ZIGZAG, Ranges, count, part, within
 from pdrun.parallel.modules import kernels
-from pdrun.parallel.modules.ring import Drop, ring_attention
+from pdrun.parallel.modules.ring import ring_attention
+from pdrun.parallel.modules.rounds import Drop
 from pdrun.parallel.modules.ulysses import heads_of, ulysses_attention
 
 WHERE = "ContextParallel"

@@ -90,8 +90,25 @@ class Encoder(nn.Module):
         return self.head(self.layers(self.wte(tokens), src_key_padding_mask=tokens == 0))  # type: ignore[no-any-return]
 
 
+class Cross(Lm):
+    """The same with attention to something that is not cut: a memory of 5 places, the same for all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory, self.ask = nn.Parameter(torch.randn(5, WIDTH)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """``[batch, positions]`` to logits."""
+        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1]))
+        held = self.memory.expand(len(x), 1, -1, -1)
+        x = x + f.scaled_dot_product_attention(self.ask(x).unsqueeze(1), held, held).squeeze(1)
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
 TABLES = {"wpe.weight": 0, "gain": 0}
-MODELS = {"lm": Lm, "grouped": lambda: Lm(2), "asks": Asks, "encoder": Encoder}
+MODELS = {"lm": Lm, "grouped": lambda: Lm(2), "asks": Asks, "encoder": Encoder, "cross": Cross}
 
 
 def _batch(length: int) -> dict[str, torch.Tensor]:
@@ -161,6 +178,12 @@ def test_fp32(worlds: Any) -> None:
 
 def test_a_model_that_asks_for_positions(worlds: Any) -> None:
     worlds(2).run(train, "asks", 13, {})
+
+
+def test_attention_to_what_every_rank_has(worlds: Any) -> None:
+    worlds(2).run(train, "cross", 12, {"tables": {"wpe.weight": 0}, "elsewhere": True})
+    told = worlds(2).failures(train, "cross", 12, {"tables": {"wpe.weight": 0}})
+    assert all("attention of 6 queries over 5 keys" in text for _, text in told)
 
 
 @pytest.mark.parametrize("settings", [{}, {"ulysses": 2}, {"ulysses": -1}])

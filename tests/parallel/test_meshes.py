@@ -119,6 +119,59 @@ def test_stages_compute_what_one_process_does(case: Case, degrees: Any, worlds: 
     check(case, degrees, worlds)
 
 
+def grouped(degrees: Degrees | None, layerwise: tuple[str, ...]) -> Any:
+    """Train with an optimizer that was made before, with two groups; return weights and losses."""
+    model = zoo.build()
+    wide = [param for param in model.parameters() if param.dim() > 1]
+    rest = [param for param in model.parameters() if param.dim() <= 1]
+    made = torch.optim.Adagrad([{"params": wide, "weight_decay": 0.1}, {"params": rest, "lr": 0.05}], lr=0.01)
+    for group in made.param_groups:
+        for param in group["params"]:
+            made.state[param]["sum"].uniform_(generator=torch.Generator().manual_seed(param.numel()))
+    where = {"mesh": mesh.of(**degrees), "strategy": Megatron()} if degrees else {}
+    run = parallelize(model, made, zoo.token_loss, optimizer_level=1, layerwise=layerwise, clip=0.2, **where)
+    told = [run.step(zoo.batch_of(24, step)).loss for step in range(3)]
+    assert [len(group["params"]) > 0 for group in made.param_groups] == [True, True]
+    return {name: value.tolist() for name, value in run.full_weights().items()}, told
+
+
+@pytest.mark.parametrize("layerwise", [(), ("norm.*",)])
+def test_an_optimizer_with_state_and_groups_follows_its_weights(layerwise: Any, worlds: Worlds) -> None:
+    """Every rank along the data axis has its own layerwise weights, so that there the neighbour is data parallel."""
+    found = worlds(4).run(grouped, {"dp": 2, "tp": 2}, layerwise)
+    want = worlds(2).run(grouped, None, layerwise)
+    for rank, (weights, losses) in enumerate(found):
+        expected, alone = want[rank // 2]
+        assert losses == pytest.approx(alone, rel=1e-5)
+        for name, value in expected.items():
+            assert torch.allclose(torch.tensor(weights[name]), torch.tensor(value), rtol=1e-4, atol=1e-6), name
+
+
+def read(case: Case, degrees: Degrees, folder: str, first: bool) -> list[float]:
+    """Train on half of an epoch and save, or go on."""
+    run = make(case, degrees)
+    if not first:
+        assert run.resume(folder)
+    words = torch.arange(40 * (zoo.LENGTH + 1)).view(40, -1) * 7 % zoo.WORDS
+    data = torch.utils.data.TensorDataset(words[:, :-1].contiguous(), words[:, 1:].contiguous())
+    told = []
+    for batch in run.data(pdrun.Loader(data, 9, shuffle=True)):
+        told.append(run.step(batch).loss)
+        if first and len(told) == 2:
+            run.save(folder)
+    return told
+
+
+def test_an_epoch_goes_on_on_another_mesh(worlds: Worlds, tmp_path: Path) -> None:
+    """Ranks that differ along tensor axes and stages read the same rows; 40 rows are 4 batches of 9 and one of 4."""
+    before = worlds(4).run(read, Case(4, 2), {"dp": 2, "tp": 2}, str(tmp_path), True)
+    after = worlds(4).run(read, Case(4, 0, accumulate=2), {"pp": 2, "dp": 1, "tp": 2}, str(tmp_path), False)
+    assert len(before[0]) == 5
+    assert all(told == before[0] for told in before)
+    for told in after:
+        assert told == pytest.approx(before[0][2:], rel=1e-5)
+
+
 # ---- checkpoints and files ---------------------------------------------------------------------------------------
 
 

@@ -127,7 +127,7 @@ def sequence(where: Callable[[], tuple[Ranges, int]]) -> Iterator[None]:
         _sequence = before
 
 
-def _cuts_of(shape: tuple[int, ...]) -> dict[int, tuple[tuple[tuple[int, int], ...], int]]:
+def cuts_of(shape: tuple[int, ...]) -> dict[int, tuple[tuple[tuple[int, int], ...], int]]:
     """Return the dims of a tensor that the innermost region cuts, each with the ranges that are here and its total."""
     found = {}
     for dim, cut in (_regions[-1] if _regions else {}).items():
@@ -250,7 +250,7 @@ class Dice:
         """
         shape = tuple(like.shape) if shape is None else shape
         drawn = self.draw()
-        apart, cuts = _with_sequence(shape, len(drawn[0].rows), _cuts_of(shape))
+        apart, cuts = _with_sequence(shape, len(drawn[0].rows), cuts_of(shape))
         return self.mask(drawn, p, apart, cuts, like.device).view(shape)
 
     def mask(

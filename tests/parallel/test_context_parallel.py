@@ -11,6 +11,8 @@ from torch.nn import functional as f
 
 import pdrun.parallel.modules.context as context
 from pdrun.errors import UsageError
+from pdrun.parallel import dice
+from pdrun.parallel.dice import Dice
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.modules.context import ContextParallel
 from tests.parallel.test_collectives import axes_of
@@ -190,6 +192,28 @@ def test_attention_to_what_every_rank_has(worlds: Any) -> None:
 def test_torchs_encoder_with_a_padding_mask(worlds: Any, settings: dict[str, Any]) -> None:
     """Its mask has one row of this rank's keys: the others' are fetched."""
     worlds(4).run(train, "encoder", 15, settings)
+
+
+def some_heads(settings: dict[str, Any]) -> None:
+    """Drop weights of all heads, and of some of them in a region that says so, as tensor parallel does."""
+    axes = axes_of(Grid(("pp", "dp", "cp", "tp"), (1, 1, 2, 1)))
+    parallel, thrown = ContextParallel(**settings), Dice(5)
+    parallel.part(_batch(12), axes)
+    q, k, v = torch.randn(3, 3, 4, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(axes.rank))
+
+    def attend(low: int, high: int) -> torch.Tensor:
+        thrown.throw(1, 0, range(3), torch.device("cpu"))
+        with thrown.placed(), parallel.running(axes), dice.region({1: (low, high, 4)}):
+            heads = (x[:, low:high] for x in (q, k, v))
+            return f.scaled_dot_product_attention(*heads, dropout_p=0.5, is_causal=True)
+
+    torch.testing.assert_close(torch.cat([attend(0, 2), attend(2, 4)], 1), attend(0, 4))
+    assert not torch.equal(attend(0, 4), f.scaled_dot_product_attention(q, k, v, is_causal=True))
+
+
+@pytest.mark.parametrize("settings", [{}, {"ulysses": 2}])
+def test_dropout_of_some_heads_is_that_of_all(worlds: Any, settings: dict[str, Any]) -> None:
+    worlds(2).run(some_heads, settings)
 
 
 # ---- refused -----------------------------------------------------------------------------------------------------

@@ -71,6 +71,14 @@ class Driver(Protocol):
         """
         ...
 
+    def evaluate(self, run: Run, micros: Sequence[MicroBatch]) -> list[Any]:
+        """Return the model's outputs on micro-batches, forward only; None on ranks that the last stage isn't on."""
+        ...
+
+    def explain(self) -> str:
+        """Return in words what `Run.explain` tells of it; may be empty."""
+        ...
+
     def chunk_of(self, name: str) -> int:
         """
         Return in which chunk of this rank's stage a weight is; 0 where a stage is one piece.
@@ -109,6 +117,19 @@ class Plain:
     def chunk_of(self, name: str) -> int:
         """See `Driver.chunk_of`."""
         return 0
+
+    def explain(self) -> str:
+        """See `Driver.explain`."""
+        return ""
+
+    def evaluate(self, run: Run, micros: Sequence[MicroBatch]) -> list[Any]:
+        """See `Driver.evaluate`; None for a micro-batch without rows."""
+        found: list[Any] = []
+        for micro in micros:
+            with torch.no_grad(), run.around(micro):
+                output = run.objective.output(run.model, run.here(micro.batch))
+            found.append(output if micro.weight else None)
+        return found
 
     def passes(self, run: Run, micros: Sequence[MicroBatch]) -> torch.Tensor:
         """See `Driver.passes`."""

@@ -24,7 +24,7 @@ from pdrun.parallel.cuts import Cut
 from pdrun.parallel.gatherer import Gatherer
 from pdrun.parallel.grads import GradBundle, Policy, Pool
 from pdrun.parallel.holders import Catalogue, Holders
-from pdrun.parallel.norms import clip_factor, square_sum, wide_type
+from pdrun.parallel.norms import clip_factor, global_norm
 from pdrun.parallel.place import Place
 from pdrun.parallel.retarget import Part
 from pdrun.parallel.settings import Settings
@@ -280,7 +280,7 @@ class Engine:
         loose = [grad for weight in self.alone if (grad := weight.param.grad) is not None]
         for tensor in [*totals, *loose]:
             tensor.div_(by)
-        norm = self._norm(totals) if self.settings.clip or self.settings.norm else None
+        norm = global_norm(self, totals) if self.settings.clip or self.settings.norm else None
         if self.settings.clip and norm is not None:
             factor = clip_factor(norm, self.settings.clip)
             if factor.device.type != "cpu" or not bool(factor == 1):
@@ -304,22 +304,6 @@ class Engine:
                 if place < len(part.across):
                     part.spread(place)
         return [part.finish() for part in self.bundles]
-
-    def _norm(self, totals: list[torch.Tensor]) -> torch.Tensor:
-        """Return the norm over all ranks' parts, each weight once; a rank's own weights are weights of their own."""
-        exact, device = self.settings.exact, self.whole.device
-        square = torch.zeros((), dtype=wide_type(device), device=device)
-        for shared in (True, False):
-            some = [(part, t) for part, t in zip(self.bundles, totals, strict=True) if (part.comm.shards > 1) == shared]
-            if some:
-                mine = [tensor for part, total in some for tensor in _counted(part, total)]
-                found = square_sum(mine, exact) if mine else torch.zeros_like(square)
-                square += self.cut.sum_small(found, "the norm", shards_only=True).wait() if shared else found
-        if self.alone:
-            loose = [grad for w in self.alone if w.counted and (grad := w.param.grad) is not None]
-            found = square_sum(loose, exact) if loose else torch.zeros_like(square)
-            square += self.whole.sum_small(found, "the norm of the layerwise weights").wait()
-        return self.place.model.sum_small(square, "the norm over the model axes").wait().sqrt()
 
     def _hand_over(self) -> None:
         """Give the optimizer's tensors their gradients; those that nobody used get none."""
@@ -389,14 +373,6 @@ class Engine:
         for cut in self.cuts:
             if not cut.released:
                 cut.ready()
-
-
-def _counted(part: GradBundle, total: torch.Tensor) -> list[torch.Tensor]:
-    """Return what of a bundle's total counts in the norm here."""
-    if all(weight.counted for weight in part.weights):
-        return [total]
-    pieces = zip(part.segments, part.pieces(), strict=True)
-    return [piece for segment, piece in pieces if part.weights[segment.slot].counted]
 
 
 def _like(grad: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

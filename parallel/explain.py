@@ -102,6 +102,7 @@ def explain(run: Run, batch: Any = None) -> str:
     if run.copies > 1:
         lines.append(f"{run.copies} slices at a time: one computes while another waits for a collective")
     lines += _model_axes(run, plan)
+    lines += [told] if (told := run.driver.explain()) else []
     lines += [f"tied, counted once: {' = '.join(names)}" for names in tied_names(run.original or run.model)]
     if plan.layerwise:
         lines.append(f"each rank trains by itself: {', '.join(plan.layerwise)}")

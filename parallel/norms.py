@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from pdrun.parallel.engine import Engine
+    from pdrun.parallel.grads import GradBundle
 
 PIECE = 65536
 """Elements that are widened at once; they stay in a core's cache."""
@@ -40,3 +45,34 @@ def wide_type(device: torch.device) -> torch.dtype:
 def clip_factor(norm: torch.Tensor, limit: float) -> torch.Tensor:
     """Return what gradients of this norm are multiplied with, at most 1 (as `torch.nn.utils.clip_grad_norm_`)."""
     return (limit / (norm + 1e-6)).clamp(max=1.0)
+
+
+def global_norm(engine: Engine, totals: Sequence[torch.Tensor]) -> torch.Tensor:
+    """
+    Return the norm over all ranks' parts, each weight once; weights that ranks train by themselves are as many.
+
+    Args:
+        totals: of the engine's bundles.
+    """
+    exact, device = engine.settings.exact, engine.whole.device
+    square = torch.zeros((), dtype=wide_type(device), device=device)
+    for shared in (True, False):
+        some = [(part, t) for part, t in zip(engine.bundles, totals, strict=True) if (part.comm.shards > 1) == shared]
+        if some:
+            mine = [tensor for part, total in some for tensor in _counted(part, total)]
+            found = square_sum(mine, exact) if mine else torch.zeros_like(square)
+            square += engine.cut.sum_small(found, "the norm", shards_only=True).wait() if shared else found
+    if engine.alone:
+        loose = [grad for weight in engine.alone if weight.counted and (grad := weight.param.grad) is not None]
+        found = square_sum(loose, exact) if loose else torch.zeros_like(square)
+        square += engine.whole.sum_small(found, "the norm of the layerwise weights").wait()
+    total: torch.Tensor = engine.place.model.sum_small(square, "the norm over the model axes").wait()
+    return total.sqrt()
+
+
+def _counted(part: GradBundle, total: torch.Tensor) -> list[torch.Tensor]:
+    """Return what of a bundle's total counts in the norm here."""
+    if all(weight.counted for weight in part.weights):
+        return [total]
+    pieces = zip(part.segments, part.pieces(), strict=True)
+    return [piece for segment, piece in pieces if part.weights[segment.slot].counted]

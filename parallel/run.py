@@ -151,6 +151,15 @@ class Run:
         with self.settings.precision.context(self.device), self.dice.placed():
             yield
 
+    def evaluate(self, batch: Any) -> list[Any]:
+        """
+        Return the model's outputs on this rank's micro-batches of a global batch; every rank calls this.
+
+        Nothing is trained. Dropout and the like are as ``run.model.train()`` or ``.eval()`` has said. A micro-batch
+        without rows has None, and so have all on ranks that the last stage of a pipeline isn't on.
+        """
+        return self.driver.evaluate(self, self._cut(batch))
+
     def objective_of(self, model: nn.Module, part: Any, rows: range, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the (sum, count) that slice ``index``, which is these global rows, has on a model."""
         with self._randomly(index, rows):

@@ -262,6 +262,31 @@ def test_weights_made_in_place_are_the_same_on_every_mesh(level: int, degrees: A
         assert loss == pytest.approx(want[1], rel=1e-6)
 
 
+def evaluated(level: int, degrees: Degrees) -> Any:
+    run = make(Case(4, level, accumulate=2, dropout=True), degrees)
+    run.model.eval()
+    found = [(run.rows.index, out) for out in run.evaluate(zoo.batch_of(11, 0))]
+    run.model.train()
+    run.step(zoo.batch_of(11, 0))
+    return [(index, None if out is None else out.tolist()) for index, out in found]
+
+
+@pytest.mark.parametrize(("level", "degrees"), [(3, {"dp": 2, "tp": 2}), (0, {"pp": 2, "dp": 1, "tp": 2})], ids=str)
+def test_outputs_without_training(level: int, degrees: Any, worlds: Worlds) -> None:
+    """Slice ``a * dp + rank`` is micro-batch ``a`` of a rank: 11 rows in four slices, or in two."""
+    with torch.no_grad():
+        want = zoo.build().eval()(zoo.batch_of(11, 0)[0])
+    parts = degrees["dp"] * 2
+    bounds = [11 * part // parts for part in range(parts + 1)]
+    for rank, told in enumerate(worlds(4).run(evaluated, level, degrees)):
+        for place, (index, out) in enumerate(told):
+            part = place * degrees["dp"] + index
+            if degrees.get("pp", 1) > 1 and rank < 2:
+                assert out is None
+            else:
+                assert torch.allclose(torch.tensor(out), want[bounds[part] : bounds[part + 1]], atol=1e-5)
+
+
 # ---- gradients that are partial, missing or unequal ----------------------------------------------------------------
 
 

@@ -127,7 +127,7 @@ def sequence(where: Callable[[], tuple[Ranges, int]]) -> Iterator[None]:
         _sequence = before
 
 
-def _cuts_of(shape: tuple[int, ...]) -> dict[int, tuple[tuple[tuple[int, int], ...], int]]:
+def cuts_of(shape: tuple[int, ...]) -> dict[int, tuple[tuple[tuple[int, int], ...], int]]:
     """Return the dims of a tensor that the innermost region cuts, each with the ranges that are here and its total."""
     found = {}
     for dim, cut in (_regions[-1] if _regions else {}).items():
@@ -250,7 +250,7 @@ class Dice:
         """
         shape = tuple(like.shape) if shape is None else shape
         drawn = self.draw()
-        apart, cuts = _with_sequence(shape, len(drawn[0].rows), _cuts_of(shape))
+        apart, cuts = _with_sequence(shape, len(drawn[0].rows), cuts_of(shape))
         return self.mask(drawn, p, apart, cuts, like.device).view(shape)
 
     def mask(
@@ -291,7 +291,7 @@ class Dice:
     def leave(self, device: torch.device) -> Any:
         """Return what `enter` needs to go on here later, when another forward or backward has come in between."""
         kit = getattr(torch, device.type)
-        state = kit.get_rng_state() if device.type != "cpu" else None
+        state = kit.get_rng_state(device) if device.type != "cpu" else None
         return torch.default_generator.get_state(), state, self._throw, list(_regions)
 
     def enter(self, kept: Any, device: torch.device) -> None:
@@ -299,7 +299,7 @@ class Dice:
         host, state, self._throw, _regions[:] = kept
         torch.default_generator.set_state(host)
         if state is not None:
-            getattr(torch, device.type).set_rng_state(state)
+            getattr(torch, device.type).set_rng_state(state, device)
 
     def draw(self) -> tuple[Throw, int]:
         """Count a dropout; return which one of which forward pass it is."""

@@ -19,7 +19,8 @@ from pdrun.parallel.axes import Axes
 from pdrun.parallel.layouts.layout import cut
 from pdrun.parallel.layouts.order import CONTIGUOUS, ZIGZAG, Ranges, count, part, within
 from pdrun.parallel.modules import kernels
-from pdrun.parallel.modules.ring import Drop, ring_attention
+from pdrun.parallel.modules.ring import ring_attention
+from pdrun.parallel.modules.rounds import Drop
 from pdrun.parallel.modules.ulysses import heads_of, ulysses_attention
 
 WHERE = "ContextParallel"
@@ -160,12 +161,15 @@ class Sequences:
         if run is None:
             what = "dropout of attention over cut sequences is that of a run"
             raise UsageError(what, where=WHERE, hint="pdrun.parallelize(..., context=...)")
-        drawn, heads = run.draw(), query.shape[-3]
-        low, high = heads_of(self.ulysses, heads)
+        drawn, here = run.draw(), query.shape[-3]
+        # of the heads here, which may be some of the model's (tensor parallel), an all-to-all leaves this rank a part
+        shape = (*query.shape[:-1], query.shape[-2])
+        ranges, heads = dice.cuts_of(shape).get(len(shape) - 3, (((0, here),), here))
+        low, high = heads_of(self.ulysses, here)
         outer = (*query.shape[:-3], high - low)
 
         def drop(queries: Ranges, keys: Ranges) -> torch.Tensor:
-            dims = (((low, high),), heads), (queries, self.length), (keys, self.length)
+            dims = (within(ranges, low, high), heads), (queries, self.length), (keys, self.length)
             cuts = {len(outer) - 1 + place: cut for place, cut in enumerate(dims)}
             keep = run.mask(drawn, p, (*outer, count(queries), count(keys)), cuts, query.device)
             return keep.to(kernels.wide(query.dtype)).mul_(0.0 if p >= 1 else 1 / (1 - p))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 from pdrun.errors import UsageError
+from pdrun.parallel.axes import Axis, Pending
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.order import ORDERS, blocks, count, part, within
 from pdrun.parallel.modules import kernels
@@ -217,6 +218,37 @@ def test_ulysses_swaps_four_times_each_way(worlds: Any) -> None:
     one = batch * heads * (length // ranks) * size * 4
     for found in worlds(ranks).run(compare, "ulysses", length, heads, heads, "contiguous", True, torch.float32):
         assert found == {"('all_to_all', ('cp',))": (8, 8 * one)}
+
+
+# ---- overlap -----------------------------------------------------------------------------------------------------
+
+
+def travels() -> list[str]:
+    """Return in which order one rank starts shifts, computes blocks and waits, forward and backward."""
+    axis = axes_of(Grid(("cp",), (torch.distributed.get_world_size(),)))["cp"]
+    said: list[str] = []
+
+    def saying(word: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            said.append(word)
+            return function(*args, **kwargs)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Axis, "start_shift", saying("send", Axis.start_shift))
+        patch.setattr(Pending, "wait", saying("wait", Pending.wait))
+        patch.setattr(kernels, "forward", saying("forward", kernels.forward))
+        patch.setattr(kernels, "backward", saying("backward", kernels.backward))
+        q = torch.randn(1, 2, 4, 8, requires_grad=True)
+        ring_attention(q, q, q, axis).sum().backward()
+    return said
+
+
+def test_a_ring_computes_while_keys_and_values_travel(worlds: Any) -> None:
+    for said in worlds(3).run(travels):
+        assert said[:8] == ["send", "forward", "wait", "send", "forward", "wait", "forward", "send"]
+        assert said[8:] == ["backward", "wait", "send", "backward", "wait", "send", "backward", "wait", "send", "wait"]
 
 
 # ---- refused -----------------------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ from torch.nn import functional as f
 
 import pdrun.parallel.modules.context as context
 from pdrun.errors import UsageError
+from pdrun.parallel import dice
+from pdrun.parallel.dice import Dice
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.modules.context import ContextParallel
 from tests.parallel.test_collectives import axes_of
@@ -90,8 +92,25 @@ class Encoder(nn.Module):
         return self.head(self.layers(self.wte(tokens), src_key_padding_mask=tokens == 0))  # type: ignore[no-any-return]
 
 
+class Cross(Lm):
+    """The same with attention to something that is not cut: a memory of 5 places, the same for all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory, self.ask = nn.Parameter(torch.randn(5, WIDTH)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """``[batch, positions]`` to logits."""
+        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1]))
+        held = self.memory.expand(len(x), 1, -1, -1)
+        x = x + f.scaled_dot_product_attention(self.ask(x).unsqueeze(1), held, held).squeeze(1)
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
 TABLES = {"wpe.weight": 0, "gain": 0}
-MODELS = {"lm": Lm, "grouped": lambda: Lm(2), "asks": Asks, "encoder": Encoder}
+MODELS = {"lm": Lm, "grouped": lambda: Lm(2), "asks": Asks, "encoder": Encoder, "cross": Cross}
 
 
 def _batch(length: int) -> dict[str, torch.Tensor]:
@@ -163,10 +182,38 @@ def test_a_model_that_asks_for_positions(worlds: Any) -> None:
     worlds(2).run(train, "asks", 13, {})
 
 
+def test_attention_to_what_every_rank_has(worlds: Any) -> None:
+    worlds(2).run(train, "cross", 12, {"tables": {"wpe.weight": 0}, "elsewhere": True})
+    told = worlds(2).failures(train, "cross", 12, {"tables": {"wpe.weight": 0}})
+    assert all("attention of 6 queries over 5 keys" in text for _, text in told)
+
+
 @pytest.mark.parametrize("settings", [{}, {"ulysses": 2}, {"ulysses": -1}])
 def test_torchs_encoder_with_a_padding_mask(worlds: Any, settings: dict[str, Any]) -> None:
     """Its mask has one row of this rank's keys: the others' are fetched."""
     worlds(4).run(train, "encoder", 15, settings)
+
+
+def some_heads(settings: dict[str, Any]) -> None:
+    """Drop weights of all heads, and of some of them in a region that says so, as tensor parallel does."""
+    axes = axes_of(Grid(("pp", "dp", "cp", "tp"), (1, 1, 2, 1)))
+    parallel, thrown = ContextParallel(**settings), Dice(5)
+    parallel.part(_batch(12), axes)
+    q, k, v = torch.randn(3, 3, 4, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(axes.rank))
+
+    def attend(low: int, high: int) -> torch.Tensor:
+        thrown.throw(1, 0, range(3), torch.device("cpu"))
+        with thrown.placed(), parallel.running(axes), dice.region({1: (low, high, 4)}):
+            heads = (x[:, low:high] for x in (q, k, v))
+            return f.scaled_dot_product_attention(*heads, dropout_p=0.5, is_causal=True)
+
+    torch.testing.assert_close(torch.cat([attend(0, 2), attend(2, 4)], 1), attend(0, 4))
+    assert not torch.equal(attend(0, 4), f.scaled_dot_product_attention(q, k, v, is_causal=True))
+
+
+@pytest.mark.parametrize("settings", [{}, {"ulysses": 2}])
+def test_dropout_of_some_heads_is_that_of_all(worlds: Any, settings: dict[str, Any]) -> None:
+    worlds(2).run(some_heads, settings)
 
 
 # ---- refused -----------------------------------------------------------------------------------------------------

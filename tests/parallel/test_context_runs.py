@@ -13,6 +13,7 @@ from pdrun.errors import ConfigError, UsageError
 from pdrun.parallel.mesh import of, solve
 from pdrun.parallel.modules.context import ContextParallel
 from pdrun.parallel.parallelize import parallelize
+from pdrun.parallel.precision import Precision
 from pdrun.parallel.run import Run
 from tests.parallel import zoo
 from tests.parallel.cutting import Megatron
@@ -33,7 +34,8 @@ class Dropping(Lm):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         """``[batch, positions]`` to logits."""
         here = torch.arange(tokens.shape[1])
-        x = self.drop(self.wte(tokens) + self.wpe(here)) * self.gain[: tokens.shape[1], None]
+        x = self.drop(self.wte(tokens) + self.wpe(here))
+        x = x * self.gain[: tokens.shape[1], None].to(x.dtype)
         for block in self.blocks:
             x = self.drop(block(x, None).flatten(0, 1)).view(x.shape)
         return self.head(x)  # type: ignore[no-any-return]
@@ -96,6 +98,21 @@ def test_a_run_on_cut_sequences_is_one_process(
         assert norms == pytest.approx(wanted[1], rel=1e-5)
         for name, weight in weights.items():
             assert abs(weight - wanted[2][name]).max() < 5e-6, name
+
+
+def in_bf16() -> tuple[list[float], list[float]]:
+    """Return losses of a run in bf16 and in autocast."""
+    found = []
+    for precision in (Precision("bf16"), Precision("bf16", autocast=True)):
+        run = make({"dp": 1, "cp": torch.distributed.get_world_size()}, {}, 0.1, precision=precision)
+        found.append([run.step(batch_of(6, 16, step)).loss for step in range(2)])
+    return found[0], found[1]
+
+
+def test_bf16(worlds: Any) -> None:
+    found, wanted = worlds(2).run(in_bf16)[0], worlds(1).run(in_bf16)[0]
+    for mine, alone in zip(found, wanted, strict=True):
+        assert mine == pytest.approx(alone, rel=5e-3)
 
 
 def prove(degrees: dict[str, int], settings: dict[str, Any], p: float, lost: bool) -> str:

@@ -10,6 +10,7 @@ import torch
 
 from pdrun.errors import UsageError
 from pdrun.parallel import mesh
+from pdrun.parallel.offload import Offload
 from pdrun.parallel.run import Run
 from tests.parallel import test_context_runs as long
 from tests.parallel import zoo
@@ -34,11 +35,16 @@ def train(case: Case, degrees: dict[str, int], copies: int) -> Any:
     return [m.loss for m in told], [m.grad_norm for m in told], grads, run.driver.turns
 
 
+OFFLOAD = Offload(activations=True, least=0)
 CASES = [
     (Case(2, optimizer="SGD"), {"dp": 1, "tp": 2}),
     (Case(2, 2, tied=True, dropout=True, rows=(24, 7, 1), recompute="full", optimizer="SGD"), {"dp": 1, "tp": 2}),
     (Case(4, 1, 2, dropout=True, clip=0.3, optimizer="SGD"), {"dp": 2, "tp": 2}),
     (Case(4, 2, 1, dropout=True, recompute="selective", optimizer="SGD"), {"dp": 2, "tp": 2}),
+    (
+        Case(2, dropout=True, optimizer="SGD", more=(("offload", Offload(activations=True, least=0)),)),
+        {"dp": 1, "tp": 2},
+    ),
 ]
 
 

@@ -182,17 +182,17 @@ def stepper(model: nn.Module) -> Step:
     return step
 
 
-def clock(step: Step, x: Tensor, y: Tensor, steps: int) -> float:
-    """Return wall time a step, in ms."""
+def clock(step: Step, x: Tensor, y: Tensor, steps: int) -> tuple[float, float]:
+    """Return wall time and this process's CPU time a step, in ms."""
     dist.barrier()
-    begin = time.perf_counter()
+    begin, used = time.perf_counter(), time.process_time()
     for _ in range(steps):
         step(x, y)
-    return (time.perf_counter() - begin) / steps * 1e3
+    return (time.perf_counter() - begin) / steps * 1e3, (time.process_time() - used) / steps * 1e3
 
 
-def measure(args: argparse.Namespace) -> dict[str, tuple[float, float]]:
-    """Return (ms a step, median ratio to pdrun's) of each."""
+def measure(args: argparse.Namespace) -> dict[str, tuple[float, float, float]]:
+    """Return (ms a step, median ratio of pdrun's to it, median ratio of CPU time) of each."""
     torch.set_num_threads(1)
     pdrun.init()
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -207,15 +207,17 @@ def measure(args: argparse.Namespace) -> dict[str, tuple[float, float]]:
     losses = {name: [step(x, y) for _ in range(3)] for name, step in steps.items()}
     for name, found in losses.items():
         assert all(abs(a - b) < 1e-5 for a, b in zip(found, losses["by hand"], strict=True)), (name, losses)
-    times: dict[str, list[float]] = {name: [] for name in steps}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     for turn in range(args.rounds):
         order = list(steps) if turn % 2 else list(reversed(steps))
         for name in order:
             times[name].append(clock(steps[name], x, y, args.steps))
+    own = times["pdrun"]
     return {
         name: (
-            statistics.median(found),
-            statistics.median(ours / theirs for ours, theirs in zip(times["pdrun"], found, strict=True)),
+            statistics.median(wall for wall, _ in found),
+            statistics.median(a[0] / b[0] for a, b in zip(own, found, strict=True)),
+            statistics.median(a[1] / b[1] for a, b in zip(own, found, strict=True)),
         )
         for name, found in times.items()
     }
@@ -233,8 +235,8 @@ def main() -> None:
     args = parser.parse_args()
     told = pdrun.launch(measure, args, devices=args.devices, backend="cpu")[0]
     print(f"torch {torch.__version__}, {args.devices} ranks, width {args.width}, {args.layers} layers")
-    for name, (mine, ratio) in told.items():
-        print(f"{name:10} {mine:8.2f} ms a step   pdrun / {name} {ratio:.3f}")
+    for name, (mine, ratio, cpu) in told.items():
+        print(f"{name:10} {mine:8.2f} ms a step   pdrun / {name} {ratio:.3f}   of CPU time {cpu:.3f}")
 
 
 if __name__ == "__main__":

@@ -193,7 +193,7 @@ def _column(name: str, style: linear.Col, size: int, counts: Counts, width: int 
         if uneven:
             raise refuse(name, f"a block of {uneven[0]} does not divide into {counts.parts} parts of heads of {width}")
         return replace(style, entered=style.sequence is not None)
-    if size == fused and kv == heads:
+    if size == fused:
         hint = (
             "col(axis, blocks=3) where all of q comes first, then k and v; blocks=(size,) where each head has its own"
         )

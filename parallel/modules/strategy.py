@@ -12,6 +12,7 @@ A plan is made first, and holds the strategy against the model without changing 
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -150,8 +151,8 @@ def _match(rules: Mapping[str, Style], model: nn.Module) -> list[Site]:
             if not hits and isinstance(style, (Replicate, Seq)):
                 hits = fnmatch.filter(params, glob)
             if not hits:
-                hint = did_you_mean(glob, modules)
-                raise UsageError(f"{glob!r} matches no module", where=WHERE, hint=hint)
+                alike = [re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in modules] if "*" in glob else modules
+                raise UsageError(f"{glob!r} matches no module", where=WHERE, hint=did_you_mean(glob, alike))
             for name in hits:
                 other = found.setdefault(name, (glob, style))
                 if other[1] != style:
@@ -201,12 +202,12 @@ def _check_ties(model: nn.Module, tiles: dict[str, Tile]) -> None:
 
 def _check_said(sites: list[Site], unmatched: tuple[str, ...]) -> None:
     """Refuse weights whose gradients may be partial without anybody having said so."""
-    attentions = [site.name for site in sites if isinstance(site.style, Heads)]
+    attentions = [site for site in sites if isinstance(site.style, Heads)]
     for name in unmatched:
-        for attention in attentions:
-            if name.startswith(f"{attention}."):
-                hint = f"replicate({sites[0].style.axis!r}) where it works on a rank's heads, replicate() where on all"
-                raise refuse(name, f"it belongs to {attention}, which is cut by heads, and nothing is said of it", hint)
+        for site in attentions:
+            if name.startswith(f"{site.name}."):
+                hint = f"replicate({site.style.axis!r}) where it works on a rank's heads, replicate() where on all"
+                raise refuse(name, f"it belongs to {site.name}, which is cut by heads, and nothing is said of it", hint)
     region = next((site for site in sites if _has_region(site.style)), None)
     if region is not None and unmatched:
         hint = "seq(axis) where it works on parts of the sequence, replicate() where on all of it"

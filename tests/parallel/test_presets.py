@@ -14,7 +14,7 @@ from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.modules import cross_entropy, strategy_for
 from tests.parallel.decoder import compare
 
-pytestmark = [pytest.mark.torch, pytest.mark.slow]
+pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(400)]
 pytest.importorskip("transformers", reason="the transformers library is not installed")
 os.environ["HF_HUB_OFFLINE"] = "1"
 SIZES = {"vocab_size": 37, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
@@ -26,6 +26,20 @@ KINDS: dict[str, dict[str, Any]] = {
     "gpt2": {**SIZES, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16, "attn_pdrop": 0.0,
              "resid_pdrop": 0.0, "embd_pdrop": 0.0},
 }  # fmt: skip
+
+
+def load() -> None:
+    for kind in KINDS:
+        build(kind)
+
+
+@pytest.fixture
+def four(worlds: Any) -> Any:
+    """Four ranks that have loaded the library, which takes its time on a busy machine."""
+    found = worlds(4)
+    found.start(load)
+    assert all(worked for worked, _ in found.answers(170.0))
+    return found
 
 
 def build(kind: str) -> nn.Module:
@@ -59,14 +73,49 @@ def same(kind: str, sequence: bool, gather: bool) -> dict[str, int]:
 
 @pytest.mark.parametrize(("sequence", "gather"), [(False, True), (True, False)], ids=["whole", "sequence"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_cut_model_of_transformers_equals_the_whole(worlds: Any, kind: str, sequence: bool, gather: bool) -> None:
-    counts = worlds(4).run(same, kind, sequence, gather)[0]
+def test_a_cut_model_of_transformers_equals_the_whole(four: Any, kind: str, sequence: bool, gather: bool) -> None:
+    counts = four.run(same, kind, sequence, gather)[0]
     layers = 2 * 4
     if sequence:  # four each in a layer, besides embedding, head, and where the sequence is cut
         assert layers <= counts["all_gather"] <= layers + 4
         assert layers <= counts["reduce_scatter"] <= layers + 1
     else:
         assert counts["all_reduce"] == layers + 2 + (0 if gather else 2)
+
+
+def dropped(kind: str, sequence: bool) -> str:
+    from pdrun.parallel import mesh
+    from pdrun.parallel.parallelize import parallelize
+
+    model = build(kind).float()
+    model.config.attention_dropout = 0.2
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.2
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.2
+    how = strategy_for(model, sequence=sequence)
+    run = parallelize(
+        model, lambda params: torch.optim.SGD(params, 0.1), lambda output, ids: (output.sum(), output.numel()),
+        forward=lambda model, ids: _losses(model, ids), mesh=mesh.of(dp=2, tp=2), strategy=how, recompute="full",
+        optimizer_level=2,
+    )  # fmt: skip
+    ids = torch.randint(37, (6, 9), generator=torch.Generator().manual_seed(1))
+    told = str(run.verify([ids]))
+    assert run.dice.used
+    return told
+
+
+def _losses(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+    return cross_entropy(logits, ids[:, 1:], reduction="none")
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("kind", ["llama-two", "gpt2"])
+def test_dropout_of_transformers_is_that_of_one_process(four: Any, kind: str, sequence: bool) -> None:
+    """In attention, between layers and after the embedding, recomputed in the backward pass, with rows cut as well."""
+    assert "gradients within" in four.run(dropped, kind, sequence)[0]
 
 
 def generated() -> None:
@@ -80,9 +129,9 @@ def generated() -> None:
     assert model.generate(ids, **options).tolist() == whole.generate(ids, **options).tolist()
 
 
-def test_a_cut_model_generates_what_the_whole_one_does(worlds: Any) -> None:
+def test_a_cut_model_generates_what_the_whole_one_does(four: Any) -> None:
     """Its cache holds this rank's heads."""
-    worlds(4).run(generated)
+    four.run(generated)
 
 
 def test_a_model_of_which_nothing_is_known() -> None:

@@ -31,6 +31,7 @@ def mistake(rules: dict[str, Any], model: nn.Module | None = None, grid: Grid = 
 def test_a_glob_that_matches_nothing() -> None:
     told = mistake({"layers.0.mlp.dwon": row("tp")})
     assert told == "Strategy: 'layers.0.mlp.dwon' matches no module; did you mean 'layers.0.mlp.down'?"
+    assert "did you mean 'layers.*.attn.wo'?" in mistake({"layers.*.atn.wo": row("tp")})
     assert "'hed' matches no module; did you mean 'head'?" in mistake({"emb|hed": vocab("tp")})
 
 
@@ -127,6 +128,12 @@ def test_q_k_and_v_in_one_matrix_of_unknown_order() -> None:
     assert "0.qkv: its output of 48 is not 5 blocks" in mistake({**rules, "0.qkv": col("tp", blocks=5)}, model)
     assert "a block of 24 does not divide" in mistake({**rules, "0.qkv": col("tp", blocks=2)}, model)
     assert "blocks (16, 16) do not add up" in mistake({**rules, "0.qkv": col("tp", blocks=(16, 16))}, model)
+    model[0].num_key_value_heads, model[0].qkv = 2, nn.Linear(16, 32)
+    grouped = {**rules, "0.qkv": col("tp", blocks=(16, 8, 8))}
+    two = Grid(("tp",), (2,))
+    assert "how q, k and v lie side by side" in mistake(rules, model, two)
+    assert Strategy(grouped).plan(model, two, 1).tiles["0.qkv.weight"].ranges[0] == ((8, 16), (20, 24), (28, 32))
+    assert "2 heads of keys and values for 4 ranks need q, k and v by themselves" in mistake(grouped, model)
     del model[0].num_heads
     assert "Strategy, 0: how many heads a Attention has is not known" in mistake(rules, model)
     assert "Strategy, 0: its width is None, no number of heads" in mistake({**rules, "0": heads("tp", heads="width")},

@@ -339,3 +339,24 @@ def stay_away(case: Case) -> None:
 def explained(case: Case) -> str:
     """Return what a run's pipeline says of itself."""
     return str(make(case).driver.explain())
+
+
+def verified(case: Case) -> str:
+    """Prove a run against one process by its own means."""
+    run = make(case)
+    run.step(batch_of(16, 0))
+    return str(run.verify([batch_of(rows, step) for step, rows in enumerate(case.rows)], steps=len(case.rows)))
+
+
+def train_and_save(case: Case, folder: str) -> None:
+    """Make one step and save."""
+    run = make(case)
+    run.step(batch_of(16, 0))
+    run.save(folder)
+
+
+def go_on(case: Case, folder: str) -> list[float]:
+    """Take up a checkpoint and make two steps more; return their losses."""
+    run = make(case)
+    assert run.resume(folder)
+    return [run.step(batch_of(16, step)).loss for step in (1, 2)]

@@ -138,3 +138,21 @@ def test_what_travels_is_what_has_to(worlds: Any) -> None:
     for stage, count in enumerate(worlds(2).run(piped.count_sends, Case())):
         size = 4 * 6 * 24 * 4  # rows, length, width, bytes
         assert count == (4, 4 * size), stage
+
+
+@pytest.mark.parametrize(
+    ("schedule", "model"), [("1f1b", "tied"), ("interleaved", "dropout"), ("zero-bubble-v", "tied")]
+)
+def test_a_run_proves_itself(worlds: Any, schedule: str, model: str) -> None:
+    case = Case(model, rows=(16, 13), more=(("schedule", schedule),))
+    assert all("step 3" in told or "step 2" in told for told in worlds(2).run(piped.verified, case))
+
+
+def test_checkpoints_of_one_cut_are_taken_up_by_another(worlds: Any, tmp_path: Any) -> None:
+    first = Case("tied", more=(("schedule", "interleaved"),), run=(("optimizer_level", 1),))
+    worlds(2).run(piped.train_and_save, first, str(tmp_path))
+    others = [first, Case("tied", dp=2), Case("tied", pp=1), Case("tied", pp=4, more=(("balance", "parameters"),))]
+    want = worlds(2).run(piped.go_on, others[0], str(tmp_path))[0]
+    for other in others[1:]:
+        for found in worlds(other.pp * other.dp).run(piped.go_on, other, str(tmp_path)):
+            np.testing.assert_allclose(found, want, rtol=0, atol=2e-6)

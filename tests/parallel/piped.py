@@ -279,14 +279,15 @@ for kind in (Borrow, Peek, Select, Backwards, Odd, Early):
 
 
 def alone_on_pdrun(case: Case) -> Result:
-    """Return the weights after the same steps of a run of one rank."""
+    """Return losses, norms and the weights after the same steps of a run of one rank."""
     run = parallelize(
         case.build(), lambda params: torch.optim.SGD(params, lr=0.1), token_loss, norm=True, seed=5,
         accumulate=case.microbatches * case.dp, clip=dict(case.run).get("clip"),
+        precision=dict(case.run).get("precision"),
     )  # fmt: skip
-    for step, rows in enumerate(case.rows):
-        run.step(batch_of(rows, step))
-    return {"weights": {name: weight.detach().numpy().copy() for name, weight in run.full_weights().items()}}
+    told = [run.step(batch_of(rows, step)) for step, rows in enumerate(case.rows)]
+    weights = {name: weight.detach().numpy().copy() for name, weight in run.full_weights().items()}
+    return {"loss": [m.loss for m in told], "norm": [m.grad_norm for m in told], "weights": weights}
 
 
 def _micros(case: Case) -> list[MicroBatch]:

@@ -57,6 +57,21 @@ class Links:
                     made = dist.new_group(sorted((line[low], line[high])))
                     if axes.rank in (line[low], line[high]):
                         self._groups[source, target] = made
+        self._meet()
+
+    def _meet(self) -> None:
+        """
+        Have each pair exchange an element, in one order on all ranks.
+
+        NCCL joins a pair at its first transfer, and holds both processes up until then: inside a schedule, where either
+        may be waiting for somebody else, that could be for ever.
+        """
+        one = torch.zeros(1, device=self.axes.device)
+        for (source, target), group in self._groups.items():
+            mine = source == self.axis.index
+            other = self.axis.ranks[target if mine else source]
+            work = (dist.isend if mine else dist.irecv)(one, other, group=group)
+            self.axes.watch.wait(work, f"first contact along {AXIS}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Links:
         """Return itself."""

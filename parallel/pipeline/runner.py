@@ -101,7 +101,8 @@ class Runner:
         Go forward only, without gradients.
 
         Returns:
-            what the model returned for each micro-batch, on the rank of the last stage; None for each on the others.
+            what the model returned for each micro-batch, on the rank of the last stage; None for each on the others,
+            and for a micro-batch without rows.
         """
         found: list[Any] = [None] * len(micros)
         with torch.no_grad():
@@ -110,10 +111,10 @@ class Runner:
                 for micro in micros:
                     action = Action(stage, "F", micro.place)
                     _, sent, tensors, output = self._stage(run, action, micro, self.traffic.take_forward(action))
-                    if sent is None:
-                        found[micro.place] = output
-                    else:
+                    if sent is not None:
                         self.traffic.send_on(action, sent, tensors)
+                    elif micro.weight:
+                        found[micro.place] = output
         self.traffic.links.settle()
         return found
 
@@ -121,7 +122,7 @@ class Runner:
         self._live.clear()
         self._extra.clear()
         self._batches = [run.here(micro.batch) for micro in micros]
-        self.traffic.begin(self._batches)
+        self.traffic.begin(self._batches, run.model.training)
 
     # ---- forward -------------------------------------------------------------------------------------------------
 

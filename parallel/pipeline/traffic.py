@@ -22,7 +22,7 @@ from pdrun.parallel.pipeline.schedule import Action, Schedule
 from pdrun.parallel.pipeline.validate import messages
 
 Key = tuple[Any, ...]
-"""What the activations' form depends on: the shapes of the batch, and whether gradients are wanted."""
+"""What the activations' form depends on: whether gradients are wanted, whether one trains, the shapes of the batch."""
 Came = tuple[Record | None, list[torch.Tensor]]
 """What a stage has been sent, and how it was announced; gradients need no announcement."""
 
@@ -72,13 +72,13 @@ class Traffic:
         self._local: dict[Action, Came] = {}
         self._keys: list[Key] = []
 
-    def begin(self, batches: Sequence[Any]) -> None:
+    def begin(self, batches: Sequence[Any], training: bool) -> None:
         """Begin a step on some micro-batches."""
         self._at = dict.fromkeys(self._order, 0)
         self._arrived.clear()
         self._local.clear()
-        grads = torch.is_grad_enabled()
-        self._keys = [(grads, *map(_look, pytree.tree_leaves(batch))) for batch in batches]
+        mode = (torch.is_grad_enabled(), training)
+        self._keys = [(*mode, *map(_look, pytree.tree_leaves(batch))) for batch in batches]
 
     # ---- what is sent --------------------------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pdrun.parallel.driver import MicroBatch
 from pdrun.parallel.mesh import solve
 from pdrun.parallel.parallelize import parallelize
 from pdrun.parallel.pipeline.pipeline import Pipeline
@@ -279,35 +278,37 @@ for kind in (Borrow, Peek, Select, Backwards, Odd, Early):
 
 
 def alone_on_pdrun(case: Case) -> Result:
-    """Return the weights after the same steps of a run of one rank."""
+    """Return losses, norms and the weights after the same steps of a run of one rank."""
     run = parallelize(
         case.build(), lambda params: torch.optim.SGD(params, lr=0.1), token_loss, norm=True, seed=5,
         accumulate=case.microbatches * case.dp, clip=dict(case.run).get("clip"),
+        precision=dict(case.run).get("precision"),
     )  # fmt: skip
-    for step, rows in enumerate(case.rows):
-        run.step(batch_of(rows, step))
-    return {"weights": {name: weight.detach().numpy().copy() for name, weight in run.full_weights().items()}}
-
-
-def _micros(case: Case) -> list[MicroBatch]:
-    rows = case.rows[0]
-    words, targets = batch_of(rows, 0)
-    bounds = [rows * i // case.microbatches for i in range(case.microbatches + 1)]
-    pieces = enumerate(itertools.pairwise(bounds))
-    return [MicroBatch((words[a:b], targets[a:b]), range(a, b), 1.0, i, i) for i, (a, b) in pieces]
+    told = [run.step(batch_of(rows, step)) for step, rows in enumerate(case.rows)]
+    weights = {name: weight.detach().numpy().copy() for name, weight in run.full_weights().items()}
+    return {"loss": [m.loss for m in told], "norm": [m.grad_norm for m in told], "weights": weights}
 
 
 def evaluate(case: Case) -> Any:
-    """Return all outputs, where they are."""
+    """Return all outputs, where they are, after a step and with dropout turned off."""
     run = make(case)
-    found = [output for output in run.driver.evaluate(run, _micros(case)) if output is not None]
+    run.step(batch_of(16, 0))
+    run.evaluate(batch_of(16, 0))
+    run.model.eval()
+    found = [output for output in run.evaluate(batch_of(case.rows[0], 1)) if output is not None]
+    assert run.step(batch_of(16, 2)).loss > 0, "and training goes on"
     return torch.cat(found).numpy() if found else None
 
 
 def evaluate_alone(case: Case) -> Any:
-    """Return the same of the plain model."""
+    """Return the same of a run of one rank."""
+    run = parallelize(
+        case.build(), lambda params: torch.optim.SGD(params, lr=0.1), token_loss, seed=5, accumulate=case.microbatches
+    )
+    run.step(batch_of(16, 0))
+    run.model.eval()
     with torch.no_grad():
-        return case.build()(batch_of(case.rows[0], 0)[0]).numpy()
+        return run.model(batch_of(case.rows[0], 1)[0]).numpy()
 
 
 def count_sends(case: Case) -> tuple[int, int]:
@@ -338,4 +339,25 @@ def stay_away(case: Case) -> None:
 
 def explained(case: Case) -> str:
     """Return what a run's pipeline says of itself."""
-    return str(make(case).driver.explain())
+    return make(case).explain()
+
+
+def verified(case: Case) -> str:
+    """Prove a run against one process by its own means."""
+    run = make(case)
+    run.step(batch_of(16, 0))
+    return str(run.verify([batch_of(rows, step) for step, rows in enumerate(case.rows)], steps=len(case.rows)))
+
+
+def train_and_save(case: Case, folder: str) -> None:
+    """Make one step and save."""
+    run = make(case)
+    run.step(batch_of(16, 0))
+    run.save(folder)
+
+
+def go_on(case: Case, folder: str) -> list[float]:
+    """Take up a checkpoint and make two steps more; return their losses."""
+    run = make(case)
+    assert run.resume(folder)
+    return [run.step(batch_of(16, step)).loss for step in (1, 2)]

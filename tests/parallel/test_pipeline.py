@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import numpy as np
@@ -125,7 +126,7 @@ def test_each_rank_holds_its_stage_and_no_more(worlds: Any) -> None:
 
 def test_evaluation(worlds: Any) -> None:
     for schedule in ("1f1b", "interleaved", "zero-bubble-v"):
-        case = Case(rows=(13,), more=(("schedule", schedule),))
+        case = Case("dropout", rows=(3 if schedule == "1f1b" else 13,), more=(("schedule", schedule),))
         found = worlds(2).run(piped.evaluate, case)
         whole = worlds(1).run(piped.evaluate_alone, case)[0]
         last = [piece for piece in found if piece is not None]
@@ -138,3 +139,56 @@ def test_what_travels_is_what_has_to(worlds: Any) -> None:
     for stage, count in enumerate(worlds(2).run(piped.count_sends, Case())):
         size = 4 * 6 * 24 * 4  # rows, length, width, bytes
         assert count == (4, 4 * size), stage
+
+
+@pytest.mark.parametrize(
+    ("schedule", "model"), [("1f1b", "tied"), ("interleaved", "dropout"), ("zero-bubble-v", "tied")]
+)
+def test_a_run_proves_itself(worlds: Any, schedule: str, model: str) -> None:
+    case = Case(model, rows=(16, 13), more=(("schedule", schedule),))
+    assert all("step 3" in told or "step 2" in told for told in worlds(2).run(piped.verified, case))
+
+
+def test_checkpoints_of_one_cut_are_taken_up_by_another(worlds: Any, tmp_path: Any) -> None:
+    first = Case("tied", more=(("schedule", "interleaved"),), run=(("optimizer_level", 1),))
+    worlds(2).run(piped.train_and_save, first, str(tmp_path))
+    others = [first, Case("tied", dp=2), Case("tied", pp=1), Case("tied", pp=4, more=(("balance", "parameters"),))]
+    want = worlds(2).run(piped.go_on, others[0], str(tmp_path))[0]
+    for other in others[1:]:
+        for found in worlds(other.pp * other.dp).run(piped.go_on, other, str(tmp_path)):
+            np.testing.assert_allclose(found, want, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("precision", "schedule"), [("bf16", "interleaved"), ("fp16", "1f1b"), ("fp16", "zero-bubble")]
+)
+def test_narrow_types(worlds: Any, precision: str, schedule: str) -> None:
+    case = Case("tied", rows=(16, 13), more=(("schedule", schedule),), run=(("precision", precision),))
+    want = worlds(1).run(piped.alone_on_pdrun, case)[0]
+    for found in worlds(2).run(piped.train, case):
+        np.testing.assert_allclose(found["loss"], want["loss"], rtol=1e-3)
+        np.testing.assert_allclose(found["norm"], want["norm"], rtol=2e-2)
+
+
+def _sampled(count: int) -> list[Case]:
+    """Draw points of the product of everything."""
+    dice = random.Random(7)
+    found = []
+    for _ in range(count):
+        schedule, model = dice.choice(SCHEDULES), dice.choice(["tiny", "tied", "dropout", "deep", "masked", "inplace"])
+        pp = dice.choice([2, 2, 4]) if model == "deep" else 2
+        run = {
+            "optimizer_level": dice.choice([0, 1, 2]), "recompute": dice.choice([None, "full", "selective"]),
+            "comm_fusion": dice.choice(["auto", 1, False]),
+        }  # fmt: skip
+        if model == "inplace":
+            run["recompute"] = None  # what was changed can't be computed again, on one process neither
+        rows = tuple(dice.randrange(3, 20) for _ in range(2))
+        micros = dice.randrange(pp, 7)
+        found.append(Case(model, pp, 4 // pp, micros, rows, more=(("schedule", schedule),), run=tuple(run.items())))
+    return found
+
+
+@pytest.mark.parametrize("case", _sampled(8), ids=str)
+def test_points_of_the_product(worlds: Any, case: Case) -> None:
+    check(worlds, case)

@@ -97,7 +97,7 @@ def test_refusals(more: dict[str, Any], told: str) -> None:
 
 def test_a_pipeline_in_words(worlds: Any) -> None:
     told = worlds(2).run(piped.explained, Case("tied"))
-    assert told[0] == told[1]
+    assert "stage 1 of 2" in told[1]
     assert "pipeline: 2 stages on 2 ranks, schedule 1f1b, 4 micro-batches" in told[0]
     assert "bubble 20.0% of the ranks' time for stages of equal size" in told[0]
     assert ": emb, blocks.0 to blocks.1" in told[0]

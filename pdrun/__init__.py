@@ -29,10 +29,16 @@ if TYPE_CHECKING:  # typing itself would take longer than all else here
     from pdrun.launcher.function import launch as launch
     from pdrun.parallel.context import Context as Context
     from pdrun.parallel.context import init as init
+    from pdrun.parallel.layouts.layout import L as L
     from pdrun.parallel.loader import Loader as Loader
     from pdrun.parallel.mesh import mesh as mesh
     from pdrun.parallel.meta import empty_init as empty_init
     from pdrun.parallel.offload import Offload as Offload
+    from pdrun.parallel.operators.constraints import constrain as constrain
+    from pdrun.parallel.operators.constraints import shard as shard
+    from pdrun.parallel.operators.module import Operators as Operators
+    from pdrun.parallel.operators.strategy import Cut as Cut
+    from pdrun.parallel.operators.strategy import replicate as replicate
     from pdrun.parallel.parallelize import parallelize as parallelize
     from pdrun.parallel.precision import Precision as Precision
     from pdrun.parallel.run import Run as Run
@@ -42,16 +48,20 @@ __version__ = "0.1.0"
 _HOMES = {
     "ConfigError": "pdrun.errors",
     "Context": "pdrun.parallel.context",
+    "Cut": "pdrun.parallel.operators.strategy",
     "DeadlineExceeded": "pdrun.errors",
     "JobFailed": "pdrun.errors",
     "PdrunError": "pdrun.errors",
     "RendezvousError": "pdrun.errors",
     "UsageError": "pdrun.errors",
     "WorkerEnv": "pdrun.env",
+    "L": "pdrun.parallel.layouts.layout",
     "Loader": "pdrun.parallel.loader",
     "Offload": "pdrun.parallel.offload",
+    "Operators": "pdrun.parallel.operators.module",
     "Precision": "pdrun.parallel.precision",
     "Run": "pdrun.parallel.run",
+    "constrain": "pdrun.parallel.operators.constraints",
     "elastic": "pdrun.elastic",
     "empty_init": "pdrun.parallel.meta",
     "init": "pdrun.parallel.context",
@@ -59,6 +69,8 @@ _HOMES = {
     "mesh": "pdrun.parallel.mesh",
     "parallelize": "pdrun.parallel.parallelize",
     "progress": "pdrun.elastic",
+    "replicate": "pdrun.parallel.operators.strategy",
+    "shard": "pdrun.parallel.operators.constraints",
 }
 
 __all__ = ["__version__", *_HOMES]

@@ -121,7 +121,9 @@ class _Resolver:
                 for name in names:
                     self._apply(kind, name, entry)
                 return
-        if isinstance(entry, L) and any(fnmatch.fnmatchcase(name, pattern) for name in (*self.operators, *self.modules)):
+        if isinstance(entry, L) and any(
+            fnmatch.fnmatchcase(name, pattern) for name in (*self.operators, *self.modules)
+        ):
             what = f"{pattern} is an operator: {entry!r} says nothing of its inputs"
             raise UsageError(what, where=WHERE, hint="give a tuple with an entry for each, or Cut(in_=..., out=...)")
         if any(fnmatch.fnmatchcase(name, pattern) for name in self.params):
@@ -195,7 +197,9 @@ class _Resolver:
             return
         if not isinstance(entry, (Cut, tuple)):
             what = f"{said}: {entry!r} is no way to cut an operator"
-            raise UsageError(what, where=WHERE, hint="give a tuple with an entry for each input, or Cut(in_=..., out=...)")
+            raise UsageError(
+                what, where=WHERE, hint="give a tuple with an entry for each input, or Cut(in_=..., out=...)"
+            )
         cut = entry if isinstance(entry, Cut) else Cut(tuple(entry))
         if len(cut.in_) > len(self.graph.operators[place].inputs):
             count = len(self.graph.operators[place].inputs)

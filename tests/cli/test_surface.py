@@ -56,8 +56,9 @@ VARIABLES = words("""
     PDRUN_SSH_OPTS PDRUN_SHIP PDRUN_MPIRUN PDRUN_MPIRUN_OPTS PDRUN_SRUN_OPTS
 """)
 PUBLIC = words("""
-    __version__ ConfigError Context DeadlineExceeded JobFailed Loader Offload PdrunError Precision
-    RendezvousError Run UsageError WorkerEnv elastic empty_init init launch mesh parallelize progress
+    __version__ ConfigError Context Cut DeadlineExceeded JobFailed L Loader Offload Operators PdrunError Precision
+    RendezvousError Run UsageError WorkerEnv constrain elastic empty_init init launch mesh parallelize progress
+    replicate shard
 """)
 MESSAGES = words("""
     Hello Welcome Join Waiting Refuse Assign Ready Unready Start WorkerExit Finished StopWorkers Verdict Heartbeat Echo

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import functools
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,3 +52,9 @@ def test_the_checker_finds_wrong_rules(kind: str, split: Split) -> None:
     right: Any = next(iter(checker.cases(example)))
     wrong = checker.Case(example, right.grid, Choice({"a": split}, ("a",)))
     assert checker.check(wrong) != ""
+
+
+def test_the_docs_list_every_rule() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "operators.md").read_text()
+    listed = {kind for line in text.splitlines() if line.startswith("| `") for kind in re.findall(r"`(\w+)`", line.split("|")[1])}
+    assert listed == set(RULES)

@@ -6,8 +6,7 @@ from math import prod
 from typing import Any
 
 import pytest
-
-torch = pytest.importorskip("torch")
+import torch
 
 from pdrun.errors import UsageError
 from pdrun.parallel.layouts.grid import Grid

@@ -25,6 +25,8 @@ from pdrun.parallel.operators.module import Operators
 
 
 class Layer(nn.Module):
+    """Attention with rotary positions and grouped heads, and a gated perceptron."""
+
     def __init__(self, width: int, heads: int, groups: int, wide: int) -> None:
         super().__init__()
         self.size, self.heads, self.groups = width // heads, heads, groups

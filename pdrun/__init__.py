@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # typing itself would take longer than all else here
     from pdrun.launcher.function import launch as launch
     from pdrun.parallel.context import Context as Context
     from pdrun.parallel.context import init as init
+    from pdrun.parallel.layouts.layout import L as L
     from pdrun.parallel.loader import Loader as Loader
     from pdrun.parallel.mesh import mesh as mesh
     from pdrun.parallel.meta import empty_init as empty_init
@@ -44,6 +45,10 @@ if TYPE_CHECKING:  # typing itself would take longer than all else here
     from pdrun.parallel.modules.context import ContextParallel as ContextParallel
     from pdrun.parallel.modules.context import positions as positions
     from pdrun.parallel.offload import Offload as Offload
+    from pdrun.parallel.operators.constraints import constrain as constrain
+    from pdrun.parallel.operators.constraints import shard as shard
+    from pdrun.parallel.operators.module import Operators as Operators
+    from pdrun.parallel.operators.strategy import Cut as Cut
     from pdrun.parallel.parallelize import parallelize as parallelize
     from pdrun.parallel.pipeline.pipeline import Pipeline as Pipeline
     from pdrun.parallel.precision import Precision as Precision
@@ -54,6 +59,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "ConfigError": "pdrun.errors",
     "Context": "pdrun.parallel.context",
+    "Cut": "pdrun.parallel.operators.strategy",
     "DeadlineExceeded": "pdrun.errors",
     "JobFailed": "pdrun.errors",
     "PdrunError": "pdrun.errors",
@@ -61,13 +67,16 @@ _HOMES = {
     "UsageError": "pdrun.errors",
     "WorkerEnv": "pdrun.env",
     "ContextParallel": "pdrun.parallel.modules.context",
+    "L": "pdrun.parallel.layouts.layout",
     "Loader": "pdrun.parallel.loader",
     "Offload": "pdrun.parallel.offload",
+    "Operators": "pdrun.parallel.operators.module",
     "Pipeline": "pdrun.parallel.pipeline.pipeline",
     "Precision": "pdrun.parallel.precision",
     "Run": "pdrun.parallel.run",
     "Strategy": "pdrun.parallel.modules",
     "col": "pdrun.parallel.modules",
+    "constrain": "pdrun.parallel.operators.constraints",
     "cross_entropy": "pdrun.parallel.modules",
     "heads": "pdrun.parallel.modules",
     "replicate": "pdrun.parallel.modules",
@@ -83,6 +92,7 @@ _HOMES = {
     "parallelize": "pdrun.parallel.parallelize",
     "positions": "pdrun.parallel.modules.context",
     "progress": "pdrun.elastic",
+    "shard": "pdrun.parallel.operators.constraints",
 }
 
 __all__ = ["__version__", *_HOMES]

@@ -111,6 +111,7 @@ def _gradients(whole: list[Any], found: list[Any], leaves: list[Any], others: li
 def _differ(found: torch.Tensor, wanted: torch.Tensor, what: str) -> str:
     if found.shape != wanted.shape:
         return f"{what} is {list(found.shape)}, not {list(wanted.shape)}"
+    found, wanted = found.detach(), wanted.detach()
     tight = 1e-5 if wanted.dtype == torch.float32 else 1e-9
     if torch.allclose(found.double(), wanted.double(), rtol=tight, atol=tight, equal_nan=True):
         return ""
@@ -166,14 +167,17 @@ def _place(operator: Operator, view: View, case: Case, rank: int) -> Place:
     return Place(operator, choice.splits, view.ins, view.outs, tuple(ins), tuple(outs), here, sizes)
 
 
+_SHARES = {2: (2.5, -1.5), 3: (2.5, -2.0, 0.5)}
+"""What the ranks hold of a sum, of both signs; together 1."""
+
+
 def _cut(x: torch.Tensor, case: Case, place: int) -> list[torch.Tensor]:
     """Return what each rank holds of an input; sums are made of shares that differ."""
     layout, found = case.choice.layout_in(place, x.dim()), []
     for rank in range(case.grid.size):
         share, here = 1.0, case.grid.coordinate(rank)
         for axis in layout.sums:
-            n = case.grid.degree(axis)
-            share *= (here[axis] + 1) / (n * (n + 1) / 2)
+            share *= _SHARES[case.grid.degree(axis)][here[axis]]
         part = x * share if layout.sums else x
         found.append(part[tuple(slice(low, high) for low, high in layout.box(case.grid, tuple(x.shape), rank))])
     return found

@@ -75,7 +75,9 @@ def explain(plan: Plan) -> str:
         choice = plan.choices[place]
         for moved in found.get(place, ()):
             lines.append(f"    {_move(plan, moved)}")
-        ins = ", ".join(_short(choice.layout_in(at, len(graph.shape(index)))) for at, index in enumerate(operator.inputs))
+        ins = ", ".join(
+            _short(choice.layout_in(at, len(graph.shape(index)))) for at, index in enumerate(operator.inputs)
+        )
         outs = ", ".join(
             _short(choice.layout_out(at, len(graph.shape(index)))) for at, index in enumerate(operator.outputs)
         )
@@ -103,7 +105,9 @@ def _short(layout: L) -> str:
 
 
 def _bytes(moved: Moved) -> str:
-    told = [f"{size(count)} {way}" for way, count in (("forward", moved.forward), ("backward", moved.backward)) if count]
+    told = [
+        f"{size(count)} {way}" for way, count in (("forward", moved.forward), ("backward", moved.backward)) if count
+    ]
     return f"({', '.join(told)})" if told else ""
 
 

@@ -32,6 +32,7 @@ from pdrun.parallel.operators.graph import Graph, trace
 from pdrun.parallel.operators.partition import Program, partition
 from pdrun.parallel.operators.plan import Plan
 from pdrun.parallel.operators.propagate import propagate
+from pdrun.parallel.operators.segments import called, derived, prepare, tensor_at
 from pdrun.parallel.operators.strategy import WHERE, Entry, resolve
 from pdrun.parallel.tiles import set_tile, tile
 
@@ -87,28 +88,23 @@ class Operators:
     def cut(self, model: nn.Module, axes: Axes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
         """Cut a model (see `apply`) for a call with these arguments."""
         engine = Engine(self, model, axes)
-        first = engine.program(args, kwargs, model.training)
+        plan = engine.plan(args, kwargs, model.training)
         params = dict(model.named_parameters())
-        for index, layout in first.plan.weights.items():
-            tensor = first.plan.graph.tensors[index]
-            sums = first.plan.sums[index]
+        for index, layout in plan.weights.items():
+            tensor = plan.graph.tensors[index]
+            sums = plan.sums[index]
             if layout.axes or sums:
-                cut = tile(tensor.shape, _on(layout, axes.grid), axes.grid, axes.rank, sums)
+                cut = tile(tensor.shape, layout, axes.grid, axes.rank, sums)
                 param = params[tensor.name]
                 if param.device.type == "meta":
                     param.data = torch.empty(cut.local_shape, dtype=param.dtype, device="meta")
                 else:
                     param.data = cut.take(param.data)
                 set_tile(param, cut)
-        kind = type(model)
-        model.__class__ = type(kind.__name__, (PartitionedModule, kind), {"__module__": kind.__module__})
+        derived(model, PartitionedModule)
+        prepare(model)
         model._pdrun_engine = engine
         return model
-
-
-def _on(layout: L, grid: Grid) -> L:
-    layout.check(grid, (0,) * len(layout.dims))
-    return layout
 
 
 class Engine:
@@ -121,29 +117,32 @@ class Engine:
     def __init__(self, strategy: Operators, model: nn.Module, axes: Axes) -> None:
         self.strategy, self.axes = strategy, axes
         self.shadow, self.inner = meta_copy(model), _inner(model)
+        self.plans: dict[Any, Plan] = {}
         self.programs: dict[Any, Program] = {}
         self.first: Plan | None = None
 
     def __deepcopy__(self, memo: Any) -> Engine:
         return self
 
-    def program(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Program:
-        """Return the program for a call, made now where there is none for its shapes yet."""
-        flat, structure = pytree.tree_flatten((args, kwargs))
-        key = (training, str(structure), *(_key(value) for value in flat))
-        found = self.programs.get(key)
-        if found is None:
-            found = self.programs[key] = self._make(args, kwargs, training)
-        return found
+    def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Plan:
+        """Return the plan for a call, made now where there is none for its shapes yet."""
+        key = _key(args, kwargs, training)
+        if key not in self.plans:
+            self.shadow.train(training)
+            graph = trace(self.shadow, *on_meta((args, kwargs)))
+            if self.first is None:
+                self.first = self.strategy.plan_of(graph, self.axes.grid, self.inner)
+                self.plans[key] = self.first
+            else:
+                self.plans[key] = again(self.first, graph)
+        return self.plans[key]
 
-    def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Program:
-        self.shadow.train(training)
-        graph = trace(self.shadow, *on_meta((args, kwargs)))
-        if self.first is None:
-            plan = self.first = self.strategy.plan_of(graph, self.axes.grid, self.inner)
-        else:
-            plan = again(self.first, graph)
-        return partition(plan, self.axes)
+    def program(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+        """Return what runs for a call, made now where there is nothing for its shapes yet."""
+        key = _key(args, kwargs, model.training)
+        if key not in self.programs:
+            self.programs[key] = partition(self.plan(args, kwargs, model.training), self.axes, called(model))
+        return self.programs[key]
 
 
 def again(first: Plan, graph: Graph) -> Plan:
@@ -160,7 +159,12 @@ def again(first: Plan, graph: Graph) -> Plan:
     return plan
 
 
-def _key(value: Any) -> Any:
+def _key(args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Any:
+    flat, structure = pytree.tree_flatten((args, kwargs))
+    return (training, str(structure), *map(_part, flat))
+
+
+def _part(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return (tuple(value.shape), value.dtype)
     return value if isinstance(value, (int, float, str, bool, type(None))) else str(value)
@@ -173,10 +177,9 @@ class PartitionedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model returns, on every rank, whole."""
-        program = self._pdrun_engine.program(args, kwargs, self.training)
-        weights = [_get(self, name) for name in program.names]
-        flat = pytree.tree_leaves((args, kwargs))
-        results = program.module(*weights, *flat)
+        program = self._pdrun_engine.program(self, args, kwargs)
+        weights = [tensor_at(self, name) for name in program.names]
+        results = program.module(self, *weights, *pytree.tree_leaves((args, kwargs)))
         return pytree.tree_unflatten(results, program.plan.graph.structure)
 
     def explain(self) -> str:
@@ -185,12 +188,6 @@ class PartitionedModule(nn.Module):
 
         assert self._pdrun_engine.first is not None
         return explain(self._pdrun_engine.first)
-
-
-def _get(module: nn.Module, name: str) -> torch.Tensor:
-    path, _, key = name.rpartition(".")
-    found: torch.Tensor = getattr(module.get_submodule(path), key)
-    return found
 
 
 def tensor_grid(mesh: Grid) -> Grid:

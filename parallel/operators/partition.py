@@ -3,7 +3,8 @@ Partition: from a plan to what one rank runs, a graph of torch functions over lo
 
 Every operator's inputs are brought to the layouts that its choice wants (`convert.way`), each (tensor, moves) once,
 however many operators use it. The result is an `fx.GraphModule` whose arguments are the weights and buffers by name,
-then the tensors of the call: it holds no state, and autograd runs through it.
+then the tensors of the call: it holds no state, and autograd runs through it. The first argument is the model, whose
+submodules are called where they have to be (`segments`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pdrun.parallel.operators.convert import Move, way
 from pdrun.parallel.operators.graph import Operator, Ref, refs, substitute
 from pdrun.parallel.operators.plan import Plan
 from pdrun.parallel.operators.rule import Place, call_of
+from pdrun.parallel.operators.segments import UNIT, item, segmented, unit_of
 
 NOTHING = ("constrain", "stop", "detach")
 """Kinds that a rank has nothing to compute for; the last two end gradients."""
@@ -82,14 +84,19 @@ class MoveModule(nn.Module):
         return self.move.told()
 
 
-def partition(plan: Plan, axes: Axes) -> Program:
-    """Return what this rank runs."""
-    return _Partition(plan, axes).run()
+def partition(plan: Plan, axes: Axes, units: list[str] | None = None) -> Program:
+    """
+    Return what this rank runs.
+
+    Args:
+        units: paths of submodules that are to be called for their part of the graph.
+    """
+    return _Partition(plan, axes, units or []).run()
 
 
 class _Partition:
-    def __init__(self, plan: Plan, axes: Axes) -> None:
-        self.plan, self.axes, self.graph = plan, axes, plan.graph
+    def __init__(self, plan: Plan, axes: Axes, units: list[str]) -> None:
+        self.plan, self.axes, self.graph, self.units = plan, axes, plan.graph, units
         self.grid: Grid = axes.grid
         self.root, self.local = nn.Module(), fx.Graph()
         self.nodes: dict[tuple[int, tuple[Move, ...]], fx.Node] = {}
@@ -97,14 +104,25 @@ class _Partition:
 
     def run(self) -> Program:
         """Build the local graph."""
+        self.local.placeholder("model")
         names = self._placeholders()
         for place, operator in enumerate(self.graph.operators):
+            before = self.local._root.prev
             self._operator(place, operator)
+            self._mark(before, unit_of(operator.module, self.units))
         results = [self._whole(value) if isinstance(value, Ref) else value for value in self.graph.results]
         self.local.output(results)
         self.local.eliminate_dead_code(_is_impure)
-        self.local.lint()
-        return Program(self.plan, fx.GraphModule(self.root, self.local, "LocalGraph"), names)
+        graph, names = segmented(self.root, self.local, names) if self.units else (self.local, names)
+        graph.lint()
+        return Program(self.plan, fx.GraphModule(self.root, graph, "LocalGraph"), names)
+
+    def _mark(self, before: fx.Node, unit: str) -> None:
+        """Note on all nodes behind one which submodule they belong to."""
+        node = before.next
+        while unit and node is not self.local._root:
+            node.meta[UNIT] = unit
+            node = node.next
 
     def _placeholders(self) -> list[str]:
         used = {index for operator in self.graph.operators for index in operator.inputs}
@@ -170,7 +188,7 @@ class _Partition:
         else:
             made = self._call(place, operator, inputs)
         for at, index in enumerate(operator.outputs):
-            node = self.local.call_function(_item, (made, at)) if operator.many else made
+            node = self.local.call_function(item, (made, at)) if operator.many else made
             raw = choice.layout_out(at, len(self.graph.shape(index)))
             self.nodes[index, ()] = node
             if index in self.plan.placed:
@@ -211,11 +229,6 @@ def place_of(plan: Plan, place: int, grid: Grid, rank: int) -> Place:
         {axis: here[axis] for axis in choice.splits},
         {axis: grid.degree(axis) for axis in choice.splits},
     )
-
-
-def _item(values: Any, place: int) -> Any:
-    """Return one of several results."""
-    return values[place]
 
 
 def _is_impure(node: fx.Node) -> bool:

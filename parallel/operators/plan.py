@@ -114,7 +114,7 @@ class Plan:
         return tuple(axis for axis in self.grid.names if choice.fans(axis, at) and axis not in summed)
 
     def shares(self, place: int, at: int) -> tuple[str, ...]:
-        """Return the axes over which gradients of a weight are added up though this use of it computes no other part."""
+        """Return the axes over which gradients of a weight are added up though this use computes no other part."""
         summed = self.sums.get(self.graph.operators[place].inputs[at], ())
         return tuple(axis for axis in summed if not self.choices[place].fans(axis, at))
 

@@ -6,7 +6,7 @@ What a user configures: operators and weights by name, as layouts or as counts a
         "blocks.*.mlp.up.weight": L("tp", None),          a weight
         "attend.softmax": (L(None, "tp", None, None),),   an operator by its name, its inputs by layouts
         "blocks.*.mlp.down": Cut(out=L(None, "tp", None)),  results: partial sums are reduce-scattered
-        "strange.op": replicate,                          computed whole on every rank: needs no rule
+        "strange.op": replicate(),                        computed whole on every rank: needs no rule
     })
 
 Names are those of modules, parameters and operators (``MODULE.kind``), with ``*``, ``?`` and ``[...]`` as in globs.
@@ -23,6 +23,7 @@ from typing import Any
 from pdrun.errors import UsageError
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
+from pdrun.parallel.modules.regions import Replicate
 from pdrun.parallel.operators.constraints import decode
 from pdrun.parallel.operators.graph import Graph, Operator
 from pdrun.parallel.operators.plan import Choice, states_of
@@ -30,16 +31,6 @@ from pdrun.parallel.operators.rule import PARTIAL, WHOLE, Split, splits_of, view
 
 WHERE = "pdrun.Operators"
 Counts = tuple[int, ...]
-
-
-class _Replicate:
-    """The mark of an operator that every rank computes whole."""
-
-    def __repr__(self) -> str:
-        return "replicate"
-
-
-replicate = _Replicate()
 
 
 @dataclass(frozen=True)
@@ -56,7 +47,7 @@ class Cut:
     out: L | None = None
 
 
-Entry = Cut | L | tuple[Any, ...] | _Replicate
+Entry = Cut | L | tuple[Any, ...] | Replicate
 
 
 @dataclass
@@ -121,7 +112,9 @@ class _Resolver:
                 for name in names:
                     self._apply(kind, name, entry)
                 return
-        if isinstance(entry, L) and any(fnmatch.fnmatchcase(name, pattern) for name in (*self.operators, *self.modules)):
+        if isinstance(entry, L) and any(
+            fnmatch.fnmatchcase(name, pattern) for name in (*self.operators, *self.modules)
+        ):
             what = f"{pattern} is an operator: {entry!r} says nothing of its inputs"
             raise UsageError(what, where=WHERE, hint="give a tuple with an entry for each, or Cut(in_=..., out=...)")
         if any(fnmatch.fnmatchcase(name, pattern) for name in self.params):
@@ -189,13 +182,15 @@ class _Resolver:
             what = f"{self.graph.operators[place].name} is configured by {self.wishes.said[place]} and by {said}"
             raise UsageError(what, where=WHERE)
         self.wishes.said[place] = said
-        if isinstance(entry, _Replicate):
+        if isinstance(entry, Replicate):
             self.wishes.whole.add(place)
             self.wishes.choices[place] = Choice({}, (), self.grid.names)
             return
         if not isinstance(entry, (Cut, tuple)):
             what = f"{said}: {entry!r} is no way to cut an operator"
-            raise UsageError(what, where=WHERE, hint="give a tuple with an entry for each input, or Cut(in_=..., out=...)")
+            raise UsageError(
+                what, where=WHERE, hint="give a tuple with an entry for each input, or Cut(in_=..., out=...)"
+            )
         cut = entry if isinstance(entry, Cut) else Cut(tuple(entry))
         if len(cut.in_) > len(self.graph.operators[place].inputs):
             count = len(self.graph.operators[place].inputs)
@@ -363,7 +358,7 @@ def _order(grid: Grid, layouts: list[L | None]) -> tuple[str, ...]:
 def missing(operator: Operator) -> UsageError:
     """Return the error for an operator without a rule."""
     what = f"there is no rule for cutting {operator.kind} ({operator.name})"
-    hint = f'Operators({{..., "{operator.name}": replicate}}) computes it whole on every rank'
+    hint = f'Operators({{..., "{operator.name}": pdrun.replicate()}}) computes it whole on every rank'
     return UsageError(what, where=operator.source or WHERE, hint=hint)
 
 

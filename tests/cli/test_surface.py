@@ -56,9 +56,10 @@ VARIABLES = words("""
     PDRUN_SSH_OPTS PDRUN_SHIP PDRUN_MPIRUN PDRUN_MPIRUN_OPTS PDRUN_SRUN_OPTS
 """)
 PUBLIC = words("""
-    ConfigError Context ContextParallel DeadlineExceeded JobFailed Loader Offload PdrunError Pipeline Precision
-    RendezvousError Run Strategy UsageError WorkerEnv __version__ col cross_entropy elastic empty_init heads init
-    launch mesh parallelize positions progress replicate row seq strategy_for vocab
+    ConfigError Context ContextParallel Cut DeadlineExceeded JobFailed L Loader Offload Operators PdrunError
+    Pipeline Precision RendezvousError Run Strategy UsageError WorkerEnv __version__ col constrain cross_entropy
+    elastic empty_init heads init launch mesh parallelize positions progress replicate row seq shard strategy_for
+    vocab
 """)
 MESSAGES = words("""
     Hello Welcome Join Waiting Refuse Assign Ready Unready Start WorkerExit Finished StopWorkers Verdict Heartbeat Echo

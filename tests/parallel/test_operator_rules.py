@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import collections
 import functools
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch")
 
 from pdrun.parallel.operators import checker
 from pdrun.parallel.operators.examples import Example, examples
@@ -50,3 +50,10 @@ def test_the_checker_finds_wrong_rules(kind: str, split: Split) -> None:
     right: Any = next(iter(checker.cases(example)))
     wrong = checker.Case(example, right.grid, Choice({"a": split}, ("a",)))
     assert checker.check(wrong) != ""
+
+
+def test_the_docs_list_every_rule() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "operators.md").read_text()
+    rows = [line.split("|")[1] for line in text.split("## Rules")[1].splitlines() if line.startswith("| `")]
+    listed = {kind for row in rows for kind in re.findall(r"`(\w+)`", row)}
+    assert listed == set(RULES)

@@ -6,15 +6,15 @@ from math import prod
 from typing import Any
 
 import pytest
-
-torch = pytest.importorskip("torch")
+import torch
 
 from pdrun.errors import UsageError
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
+from pdrun.parallel.modules.styles import replicate
 from pdrun.parallel.operators.module import Operators
 from pdrun.parallel.operators.plan import Plan
-from pdrun.parallel.operators.strategy import Cut, replicate
+from pdrun.parallel.operators.strategy import Cut
 from tests.parallel import nets
 
 pytestmark = pytest.mark.torch
@@ -229,8 +229,8 @@ def test_a_missing_rule_is_told_with_the_line_of_the_model() -> None:
     with pytest.raises(UsageError, match=r"test_operators.py:\d+: return torch.linalg.matrix_exp") as error:
         Operators({}).plan(Strange(), grid, sample)
     assert "no rule for cutting linalg_matrix_exp" in str(error.value)
-    assert '"linalg_matrix_exp": replicate' in error.value.hint
-    plan = Operators({"linalg_matrix_exp": replicate, "fc": ((2, 1), (1, 1))}).plan(Strange(), grid, sample)
+    assert '"linalg_matrix_exp": pdrun.replicate()' in error.value.hint
+    plan = Operators({"linalg_matrix_exp": replicate(), "fc": ((2, 1), (1, 1))}).plan(Strange(), grid, sample)
     assert not plan.choices[1].splits
 
 

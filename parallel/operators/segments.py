@@ -1,0 +1,165 @@
+"""
+Calls of submodules in a local graph.
+
+Some features work on a submodule's forward: level 3 gathers a unit's weights around it, recomputation repeats it. A
+local graph calls no submodules; so the stretch of it that comes from such a module is made a graph of its own, and the
+module is called with it: its hooks run, its forward (recomputed or not) takes its weights from the module and computes
+the stretch. A module that is called several times has several stretches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from pdrun.parallel.operators.constraints import Sharding
+
+UNIT = "pdrun_unit"
+"""Key of ``node.meta``: path of the module that is called, or the empty string."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """
+    A stretch of a local graph.
+
+    Attributes:
+        module: takes the weights, then the other tensors; returns a tuple.
+        names: of the weights, from the called module on.
+    """
+
+    module: fx.GraphModule
+    names: tuple[str, ...]
+
+
+class Segmented(nn.Module):
+    """What the class of every submodule gets as a base: called with a `Segment`, it computes that."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the segment computes, or what the module does."""
+        if args and isinstance(args[0], Segment):
+            segment, *tensors = args
+            return segment.module(*(tensor_at(self, name) for name in segment.names), *tensors)
+        return super().forward(*args, **kwargs)
+
+
+class Call(nn.Module):
+    """A place of a local graph where a submodule is called; the first argument is the model."""
+
+    def __init__(self, path: str, segment: Segment) -> None:
+        super().__init__()
+        self.path, self.segment = path, segment
+
+    def forward(self, model: nn.Module, *tensors: torch.Tensor) -> Any:
+        """Return the tuple of the segment's results."""
+        return model.get_submodule(self.path)(self.segment, *tensors)
+
+
+def tensor_at(module: nn.Module, name: str) -> torch.Tensor:
+    """Return a weight or buffer by its path."""
+    path, _, key = name.rpartition(".")
+    found: torch.Tensor = getattr(module.get_submodule(path), key)
+    return found
+
+
+def derived(module: nn.Module, base: type[nn.Module]) -> None:
+    """Give a module a class of the same name that has ``base`` in front of the old one."""
+    kind = type(module)
+    module.__class__ = type(kind.__name__, (base, kind), {"__module__": kind.__module__})
+
+
+def prepare(model: nn.Module) -> None:
+    """Have all submodules take segments."""
+    for module in model.modules():
+        if module is not model and not isinstance(module, Segmented):
+            derived(module, Segmented)
+
+
+def called(model: nn.Module) -> list[str]:
+    """Return the paths of the submodules that have to be called: the outermost with hooks or a forward of their own."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{other}.") for other in found)
+        if name and not inside and ("forward" in module.__dict__ or _is_hooked(module)):
+            found.append(name)
+    return found
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return any(not isinstance(getattr(hook, "__self__", None), Sharding) for hook in hooks)
+
+
+def unit_of(module: str, paths: list[str]) -> str:
+    """Return which of some modules an operator's module is, or is in; the empty string for none."""
+    return next((path for path in paths if module == path or module.startswith(f"{path}.")), "")
+
+
+def segmented(root: nn.Module, graph: fx.Graph, names: list[str]) -> tuple[fx.Graph, list[str]]:
+    """
+    Return a graph in which stretches of equal `UNIT` are calls, and the names of the weights that are left to it.
+
+    Args:
+        root: has the modules and buffers of the graph, and gets the calls.
+        graph: whose first placeholders are the model and the weights by name.
+    """
+    return _Segmenter(root, graph, names).run()
+
+
+class _Segmenter:
+    def __init__(self, root: nn.Module, graph: fx.Graph, names: list[str]) -> None:
+        self.root, self.names, self.nodes = root, names, list(graph.nodes)
+        self.model, *weights = [node for node in self.nodes if node.op == "placeholder"][: len(names) + 1]
+        self.weights = dict(zip(weights, names, strict=True))
+        self.main, self.made = fx.Graph(), {}
+        self.calls = 0
+
+    def run(self) -> tuple[fx.Graph, list[str]]:
+        """Copy node by node, stretch by stretch."""
+        at = 0
+        while at < len(self.nodes):
+            unit = self.nodes[at].meta.get(UNIT, "")
+            end = at + 1
+            while unit and end < len(self.nodes) and self.nodes[end].meta.get(UNIT, "") == unit:
+                end += 1
+            if unit:
+                self._stretch(unit, self.nodes[at:end])
+            else:
+                self.made[self.nodes[at]] = self.main.node_copy(self.nodes[at], self.made.__getitem__)
+            at = end
+        left = []
+        for node, name in self.weights.items():
+            if self.made[node].users:
+                left.append(name)
+            else:
+                self.main.erase_node(self.made[node])
+        return self.main, left
+
+    def _stretch(self, unit: str, nodes: list[fx.Node]) -> None:
+        inside = set(nodes)
+        entering = dict.fromkeys(one for node in nodes for one in node.all_input_nodes if one not in inside)
+        own = [one for one in entering if self.weights.get(one, "").startswith(f"{unit}.")]
+        others = [one for one in entering if one not in own]
+        leaving = [node for node in nodes if any(user not in inside for user in node.users)]
+        graph, made = fx.Graph(), {}
+        for place, one in enumerate((*own, *others)):
+            made[one] = graph.placeholder(f"a_{place}")
+        for node in nodes:
+            made[node] = graph.node_copy(node, made.__getitem__)
+        graph.output(tuple(made[node] for node in leaving))
+        names = tuple(self.weights[one][len(unit) + 1 :] for one in own)
+        name = f"call_{self.calls}"
+        self.calls += 1
+        segment = Segment(fx.GraphModule(self.root, graph, "Segment"), names)
+        self.root.add_module(name, Call(unit, segment))
+        result = self.main.call_module(name, (self.made[self.model], *(self.made[one] for one in others)))
+        for place, node in enumerate(leaving):
+            self.made[node] = self.main.call_function(item, (result, place))
+
+
+def item(values: Any, place: int) -> Any:
+    """Return one of several results."""
+    return values[place]

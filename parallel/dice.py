@@ -127,7 +127,7 @@ def sequence(where: Callable[[], tuple[Ranges, int]]) -> Iterator[None]:
         _sequence = before
 
 
-def _cuts_of(shape: tuple[int, ...]) -> dict[int, Part]:
+def region_cuts(shape: tuple[int, ...]) -> dict[int, Part]:
     """Return the dims of a tensor that the innermost region cuts, each with the ranges that are here and its total."""
     found = {}
     for dim, cut in (_regions[-1] if _regions else {}).items():
@@ -135,6 +135,12 @@ def _cuts_of(shape: tuple[int, ...]) -> dict[int, Part]:
         ranges, total = (cut[0], cut[1]) if len(cut) == 2 else (((cut[0], cut[1]),), cut[2])
         if 0 <= place < len(shape) and shape[place] == sum(high - low for low, high in ranges):
             found[place] = (ranges, total)
+    return found
+
+
+def _cuts_of(shape: tuple[int, ...]) -> dict[int, Part]:
+    """Return the dims of a tensor that are cut, by the innermost region and as sequences are."""
+    found = region_cuts(shape)
     if _sequence is not None and len(shape) > 1:
         ranges, total = _sequence()
         held = sum(high - low for low, high in ranges)

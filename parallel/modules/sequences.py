@@ -145,10 +145,12 @@ class Sequences:
             raise UsageError(what, where=WHERE, hint="pdrun.parallelize(..., context=...)")
         ticket, heads = run.ticket(), query.shape[-3]
         low, high = heads_of(self.ulysses, heads)
+        here, every = dice.region_cuts(tuple(query.shape)).get(query.dim() - 3, (((0, heads),), heads))
+        mine = tuple(within(here, low, high))  # of the heads that a tensor axis has left to this rank
         outer = (*query.shape[:-3], high - low)
 
         def drop(queries: Ranges, keys: Ranges) -> torch.Tensor:
-            dims = (((low, high),), heads), (queries, self.length), (keys, self.length)
+            dims = (mine, every), (queries, self.length), (keys, self.length)
             cuts = {len(outer) - 1 + place: cut for place, cut in enumerate(dims)}
             keep = ticket.keep(p, (*outer, count(queries), count(keys)), cuts, query.device)
             return keep.to(kernels.wide(query.dtype)).mul_(0.0 if p >= 1 else 1 / (1 - p))

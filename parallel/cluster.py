@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pdrun.env import WorkerEnv
@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     from pdrun.rendezvous.member import DynamicMember
 
 
-def enter(environ: Mapping[str, str]) -> tuple[DynamicMember | None, WorkerEnv | None]:
+def enter(environ: Mapping[str, str], prepare: Callable[[], None]) -> tuple[DynamicMember | None, WorkerEnv | None]:
     """
     Join the cluster that the environment names; (None, None) where it names none.
 
-    A process whose role is the scheduler never returns: it serves, and leaves with the job's exit code.
+    A process whose role is the scheduler never returns: it serves, and leaves with the job's exit code. ``prepare`` is
+    called before others count on this process's heartbeats: what holds the interpreter for long is done there.
 
     Raises:
         ConfigError: the variables contradict each other, or one is missing.
@@ -35,6 +36,7 @@ def enter(environ: Mapping[str, str]) -> tuple[DynamicMember | None, WorkerEnv |
         return None, None
     if spec.role == "scheduler":
         sys.exit(dynamic.run_scheduler(spec, say=say_on_stderr))
+    prepare()
     member = dynamic.join(spec)
     return member, worker_of(member)
 

@@ -148,7 +148,7 @@ def _build(environ: Mapping[str, str], backend: str | None, collective: str | No
     """Find out which situation this is, and choose the device."""
     worker = WorkerEnv.from_env(environ)
     if worker is None:
-        worker = _dynamic(environ) or _task(environ) or _alone()
+        worker = _dynamic(environ, group) or _task(environ, group) or _alone()
     table = _table(backend or worker.device_kind, group)
     return Context(
         rank=worker.rank,
@@ -169,21 +169,33 @@ def _alone() -> WorkerEnv:
     return WorkerEnv(0, 1, 0, 1, 0, 1, master_addr="", master_port=0, run_id="", device_kind="", collective="")
 
 
-def _dynamic(environ: Mapping[str, str]) -> WorkerEnv | None:
+def _prepare(group: bool) -> None:
+    """
+    Import torch now: it would be next anyway.
+
+    From a slow disk, or on a machine that is busy, that holds the interpreter longer than others bear to hear nothing.
+    """
+    if group or _has_torch():
+        from pdrun.backends.collectives import import_torch
+
+        import_torch()
+
+
+def _dynamic(environ: Mapping[str, str], group: bool) -> WorkerEnv | None:
     """Join the dynamic cluster that the environment names, if it names one."""
     if _process.worker is None and any(name.startswith(("PDRUN_", "MS_")) for name in environ):
         from pdrun.parallel.cluster import enter
 
-        _process.member, _process.worker = enter(environ)
+        _process.member, _process.worker = enter(environ, lambda: _prepare(group))
     return _process.worker
 
 
-def _task(environ: Mapping[str, str]) -> WorkerEnv | None:
+def _task(environ: Mapping[str, str], group: bool) -> WorkerEnv | None:
     """Meet the other tasks of mpirun, srun and their kin, where this process is one of several."""
     if _process.worker is None:
         from pdrun.parallel.tasks import enter
 
-        _process.member, _process.worker = enter(environ)
+        _process.member, _process.worker = enter(environ, lambda: _prepare(group))
     return _process.worker
 
 

@@ -45,9 +45,11 @@ PATIENCE = 3.0
 """Seconds after which it is said who is missing."""
 
 
-def enter(environ: Mapping[str, str]) -> tuple[DynamicMember | None, WorkerEnv | None]:
+def enter(environ: Mapping[str, str], prepare: Callable[[], None]) -> tuple[DynamicMember | None, WorkerEnv | None]:
     """
     Meet the other tasks of the launcher that started this process; (None, None) where it is no task, or the only one.
+
+    ``prepare`` is called before others count on this process's heartbeats, as in `pdrun.parallel.cluster.enter`.
 
     Raises:
         ConfigError: the launcher contradicts itself, or nothing says where rank 0 is; says what to pass.
@@ -67,6 +69,7 @@ def enter(environ: Mapping[str, str]) -> tuple[DynamicMember | None, WorkerEnv |
             f"{found.title} does not say how many ranks there are", where=found.sources.get("rank", ""),
             hint="start the script with pdrun, or through PDRUN_ROLE=worker (docs/starting.md)",
         )  # fmt: skip
+    prepare()
     return _meet(found, environ, probes)
 
 

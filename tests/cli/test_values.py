@@ -86,7 +86,7 @@ def test_an_assignment_keeps_its_value_as_it_is(name: str, value: str) -> None:
 
 def test_nodes_are_a_number_or_a_range() -> None:
     assert [values.node_range(text, "--x") for text in ("4", "4:4", "2:4")] == [(0, 4), (0, 4), (2, 4)]
-    for text, words in (("4:2", "write 2:4"), ("0:2", "below 1"), (":2", "not a whole number"), ("1:2:3", "2:3")):
+    for text, words in (("4:2", "write 2:4"), ("0:2", "below 1"), (":2", "lacks a number"), ("1:2:3", "2:3")):
         with pytest.raises(UsageError, match=words):
             values.node_range(text, "--x")
 

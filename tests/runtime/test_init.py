@@ -251,3 +251,19 @@ def test_uncaught_exceptions_end_at_once_with_their_traceback(tmp_path: Path) ->
     code, _, err = finish(start(tmp_path, "pdrun.init()\nraise ValueError('boom')"))
     assert code == 1
     assert err.rstrip().endswith("ValueError: boom")
+
+
+@torch
+@pytest.mark.parametrize("environ", [
+    {"PDRUN_ROLE": "worker", "PDRUN_SCHEDULER": "127.0.0.1:9", "PDRUN_WORKERS": "9"},
+    {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2", "PMI_FD": "0"},
+])  # fmt: skip
+def test_torch_is_imported_before_anybody_counts_on_heartbeats(tmp_path: Path, environ: dict[str, str]) -> None:
+    """An import from a slow disk holds the interpreter for longer than the scheduler bears to hear nothing."""
+    body = (
+        "import sys\nfrom pdrun.parallel import tasks\nfrom pdrun.rendezvous import dynamic\n"
+        "def seen(*_): print('there', 'torch' in sys.modules); sys.exit(0)\n"
+        "dynamic.join = tasks._meet = seen\npdrun.init(group=False)\n"
+    )
+    code, out, err = finish(start(tmp_path, body, environ))
+    assert (code, out) == (0, "there True\n"), err

@@ -103,8 +103,6 @@ def explain(run: Run, batch: Any = None) -> str:
         f"{total:,} trained elements in {len(trained)} weights, summed in {len(plan.transfers)} transfers of up to "
         f"{max((part['bytes'] for part in plan.transfers), default=0) / MIB:.1f} MiB",
     ]
-    if run.copies > 1:
-        lines.append(f"{run.copies} slices at a time: one computes while another waits for a collective")
     lines += _model_axes(run, plan)
     lines += [told] if (told := run.driver.explain()) else []
     lines += [f"tied, counted once: {' = '.join(names)}" for names in tied_names(run.original or run.model)]

@@ -27,7 +27,7 @@ import torch
 from pdrun.errors import UsageError
 from pdrun.parallel import norm_sync
 from pdrun.parallel.baton import Baton
-from pdrun.parallel.driver import MicroBatch
+from pdrun.parallel.driver import MicroBatch, Plain
 from pdrun.parallel.norms import wide_type
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ Part = Callable[[], Any]
 """A copy's forward or backward."""
 
 
-class Interleaved:
+class Interleaved(Plain):
     """
     Works through micro-batches ``copies`` at a time.
 
@@ -51,9 +51,9 @@ class Interleaved:
         """How often one copy has taken over from another so far."""
         self._streams: list[Any] = []
 
-    def chunk_of(self, name: str) -> int:
-        """See `Driver.chunk_of`."""
-        return 0
+    def explain(self) -> str:
+        """See `Driver.explain`."""
+        return f"{self.copies} slices at a time: one computes while another waits for a collective"
 
     def passes(self, run: Run, micros: Sequence[MicroBatch]) -> torch.Tensor:
         """See `Driver.passes`."""

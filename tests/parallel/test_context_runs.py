@@ -157,6 +157,21 @@ def test_a_table_that_a_strategy_undoes_is_missed(worlds: Any) -> None:
         assert kind == UsageError.__name__ and "the table wpe.weight is in a module that strategy= has replaced" in text
 
 
+def outputs() -> None:
+    """Hold what a run evaluates against this rank's part of what its model gives for the whole."""
+    run, batch = make({"dp": 1, "cp": 2}, {}, 0.0), batch_of(4, 13, 0)
+    run.model.eval()
+    (found,) = run.evaluate(batch)
+    with torch.no_grad():
+        whole = run.model(batch["tokens"])
+    assert isinstance(run.sequences, ContextParallel)
+    torch.testing.assert_close(found, run.sequences.sequences(run.axes).take(whole, 1))
+
+
+def test_outputs_are_those_of_this_ranks_positions(worlds: Any) -> None:
+    worlds(2).run(outputs)
+
+
 def mean_loss() -> None:
     """Make a step with a loss that is a mean."""
     run = make({"dp": 1, "cp": 2}, {}, 0.0)

@@ -29,6 +29,7 @@ def make(case: Case, degrees: dict[str, int], copies: int, **more: Any) -> Run:
 def train(case: Case, degrees: dict[str, int], copies: int) -> Any:
     """Train; return losses and norms, the last step's gradients, and how often a copy took over."""
     run = make(case, degrees, copies)
+    assert f"{copies} slices at a time" in run.explain() and run.plan.copies == copies
     kept = zoo.watched(run)
     told = [run.step(zoo.batch_of(rows, step)) for step, rows in enumerate(case.rows)]
     grads = {name: grad.numpy().copy() for name, grad in kept[0].items()}

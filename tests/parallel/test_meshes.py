@@ -374,6 +374,10 @@ class Halves:
         low, high = cut(batch[0].shape[1], axes["cp"].size, axes["cp"].index)
         return tuple(leaf[:, low:high] for leaf in batch)
 
+    def told(self, axes: Axes) -> str:
+        """See `tiles.SequenceCutter`."""
+        return "positions are cut"
+
     def running(self, axes: Axes) -> Any:
         """Nothing."""
         return nullcontext()

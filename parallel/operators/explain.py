@@ -41,7 +41,8 @@ def moves(plan: Plan) -> Iterator[Moved]:
     def new(
         place: int, index: int, source: L, target: L, fans: tuple[str, ...] = (), shares: tuple[str, ...] = ()
     ) -> Iterator[Moved]:
-        tensor, done = graph.tensors[index], ()
+        tensor = graph.tensors[index]
+        done: tuple[Move, ...] = ()
         for move in way(source, target, fans, shares):
             done = (*done, move)
             if (index, source, done) not in seen:

@@ -4,9 +4,9 @@ Propagation: operators that nobody configured follow those that were.
 Along one axis after the other, breadth first from the configured operators, successors before predecessors. The next
 operator takes, of all ways that its rule allows, one that needs no redistribution towards its neighbours that are
 already cut; of these the one that communicates least, then the one whose weights' gradients do, then the first of the
-rule. Where redistribution can't be avoided, the way with the least of it is taken. Operators that are never reached
-compute everything on every rank, on the rows of their data rank. Nothing here depends on hashes: every rank finds the
-same plan.
+rule. Where redistribution can't be avoided, the way with the least of it is taken, a cut one before the whole.
+Operators that are never reached compute everything on every rank, on the rows of their data rank. Nothing here depends
+on hashes: every rank finds the same plan.
 
 The order of the criteria is that of MindSpore's sharding propagation.
 """
@@ -36,7 +36,7 @@ def propagate(graph: Graph, grid: Grid, wishes: Wishes) -> Plan:
     return _Propagation(graph, grid, wishes).run()
 
 
-Key = tuple[int, float, float, int]
+Key = tuple[int, float, float, int, int]
 
 
 class _Propagation:
@@ -177,7 +177,7 @@ class _Axis:
                         if other == index:
                             wanted = self.known[user].ins[input_at]
                             moved += self._cost(state, wanted, tensor.nbytes, tensor.grad)
-        return (int(moved > 0), moved + own, grads, at)
+        return (int(moved > 0), moved + own, grads, int(moved > 0 and split.is_whole), at)
 
     def _fits(self, place: int, split: Split) -> bool:
         """Whether a split may be used along this axis too, beside those along the axes before it."""

@@ -114,7 +114,8 @@ class _Segmenter:
         self.root, self.names, self.nodes = root, names, list(graph.nodes)
         self.model, *weights = [node for node in self.nodes if node.op == "placeholder"][: len(names) + 1]
         self.weights = dict(zip(weights, names, strict=True))
-        self.main, self.made = fx.Graph(), {}
+        self.main = fx.Graph()
+        self.made: dict[fx.Node, fx.Node] = {}
         self.calls = 0
 
     def run(self) -> tuple[fx.Graph, list[str]]:
@@ -144,7 +145,8 @@ class _Segmenter:
         own = [one for one in entering if self.weights.get(one, "").startswith(f"{unit}.")]
         others = [one for one in entering if one not in own]
         leaving = [node for node in nodes if any(user not in inside for user in node.users)]
-        graph, made = fx.Graph(), {}
+        graph = fx.Graph()
+        made: dict[fx.Node, fx.Node] = {}
         for place, one in enumerate((*own, *others)):
             made[one] = graph.placeholder(f"a_{place}")
         for node in nodes:

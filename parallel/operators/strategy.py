@@ -218,7 +218,10 @@ class _Resolver:
 
     def _inner(self, layout: L, shape: tuple[int, ...], said: str, batch: bool = True) -> L:
         """Return a layout without data axes, which cut the batch anyway."""
-        layout.check(self.mesh, shape)
+        try:
+            layout.check(self.mesh, shape)
+        except UsageError as error:
+            raise UsageError(f"{said}: {error.what}", where=WHERE, hint=error.hint) from None
         for dim, axes in enumerate(layout.dims):
             for axis in axes:
                 if axis not in self.grid.names and not (axis == "dp" and dim == 0 and batch):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils import checkpoint as checkpoint
 
 from pdrun.parallel.axes import Axes
 from pdrun.parallel.layouts.grid import Grid
+from pdrun.parallel.layouts.layout import L
+from pdrun.parallel.operators.constraints import constrain, shard
 from pdrun.parallel.operators.module import Operators
 from pdrun.parallel.tiles import tile_of
 from pdrun.parallel.watch import Watch
@@ -104,6 +108,23 @@ class Llama(nn.Module):
         return self.head(x)
 
 
+def _squared(x: Tensor) -> Tensor:
+    return torch.square(x)
+
+
+class Marked(nn.Module):
+    """A model that says itself how it lies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = shard(nn.Linear(6, 8), weight=L("tp", None)), shard(nn.Linear(8, 6), in_=L("dp", None))
+        self.squared = shard(_squared, in_=L("tp", None), out=L(None, None))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.fc2(constrain(self.fc1(x), L(None, "tp")))
+        return x + self.squared(x)
+
+
 class Conv(nn.Module):
     """Convolutions, grouped ones too, pooling and a linear head."""
 
@@ -148,6 +169,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, ...
     "uneven": (lambda: Perceptron(11), lambda rows: (_rand(rows, 6),)),
     "tiny": (zoo.Tiny, lambda rows: (_words(zoo.WORDS, rows, 6),)),
     "dropped": (lambda: zoo.Tiny(p=0.3), lambda rows: (_words(zoo.WORDS, rows, 6),)),
+    "marked": (Marked, lambda rows: (_rand(rows, 6),)),
     "llama": (Llama, lambda rows: (_words(21, rows, 6),)),
     "conv": (Conv, lambda rows: (_rand(rows, 3, 10, 10),)),
     "recommender": (Recommender, lambda rows: (_words(11, rows), _words(7, rows), _words(9, rows, 3))),
@@ -225,6 +247,49 @@ def compare(
             )
             param.grad = whole[key].grad = None
     return {"text": cut.explain(), "counts": counts}
+
+
+def hooked(axes: dict[str, int], entries: Any) -> list[str]:
+    """Hold a cut model whose submodules have hooks, or recompute, against the whole one; return who was called."""
+    reference, model = net("tiny"), net("tiny")
+    places, (data,) = axes_of(Grid(tuple(axes), tuple(axes.values()))), inputs("tiny", 4)
+    apply(Operators(entries), model, places, (data,))
+    seen: list[str] = []
+    for name in ("blocks.0", "blocks.1", "norm"):
+        model.get_submodule(name).register_forward_hook(lambda *_, name=name: seen.append(name))
+    block = model.get_submodule("blocks.2")
+    forward = block.forward
+
+    def again(*args: Any) -> Any:
+        seen.append("blocks.2")
+        return torch.utils.checkpoint.checkpoint(forward, *args, use_reentrant=False)
+
+    block.forward = again
+    loss, wanted = judged(model(data)), judged(reference(data))
+    torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=1e-13)
+    loss.backward()
+    wanted.backward()
+    whole = dict(reference.named_parameters())
+    for name, param in model.named_parameters():
+        if param.grad is not None:
+            grad = param.grad
+            for axis in tile_of(param).sums:
+                grad = places[axis].all_reduce(grad)
+            torch.testing.assert_close(grad, tile_of(param).take(whole[name].grad), rtol=1e-10, atol=1e-12)
+    return seen
+
+
+def copied(axes: dict[str, int], entries: Any) -> None:
+    """A copy of a cut model has weights of its own, and goes through the same graph."""
+    model = net("tiny")
+    places, (data,) = axes_of(Grid(tuple(axes), tuple(axes.values()))), inputs("tiny", 4)
+    apply(Operators(entries), model, places, (data,))
+    other = copy.deepcopy(model)
+    torch.testing.assert_close(other(data), model(data))
+    with torch.no_grad():
+        other.head.weight.zero_()
+    assert float(other(data).abs().max()) == 0.0
+    assert float(model(data).abs().max()) > 0.0
 
 
 def apply(strategy: Operators, model: nn.Module, places: Axes, sample: tuple[Tensor, ...]) -> nn.Module:

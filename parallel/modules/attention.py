@@ -54,7 +54,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Heads(Style):
-    """See `pdrun.parallel.modules.heads`."""
+    """See `pdrun.parallel.modules.styles.heads`."""
 
     axis: Names
     heads: int | str | None = None

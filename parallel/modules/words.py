@@ -60,7 +60,7 @@ class VocabularyParallelHead:
 
 @dataclass(frozen=True)
 class Vocab(Style):
-    """See `pdrun.parallel.modules.vocab`."""
+    """See `pdrun.parallel.modules.styles.vocab`."""
 
     axis: Names
     gather: bool = True

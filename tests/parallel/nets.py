@@ -249,6 +249,28 @@ def compare(
     return {"text": cut.explain(), "counts": counts}
 
 
+def sequence(name: str, axes: dict[str, int], entries: Any, steps: int = 5) -> list[float]:
+    """Return the losses of some steps of plain gradient descent; no axes: of the whole model."""
+    model, data = net(name), inputs(name, 8)
+    places = axes_of(Grid(tuple(axes), tuple(axes.values()))) if axes else None
+    if places is not None:
+        apply(Operators(entries), model, places, data)
+    losses = []
+    for _ in range(steps):
+        loss = judged(model(*data))
+        loss.backward()
+        losses.append(float(loss.detach()))
+        with torch.no_grad():
+            for param in model.parameters():
+                assert param.grad is not None
+                for axis in tile_of(param).sums:
+                    assert places is not None
+                    param.grad = places[axis].all_reduce(param.grad)
+                param -= 1.0 * param.grad
+                param.grad = None
+    return losses
+
+
 def hooked(axes: dict[str, int], entries: Any) -> list[str]:
     """Hold a cut model whose submodules have hooks, or recompute, against the whole one; return who was called."""
     reference, model = net("tiny"), net("tiny")

@@ -69,13 +69,21 @@ FOURS: list[tuple[str, dict[str, int], Any]] = [
     ("uneven", {"tp": 4}, {"fc1.weight": L("tp", None), "fc2.weight": L(None, "tp")}),
     ("uneven", {"x": 2, "y": 2}, {"fc1.weight": L(("x", "y"), None), "fc2.weight": L("y", "x")}),
     ("tiny", {"dp": 2, "tp": 2}, MEGATRON),
-    *(("tutorial", {"x": 2, "y": 2}, entries) for entries in TUTORIAL.values()),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "axes", "entries"), [*PAIRS, *FOURS], ids=str)
 def test_a_cut_model_has_the_numbers_of_one_process(worlds: Any, name: str, axes: dict[str, int], entries: Any) -> None:
     worlds(prod(axes.values())).run(nets.compare, name, axes, entries)
+
+
+@pytest.mark.parametrize("kind", TUTORIAL)
+def test_the_tutorial_network_has_one_sequence_of_losses(worlds: Any, kind: str) -> None:
+    """Counts, layouts and one process; MindSpore's operator-level tutorial shows the same."""
+    alone = nets.sequence("tutorial", {}, {})
+    assert alone[-1] < 0.9 * alone[0]
+    for losses in worlds(4).run(nets.sequence, "tutorial", {"x": 2, "y": 2}, TUTORIAL[kind]):
+        assert losses == pytest.approx(alone, rel=1e-12)
 
 
 def test_on_eight_ranks(worlds: Any) -> None:

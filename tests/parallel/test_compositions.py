@@ -42,6 +42,21 @@ def check(case: Case, worlds: Any, folder: Path) -> None:
     assert [norm for _, norm in told[0] + more[0]] == pytest.approx([norm for _, norm in want], rel=10 * off)
 
 
+FOUND = [
+    # masks of attention over cut sequences were those of this rank's heads
+    (Task(p=0.2, rows=(12, 7, 12, 12)), Place(cp=2, tp=2), Place(cp=2, tp=2, kind="sequence", ulysses=-1)),
+    # a second copy took the last step's dropouts for its own, and those of the first were forgotten
+    (Task(p=0.2, tied=True, clip=0.3), Place(dp=2, copies=2, more=(("recompute", "selective"),)),
+     Place(dp=3, copies=2, more=(("recompute", "full"),))),
+]  # fmt: skip
+"""What went wrong once."""
+
+
+@pytest.mark.parametrize("case", FOUND, ids=lambda case: "+".join(map(str, case[1:])))
+def test_what_went_wrong_once(case: Case, worlds: Any, tmp_path: Path) -> None:
+    check(case, worlds, tmp_path)
+
+
 @pytest.mark.parametrize("case", mixed.cases(SEED, COUNT), ids=lambda case: "+".join(map(str, case[1:])))
 def test_compositions(case: Case, worlds: Any, tmp_path: Path) -> None:
     check(case, worlds, tmp_path)

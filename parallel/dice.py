@@ -192,6 +192,7 @@ class Dice:
         self.seed, self.native = seed, native
         self._throws: dict[tuple[int, int], Throw] = {}
         self._throw: Throw | None = None
+        self._step = -1
         self._seen: dict[int, tuple[Throw, int]] = {}
         """By what was drawn from the generator: which dropout of which forward pass it is."""
         self.used = False
@@ -214,9 +215,10 @@ class Dice:
         torch.default_generator.manual_seed(seed)
         if device.type != "cpu":
             getattr(torch, device.type).manual_seed(seed)
-        if self._throw is not None and self._throw.step != step:
+        if self._step != step:  # not that of `_throw`, which is another step's where a copy has just entered
             self._throws.clear()
             self._seen.clear()
+            self._step = step
         old = self._throws.get((index, part))
         if old is not None:
             self._seen = {drawn: call for drawn, call in self._seen.items() if call[0] is not old}

@@ -77,8 +77,12 @@ class Operators:
             sample: a batch as `parallelize` takes it.
 
         Raises:
-            UsageError: see `plan`; or there is no sample.
+            UsageError: see `plan`; or there is no sample, or the model is cut into stages or sequences besides.
         """
+        for axis, what in (("pp", "stages, which are made of modules"), ("cp", "parts of sequences")):
+            if axes.grid.degree(axis) > 1:
+                told = f"the graph of a whole model has no {what}: {axis}={axes.grid.degree(axis)}"
+                raise UsageError(told, where=WHERE, hint="module styles, pdrun.Strategy({...}), go with every axis")
         if sample is None:
             raise UsageError(
                 "a strategy of operators needs a batch to see shapes", where=WHERE, hint="give sample=batch"

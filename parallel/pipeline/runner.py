@@ -194,7 +194,7 @@ class Runner:
         inputs = [x for x in work.taken if x.requires_grad]
         weights = list(dict.fromkeys(self.stages.weights[action.stage]))
         if roots and (inputs or weights):
-            with run.dice.placed():  # forwards may be computed again
+            with run.computing():  # forwards may be computed again
                 found, work.later = deferred.backward_input(roots, grads, inputs, weights, self.schedule.splits)
             for x, grad in zip(inputs, found, strict=True):
                 x.grad = grad

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import pdrun
+from pdrun.errors import UsageError
 from pdrun.parallel import mesh
 from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.modules import Strategy, col, cross_entropy, heads, replicate, row, seq, vocab
@@ -100,9 +101,10 @@ def cutter(kind: str) -> Cutter:
     """Return a strategy of a kind."""
     if kind == "operators":
         column, rows = L("tp", None), L(None, "tp")
-        names = {"layers.*.attn.w[qkv].weight": column, "layers.*.attn.wo.weight": rows, "emb.weight": column,
-                 "layers.*.mlp.gate.weight": column, "layers.*.mlp.up.weight": column, "*.down.weight": rows}  # fmt: skip
-        return Operators(names)
+        return Operators({
+            "*.w[qkv].weight": column, "*.gate.weight": column, "*.up.weight": column, "emb.weight": column,
+            "*.wo.weight": rows, "*.down.weight": rows,
+        })  # fmt: skip
     if kind == "2d":
         across = ("y", "x")
         return Strategy({
@@ -146,10 +148,10 @@ def make(task: Task, place: Place, **more: Any) -> Run:
         options["strategy"], options["sample"] = cutter(place.kind), batch_of(12 // place.slices, 0)
     if place.cp > 1:
         options["context"] = pdrun.ContextParallel(place.ulysses, tables={"places.weight": 0})
+    options |= {"optimizer": OPTIMIZERS[task.optimizer], "loss": token_loss, "mesh": place.mesh()}
     return parallelize(
-        model, OPTIMIZERS[task.optimizer], token_loss, mesh=place.mesh(), optimizer_level=place.level,
-        copies=place.copies, clip=task.clip, norm=True, precision=task.precision, seed=5,
-        **{**options, **dict(place.more), **more},
+        model, optimizer_level=place.level, copies=place.copies, clip=task.clip, norm=True, precision=task.precision,
+        seed=5, **{**options, **dict(place.more), **more},
     )  # fmt: skip
 
 
@@ -182,6 +184,20 @@ def alone(task: Task, slices: int) -> Told:
     return [(one.loss, float(one.grad_norm or 0)) for one in told]
 
 
+def mean_loss(logits: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Cross entropy as a mean over rows."""
+    return cross_entropy(logits, batch[1])
+
+
+def refusal(place: Place, **more: Any) -> str:
+    """Return what is said to a run that can't be, or to its first step; nothing where it trains."""
+    try:
+        make(Task(), place, **more).step(batch_of(12, 0))
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
 # ---- drawing -------------------------------------------------------------------------------------------------------
 
 
@@ -208,7 +224,9 @@ def draw(dice: random.Random, task: Task, most: int = 8) -> Place:
     kinds = ["styles"]
     if place.tp > 1:
         kinds += ["sequence"] if LENGTH // place.cp >= place.tp else []
-        kinds += ["operators"] * (place.pp == 1 and place.cp == 1)
+        kinds += ["operators"] * (
+            place.pp == place.cp == 1 and task.layers == 2 and place.world <= 4
+        )  # export takes long
         kinds += ["2d"]
     staged = place.pp > 1
     schedules = ["gpipe", "1f1b", "zero-bubble", *(["interleaved", "zero-bubble-v"] if place.pp == 2 else [])]

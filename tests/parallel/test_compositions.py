@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.parallel import mixed
 from tests.parallel.mixed import Case, Place, Task
@@ -42,6 +43,54 @@ def check(case: Case, worlds: Any, folder: Path) -> None:
     assert [norm for _, norm in told[0] + more[0]] == pytest.approx([norm for _, norm in want], rel=10 * off)
 
 
+FOUND = [
+    # masks of attention over cut sequences were those of this rank's heads
+    (Task(p=0.2, rows=(12, 7, 12, 12)), Place(cp=2, tp=2), Place(cp=2, tp=2, kind="sequence", ulysses=-1)),
+    # a second copy took the last step's dropouts for its own, and those of the first were forgotten
+    (Task(p=0.2, tied=True, clip=0.3), Place(dp=2, copies=2, more=(("recompute", "selective"),)),
+     Place(dp=3, copies=2, more=(("recompute", "full"),))),
+    # a split backward recomputed attention as that of whole sequences
+    (Task(), Place(pp=2, cp=2, accumulate=2, schedule="zero-bubble", more=(("recompute", "full"),)), Place(dp=2)),
+]  # fmt: skip
+"""What went wrong once."""
+
+
+@pytest.mark.parametrize("case", FOUND, ids=lambda case: "+".join(map(str, case[1:])))
+def test_what_went_wrong_once(case: Case, worlds: Any, tmp_path: Path) -> None:
+    check(case, worlds, tmp_path)
+
+
 @pytest.mark.parametrize("case", mixed.cases(SEED, COUNT), ids=lambda case: "+".join(map(str, case[1:])))
 def test_compositions(case: Case, worlds: Any, tmp_path: Path) -> None:
     check(case, worlds, tmp_path)
+
+
+REFUSED = [
+    (Place(pp=2, accumulate=2, level=3), {}, "optimizer_level=3 gathers a unit around each forward and backward"),
+    (Place(pp=2, accumulate=2, copies=2), {}, "copies=2 beside pipeline="),
+    (Place(pp=2, accumulate=2), {"accumulate": 2}, "accumulate=2 beside pipeline="),
+    (Place(pp=2, accumulate=1), {}, "microbatches=1 is less than pp=2"),
+    (Place(pp=2, accumulate=2, schedule="zero-bubble-v"), {}, "cannot be cut into 4 stages"),
+    (Place(pp=2, accumulate=2), {"pipeline": None}, "pp would only repeat each other; pipeline= says"),
+    (Place(dp=2, copies=2, level=3), {}, "copies=2 at optimizer_level=3"),
+    (Place(pp=2, tp=2, accumulate=2, kind="operators"), {}, "has no stages, which are made of modules: pp=2"),
+    (Place(cp=2, tp=2, kind="operators"), {}, "has no parts of sequences: cp=2"),
+    (Place(tp=2, kind="operators"), {"sample": None}, "a strategy of operators needs a batch"),
+    (Place(tp=2), {"strategy": None}, "tp would only repeat each other; strategy= says"),
+    (Place(tp=2), {"native_dropout": True}, "native_dropout=True on mesh(dp=1, tp=2)"),
+    (Place(cp=2), {"native_dropout": True}, "native_dropout=True on mesh(dp=1, cp=2)"),
+    (Place(cp=2), {"context": None}, "cp would only repeat each other; context= says"),
+    (Place(cp=2), {"loss": mixed.mean_loss}, "means of parts do not add up"),
+    (Place(cp=3, ulysses=2), {}, "ulysses=2"),
+    (Place(cp=2, tp=4, kind="sequence"), {"strategy": mixed.cutter("2d")}, "there is no axis 'x'"),
+    (Place(dp=2), {"shard_group": 2}, "shard_group=2 with optimizer_level=0"),
+    (Place(dp=2, level=1), {"units": ["layers.*"]}, "units= are what level 3 gathers"),
+    (Place(dp=2, tp=2), {"mesh": mixed.Place(dp=2).mesh()}, "is for 2 devices, the job has 4"),
+    (Place(tp=2), {"optimizer": torch.optim.Adafactor}, "Adafactor looks at more than one element at a time"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("place", "more", "text"), REFUSED, ids=str)
+def test_what_cannot_be_is_refused_on_every_rank(place: Place, more: Any, text: str, worlds: Any) -> None:
+    told = worlds(place.world).run(mixed.refusal, place, **more)
+    assert all(text in one for one in told), told

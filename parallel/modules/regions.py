@@ -16,7 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from pdrun.parallel import collectives, dice
 from pdrun.parallel.axes import Axis
-from pdrun.parallel.layouts.layout import cut
+from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.modules.style import (
     Cuts,
     Entry,
@@ -27,6 +27,8 @@ from pdrun.parallel.modules.style import (
     become,
     check_forward,
     check_parts,
+    names,
+    refuse,
     same,
     shown,
 )
@@ -73,7 +75,8 @@ def parts_along(x: torch.Tensor, axis: Axis, dim: int, total: int | None) -> Cut
     if total is None:
         size = x.shape[dim]
         return {dim: (axis.index * size, axis.index * size + size, axis.size * size)}
-    return {dim: (*cut(total, axis.size, axis.index), total)}
+    ((here,),) = L(axis.names).ranges(axis.axes.grid, (total,), axis.axes.rank)  # axis after axis, as weights are cut
+    return {dim: (*here, total)}
 
 
 def part_of(x: torch.Tensor, axis: Axis, dim: int, name: str) -> torch.Tensor:
@@ -99,6 +102,11 @@ class Seq(Style):
         """Keep the module's own weights, each rank's gradients of which are for its part."""
         if self.cut or self.gather or drops(module):
             check_forward(name, module)
+        several = len(names(self.axis)) > 1
+        if self.gather and several and self.total is not None and self.total % seat.parts(self.axis):
+            raise refuse(
+                name, f"{self.total} does not divide by {seat.parts(self.axis)}, which gathers over several axes need"
+            )
         found = module.named_parameters(recurse=False)
         return {key: seat.kept(tuple(param.shape), self.axis) for key, param in found}
 

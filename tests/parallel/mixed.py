@@ -25,17 +25,17 @@ from pdrun.parallel.run import Run
 from pdrun.parallel.tiles import Cutter
 from tests.parallel.decoder import WIDTH, Block, strategy
 
-WORDS, LENGTH, HIDDEN, LAYERS = 37, 8, 50, 4
+WORDS, LENGTH, HIDDEN = 37, 8, 50
 
 
 class Model(nn.Module):
     """A decoder with a table of positions, grouped queries, a weight that nobody uses, a buffer, ties and dropout."""
 
-    def __init__(self, tied: bool, p: float) -> None:
+    def __init__(self, tied: bool, p: float, layers: int) -> None:
         super().__init__()
         self.emb, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
         self.register_buffer("scale", torch.tensor(1.5), persistent=False)
-        self.layers = nn.ModuleList(Block(8, 4, HIDDEN, True, p) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Block(8, 4, HIDDEN, True, p) for _ in range(layers))
         self.never = nn.Linear(7, 1)
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
         if tied:
@@ -60,6 +60,7 @@ class Task:
     optimizer: str = "SGD"
     precision: str | None = None
     empty: bool = False
+    layers: int = 2
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def make(task: Task, place: Place, **more: Any) -> Run:
     """Return the run of a task."""
     torch.manual_seed(0)
     with pdrun.empty_init() if task.empty else nullcontext():
-        model = Model(task.tied, task.p)
+        model = Model(task.tied, task.p, task.layers)
     options: dict[str, Any] = {"accumulate": place.accumulate}
     if place.pp > 1:
         options = {"pipeline": pdrun.Pipeline(place.accumulate, place.schedule)}
@@ -206,30 +207,31 @@ def draw_task(dice: random.Random) -> Task:
     return Task(
         tied=dice.random() < 0.5, p=dice.choice((0.0, 0.0, 0.2)), rows=(12, dice.choice((12, 7, 5)), 12, 12),
         clip=dice.choice((None, 0.3)), optimizer=dice.choice(("SGD", "SGD", "AdamW")),
-        precision=dice.choice((None,) * 5 + ("bf16",)), empty=dice.random() < 0.2,
+        precision=dice.choice((None,) * 5 + ("bf16",)), empty=dice.random() < 0.2, layers=dice.choice((2, 2, 4)),
     )  # fmt: skip
 
 
-def draw_mesh(dice: random.Random, least: int = 2, most: int = 8) -> Place:
+def draw_mesh(dice: random.Random, most: int) -> Place:
     """Return degrees of 2 to 8 ranks."""
     while True:
         found = Place(*(dice.choice(some) for some in ((1, 1, 2, 4), (1, 2, 3), (1, 1, 2), (1, 2, 4))))
-        if least <= found.world <= most:
+        if 2 <= found.world <= most:
             return found
 
 
 def draw(dice: random.Random, task: Task, most: int = 8) -> Place:
     """Return a way to train a task that `parallelize` takes."""
-    place = draw_mesh(dice, most=most)
+    place = draw_mesh(dice, most)
+    while place.pp > task.layers:
+        place = draw_mesh(dice, most)
     kinds = ["styles"]
     if place.tp > 1:
         kinds += ["sequence"] if LENGTH // place.cp >= place.tp else []
-        kinds += ["operators"] * (
-            place.pp == place.cp == 1 and task.layers == 2 and place.world <= 4
-        )  # export takes long
-        kinds += ["2d"]
+        if place.pp == place.cp == 1 and task.layers == 2 and place.world <= 4:  # an export takes long
+            kinds.append("operators")
+        kinds.append("2d")
     staged = place.pp > 1
-    schedules = ["gpipe", "1f1b", "zero-bubble", *(["interleaved", "zero-bubble-v"] if place.pp == 2 else [])]
+    schedules = ["gpipe", "1f1b", "zero-bubble"] + ["interleaved", "zero-bubble-v"] * (2 * place.pp <= task.layers)
     copies = 1 if staged else dice.choice((1, 1, 2))
     level = dice.choice((0, 1, 2) if staged or copies > 1 else (0, 1, 2, 3))
     more: dict[str, Any] = {}

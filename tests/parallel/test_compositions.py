@@ -51,6 +51,8 @@ FOUND = [
      Place(dp=3, copies=2, more=(("recompute", "full"),))),
     # a split backward recomputed attention as that of whole sequences
     (Task(), Place(pp=2, cp=2, accumulate=2, schedule="zero-bubble", more=(("recompute", "full"),)), Place(dp=2)),
+    # uneven parts over two axes were dropped as if one axis had cut them
+    (Task(p=0.2), Place(tp=4, kind="2d"), Place(dp=2, tp=4, kind="2d", level=1)),
 ]  # fmt: skip
 """What went wrong once."""
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pdrun.parallel.run import Run
 
 LEVELS = (
-    "nothing is cut",
+    "nothing is cut over the data",
     "optimizer state is cut",
     "optimizer state and gradients are cut",
     "state, gradients and weights are cut",
@@ -150,6 +150,8 @@ def _numbers(run: Run) -> str:
     settings = run.settings
     low = settings.precision.compute or settings.precision.reduce or settings.wire
     if settings.exact and not low:
+        if run.mesh.size > run.mesh.dp:
+            return "exact over dp: the same bits every time; what the other axes cut has other last bits in one process"
         return "exact: the bits of one process that works through the same slices in order"
     reason = (
         "narrow types are rounded"

@@ -214,7 +214,8 @@ def draw_task(dice: random.Random) -> Task:
 def draw_mesh(dice: random.Random, most: int) -> Place:
     """Return degrees of 2 to 8 ranks."""
     while True:
-        found = Place(*(dice.choice(some) for some in ((1, 1, 2, 4), (1, 2, 3), (1, 1, 2), (1, 2, 4))))
+        pp, dp, cp, tp = (dice.choice(some) for some in ((1, 1, 2, 4), (1, 2, 3), (1, 1, 2), (1, 2, 4)))
+        found = Place(pp, dp, cp, tp)
         if 2 <= found.world <= most:
             return found
 

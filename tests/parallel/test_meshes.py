@@ -430,6 +430,7 @@ def test_explain(worlds: Worlds) -> None:
     assert any(line.startswith("gradients summed over tp too: blocks.0.norm2.weight") for line in lines)
     assert any(line.startswith("whole on every rank along the tensor axes: never, ") for line in lines)
     assert "tied, counted once: emb.weight = head.weight" in lines
+    assert any(line.startswith("exact over dp: ") for line in lines)
     assert activations > 10_000
 
 

@@ -9,6 +9,7 @@ moment.
 from __future__ import annotations
 
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pdrun.parallel.copies import shell
+from pdrun.parallel.offload import AHEAD
 from pdrun.parallel.retarget import state_bytes
 from pdrun.parallel.slicing import Strategy, count_rows, cut_rows, take
 
@@ -66,6 +68,10 @@ class Ledger(TorchDispatchMode):
         for tensor in tensors:
             self._known[id(tensor.untyped_storage())] = tensor.untyped_storage()
 
+    def was_there(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's storage was there before."""
+        return self._known.get(id(tensor.untyped_storage())) is not None
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         for leaf in pytree.tree_leaves(result):
@@ -87,11 +93,53 @@ class Ledger(TorchDispatchMode):
         self.now -= size
 
 
-def passes(run: Run, batch: Any) -> int:
+class Away:
+    """
+    Stands in for `pdrun.parallel.offload.Saver` where tensors are fake: what would go to the host is let go.
+
+    Args:
+        least: bytes below which a tensor stays.
+    """
+
+    def __init__(self, ledger: Ledger, least: int) -> None:
+        self._ledger, self._least = ledger, least
+        self._largest = 0
+
+    @property
+    def ahead(self) -> int:
+        """Bytes that are on their way back at most while one tensor is used."""
+        return AHEAD * self._largest
+
+    def around(self) -> AbstractContextManager[Any]:
+        """Return what the forward pass runs in."""
+        hooks: AbstractContextManager[Any] = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        return hooks
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        size = tensor.numel() * tensor.element_size()
+        if size < self._least or not tensor.is_floating_point() or self._ledger.was_there(tensor):
+            return tensor
+        self._largest = max(self._largest, size)
+        return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+
+    @staticmethod
+    def _unpack(saved: Any) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        shape, stride, dtype, device = saved
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+
+def passes(run: Run, batch: Any, away: bool | None = None) -> int:
     """
     Return the most bytes that passes hold at once, weights and gradients left out: those of the largest micro-batch,
     as often as there are copies.
+
+    Args:
+        away: whether what autograd saves leaves the device; default: where it is offloaded and the host is another.
     """
+    if away is None:
+        away = run.offload.activations and run.device.type != "cpu"
     times = run.settings.accumulate
     rows = count_rows(batch, run.strategy)
     pieces = [
@@ -119,11 +167,13 @@ def passes(run: Run, batch: Any) -> int:
         for param in model.parameters():
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(_drop)
+        host = Away(ledger, run.offload.least) if away else None
         with ledger, run.engine.paused(), run.axes.pretending():
             with run.computing():
-                total, _ = run.objective_of(model, part, largest, 0)
+                with host.around() if host is not None else nullcontext():
+                    total, _ = run.objective_of(model, part, largest, 0)
                 total.backward()
-        return ledger.peak * run.copies
+        return (ledger.peak + (host.ahead if host is not None else 0)) * run.copies
 
 
 def _drop(param: torch.Tensor) -> None:
@@ -137,9 +187,11 @@ def estimate(run: Run, batch: Any = None) -> Estimate:
     kept = sum(w.numel * run.settings.precision.weights(w.dtype).itemsize for w in engine.weights if w.name not in cut)
     whole = [part.full.numel() * part.full.element_size() for part in engine.cuts if not part.released]
     gathered = _gathered(run)
-    masters = sum(p.master.numel() * p.master.element_size() for p in engine.cuts if not p.shared)
-    masters += sum(master.numel() * master.element_size() for master in engine.masters.values())
-    trained = sum(p.numel() for group in run.optimizer.param_groups for p in group["params"])
+    here = run.device.type  # what is offloaded lives elsewhere
+    wide = [part.master for part in engine.cuts if not part.shared] + list(engine.masters.values())
+    masters = sum(master.numel() * master.element_size() for master in wide if master.device.type == here)
+    params = [param for group in run.optimizer.param_groups for param in group["params"]]
+    trained = sum(param.numel() for param in params if param.device.type == here)
     state = int(trained * state_bytes(run.optimizer, run.device))
     activations = passes(run, batch) if batch is not None and run.mesh.pp == 1 else None  # a stage's depend on others
     return Estimate(kept + sum(whole) + gathered, masters, _gradients(run), state, activations)

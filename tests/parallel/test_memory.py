@@ -43,6 +43,20 @@ def moved(least: int) -> tuple[int, int]:
     return run.saver.moved, memory.passes(run, zoo.batch_of(24, 0))
 
 
+def predicted_away() -> list[int]:
+    batch, found = zoo.batch_of(24, 0), []
+    for least, away in ((100, False), (100, True), (1 << 30, True)):
+        run = zoo.make(Case(1), offload=offload.Offload(activations=True, least=least))
+        found.append(memory.passes(run, batch, away))
+    return found
+
+
+def test_what_is_offloaded_is_not_predicted_for_the_device(worlds: Worlds) -> None:
+    whole, away, none = worlds(1).run(predicted_away)[0]
+    assert away < 0.8 * whole
+    assert none == whole  # nothing is large enough to go
+
+
 def test_activations_really_go(worlds: Worlds) -> None:
     some, held = worlds(1).run(moved, 100)[0]
     assert 0.2 * held < some < 3 * held

@@ -53,24 +53,24 @@ def test_arguments_of_parallelize(given: dict[str, Any], told: str) -> None:
 @pytest.mark.parametrize(
     "make, told",
     [
-        (lambda: L(3), "3 is neither an axis"),  # type: ignore[arg-type]
+        (lambda: L(3), "3 is neither an axis"),
         (lambda: L("tp").box(Grid(("tp",), (4,)), (4, 4), 0), "is for 1 dims"),
         (lambda: L("tp").box(Grid(("tp",), (4,)), (4,), 4), "there is no rank 4"),
-        (lambda: Grid(("tp",), ("4",)), "not all at least 1"),  # type: ignore[arg-type]
-        (lambda: counts("22", 8), "is not a count"),  # type: ignore[arg-type]
-        (lambda: pdrun.Strategy([pdrun.col("tp")]), "no dict of styles"),  # type: ignore[arg-type]
-        (lambda: pdrun.Strategy({3: pdrun.col("tp")}), "no dict of styles"),  # type: ignore[dict-item]
-        (lambda: pdrun.Operators([1]), "no dict of layouts"),  # type: ignore[arg-type]
-        (lambda: pdrun.Cut(in_=L("tp", None)), "no tuple of inputs"),  # type: ignore[arg-type]
-        (lambda: pdrun.constrain(3, L("tp")), "a int has no layout"),  # type: ignore[arg-type]
-        (lambda: pdrun.shard(nn.Linear(2, 2), weight="tp"), "weight='tp' is no layout"),  # type: ignore[arg-type]
-        (lambda: pdrun.shard(None), "neither a module nor a function"),  # type: ignore[type-var]
-        (lambda: pdrun.Pipeline(2, schedule=3), "schedule=3"),  # type: ignore[arg-type]
-        (lambda: pdrun.Pipeline(2, stages=3), "stages=3 is no dict"),  # type: ignore[arg-type]
+        (lambda: Grid(("tp",), ("4",)), "not all at least 1"),
+        (lambda: counts("22", 8), "is not a count"),
+        (lambda: pdrun.Strategy([pdrun.col("tp")]), "no dict of styles"),
+        (lambda: pdrun.Strategy({3: pdrun.col("tp")}), "no dict of styles"),
+        (lambda: pdrun.Operators([1]), "no dict of layouts"),
+        (lambda: pdrun.Cut(in_=L("tp", None)), "no tuple of inputs"),
+        (lambda: pdrun.constrain(3, L("tp")), "a int has no layout"),
+        (lambda: pdrun.shard(nn.Linear(2, 2), weight="tp"), "weight='tp' is no layout"),
+        (lambda: pdrun.shard(None), "neither a module nor a function"),
+        (lambda: pdrun.Pipeline(2, schedule=3), "schedule=3"),
+        (lambda: pdrun.Pipeline(2, stages=3), "stages=3 is no dict"),
         (lambda: pdrun.Pipeline(2, balance={"a": -1}), "the cost of 'a' is -1"),
-        (lambda: pdrun.Pipeline(2, shared=3), "shared=3 is no list"),  # type: ignore[arg-type]
-        (lambda: pdrun.ContextParallel(ulysses="x"), "ulysses='x'"),  # type: ignore[arg-type]
-        (lambda: pdrun.ContextParallel(tables=["a"]), "is no dict"),  # type: ignore[arg-type]
+        (lambda: pdrun.Pipeline(2, shared=3), "shared=3 is no list"),
+        (lambda: pdrun.ContextParallel(ulysses="x"), "ulysses='x'"),
+        (lambda: pdrun.ContextParallel(tables=["a"]), "is no dict"),
     ],
 )
 def test_what_no_layout_strategy_or_pipeline_can_be(make: Any, told: str) -> None:

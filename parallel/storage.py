@@ -23,8 +23,9 @@ import shutil
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -265,7 +266,7 @@ class Reader:
                     if sum(copy.count for copy in copies) == piece.stop - piece.start:
                         self._check(piece, data)
 
-    def _open(self, piece: Piece) -> BinaryIO:
+    def _open(self, piece: Piece) -> BufferedReader:
         try:
             return open(self.folder / piece.file, "rb")
         except OSError as error:

@@ -101,7 +101,8 @@ def cutter(kind: str) -> Cutter:
     if kind == "operators":
         column, rows = L("tp", None), L(None, "tp")
         names = {"layers.*.attn.w[qkv].weight": column, "layers.*.attn.wo.weight": rows, "emb.weight": column,
-                 "layers.*.mlp.gate.weight": column, "layers.*.mlp.up.weight": column, "*.down.weight": rows}  # fmt: skip
+                 "layers.*.mlp.gate.weight": column, "layers.*.mlp.up.weight": column,
+                 "*.down.weight": rows}  # fmt: skip
         return Operators(names)
     if kind == "2d":
         across = ("y", "x")

@@ -69,9 +69,9 @@ class Llama(nn.Module):
 
     def __init__(self, width: int, layers: int, n_heads: int, n_kv_heads: int) -> None:
         super().__init__()
-        self.emb, self.norm = nn.Embedding(256, width), nn.RMSNorm(width)
+        self.emb = nn.Embedding(256, width)
         self.layers = nn.ModuleList(Block(width, n_heads, n_kv_heads) for _ in range(layers))
-        self.head = nn.Linear(width, 256, bias=False)
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, 256, bias=False)
         self.head.weight = self.emb.weight
         nn.init.normal_(self.emb.weight, std=0.02)
 

@@ -25,6 +25,8 @@ from pdrun.parallel.layouts.mindspore import from_mindspore, is_mindspore
 from pdrun.parallel.layouts.placement import Part, Placement
 from pdrun.parallel.storage import Piece, Reader
 
+MOST = 2**16
+"""More ranks than a job has; every one of them is looked at."""
 WEIGHTS, STATE = "weights/", "state/"
 
 
@@ -42,7 +44,8 @@ def find(folder: Path) -> Path:
         return folder
     found = storage.whole(folder)
     if not found:
-        raise ConfigError("holds no whole checkpoint", where=str(folder))
+        what = "holds no whole checkpoint" if folder.is_dir() else "is no folder"
+        raise ConfigError(what, where=str(folder), hint="a folder that run.save was given, or a step in it")
     return found[-1]
 
 
@@ -55,7 +58,7 @@ def read_placement(path: Path) -> Placement:
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot be read as JSON ({error})", where=str(path)) from None
     return from_mindspore(value, str(path)) if is_mindspore(value) else Placement.from_plain(value, str(path))
 
@@ -87,15 +90,16 @@ def placement_for(mesh: str, strategy: str) -> Placement:
         strategy: path of the file; empty: all weights are whole on every rank.
 
     Raises:
-        UsageError: neither is given.
+        UsageError: neither is given, or the mesh has more ranks than a job has.
         ConfigError: the file names an axis that the mesh lacks.
     """
     if not mesh and not strategy:
         raise UsageError("neither a mesh nor a file of layouts is given", hint="--mesh dp=2,tp=2 or --strategy FILE")
-    if not strategy:
-        return Placement(read_mesh(mesh), {})
-    found = read_placement(Path(strategy))
-    return Placement(read_mesh(mesh), found.weights) if mesh else found
+    found = read_placement(Path(strategy)) if strategy else None
+    grid = read_mesh(mesh) if mesh or found is None else found.grid
+    if grid.size > MOST:
+        raise UsageError(f"({grid}) has {grid.size} ranks, more than {MOST}", where="--mesh" if mesh else strategy)
+    return Placement(grid, found.weights if found is not None else {})
 
 
 # ---- what is where -----------------------------------------------------------------------------------------------
@@ -219,7 +223,10 @@ def transform(source: Path, target: Path, placement: Placement) -> Done:
     needed = rank_lists(reader, placement)
     hidden = target / f".new-{final.name}"
     shutil.rmtree(hidden, ignore_errors=True)
-    hidden.mkdir(parents=True)
+    try:
+        hidden.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"no folder can be made in it ({error.strerror})", where=str(target)) from None
     try:
         for rank, own in dealt.items():
             storage.write_rank(hidden, rank, _read(reader, own))

@@ -38,8 +38,11 @@ from pdrun.parallel.settings import (
     WHERE,
     Settings,
     check_above_zero,
+    check_callable,
     check_count,
+    check_globs,
     check_group,
+    check_has,
     check_level,
     check_wire,
 )
@@ -136,11 +139,18 @@ def parallelize(
     Raises:
         UsageError: an argument is wrong, or the result could not equal that of one process; says why.
     """
+    _check_kinds(mesh, strategy, pipeline, context)
+    check_callable("loss", loss, "loss(output, batch) -> (sum, count)")
+    check_callable("forward", forward, "forward(model, batch) -> output")
+    check_callable("init", init, "init(module) fills the module's own parameters")
+    if not callable(scheduler) and scheduler is not None:
+        check_has("scheduler", scheduler, ("step", "state_dict"), "scheduler=lambda optimizer: StepLR(optimizer, 100)")
     job = join()
     mesh = mesh or solve(job.world_size, {"dp": -1})
     level = check_level(optimizer_level)
     _check_mesh(mesh, job.world_size, level, strategy, pipeline, context)
-    _check_copies(copies, level, pipeline)
+    _check_copies(check_count("copies", copies), level, pipeline)
+    check_count("seed", seed, 0)
     if native_dropout and mesh.size > mesh.dp * mesh.pp:
         what = f"native_dropout=True on {mesh}: torch's generators would drop other elements than in one process"
         raise UsageError(what, where=WHERE, hint="leave it out: dropout is then placed by row and element")
@@ -149,15 +159,15 @@ def parallelize(
     device = torch.device(job.device)
     settings = Settings(
         level=level,
-        accumulate=_micro_batches(accumulate, pipeline) * check_count("copies", copies),
+        accumulate=_micro_batches(accumulate, pipeline) * copies,
         clip=check_above_zero("clip", clip),
         norm=norm or policy.compute == "fp16",
         mean=gradients_mean,
         exact=device.type == "cpu" if exact is None else exact,
         shard_group=check_group(shard_group, ranks, level),
         threshold=check_count("threshold", threshold, 0),
-        layerwise=tuple(layerwise),
-        units=units,
+        layerwise=check_globs("layerwise", layerwise),
+        units=None if units is None else check_globs("units", units),
         fusion=parse_fusion(comm_fusion, level),
         wire=check_wire(compress),
         precision=policy,
@@ -209,6 +219,19 @@ def _micro_batches(accumulate: int, pipeline: Pipeline | None) -> int:
         what = f"accumulate={accumulate!r} beside pipeline=, whose microbatches are those of a step"
         raise UsageError(what, where=WHERE, hint="Pipeline(microbatches=...) alone")
     return check_count("microbatches", pipeline.microbatches)
+
+
+def _check_kinds(mesh: Any, strategy: Any, pipeline: Any, context: Any) -> None:
+    """Refuse what is no mesh, strategy, pipeline or context at all."""
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise UsageError(f"mesh={mesh!r} is none", where=WHERE, hint="mesh=pdrun.mesh(dp=-1, tp=2)")
+    for name, value, methods, hint in (
+        ("strategy", strategy, ("apply",), "strategy=pdrun.Strategy({glob: style}) or pdrun.Operators({name: layout})"),
+        ("pipeline", pipeline, ("apply",), "pipeline=pdrun.Pipeline(microbatches=8)"),
+        ("context", context, ("apply", "part"), "context=pdrun.ContextParallel()"),
+    ):
+        if value is not None:
+            check_has(name, value, methods, hint)
 
 
 def _check_mesh(mesh: Mesh, world: int, level: int, strategy: Any, pipeline: Any, context: Any) -> None:

@@ -34,7 +34,8 @@ def make(optimizer: Any, params: Sequence[nn.Parameter]) -> torch.optim.Optimize
     Raises:
         UsageError: it is no optimizer, trains a tensor that is not the model's, or needs a closure.
     """
-    made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(list(params))
+    given = isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer)
+    made = optimizer if given else optimizer(list(params))
     if not isinstance(made, torch.optim.Optimizer):
         raise UsageError(
             f"the optimizer is a {type(made).__name__}",

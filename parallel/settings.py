@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,6 +62,28 @@ def check_above_zero(name: str, value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
         raise UsageError(f"{name}={value!r} is not above 0", where=WHERE)
     return float(value)
+
+
+def check_globs(name: str, value: Any) -> tuple[str, ...]:
+    """Return globs, of which there may be several."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise UsageError(f"{name}={value!r} is no list of globs", where=WHERE, hint=f'{name}=["blocks.*"]')
+    found = tuple(value)
+    if not all(isinstance(glob, str) for glob in found):
+        raise UsageError(f"{name}={value!r} is no list of globs", where=WHERE, hint=f'{name}=["blocks.*"]')
+    return found
+
+
+def check_has(name: str, value: Any, methods: Sequence[str], hint: str) -> None:
+    """Refuse what lacks one of the methods; None and classes that nobody has made an object of included."""
+    if isinstance(value, type) or not all(callable(getattr(value, method, None)) for method in methods):
+        raise UsageError(f"{name}={value!r} is none", where=WHERE, hint=hint)
+
+
+def check_callable(name: str, value: Any, hint: str) -> None:
+    """Refuse what can't be called, but for None."""
+    if value is not None and not callable(value):
+        raise UsageError(f"{name}={value!r} is no function", where=WHERE, hint=hint)
 
 
 def check_wire(value: Any) -> torch.dtype | None:

@@ -23,6 +23,7 @@ import shutil
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -185,14 +186,14 @@ class Reader:
         try:
             self.run: dict[str, Any] = json.loads((folder / "run.json").read_text(encoding="utf-8"))
             indices = [json.loads((folder / name).read_text(encoding="utf-8")) for name in self.run["indices"]]
-        except (OSError, ValueError, KeyError) as error:
+            found = [_piece(entry) for index in indices for entry in index]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f"is no whole checkpoint ({error})", where=str(folder)) from None
         if self.run.get("format") not in READS:
             what = f"has format {self.run.get('format')!r}, this pdrun reads {' and '.join(map(str, READS))}"
             raise ConfigError(what, where=str(folder))
         self._pieces: dict[str, list[Piece]] = {}
-        for entry in (entry for index in indices for entry in index):
-            piece = Piece(**{**entry, "shape": tuple(entry["shape"]), "ranges": _ranges(entry.get("ranges"))})
+        for piece in found:
             if Path(piece.file).name != piece.file:
                 raise ConfigError(f"{piece.name} lies outside of the folder", where=str(folder))
             self._pieces.setdefault(piece.name, []).append(piece)
@@ -246,7 +247,7 @@ class Reader:
         """Copy elements of a piece to where they belong; ``start`` is what the first of ``out`` counts as."""
         size, target = out.element_size(), buffer_of(out)
         length = (piece.stop - piece.start) * size
-        with open(self.folder / piece.file, "rb") as file:
+        with self._open(piece) as file:
             if os.fstat(file.fileno()).st_size < piece.offset + length:
                 raise ConfigError(f"{piece.file} is too short", where=str(self.folder))
             if len(copies) == 1:  # no gap on either side
@@ -265,10 +266,21 @@ class Reader:
                     if sum(copy.count for copy in copies) == piece.stop - piece.start:
                         self._check(piece, data)
 
+    def _open(self, piece: Piece) -> BufferedReader:
+        try:
+            return open(self.folder / piece.file, "rb")
+        except OSError as error:
+            raise ConfigError(f"{piece.file} cannot be read ({error.strerror})", where=str(self.folder)) from None
+
     def _check(self, piece: Piece, data: memoryview) -> None:
         if zlib.crc32(data) != piece.crc:
             what = f"{piece.name} has a wrong checksum"
             raise ConfigError(what, where=str(self.folder), hint="load an older checkpoint")
+
+
+def _piece(entry: Any) -> Piece:
+    """Return the piece of an entry of an index; TypeError, KeyError or ValueError where it is something else."""
+    return Piece(**{**entry, "shape": tuple(entry["shape"]), "ranges": _ranges(entry.get("ranges"))})
 
 
 def _ranges(value: Any) -> tuple[Ranges, ...] | None:

@@ -189,8 +189,8 @@ def match(cuts: tuple[int, ...], grid: Grid, axes: tuple[str, ...] | None = None
 
 def _check_counts(cuts: tuple[int, ...]) -> None:
     for count in cuts:
-        if count < 1:
-            raise UsageError(f"{count} in {cuts} is not a count of at least 1", where="layout by counts")
+        if not isinstance(count, int) or count < 1:
+            raise UsageError(f"{count!r} in {cuts!r} is not a count of at least 1", where="layout by counts")
 
 
 def _ways(cuts: tuple[int, ...], usable: list[str], grid: Grid) -> Iterator[L]:

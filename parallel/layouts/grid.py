@@ -25,7 +25,7 @@ class Grid:
             raise UsageError(f"{len(self.names)} axes have {len(self.sizes)} sizes", where="Grid")
         if len(set(self.names)) != len(self.names):
             raise UsageError(f"an axis is named twice in {self.names}", where="Grid")
-        if any(size < 1 for size in self.sizes):
+        if any(not isinstance(size, int) or size < 1 for size in self.sizes):
             raise UsageError(f"sizes {self.sizes} are not all at least 1", where="Grid")
 
     @property
@@ -48,6 +48,8 @@ class Grid:
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Return where a rank lies along each axis."""
+        if not 0 <= rank < self.size:
+            raise UsageError(f"there is no rank {rank} on ({self})", where="Grid", hint=f"0 to {self.size - 1}")
         found = {}
         for name, size in zip(reversed(self.names), reversed(self.sizes), strict=True):
             rank, found[name] = divmod(rank, size)

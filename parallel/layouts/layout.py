@@ -41,6 +41,10 @@ class L:
     sums: tuple[str, ...] = ()
 
     def __init__(self, *dims: Dim, sums: tuple[str, ...] = ()) -> None:
+        for dim in dims:
+            if dim is not None and not isinstance(dim, (str, tuple, list)):
+                what = f"{dim!r} is neither an axis, several of them, nor None"
+                raise UsageError(what, where=WHERE, hint='L("dp", ("x", "y"), None)')
         plain = tuple(() if dim is None else (dim,) if isinstance(dim, str) else tuple(dim) for dim in dims)
         used = [axis for dim in plain for axis in dim] + list(sums)
         for axis in used:
@@ -78,6 +82,8 @@ class L:
 
     def box(self, grid: Grid, shape: tuple[int, ...], rank: int) -> tuple[tuple[int, int], ...]:
         """Return (low, high) of each dim of a rank's part of a tensor of ``shape``."""
+        if len(self.dims) != len(shape):
+            self.check(grid, shape)
         here, found = grid.coordinate(rank), []
         for dim, size in zip(self.dims, shape, strict=True):
             low, high = 0, size

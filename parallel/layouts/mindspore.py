@@ -40,6 +40,8 @@ def from_mindspore(value: Any, where: str = "strategy file") -> Placement:
     try:
         items: dict[str, Any] = value[LAYOUTS]
         stages = {name: int(one.get("stage", 0)) for name, one in value.get(STRATEGIES, {}).items()}
+        if min(stages.values(), default=0) < 0:
+            raise ValueError("a stage below 0")
         own = {name: _own(name, item) for name, item in items.items()}
     except (KeyError, TypeError, ValueError, AttributeError, UsageError) as error:
         raise ConfigError(f"is no strategy file of MindSpore's ({error})", where=where) from None

@@ -64,9 +64,13 @@ class WeightLayout:
         dims = value["layout"]
         if dims == IRREGULAR:
             raise ValueError("a weight is cut as no layout says")
+        if not (dims is None or isinstance(dims, list)):
+            raise ValueError(f"the layout {dims!r} is no list")
         layout = None if dims is None else L(*[tuple(dim) if isinstance(dim, list) else dim for dim in dims])
         stages = value.get("stages")
         blocks = {int(dim): tuple(int(size) for size in sizes) for dim, sizes in value.get("blocks", {}).items()}
+        if stages == [] or any(size < 0 for sizes in blocks.values() for size in sizes):
+            raise ValueError(f"stages {stages!r}, blocks {blocks}")
         return cls(layout, None if stages is None else tuple(int(stage) for stage in stages), blocks)
 
 

@@ -65,10 +65,14 @@ class ContextParallel:
     )
 
     def __post_init__(self) -> None:
-        if self.ulysses != -1 and self.ulysses < 1:
-            raise UsageError(f"ulysses={self.ulysses} is neither -1 nor at least 1", where=WHERE)
+        whole = isinstance(self.ulysses, int) and not isinstance(self.ulysses, bool)
+        if not whole or (self.ulysses != -1 and self.ulysses < 1):
+            raise UsageError(f"ulysses={self.ulysses!r} is neither -1 nor at least 1", where=WHERE)
         if self.order not in (None, *ORDERS):
             raise UsageError(f"order={self.order!r}", where=WHERE, hint=" or ".join(ORDERS))
+        if not isinstance(self.tables, Mapping):
+            what = f"tables={self.tables!r} is no dict"
+            raise UsageError(what, where=WHERE, hint='{"places.weight": 0}: the dim of the rows')
 
     def sequences(self, axes: Axes) -> Sequences:
         """Return how sequences lie on the ranks of a run."""
@@ -92,6 +96,10 @@ class ContextParallel:
             for name in found:
                 owner, _, attribute = name.rpartition(".")
                 module = model.get_submodule(owner)
+                shape = list(getattr(module, attribute).shape)
+                if not isinstance(dim, int) or not -len(shape) <= dim < len(shape):
+                    what = f"tables: the rows of {name}, {shape}, are not along dim {dim!r}"
+                    raise UsageError(what, where=WHERE, hint=f"0 to {len(shape) - 1}")
                 _make_table(module, attribute, dim, name)
                 sequences.tables.append((module, attribute, name))
         return model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +65,16 @@ def note_sizes(module: nn.Module, into: int, out: int) -> None:
         setattr(module, key, value)
 
 
+def brought(
+    x: torch.Tensor, enter: Callable[[torch.Tensor], torch.Tensor], name: str, width: int, hint: str
+) -> torch.Tensor:
+    """Bring an input in; refuse one of another width, which the module before it has left cut or whole."""
+    x = enter(x)
+    if x.shape[-1] != width:
+        raise refuse(name, f"on this rank it takes {width} features, and was given {x.shape[-1]}", hint)
+    return x
+
+
 # ---- columns -----------------------------------------------------------------------------------------------------
 
 
@@ -117,7 +128,11 @@ class Col(Style):
         local = int(module.weight.shape[out_dim(name, module)])
         note_sizes(module, into, out if self.gather and not is_transposed(module) else local)
         leave = functools.partial(collectives.gather, axis=axis, dim=-1, total=out) if self.gather else same
-        become(module, ColumnParallel, Place(axis, same if self.entered else entry, leave))
+        enter = functools.partial(
+            brought, enter=same if self.entered else entry, name=name, width=into,
+            hint="col takes what is whole: row after col, or col(axis, gather=True) before it",
+        )  # fmt: skip
+        become(module, ColumnParallel, Place(axis, enter, leave))
 
 
 # ---- columns that fewer than all ranks need -----------------------------------------------------------------------
@@ -217,8 +232,13 @@ class Row(Style):
         """Take a part of the input, or cut it first; add up, or add up into parts of the sequence."""
         transposed = is_transposed(module)
         into, out = whole_sizes(name, module)
-        note_sizes(module, into if self.cut else int(module.weight.shape[0 if transposed else 1]), out)
+        part = int(module.weight.shape[0 if transposed else 1])
+        note_sizes(module, into if self.cut else part, out)
         enter = functools.partial(collectives.part, axis=axis, dim=-1) if self.cut else same
+        enter = functools.partial(
+            brought, enter=enter, name=name, width=part,
+            hint="row takes a part: col before it, or row(axis, cut=True) of what is whole",
+        )  # fmt: skip
         leave = functools.partial(collectives.add_up, axis=axis)
         if self.sequence is not None:
             leave = functools.partial(scatter_parts, axis=axis, dim=self.sequence, name=name)

@@ -76,6 +76,8 @@ class Strategy:
     """
 
     def __init__(self, rules: Mapping[str, Style]) -> None:
+        if not isinstance(rules, Mapping) or not all(isinstance(glob, str) for glob in rules):
+            raise UsageError(f"{rules!r} is no dict of styles by glob", where=WHERE, hint='{"blocks.*.up": col("tp")}')
         for glob, style in rules.items():
             if not isinstance(style, Style):
                 hint = "col, row, vocab, heads, seq or replicate of pdrun.parallel.modules"

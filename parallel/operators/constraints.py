@@ -56,6 +56,10 @@ def constrain(x: torch.Tensor, layout: L) -> torch.Tensor:
     """
     if not isinstance(layout, L):
         raise UsageError(f"{layout!r} is no layout", where="pdrun.constrain", hint='for example L("dp", None, "tp")')
+    if not isinstance(x, torch.Tensor):
+        raise UsageError(
+            f"a {type(x).__name__} has no layout", where="pdrun.constrain", hint="constrain(tensor, L(...))"
+        )
     if len(layout.dims) != x.dim():
         what = f"{layout} is for {len(layout.dims)} dims, the tensor is {list(x.shape)}"
         raise UsageError(what, where="pdrun.constrain")
@@ -121,6 +125,13 @@ def shard(
     Raises:
         UsageError: a module lacks such a parameter, or a function was given one.
     """
+    for name, value in (("in_", in_), ("out", out), *weights.items()):
+        each = value if isinstance(value, (tuple, list)) and name in ("in_", "out") else (value,)
+        if not all(one is None or isinstance(one, L) for one in each):
+            what = f"{name}={value!r} is no layout"
+            raise UsageError(what, where="pdrun.shard", hint='L("dp", None, "tp"), or a tuple of them')
+    if not callable(target):
+        raise UsageError(f"{target!r} is neither a module nor a function", where="pdrun.shard")
     sharding = Sharding(_tuple(in_), out, dict(weights))
     if isinstance(target, nn.Module):
         known = dict(target.named_parameters())

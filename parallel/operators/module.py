@@ -46,6 +46,11 @@ class Operators:
     """
 
     def __init__(self, entries: Mapping[str, Entry] | None = None) -> None:
+        if entries is not None and not (
+            isinstance(entries, Mapping) and all(isinstance(name, str) for name in entries)
+        ):
+            hint = '{"fc1.weight": pdrun.L("tp", None)}'
+            raise UsageError(f"{entries!r} is no dict of layouts and cuts by name", where=WHERE, hint=hint)
         self.entries = dict(entries or {})
 
     def plan(self, model: nn.Module, mesh: Grid, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Plan:
@@ -232,4 +237,6 @@ def arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, 
         known = inspect.signature(model.forward).parameters
         takes_all = any(found.kind is found.VAR_KEYWORD for found in known.values())
         return (), {key: value for key, value in batch.items() if takes_all or key in known}
+    if isinstance(batch, (tuple, list)) and not batch:
+        raise UsageError("the sample is empty", where=WHERE, hint="sample= is a batch as run.step takes it")
     return (batch[0] if isinstance(batch, (tuple, list)) else batch,), {}

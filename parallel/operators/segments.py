@@ -9,6 +9,7 @@ the stretch. A module that is called several times has several stretches.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,9 +67,14 @@ def tensor_at(module: nn.Module, name: str) -> torch.Tensor:
 
 
 def derived(module: nn.Module, base: type[nn.Module]) -> None:
-    """Give a module a class of the same name that has ``base`` in front of the old one."""
+    """Give a module a class of the same name that has ``base`` in front of the old one; ``forward`` looks as before."""
     kind = type(module)
-    module.__class__ = type(kind.__name__, (base, kind), {"__module__": kind.__module__})
+
+    @functools.wraps(kind.forward)  # whose arguments say which keys of a batch it takes
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return base.forward(self, *args, **kwargs)
+
+    module.__class__ = type(kind.__name__, (base, kind), {"__module__": kind.__module__, "forward": forward})
 
 
 def prepare(model: nn.Module) -> None:

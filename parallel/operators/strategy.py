@@ -46,6 +46,11 @@ class Cut:
     in_: tuple[L | Counts | None, ...] = ()
     out: L | None = None
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.in_, tuple) or not (self.out is None or isinstance(self.out, L)):
+            hint = 'Cut(in_=(L("dp", "tp"), None), out=L("dp", None))'
+            raise UsageError(f"{self} has no tuple of inputs, or no layout as its result", where=WHERE, hint=hint)
+
 
 Entry = Cut | L | tuple[Any, ...] | Replicate
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from pdrun.parallel.pipeline.links import AXIS, Links
 from pdrun.parallel.pipeline.runner import Runner
 from pdrun.parallel.pipeline.schedule import WHERE, Schedule, parse
 from pdrun.parallel.pipeline.schedules import DEFAULT_CHUNKS, make
-from pdrun.parallel.pipeline.split import split
+from pdrun.parallel.pipeline.split import BALANCE, split
 from pdrun.parallel.pipeline.stage import Stages
 from pdrun.parallel.pipeline.validate import ends, validate
 
@@ -49,6 +50,19 @@ class Pipeline:
         for name, value in (("microbatches", self.microbatches), ("chunks", self.chunks)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise UsageError(f"{name}={value!r} is no count of at least 1", where=WHERE)
+        if not isinstance(self.schedule, Sequence):
+            raise UsageError(
+                f"schedule={self.schedule!r} is none", where=WHERE, hint=f"one of {', '.join(DEFAULT_CHUNKS)}"
+            )
+        if self.stages is not None and not isinstance(self.stages, Mapping):
+            raise UsageError(f"stages={self.stages!r} is no dict", where=WHERE, hint='stages={"blocks.[0-3]": 0}')
+        if not isinstance(self.balance, (str, Mapping)):
+            raise UsageError(f"balance={self.balance!r}", where=WHERE, hint=BALANCE)
+        for glob, cost in self.balance.items() if isinstance(self.balance, Mapping) else ():
+            if isinstance(cost, bool) or not isinstance(cost, (int, float)) or not 0 <= cost < math.inf:
+                raise UsageError(f"balance: the cost of {glob!r} is {cost!r}", where=WHERE, hint="a number, 0 or more")
+        if not isinstance(self.shared, (Sequence, Mapping)):
+            raise UsageError(f"shared={self.shared!r} is no list", where=WHERE, hint='shared=["emb.weight"]')
         if not isinstance(self.dynamic, bool):
             raise UsageError(f"dynamic={self.dynamic!r} is neither True nor False", where=WHERE)
 

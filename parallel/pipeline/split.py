@@ -23,6 +23,8 @@ from pdrun.parallel.pipeline.partition import WHERE, balanced, even
 
 Globs = Mapping[str, int]
 
+BALANCE = '"layers", "parameters", "flops" or {glob: cost}'
+
 
 @dataclass
 class Split:
@@ -173,9 +175,7 @@ def _costs(model: nn.Module, names: Sequence[str], balance: str | Mapping[str, f
     sizes = {name: float(sum(param.numel() for param in model.get_submodule(name).parameters())) for name in names}
     if isinstance(balance, str):
         if balance not in ("layers", "parameters"):
-            raise UsageError(
-                f"balance={balance!r}", where=WHERE, hint='"layers", "parameters", "flops" or {glob: cost}'
-            )
+            raise UsageError(f"balance={balance!r}", where=WHERE, hint=BALANCE)
         return sizes
     missing = [glob for glob in balance if not fnmatch.filter(names, glob)]
     if missing:

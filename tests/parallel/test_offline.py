@@ -318,3 +318,37 @@ def test_the_steps_between_two_placements_of_a_weight() -> None:
     grid = meshes.of(tp=4).grid
     plan = route(View(grid, L("tp", None), SHAPES["w"]), View(grid, L(None, "tp"), SHAPES["w"]))
     assert [step.kind for step in plan.steps] == ["all_to_all"]
+
+
+@pytest.mark.parametrize("name", ["run.json", "rank-00000.json"])
+@pytest.mark.parametrize("text", ["3", "null", '["x"]', '{"format": 99}', "[" * 100000])
+def test_files_with_other_json_in_them_are_no_checkpoint(tmp_path: Path, name: str, text: str) -> None:
+    folder = tmp_path / "step-00000001"
+    folder.mkdir()
+    (folder / "run.json").write_text('{"format": 2, "indices": ["rank-00000.json"]}')
+    (folder / "rank-00000.json").write_text("[]")
+    (folder / name).write_text(text)
+    with pytest.raises(ConfigError, match="is no whole checkpoint"):
+        storage.Reader(folder)
+
+
+@pytest.mark.parametrize(
+    "weight", [{"layout": "tp"}, {"layout": None, "stages": []}, {"layout": ["tp"], "blocks": {"0": [-4, 8]}}]
+)
+def test_a_file_of_layouts_with_nonsense_in_it(weight: object) -> None:
+    with pytest.raises(ConfigError, match="no file of layouts"):
+        Placement.from_plain({"mesh": {"tp": 2}, "weights": {"w": weight}})
+
+
+def test_a_mesh_of_more_ranks_than_any_job_has_is_refused() -> None:
+    with pytest.raises(UsageError, match="99999999 ranks"):
+        offline.placement_for("tp=99999999", "")
+
+
+def test_a_target_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "target").touch()
+    folder = tmp_path / "source" / "step-00000001"
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text('{"format": 2, "indices": []}')
+    with pytest.raises(ConfigError, match="no folder can be made"):
+        offline.transform(folder, tmp_path / "target", offline.placement_for("tp=2", ""))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from math import prod
 from typing import Any
 
@@ -9,12 +10,14 @@ import pytest
 import torch
 
 from pdrun.errors import UsageError
+from pdrun.parallel import mesh
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.modules.styles import replicate
 from pdrun.parallel.operators.module import Operators
 from pdrun.parallel.operators.plan import Plan
 from pdrun.parallel.operators.strategy import Cut
+from pdrun.parallel.parallelize import parallelize
 from tests.parallel import nets
 
 pytestmark = pytest.mark.torch
@@ -277,3 +280,29 @@ class Branching(torch.nn.Module):
 def test_a_model_that_does_not_export_is_told() -> None:
     with pytest.raises(UsageError, match=r"Branching does not export.*module styles"):
         Operators({}).plan(Branching(), Grid(("tp",), (2,)), (torch.zeros(4),))
+
+
+class ByKey(torch.nn.Module):
+    """Takes one key of a batch; the other is the loss's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = torch.nn.Linear(4, 4)
+
+    def forward(self, *, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x)
+
+
+def trained_by_key() -> float:
+    batch = {"x": torch.ones(2, 4), "y": torch.ones(2, 4)}
+    run = parallelize(
+        ByKey(), functools.partial(torch.optim.SGD, lr=0.1), lambda out, batch: ((out - batch["y"]).sum(), len(out)),
+        mesh=mesh.of(tp=2), strategy=Operators({"fc.weight": L("tp", None)}), sample=batch,
+    )  # fmt: skip
+    run.verify([batch])
+    return run.step(batch).loss
+
+
+def test_a_model_that_takes_some_keys_of_a_batch_still_does_when_it_is_cut(worlds: Any) -> None:
+    first, second = worlds(2).run(trained_by_key)
+    assert first == second

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from pdrun.errors import UsageError
 from pdrun.parallel import mesh
 from pdrun.parallel.meta import empty_init
-from pdrun.parallel.modules import cross_entropy
+from pdrun.parallel.modules import Strategy, col, cross_entropy, row
 from pdrun.parallel.parallelize import parallelize
 from pdrun.parallel.run import Run
 from tests.parallel.decoder import Decoder, build, strategy, tokens
@@ -86,3 +87,26 @@ def test_explain_lists_what_is_cut_and_what_is_not(worlds: Any) -> None:
     told = worlds(4).run(explained)[0]
     assert "cut by L('tp', None): emb.weight, layers.0.attn.wq.weight" in told
     assert "whole on every rank along the tensor axes: layers.0.norm1.weight" in told
+
+
+def ill_matched(styles: dict[str, Any]) -> str:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    run = parallelize(
+        model, ADAM, lambda out, batch: (out.sum(), len(out)), mesh=mesh.of(tp=2), strategy=Strategy(styles)
+    )
+    try:
+        run.step(torch.ones(4, 8))
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("styles", "told"),
+    [
+        ({"*": col("tp")}, "1: on this rank it takes 8 features, and was given 4; col takes what is whole"),
+        ({"*": row("tp")}, "0: on this rank it takes 4 features, and was given 8; row takes a part"),
+    ],
+)
+def test_modules_that_do_not_follow_each_other_are_named_on_every_rank(worlds: Any, styles: Any, told: str) -> None:
+    assert [told in error for error in worlds(2).run(ill_matched, styles)] == [True, True]

@@ -18,6 +18,7 @@ from pdrun.errors import UsageError
 from pdrun.parallel import compat, norm_sync, retarget
 from pdrun.parallel import precision as precisions
 from pdrun.parallel import recompute as recomputing
+from pdrun.parallel.agree import agree
 from pdrun.parallel.axes import Axes
 from pdrun.parallel.comm import Comm
 from pdrun.parallel.context import Context
@@ -179,6 +180,7 @@ def parallelize(
         raise UsageError("units= are what level 3 gathers", where=WHERE)
     rows = parse_strategy(dataset_strategy, mesh.dp)
     seconds = check_above_zero("timeout", timeout) or TIMEOUT
+    _agree(mesh, settings, copies, seed, (strategy, pipeline, context), job, seconds)
     empty = _prepare(model, device, ranks, sync_batchnorm)
     weights = collect(model, settings.layerwise)
     made = retarget.make(optimizer, [weight.param for weight in weights if weight.trained])
@@ -209,6 +211,19 @@ def parallelize(
     if away.activations:
         run.saver = Saver(device, away.least, storages(engine))
     return run
+
+
+def _agree(
+    mesh: Mesh, settings: Settings, copies: int, seed: int, cutters: tuple[Any, ...], job: Context, seconds: float
+) -> None:  # fmt: skip
+    """Have all ranks make the same run."""
+    if job.world_size == 1:
+        return
+    kinds = [type(cutter).__name__ for cutter in cutters if cutter is not None]
+    named = {"level": "optimizer_level", "mean": "gradients_mean", "fusion": "comm_fusion", "wire": "compress"}
+    options = {named.get(name, name): value for name, value in vars(settings).items()}
+    what = {"mesh": mesh, **options, "copies": copies, "seed": seed, "cut by": " and ".join(kinds) or "nothing"}
+    agree(what, job.rank, dist.distributed_c10d._get_default_store(), seconds)
 
 
 def _micro_batches(accumulate: int, pipeline: Pipeline | None) -> int:

@@ -54,5 +54,5 @@ def test_the_first_difference_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_first_rank_that_stays_away_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_calls", itertools.count())
-    with pytest.raises(DeadlineExceeded, match="rank 0 has not called parallelize within 0.2 s of rank 1"):
+    with pytest.raises(DeadlineExceeded, match=r"rank 0 has not called parallelize within 0\.2 s of rank 1"):
         module.agree({"mesh": "a"}, 1, torch.distributed.HashStore(), 0.2)

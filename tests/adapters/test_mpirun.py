@@ -20,9 +20,10 @@ from tests.adapters.test_ssh import SLEEP, up
 OPENMPI, MPICH = "mpirun.openmpi", "mpirun.mpich"
 INIT = (
     "import os, sys, pdrun\nctx = pdrun.init(group=False)\n"
-    "print('me', ctx.rank, ctx.world_size, ctx.local_rank, ctx.local_world_size, ctx.node_rank, ctx.nodes,\n"
-    "      os.uname().nodename)\n"
+    "me = (ctx.rank, ctx.world_size, ctx.local_rank, ctx.local_world_size, ctx.node_rank, ctx.nodes)\n"
+    "print(' '.join(map(str, ('me', *me, os.uname().nodename, '\\n'))), end='', flush=True)\n"
 )
+"""One write a rank: they share a pipe."""
 BOTH = pytest.mark.parametrize("program", [OPENMPI, MPICH])
 
 
@@ -87,7 +88,7 @@ def test_a_world_of_one_needs_nobody(program: str, tmp_path: Path) -> None:
 def test_rank_0_may_end_first_and_a_failure_ends_all(program: str, tmp_path: Path) -> None:
     (tmp_path / "work.py").write_text(
         INIT + "import time\nif ctx.rank: time.sleep(1)\nif sys.argv[1:] and ctx.rank == 2: sys.exit(7)\n"
-        "if sys.argv[1:]: time.sleep(60)\nprint('end', ctx.rank)\n"
+        "if sys.argv[1:]: time.sleep(60)\nprint(f'end {ctx.rank}\\n', end='', flush=True)\n"
     )
     done = alone(tmp_path, *words(program, 3), sys.executable, "work.py")
     assert (done.returncode, sorted(re.findall(r"end (\d)", done.stdout))) == (0, ["0", "1", "2"]), done.stderr
@@ -102,7 +103,7 @@ def test_init_makes_a_process_group(program: str, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     (tmp_path / "work.py").write_text(
         "import pdrun, torch, torch.distributed as dist\nctx = pdrun.init()\nx = torch.ones(1) * ctx.rank\n"
-        "dist.all_reduce(x)\nprint('sum', x.item())\n"
+        "dist.all_reduce(x)\nprint(f'sum {x.item()}\\n', end='', flush=True)\n"
     )
     done = alone(tmp_path, *words(program, 3), sys.executable, "work.py")
     assert (done.returncode, re.findall(r"sum (\S+)", done.stdout)) == (0, ["3.0"] * 3), done.stderr

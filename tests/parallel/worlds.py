@@ -48,7 +48,15 @@ def _serve(rank: int, world: int, store: str, link: Connection) -> None:
             answer = (True, getattr(importlib.import_module(module), name)(*args, **kwargs))
         except BaseException as error:
             answer = (False, (type(error).__name__, str(error), traceback.format_exc()))
+        _forget_groups(torch.distributed)
         link.send(answer)
+
+
+def _forget_groups(dist: Any) -> None:
+    """End the process groups of the call: each has threads of its own, and a world serves hundreds of calls."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 class RankError(AssertionError):

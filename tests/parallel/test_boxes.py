@@ -127,7 +127,7 @@ def test_only_what_is_needed_is_opened(tmp_path: Path) -> None:
         "rank-00000.bin", "rank-00002.bin",
     ]  # fmt: skip
     assert torch.equal(reader.read("x", column), whole[:, 2])
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(ConfigError, match=r"rank-00001\.bin cannot be read"):
         reader.read("x")
 
 

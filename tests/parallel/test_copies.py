@@ -11,6 +11,7 @@ import torch
 from pdrun.errors import UsageError
 from pdrun.parallel import mesh
 from pdrun.parallel.offload import Offload
+from pdrun.parallel.pipeline.pipeline import Pipeline
 from pdrun.parallel.run import Run
 from tests.parallel import test_context_runs as long
 from tests.parallel import zoo
@@ -140,7 +141,7 @@ def refused(level: int, pipeline: Any) -> str:
 
 def test_copies_beside_what_gathers_or_schedules_are_refused(worlds: Any) -> None:
     assert "at optimizer_level=3" in worlds(1).run(refused, 3, None)[0]
-    assert "beside pipeline=" in worlds(1).run(refused, 0, object())[0]
+    assert "beside pipeline=" in worlds(1).run(refused, 0, Pipeline(microbatches=2))[0]
 
 
 def failing() -> None:

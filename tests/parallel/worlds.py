@@ -6,6 +6,7 @@ one.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -19,6 +20,8 @@ from typing import Any
 
 BOUND = 60.0
 """Seconds after which a call counts as hung."""
+CALLS = 20
+"""After so many calls a world gives way to a new one: what gloo keeps of ended groups is threads that wake up."""
 
 
 def _serve(rank: int, world: int, store: str, link: Connection) -> None:
@@ -38,6 +41,7 @@ def _serve(rank: int, world: int, store: str, link: Connection) -> None:
 
     parallelize.__kwdefaults__["timeout"] = 30.0  # a hang names the ranks before the test's own bound
     torch.set_num_threads(1)
+    gc.freeze()  # what is there now is not looked at again by each collection
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     while True:
         try:
@@ -54,6 +58,7 @@ def _serve(rank: int, world: int, store: str, link: Connection) -> None:
 
 def _forget_groups(dist: Any) -> None:
     """End the process groups of the call: each has threads of its own, and a world serves hundreds of calls."""
+    gc.collect()  # runs hold theirs in circles
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
@@ -83,12 +88,13 @@ class World:
             there.close()
             self.links.append(here)
             self.processes.append(process)
-        self.broken = False
+        self.broken, self.calls = False, 0
         self.grace = 8.0
         """Seconds that the others have when one has failed."""
 
     def start(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Have every rank call a function of a module."""
+        self.calls += 1
         for link in self.links:
             link.send((function.__module__, function.__name__, args, kwargs))
 
@@ -148,7 +154,7 @@ class Worlds:
     def __call__(self, size: int) -> World:
         """Return a sound world."""
         made = self._made.get(size)
-        if made is None or made.broken:
+        if made is None or made.broken or made.calls >= CALLS:
             if made is not None:
                 made.close()
             made = self._made[size] = World(size)

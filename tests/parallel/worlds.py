@@ -20,7 +20,7 @@ from typing import Any
 
 BOUND = 60.0
 """Seconds after which a call counts as hung."""
-CALLS = 20
+CALLS = 5
 """After so many calls a world gives way to a new one: what gloo keeps of ended groups is threads that wake up."""
 
 

@@ -331,10 +331,16 @@ def held_after(case: Case) -> dict[str, Any]:
 
 
 def stay_away(case: Case) -> None:
-    """Have the first rank make a step and the others none."""
+    """Have the first rank make a step and the others none: they stay until it has given up."""
     run = make(case)
-    if torch.distributed.get_rank() == 0:
+    store = torch.distributed.distributed_c10d._get_default_store()
+    if torch.distributed.get_rank():
+        store.wait(["given up"])
+        return
+    try:
         run.step(batch_of(16, 0))
+    finally:
+        store.set("given up", "")
 
 
 def explained(case: Case) -> str:

@@ -152,7 +152,7 @@ class Axes:
             return dist.group.WORLD
         if ranks not in self._groups:
             # torch sorts the ranks of a group: see Axis._order
-            self._groups[ranks] = compat.new_group(sorted(ranks), self.watch.seconds)
+            self._groups[ranks] = compat.new_group(sorted(ranks), self.watch.seconds, self)
         return self._groups[ranks]
 
     def forget(self) -> None:

@@ -77,7 +77,7 @@ class Comm:
         return self._group(row), self._group(column)
 
     def _group(self, ranks: tuple[int, ...]) -> Any:
-        return compat.new_group(list(ranks), self.watch.seconds)
+        return compat.new_group(list(ranks), self.watch.seconds, self)
 
     def _start(self, name: str, label: str, works: list[Any], then: Callable[[], Any]) -> Pending:
         self.calls[name] = self.calls.get(name, 0) + bool(works)

@@ -7,6 +7,7 @@ What differs between torch 2.11 and 2.14, in one place.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter
 from datetime import timedelta
 from typing import Any
@@ -38,15 +39,18 @@ def set_timeout(seconds: float, group: Any = None) -> None:
 
 _made: Counter[tuple[int, ...]] = Counter()
 _naming = threading.Lock()
+_over: list[Any] = []
+"""Groups whose owners are gone, until `end_groups`."""
 
 
-def new_group(ranks: list[int], seconds: float) -> Any:
+def new_group(ranks: list[int], seconds: float, owner: Any) -> Any:
     """
     Return a new process group of some ranks, which only these have to ask for, each as often as the others.
 
     Args:
         ranks: the members, ascending.
         seconds: what its collectives may take.
+        owner: when it is gone, so is the need for the group: see `end_groups`.
 
     torch names such a group by its ranks and by how many groups the process is in, which may differ from rank to rank
     (a group of the first and the last pipeline stage): they would then wait for each other under different names. Here
@@ -59,6 +63,20 @@ def new_group(ranks: list[int], seconds: float) -> Any:
         usual = distributed_c10d._hash_ranks_to_str
         distributed_c10d._hash_ranks_to_str = lambda _: name
         try:
-            return dist.new_group(ranks, timeout=timedelta(seconds=seconds), use_local_synchronization=True)
+            made = dist.new_group(ranks, timeout=timedelta(seconds=seconds), use_local_synchronization=True)
         finally:
             distributed_c10d._hash_ranks_to_str = usual
+    weakref.finalize(owner, _over.append, made).atexit = False
+    return made
+
+
+def end_groups() -> None:
+    """
+    End gloo's groups that nobody needs any more, each of which has threads and connections; called between runs.
+
+    Groups of accelerators are left to torch: ending one of them waits for the other ranks.
+    """
+    while _over:
+        group = _over.pop()
+        if group in distributed_c10d._world.pg_map and dist.get_backend(group) == "gloo":
+            dist.destroy_process_group(group)

@@ -12,6 +12,7 @@ shares with its group (`cuts`); at level 3 `gatherer` also keeps the weights in 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -207,14 +208,23 @@ class Engine:
                 self._complete(index)
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        part = self.bundles[index]
+        # torch holds a tensor's hooks where no garbage collector looks: one that held the engine would keep a run, and
+        # all that it trains, for as long as the process lives
+        me = weakref.ref(self)
 
         def arrived(param: torch.Tensor) -> None:
-            part.missing -= 1
-            if part.missing == 0:
-                self._complete(index)
+            engine = me()
+            if engine is not None:
+                engine._arrived(index)
 
         return arrived
+
+    def _arrived(self, index: int) -> None:
+        """Count a gradient of a bundle."""
+        part = self.bundles[index]
+        part.missing -= 1
+        if part.missing == 0:
+            self._complete(index)
 
     def _complete(self, index: int) -> None:
         """Take the gradients of a bundle, and start sums as far as the fixed order allows."""

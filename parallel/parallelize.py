@@ -147,6 +147,7 @@ def parallelize(
     if not callable(scheduler) and scheduler is not None:
         check_has("scheduler", scheduler, ("step", "state_dict"), "scheduler=lambda optimizer: StepLR(optimizer, 100)")
     job = join()
+    compat.end_groups()
     mesh = mesh or solve(job.world_size, {"dp": -1})
     level = check_level(optimizer_level)
     _check_mesh(mesh, job.world_size, level, strategy, pipeline, context)

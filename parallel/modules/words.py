@@ -47,15 +47,8 @@ class VocabularyParallelEmbedding:
         return self._place.leave(found)
 
 
-class VocabularyParallelHead:
-    """A head that computes this rank's logits."""
-
-    _place: Place
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``[..., words]`` of ``[..., width]``, or this rank's words only where they stay cut."""
-        place = self._place
-        return place.leave(super().forward(place.enter(x)))  # type: ignore[misc]
+class VocabularyParallelHead(linear.ColumnParallel):
+    """A head that computes this rank's logits: ``[..., words]`` of ``[..., width]``, or its own words only."""
 
 
 @dataclass(frozen=True)

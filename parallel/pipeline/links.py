@@ -3,9 +3,7 @@ Point-to-point connections along pp: tensors go from rank to rank in an order th
 
 Each pair of neighbours has two process groups, one for each direction. So what goes up never waits for what comes down,
 on NCCL too, where all transfers of a group pass through one stream; and within a direction the receiver posts its
-receives in the order of the sender's sends. The groups form a ring, or join all with all where a schedule needs it, and
-are made by all ranks of the job at once: every rank is then in as many groups as any other, which torch counts when it
-names groups.
+receives in the order of the sender's sends. The groups form a ring, or join all with all where a schedule needs it.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pdrun.parallel import compat
 from pdrun.parallel.axes import Axes, Count
 from pdrun.parallel.pipeline.records import Record
 
@@ -45,18 +44,15 @@ class Links:
         self.axes, self.axis = axes, axes[AXIS]
         self._groups: dict[tuple[int, int], Any] = {}
         self._sending: list[tuple[Any, torch.Tensor, str]] = []
-        grid = axes.grid
-        lines = dict.fromkeys(grid.group((AXIS,), rank) for rank in range(grid.size))
         size = self.axis.size
         pairs = sorted({(min(at, (at + 1) % size), max(at, (at + 1) % size)) for at in range(size)})
         if not {(min(pair), max(pair)) for pair in wanted} <= set(pairs):
             pairs = list(itertools.combinations(range(size), 2))
-        for line in lines if size > 1 else ():
-            for low, high in pairs:
-                for source, target in ((low, high), (high, low)):
-                    made = dist.new_group(sorted((line[low], line[high])))
-                    if axes.rank in (line[low], line[high]):
-                        self._groups[source, target] = made
+        for low, high in pairs if size > 1 else ():
+            if self.axis.index in (low, high):
+                ranks = sorted((self.axis.ranks[low], self.axis.ranks[high]))
+                for way in ((low, high), (high, low)):
+                    self._groups[way] = compat.new_group(ranks, axes.watch.seconds, self)
         self._meet()
 
     def _meet(self) -> None:

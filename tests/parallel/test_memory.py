@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 
 import pdrun
 from pdrun.errors import ConfigError, UsageError
-from pdrun.parallel import memory, meta, offload, safetensors
+from pdrun.parallel import compat, memory, meta, offload, safetensors
 from pdrun.parallel.parallelize import parallelize
 from tests.parallel import zoo
 from tests.parallel.test_faults import LEVELS, pair, sgd, square_loss
@@ -256,3 +258,25 @@ def wrong_shape(path: str) -> None:
 def test_weights_of_another_shape_are_refused(worlds: Worlds, tmp_path: Path) -> None:
     (told,) = worlds(1).failures(wrong_shape, str(tmp_path / "x"))
     assert "weight is (1, 6) there and (2, 6) here" in told[1]
+
+
+# ---- runs that are over ------------------------------------------------------------------------------------------
+
+
+def leaves(case: Case) -> tuple[bool, int]:
+    run = zoo.make(case, **dict(case.more))
+    run.step(zoo.batch_of(24, 0))
+    engine, model = weakref.ref(run.engine), weakref.ref(run.model)
+    del run
+    gc.collect()
+    compat.end_groups()
+    left = len(torch.distributed.distributed_c10d._world.pg_map) if torch.distributed.is_initialized() else 0
+    return engine() is None and model() is None, left
+
+
+@LEVELS
+def test_a_run_that_nobody_holds_leaves_nothing(level: int, worlds: Worlds) -> None:
+    """torch keeps hooks of tensors where the collector does not look: they must not hold the run."""
+    found = [worlds(2).run(leaves, Case(2, level, recompute="full")) for _ in range(2)]
+    assert [[gone for gone, _ in ranks] for ranks in found] == [[True, True]] * 2
+    assert found[0] == found[1]  # no group is left of the first that the second has to bear

@@ -20,8 +20,6 @@ from typing import Any
 
 BOUND = 60.0
 """Seconds after which a call counts as hung."""
-CALLS = 5
-"""After so many calls a world gives way to a new one: what gloo keeps of ended groups is threads that wake up."""
 
 
 def _serve(rank: int, world: int, store: str, link: Connection) -> None:
@@ -37,6 +35,7 @@ def _serve(rank: int, world: int, store: str, link: Connection) -> None:
     )
     import torch
 
+    from pdrun.parallel import compat
     from pdrun.parallel.parallelize import parallelize
 
     parallelize.__kwdefaults__["timeout"] = 30.0  # a hang names the ranks before the test's own bound
@@ -52,16 +51,9 @@ def _serve(rank: int, world: int, store: str, link: Connection) -> None:
             answer = (True, getattr(importlib.import_module(module), name)(*args, **kwargs))
         except BaseException as error:
             answer = (False, (type(error).__name__, str(error), traceback.format_exc()))
-        _forget_groups(torch.distributed)
+        gc.collect()  # runs hold themselves in circles
+        compat.end_groups()
         link.send(answer)
-
-
-def _forget_groups(dist: Any) -> None:
-    """End the process groups of the call: each has threads of its own, and a world serves hundreds of calls."""
-    gc.collect()  # runs hold theirs in circles
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
 
 
 class RankError(AssertionError):
@@ -88,13 +80,12 @@ class World:
             there.close()
             self.links.append(here)
             self.processes.append(process)
-        self.broken, self.calls = False, 0
+        self.broken = False
         self.grace = 8.0
         """Seconds that the others have when one has failed."""
 
     def start(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Have every rank call a function of a module."""
-        self.calls += 1
         for link in self.links:
             link.send((function.__module__, function.__name__, args, kwargs))
 
@@ -154,7 +145,7 @@ class Worlds:
     def __call__(self, size: int) -> World:
         """Return a sound world."""
         made = self._made.get(size)
-        if made is None or made.broken or made.calls >= CALLS:
+        if made is None or made.broken:
             if made is not None:
                 made.close()
             made = self._made[size] = World(size)

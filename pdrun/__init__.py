@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # typing itself would take longer than all else here
     from pdrun.launcher.function import launch as launch
     from pdrun.parallel.context import Context as Context
     from pdrun.parallel.context import init as init
+    from pdrun.parallel.layouts.bound import Layout as Layout
     from pdrun.parallel.layouts.layout import L as L
     from pdrun.parallel.loader import Loader as Loader
     from pdrun.parallel.mesh import mesh as mesh
@@ -68,6 +69,7 @@ _HOMES = {
     "WorkerEnv": "pdrun.env",
     "ContextParallel": "pdrun.parallel.modules.context",
     "L": "pdrun.parallel.layouts.layout",
+    "Layout": "pdrun.parallel.layouts.bound",
     "Loader": "pdrun.parallel.loader",
     "Offload": "pdrun.parallel.offload",
     "Operators": "pdrun.parallel.operators.module",

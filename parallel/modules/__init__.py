@@ -6,6 +6,8 @@ tensors with explicit collectives.
 """
 
 from pdrun.parallel.modules.entropy import cross_entropy as cross_entropy
+from pdrun.parallel.modules.highdim import linear2d as linear2d
+from pdrun.parallel.modules.highdim import linear3d as linear3d
 from pdrun.parallel.modules.presets import strategy_for as strategy_for
 from pdrun.parallel.modules.strategy import Strategy as Strategy
 from pdrun.parallel.modules.styles import col as col

@@ -8,6 +8,7 @@ subclass of the old one, and its weights become tiles of what they were.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -73,11 +74,12 @@ class Seat:
         return tile(shape, L(*[None] * len(shape)), self.grid, self.rank, sums=names(sums))
 
 
-class Style:
+class Style(ABC):
     """How a module is cut. Equal styles are equal objects, so that a module may be matched twice by the same."""
 
     axis: Names
 
+    @abstractmethod
     def tiles(self, name: str, module: nn.Module, seat: Seat) -> dict[str, Tile]:
         """
         Return the part of each of the module's own weights (names within the module).
@@ -85,11 +87,10 @@ class Style:
         Raises:
             UsageError: the module is none that the style can cut.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def change(self, name: str, module: nn.Module, axis: Axis, entry: Entry) -> None:
         """Have the module compute with its tiles, which it holds already."""
-        raise NotImplementedError
 
 
 def names(axis: Names) -> tuple[str, ...]:

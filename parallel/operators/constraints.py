@@ -19,8 +19,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from pdrun.errors import UsageError
+from pdrun.parallel.layouts.bound import BoundLayout, is_counts
+from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
 
+Said = L | BoundLayout | tuple[int, ...]
+"""A layout as a user says it: by axes of the mesh, on a device matrix of its own, or as counts a dim."""
 T = TypeVar("T", bound=Callable[..., Any])
 
 _LIBRARY = torch.library.Library("pdrun", "DEF")
@@ -36,32 +40,55 @@ _LIBRARY.impl("constrain", _copied, "CompositeExplicitAutograd")
 _LIBRARY.impl("stop", _copied, "CompositeExplicitAutograd")
 
 
-def encode(layout: L) -> str:
+def is_layout(value: Any) -> bool:
+    """Return whether something is a layout as `Said` has them."""
+    return isinstance(value, (L, BoundLayout)) or (is_counts(value) and len(value) > 0)
+
+
+def encode(layout: Said) -> str:
     """Return a layout as text, which is how it gets through an export."""
-    return json.dumps([layout.dims, layout.sums])
+    if isinstance(layout, tuple):
+        return json.dumps({"counts": layout})
+    plain = layout.layout if isinstance(layout, BoundLayout) else layout
+    found: dict[str, Any] = {"dims": plain.dims, "sums": plain.sums}
+    if isinstance(layout, BoundLayout):
+        found["grid"] = [layout.grid.names, layout.grid.sizes]
+    return json.dumps(found)
 
 
-def decode(text: str) -> L:
+def decode(text: str) -> Said:
     """Return the layout of a text (see `encode`)."""
-    dims, sums = json.loads(text)
-    return L(*map(tuple, dims), sums=tuple(sums))
+    found = json.loads(text)
+    if "counts" in found:
+        return tuple(found["counts"])
+    layout = L(*map(tuple, found["dims"]), sums=tuple(found["sums"]))
+    if "grid" not in found:
+        return layout
+    names, sizes = found["grid"]
+    return BoundLayout(Grid(tuple(names), tuple(sizes)), layout)
 
 
-def constrain(x: torch.Tensor, layout: L) -> torch.Tensor:
+def _dims(layout: Said) -> int:
+    if isinstance(layout, BoundLayout):
+        return len(layout.layout.dims)
+    return len(layout.dims) if isinstance(layout, L) else len(layout)
+
+
+def constrain(x: torch.Tensor, layout: Said) -> torch.Tensor:
     """
     Return ``x``; the operator engine lays it out so. Without the engine nothing happens.
 
     Raises:
         UsageError: ``layout`` is no layout, or is for another number of dims.
     """
-    if not isinstance(layout, L):
+    if not is_layout(layout):
         raise UsageError(f"{layout!r} is no layout", where="pdrun.constrain", hint='for example L("dp", None, "tp")')
     if not isinstance(x, torch.Tensor):
         raise UsageError(
             f"a {type(x).__name__} has no layout", where="pdrun.constrain", hint="constrain(tensor, L(...))"
         )
-    if len(layout.dims) != x.dim():
-        what = f"{layout} is for {len(layout.dims)} dims, the tensor is {list(x.shape)}"
+    if _dims(layout) != x.dim():
+        what = f"{layout} is for {_dims(layout)} dims, the tensor is {list(x.shape)}"
         raise UsageError(what, where="pdrun.constrain")
     if not torch.compiler.is_exporting():
         return x
@@ -80,9 +107,9 @@ class Sharding:
         weights: by name of the parameter, from the module on.
     """
 
-    in_: tuple[L | None, ...] = ()
-    out: L | tuple[L | None, ...] | None = None
-    weights: dict[str, L] = field(default_factory=dict)
+    in_: tuple[Said | None, ...] = ()
+    out: tuple[Said | None, ...] | None = None
+    weights: dict[str, Said] = field(default_factory=dict)
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Forward hook: constrain the arguments."""
@@ -92,10 +119,10 @@ class Sharding:
         """Forward hook: constrain the result."""
         if self.out is None or not torch.compiler.is_exporting():
             return result
-        return _each(result, self.out if isinstance(self.out, tuple) else (self.out,))
+        return _each(result, self.out)
 
 
-def _each(values: Any, layouts: tuple[L | None, ...]) -> Any:
+def _each(values: Any, layouts: tuple[Said | None, ...]) -> Any:
     """Return nested values with the tensors among them constrained, in order."""
     flat, structure = pytree.tree_flatten(values)
     wanted = iter(layouts)
@@ -106,12 +133,16 @@ def _each(values: Any, layouts: tuple[L | None, ...]) -> Any:
     return pytree.tree_unflatten(found, structure)
 
 
-def _tuple(value: L | tuple[L | None, ...] | None) -> tuple[L | None, ...]:
-    return () if value is None else (value,) if isinstance(value, L) else tuple(value)
+def _tuple(value: Any) -> tuple[Said | None, ...]:
+    """Return a layout for each tensor; a tuple of counts is one layout, as anywhere."""
+    return () if value is None else (value,) if is_layout(value) else tuple(value)
 
 
 def shard(
-    target: T, in_: L | tuple[L | None, ...] | None = None, out: L | tuple[L | None, ...] | None = None, **weights: L
+    target: T,
+    in_: Said | tuple[Said | None, ...] | None = None,
+    out: Said | tuple[Said | None, ...] | None = None,
+    **weights: Said,
 ) -> T:
     """
     Say how a module's or a function's tensors lie; what is left open follows from what is said.
@@ -126,13 +157,14 @@ def shard(
         UsageError: a module lacks such a parameter, or a function was given one.
     """
     for name, value in (("in_", in_), ("out", out), *weights.items()):
-        each = value if isinstance(value, (tuple, list)) and name in ("in_", "out") else (value,)
-        if not all(one is None or isinstance(one, L) for one in each):
+        several = isinstance(value, (tuple, list)) and name in ("in_", "out") and not is_layout(value)
+        each: Any = value if several else (value,)
+        if not all(one is None or is_layout(one) for one in each):
             what = f"{name}={value!r} is no layout"
             raise UsageError(what, where="pdrun.shard", hint='L("dp", None, "tp"), or a tuple of them')
     if not callable(target):
         raise UsageError(f"{target!r} is neither a module nor a function", where="pdrun.shard")
-    sharding = Sharding(_tuple(in_), out, dict(weights))
+    sharding = Sharding(_tuple(in_), None if out is None else _tuple(out), dict(weights))
     if isinstance(target, nn.Module):
         known = dict(target.named_parameters())
         for name in weights:

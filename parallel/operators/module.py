@@ -24,10 +24,9 @@ from torch.utils import _pytree as pytree
 from pdrun.errors import UsageError
 from pdrun.parallel.axes import Axes
 from pdrun.parallel.layouts.grid import Grid
-from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.mesh import FIXED
 from pdrun.parallel.operators import rules as rules  # registers them
-from pdrun.parallel.operators.constraints import Sharding
+from pdrun.parallel.operators.constraints import Said, Sharding
 from pdrun.parallel.operators.graph import Graph, trace
 from pdrun.parallel.operators.partition import Program, partition
 from pdrun.parallel.operators.plan import Plan
@@ -69,7 +68,7 @@ class Operators:
         args, kwargs = on_meta((args, kwargs or {}))
         return self.plan_of(trace(shadow, args, kwargs), mesh, _inner(model))
 
-    def plan_of(self, graph: Graph, mesh: Grid, inner: Mapping[str, L]) -> Plan:
+    def plan_of(self, graph: Graph, mesh: Grid, inner: Mapping[str, Said]) -> Plan:
         """Return the plan for a graph (see `plan`)."""
         grid = tensor_grid(mesh)
         return propagate(graph, grid, resolve(graph, grid, mesh, self.entries, inner))
@@ -219,7 +218,7 @@ def on_meta(values: Any) -> Any:
     return pytree.tree_map(lambda value: value.to("meta") if isinstance(value, torch.Tensor) else value, values)
 
 
-def _inner(model: nn.Module) -> dict[str, L]:
+def _inner(model: nn.Module) -> dict[str, Said]:
     """Return the layouts of weights that `shard` set on modules, by the first name of the weight."""
     first = {id(param): name for name, param in model.named_parameters()}
     found = {}

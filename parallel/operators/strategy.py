@@ -21,10 +21,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdrun.errors import UsageError
+from pdrun.parallel.layouts.bound import BoundLayout, match, onto
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.modules.regions import Replicate
-from pdrun.parallel.operators.constraints import decode
+from pdrun.parallel.operators.constraints import Said, decode, is_layout
 from pdrun.parallel.operators.graph import Graph, Operator
 from pdrun.parallel.operators.plan import Choice, states_of
 from pdrun.parallel.operators.rule import PARTIAL, WHOLE, Split, splits_of, view_of
@@ -43,16 +44,16 @@ class Cut:
         out: the layout of its (first) result, where it isn't what comes out by itself.
     """
 
-    in_: tuple[L | Counts | None, ...] = ()
-    out: L | None = None
+    in_: tuple[Said | None, ...] = ()
+    out: Said | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.in_, tuple) or not (self.out is None or isinstance(self.out, L)):
+        if not isinstance(self.in_, tuple) or not (self.out is None or is_layout(self.out)):
             hint = 'Cut(in_=(L("dp", "tp"), None), out=L("dp", None))'
             raise UsageError(f"{self} has no tuple of inputs, or no layout as its result", where=WHERE, hint=hint)
 
 
-Entry = Cut | L | tuple[Any, ...] | Replicate
+Entry = Cut | L | BoundLayout | tuple[Any, ...] | Replicate
 
 
 @dataclass
@@ -75,7 +76,7 @@ class Wishes:
     said: dict[int, str] = field(default_factory=dict)
 
 
-def resolve(graph: Graph, grid: Grid, mesh: Grid, entries: Mapping[str, Entry], inner: Mapping[str, L]) -> Wishes:
+def resolve(graph: Graph, grid: Grid, mesh: Grid, entries: Mapping[str, Entry], inner: Mapping[str, Said]) -> Wishes:
     """
     Return what the entries of a strategy and the constraints inside a model mean for a graph.
 
@@ -113,15 +114,16 @@ class _Resolver:
         """Apply one entry to everything that its name matches."""
         for kind, known in (("param", self.params), ("operator", self.operators), ("module", self.modules)):
             names = [name for name in known if fnmatch.fnmatchcase(name, pattern)]
-            if names and (kind == "param") == (isinstance(entry, L)):
+            if names and (kind == "param") == is_layout(entry):
                 for name in names:
                     self._apply(kind, name, entry)
                 return
-        if isinstance(entry, L) and any(
+        if is_layout(entry) and any(
             fnmatch.fnmatchcase(name, pattern) for name in (*self.operators, *self.modules)
         ):
             what = f"{pattern} is an operator: {entry!r} says nothing of its inputs"
-            raise UsageError(what, where=WHERE, hint="give a tuple with an entry for each, or Cut(in_=..., out=...)")
+            hint = "give a tuple with an entry for each, as ((2, 4),), or Cut(in_=..., out=...)"
+            raise UsageError(what, where=WHERE, hint=hint)
         if any(fnmatch.fnmatchcase(name, pattern) for name in self.params):
             what = f"{pattern} names a weight, and {entry!r} is no layout"
             raise UsageError(what, where=WHERE, hint='for example L("tp", None)')
@@ -150,12 +152,12 @@ class _Resolver:
 
     # ---- weights -------------------------------------------------------------------------------------------------
 
-    def weight(self, name: str, layout: L, said: str) -> None:
+    def weight(self, name: str, given: Said, said: str) -> None:
         """Set the layout of a weight."""
         index = self.params.get(name)
         if index is None:
             raise UsageError(f"no operator uses the weight {name}", where=WHERE)
-        layout = self._inner(layout, self.graph.shape(index), name, batch=False)
+        layout = self._inner(self._named(given, name, batch=False), self.graph.shape(index), name, batch=False)
         if layout.sums:
             raise UsageError(f"{name}: a weight is never a sum, as in {layout}", where=WHERE)
         old = self.wishes.weights.setdefault(index, layout)
@@ -201,25 +203,43 @@ class _Resolver:
             count = len(self.graph.operators[place].inputs)
             raise UsageError(f"{said} has {count} inputs, {len(cut.in_)} are described", where=WHERE)
         for one in cut.in_:
-            if not (one is None or isinstance(one, L) or (isinstance(one, tuple) and all(map(_is_count, one)))):
+            if not (one is None or is_layout(one)) or (isinstance(one, tuple) and not all(map(_is_count, one))):
                 what = f"{said}: {one!r} is neither a layout nor a tuple of counts"
                 raise UsageError(what, where=WHERE, hint="an operator of one input has ((2, 4),), with a comma")
         out = None
         if cut.out is not None:
-            out = self._inner(cut.out, self.graph.shape(self.graph.operators[place].outputs[0]), said)
+            shape = self.graph.shape(self.graph.operators[place].outputs[0])
+            out = self._inner(self._named(cut.out, said), shape, said)
             self.wishes.outs[place] = out
         if cut.in_:
-            self.wishes.choices[place] = self._choose(place, cut.in_, out, said)
+            wanted = tuple(self._named(one, said) if isinstance(one, BoundLayout) else one for one in cut.in_)
+            self.wishes.choices[place] = self._choose(place, wanted, out, said)
 
     def constraints(self) -> None:
         """Configure the operators that `pdrun.constrain` left in the graph."""
         for place, operator in enumerate(self.graph.operators):
             if operator.kind == "constrain":
-                layout = decode(operator.args[1])
                 said = f"pdrun.constrain at {operator.source or operator.name}"
-                layout = self._inner(layout, self.graph.shape(operator.inputs[0]), said)
+                given = self._named(decode(operator.args[1]), said)
+                layout = self._inner(given, self.graph.shape(operator.inputs[0]), said)
                 self.wishes.choices[place] = self._choose(place, (layout,), None, said)
                 self.wishes.said[place] = said
+
+    def _named(self, given: Said, said: str, batch: bool = True) -> L:
+        """Return a layout by the axes of the mesh; counts in dim 0 may stand for dp where it is a batch's."""
+        try:
+            if isinstance(given, BoundLayout):
+                return onto(given, self.grid if given.grid.size == self.grid.size else self.mesh)
+            if isinstance(given, L):
+                return given
+            try:
+                return match(given, self.grid)
+            except UsageError:
+                if not batch or "dp" not in self.mesh.names:
+                    raise
+            return match(given, self.mesh, ("dp", *self.grid.names))
+        except UsageError as error:
+            raise UsageError(f"{said}: {error.what}", where=WHERE, hint=error.hint) from None
 
     def _inner(self, layout: L, shape: tuple[int, ...], said: str, batch: bool = True) -> L:
         """Return a layout without data axes, which cut the batch anyway."""

@@ -56,7 +56,7 @@ VARIABLES = words("""
     PDRUN_SSH_OPTS PDRUN_SHIP PDRUN_MPIRUN PDRUN_MPIRUN_OPTS PDRUN_SRUN_OPTS
 """)
 PUBLIC = words("""
-    ConfigError Context ContextParallel Cut DeadlineExceeded JobFailed L Loader Offload Operators PdrunError
+    ConfigError Context ContextParallel Cut DeadlineExceeded JobFailed L Layout Loader Offload Operators PdrunError
     Pipeline Precision RendezvousError Run Strategy UsageError WorkerEnv __version__ col constrain cross_entropy
     elastic empty_init heads init launch mesh parallelize positions progress replicate row seq shard strategy_for
     vocab

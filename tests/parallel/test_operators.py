@@ -11,9 +11,11 @@ import torch
 
 from pdrun.errors import UsageError
 from pdrun.parallel import mesh
+from pdrun.parallel.layouts.bound import Layout
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.modules.styles import replicate
+from pdrun.parallel.operators.constraints import decode, encode
 from pdrun.parallel.operators.module import Operators
 from pdrun.parallel.operators.plan import Plan
 from pdrun.parallel.operators.strategy import Cut
@@ -40,13 +42,16 @@ GRID = {
     "[qkv].weight": L("x", "y"), "o.weight": L("y", "x"), "gate.weight": L(("x", "y"), None),
     "up.weight": L(("y", "x"), None), "emb.weight": L("y", "x"),
 }  # fmt: skip
-TUTORIAL = {
+MATRIX = Layout((2, 2), ("a", "b"))
+TUTORIAL: dict[str, Any] = {
     "rows": {"matmul": ((4, 1), (1, 1))},
     "columns": {"matmul": ((1, 1), (1, 4)), "matmul_1": ((1, 4), (4, 1))},
     "both": {"matmul": ((2, 1), (1, 2)), "matmul_1": ((2, 2), (2, 1)), "matmul_2": ((2, 2), (2, 1))},
     "mixed": {"matmul": ((2, 2), (2, 1)), "matmul_1": ((4, 1), (1, 1)), "matmul_2": ((1, 4), (4, 1))},
     "layouts": {"matmul": (L("x", "y"), L("y", None)), "matmul_1": (L(("y", "x"), None), L(None, None)),
                 "matmul_2": (L(None, ("x", "y")), L(("x", "y"), None))},
+    "matrix": {"matmul": (MATRIX("a", "b"), MATRIX("b", "None")), "matmul_1": (MATRIX(("b", "a"), "None"), None),
+               "matmul_2": (MATRIX("None", ("a", "b")), MATRIX(("a", "b"), "None"))},
 }  # fmt: skip
 
 PAIRS: list[tuple[str, dict[str, int], Any]] = [
@@ -225,7 +230,7 @@ def test_heads_are_cut_as_groups_and_gathered_where_they_cannot_be() -> None:
     ("perceptron", {"fc1": ((2, 1), (1, 2))}, {"tp": 2}, r"no way to cut linear into \(\(2, 1\), \(1, 2\)\)"),
     ("perceptron", {"fc1": ((4, 1), (1, 1))}, {"tp": 2}, "no way to cut linear.*an axis for each count"),
     ("perceptron", {"fc1": ((2,), (1, 1))}, {"tp": 2}, "not a count for each dim"),
-    ("perceptron", {"fc1": (2, 1)}, {"tp": 2}, "neither a layout nor a tuple of counts"),
+    ("perceptron", {"fc1": (2, 1)}, {"tp": 2}, r"is an operator: .* nothing of its inputs; .* as \(\(2, 4\),\)"),
     ("perceptron", {"fc1": (L("tp", None), L("tp", None))}, {"tp": 2}, "linear at .*can't take.*along tp"),
     ("perceptron", {"fc1": (L("zp", None),)}, {"tp": 2}, "there is no axis 'zp'"),
     ("perceptron", {"fc1": (L(None, "dp"),)}, {"dp": 2, "tp": 2}, "dp cut dim 1"),
@@ -246,6 +251,30 @@ def test_the_batch_may_be_named() -> None:
     assert plan.weights[0] == L("tp", None)
     same = planned("perceptron", {"fc1": ((2, 1), (4, 1))}, dp=2, tp=4)
     assert (same.weights[0], same.choices[0].layout_in(0, 2)) == (L("tp", None), L(None, None))
+
+
+def test_a_layout_may_be_said_in_every_form() -> None:
+    """By axes, on a device matrix of its own, and as counts: for weights, inputs, results and inside of a model."""
+    for weight in (L("tp", None), Layout((2, 2), ("a", "b"))("b", "None"), Layout((2,), ("m",))("m", "None"), (2, 1)):
+        assert planned("perceptron", {"fc1.weight": weight}, dp=2, tp=2).weights[0] == L("tp", None)
+    matrix = Layout((2, 2), ("data", "model"))
+    inputs = (matrix("data", "None"), matrix("model", "None"))
+    want = planned("perceptron", {"fc1": (L("dp", None), L("tp", None))}, dp=2, tp=2)
+    assert planned("perceptron", {"fc1": inputs}, dp=2, tp=2).choices == want.choices
+    rows = planned("perceptron", {"fc1.weight": L("tp", None), "fc2": Cut(out=L("tp", None))}, tp=2)
+    assert planned("perceptron", {"fc1.weight": (2, 1), "fc2": Cut(out=(2, 1))}, tp=2).placed == rows.placed != {}
+    for said in (L("dp", None, "tp"), (2, 1, 4), matrix("data", ("model",))):
+        assert decode(encode(said)) == said
+
+
+@pytest.mark.parametrize(("weight", "told"), [
+    ((3, 1), r"fc1\.weight: no axes make the counts \(3, 1\)"), ((0, 1), "0 in .* is not a count of at least 1"),
+    (Layout((3,), ("m",))("m", "None"), r"fc1\.weight: \(m=3\) has 3 devices"),
+    (Layout((2, 2), ("a", "b"))("a", "None"), "L\\('dp', None\\) has dp cut dim 0"),
+])  # fmt: skip
+def test_forms_that_the_mesh_lacks_are_refused(weight: Any, told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        planned("perceptron", {"fc1.weight": weight}, dp=2, tp=2)
 
 
 class Strange(torch.nn.Module):

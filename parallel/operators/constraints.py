@@ -38,6 +38,8 @@ def _copied(x: torch.Tensor, *layout: str) -> torch.Tensor:
 
 _LIBRARY.impl("constrain", _copied, "CompositeExplicitAutograd")
 _LIBRARY.impl("stop", _copied, "CompositeExplicitAutograd")
+torch.library.register_autograd("pdrun::constrain", lambda ctx, gradient: (gradient, None), lib=_LIBRARY)
+torch.library.register_autograd("pdrun::stop", lambda ctx, gradient: gradient, lib=_LIBRARY)
 
 
 def is_layout(value: Any) -> bool:

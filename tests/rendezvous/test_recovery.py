@@ -164,7 +164,6 @@ def test_killed_at_every_commit_of_a_job_with_a_restart(
     scheduler: Start_, secret: Secret, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     """From the first Hello to the last Leave: the same generations, one restart, the same verdict."""
-    quiet: list[int] = []
     for number in range(2, 60):
         marker = tmp_path / f"killed-{number}"
         dying(monkeypatch, moment, number, marker)
@@ -186,10 +185,10 @@ def test_killed_at_every_commit_of_a_job_with_a_restart(
         if not marker.exists():
             assert number > 8, "that many commits a job has at least"
             assert kinds.count("resumed") == 0 and not said
-            assert quiet in ([], [number - 1]), "only after the last Leave is there nothing to resume"
             return
+        if not kinds.count("resumed"):  # two agents leave in one commit, or in two
+            assert marker.read_bytes().count(b'"Leave"') == 2, "only after the last Leave is there nothing to resume"
         assert kinds.count("resumed") <= 1
-        quiet += [number] * (not kinds.count("resumed"))
     raise AssertionError("the job never ended without a kill")
 
 

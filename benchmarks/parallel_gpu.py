@@ -1,12 +1,20 @@
 """
 A 1.35 B decoder on 2 or 4 GPUs: hand-written torch beside pdrun, on the same work in one command.
 
-    python benchmarks/parallel_gpu.py --devices 4                     all rows; about a minute each
+    python benchmarks/parallel_gpu.py --devices 4                     rows on data axes; about a minute each
     python benchmarks/parallel_gpu.py --devices 2 --rows ddp,pdrun0   some of them
+    python benchmarks/parallel_gpu.py --devices 2 --tokens 32768 --rows tp,pdrun-tp,pdrun-tp-copies,pipe,pdrun-pipe
     python benchmarks/parallel_gpu.py --tiny --devices 2 --backend cpu
 
-65,536 tokens a step in bf16, AdamW with fused kernels, eager. Each row runs in processes of its own. Peak is what
-torch's allocator has handed out at most on rank 0; for pdrun the peak that `run.memory` predicts stands beside it.
+    ddp, zero1, fsdp2       DistributedDataParallel, with ZeroRedundancyOptimizer; fully_shard      eager
+    tp                      torch's parallelize_module with sequence parts and loss_parallel        compiled
+    fsdp-tp                 the same over pairs, and fully_shard over the pairs (4 devices)         compiled
+    pipe                    torch's pipelining, 1F1B, a stage a device, 8 micro-batches             eager
+    pdrun0, 1, 3            pdrun at these levels; pdrun-tp, pdrun-fsdp-tp, pdrun-pipe: the same cuts by pdrun
+
+A row's name may end with -eager, -compiled or -copies (two copies of a step, one computing while the other waits).
+65,536 tokens a step in bf16, AdamW with fused kernels. Each row runs in processes of its own. Peak is what
+torch's allocator has handed out at most on any rank; for pdrun the peak that `run.memory` predicts stands beside it.
 MFU counts 6 operations a weight and token, and for attention 12 a layer, width, position and token, halved since it is
 causal.
 """
@@ -15,23 +23,37 @@ from __future__ import annotations
 
 import argparse
 import functools
+import sys
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import pdrun
 
 GIB = 2**30
+MICRO_BATCHES = 8
+"""Of the rows with stages."""
 Step = Callable[[Tensor, Tensor], Any]
 
 
@@ -68,26 +90,70 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
 
-class Block(nn.Module):
-    """Attention with rotary positions, and a gated perceptron."""
+class Attention(nn.Module):
+    """Causal, with rotary positions; q, k and v come from one matrix."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
-        self.heads = size.heads
-        self.norm1, self.norm2 = nn.RMSNorm(size.width), nn.RMSNorm(size.width)
+        self.n_heads = size.heads
         self.qkv = nn.Linear(size.width, 3 * size.width, bias=False)
         self.proj = nn.Linear(size.width, size.width, bias=False)
+
+    def split(self, x: Tensor) -> Any:
+        return self.qkv(x).view(*x.shape[:2], 3, self.n_heads, -1).permute(2, 0, 3, 1, 4)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        q, k = turn(q, cos, sin), turn(k, cos, sin)
+        mixed = F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, is_causal=True)
+        return self.proj(mixed.transpose(1, 2).flatten(2))
+
+
+class ApartAttention(Attention):
+    """Three matrices, since DTensors cannot cut one of three parts; made by `apart`."""
+
+    wq: nn.Linear
+    wk: nn.Linear
+    wv: nn.Linear
+
+    def split(self, x: Tensor) -> Any:
+        return [w(x).unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for w in (self.wq, self.wk, self.wv)]
+
+
+def apart(attention: Attention) -> None:
+    """Have an attention hold q, k and v as matrices of their own."""
+    parts = attention.qkv.weight.detach().chunk(3)
+    attention.__class__ = ApartAttention
+    del attention.qkv
+    for name, part in zip(("wq", "wk", "wv"), parts, strict=True):
+        linear = nn.Linear(part.shape[1], part.shape[0], bias=False, device="meta")
+        linear.weight = nn.Parameter(part.clone())
+        setattr(attention, name, linear)
+
+
+class Perceptron(nn.Module):
+    """A gated one."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
         self.gate, self.up = (nn.Linear(size.width, size.hidden, bias=False) for _ in range(2))
         self.down = nn.Linear(size.hidden, size.width, bias=False)
 
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """Attention, then a perceptron; each adds to its input."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(size.width), nn.RMSNorm(size.width)
+        self.attn, self.mlp = Attention(size), Perceptron(size)
+
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        rows, length, width = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        q, k = turn(q, cos, sin), turn(k, cos, sin)
-        mixed = F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, is_causal=True)
-        x = x + self.proj(mixed.transpose(1, 2).reshape(rows, length, width))
-        h = self.norm2(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+        x = x + self.attn(self.norm1(x), cos, sin)
+        return x + self.mlp(self.norm2(x))
 
 
 class Decoder(nn.Module):
@@ -118,29 +184,28 @@ def plain_loss(logits: Tensor, y: Tensor) -> Tensor:
 
 
 def total_loss(logits: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-    total = F.cross_entropy(logits.flatten(0, 1).float(), batch[1].flatten(), reduction="sum")
-    return total, batch[1].numel()
+    return pdrun.cross_entropy(logits, batch[1], reduction="sum"), batch[1].numel()
 
 
-def hand_written(row: str, model: nn.Module, device: torch.device) -> Step:
-    """Return a step in torch: DDP, DDP with ZeRO-1 or FSDP2."""
-    adam = functools.partial(torch.optim.AdamW, lr=1e-4, fused=True)
+# ---- hand-written ------------------------------------------------------------------------------------------------
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-4, fused=True)
+
+
+def by_data(row: str, model: nn.Module, device: torch.device) -> Step:
+    """Return a step of DDP, DDP with ZeRO-1, or FSDP2."""
     autocast = row != "fsdp2"
     if autocast:
         ids = [device.index] if device.type == "cuda" else None
         wrapped: nn.Module = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
         kinds = {"lr": 1e-4, "fused": True}
-        zero = row == "zero1"
-        optimizer = (
-            ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, **kinds)
-            if zero
-            else adam(wrapped.parameters())
-        )
+        optimizer: Any = adam(wrapped.parameters())
+        if row == "zero1":
+            optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, **kinds)
     else:
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for block in model.blocks:
-            fully_shard(block, mp_policy=policy)
-        wrapped = fully_shard(model, mp_policy=policy)
+        wrapped = sharded(model)
         optimizer = adam(wrapped.parameters())
 
     def step(x: Tensor, y: Tensor) -> Tensor:
@@ -154,13 +219,143 @@ def hand_written(row: str, model: nn.Module, device: torch.device) -> Step:
     return step
 
 
+def sharded(model: nn.Module, **options: Any) -> nn.Module:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=policy, **options)
+    return fully_shard(model, mp_policy=policy, **options)
+
+
+def by_tensors(row: str, model: nn.Module, device: torch.device) -> Step:
+    """Return a step of torch's tensor parallel with sequence parts; over pairs, and sharded over the pairs: fsdp-tp."""
+    world = dist.get_world_size()
+    tp = 2 if row.startswith("fsdp") else world
+    mesh = init_device_mesh(device.type, (world // tp, tp), mesh_dim_names=("dp", "tp"))
+    part, whole = Shard(1), Replicate()
+    parallelize_module(model, mesh["tp"], {
+        "emb": RowwiseParallel(input_layouts=whole, output_layouts=part), "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=part, output_layouts=Shard(-1), use_local_output=False),
+    })  # fmt: skip
+    for block in model.blocks:
+        apart(block.attn)
+        block.attn.n_heads //= tp
+        parallelize_module(block, mesh["tp"], {
+            "norm1": SequenceParallel(), "norm2": SequenceParallel(),
+            "attn": PrepareModuleInput(
+                input_layouts=(part, None, None), desired_input_layouts=(whole, None, None)
+            ),
+            "mlp": PrepareModuleInput(input_layouts=(part,), desired_input_layouts=(whole,)),
+            "attn.wq": ColwiseParallel(), "attn.wk": ColwiseParallel(), "attn.wv": ColwiseParallel(),
+            "mlp.gate": ColwiseParallel(), "mlp.up": ColwiseParallel(),
+            "attn.proj": RowwiseParallel(output_layouts=part), "mlp.down": RowwiseParallel(output_layouts=part),
+        })  # fmt: skip
+        if not row.endswith("-eager"):
+            block.compile()
+    shards = world > tp
+    if shards:
+        sharded(model, mesh=mesh["dp"])
+    optimizer = adam(model.parameters())
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        with loss_parallel():
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=not shards):
+                loss = plain_loss(model(x), y)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach().full_tensor()
+
+    return step
+
+
+class Stage(nn.Module):
+    """A rank's layers."""
+
+    def __init__(self, model: Decoder, index: int, count: int) -> None:
+        super().__init__()
+        low, high = (len(model.blocks) * place // count for place in (index, index + 1))
+        self.emb = model.emb if index == 0 else nn.Identity()
+        self.blocks = model.blocks[low:high]
+        self.last = nn.Sequential(model.norm, model.head) if index == count - 1 else nn.Identity()
+        self.register_buffer("cos", model.cos, persistent=False)
+        self.register_buffer("sin", model.sin, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.emb(x)
+        for block in self.blocks:
+            h = block(h, self.cos, self.sin)
+        return self.last(h)
+
+
+def by_stages(row: str, model: nn.Module, device: torch.device) -> Step:
+    """Return a step of torch's pipelining, 1F1B."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    stage = Stage(model, rank, world)
+    optimizer = adam(stage.parameters())
+    schedule = Schedule1F1B(PipelineStage(stage, rank, world, device), MICRO_BATCHES, loss_fn=plain_loss)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        losses: list[Tensor] = []
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            schedule.step(*([x] if rank == 0 else []), **({"target": y, "losses": losses} if rank == world - 1 else {}))
+        optimizer.step()
+        optimizer.zero_grad()
+        found = torch.stack(losses).mean().detach() if losses else torch.zeros((), device=device)
+        dist.broadcast(found, src=world - 1)
+        return found
+
+    return step
+
+
+HAND = {
+    "ddp": by_data, "zero1": by_data, "fsdp2": by_data, "tp": by_tensors, "fsdp-tp": by_tensors, "pipe": by_stages
+}  # fmt: skip
+
+
+# ---- pdrun -------------------------------------------------------------------------------------------------------
+
+
+def cuts() -> pdrun.Strategy:
+    """Return Megatron's cut with sequence parts, logits cut by words."""
+    col, row, seq, vocab = pdrun.col, pdrun.row, pdrun.seq, pdrun.vocab
+    return pdrun.Strategy({
+        "emb|head": vocab("tp", gather=False, sequence=1),
+        "blocks.*.attn": pdrun.heads("tp"),
+        "blocks.*.attn.qkv": col("tp", blocks=3, sequence=1),
+        "blocks.*.mlp.gate|blocks.*.mlp.up": col("tp", sequence=1),
+        "blocks.*.attn.proj|blocks.*.mlp.down": row("tp", sequence=1),
+        "norm|blocks.*.norm?": seq("tp"),
+    })  # fmt: skip
+
+
 def on_pdrun(row: str, model: nn.Module, options: dict[str, Any]) -> tuple[pdrun.Run, Step]:
-    """Return a run at the level that the row's name ends with, and its step."""
+    """Return a run as the row's name has it, and its step."""
+    world = dist.get_world_size()
+    options = {"copies": 2, **options} if row.endswith("-copies") else dict(options)
+    kind = row.removeprefix("pdrun").removeprefix("-").removesuffix("-copies")
+    kind, _, how = kind.rpartition("-") if kind.endswith(("-eager", "-compiled")) else (kind, "", "")
+    compiled = how == "compiled"
+    if kind in "0123":
+        options |= {"optimizer_level": int(kind), "dataset_strategy": "data_parallel"}
+    elif kind == "pipe":
+        options |= {"mesh": pdrun.mesh(pp=world), "pipeline": pdrun.Pipeline(microbatches=MICRO_BATCHES)}
+    else:
+        tp, level = (2, 3) if kind == "fsdp-tp" else (world, 0)
+        options |= {"mesh": pdrun.mesh(dp=-1, tp=tp), "strategy": cuts(), "optimizer_level": level}
+        options |= {"dataset_strategy": "data_parallel"}
+        compiled = how != "eager"
     run = pdrun.parallelize(
-        model, functools.partial(torch.optim.AdamW, lr=1e-4, fused=True), total_loss, optimizer_level=int(row[-1]),
-        precision="bf16", dataset_strategy="data_parallel", exact=False, **options,
+        model, functools.partial(torch.optim.AdamW, lr=1e-4, fused=True), total_loss,
+        precision="bf16", exact=False, compile=compiled, **options,
     )  # fmt: skip
     return run, lambda x, y: run.step((x, y))
+
+
+def repeats(row: str, world: int) -> int:
+    """Return how many ranks compute the same rows."""
+    if "fsdp-tp" in row:
+        return 2
+    return world if "tp" in row or "pipe" in row else 1
 
 
 def measure(row: str, size: Size, warm: int, steps: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -171,15 +366,16 @@ def measure(row: str, size: Size, warm: int, steps: int, options: dict[str, Any]
     torch.manual_seed(0)
     with device:
         model = Decoder(size)
-    torch.manual_seed(1 + context.rank)
-    rows = size.tokens // context.world_size // size.length
+    same = repeats(row, context.world_size)
+    torch.manual_seed(1 + context.rank // same)
+    rows = size.tokens // (context.world_size // same) // size.length
     x, y = torch.randint(size.words, (2, rows, size.length), device=device)
     predicted = 0
     if row.startswith("pdrun"):
         run, step = on_pdrun(row, model, options)
-        predicted = run.memory((x, y)).peak
+        predicted = 0 if run.mesh.pp > 1 else run.memory((x, y)).peak
     else:
-        step = hand_written(row, model, device)
+        step = HAND[row.removesuffix("-eager")](row, model, device)
     on_gpu = device.type == "cuda"
     losses = [step(x, y) for _ in range(warm)]
     wait(on_gpu)
@@ -209,27 +405,30 @@ def main() -> None:
     parser.add_argument("--rows", default="ddp,pdrun0,zero1,pdrun1,fsdp2,pdrun3")
     parser.add_argument("--warm", type=int, default=4)
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--tokens", type=int, help="a step")
     parser.add_argument("--fusion", type=float, help="MiB a transfer, for pdrun")
     parser.add_argument("--tiny", action="store_true", help="a model for CPUs")
     args = parser.parse_args()
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     size = TINY if args.tiny else Size()
+    size = replace(size, tokens=args.tokens) if args.tokens else size
     options = {"comm_fusion": args.fusion} if args.fusion else {}
-    print(
-        f"torch {torch.__version__}, {args.devices} devices, {size.weights / 1e9:.3f} B weights, {asdict(size)}",
-        flush=True,
-    )
-    print(
-        f"{'row':8} {'tokens/s':>10} {'MFU':>6} {'peak GiB':>9} {'predicted':>9} {'first loss':>10} {'last':>8}",
-        flush=True,
-    )
+    print(f"torch {torch.__version__}, {args.devices} devices, {size.weights / 1e9:.3f} B weights, {asdict(size)}")
+    print(f"{'row':16} {'tokens/s':>10} {'MFU':>6} {'peak GiB':>9} {'predicted':>9} {'first loss':>10} {'last':>8}")
     for row in args.rows.split(","):
-        told = pdrun.launch(
-            measure, row, size, args.warm, args.steps, options, devices=args.devices, backend=args.backend
-        )[0]
-        speed = size.tokens / told["seconds"]
+        try:
+            told = pdrun.launch(
+                measure, row, size, args.warm, args.steps, options, devices=args.devices, backend=args.backend
+            )
+        except Exception as error:
+            print(f"{row:16} {error}")  # out of memory, say: the other rows are worth having
+            continue
+        speed = size.tokens / told[0]["seconds"]
         used = speed * size.operations / size.peak / args.devices
-        sizes = f"{told['peak'] / GIB:9.2f} {told['predicted'] / GIB:9.2f}"
-        print(f"{row:8} {speed:10,.0f} {used:6.3f} {sizes} {told['first']:10.4f} {told['last']:8.4f}", flush=True)
+        sizes = f"{max(rank['peak'] for rank in told) / GIB:9.2f} {told[0]['predicted'] / GIB:9.2f}"
+        print(
+            f"{row:16} {speed:10,.0f} {used:6.3f} {sizes} {told[0]['first']:10.4f} {told[0]['last']:8.4f}", flush=True
+        )
 
 
 if __name__ == "__main__":

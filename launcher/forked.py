@@ -205,6 +205,14 @@ def offer_stacks(agent: str) -> None:
         pass  # they are then read from outside, as far as that goes
 
 
+def _by_torch() -> bool:
+    """Whether torch itself sets a variable, for its own children: its compiler does so."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") == "os":
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "triton")
+
+
 def watch_late(frozen: Callable[[str], bool]) -> None:
     """Say once for each variable that the program sets too late to count; see `importtime`."""
     put, given, told = os.putenv, dict(os.environ), set()
@@ -212,7 +220,7 @@ def watch_late(frozen: Callable[[str], bool]) -> None:
     def putenv(name: Any, value: Any, /) -> None:
         put(name, value)
         text = os.fsdecode(name)
-        if text not in told and frozen(text) and given.get(text) != os.fsdecode(value):
+        if text not in told and frozen(text) and given.get(text) != os.fsdecode(value) and not _by_torch():
             told.add(text)
             note = f"pdrun: {text} is set after torch was imported and has no effect on it; use --start exec\n"
             os.write(2, note.encode(errors="replace"))

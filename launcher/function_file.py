@@ -14,15 +14,17 @@ A file is one line of JSON, readable by anything, then pickled bytes::
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import os
 import pickle
+import sys
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any, ClassVar
 
 from pdrun.errors import PdrunError, UsageError
@@ -83,9 +85,51 @@ def read_call(path: Path) -> tuple[list[str], bytes]:
 
 
 def load_call(data: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Rebuild the function and its arguments."""
-    function, args, kwargs = pickle.loads(data)  # noqa: S301 - written by `write_call` in our private folder
+    """
+    Rebuild the function and its arguments.
+
+    What travelled by value has its place in a module ``__main__`` of its own afterwards, as it had in the caller's:
+    pickle and torch.compile look things up there by name.
+    """
+    loader = _Loader(io.BytesIO(data))
+    function, args, kwargs = loader.load()
+    if loader.made:
+        sys.modules["__main__"] = _main_of(loader.made)
     return function, args, kwargs
+
+
+class _Loader(pickle.Unpickler):
+    """Notes the functions and classes that cloudpickle makes."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.made: list[Any] = []
+
+    def find_class(self, module: str, name: str) -> Any:
+        """See `pickle.Unpickler`; the data was written by `write_call` in our private folder."""
+        found = super().find_class(module, name)
+        if name not in ("_make_function", "_make_skeleton_class"):
+            return found
+
+        @functools.wraps(found)
+        def make(*args: Any) -> Any:
+            self.made.append(found(*args))
+            return self.made[-1]
+
+        return make
+
+
+def _main_of(made: Sequence[Any]) -> ModuleType:
+    """Return a module with the caller's ``__main__``, as far as it came; whence it was started stays as it is."""
+    before, main = sys.modules["__main__"], ModuleType("__main__")
+    for one in made:
+        if getattr(one, "__module__", None) == "__main__":
+            vars(main).update(getattr(one, "__globals__", {}))
+            if one.__qualname__ == one.__name__ and one.__name__.isidentifier():
+                setattr(main, one.__name__, one)
+    for name in ("__name__", "__doc__", "__package__", "__loader__", "__spec__", "__file__", "__cached__"):
+        vars(main)[name] = vars(before).get(name)
+    return main
 
 
 def write_value(folder: Path, rank: int, world: int, value: Any) -> None:

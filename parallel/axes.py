@@ -12,6 +12,7 @@ Along an axis of one device they cost nothing and count nothing.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from pdrun.errors import UsageError
-from pdrun.parallel import compat
+from pdrun.parallel import compat, traced
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import cut
 from pdrun.parallel.watch import Watch
@@ -82,8 +83,18 @@ class Axes:
         """Whether collectives move nothing: see `pretending`."""
         self.pause: Callable[[], None] = _go_on
         """Called between the start of each collective and the wait for it: see `pausing`."""
+        self.lanes: dict[int, int] = {}
+        """
+        Which copy of a step works on which stream of the device (by its id). Each has process groups of its own: in a
+        common one a copy's collective would wait for those that another has put there before, ready or not.
+        """
+        self.on_way: dict[int, Pending] = {}
+        """What compiled code has started and not waited for yet, by the address of the result."""
+        self._deferred: list[Pending] | None = None
         self._made: dict[tuple[str, ...], Axis] = {}
         self._groups: dict[tuple[int, ...], Any] = {}
+        self._beside: dict[tuple[tuple[int, ...], int], Any] = {}
+        """Further groups of the same ranks, by lane."""
         self._views: dict[Grid, Axes] = {}
 
     def __getitem__(self, names: str | tuple[str, ...]) -> Axis:
@@ -104,6 +115,7 @@ class Axes:
                 raise UsageError(f"({grid}) and ({self.grid}) are of other numbers of ranks", where="Axes")
             view = self._views[grid] = Axes(grid, self.rank, self.device, self.watch)
             view.counts, view._groups = self.counts, self._groups
+            view.lanes, view._beside, view.on_way = self.lanes, self._beside, self.on_way
             view.pretends, view.pause = self.pretends, self.pause
         return self._views[grid]
 
@@ -155,9 +167,33 @@ class Axes:
             self._groups[ranks] = compat.new_group(sorted(ranks), self.watch.seconds, self)
         return self._groups[ranks]
 
+    def group_now(self, ranks: tuple[int, ...], group: Any) -> Any:
+        """Return the group for what is put on the current stream."""
+        if not self.lanes or group is None:
+            return group
+        lane = self.lanes.get(getattr(torch, self.device.type).current_stream(self.device).stream_id, 0)
+        if lane == 0:
+            return group
+        if (ranks, lane) not in self._beside:
+            self._beside[ranks, lane] = compat.new_group(sorted(ranks), self.watch.seconds, self)
+        return self._beside[ranks, lane]
+
+    @contextmanager
+    def deferring(self) -> Iterator[list[Pending]]:
+        """While this lasts, a collective whose result is whole as it comes is not waited for, but put into the list."""
+        self._deferred = []
+        try:
+            yield self._deferred
+        finally:
+            self._deferred = None
+
     def forget(self) -> None:
         """Set all counts to zero."""
         self.counts.clear()
+
+
+ROW = 1 << 18
+"""Bytes of a row that is worth a transfer of its own."""
 
 
 class Axis:
@@ -168,20 +204,25 @@ class Axis:
         names: the axes, major first.
         ranks: who is there, in the order of their index.
         index: this rank's place among them.
-        group: torch's process group; None where this rank is alone.
     """
 
     def __init__(self, axes: Axes, names: tuple[str, ...], ranks: tuple[int, ...], index: int, group: Any) -> None:
-        self.axes, self.names, self.ranks, self.index, self.group = axes, names, ranks, index, group
+        self.axes, self.names, self.ranks, self.index, self._group = axes, names, ranks, index, group
         self.size = len(ranks)
         self._label = f"along {'/'.join(names)}"
         ordered = sorted(ranks)
         self._order = [ordered.index(rank) for rank in ranks]
         self._sorted = ordered == list(ranks)
+        self._number = traced.number(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Axis:
         """Return itself: a copy of a model works at the same place."""
         return self
+
+    @property
+    def group(self) -> Any:
+        """torch's process group, for what is put on the current stream; None where this rank is alone."""
+        return self.axes.group_now(self.ranks, self._group)
 
     # ---- collectives -------------------------------------------------------------------------------------------
 
@@ -189,8 +230,11 @@ class Axis:
         """Return the sum ("sum"), largest ("max") or smallest ("min") over the ranks, element by element."""
         if self.size == 1:
             return x
+        if torch.compiler.is_compiling():
+            return torch.ops.pdrun_axis.all_reduce(x, self._number, op)
         out = x.clone(memory_format=torch.contiguous_format)
-        self._run("all_reduce", x, lambda: dist.all_reduce(out, op=_OPS[op], group=self.group, async_op=True))
+        start = functools.partial(dist.all_reduce, out, op=_OPS[op], group=self.group, async_op=True)
+        self._run("all_reduce", x, start, comes=out)
         return out
 
     def all_gather(self, x: torch.Tensor, dim: int, total: int | None = None) -> torch.Tensor:
@@ -202,15 +246,23 @@ class Axis:
         """
         if self.size == 1:
             return x
+        if torch.compiler.is_compiling():
+            return torch.ops.pdrun_axis.all_gather(x, self._number, dim, total)
         x, dim = x.detach(), dim % x.dim()
         sizes = self._sizes(x.shape[dim], dim, total)
         most = max(sizes)
+        if self._by_rows(x, dim) and min(sizes) == most:
+            whole, x = x.new_empty(x.shape[0], self.size * most, *x.shape[2:]), x.contiguous()
+            self._run("all_gather", x, lambda: compat.gather_rows(whole, x, self.group), comes=whole)
+            return whole
         front = x.transpose(0, dim)
         if front.shape[0] < most:
             front = torch.cat([front, front.new_zeros(most - front.shape[0], *front.shape[1:])])
         front = front.contiguous()
         out = front.new_empty(self.size, *front.shape)
-        self._run("all_gather", x, lambda: compat.all_gather_flat(out.view(-1), front.view(-1), self.group))
+        as_it_comes = dim == 0 and self._sorted and min(sizes) == most
+        start = functools.partial(compat.all_gather_flat, out.view(-1), front.view(-1), self.group)
+        self._run("all_gather", front, start, comes=out if as_it_comes else None, given=x)
         parts = [out[self._order[place]][:size] for place, size in enumerate(sizes)]
         plain = out.flatten(0, 1) if self._sorted and min(sizes) == most else torch.cat(parts)
         return plain.transpose(0, dim).contiguous()
@@ -219,9 +271,15 @@ class Axis:
         """Return this rank's part (see `cut`) along ``dim`` of the sum over the ranks."""
         if self.size == 1:
             return x
+        if torch.compiler.is_compiling():
+            return torch.ops.pdrun_axis.reduce_scatter(x, self._number, dim)
         x, dim = x.detach(), dim % x.dim()
         bounds = [cut(x.shape[dim], self.size, place) for place in range(self.size)]
         most = bounds[0][1] - bounds[0][0]
+        if self._by_rows(x, dim) and x.shape[dim] % self.size == 0:
+            part, x = x.new_empty(x.shape[0], most, *x.shape[2:]), x.contiguous()
+            self._run("reduce_scatter", x, lambda: compat.scatter_rows(part, x, self.group), comes=part)
+            return part
         front = x.transpose(0, dim)
         if not self._sorted or x.shape[dim] % self.size:
             padded = front.new_zeros(self.size, most, *front.shape[1:])
@@ -230,7 +288,8 @@ class Axis:
             front = padded
         front = front.contiguous()
         out = front.new_empty(most, *front.shape[2:] if front.dim() > x.dim() else front.shape[1:])
-        self._run("reduce_scatter", x, lambda: compat.reduce_scatter_flat(out.view(-1), front.view(-1), self.group))
+        start = functools.partial(compat.reduce_scatter_flat, out.view(-1), front.view(-1), self.group)
+        self._run("reduce_scatter", front, start, comes=out if dim == 0 else None, given=x)
         low, high = bounds[self.index]
         return out[: high - low].transpose(0, dim).contiguous()
 
@@ -252,6 +311,22 @@ class Axis:
         self._run("all_to_all", send, lambda: dist.all_to_all_single(out, send, counts, given, **options))
         found = dict(zip(inverse, out.split(counts), strict=True))
         return [found[place].view(shapes[place]) for place in range(self.size)]
+
+    def swap(self, x: torch.Tensor, cut_dim: int, whole_dim: int, total: int) -> torch.Tensor:
+        """Return a tensor that is cut along ``whole_dim``, of ``total`` elements, cut along ``cut_dim`` instead."""
+        if self.size == 1:
+            return x
+        if torch.compiler.is_compiling():
+            return torch.ops.pdrun_axis.all_to_all(x, self._number, cut_dim, whole_dim, total)
+        bounds = [cut(x.shape[cut_dim], self.size, place) for place in range(self.size)]
+        parts = [x.narrow(cut_dim, low, high - low) for low, high in bounds]
+        shapes, mine = [], bounds[self.index][1] - bounds[self.index][0]
+        for place in range(self.size):
+            low, high = cut(total, self.size, place)
+            shape = list(x.shape)
+            shape[cut_dim], shape[whole_dim] = mine, high - low
+            shapes.append(tuple(shape))
+        return torch.cat(self.all_to_all(parts, shapes), dim=whole_dim)
 
     def broadcast(self, x: torch.Tensor, index: int = 0) -> torch.Tensor:
         """Fill ``x`` with what the rank with that index has, and return it."""
@@ -286,6 +361,14 @@ class Axis:
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
+    def _by_rows(self, x: torch.Tensor, dim: int) -> bool:
+        """
+        Whether parts along dim 1 travel row by row, which needs no copy to bring them together.
+
+        gloo knows no such thing, and rows of a few bytes are not worth it.
+        """
+        return dim == 1 and x.is_cuda and self._sorted and x[0].numel() * x.element_size() >= ROW
+
     def _sizes(self, mine: int, dim: int, total: int | None) -> list[int]:
         if total is None:
             return [mine] * self.size
@@ -296,13 +379,26 @@ class Axis:
             raise UsageError(what, where=f"gather {self._label}")
         return sizes
 
-    def _run(self, name: str, x: torch.Tensor, start: Callable[[], Any]) -> None:
+    def _run(
+        self, name: str, sent: torch.Tensor, start: Callable[[], Any], *, comes: torch.Tensor | None = None,
+        given: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """
+        Start a collective and wait for it, or leave that to whoever `deferring` is.
+
+        Args:
+            sent: what travels.
+            comes: where the result comes, if nothing is done to it afterwards.
+            given: what is counted; default: what travels.
+        """
         if self.axes.pretends:
             return
-        self._count(name, x)
-        work = start()
-        self.axes.pause()
-        self.axes.watch.wait(work, f"the {name.replace('_', '-')} {self._label}")
+        self._count(name, sent if given is None else given)
+        pending = Pending(sent, (start(),), sent, self.axes, f"the {name.replace('_', '-')} {self._label}")
+        if comes is not None and comes.numel() and self.axes._deferred is not None:
+            self.axes._deferred.append(pending)
+        else:
+            pending.wait()
 
     def _count(self, name: str, x: torch.Tensor) -> None:
         count = self.axes.counts.setdefault((name, self.names), Count())

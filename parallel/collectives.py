@@ -71,19 +71,6 @@ def _own(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     return x.narrow(dim, low, high - low)
 
 
-def _swapped(x: torch.Tensor, axis: Axis, cut_dim: int, whole_dim: int, total: int) -> torch.Tensor:
-    size = x.shape[cut_dim]
-    bounds = [cut(size, axis.size, place) for place in range(axis.size)]
-    parts = [x.narrow(cut_dim, low, high - low) for low, high in bounds]
-    shapes, mine = [], bounds[axis.index][1] - bounds[axis.index][0]
-    for place in range(axis.size):
-        low, high = cut(total, axis.size, place)
-        shape = list(x.shape)
-        shape[cut_dim], shape[whole_dim] = mine, high - low
-        shapes.append(tuple(shape))
-    return torch.cat(axis.all_to_all(parts, shapes), dim=whole_dim)
-
-
 class _FanOut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -153,8 +140,8 @@ class _Swap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, cut_dim: int, whole_dim: int, total: int) -> torch.Tensor:
         ctx.axis, ctx.cut_dim, ctx.whole_dim, ctx.total = axis, cut_dim, whole_dim, x.shape[cut_dim]
-        return _swapped(x, axis, cut_dim, whole_dim, total)
+        return axis.swap(x, cut_dim, whole_dim, total)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _swapped(grad, ctx.axis, ctx.whole_dim, ctx.cut_dim, ctx.total), None, None, None, None
+        return ctx.axis.swap(grad, ctx.whole_dim, ctx.cut_dim, ctx.total), None, None, None, None

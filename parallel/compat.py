@@ -9,11 +9,20 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def untraced(function: Function) -> Function:
+    """Return a function that torch.compile calls and does not look into."""
+    return cast(Function, torch.compiler.disable(function))
 
 
 def all_gather_flat(full: Any, shard: Any, group: Any) -> Any:
@@ -29,6 +38,20 @@ def reduce_scatter_flat(shard: Any, full: Any, group: Any) -> Any:
     """
     call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return call(shard, full, group=group, async_op=True)
+
+
+def gather_rows(full: torch.Tensor, part: torch.Tensor, group: Any) -> Any:
+    """Start gathering ``[rows, part, ...]`` along dim 1, each row in its place at once; return torch's work handle."""
+    return _group(group).allgather_into_tensor_coalesced(list(full.unbind()), list(part.unbind()))
+
+
+def scatter_rows(part: torch.Tensor, full: torch.Tensor, group: Any) -> Any:
+    """Start summing ``[rows, length, ...]``, each rank keeping its part along dim 1; return torch's work handle."""
+    return _group(group).reduce_scatter_tensor_coalesced(list(part.unbind()), list(full.unbind()))
+
+
+def _group(group: Any) -> Any:
+    return distributed_c10d._get_default_group() if group is None or group is dist.group.WORLD else group
 
 
 def set_timeout(seconds: float, group: Any = None) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from pdrun.parallel.forwards import unwrap
 from pdrun.parallel.tiles import set_tile
 from pdrun.parallel.wholes import buffers
 
@@ -46,8 +47,7 @@ def plain_copy(run: Run) -> nn.Module:
     for weight in run.engine.weights:
         memo[id(weight.param)] = value_of(weight.name, weight.dtype, weight.trained)
     made = copy.deepcopy(run.model, memo)
-    for name in run.recomputed:
-        made.get_submodule(name).__dict__.pop("forward")  # the class's own comes to light
+    unwrap(made)
     return made
 
 
@@ -63,8 +63,7 @@ def shell(run: Run, fake: Any) -> nn.Module:
     for buffer in run.model.buffers():
         memo[id(buffer)] = fake.from_tensor(buffer)
     made = copy.deepcopy(run.model, memo)
-    for name in run.recomputed:
-        made.get_submodule(name).__dict__.pop("forward")
+    unwrap(made)
     if run.recompute is not None:
         apply(made, run.recompute)
     return made

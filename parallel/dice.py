@@ -28,6 +28,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import functional
 
+from pdrun.parallel import compat
 from pdrun.parallel.layouts.order import Ranges, within
 
 MASK = (1 << 64) - 1
@@ -93,8 +94,7 @@ def current() -> Dice | None:
     return _current
 
 
-@contextmanager
-def region(cuts: Mapping[int, Cut]) -> Iterator[None]:
+class region:
     """
     While this lasts, tensors that are dropped are parts: the masks are those of the whole ones.
 
@@ -104,10 +104,14 @@ def region(cuts: Mapping[int, Cut]) -> Iterator[None]:
 
     An empty mapping ends the region that surrounds it.
     """
-    _regions.append(dict(cuts))
-    try:
-        yield
-    finally:
+
+    def __init__(self, cuts: Mapping[int, Cut]) -> None:
+        self.cuts = cuts
+
+    def __enter__(self) -> None:
+        _regions.append(dict(self.cuts))
+
+    def __exit__(self, *error: object) -> None:
         _regions.pop()
 
 
@@ -190,6 +194,8 @@ class Dice:
 
     def __init__(self, seed: int, native: bool = False) -> None:
         self.seed, self.native = seed, native
+        self._standins: dict[str, tuple[Any, Callable[..., Any]]] = {}
+        """Each replaced function and what drops in its place: made once, for compiled code relies on its identity."""
         self._throws: dict[tuple[int, int], Throw] = {}
         self._throw: Throw | None = None
         self._step = -1
@@ -236,7 +242,9 @@ class Dice:
         old = {name: getattr(functional, name) for name in _REPLACED}
         if training and not self.native:
             for name, make in _REPLACED.items():
-                setattr(functional, name, make(self, old[name]))
+                if self._standins.get(name, (None,))[0] is not old[name]:
+                    self._standins[name] = old[name], make(self, old[name])
+                setattr(functional, name, self._standins[name][1])
         try:
             yield
         finally:
@@ -244,6 +252,7 @@ class Dice:
             for name, function in old.items():
                 setattr(functional, name, function)
 
+    @compat.untraced
     def keep(self, like: torch.Tensor, p: float, shape: tuple[int, ...] | None = None) -> torch.Tensor:
         """
         Return which elements stay, as a boolean tensor of ``shape`` (default: that of ``like``).

@@ -61,6 +61,11 @@ class Driver(Protocol):
       losses (tensors without grads) are multiplied by the loss scale.
     """
 
+    @property
+    def splits(self) -> bool:
+        """Whether backwards leave gradients of weights for later."""
+        ...
+
     def passes(self, run: Run, micros: Sequence[MicroBatch]) -> torch.Tensor:
         """
         Do all forwards and backwards of a step.
@@ -113,6 +118,8 @@ class Pipeline(Protocol):
 
 class Plain:
     """One micro-batch after the other, the whole model at once."""
+
+    splits = False
 
     def chunk_of(self, name: str) -> int:
         """See `Driver.chunk_of`."""

@@ -110,6 +110,8 @@ def explain(run: Run, batch: Any = None) -> str:
         lines.append(f"each rank trains by itself: {', '.join(plan.layerwise)}")
     if run.recomputed:
         lines.append(f"computed again in the backward pass: {', '.join(run.recomputed)}")
+    if run.compiled:
+        lines.append(f"compiled: {', '.join(run.compiled)}")
     lines.append(_numbers(run))
     if run.objective.plain:
         lines.append("the loss returns one number: it is taken for the mean over the rows of its slice")

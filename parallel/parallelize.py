@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pdrun.errors import UsageError
-from pdrun.parallel import compat, norm_sync, retarget
+from pdrun.parallel import compat, compiling, norm_sync, retarget
 from pdrun.parallel import precision as precisions
 from pdrun.parallel import recompute as recomputing
 from pdrun.parallel.agree import agree
@@ -79,6 +79,7 @@ def parallelize(
     norm: bool = False,
     gradients_mean: bool = True,
     recompute: Any = None,
+    compile: Any = None,
     precision: Any = None,
     compress: str | None = None,
     comm_fusion: Any = "auto",
@@ -120,6 +121,8 @@ def parallelize(
         norm: have `Metrics.grad_norm` without clipping.
         gradients_mean: divide gradients by the loss's global count; False leaves them the gradients of the sum.
         recompute: "full", "selective", globs, or (globs, "selective").
+        compile: True, globs, or a dict of torch.compile's options: modules that torch.compile makes kernels for (see
+            `compiling`).
         precision: None, "bf16", "fp16" or a `pdrun.Precision`.
         compress: "bf16" or "fp16": type of gradients on the network.
         comm_fusion: "auto", MiB, a list of indices, False, or MindSpore's dict.
@@ -197,7 +200,9 @@ def parallelize(
         retarget.check_elementwise(made, device)
     elif cut.original is not None:
         retarget.check_elementwise(made, device, tiles_only=True)
+    compiled = compiling.apply(cut.model, compile)
     recomputed = recomputing.apply(cut.model, recompute)
+    compiling.check(compiled, recompute, recomputed, splits=cut.driver.splits)
     engine = Engine(
         cut.model, cut.weights, place, cut.holders, cut.catalogue, settings,
         filler.fill if filler else lambda weights: None,
@@ -208,7 +213,7 @@ def parallelize(
     run = Run(job, mesh, engine, made, Objective(cut.model, loss, forward), dice, rows, schedule)
     run.original, run.sequences = cut.original, context
     run.driver, run.copies = Interleaved(copies) if copies > 1 else cut.driver, copies
-    run.recompute, run.recomputed, run.offload = recompute, recomputed, away
+    run.recompute, run.recomputed, run.compiled, run.offload = recompute, recomputed, compiled, away
     if away.activations:
         run.saver = Saver(device, away.least, storages(engine))
     return run

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from pdrun.errors import UsageError, did_you_mean
+from pdrun.parallel.forwards import wrap
 from pdrun.parallel.weights import find_units
 
 WHERE = "recompute"
@@ -41,10 +42,9 @@ def apply(model: nn.Module, value: Any) -> list[str]:
     if value is None or value is False or value == "none":
         return []
     policy, globs = _parse(value)
-    names = find_units(model, None) if globs is None else _match(model, globs)
+    names = find_units(model, None) if globs is None else match(model, globs, WHERE)
     for name in names:
-        module = model.get_submodule(name)
-        module.forward = _recomputed(module.forward, policy)
+        wrap(model.get_submodule(name), functools.partial(_recomputed, policy=policy))
     return names
 
 
@@ -60,15 +60,21 @@ def _parse(value: Any) -> tuple[str, Sequence[str] | None]:
     raise UsageError(f"{value!r} is no way to recompute", where=WHERE, hint=hint)
 
 
-def _match(model: nn.Module, globs: Sequence[str]) -> list[str]:
+def match(model: nn.Module, globs: Sequence[str], where: str) -> list[str]:
+    """
+    Return the names of modules that globs match, outermost ones only.
+
+    Raises:
+        UsageError: a glob that matches none.
+    """
     known = [name for name, _ in model.named_modules() if name]
     chosen: list[str] = []
     for glob in globs:
         hits = fnmatch.filter(known, glob)
         if not hits:
-            raise UsageError(f"{glob!r} matches no module", where=WHERE, hint=did_you_mean(glob, known))
+            raise UsageError(f"{glob!r} matches no module", where=where, hint=did_you_mean(glob, known))
         chosen += [name for name in hits if name not in chosen]
-    # of modules inside one another the outer one recomputes both
+    # of modules inside one another the outer one stands for both
     return [name for name in chosen if not any(name.startswith(other + ".") for other in chosen)]
 
 

@@ -79,6 +79,8 @@ class Run:
         self.recompute: Any = None
         self.recomputed: list[str] = []
         """Names of the modules whose forward is computed again in the backward."""
+        self.compiled: list[str] = []
+        """Names of the modules that torch.compile makes kernels for."""
         self.position = Position()
         self.engine, self.objective, self.dice, self.strategy = engine, objective, dice, strategy
         self.axes = engine.place.axes

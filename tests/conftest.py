@@ -1,7 +1,8 @@
 """
 The suite is about CPUs: accelerators of the machine that it runs on are hidden, so that `auto` is one worker.
 
-Device tables are tested against fakes (tests/backends); tests that look for a real accelerator find none.
+Device tables are tested against fakes (tests/backends); tests that look for a real accelerator find none, unless
+PDRUN_TEST_GPUS=2 says that it has so many and that tests/parallel/test_gpu.py is to use them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _HIDES = {
 }
 
 for _path, _name in _HIDES.items():
-    if Path(_path).exists():
+    if Path(_path).exists() and not os.environ.get("PDRUN_TEST_GPUS"):
         os.environ[_name] = ""
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -22,7 +22,7 @@ WHERE = "Layout"
 
 def cut(size: int, parts: int, index: int) -> tuple[int, int]:
     """Return (low, high) of part ``index`` of ``parts`` of a dim; the first ``size % parts`` parts are one longer."""
-    base, extra = divmod(size, parts)
+    base, extra = size // parts, size % parts  # not divmod: a compiler's sizes may be symbols
     low = index * base + min(index, extra)
     return low, low + base + (index < extra)
 

@@ -17,6 +17,7 @@ import torch
 
 from pdrun.errors import UsageError
 from pdrun.parallel.axes import Axis
+from pdrun.parallel.compat import untraced
 from pdrun.parallel.layouts.order import ZIGZAG, Block, Ranges, blocks, count, part, within
 from pdrun.parallel.modules import kernels
 from pdrun.parallel.modules.kernels import Finished
@@ -25,6 +26,7 @@ from pdrun.parallel.modules.rounds import Drop, Gradients, Plan, Round, pair_of
 WHERE = "ring_attention"
 
 
+@untraced
 def ring_attention(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -221,13 +221,20 @@ def _has_region(style: Style) -> bool:
 
 
 def _entries(sites: tuple[Site, ...], axes: Axes) -> dict[str, Entry]:
-    """Return each site's way in: linear modules of one parent that are cut alike share one."""
+    """
+    Return each site's way in: linear modules of one parent that are cut alike share one.
+
+    Those whose attention brings the input in use none, and must not be counted: an entry keeps what it made until the
+    last of its members has come.
+    """
     groups: dict[tuple[str, Names, int | None], list[str]] = {}
     for site in sites:
         style, parent = site.style, site.name.rpartition(".")[0]
         shares = isinstance(style, (Col, Shared))
         sequence: int | None = getattr(style, "sequence", None)
-        groups.setdefault((parent if shares else site.name, style.axis, sequence), []).append(site.name)
+        brought = site.name if getattr(style, "entered", False) else ""
+        group = brought or (parent if shares else f"{site.name}.")
+        groups.setdefault((group, style.axis, sequence), []).append(site.name)
     found = {}
     for (_, axis, dim), members in groups.items():
         found.update(dict.fromkeys(members, Entry(axes[names(axis)], dim, len(members))))

@@ -125,9 +125,11 @@ class Entry:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return what a module computes its part from."""
-        if self.members == 1 or x.is_inference():
+        compiling = torch.compiler.is_compiling()  # which knows neither inference tensors nor versions
+        if self.members == 1 or (not compiling and x.is_inference()):
             return self._make(x)
-        key = (x, x._version, torch.is_grad_enabled())
+        version = 0 if compiling else x._version
+        key = (x, version, torch.is_grad_enabled())
         if self._key is None or self._key[0] is not x or self._key[1:] != key[1:]:
             self._key, self._made, self._left = key, self._make(x), self.members
         made, self._left = self._made, self._left - 1

@@ -118,9 +118,7 @@ class _Resolver:
                 for name in names:
                     self._apply(kind, name, entry)
                 return
-        if is_layout(entry) and any(
-            fnmatch.fnmatchcase(name, pattern) for name in (*self.operators, *self.modules)
-        ):
+        if is_layout(entry) and any(fnmatch.fnmatchcase(name, pattern) for name in (*self.operators, *self.modules)):
             what = f"{pattern} is an operator: {entry!r} says nothing of its inputs"
             hint = "give a tuple with an entry for each, as ((2, 4),), or Cut(in_=..., out=...)"
             raise UsageError(what, where=WHERE, hint=hint)

@@ -58,6 +58,11 @@ class Runner:
         self._live: dict[tuple[int, int], Work] = {}
         self._batches: list[Any] = []
 
+    @property
+    def splits(self) -> bool:
+        """See `Driver.splits`."""
+        return self.schedule.splits
+
     def chunk_of(self, name: str) -> int:
         """Return in which of this rank's chunks a weight is; one that several stages use belongs to chunk 0."""
         return self._owner.get(self.stages.held[name], 0)

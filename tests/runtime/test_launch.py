@@ -104,6 +104,41 @@ def test_an_exception_that_cannot_be_pickled_leaves_its_traceback() -> None:
     assert caught.value.__cause__ is None
 
 
+MAIN = """
+import pickle, sys
+from dataclasses import dataclass
+import pdrun
+
+FACTOR = 3
+
+@dataclass
+class Pair:
+    a: int
+
+def times(x):
+    return FACTOR * x
+
+def main():  # a name that the worker's own program has too
+    return times(2)
+
+def work(pair):
+    home = sys.modules["__main__"]
+    again = pickle.loads(pickle.dumps(pair))
+    return again == pair, type(again) is Pair is home.Pair, home.times is times, home.FACTOR, main()
+
+if __name__ == "__main__":
+    print(pdrun.launch(work, Pair(1)))
+"""
+
+
+def test_what_travels_by_value_is_found_in_main(tmp_path: Path) -> None:
+    """pickle and torch.compile look functions and classes up by the name of their module."""
+    script = tmp_path / "script.py"
+    script.write_text(MAIN)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "[(True, True, True, 3, 6)]\n", done.stderr
+
+
 def test_frames_of_closures_keep_their_file() -> None:
     def inner() -> None:
         raise RuntimeError("inside")  # this very line is in the traceback

@@ -115,6 +115,7 @@ os.environ['TORCH_SHOW_CPP_STACKTRACES'] = '1'
 os.environ.setdefault('TORCH_SHOW_CPP_STACKTRACES', '1')
 os.environ.update(TORCH_SHOW_CPP_STACKTRACES='0')
 import torch
+exec("import os; os.environ['TORCHINDUCTOR_CACHE_DIR'] = '/x'", {'__name__': 'torch._inductor.runtime'})  # its own
 """)
     forked, executed = bench.both(str(script))
     assert executed.err == ""

@@ -1,0 +1,155 @@
+"""
+Collectives of compiled layers beside computation: a pass over the graphs that torch.compile makes.
+
+    before      dx = mm(dy, w)   dw = mm(dy.t, x)   part = reduce_scatter(dx)   ... part ...
+    after       dx = mm(dy, w)   part = start(dx)   dw = mm(dy.t, x)   wait(part)   ... part ...
+
+In the backward of a cut layer gradients of weights wait for nothing and nothing in the layer waits for them. So they
+are put off until a collective is on its way, as many as it takes to hide it; each collective is started as soon as its
+input is there, and waited for where its result is first used. (Megatron-LM does so by hand for its linear layers.) A
+forward has nothing to put off, and stays as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+from pdrun.parallel import traced
+
+COMPUTE, NETWORK = 4e14, 2e11
+"""Operations a second and device, and bytes a second between two, at which the balance is struck: those of an H100."""
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+
+
+class Overlap(CustomGraphPass):
+    """The pass; see `torch._inductor.config.post_grad_custom_post_pass`."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Reorder a graph, and part its collectives into start and wait."""
+        collectives = [node for node in graph.nodes if node.target in traced.STARTS]
+        if not collectives:
+            return
+        beside: dict[fx.Node, list[fx.Node]] = {node: [] for node in collectives}
+        order = list(_ordered(graph, beside))
+        for before, after in pairwise(order):
+            before.append(after)
+        for node, others in beside.items():
+            _part(graph, node, others)
+
+    def uuid(self) -> Any:
+        """Return what compiled code is stored under: it depends on this file."""
+        return get_hash_for_files((__file__, traced.__file__))
+
+
+def _ordered(graph: fx.Graph, collectives: dict[fx.Node, list[fx.Node]]) -> Iterator[fx.Node]:
+    """
+    Yield the nodes in their new order: each as before, but what can wait beside a collective, or at the end.
+
+    Args:
+        collectives: of each, what is computed beside it is put into the list.
+    """
+    nodes = list(graph.nodes)
+    loose = _loose(nodes)
+    waiting: list[fx.Node] = []
+    on_way: dict[fx.Node, float] = {}
+    """Collectives that nobody has waited for yet, and the seconds that they may take."""
+
+    def beside(enough: float) -> Iterator[fx.Node]:
+        spent, blocked = 0.0, set(on_way)
+        for node in list(waiting):
+            if spent >= enough or blocked.intersection(node.all_input_nodes):
+                blocked.add(node)
+                continue
+            spent += _seconds(node)
+            waiting.remove(node)
+            yield node
+
+    for node in nodes:
+        if node in loose:
+            waiting.append(node)
+            continue
+        for started in [each for each in node.all_input_nodes if each in on_way]:
+            collectives[started] += beside(on_way[started])
+            yield from collectives[started]
+            del on_way[started]
+        if node.op == "output":
+            on_way.clear()
+            yield from beside(math.inf)
+        yield node
+        if node in collectives:
+            on_way[node] = _bytes(node) / NETWORK
+
+
+def _loose(nodes: list[fx.Node]) -> set[fx.Node]:
+    """Return the products that only the output needs, with what they are made into, and what only they need."""
+    needed: set[fx.Node] = set()
+    for node in reversed(nodes):
+        if node.op == "output":
+            continue  # it needs everything
+        if node.op != "call_function" or node.target in traced.STARTS or _writes(node) or needed & set(node.users):
+            needed.add(node)
+    loose: set[fx.Node] = set()
+    for node in nodes:
+        if node not in needed and node.op != "output" and (_is_product(node) or loose & set(node.all_input_nodes)):
+            loose.add(node)
+    for node in reversed(nodes):
+        if node not in needed and node.op != "output" and node.users and set(node.users) <= loose:
+            loose.add(node)
+    return loose
+
+
+def _writes(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return bool(schema is not None and schema.is_mutable)
+
+
+def _is_product(node: fx.Node) -> bool:
+    return getattr(getattr(node.target, "overloadpacket", None), "__name__", "") in PRODUCTS
+
+
+def _seconds(node: fx.Node) -> float:
+    if not _is_product(node):
+        return 0.0
+    left, out = node.args[-2], node.meta.get("val")
+    value = left.meta.get("val") if isinstance(left, fx.Node) else None
+    if not isinstance(value, torch.Tensor) or not isinstance(out, torch.Tensor):
+        return 0.0
+    return 2 * _size(out) * _hint(value.shape[-1]) / COMPUTE
+
+
+def _bytes(node: fx.Node) -> float:
+    values = [each.meta.get("val") for each in (node, node.args[0]) if isinstance(each, fx.Node)]
+    return max((_size(one) * one.element_size() for one in values if isinstance(one, torch.Tensor)), default=0.0)
+
+
+def _size(value: torch.Tensor) -> float:
+    return math.prod(_hint(size) for size in value.shape)
+
+
+def _hint(size: Any) -> float:
+    """Return a size; one that is a symbol counts as large."""
+    return float(size) if isinstance(size, int) else float(getattr(size.node, "hint", None) or 1024)
+
+
+def _part(graph: fx.Graph, node: fx.Node, beside: list[fx.Node]) -> None:
+    """Replace a collective by its start, and wait before its first use, after what is computed beside it."""
+    position = {each: place for place, each in enumerate(graph.nodes)}
+    first = min(node.users, key=position.__getitem__, default=None)
+    with graph.inserting_before(node):
+        started = graph.call_function(traced.STARTS[node.target], node.args, node.kwargs)
+        started.meta.update(node.meta)
+    if first is not None:
+        with graph.inserting_before(first):
+            # What is sent has to stay as it is until then. The code's own order is made anew, by what needs what: the
+            # wait is said to need the products, since kernels that need it may be put before them.
+            after = [node.args[0], *(each for each in beside if isinstance(each.meta.get("val"), torch.Tensor))]
+            graph.call_function(traced.WAIT, (started, after, node.args[1]))
+    node.replace_all_uses_with(started)
+    graph.erase_node(node)

@@ -1,0 +1,107 @@
+"""Compositions on NCCL: cases of a kind in one job, each proven against one process, saved and taken up again."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pdrun
+from tests.parallel import mixed
+from tests.parallel.mixed import Place, Task
+
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
+
+NARROW = Task(precision="bf16", clip=1.0)
+DROPS = Task(p=0.2, tied=True, clip=0.3)
+BOUND = 240.0
+"""Seconds for all cases of a kind."""
+
+
+def more(**options: Any) -> tuple[tuple[str, Any], ...]:
+    return tuple(options.items())
+
+
+COMPILED = more(compile=True)
+TWO = {
+    "data": [
+        (Task(optimizer="AdamW"), Place(dp=2)),
+        (DROPS, Place(dp=2, level=1, accumulate=2)),
+        (DROPS, Place(dp=2, level=2, more=more(recompute="full"))),
+        (DROPS, Place(dp=2, level=3, accumulate=2, more=more(recompute="selective"))),
+        (Task(), Place(dp=2, level=3, more=more(offload="all"))),
+        (NARROW, Place(dp=2, level=2, more=more(compress="bf16"))),
+    ],
+    "tensor": [
+        (DROPS, Place(tp=2)),
+        (DROPS, Place(tp=2, kind="sequence", accumulate=2)),
+        (NARROW, Place(tp=2, kind="sequence")),
+        (DROPS, Place(tp=2, copies=2)),
+        (DROPS, Place(tp=2, kind="operators")),
+    ],
+    "stages": [
+        (DROPS, Place(pp=2, accumulate=4, schedule="gpipe")),
+        (DROPS, Place(pp=2, accumulate=4, more=more(recompute="full"))),
+        (NARROW, Place(pp=2, accumulate=4, level=1)),
+        (Task(layers=4), Place(pp=2, accumulate=4, schedule="interleaved")),
+        (DROPS, Place(pp=2, accumulate=4, schedule="zero-bubble")),
+        (Task(layers=4), Place(pp=2, accumulate=4, schedule="zero-bubble-v")),
+    ],
+    "context": [
+        (DROPS, Place(cp=2)),
+        (NARROW, Place(cp=2)),
+        (Task(), Place(cp=2, ulysses=2)),
+        (Task(), Place(cp=2, copies=2)),
+    ],
+    "compiled": [
+        (Task(empty=True), Place(dp=2, level=3, more=COMPILED)),
+        (Task(), Place(tp=2, kind="sequence", more=COMPILED)),
+        (Task(), Place(tp=2, kind="sequence", copies=2, more=(*COMPILED, *more(recompute="full")))),
+        (Task(layers=4), Place(pp=2, accumulate=4, more=COMPILED)),
+    ],
+}  # fmt: skip
+FOUR = {
+    "data": [(DROPS, Place(dp=4, level=3, more=more(shard_group=2)))],
+    "tensor": [
+        (DROPS, Place(dp=2, tp=2, level=3, kind="sequence")),
+        (DROPS, Place(tp=4, kind="2d")),
+        (DROPS, Place(dp=2, tp=2, level=2, kind="operators")),
+    ],
+    "stages": [
+        (DROPS, Place(pp=2, tp=2, accumulate=4, level=1)),
+        (DROPS, Place(pp=2, dp=2, accumulate=4, level=2, schedule="zero-bubble")),
+        (Task(layers=4), Place(pp=4, accumulate=4)),
+    ],
+    "context": [
+        (DROPS, Place(cp=2, tp=2, kind="sequence")),
+        (Task(), Place(cp=4, ulysses=2)),
+        (DROPS, Place(pp=2, cp=2, accumulate=2)),
+    ],
+    "compiled": [(Task(), Place(dp=2, tp=2, level=3, kind="sequence", more=COMPILED))],
+}  # fmt: skip
+
+
+def work(cases: list[tuple[Task, Place]], folder: str) -> list[str]:
+    """Prove, train, save, and take up again; return what went wrong."""
+    wrong = []
+    for number, (task, place) in enumerate(cases):
+        try:
+            before = mixed.first(task, place, f"{folder}/{number}")
+            after = mixed.second(task, place, f"{folder}/{number}")
+            assert all(0 < loss < 30 for loss, _ in before + after), (before, after)
+        except Exception:
+            wrong.append(f"{task} {place}: {traceback.format_exc()}")
+    return wrong
+
+
+@pytest.mark.parametrize("kind", TWO)
+@pytest.mark.parametrize(("world", "found"), [(2, TWO), (4, FOUR)], ids=["two", "four"])
+def test_on_gpus(world: int, found: Any, kind: str, tmp_path: Path) -> None:
+    have = int(os.environ.get("PDRUN_TEST_GPUS", "0"))
+    if have < world:
+        pytest.skip(f"needs {world} GPUs; PDRUN_TEST_GPUS={have}")
+    told = pdrun.launch(work, found[kind], str(tmp_path), devices=world, backend="cuda", timeout=BOUND)
+    assert "".join(told[0] + told[1]) == ""

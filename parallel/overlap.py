@@ -23,8 +23,12 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 
 from pdrun.parallel import traced
 
-COMPUTE, NETWORK = 4e14, 2e11
-"""Operations a second and device, and bytes a second between two, at which the balance is struck: those of an H100."""
+COMPUTE, NETWORK = 7e14, 2e11
+"""
+Operations a second and device, and bytes a second between two, at which the balance is struck: those seen of an H200.
+
+A collective that finds all processors taken starts when the product before it ends: rather a product too many beside it.
+"""
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 

@@ -27,7 +27,8 @@ COMPUTE, NETWORK = 7e14, 2e11
 """
 Operations a second and device, and bytes a second between two, at which the balance is struck: those seen of an H200.
 
-A collective that finds all processors taken starts when the product before it ends: rather a product too many beside it.
+A collective that finds all processors taken starts when the product before it ends: rather a product too many beside
+it than one too few.
 """
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 

@@ -207,7 +207,7 @@ def offer_stacks(agent: str) -> None:
 
 def _by_torch() -> bool:
     """Whether torch itself sets a variable, for its own children: its compiler does so."""
-    frame = sys._getframe(2)
+    frame: types.FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__") == "os":
         frame = frame.f_back
     return frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "triton")

@@ -83,18 +83,11 @@ class Axes:
         """Whether collectives move nothing: see `pretending`."""
         self.pause: Callable[[], None] = _go_on
         """Called between the start of each collective and the wait for it: see `pausing`."""
-        self.lanes: dict[int, int] = {}
-        """
-        Which copy of a step works on which stream of the device (by its id). Each has process groups of its own: in a
-        common one a copy's collective would wait for those that another has put there before, ready or not.
-        """
         self.on_way: dict[int, Pending] = {}
         """What compiled code has started and not waited for yet, by the address of the result."""
         self._deferred: list[Pending] | None = None
         self._made: dict[tuple[str, ...], Axis] = {}
         self._groups: dict[tuple[int, ...], Any] = {}
-        self._beside: dict[tuple[tuple[int, ...], int], Any] = {}
-        """Further groups of the same ranks, by lane."""
         self._views: dict[Grid, Axes] = {}
 
     def __getitem__(self, names: str | tuple[str, ...]) -> Axis:
@@ -115,7 +108,7 @@ class Axes:
                 raise UsageError(f"({grid}) and ({self.grid}) are of other numbers of ranks", where="Axes")
             view = self._views[grid] = Axes(grid, self.rank, self.device, self.watch)
             view.counts, view._groups = self.counts, self._groups
-            view.lanes, view._beside, view.on_way = self.lanes, self._beside, self.on_way
+            view.on_way = self.on_way
             view.pretends, view.pause = self.pretends, self.pause
         return self._views[grid]
 
@@ -167,17 +160,6 @@ class Axes:
             self._groups[ranks] = compat.new_group(sorted(ranks), self.watch.seconds, self)
         return self._groups[ranks]
 
-    def group_now(self, ranks: tuple[int, ...], group: Any) -> Any:
-        """Return the group for what is put on the current stream."""
-        if not self.lanes or group is None:
-            return group
-        lane = self.lanes.get(getattr(torch, self.device.type).current_stream(self.device).stream_id, 0)
-        if lane == 0:
-            return group
-        if (ranks, lane) not in self._beside:
-            self._beside[ranks, lane] = compat.new_group(sorted(ranks), self.watch.seconds, self)
-        return self._beside[ranks, lane]
-
     @contextmanager
     def deferring(self) -> Iterator[list[Pending]]:
         """While this lasts, a collective whose result is whole as it comes is not waited for, but put into the list."""
@@ -204,10 +186,11 @@ class Axis:
         names: the axes, major first.
         ranks: who is there, in the order of their index.
         index: this rank's place among them.
+        group: torch's process group; None where this rank is alone.
     """
 
     def __init__(self, axes: Axes, names: tuple[str, ...], ranks: tuple[int, ...], index: int, group: Any) -> None:
-        self.axes, self.names, self.ranks, self.index, self._group = axes, names, ranks, index, group
+        self.axes, self.names, self.ranks, self.index, self.group = axes, names, ranks, index, group
         self.size = len(ranks)
         self._label = f"along {'/'.join(names)}"
         ordered = sorted(ranks)
@@ -218,11 +201,6 @@ class Axis:
     def __deepcopy__(self, memo: dict[int, Any]) -> Axis:
         """Return itself: a copy of a model works at the same place."""
         return self
-
-    @property
-    def group(self) -> Any:
-        """torch's process group, for what is put on the current stream; None where this rank is alone."""
-        return self.axes.group_now(self.ranks, self._group)
 
     # ---- collectives -------------------------------------------------------------------------------------------
 

@@ -93,8 +93,6 @@ class Interleaved(Plain):
         kit = getattr(torch, run.device.type)
         while len(self._streams) < len(parts):
             self._streams.append(kit.Stream(run.device))
-        # in the backward too, whose nodes work on the stream of their forward
-        run.axes.lanes.update({stream.stream_id: lane for lane, stream in enumerate(self._streams)})
         here = kit.current_stream(run.device)
         for stream in self._streams:
             stream.wait_stream(here)

@@ -147,14 +147,15 @@ def _part(graph: fx.Graph, node: fx.Node, beside: list[fx.Node]) -> None:
     """Replace a collective by its start, and wait before its first use, after what is computed beside it."""
     position = {each: place for place, each in enumerate(graph.nodes)}
     first = min(node.users, key=position.__getitem__, default=None)
+    if first is None:
+        return
     with graph.inserting_before(node):
         started = graph.call_function(traced.STARTS[node.target], node.args, node.kwargs)
         started.meta.update(node.meta)
-    if first is not None:
-        with graph.inserting_before(first):
-            # What is sent has to stay as it is until then. The code's own order is made anew, by what needs what: the
-            # wait is said to need the products, since kernels that need it may be put before them.
-            after = [node.args[0], *(each for each in beside if isinstance(each.meta.get("val"), torch.Tensor))]
-            graph.call_function(traced.WAIT, (started, after, node.args[1]))
+    with graph.inserting_before(first):
+        # What is sent has to stay as it is until then. The code's own order is made anew, by what needs what: the
+        # wait is said to need the products, since kernels that need it may be put before them.
+        after = [node.args[0], *(each for each in beside if isinstance(each.meta.get("val"), torch.Tensor))]
+        graph.call_function(traced.WAIT, (started, after, node.args[1]))
     node.replace_all_uses_with(started)
     graph.erase_node(node)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 from pathlib import Path
@@ -15,6 +16,7 @@ import pdrun
 from pdrun.errors import UsageError
 from pdrun.parallel import compiling
 from pdrun.parallel.copies import plain_copy
+from pdrun.parallel.modules.style import Entry
 from tests.parallel import mixed
 from tests.parallel.mixed import Place, Task
 
@@ -57,6 +59,18 @@ def test_compiled_layers_compute_what_one_process_does(task: Task, place: Place,
         assert [norm for _, norm in one] == pytest.approx([norm for _, norm in want], rel=2e-5)
 
 
+def entries(model: nn.Module) -> list[tuple[str, Entry]]:
+    """Return the ways of tensors into cut modules."""
+    found = []
+    for name, module in model.named_modules():
+        enter = getattr(getattr(module, "_place", None), "enter", None)
+        enter = enter.keywords.get("enter") if isinstance(enter, functools.partial) else enter
+        if isinstance(enter, Entry):
+            found.append((name, enter))
+    assert len(found) > 8
+    return found
+
+
 def count(compile: Any) -> Any:
     """Return the collectives of a step along tp, and how many graphs torch made for four layers."""
     torch._dynamo.reset()
@@ -66,6 +80,8 @@ def count(compile: Any) -> Any:
     run.step(mixed.batch_of(12, 0))
     run.axes.forget()
     run.step(mixed.batch_of(12, 1))
+    held = [name for name, entry in entries(run.model) if entry._key is not None]
+    assert held == [], "what a layer has gathered goes when the last of its modules has had it"
     told = {key: (one.calls, one.nbytes) for key, one in run.axes.counts.items()}
     names = run.compiled
     assert not names or f"compiled: {names[0]}" in run.explain()

@@ -109,6 +109,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--tp", type=int, default=1, help="devices that share each weight")
     parser.add_argument("--sequence", action="store_true", help="cut the sequence between the cut modules")
+    parser.add_argument("--compile", action="store_true", help="have torch.compile make kernels of each layer")
     parser.add_argument("--verify", action="store_true", help="prove first that the run equals one process")
     return parser.parse_args()
 
@@ -121,6 +122,7 @@ def main() -> None:
         Llama(args.width, args.layers, args.heads, args.kv_heads),
         optimizer=lambda params: torch.optim.AdamW(params, 3e-3, betas=(0.9, 0.98)),
         loss=loss_of, mesh=pdrun.mesh(dp=-1, tp=args.tp), strategy=strategy(args.sequence), clip=1.0,
+        compile=args.compile,
     )  # fmt: skip
     loader = pdrun.Loader(Pieces(args.context, args.steps * args.batch), args.batch, shuffle=True)
     if args.verify:

@@ -21,13 +21,23 @@ if TYPE_CHECKING:
     from pdrun.parallel.axes import Axis
 
 _LIBRARY = torch.library.Library("pdrun_axis", "DEF")
-_numbers = itertools.count()
+_count = itertools.count()
+_numbers: dict[tuple[tuple[str, ...], tuple[int, ...], int], list[int]] = {}
+"""The numbers that have been given to axes of these names and ranks, at this index."""
 _known: weakref.WeakValueDictionary[int, Axis] = weakref.WeakValueDictionary()
 
 
 def number(axis: Axis) -> int:
-    """Return what stands for an axis in a graph, from now on for as long as it lives."""
-    mine = next(_numbers)
+    """
+    Return what stands for an axis in a graph, from now on for as long as it lives.
+
+    After its run has gone the next one's takes its place, and finds code that has been compiled already.
+    """
+    given = _numbers.setdefault((axis.names, axis.ranks, axis.index), [])
+    mine = next((one for one in given if one not in _known), -1)
+    if mine < 0:
+        mine = next(_count)
+        given.append(mine)
     _known[mine] = axis
     return mine
 

@@ -106,10 +106,10 @@ class World:
         self.broken |= not all(worked for worked, _ in answers)
         return answers
 
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, bound: float = BOUND, **kwargs: Any) -> list[Any]:
         """Return what every rank returned, in order; raise RankError for the first that raised."""
         self.start(function, *args, **kwargs)
-        found = self.answers()
+        found = self.answers(bound)
         for rank, (worked, told) in sorted(
             enumerate(found), key=lambda one: one[1][1][:1] == ("Hung",) if not one[1][0] else 0
         ):

@@ -328,7 +328,7 @@ class Leaving:
         if self.modules is None:
             return
         for thing in gc.get_objects():
-            if isinstance(thing, io.IOBase):
+            if issubclass(type(thing), io.IOBase):  # not isinstance: a proxy of what is gone would raise
                 try:
                     if not thing.closed and thing.writable():
                         thing.flush()

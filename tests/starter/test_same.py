@@ -150,6 +150,7 @@ import atexit, os, sys, threading, time, weakref, tempfile, torch
 class Late:
     def __del__(self): os.write(1, b'destroyed\\n')
 kept = Late()
+gone = weakref.proxy(Late())  # looking at it raises
 torch.kept_there = Late() if 0 else None
 lost = open('unclosed.txt', 'w')
 lost.write('data in a file that nobody closed')

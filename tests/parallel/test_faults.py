@@ -332,7 +332,7 @@ def test_no_needless_collectives(worlds: Worlds) -> None:
         "exchange": 1,
     }
     assert worlds(4).run(counted, 2, 3, fast)[0]["reduce_scatter"] == 3
-    assert worlds(4).run(counted, 0, 3, {})[0] == {"all_to_all": 3, "all_gather": 1, "exchange": 1}
+    assert worlds(4).run(counted, 0, 3, {})[0] == {"all_to_all": 3, "join": 1, "exchange": 1}
 
 
 def degree_one(level: int) -> Any:

@@ -1,6 +1,7 @@
 """
 What happens to weights, gradients and optimizer around the forward and backward passes of one step.
 
+    begin_step                                                                               once
     with forward(chunk, micro):                       the weights are there                  each micro-batch
         ...
     with backward(chunk, micro, last):                they are there again                   each micro-batch
@@ -181,9 +182,17 @@ class Engine:
     # ---- a micro-batch -------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Release what passes that did not end have left, before a step or an evaluation."""
+        """Release weights that a pass which did not end has left there."""
         if self.gatherer is not None:
             self.gatherer.end()
+
+    def begin_step(self) -> None:
+        """Begin a step: forget what one that did not end has left, whose error the user has caught."""
+        self.clear()
+        for part in self.bundles:
+            part.forget()
+        for weight in self.weights:
+            weight.param.grad = None
 
     @contextmanager
     def forward(self, chunk: int = 0, micro: int = 0) -> Iterator[None]:

@@ -202,6 +202,13 @@ class GradBundle:
             self._cached.append(piece.view(slot.shape) if segment.numel == slot.numel else piece)
         return self._cached
 
+    def forget(self) -> None:
+        """Forget a step that did not end; what is on its way ends first, since others have started it too."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+        self.drop()
+
     def drop(self) -> None:
         """Forget the total; what stays is what the next step uses again."""
         if self._total is not self._flat:

@@ -122,7 +122,7 @@ class Run:
 
     def _passes(self, batch: Any) -> torch.Tensor:
         """Go forward and backward through this rank's micro-batches; return ``[accumulate, 2]``, sums and counts."""
-        self.engine.clear()
+        self.engine.begin_step()
         sums = self.driver.passes(self, self._cut(batch))
         if self.objective.plain and self.mesh.cp > 1:
             what = "the loss is a mean, of each rank's part of the sequences: means of parts do not add up"

@@ -58,7 +58,7 @@ def told(run: Run) -> str:
 
 
 def _shard(cut: Cut) -> int:
-    return cut.layout.length * cut.compute.itemsize
+    return cut.layout.length * int(cut.compute.itemsize)
 
 
 def _sums(found: dict[str, Volume], part: GradBundle, times: int) -> None:

@@ -148,7 +148,7 @@ def test_copies_beside_what_gathers_or_schedules_are_refused(worlds: Any) -> Non
 
 def at_level(level: int) -> Any:
     """Train two copies; return losses, and what travels over the data in the last step, counted and predicted."""
-    run = make(Case(4, level), {"dp": 2, "tp": 2}, 2, accumulate=2)
+    run = make(Case(4, level, 2), {"dp": 2, "tp": 2}, 2)
     losses = [run.step(zoo.batch_of(rows, step)).loss for step, rows in enumerate((24, 7))]
     return losses, piped.sent(run, [zoo.batch_of(24, 2)])
 

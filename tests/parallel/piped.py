@@ -393,10 +393,10 @@ def gathered(case: Case) -> tuple[int, int, int]:
 
 
 def outputs(case: Case) -> list[Any]:
-    """Return a rank's outputs on micro-batches after a step, and the loss of a step after that."""
+    """Return a rank's outputs on micro-batches before and after a step, and the loss of a step after that."""
     run = make(case)
-    run.step(batch_of(16, 0))
     found = run.evaluate(batch_of(case.rows[0], 1))
+    run.step(batch_of(16, 0))
     run.model.eval()
     found += run.evaluate(batch_of(case.rows[0], 1))
     run.model.train()

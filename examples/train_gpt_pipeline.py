@@ -5,6 +5,7 @@ The GPT of train_gpt.py in pipeline stages: the plain model, its layers on sever
     pdrun --devices 4 examples/train_gpt_pipeline.py                        four stages, the same losses
     pdrun --devices 4 examples/train_gpt_pipeline.py --stages 2 --schedule zero-bubble-v
                                                                             two stages, each on two parts of the batch
+    pdrun --devices 4 examples/train_gpt_pipeline.py --stages 2 --level 3   the same, each stage's weights cut in two
 
 Takes less than a minute on a CPU. The losses agree to about six digits, whatever the stages and their schedule.
 """
@@ -39,6 +40,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=32, help="sequences a step")
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--level", type=int, default=0, help="optimizer level, 0 to 3")
+    parser.add_argument("--gather", help="at level 3: step or pass")
     return parser.parse_args()
 
 
@@ -55,6 +58,7 @@ def main() -> None:
             args.microbatches, schedule=args.schedule,
             shared=["bytes.weight"],  # the embedding of the first stage is the output layer of the last
         ),
+        optimizer_level=args.level, gather=args.gather,
     )  # fmt: skip
     if context.is_main:
         print(run.explain(), flush=True)

@@ -63,6 +63,8 @@ class Comm:
         self.copy, self.shard = divmod(self.rank, shards)
         self.calls: dict[str, int] = {}
         """Collectives started so far, by name."""
+        self.nbytes: dict[str, int] = {}
+        """Bytes that this rank gave to sums and gathers, by name."""
         self.group = self._group(self.ranks) if own and self.world > 1 else axis.group
         self._shard_group, self._copy_group = self._subgroups()
         config = dist.get_backend_config() if self.world > 1 else ""
@@ -79,8 +81,12 @@ class Comm:
     def _group(self, ranks: tuple[int, ...]) -> Any:
         return compat.new_group(list(ranks), self.watch.seconds, self)
 
-    def _start(self, name: str, label: str, works: list[Any], then: Callable[[], Any]) -> Pending:
+    def _start(
+        self, name: str, label: str, works: list[Any], then: Callable[[], Any], sent: torch.Tensor | None = None
+    ) -> Pending:
         self.calls[name] = self.calls.get(name, 0) + bool(works)
+        if sent is not None:
+            self.nbytes[name] = self.nbytes.get(name, 0) + sent.numel() * sent.element_size()
         return Pending(self, works, label, then)
 
     # ---- sums ----------------------------------------------------------------------------------------------------
@@ -96,14 +102,14 @@ class Comm:
             return self._start("none", label, [], lambda: flat)
         if self.shards == 1:
             work = dist.all_reduce(flat, group=self.group, async_op=True)
-            return self._start("all_reduce", label, [work], lambda: flat)
+            return self._start("all_reduce", label, [work], lambda: flat, flat)
         own = flat.new_empty(flat.numel() // self.shards)
         work = compat.reduce_scatter_flat(own, flat, self._shard_group)
         if self.copies == 1:
-            return self._start("reduce_scatter", label, [work], lambda: own)
+            return self._start("reduce_scatter", label, [work], lambda: own, flat)
         self.watch.wait(work, label)
         again = dist.all_reduce(own, group=self._copy_group, async_op=True)
-        return self._start("reduce_scatter", label, [again], lambda: own)
+        return self._start("reduce_scatter", label, [again], lambda: own, flat)
 
     def sum_parts(self, flat: torch.Tensor, label: str, onto: torch.Tensor | None, dtype: torch.dtype) -> Pending:
         """
@@ -124,7 +130,7 @@ class Comm:
         def finish() -> torch.Tensor:
             return _add_up([part.to(dtype) for part in received.view(self.world, -1)], onto)
 
-        return self._start("all_to_all", label, [work], finish)
+        return self._start("all_to_all", label, [work], finish, send)
 
     def join_parts(self, part: torch.Tensor, label: str, out: torch.Tensor | None = None) -> Pending:
         """Gather the parts of `sum_parts` into this rank's shard, which is ``out`` where that is given."""
@@ -132,7 +138,7 @@ class Comm:
             return self._start("none", label, [], lambda: part)
         own = part.new_empty(part.numel() * self.copies) if out is None else out
         work = compat.all_gather_flat(own, part, self._copy_group)
-        return self._start("all_gather", label, [work], lambda: own)
+        return self._start("join", label, [work], lambda: own, part)
 
     # ---- gathers -------------------------------------------------------------------------------------------------
 
@@ -143,7 +149,7 @@ class Comm:
                 full.copy_(shard)
             return self._start("none", label, [], lambda: full)
         work = compat.all_gather_flat(full, shard, self._shard_group)
-        return self._start("all_gather", label, [work], lambda: full)
+        return self._start("all_gather", label, [work], lambda: full, shard)
 
     def sum_small(self, value: torch.Tensor, label: str, *, shards_only: bool = False) -> Pending:
         """Sum a small tensor over the axis, or over this rank's shard group only."""

@@ -6,9 +6,8 @@ The weights of one bundle under optimizer parallelism: what computes, what is tr
 
 At levels 1 and 2 ``full`` stays, and the ranks' shards are gathered into it after each optimizer step. Where the two
 types are equal the master is a part of ``full`` itself and takes no memory. At level 3 ``full`` has memory only while
-its unit
-computes: its storage is given back and taken again underneath the tensors that autograd has saved, so that a backward
-pass finds the weights where it left them.
+it is needed (see `gatherer`): its storage is given back and taken again underneath the tensors that autograd has saved,
+so that a backward pass finds the weights where it left them.
 """
 
 from __future__ import annotations
@@ -48,6 +47,8 @@ class Cut:
         label: str,
     ) -> None:
         self.weights, self.comm, self.compute, self.released, self.label = list(weights), comm, compute, released, label
+        self.chunks = tuple(sorted({chunk for weight in weights for chunk in weight.chunks}))
+        """The parts of a pipeline's stage that compute with any of them."""
         self.layout: FlatLayout = lay_out([(w.name, w.shape) for w in weights], comm.shards, comm.world)
         self.segments: list[Segment] = self.layout.segments(comm.shard)
         self.home = home

@@ -1,10 +1,11 @@
 """
 Who works through a step's micro-batches: the plain loop here, or a pipeline's schedule.
 
-A driver computes; what happens to gradients is the engine's. Around the *backward* of each micro-batch (of each chunk,
-where a stage has several) it calls ``engine.begin(first, last, chunk)`` and ``engine.backward_done()``, and no two of
-these pairs overlap. Forwards may lie anywhere between them, as in 1F1B. Level 3 gathers weights for the forward too:
-there ``begin`` comes before the forward and ``engine.forward_done()`` after it, which the plain loop does.
+A driver computes; what happens to weights and gradients is the engine's. A forward of a micro-batch (of each chunk,
+where a stage has several) lies in ``with engine.forward(chunk, micro)``, its backward in ``with engine.backward(chunk,
+micro, last)``: level 3 has the weights there. Around what brings weights their gradients it calls ``engine.begin(first,
+last, chunk)`` and ``engine.backward_done()``; where gradients of weights come after a backward for the input, that pair
+comes without the weights. No two of these overlap; they may lie in any order, as in 1F1B.
 """
 
 from __future__ import annotations
@@ -92,6 +93,19 @@ class Driver(Protocol):
         """
         ...
 
+    def users_of(self, name: str) -> tuple[int, ...]:
+        """Return the chunks of this rank's stage that compute with a weight of this rank; at least one."""
+        ...
+
+    def check_units(self, names: Sequence[str]) -> None:
+        """
+        Refuse modules, of the whole model, whose weights can't be gathered together.
+
+        Raises:
+            UsageError: a module that lies on several stages.
+        """
+        ...
+
 
 class Pipeline(Protocol):
     """What ``parallelize(pipeline=...)`` takes."""
@@ -125,6 +139,13 @@ class Plain:
         """See `Driver.chunk_of`."""
         return 0
 
+    def users_of(self, name: str) -> tuple[int, ...]:
+        """See `Driver.users_of`."""
+        return (0,)
+
+    def check_units(self, names: Sequence[str]) -> None:
+        """See `Driver.check_units`; there are no stages."""
+
     def explain(self) -> str:
         """See `Driver.explain`."""
         return ""
@@ -133,9 +154,10 @@ class Plain:
         """See `Driver.evaluate`; None for a micro-batch without rows."""
         found: list[Any] = []
         for micro in micros:
-            with torch.no_grad(), run.around(micro):
+            with torch.no_grad(), run.engine.forward(micro=micro.place), run.around(micro):
                 output = run.objective.output(run.model, run.here(micro.batch))
             found.append(output if micro.weight else None)
+        run.engine.evaluated()
         return found
 
     def passes(self, run: Run, micros: Sequence[MicroBatch]) -> torch.Tensor:
@@ -143,15 +165,16 @@ class Plain:
         sums: list[torch.Tensor] = []
         wide = wide_type(run.device)
         for micro in micros:
-            run.engine.begin(first=micro.place == 0, last=micro.place == len(micros) - 1)
-            with run.around(micro):
+            first, last = micro.place == 0, micro.place == len(micros) - 1
+            with run.engine.forward(micro=micro.place), run.around(micro):
                 total, count = run.objective(run.model, run.here(micro.batch), max(len(micro.rows), 1))
-            run.engine.forward_done()
             if not total.requires_grad:
                 raise UsageError("the loss does not depend on a weight that is trained", where="pdrun.Run.step")
             if not micro.weight:
                 total, count = total * 0.0, count * 0.0
             sums.append(torch.stack([total.detach().to(wide), count.to(wide)]))
-            run.backward([total])
-            run.engine.backward_done()
+            with run.engine.backward(micro=micro.place, last=last):
+                run.engine.begin(first, last)
+                run.backward([total])
+                run.engine.backward_done()
         return torch.stack(sums)

@@ -1,13 +1,17 @@
 """
 What happens to weights, gradients and optimizer around the forward and backward passes of one step.
 
-    begin(first, last) -> forward -> forward_done -> backward -> backward_done      each micro-batch
-    finish(sums) -> optimizer.step -> step_done                                     once
+    begin_step                                                                               once
+    with forward(chunk, micro):                       the weights are there                  each micro-batch
+        ...
+    with backward(chunk, micro, last):                they are there again                   each micro-batch
+        begin(first, last) -> ... -> backward_done    gradients are collected and summed     each micro-batch
+    finish(sums) -> optimizer.step -> step_done                                              once
 
-Below level 3 nothing happens around a forward, and it may lie anywhere (see `driver`).
+Below level 3 the weights are always there, and `forward` and `backward` do nothing.
 
 Below level 1 a weight is trained where it is. Under levels 1 to 3 each rank trains its segments of the weights that it
-shares with its group (`cuts`); at level 3 `gatherer` also keeps the weights in memory only where they compute.
+shares with its group (`cuts`); at level 3 `gatherer` also keeps the weights in memory only where they are needed.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from pdrun.parallel.norms import clip_factor, global_norm
 from pdrun.parallel.place import Place
 from pdrun.parallel.retarget import Part
 from pdrun.parallel.settings import Settings
-from pdrun.parallel.weights import Weight, assign_units, bundle, find_units
+from pdrun.parallel.weights import Weight, assign_units, bundle
 
 IN_FLIGHT = 2
 """Flat buffers of cut bundles that may be on the network at once; more would take memory without being faster."""
@@ -45,6 +49,7 @@ class Engine:
         place: this rank on the mesh.
         holders: who holds what along the model axes.
         catalogue: the weights of the whole model.
+        units: names of the modules whose weights are gathered together (level 3).
         fill: gives weights that have no memory yet their first values.
     """
 
@@ -56,6 +61,7 @@ class Engine:
         holders: Holders,
         catalogue: Catalogue,
         settings: Settings,
+        units: Sequence[str] = (),
         fill: Callable[[Sequence[Weight]], None] = lambda weights: None,
     ) -> None:
         self._fill = fill
@@ -63,7 +69,7 @@ class Engine:
             weights, place, holders, catalogue, settings,
         )  # fmt: skip
         self.whole, self.cut, self.gathers = place.whole, place.cut, place.gathers
-        self._policy = Policy(settings.level, settings.exact, settings.accumulate, settings.wire)
+        self._policy = Policy(settings.level, settings.exact, settings.accumulate, settings.wire, settings.keeps)
         self.pool = Pool()
         self.bundles: list[GradBundle] = []
         self.cuts: list[Cut] = []
@@ -72,7 +78,7 @@ class Engine:
         self.masters: dict[int, nn.Parameter] = {}
         """Wider copies of weights that aren't cut, by index of the weight."""
         self.gatherer: Gatherer | None = None
-        self._units: list[str] = []
+        self._units = list(units)
         self._build(model)
         self.alone = [weight for weight in weights if weight.alone and weight.trained]
         self._unit_of, self._open_units = self._count_units()
@@ -82,7 +88,7 @@ class Engine:
         self._targets = [self._trained(index) for index in range(len(self.bundles))]
         self._first = self._last = True
         # where gathers run beside sums, a process that waits for a sum might keep others from the gather that they need
-        self._may_wait = self.gatherer is None or self.whole.device.type != "cpu"
+        self._may_wait = self.gatherer is None or settings.keeps or self.whole.device.type != "cpu"
         self._order = list(range(len(self.bundles)))
         """Bundles of this micro-batch in the order in which their sums start, on every rank."""
         self._chunks = [part.weights[0].chunk for part in self.bundles]
@@ -101,7 +107,6 @@ class Engine:
         if settings.level < 3:
             cut = [weight for weight in cut if weight.trained]
         else:
-            self._units = find_units(model, settings.units)
             assign_units(model, self.weights, self._units)
         kept = [weight for weight in shared if weight not in set(cut)]
         by_unit: dict[str, list[Cut]] = {name: [] for name in ["", *self._units]}
@@ -117,7 +122,8 @@ class Engine:
             if weight not in set(cut):
                 self._narrow(weight)
         if settings.level == 3:
-            self.gatherer = Gatherer(model, by_unit, self._units, self.gathers, self._left_out)
+            self._units = [name for name in self._units if by_unit[name]]
+            self.gatherer = Gatherer(model, by_unit, self._units, self.gathers, settings.keeps, self._left_out)
 
     def _add_bundle(self, group: Sequence[Weight], comm: Comm) -> None:
         label = f"the sum of gradients {len(self.bundles)} ({group[0].name} and {len(group) - 1} more)"
@@ -175,9 +181,58 @@ class Engine:
 
     # ---- a micro-batch -------------------------------------------------------------------------------------------
 
+    def clear(self) -> None:
+        """Release weights that a pass which did not end has left there."""
+        if self.gatherer is not None:
+            self.gatherer.end()
+
+    def begin_step(self) -> None:
+        """Begin a step: forget what one that did not end has left, whose error the user has caught."""
+        self.clear()
+        for part in self.bundles:
+            part.forget()
+        for weight in self.weights:
+            weight.param.grad = None
+
+    @contextmanager
+    def forward(self, chunk: int = 0, micro: int = 0) -> Iterator[None]:
+        """
+        While this lasts, weights are there for a forward pass.
+
+        Args:
+            chunk: the part of the model that computes.
+            micro: the place of its micro-batch, of several that compute side by side the first one's.
+        """
+        if self.gatherer is not None:
+            self.gatherer.begin_forward(chunk, micro)
+        yield
+        if self.gatherer is not None:
+            self.gatherer.end_forward()
+
+    @contextmanager
+    def backward(self, chunk: int = 0, micro: int = 0, last: bool = True, for_input: bool = False) -> Iterator[None]:
+        """
+        While this lasts, weights are there for the backward pass that belongs to a forward one.
+
+        Args:
+            chunk, micro: of the forward pass.
+            last: whether it is the step's last one of the chunk, after which its weights need no longer be there.
+            for_input: whether the gradients of weights come later.
+        """
+        if self.gatherer is not None:
+            self.gatherer.begin_backward(chunk, micro, last, for_input)
+        yield
+        if self.gatherer is not None:
+            self.gatherer.end_backward()
+
+    def evaluated(self, chunk: int = 0) -> None:
+        """Release the weights of a chunk that has gone forward only."""
+        if self.gatherer is not None:
+            self.gatherer.end(chunk)
+
     def begin(self, first: bool, last: bool, chunk: int | None = None, times: int = 1) -> None:
         """
-        Prepare for the forward and backward pass of a micro-batch.
+        Prepare for the gradients of a micro-batch, when its forward pass has been made.
 
         Args:
             first, last: whether it is the step's first or last one.
@@ -185,21 +240,17 @@ class Engine:
             times: how many gradients each weight gets, of copies that compute side by side; their sum is taken.
         """
         self._first, self._last = first, last
-        if self.gatherer is None:
-            self._order = [i for i, mine in enumerate(self._chunks) if chunk is None or mine == chunk]
+        order = [index for index, mine in enumerate(self._chunks) if chunk is None or mine == chunk]
+        self._order = sorted(order, key=self._when)
         self._next, self._taken = 0, [False] * len(self.bundles)
         self._waiting = list(self._open_units)
         for index in self._order:
             self.bundles[index].begin(first, times)
-        if self.gatherer is not None:
-            self.gatherer.begin()
 
-    def forward_done(self) -> None:
-        """Note that the forward pass has ended."""
-        if self.gatherer is not None:
-            self.gatherer.end_forward()
-            places = [*self.gatherer.places, -1]  # the last is that of bundles outside of units
-            self._order.sort(key=lambda index: (-places[self._unit_of[index]], index))
+    def _when(self, index: int) -> tuple[int, int]:
+        """Return when a bundle's gradients are expected: those of the last unit first, those outside of units last."""
+        unit = self._unit_of[index]
+        return (-self.gatherer.place(unit) if self.gatherer is not None and unit >= 0 else 1), index
 
     def _left_out(self, unit: int) -> None:
         """Count a unit that took no part in this rank's forward pass as zero."""
@@ -251,7 +302,7 @@ class Engine:
             UsageError: a weight got a second gradient after its first had been sent.
         """
         if self.gatherer is not None:
-            self.gatherer.end_backward()
+            self.gatherer.rest()
         for index in self._order:
             if not self._taken[index]:
                 self._complete(index)
@@ -346,6 +397,7 @@ class Engine:
 
     def settle(self) -> None:
         """Have nothing on its way, before weights are changed from outside."""
+        self.clear()
         for cut in self.cuts:
             if cut.released:
                 cut.close()

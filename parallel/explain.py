@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pdrun.parallel import memory
+from pdrun.parallel import memory, volume
 from pdrun.parallel.placing import weights_of
 from pdrun.parallel.weights import MIB, tied_names
 
@@ -20,6 +20,11 @@ LEVELS = (
     "optimizer state and gradients are cut",
     "state, gradients and weights are cut",
 )
+
+GATHERS = {
+    "pass": "a unit's weights are gathered for each forward and each backward through it",
+    "step": "weights are gathered once a step, and stay from a unit's first forward to its last backward",
+}
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,8 @@ class Plan:
     copies: int
     """How many micro-batches are computed at a time."""
     exact: bool
+    gather: str | None
+    """How long weights that level 3 gathers stay: for a "pass" or a "step"; None at the other levels."""
     recompute: tuple[str, ...]
     transfers: tuple[dict[str, Any], ...]
     """What is summed together: names of weights, bytes, into how many shards it is cut, over which axes besides."""
@@ -81,6 +88,7 @@ def plan_of(run: Run) -> Plan:
         weights_of(run),
         run.copies,
         settings.exact,
+        settings.gather if settings.level == 3 else None,
         tuple(run.recomputed),
         transfers,
         alone,
@@ -103,6 +111,7 @@ def explain(run: Run, batch: Any = None) -> str:
         f"{total:,} trained elements in {len(trained)} weights, summed in {len(plan.transfers)} transfers of up to "
         f"{max((part['bytes'] for part in plan.transfers), default=0) / MIB:.1f} MiB",
     ]
+    lines += [GATHERS[settings.gather]] if settings.level == 3 else []
     lines += _model_axes(run, plan)
     lines += [told] if (told := run.driver.explain()) else []
     lines += [f"tied, counted once: {' = '.join(names)}" for names in tied_names(run.original or run.model)]
@@ -117,6 +126,7 @@ def explain(run: Run, batch: Any = None) -> str:
         lines.append("the loss returns one number: it is taken for the mean over the rows of its slice")
     if run.buffers:
         lines.append(f"{len(run.buffers)} buffers; those that a forward pass changes are rank 0's")
+    lines += [sent] if (sent := volume.told(run)) else []
     found = memory.estimate(run, batch)
     lines.append(str(found) + ("; activations are not counted: this is a stage" if run.mesh.pp > 1 else ""))
     return "\n".join(lines)

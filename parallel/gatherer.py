@@ -1,13 +1,12 @@
 """
-Level 3: the weights of a unit are gathered just before it computes and released just after, forward and backward.
+Level 3: the weights of a unit are gathered just before it computes and released when they aren't needed.
 
-Every rank must start the same gathers in the same order, whatever its data make it compute. So there is one sequence,
-the order in which rank 0 first ran the units, and a pass over it forward and one backward. A unit that a rank leaves
-out is gathered and released all the same when a later one comes, or at the end. While a unit computes, the next one is
-on its way.
+    "pass"      a unit is there for one forward or one backward through it
+    "step"      from its first forward of a step to its last backward: gathered once, however many passes there are
 
-Weights that belong to no unit, or to several (tied), are there from the start of the forward to the end of the
-backward.
+Weights that belong to no unit, or to several (tied), are there from the first forward of their chunk to its last
+backward. A *chunk* is a part of a pipeline's stage; a model that isn't cut is one. The order of gathers is that of
+`lanes`.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from pdrun.parallel.comm import Comm
 from pdrun.parallel.cuts import Cut
+from pdrun.parallel.lanes import Lane, close, ready, start
 
 
 class Gatherer:
@@ -31,6 +31,7 @@ class Gatherer:
         model: the model; hooks are put on it and on the units.
         cuts: by unit, those of the model itself under the empty string.
         units: names of the units in registration order.
+        keeps: whether units stay for a step.
         left_out: called in the backward pass with a unit that this rank did not run: its gradients are complete.
     """
 
@@ -40,20 +41,21 @@ class Gatherer:
         cuts: Mapping[str, Sequence[Cut]],
         units: Sequence[str],
         comm: Comm,
+        keeps: bool,
         left_out: Callable[[int], None],
     ) -> None:
-        self._left_out = left_out
-        self._ran: set[int] = set()
-        """Units that this rank has run in this forward pass."""
-        self._root = list(cuts.get("", []))
         self._units = [list(cuts[name]) for name in units]
-        self._comm = comm
-        self._seen: list[int] | None = []
-        """Units in the order of their first run, until the ranks have agreed on one; then None."""
-        self._order = list(range(len(units)))
-        self._place = list(range(len(units)))
-        self._next = 0
+        self._comm, self._keeps = comm, keeps
+        self._lanes = _lanes(self._units, cuts.get("", []), left_out)
+        self._lane_of = {index: lane for lane in self._lanes.values() for index in lane.units}
         self._phase = "idle"
+        self._now: list[Lane] = []
+        """The lanes that the pass at hand goes over: one, or all where the model is called outside of a step."""
+        self._ran: dict[tuple[int, int], set[int]] = {}
+        """Units that this rank has run forward, by chunk and micro-batch."""
+        self._mine: set[int] = set()
+        """Those of the pass at hand."""
+        self._last = self._outside = False
         self.paused = False
         """Whether the hooks do nothing, since they were copied with the model."""
         self._frozen = [any(not w.trained for cut in unit for w in cut.weights) for unit in self._units]
@@ -70,104 +72,99 @@ class Gatherer:
 
     # ---- passes --------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Start a forward pass."""
-        for unit in self._units:
-            _close(unit)
-        self._phase, self._next = "forward", 0
-        self._ran.clear()
-        _start(self._root)
-        self._prefetch()
-        _ready(self._root)
+    def begin_forward(self, chunk: int, micro: int) -> None:
+        """Begin the forward pass of a micro-batch through a chunk."""
+        self._outside, self._mine = False, set()
+        self._ran[chunk, micro] = self._mine
+        self._begin("forward", [self._lane(chunk)])
 
     def end_forward(self) -> None:
         """Gather what this rank has left out, and agree on the order after the first pass."""
-        self._skip_to(len(self._units))
-        if self._seen is not None and self._phase == "forward":
-            self._agree()
-        self._phase, self._next = "between", 0
+        for lane in self._now:
+            lane.rest(self._mine)
+            lane.agree(self._comm)
+            lane.whole = self._keeping
+        self._phase, self._now = "idle", []
+
+    def begin_backward(self, chunk: int, micro: int, last: bool, for_input: bool) -> None:
+        """
+        Begin the backward pass of a micro-batch through a chunk.
+
+        Args:
+            last: whether it is the chunk's last one of the step.
+            for_input: whether no weight gets its gradient in it.
+        """
+        lane, ran = self._lane(chunk), self._ran.pop((chunk, micro), set())
+        self._outside, self._last = False, last
+        self._mine = set(lane.units) if for_input else ran  # whose gradients don't come now aren't missed
+        self._begin("backward", [lane])
+
+    def rest(self) -> None:
+        """In a backward pass, gather what this rank has left out of it."""
+        if self._phase == "backward":
+            for lane in self._now:
+                lane.rest(self._mine)
 
     def end_backward(self) -> None:
-        """Gather what this rank has left out of the backward pass, and release everything."""
-        if self._phase != "backward":
-            self._phase, self._next = "backward", 0
-        self._skip_to(len(self._units))
-        self.end()
-
-    def end(self) -> None:
-        """Release everything: nothing stays in memory."""
-        self._phase = "idle"
-        for unit in [*self._units, self._root]:
-            _close(unit)
+        """End a backward pass; after the last one nothing of the chunk stays in memory."""
+        self.rest()
+        for lane in self._now:
+            if self._last:
+                self._close(lane)
+            elif not self._keeping:
+                lane.close()
+        self._phase, self._now = "idle", []
 
     def release(self, unit: int) -> None:
-        """Give a unit's memory back: its gradients are complete."""
-        if self._phase == "backward" and not self._frozen[unit]:
-            _close(self._units[unit])
+        """Give a unit's memory back if it is not needed again: its gradients are complete."""
+        if self._phase == "backward" and not self._frozen[unit] and (self._last or not self._keeping):
+            close(self._units[unit])
 
-    def _agree(self) -> None:
-        """
-        Take over the order in which rank 0 ran the units; one that it left out follows the unit registered before
-        it.
-        """
-        assert self._seen is not None
-        order = list(self._seen)
-        for index in range(len(self._units)):
-            if index not in order:
-                order.insert(order.index(index - 1) + 1 if index else 0, index)
-        told = torch.tensor(order, dtype=torch.int64, device=self._comm.device)
-        if order:
-            self._comm.from_first(told, "the order of the units")
-        self._order = told.tolist()
-        self._place = [0] * len(order)
-        for place, index in enumerate(self._order):
-            self._place[index] = place
-        self._seen = None
+    def end(self, chunk: int | None = None) -> None:
+        """Release what a chunk holds; None: everything, so that nothing stays in memory."""
+        self._phase, self._now, self._outside = "idle", [], False
+        for index, lane in self._lanes.items():
+            if chunk in (None, index):
+                self._close(lane)
+        if chunk is None:
+            self._ran.clear()
 
-    # ---- the sequence --------------------------------------------------------------------------------------------
+    def _begin(self, phase: str, lanes: list[Lane]) -> None:
+        self._phase, self._now = phase, lanes
+        for lane in lanes:
+            lane.active = True
+            start(lane.root)
+            lane.begin(backward=phase == "backward", keeps=self._keeping)
+        for lane in lanes:
+            ready(lane.root)
 
-    def _at(self, place: int) -> int:
-        """Return the unit at a place of the pass; backward passes count from the end."""
-        return self._order[place] if self._phase == "forward" else self._order[-1 - place]
+    def _close(self, lane: Lane) -> None:
+        lane.active = lane.whole = False
+        lane.close()
+        used = {id(cut) for other in self._lanes.values() if other.active for cut in other.root}
+        close(cut for cut in lane.root if id(cut) not in used)
+
+    def _lane(self, chunk: int) -> Lane:
+        return self._lanes.setdefault(chunk, Lane({}, [], lambda unit: None))  # a chunk of which nothing is cut
 
     @property
-    def places(self) -> list[int]:
-        """The place of each unit in the forward pass, as far as the ranks have agreed on one."""
-        return self._place
+    def _keeping(self) -> bool:
+        return self._keeps and not self._outside
 
-    def _skip_to(self, place: int) -> None:
-        while self._next < place:
-            index = self._at(self._next)
-            _start(self._units[index])
-            _close(self._units[index])
-            self._next += 1
-            if self._phase == "backward" and index not in self._ran:
-                self._left_out(index)  # before this rank waits for anything that the others do only after it
-
-    def _prefetch(self) -> None:
-        if self._next < len(self._units):
-            _start(self._units[self._at(self._next)])
-
-    def _open(self, index: int) -> None:
-        """Have a unit's weights there, keeping to the sequence."""
-        place = self._place[index] if self._phase == "forward" else len(self._units) - 1 - self._place[index]
-        if place >= self._next:
-            self._skip_to(place)
-            _start(self._units[index])
-            self._next = place + 1
-            self._prefetch()
-        _start(self._units[index])
-        _ready(self._units[index])
+    def place(self, unit: int) -> int:
+        """Return the place of a unit in forward passes through its chunk, as far as the ranks have agreed on one."""
+        return self._lane_of[unit].place(unit)
 
     # ---- hooks ---------------------------------------------------------------------------------------------------
 
     def _enter_model(self, module: nn.Module, args: Any) -> None:
-        if not self.paused and self._phase in ("idle", "between"):  # called outside of a step
-            self.begin()
-            self._phase = "forward"
+        again = self._outside and self._phase == "backward"
+        if not self.paused and (again or self._phase == "idle"):  # called outside of a step
+            self._outside, self._mine = True, set()
+            self._begin("forward", list(self._lanes.values()))
 
     def _leave_model(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._phase == "forward" and not self.paused and not torch.is_grad_enabled():
+        if self._outside and not self.paused and not torch.is_grad_enabled():
             self.end_forward()
             self.end()
 
@@ -176,55 +173,58 @@ class Gatherer:
             if self.paused:
                 return
             if self._phase == "backward":  # a recomputed forward
-                _start(self._units[index])
-                _ready(self._units[index])
+                start(self._units[index])
+                ready(self._units[index])
                 return
-            if self._seen is not None and index not in self._seen:
-                self._seen.append(index)
-            self._ran.add(index)
-            self._open(index)
-            if self._frozen[index]:
-                _on_grad(args, lambda: self._close_if_backward(index))
+            self._mine.add(index)
+            self._lane_of[index].run(index, self._mine)
 
         return hook
 
     def _leaving(self, index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if self.paused or self._phase != "forward":
+            if self.paused or self._phase != "forward" or self._keeping:
                 return
-            _close(self._units[index])
+            close(self._units[index])
             if torch.is_grad_enabled():
                 _on_grad(output, lambda: self._before_backward(index))
 
         return hook
 
     def _before_backward(self, index: int) -> None:
-        if self._phase != "backward":
-            self._phase, self._next = "backward", 0
-        self._open(index)
-
-    def _close_if_backward(self, index: int) -> None:
-        if self._phase == "backward":
-            _close(self._units[index])
+        if self._phase != "backward":  # of a call outside of a step
+            self._begin("backward", list(self._lanes.values()))
+        self._lane_of[index].run(index, self._mine)
 
 
-def _start(unit: Sequence[Cut]) -> None:
-    for cut in unit:
-        cut.start()
-
-
-def _ready(unit: Sequence[Cut]) -> None:
-    for cut in unit:
-        cut.ready()
-
-
-def _close(unit: Sequence[Cut]) -> None:
-    for cut in unit:
-        cut.close()
+def _lanes(units: Sequence[list[Cut]], root: Sequence[Cut], left_out: Callable[[int], None]) -> dict[int, Lane]:
+    """Return a lane for each chunk."""
+    chunks = {chunk for cuts in [*units, root] for cut in cuts for chunk in cut.chunks}
+    mine = {index: cuts[0].chunks[0] for index, cuts in enumerate(units)}
+    return {
+        chunk: Lane(
+            {index: units[index] for index in mine if mine[index] == chunk},
+            [cut for cut in root if chunk in cut.chunks],
+            left_out,
+        )
+        for chunk in sorted(chunks)
+    }
 
 
 def _on_grad(values: Any, call: Callable[[], None]) -> None:
-    """Have something called when the gradient of any tensor in a structure is there."""
+    """
+    Have something called when the first gradient of what a computation has made is there.
+
+    The gradient of a tensor that it only passed on comes later; weights, which it may pass on too, outlive the pass.
+    """
+    called = False
+
+    def came(grad: torch.Tensor) -> None:
+        nonlocal called
+        if not called:
+            called = True
+            call()
+
     for leaf in pytree.tree_leaves(values):
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-            leaf.register_hook(lambda grad: call())
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf:
+            leaf.register_hook(came)

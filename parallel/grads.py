@@ -5,7 +5,8 @@ The gradients of one bundle: collected from autograd, added up over micro-batche
 
 `take` moves a micro-batch's gradients into the flat buffer with one fused call, so that no gradient lives longer than
 its bundle's backward. Where every micro-batch is summed over the ranks (levels 2 and 3, and `exact`) the flat buffer is
-needed for that long only, and what remains is this rank's part of the total.
+needed for that long only, and what remains is this rank's part of the total. Where level 3 keeps weights for a step it
+keeps gradients too: they are added up here, and summed over the ranks after the last micro-batch (see `Policy.keeps`).
 """
 
 from __future__ import annotations
@@ -33,6 +34,13 @@ class Policy:
     """Micro-batches a step."""
     wire: torch.dtype | None = None
     """Type on the network; None: the type in which they are added."""
+    keeps: bool = False
+    """Add the micro-batches up here and sum over the ranks once, where that gives the right bits."""
+
+    @property
+    def each(self) -> bool:
+        """Whether every micro-batch is summed over the ranks, not only the last."""
+        return self.accumulate > 1 and (self.exact or (self.level >= 2 and not self.keeps))
 
 
 class Pool:
@@ -89,7 +97,7 @@ class GradBundle:
         self.layout: FlatLayout = lay_out([(w.name, w.shape) for w in weights], comm.shards, comm.world)
         self.segments: list[Segment] = self.layout.segments(comm.shard)
         alone, several = comm.world == 1, policy.accumulate > 1
-        self.each = not alone and several and (policy.exact or policy.level >= 2)
+        self.each = not alone and policy.each
         """Whether every micro-batch is summed over the ranks, not only the last."""
         self.ordered = not alone and policy.exact and (several or comm.world > 2 or comm.shards > 1)
         """Whether ranks are added in their order; two numbers have one order only."""
@@ -193,6 +201,13 @@ class GradBundle:
             piece = total.narrow(0, segment.offset, segment.numel)
             self._cached.append(piece.view(slot.shape) if segment.numel == slot.numel else piece)
         return self._cached
+
+    def forget(self) -> None:
+        """Forget a step that did not end; what is on its way ends first, since others have started it too."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+        self.drop()
 
     def drop(self) -> None:
         """Forget the total; what stays is what the next step uses again."""

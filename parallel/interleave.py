@@ -61,13 +61,13 @@ class Interleaved(Plain):
         for start in range(0, len(micros), self.copies):
             group = micros[start : start + self.copies]
             last = start + len(group) == len(micros)
-            run.engine.begin(first=start == 0, last=last, times=len(group))
-            with run.computing():
+            with run.computing(), run.engine.forward(micro=start):
                 losses = self._together(run, [_forward(run, micro) for micro in group])
-                run.engine.forward_done()
-                sums += [torch.stack([x.detach().to(wide_type(run.device)) for x in loss]) for loss in losses]
+            sums += [torch.stack([x.detach().to(wide_type(run.device)) for x in loss]) for loss in losses]
+            with run.computing(), run.engine.backward(micro=start, last=last):
+                run.engine.begin(first=start == 0, last=last, times=len(group))
                 self._backward(run, [total for total, _ in losses])
-            run.engine.backward_done()
+                run.engine.backward_done()
         return torch.stack(sums)
 
     def _backward(self, run: Run, totals: list[torch.Tensor]) -> None:

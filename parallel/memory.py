@@ -34,7 +34,7 @@ class Estimate:
     """Bytes on one device."""
 
     weights: int
-    """What the model computes with; at level 3 the largest number that are gathered at once."""
+    """What the model computes with; at level 3 the most that is gathered at once."""
     masters: int
     gradients: int
     """Totals, and the flat buffers on their way."""
@@ -198,14 +198,17 @@ def estimate(run: Run, batch: Any = None) -> Estimate:
 
 
 def _gathered(run: Run) -> int:
-    """Return the bytes of the root and of the two largest neighbours: one computes while the next is on its way."""
+    """
+    Return the bytes of what lies outside of units and of the two largest units: one computes while the next is on its
+    way. Where units are kept for a step, all are there at once.
+    """
     sizes: dict[str, int] = {}
     for part in run.engine.cuts:
         if part.released:
             unit = part.weights[0].unit
             sizes[unit] = sizes.get(unit, 0) + part.full.numel() * part.full.element_size()
-    root = sizes.pop("", 0)
-    return root + sum(sorted(sizes.values())[-2:])
+    root, units = sizes.pop("", 0), sorted(sizes.values())
+    return root + sum(units if run.settings.keeps else units[-2:])
 
 
 def _gradients(run: Run) -> int:

@@ -41,6 +41,7 @@ from pdrun.parallel.settings import (
     check_above_zero,
     check_callable,
     check_count,
+    check_gather,
     check_globs,
     check_group,
     check_has,
@@ -77,6 +78,7 @@ def parallelize(
     copies: int = 1,
     clip: float | None = None,
     norm: bool = False,
+    gather: str | None = None,
     gradients_mean: bool = True,
     recompute: Any = None,
     compile: Any = None,
@@ -109,11 +111,13 @@ def parallelize(
         forward: ``forward(model, batch) -> output``; default: see `pdrun.parallel.loss.call_model`.
         scheduler: ``lambda optimizer: LRScheduler``; steps once a step, and is saved and resumed with the run.
         optimizer_level: 0 every rank trains all weights; 1 the optimizer's state is cut over the ranks; 2 gradients
-            too;
-            3 weights too.
+            too; 3 weights too.
         shard_group: ranks that share one set of shards (a divisor of the ranks); default: all.
         threshold: weights of fewer bytes than this are not cut.
         units: level 3: globs of the modules whose weights are gathered together; default: members of lists of modules.
+        gather: level 3: "pass" has a unit's weights there for one forward or backward; "step" from its first forward
+            of a step to its last backward, and sums gradients over the ranks once a step: less traffic, more memory;
+            default: "step" beside a pipeline or copies, else "pass".
         accumulate: micro-batches a step.
         copies: 2: each micro-batch is cut in two, of which one computes while the other waits for a collective of a
             tensor axis or of cp (see `interleave`).
@@ -153,8 +157,8 @@ def parallelize(
     compat.end_groups()
     mesh = mesh or solve(job.world_size, {"dp": -1})
     level = check_level(optimizer_level)
-    _check_mesh(mesh, job.world_size, level, strategy, pipeline, context)
-    _check_copies(check_count("copies", copies), level, pipeline)
+    _check_mesh(mesh, job.world_size, strategy, pipeline, context)
+    _check_copies(check_count("copies", copies), pipeline)
     check_count("seed", seed, 0)
     if native_dropout and mesh.size > mesh.dp * mesh.pp:
         what = f"native_dropout=True on {mesh}: torch's generators would drop other elements than in one process"
@@ -177,6 +181,7 @@ def parallelize(
         wire=check_wire(compress),
         precision=policy,
         home=torch.device("cpu") if away.optimizer else None,
+        gather=check_gather(gather, level, copies, pipeline is not None),
     )
     if init is not None and not any(param.device.type == "meta" for param in model.parameters()):
         raise UsageError("init= is for weights made inside pdrun.empty_init(); this model has none", where=WHERE)
@@ -205,7 +210,7 @@ def parallelize(
     compiling.check(compiled, recompute, recomputed, splits=cut.driver.splits)
     engine = Engine(
         cut.model, cut.weights, place, cut.holders, cut.catalogue, settings,
-        filler.fill if filler else lambda weights: None,
+        cut.units(settings.units) if level == 3 else (), filler.fill if filler else lambda weights: None,
     )  # fmt: skip
     retarget.retarget(made, engine.parts_of)
     schedule = scheduler(made) if callable(scheduler) else scheduler
@@ -255,7 +260,7 @@ def _check_kinds(mesh: Any, strategy: Any, pipeline: Any, context: Any) -> None:
             check_has(name, value, methods, hint)
 
 
-def _check_mesh(mesh: Mesh, world: int, level: int, strategy: Any, pipeline: Any, context: Any) -> None:
+def _check_mesh(mesh: Mesh, world: int, strategy: Any, pipeline: Any, context: Any) -> None:
     """Refuse a mesh on which ranks would only repeat each other, and what is asked for without ranks to do it."""
     if mesh.size != world:
         raise UsageError(f"{mesh} is for {mesh.size} devices, the job has {world}", where=WHERE)
@@ -265,18 +270,12 @@ def _check_mesh(mesh: Mesh, world: int, level: int, strategy: Any, pipeline: Any
         if axes and value is None:
             what = f"{mesh}: ranks along {' and '.join(axes)} would only repeat each other"
             raise UsageError(what, where=WHERE, hint=f"{name}= says what they do")
-    if mesh.pp > 1 and level == 3:
-        what = "optimizer_level=3 gathers a unit around each forward and backward, and a pipeline interleaves these"
-        raise UsageError(what, where=WHERE, hint="optimizer_level=2 has one stage's weights on each device")
 
 
-def _check_copies(copies: int, level: int, pipeline: Any) -> None:
+def _check_copies(copies: int, pipeline: Any) -> None:
     if copies > 1 and pipeline is not None:
         what = f"copies={copies} beside pipeline=, whose schedule computes one micro-batch while another waits"
         raise UsageError(what, where=WHERE, hint="one of both")
-    if copies > 1 and level == 3:
-        what = f"copies={copies} at optimizer_level=3, which gathers each unit for one forward or backward at a time"
-        raise UsageError(what, where=WHERE, hint="optimizer_level=2")
 
 
 def _prepare(model: nn.Module, device: torch.device, world: int, sync_batchnorm: bool) -> bool:

@@ -6,6 +6,7 @@ The whole model is kept without memory: a proof needs it, and weights that are s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from pdrun.parallel.driver import Driver, Pipeline, Plain
 from pdrun.parallel.holders import Catalogue, Holders, tell
 from pdrun.parallel.place import Place
 from pdrun.parallel.tiles import Cutter, SequenceCutter
-from pdrun.parallel.weights import WHERE, Weight
+from pdrun.parallel.weights import WHERE, Weight, find_units
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,18 @@ class Parted:
     original: nn.Module | None
     """The whole model without memory; None where nothing was cut."""
 
+    def units(self, globs: Sequence[str] | None) -> list[str]:
+        """
+        Return the names of the modules whose weights are gathered together, as far as this rank has them.
+
+        Raises:
+            UsageError: globs that match nothing in the whole model, or a module that lies on several stages.
+        """
+        names = find_units(self.original or self.model, globs)
+        self.driver.check_units(names)
+        mine = dict(self.model.named_modules())
+        return [name for name in names if name in mine and any(True for _ in mine[name].parameters())]
+
 
 def cut_up(model: nn.Module, weights: list[Weight], place: Place, cuts: Cuts) -> Parted:
     """
@@ -75,7 +88,7 @@ def cut_up(model: nn.Module, weights: list[Weight], place: Place, cuts: Cuts) ->
     shared = {holders.stages_of(entry.index) for entry in catalogue.entries if not entry.alone}
     place.share(stages for stages in shared if len(stages) > 1)
     for weight in weights:
-        weight.chunk = driver.chunk_of(weight.name)
+        weight.chunk, weight.chunks = driver.chunk_of(weight.name), driver.users_of(weight.name)
         weight.counted = holders.alike(weight.index)[0] == holders.axis.index
         if not weight.alone:
             stages = holders.stages_of(weight.index)

@@ -124,6 +124,7 @@ class Run:
 
     def _passes(self, batch: Any) -> torch.Tensor:
         """Go forward and backward through this rank's micro-batches; return ``[accumulate, 2]``, sums and counts."""
+        self.engine.begin_step()
         sums = self.driver.passes(self, self._cut(batch))
         if self.objective.plain and self.mesh.cp > 1:
             what = "the loss is a mean, of each rank's part of the sequences: means of parts do not add up"
@@ -160,6 +161,7 @@ class Run:
         Nothing is trained. Dropout and the like are as ``run.model.train()`` or ``.eval()`` has said. A micro-batch
         without rows has None, and so have all on ranks that the last stage of a pipeline isn't on.
         """
+        self.engine.clear()
         return self.driver.evaluate(self, self._cut(batch))
 
     def objective_of(self, model: nn.Module, part: Any, rows: range, index: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -34,6 +34,13 @@ class Settings:
     precision: Precision = field(default_factory=Precision)
     home: torch.device | None = None
     """Where masters and optimizer state live; None: on the device."""
+    gather: str = "pass"
+    """How long level 3 has the weights of a unit there; see `gatherer`."""
+
+    @property
+    def keeps(self) -> bool:
+        """Whether level 3 gathers weights, and sums gradients over the ranks, once a step."""
+        return self.level == 3 and self.gather == "step"
 
 
 def check_level(level: Any) -> int:
@@ -93,6 +100,24 @@ def check_wire(value: Any) -> torch.dtype | None:
     if value not in ("bf16", "fp16"):
         raise UsageError(f"compress={value!r}", where=WHERE, hint="'bf16', 'fp16' or None")
     return NAMES[value]
+
+
+def check_gather(value: Any, level: int, copies: int, staged: bool) -> str:
+    """
+    Return how long weights that level 3 has gathered stay: for a "pass" or a "step".
+
+    Args:
+        copies: micro-batches that compute side by side.
+        staged: whether a pipeline's schedule has several micro-batches on their way.
+    """
+    if value not in (None, "pass", "step"):
+        raise UsageError(f"gather={value!r}", where=WHERE, hint="'pass', 'step' or None")
+    if value is not None and level < 3:
+        raise UsageError(f"gather={value!r} at optimizer_level={level}, which gathers nothing", where=WHERE)
+    if value == "pass" and copies > 1:
+        what = f"gather='pass' beside copies={copies}, of which one needs a unit's weights while the other has left it"
+        raise UsageError(what, where=WHERE, hint="gather='step'")
+    return value or ("step" if staged or copies > 1 else "pass")
 
 
 def check_group(value: Any, world: int, level: int) -> int:

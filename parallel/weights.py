@@ -54,6 +54,8 @@ class Weight:
     """Stages that share it, where there are several: its gradients are added up over them."""
     chunk: int = 0
     """Which part of a pipeline's stage it belongs to."""
+    chunks: tuple[int, ...] = (0,)
+    """Which parts of the stage compute with it."""
     counted: bool = True
     """Whether this rank's part counts in norms; of several ranks with the same part only the first does."""
     tile: Tile = field(init=False)
@@ -238,14 +240,19 @@ def find_units(model: nn.Module, globs: Sequence[str] | None) -> list[str]:
 
 
 def assign_units(model: nn.Module, weights: list[Weight], units: Sequence[str]) -> None:
-    """Write into each weight the unit that gathers it; a weight used by two units belongs to the model as a whole."""
+    """
+    Write into each weight the unit that gathers it.
+
+    A weight used by two units belongs to the model as a whole; so does one that several stages share, which all of
+    them have to lay out alike.
+    """
     owners: dict[int, set[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         unit = next((unit for unit in units if name.startswith(unit + ".")), "")
         owners.setdefault(id(param), set()).add(unit)
     for weight in weights:
         mine = owners[id(weight.param)]
-        weight.unit = next(iter(mine)) if len(mine) == 1 else ""
+        weight.unit = next(iter(mine)) if len(mine) == len(weight.chunks) == 1 and not weight.stages else ""
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:

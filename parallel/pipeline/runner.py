@@ -55,6 +55,8 @@ class Runner:
         """To which chunk each weight belongs; those that stages share, to chunk 0 on every rank."""
         self._extra: dict[nn.Parameter, torch.Tensor] = {}
         """Gradients of weights that belong to another chunk than the one that computed them."""
+        self._final = {action.stage: action for action in self._row if action.kind in "BI"}
+        """The last backward of each stage that needs weights."""
         self._live: dict[tuple[int, int], Work] = {}
         self._batches: list[Any] = []
 
@@ -66,6 +68,18 @@ class Runner:
     def chunk_of(self, name: str) -> int:
         """Return in which of this rank's chunks a weight is; one that several stages use belongs to chunk 0."""
         return self._owner.get(self.stages.held[name], 0)
+
+    def users_of(self, name: str) -> tuple[int, ...]:
+        """Return the chunks that compute with a weight of this rank."""
+        return tuple(sorted(self._mine.index(stage) for stage in self.stages.users[name]))
+
+    def check_units(self, names: Sequence[str]) -> None:
+        """Refuse modules around others that lie on several stages; see `Driver.check_units`."""
+        for name in names:
+            inside = [at for unit, at in self.stages.cut.units.items() if f"{unit}.".startswith(f"{name}.")]
+            if len(set(inside)) > 1:
+                what = f"the unit {name} lies on the stages {min(inside)} to {max(inside)}"
+                raise UsageError(what, where=WHERE, hint="units= of modules that lie on one stage each")
 
     def explain(self) -> str:
         """Return the stages, their shares and the schedule in words."""
@@ -120,6 +134,7 @@ class Runner:
                         self.traffic.send_on(action, sent, tensors)
                     elif micro.weight:
                         found[micro.place] = output
+                run.engine.evaluated(self._mine.index(stage))
         self.traffic.links.settle()
         return found
 
@@ -162,7 +177,8 @@ class Runner:
         again = partial(run.dice.throw, run.steps, micro.index, micro.rows, run.device, part=part, calls=calls)
         one_pass = Pass(self.stages, action.stage, batch, told, taken, again if told else lambda: None)
         last = action.stage == self.schedule.stages - 1
-        with run.around(micro, part, calls), deferred.splitting(self.schedule.splits and torch.is_grad_enabled()):
+        weights, split = run.engine.forward(part, micro.place), self.schedule.splits and torch.is_grad_enabled()
+        with weights, run.around(micro, part, calls), deferred.splitting(split):
             output = self.stages.run(one_pass, lambda: run.objective.output(run.model, batch))
             if last and judge:
                 output = run.objective.judge(output, batch, max(len(micro.rows), 1))
@@ -184,12 +200,13 @@ class Runner:
             if action.kind == "B":
                 self._weights(run, action, work, first, last)
             return
-        run.engine.begin(first=first, last=last, chunk=chunk)
-        extra = self._borrowed(chunk) if last else {}
-        if roots or extra:
-            run.backward([*roots, *extra], [*grads, *extra.values()])
-        self.traffic.send_back(action, work)
-        run.engine.backward_done()
+        with run.engine.backward(chunk, action.micro, action == self._final[action.stage]):
+            run.engine.begin(first=first, last=last, chunk=chunk)
+            extra = self._borrowed(chunk) if last else {}
+            if roots or extra:
+                run.backward([*roots, *extra], [*grads, *extra.values()])
+            self.traffic.send_back(action, work)
+            run.engine.backward_done()
         del self._live[action.stage, action.micro]
 
     def _input(self, run: Run, action: Action, work: Work, roots: list[Any], grads: list[torch.Tensor | None]) -> None:
@@ -198,7 +215,10 @@ class Runner:
             roots = [root * run.scale.value for root in roots]
         inputs = [x for x in work.taken if x.requires_grad]
         weights = list(dict.fromkeys(self.stages.weights[action.stage]))
-        if roots and (inputs or weights):
+        chunk, last = self._mine.index(action.stage), action == self._final[action.stage]
+        with run.engine.backward(chunk, action.micro, last, for_input=True):
+            if not roots or not (inputs or weights):
+                return
             with run.computing():  # forwards may be computed again
                 found, work.later = deferred.backward_input(roots, grads, inputs, weights, self.schedule.splits)
             for x, grad in zip(inputs, found, strict=True):

@@ -73,6 +73,8 @@ class Stages:
         self._loose(model)
         self.held = {names[name]: param for name, param in model.named_parameters(remove_duplicate=False)}
         """The weights of this rank, by the first of the names that they have in the whole model."""
+        self.users = {name: sorted(holders[name] & set(self.mine)) for name in self.held}
+        """The stages of this rank that compute with each."""
         self.shared = {param for name, param in self.held.items() if len(holders[name]) > 1}
         """Those that several stages hold."""
 

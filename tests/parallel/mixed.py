@@ -234,8 +234,10 @@ def draw(dice: random.Random, task: Task, most: int = 8) -> Place:
     staged = place.pp > 1
     schedules = ["gpipe", "1f1b", "zero-bubble"] + ["interleaved", "zero-bubble-v"] * (2 * place.pp <= task.layers)
     copies = 1 if staged else dice.choice((1, 1, 2))
-    level = dice.choice((0, 1, 2) if staged or copies > 1 else (0, 1, 2, 3))
+    level = dice.choice((0, 1, 2, 3, 3) if staged or copies > 1 else (0, 1, 2, 3))
     more: dict[str, Any] = {}
+    if level == 3 and dice.random() < 0.6:
+        more["gather"] = dice.choice(("step", "pass") if copies == 1 else ("step",))
     if dice.random() < 0.4:
         more["recompute"] = dice.choice(("full", "selective"))
     if dice.random() < 0.2:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pdrun.errors import UsageError
+from pdrun.parallel import memory, volume
 from pdrun.parallel.mesh import solve
 from pdrun.parallel.parallelize import parallelize
 from pdrun.parallel.pipeline.pipeline import Pipeline
@@ -96,6 +98,24 @@ class Inplace(Tiny):
         return self.head(self.norm(h))
 
 
+class Frozen(Tiny):
+    """A block that isn't trained, and a part of another."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=4)
+        self.blocks[1].requires_grad_(False)
+        self.blocks[2].up.requires_grad_(False)
+
+
+class Crossed(Tiny):
+    """Blocks of different stages share a weight, and so do blocks and what lies beside them."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=4)
+        self.blocks[3].up.weight = self.blocks[0].up.weight
+        self.blocks[2].norm1.bias = self.norm.bias
+
+
 MODELS: dict[str, Any] = {
     "tiny": lambda: Tiny(layers=4),
     "tied": lambda: Tiny(tied=True, layers=4),
@@ -109,6 +129,8 @@ MODELS: dict[str, Any] = {
         nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0), nn.Linear(WIDTH, WORDS),
     ),
     "deep": lambda: Tiny(layers=8),
+    "frozen": Frozen,
+    "crossed": Crossed,
 }  # fmt: skip
 
 
@@ -320,6 +342,74 @@ def count_sends(case: Case) -> tuple[int, int]:
     run.step(batch_of(16, 1))
     count = axes.counts["send", ("pp",)]
     return count.calls, count.nbytes
+
+
+KINDS = ("all_gather", "all_to_all", "all_reduce", "reduce_scatter", "join")
+Sent = dict[str, tuple[int, int]]
+
+
+def sent(run: Run, batches: list[Any]) -> tuple[Sent, Sent]:
+    """Return calls and bytes over the data axes, counted in the last of some steps, and as predicted."""
+    comms = {id(part.comm): part.comm for part in [*run.engine.cuts, *run.engine.bundles]}.values()
+    for batch in batches:
+        for comm in comms:
+            comm.calls.clear()
+            comm.nbytes.clear()
+        run.step(batch)
+    counted = {
+        kind: (sum(comm.calls.get(kind, 0) for comm in comms), sum(comm.nbytes.get(kind, 0) for comm in comms))
+        for kind in KINDS
+    }
+    predicted = {kind: (one.calls, one.nbytes) for kind, one in volume.volumes(run).items()}
+    return {kind: count for kind, count in counted.items() if count[0]}, predicted
+
+
+def sent_by(case: Case) -> tuple[Sent, Sent]:
+    """Return what a case sends over the data axes in its second step."""
+    return sent(make(case), [batch_of(rows, step) for step, rows in enumerate(case.rows)])
+
+
+def gathered(case: Case) -> tuple[int, int, int]:
+    """Return the most bytes of gathered weights at once in a step, as predicted, and how many stay after it."""
+    run = make(case)
+    run.step(batch_of(case.rows[0], 0))
+    most = 0
+
+    def now() -> int:
+        return sum(cut.full.untyped_storage().nbytes() for cut in run.engine.cuts)
+
+    def watched(start: Any) -> Any:
+        def started() -> None:
+            nonlocal most
+            start()
+            most = max(most, now())
+
+        return started
+
+    for cut in run.engine.cuts:
+        cut.start = watched(cut.start)  # type: ignore[method-assign]
+    run.step(batch_of(case.rows[-1], 1))
+    return most, memory._gathered(run), now()
+
+
+def outputs(case: Case) -> list[Any]:
+    """Return a rank's outputs on micro-batches before and after a step, and the loss of a step after that."""
+    run = make(case)
+    found = run.evaluate(batch_of(case.rows[0], 1))
+    run.step(batch_of(16, 0))
+    run.model.eval()
+    found += run.evaluate(batch_of(case.rows[0], 1))
+    run.model.train()
+    return [None if output is None else output.numpy() for output in found] + [run.step(batch_of(16, 2)).loss]
+
+
+def refused(case: Case) -> str:
+    """Return what is said to a case that can't be."""
+    try:
+        make(case)
+    except UsageError as error:
+        return str(error)
+    return ""
 
 
 def held_after(case: Case) -> dict[str, Any]:

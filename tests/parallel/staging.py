@@ -60,6 +60,13 @@ class Fill:
         """A stage is one piece."""
         return 0
 
+    def users_of(self, name: str) -> tuple[int, ...]:
+        """The same for what uses it."""
+        return (0,)
+
+    def check_units(self, names: Sequence[str]) -> None:
+        """Blocks lie on one stage."""
+
     def explain(self) -> str:
         """Nothing to tell."""
         return ""
@@ -69,7 +76,7 @@ class Fill:
         axis, found = run.axes["pp"], []
         for micro in micros:
             x = run.here(micro.batch)[0]
-            with torch.no_grad(), run.around(micro):
+            with torch.no_grad(), run.engine.forward(micro=micro.place), run.around(micro):
                 if axis.index > 0:
                     x = torch.empty(*x.shape, WIDTH)
                     dist.recv(x, axis.ranks[axis.index - 1], group=axis.group)
@@ -78,6 +85,7 @@ class Fill:
                 dist.send(y, axis.ranks[axis.index + 1], group=axis.group)
                 y = None
             found.append(y)
+        run.engine.evaluated()
         return found
 
     def passes(self, run: Run, micros: Sequence[MicroBatch]) -> Tensor:
@@ -93,7 +101,7 @@ class Fill:
                 dist.recv(x, axis.ranks[axis.index - 1], group=axis.group)
                 dist.recv(calls, axis.ranks[axis.index - 1], group=axis.group)
                 x.requires_grad_()
-            with run.around(micro, calls=int(calls)):
+            with run.engine.forward(micro=micro.place), run.around(micro, calls=int(calls)):
                 y = run.objective.output(run.model, batch) if x is None else run.model(x)
                 if last:
                     y, count = run.objective.judge(y, batch, max(len(micro.rows), 1))
@@ -104,13 +112,15 @@ class Fill:
                 dist.send(torch.tensor(run.dice.calls), axis.ranks[axis.index + 1], group=axis.group)
             taken.append((x, y))
         for micro, (x, y) in zip(micros, taken, strict=True):
-            run.engine.begin(first=micro.place == 0, last=micro.place == len(micros) - 1, chunk=0)
-            grad = None
-            if not last:
-                grad = torch.empty_like(y)
-                dist.recv(grad, axis.ranks[axis.index + 1], group=axis.group)
-            run.backward([y], [grad])
-            if x is not None:
-                dist.send(x.grad, axis.ranks[axis.index - 1], group=axis.group)
-            run.engine.backward_done()
+            ends = micro.place == len(micros) - 1
+            with run.engine.backward(micro=micro.place, last=ends):
+                run.engine.begin(first=micro.place == 0, last=ends, chunk=0)
+                grad = None
+                if not last:
+                    grad = torch.empty_like(y)
+                    dist.recv(grad, axis.ranks[axis.index + 1], group=axis.group)
+                run.backward([y], [grad])
+                if x is not None:
+                    dist.send(x.grad, axis.ranks[axis.index - 1], group=axis.group)
+                run.engine.backward_done()
         return sums

@@ -43,6 +43,26 @@ def check(case: Case, worlds: Any, folder: Path) -> None:
     assert [norm for _, norm in told[0] + more[0]] == pytest.approx([norm for _, norm in want], rel=10 * off)
 
 
+EVERYTHING = [
+    (Task(tied=True, p=0.2, clip=0.3, rows=(12, 7, 12, 12)),
+     Place(2, 2, 1, 2, kind, schedule, level=3, accumulate=3, more=(("gather", gather), ("recompute", "full"))), after)
+    for kind, schedule, gather, after in (
+        ("sequence", "1f1b", "step", Place(pp=2, cp=2, tp=2, accumulate=2, level=3, more=(("gather", "pass"),))),
+        ("styles", "zero-bubble", "pass", Place(dp=2, tp=2, copies=2, level=3)),
+    )
+] + [
+    (Task(empty=True, layers=4, clip=0.3), Place(2, 2, 2, schedule=schedule, level=3, accumulate=2,
+     more=(("gather", gather), ("offload", "all"))), Place(pp=4, dp=2, accumulate=4, level=3))
+    for schedule, gather in (("interleaved", "pass"), ("zero-bubble-v", "step"))
+]  # fmt: skip
+"""Weights cut over the data beside stages and everything else."""
+
+
+@pytest.mark.parametrize("case", EVERYTHING, ids=lambda case: "+".join(map(str, case[1:])))
+def test_cut_weights_beside_stages(case: Case, worlds: Any, tmp_path: Path) -> None:
+    check(case, worlds, tmp_path)
+
+
 FOUND = [
     # masks of attention over cut sequences were those of this rank's heads
     (Task(p=0.2, rows=(12, 7, 12, 12)), Place(cp=2, tp=2), Place(cp=2, tp=2, kind="sequence", ulysses=-1)),
@@ -68,13 +88,13 @@ def test_compositions(case: Case, worlds: Any, tmp_path: Path) -> None:
 
 
 REFUSED = [
-    (Place(pp=2, accumulate=2, level=3), {}, "optimizer_level=3 gathers a unit around each forward and backward"),
     (Place(pp=2, accumulate=2, copies=2), {}, "copies=2 beside pipeline="),
     (Place(pp=2, accumulate=2), {"accumulate": 2}, "accumulate=2 beside pipeline="),
     (Place(pp=2, accumulate=1), {}, "microbatches=1 is less than pp=2"),
     (Place(pp=2, accumulate=2, schedule="zero-bubble-v"), {}, "2 layers can't be cut into 4 stages"),
     (Place(pp=2, accumulate=2), {"pipeline": None}, "pp would only repeat each other; pipeline= says"),
-    (Place(dp=2, copies=2, level=3), {}, "copies=2 at optimizer_level=3"),
+    (Place(dp=2, copies=2, level=3), {"gather": "pass"}, "gather='pass' beside copies=2"),
+    (Place(dp=2, level=2), {"gather": "step"}, "gather='step' at optimizer_level=2"),
     (Place(pp=2, tp=2, accumulate=2, kind="operators"), {}, "has no stages, which are made of modules: pp=2"),
     (Place(cp=2, tp=2, kind="operators"), {}, "has no parts of sequences: cp=2"),
     (Place(tp=2, kind="operators"), {"sample": None}, "a strategy of operators needs a batch"),

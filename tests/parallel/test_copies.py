@@ -13,8 +13,8 @@ from pdrun.parallel import mesh
 from pdrun.parallel.offload import Offload
 from pdrun.parallel.pipeline.pipeline import Pipeline
 from pdrun.parallel.run import Run
+from tests.parallel import piped, zoo
 from tests.parallel import test_context_runs as long
-from tests.parallel import zoo
 from tests.parallel.cutting import Megatron
 from tests.parallel.zoo import Case
 
@@ -43,6 +43,8 @@ CASES = [
     (Case(2, 2, tied=True, dropout=True, rows=(24, 7, 1), recompute="full", optimizer="SGD"), {"dp": 1, "tp": 2}),
     (Case(4, 1, 2, dropout=True, clip=0.3, optimizer="SGD"), {"dp": 2, "tp": 2}),
     (Case(4, 2, 1, dropout=True, recompute="selective", optimizer="SGD"), {"dp": 2, "tp": 2}),
+    (Case(4, 3, 2, dropout=True, recompute="full", clip=0.3, optimizer="SGD"), {"dp": 2, "tp": 2}),
+    (Case(4, 3, 1, tied=True, rows=(24, 7, 1), optimizer="SGD"), {"dp": 2, "tp": 2}),
     (
         Case(2, dropout=True, optimizer="SGD", more=(("offload", Offload(activations=True, least=0)),)),
         {"dp": 1, "tp": 2},
@@ -130,18 +132,34 @@ def test_one_copy_computes_while_the_other_communicates(worlds: Any) -> None:
 # ---- refused, and failing ----------------------------------------------------------------------------------------
 
 
-def refused(level: int, pipeline: Any) -> str:
+def refused(level: int, **more: Any) -> str:
     """Return what is said to copies that can't be."""
     try:
-        make(Case(1, level), {"dp": 1, "tp": 1}, 2, pipeline=pipeline)
+        make(Case(1, level), {"dp": 1, "tp": 1}, 2, **more)
     except UsageError as error:
         return str(error)
     return ""
 
 
 def test_copies_beside_what_gathers_or_schedules_are_refused(worlds: Any) -> None:
-    assert "at optimizer_level=3" in worlds(1).run(refused, 3, None)[0]
-    assert "beside pipeline=" in worlds(1).run(refused, 0, Pipeline(microbatches=2))[0]
+    assert "gather='pass' beside copies=2" in worlds(1).run(refused, 3, gather="pass")[0]
+    assert "beside pipeline=" in worlds(1).run(refused, 0, pipeline=Pipeline(microbatches=2))[0]
+
+
+def at_level(level: int) -> Any:
+    """Train two copies; return losses, and what travels over the data in the last step, counted and predicted."""
+    run = make(Case(4, level, 2), {"dp": 2, "tp": 2}, 2)
+    losses = [run.step(zoo.batch_of(rows, step)).loss for step, rows in enumerate((24, 7))]
+    return losses, piped.sent(run, [zoo.batch_of(24, 2)])
+
+
+def test_copies_of_cut_weights_gather_each_once(worlds: Any) -> None:
+    """The bits of level 2; of each unit and of what lies outside one gather a step, and a sum a pair of copies."""
+    want, found = worlds(4).run(at_level, 2), worlds(4).run(at_level, 3)
+    for (losses, (counted, predicted)), (whole, _) in zip(found, want, strict=True):
+        assert losses == whole
+        assert counted == predicted
+        assert counted["all_to_all"][0] == 2 * counted["all_gather"][0] > 0
 
 
 def failing() -> None:

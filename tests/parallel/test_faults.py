@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -332,7 +333,7 @@ def test_no_needless_collectives(worlds: Worlds) -> None:
         "exchange": 1,
     }
     assert worlds(4).run(counted, 2, 3, fast)[0]["reduce_scatter"] == 3
-    assert worlds(4).run(counted, 0, 3, {})[0] == {"all_to_all": 3, "all_gather": 1, "exchange": 1}
+    assert worlds(4).run(counted, 0, 3, {})[0] == {"all_to_all": 3, "join": 1, "exchange": 1}
 
 
 def degree_one(level: int) -> Any:
@@ -374,3 +375,29 @@ def twice() -> None:
 
 def test_a_model_belongs_to_one_run(worlds: Worlds) -> None:
     assert "belongs to a run already" in worlds(1).failures(twice)[0][1]
+
+
+def caught(level: int, fails: bool, more: tuple[tuple[str, Any], ...]) -> list[float]:
+    """Return the losses of two steps, after one in which the loss of the last micro-batch may have raised."""
+    run = zoo.make(Case(2, level, accumulate=3, more=more))
+    judge, calls = run.objective.loss, itertools.count(1)
+
+    def loss(output: Any, batch: Any) -> Any:
+        if next(calls) == 3:
+            raise ValueError("of the user")
+        return judge(output, batch)  # type: ignore[misc]
+
+    if fails:
+        run.objective.loss = loss
+        with pytest.raises(ValueError, match="of the user"):
+            run.step(zoo.batch_of(24, 9))
+        run.steps = 0
+    return [run.step(zoo.batch_of(24, step)).loss for step in range(2)]
+
+
+@LEVELS
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_step_whose_error_was_caught_leaves_nothing(level: int, exact: bool, worlds: Worlds) -> None:
+    for gather in ((("gather", "step"),), (("gather", "pass"),)) if level == 3 else ((),):
+        more = (*gather, ("exact", exact))
+        assert worlds(2).run(caught, level, True, more) == worlds(2).run(caught, level, False, more)

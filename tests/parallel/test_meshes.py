@@ -51,9 +51,7 @@ def proven(case: Case, degrees: Degrees) -> Any:
 def check(case: Case, degrees: Degrees, worlds: Worlds, rel: float = 2e-5) -> None:
     """Prove a case, and compare its training with that of one process, and all ranks with each other."""
     found = worlds(case.world).run(proven, case, degrees)
-    alone = dataclasses.replace(
-        case, world=1, level=0, recompute=None, accumulate=degrees["dp"] * case.accumulate, shard_group=None
-    )
+    alone = dataclasses.replace(case.alone(), accumulate=degrees["dp"] * case.accumulate)
     want = worlds(1).run(zoo.train, alone)[0]
     for loss, norm in found:
         assert (loss, norm) == found[0]
@@ -114,6 +112,8 @@ def test_all_ranks_leave_the_same_steps_out(worlds: Worlds) -> None:
     (Case(4, 0, accumulate=2, tied=True), {"pp": 2, "dp": 1, "tp": 2}),
     (Case(4, 2, accumulate=2, tied=True, dropout=True, recompute="full"), {"pp": 2, "dp": 2, "tp": 1}),
     (Case(3, 1, accumulate=2, tied=True, clip=0.3), {"pp": 3, "dp": 1, "tp": 1}),
+    (Case(4, 3, accumulate=2, tied=True, dropout=True, recompute="full"), {"pp": 2, "dp": 2, "tp": 1}),
+    (Case(4, 3, accumulate=3, clip=0.3, more=(("gather", "pass"),)), {"pp": 2, "dp": 2, "tp": 1}),
 ], ids=str)  # fmt: skip
 def test_stages_compute_what_one_process_does(case: Case, degrees: Any, worlds: Worlds) -> None:
     check(case, degrees, worlds)
@@ -463,8 +463,6 @@ def refused(what: str) -> None:
     options: dict[str, Any] = {"mesh": mesh.of(**degrees.get(what, {"tp": 2})), "strategy": Megatron()}
     if what in degrees:
         del options["strategy"]
-    elif what == "level":
-        options = {"mesh": mesh.of(pp=2), "pipeline": Stages(2), "optimizer_level": 3}
     elif what == "accumulate":
         options = {"mesh": mesh.of(pp=2), "pipeline": Stages(2), "accumulate": 2}
     elif what == "dropout":
@@ -481,7 +479,7 @@ def refused(what: str) -> None:
     ("strategy", "mesh(dp=1, tp=2): ranks along tp would only repeat each other; strategy= says what they do"),
     ("context", "ranks along cp would only repeat each other; context= says"),
     ("pipeline", "ranks along pp would only repeat each other; pipeline= says"),
-    ("level", "optimizer_level=3 gathers a unit"), ("accumulate", "accumulate=2 beside pipeline="),
+    ("accumulate", "accumulate=2 beside pipeline="),
     ("dropout", "native_dropout=True on mesh(dp=1, tp=2)"), ("data", "never is cut over dp, which is no tensor axis"),
     ("muon", "Muon looks at more than one element at a time"),
 ])  # fmt: skip

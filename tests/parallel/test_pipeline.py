@@ -178,7 +178,7 @@ def _sampled(count: int) -> list[Case]:
         schedule, model = dice.choice(SCHEDULES), dice.choice(["tiny", "tied", "dropout", "deep", "masked", "inplace"])
         pp = dice.choice([2, 2, 4]) if model == "deep" else 2
         run = {
-            "optimizer_level": dice.choice([0, 1, 2]), "recompute": dice.choice([None, "full", "selective"]),
+            "optimizer_level": dice.choice([0, 1, 2, 3, 3]), "recompute": dice.choice([None, "full", "selective"]),
             "comm_fusion": dice.choice(["auto", 1, False]),
         }  # fmt: skip
         if model == "inplace":

@@ -7,6 +7,7 @@ more of it.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from pathlib import Path
 from typing import Any
@@ -88,3 +89,11 @@ def test_the_fast_order_is_the_same_to_rounding(level: int, worlds: Worlds) -> N
     assert told["loss"] == pytest.approx(want["loss"], rel=1e-5)
     for name, value in want["grads"].items():
         assert numpy.linalg.norm(told["grads"][name] - value) <= 1e-4 * numpy.linalg.norm(value), name
+
+
+@pytest.mark.parametrize("case", [
+    Case(3, 3, accumulate=3, tied=True, dropout=True, clip=0.3, rows=(23, 7, 24)),
+    Case(2, 3, accumulate=2, recompute="full"), Case(4, 3, accumulate=3, shard_group=2, rows=(13, 2, 1)),
+], ids=str)  # fmt: skip
+def test_weights_that_stay_for_a_step(case: Case, worlds: Worlds, tmp_path: Path) -> None:
+    check(dataclasses.replace(case, more=(("gather", "step"),)), worlds, tmp_path)

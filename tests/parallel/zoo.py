@@ -101,7 +101,10 @@ class Case:
 
     def alone(self) -> Case:
         """Return the same slices on one rank."""
-        return dataclasses.replace(self, world=1, accumulate=self.slices, level=0, shard_group=None, recompute=None)
+        more = tuple(pair for pair in self.more if pair[0] != "gather")
+        return dataclasses.replace(
+            self, world=1, accumulate=self.slices, level=0, shard_group=None, recompute=None, more=more
+        )
 
     def __str__(self) -> str:
         changed = [

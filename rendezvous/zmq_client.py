@@ -212,13 +212,13 @@ class ZmqLink:
     # One connection ---------------------------------------------------------------------------------------------------
 
     def _connect(self, now: float) -> None:
-        zmq, probe = self._zmq, int(pace.probe(self._crowd) * 1000)
+        zmq, probe = self._zmq, pace.probe(self._crowd)
         self._incarnation += 1
         sock = self._socket = self._context.socket(zmq.DEALER)
         for option, value in (
             (zmq.RECONNECT_IVL, FAR_AWAY), (zmq.LINGER, 0), (zmq.MAXMSGSIZE, Envelope.LIMIT), (zmq.SNDHWM, 0),
             (zmq.HANDSHAKE_IVL, int(pace.handshake(self._crowd) * 1000)),
-            (zmq.CONNECT_TIMEOUT, int(self._connect_timeout * 1000)), (zmq.TCP_KEEPALIVE, 1),
+            (zmq.CONNECT_TIMEOUT, int(self._connect_timeout * 1000)), *pace.keepalive(zmq),
             (zmq.HEARTBEAT_IVL, probe), (zmq.HEARTBEAT_TIMEOUT, 3 * probe),
         ):  # fmt: skip
             sock.setsockopt(option, value)

@@ -2,7 +2,7 @@
 Agents that are only their conversation: thousands in one process, as cheap as can be, for `scale.py`.
 
 They say what a real agent says, when it says it: the product's own codec writes each message (most of them before the
-clock starts), a heartbeat follows the welcome at once and then every interval. Only what is of no use to them is saved:
+clock starts), and heartbeats follow the welcome at every interval. Only what is of no use to them is saved:
 of what comes they look at the type alone, and instead of a socket of ZeroMQ each has
 
     Plain     a TCP socket that speaks ZeroMQ's protocol (ZMTP 3.1, NULL) in the order of libzmq: signature, greeting,
@@ -65,7 +65,8 @@ class Plain:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.up = False
-        self._socket = socket.create_connection((endpoint.host, endpoint.port))
+        self._socket = socket.socket()
+        self._socket.connect((endpoint.host, endpoint.port))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.setblocking(False)
         self._rest = b""
@@ -140,7 +141,7 @@ class Sealed:
         self._socket = context.socket(zmq.DEALER)
         probe = pace.probe(crowd)
         for option, value in (
-            (zmq.LINGER, 0), (zmq.HANDSHAKE_IVL, int(pace.handshake(crowd) * 1000)), (zmq.RECONNECT_IVL, 3_600_000),
+            (zmq.LINGER, 0), (zmq.HANDSHAKE_IVL, int(pace.handshake(crowd) * 1000)), (zmq.RECONNECT_IVL, 500),
             (zmq.HEARTBEAT_IVL, probe), (zmq.HEARTBEAT_TIMEOUT, 3 * probe),
         ):  # fmt: skip
             self._socket.setsockopt(option, value)
@@ -281,7 +282,7 @@ class Crowd:
             agent.line.send(agent.join)
             beat = re.search(rb'"heartbeat":([0-9.]+)', data)
             self._heartbeat = float(beat[1]) if beat else self._heartbeat
-            self._beats.appendleft((0.0, agent))
+            self._beats.append((time.monotonic() + self._heartbeat, agent))
         elif kind == b"Assign":
             self.waiting["Assign"] -= 1
             agent.line.send(agent.ready)

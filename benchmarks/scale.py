@@ -21,6 +21,7 @@ import platform
 import sys
 import tempfile
 import time
+from collections import Counter
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -28,10 +29,15 @@ import psutil
 import zmq
 from crowd import crowd
 
+from pdrun import eventlog
 from pdrun.net import Endpoint
 from pdrun.rendezvous.child import SchedulerChild
 from pdrun.rendezvous.events import SchedulerConfig
 from pdrun.rendezvous.security import Secret
+
+class Incomplete(Exception):
+    """The job did not come as far as it should."""
+
 
 PATIENCE = 300.0
 """Seconds for each stage."""
@@ -58,6 +64,9 @@ def main() -> None:
         crowds = [_start(asked, child.endpoint, secret, turn) for turn in range(asked.crowds)]
         try:
             print(json.dumps(measure(asked, child, [pipe for _, pipe in crowds]), indent=1))
+        except Incomplete as error:
+            happened = Counter(event.kind for event in eventlog.read(Path(folder, "events.jsonl")))
+            raise SystemExit(f"{error}; the event log has {dict(happened)}") from None
         finally:
             for process, _ in crowds:
                 process.kill()
@@ -102,7 +111,7 @@ def measure(asked: argparse.Namespace, child: SchedulerChild, pipes: list[Connec
     took = time.monotonic() - at_first
     shares = [100 * (used(one) - was) / took for one, was in zip(processes, before, strict=True)]
     found["beating_cpu_percent"] = parts(shares)
-    found["pss_mb"] = round(sum(process.memory_full_info().pss for process in processes) / 1e6)
+    found["pss_mb"] = parts([process.memory_full_info().pss / 1e6 for process in processes])
     tell(pipes, "end")
     ends, began = answers(pipes, "asked"), time.monotonic()
     found["beats"] = sum(end["beats"] for end in ends)
@@ -144,11 +153,11 @@ def answers(pipes: list[Connection], what: str) -> list:
     found = []
     for pipe in pipes:
         if not pipe.poll(PATIENCE):
-            raise SystemExit(f"not all agents were {what} in {PATIENCE:g} s")
+            raise Incomplete(f"not all agents were {what} in {PATIENCE:g} s")
         try:
             found.append(pipe.recv())
         except EOFError:
-            raise SystemExit(f"not all agents were {what}: a crowd has ended") from None
+            raise Incomplete(f"not all agents were {what}: a crowd has ended") from None
     return found
 
 

@@ -45,6 +45,11 @@ one waking, not one. A few dozen connections are heard at once.
 """
 FEW = 200
 """Connections for which it does not rest."""
+_ZERO_COPY_RECV = 10
+"""
+ZMQ_ZERO_COPY_RECV of zmq_ctx_set(3), which pyzmq does not name. With it each connection keeps counters for 249 messages
+beside its buffer: 5 KB, for words of 200 bytes that are copied anyway.
+"""
 FAREWELL = 1.0
 """Seconds between the last word to a connection and its end."""
 
@@ -99,6 +104,8 @@ class ZmqServer:
         self._pending: list[Incoming] = []
         self._watched: list[int] = []
         self._context = zmq.Context()
+        if crowd > pace.PROBED:
+            self._context.set(_ZERO_COPY_RECV, 0)
         self._poller = zmq.Poller()
         self._zap = self._open_zap(secret) if secret else None
         self._router = self._context.socket(zmq.ROUTER)

@@ -54,7 +54,8 @@ class Play:
             elastic=elastic(self.config), hang_timeout=rng.choice((5.0, 20.0)),
         )  # fmt: skip
         self.network = Network(world, self._wake)
-        self.judge = Judge(self.config.max_restarts, elastic(self.config))
+        most = self.config.max_restarts if self.config.restart_window is None else None
+        self.judge = Judge(most, elastic(self.config))
         self.scheduler = SimScheduler(world, self.network, self.config, folder / "scheduler.journal")
         self.agents: list[SimAgent] = []
         self.by_node: dict[str, SimAgent] = {}

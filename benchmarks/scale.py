@@ -35,6 +35,7 @@ from pdrun.rendezvous.child import SchedulerChild
 from pdrun.rendezvous.events import SchedulerConfig
 from pdrun.rendezvous.security import Secret
 
+
 class Incomplete(Exception):
     """The job did not come as far as it should."""
 

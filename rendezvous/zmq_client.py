@@ -323,9 +323,12 @@ class ZmqLink:
             if envelope.sequence != (self._expected if counted else 0):
                 return self._cut(now, RETRY)
             self._expected += counted
-            if self._welcome and self._stage is _Stage.UP and self._patience.stale(self._welcome.lease, now):
+            stale = self._welcome and self._stage is _Stage.UP and self._patience.stale(self._welcome.lease, now)
+            if stale and not self._doubt:
                 self._doubt, self._beat_at = self._beats + 1, now
-            self._patience.heard(now)
+            body = envelope.body
+            certain = not self._doubt or (isinstance(body, Echo) and body.number >= self._doubt)
+            self._patience.heard(now, certain=certain)  # else what lay there would renew a lease that is over
             if not counted and envelope.sender == ALONE:
                 self._patience.through_relay = True
             self._take(envelope.body, now)

@@ -2,7 +2,7 @@
 Agents that are only their conversation: thousands in one process, as cheap as can be, for `scale.py`.
 
 They say what a real agent says, when it says it: the product's own codec writes each message (most of them before the
-clock starts), and heartbeats follow the welcome at every interval. Only what is of no use to them is saved:
+clock starts), a heartbeat follows the welcome at once and then every interval. Only what is of no use to them is saved:
 of what comes they look at the type alone, and instead of a socket of ZeroMQ each has
 
     Plain     a TCP socket that speaks ZeroMQ's protocol (ZMTP 3.1, NULL) in the order of libzmq: signature, greeting,
@@ -282,7 +282,7 @@ class Crowd:
             agent.line.send(agent.join)
             beat = re.search(rb'"heartbeat":([0-9.]+)', data)
             self._heartbeat = float(beat[1]) if beat else self._heartbeat
-            self._beats.append((time.monotonic() + self._heartbeat, agent))
+            self._beats.appendleft((0.0, agent))
         elif kind == b"Assign":
             self.waiting["Assign"] -= 1
             agent.line.send(agent.ready)

@@ -354,7 +354,7 @@ class ZmqLink:
             if self._welcome is None or message.spec:
                 self._welcome = message
             if self._stage is not _Stage.UP:
-                self._stage, self._beat_at = _Stage.UP, now + (message.heartbeat or 1.0)
+                self._stage, self._beat_at = _Stage.UP, now
                 self._patience.up(now)
                 for again in self._memory.to_repeat():
                     self._put(again)

@@ -27,7 +27,7 @@ class Judge:
     """Looks at each start of workers while it happens, and at everything at the end."""
 
     def __init__(self, most_restarts: int | None, elastic: bool) -> None:
-        """``most_restarts``: of the whole life; None where only those of a window count, which `invariants` looks at."""
+        """``most_restarts``: of the whole life; None where those of a window count: `invariants` looks at these."""
         self.runs: list[Run] = []
         self.most_restarts = most_restarts
         self.elastic = elastic

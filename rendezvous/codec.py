@@ -27,7 +27,7 @@ __all__ = [
 
 DEEPEST = 16
 
-_TYPES: dict[str, type[Any]] = {cls.__name__: cls for cls in get_args(Message)}
+_TYPES: dict[str, Any] = {cls.__name__: cls for cls in get_args(Message)}
 _EVENTS: dict[str, type[Any]] = {cls.__name__: cls for cls in get_args(events.Happening)}
 _HEAD = dict.fromkeys(("sender", "incarnation", "sequence", "type", "body")).keys()
 _TOKENS = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|[\[{]|[\]}]', re.DOTALL)
@@ -161,7 +161,8 @@ def _utf8(text: str) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    names = _fields_of(type(value))
+    kind: Any = type(value)
+    names = _fields_of(kind)
     if names is None:
         return [_plain(item) for item in value] if isinstance(value, tuple) else value
     return {name: _plain(getattr(value, name)) for name in names} if names else vars(value)

@@ -61,7 +61,7 @@ def run_through(plan: LaunchPlan) -> int:
     log = EventLog(Path(events)) if events else None
     # nobody starts this scheduler again: agents that lose it, lose the front, and end at once
     config = replace(scheduler_config(plan, run), patience=0.0)
-    service = Service(config, transport, record=log.append if log else None)
+    service = Service(config, transport, record=log.extend if log else None)
     try:
         env = _environment(plan, transport.endpoint, run, token_text(secret) if secret else "")
         register(plan, run, str(transport.endpoint))

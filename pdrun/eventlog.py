@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,10 @@ class Event:
 
     def to_line(self) -> str:
         """Return the event as one line of JSON, without the line end."""
+        return self._line
+
+    @cached_property
+    def _line(self) -> str:
         return json.dumps({"kind": self.kind, "time": round(self.time, 6), **self.data}, ensure_ascii=True)
 
 
@@ -56,7 +61,11 @@ class EventLog:
 
     def append(self, event: Event) -> None:
         """Write one line; waits a moment for the disk, and not again before it has caught up."""
-        self._lines.put(event.to_line())
+        self.extend((event,))
+
+    def extend(self, events: Sequence[Event]) -> None:
+        """Write what happened together: as `append` of each, with one wait for all."""
+        self._lines.put(*(event.to_line() for event in events))
 
     def close(self, timeout: float = CLOSING) -> str:
         """
@@ -80,7 +89,7 @@ def read(path: Path) -> Iterator[Event]:
         yield from parse(file)
 
 
-def tail(path: Path, size: int = 1 << 18) -> Iterator[Event]:
+def tail(path: Path, size: int) -> Iterator[Event]:
     """Yield the events at the end of a log, of its last ``size`` bytes."""
     with path.open("rb") as file:
         end = file.seek(0, 2)

@@ -55,18 +55,19 @@ class LineWriter:
         self._half = False
         """Whether the file ends within a line. Descriptor and this: the thread's alone."""
 
-    def put(self, line: str) -> None:
-        """Write one line of ASCII; waits a moment for the disk, and not again before it has caught up."""
+    def put(self, *lines: str) -> None:
+        """Write lines of ASCII; waits a moment for the disk, and not again before it has caught up."""
         with self._changed:
             if self._closing:
-                return self._lose(1, "it was closed already")
-            if self._size >= self._most:
-                self._gap += 1
-                return self._lose(1, NO_ANSWER)
-            self._mark_gap()
-            self._put(line)
-            if self._begin() and not self._late:
-                self._late = not self._changed.wait_for(self._idle, MOMENT)
+                return self._lose(len(lines), "it was closed already")
+            for line in lines:
+                if self._size >= self._most and not self._waited():
+                    self._gap += 1
+                    self._lose(1, NO_ANSWER)
+                else:
+                    self._mark_gap()
+                    self._put(line)
+            self._waited()
             return None
 
     def close(self, timeout: float = CLOSING) -> int:
@@ -88,6 +89,12 @@ class LineWriter:
             return self._idle()
 
     # Called with the lock held ----------------------------------------------------------------------------------------
+
+    def _waited(self) -> bool:
+        """Wait a moment for the disk, unless it is late already; return whether everything is written."""
+        if self._queue and self._begin() and not self._late:
+            self._late = not self._changed.wait_for(self._idle, MOMENT)
+        return self._idle()
 
     def _idle(self) -> bool:
         return not self._queue and not self._writing

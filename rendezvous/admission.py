@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
 from pdrun.rendezvous import elastic, generations, loss, wording
 from pdrun.rendezvous.events import Peer
 from pdrun.rendezvous.job import Job, Session
@@ -41,10 +44,16 @@ def hello(job: Job, peer: Peer, hello: Hello, now: float) -> None:
 
 def _welcome(job: Job, peer: Peer) -> None:
     times = job.watch.times
-    job.send(peer, Welcome(
+    job.send(peer, _the_welcome(
         job.key, job.config.run, job.spec, job.scheduler, times.heartbeat, times.dead,
         elastic.lease(job.config, times.dead), job.config.patience,
     ))  # fmt: skip
+
+
+@lru_cache(4)
+def _the_welcome(*fields: Any) -> Welcome:
+    """All are told the same, by one object: it is made, and written, once."""
+    return Welcome(*fields)
 
 
 def _resume(job: Job, member: Member, peer: Peer, hello: Hello, now: float) -> None:

@@ -135,11 +135,12 @@ class LocalLink:
         self._service.poll_once(0.0)
         self._inbox += [envelope.body for envelope in self._end.take()]
 
-    def _record(self, event: Event) -> None:
+    def _record(self, events: Sequence[Event]) -> None:
         if self._log:
-            self._log.append(event)
+            self._log.extend(events)
         if self._also:
-            self._also(event)
+            for event in events:
+                self._also(event)
 
 
 def query_status(

@@ -10,30 +10,28 @@ deeper than 16, more than `Envelope.LIMIT` bytes. Nothing in it can name code.
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Callable
 from dataclasses import fields, is_dataclass
-from functools import cache
-from types import UnionType
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+from functools import cache, lru_cache
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
-from pdrun.rendezvous import events, messages
+from pdrun.rendezvous import events
 from pdrun.rendezvous.events import Happening, Received
 from pdrun.rendezvous.messages import Envelope, Message
+from pdrun.rendezvous.strict import LONGEST, SURROGATE, Misfit, hints, reader, short, whole
 
-LONGEST = 64 * 1024
-"""Characters of an ordinary text."""
-LONG_FIELDS = frozenset({"spec", "traceback", "lines"})
-"""Fields that only the limit of the whole message bounds."""
+__all__ = [
+    "LONGEST", "CodecError", "decode", "encode", "event_from_plain", "event_to_plain", "from_plain", "load_json",
+    "to_plain",
+]  # fmt: skip
+
 DEEPEST = 16
 
-_Reader = Callable[[Any, str], Any]
-_TYPES: dict[str, type[Any]] = {cls.__name__: cls for cls in get_args(Message)}
+_TYPES: dict[str, Any] = {cls.__name__: cls for cls in get_args(Message)}
 _EVENTS: dict[str, type[Any]] = {cls.__name__: cls for cls in get_args(events.Happening)}
-_HEAD = ("sender", "incarnation", "sequence", "type", "body")
+_HEAD = dict.fromkeys(("sender", "incarnation", "sequence", "type", "body")).keys()
 _TOKENS = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|[\[{]|[\]}]', re.DOTALL)
-_SURROGATE = re.compile("[\ud800-\udfff]")
+_WRITER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 class CodecError(ValueError):
@@ -47,17 +45,14 @@ def encode(envelope: Envelope) -> bytes:
     Raises:
         CodecError: it would be longer than `Envelope.LIMIT` bytes, or holds a number that is not finite.
     """
-    plain = {
-        "sender": envelope.sender, "incarnation": envelope.incarnation, "sequence": envelope.sequence,
-        "type": type(envelope.body).__name__, "body": _plain(envelope.body),
-    }  # fmt: skip
-    try:
-        text = json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    except ValueError as error:
-        raise CodecError(f"{plain['type']}: {error}") from None
-    data = _SURROGATE.sub("\ufffd", text).encode()
+    body = _body(envelope.body)
+    kind = type(envelope.body).__name__
+    data = (
+        f'{{"sender":{_quoted(envelope.sender)},"incarnation":{envelope.incarnation:d},'
+        f'"sequence":{envelope.sequence:d},"type":"{kind}","body":'
+    ).encode() + body + b"}"  # fmt: skip
     if len(data) > Envelope.LIMIT:
-        raise CodecError(f"{plain['type']}: {len(data)} bytes are more than {Envelope.LIMIT}")
+        raise CodecError(f"{kind}: {len(data)} bytes are more than {Envelope.LIMIT}")
     return data
 
 
@@ -69,33 +64,41 @@ def decode(data: bytes) -> Envelope:
         CodecError: it holds none; names the place.
     """
     value = _json(data)
-    if not isinstance(value, dict) or set(value) != set(_HEAD):
+    if type(value) is not dict or value.keys() != _HEAD:
         raise CodecError(f"a message has the fields {', '.join(_HEAD)}")
     kind = value["type"]
     if not isinstance(kind, str) or kind not in _TYPES:
-        raise CodecError(f"type: {_short(kind)} is no message")
-    return Envelope(
-        sender=_text(value["sender"], "sender"),
-        incarnation=_whole(value["incarnation"], "incarnation"),
-        sequence=_whole(value["sequence"], "sequence"),
-        body=from_plain(_TYPES[kind], value["body"], kind),
-    )
+        raise CodecError(f"type: {short(kind)} is no message")
+    found = object.__new__(Envelope)  # see `_dataclass_reader`
+    content, place = found.__dict__, ""
+    try:
+        content["sender"] = reader(str, place := "sender")(value[place])
+        content["incarnation"] = whole(value[place := "incarnation"])
+        content["sequence"] = whole(value[place := "sequence"])
+        place = kind
+        content["body"] = reader(_TYPES[kind], "")(value["body"])
+    except Misfit as error:
+        raise CodecError(error.named(place)) from None
+    return found
 
 
 def to_plain(value: Any) -> Any:
-    """Return a frozen value of this package as plain JSON values."""
+    """Return a frozen value of this package as plain JSON values; not to be changed, they may be the value's own."""
     return _plain(value)
 
 
 def from_plain(cls: type[Any], value: Any, place: str) -> Any:
     """
-    Return the dataclass ``cls`` that plain JSON values describe, read as strictly as a message.
+    Return the value of type ``cls``, a dataclass as a rule, that plain JSON values describe, read strictly.
 
     Raises:
-        CodecError: they describe none.
+        CodecError: they describe none; ``place`` is what the text calls the value.
     """
     hint: Any = cls
-    return _reader(hint, "")(value, place)
+    try:
+        return reader(hint, "")(value)
+    except Misfit as error:
+        raise CodecError(error.named(place)) from None
 
 
 def event_to_plain(event: Happening) -> dict[str, Any]:
@@ -116,7 +119,7 @@ def event_from_plain(value: Any, place: str) -> Happening:
     kind = value.get("kind") if isinstance(value, dict) else None
     if kind == "Received" and set(value) == {"kind", "peer", "type", "body"} and value["type"] in tuple(_TYPES):
         name = value["type"]
-        return Received(_text(value["peer"], f"{place}.peer"), from_plain(_TYPES[name], value["body"], name))
+        return Received(from_plain(str, value["peer"], f"{place}.peer"), from_plain(_TYPES[name], value["body"], name))
     if kind != "Received" and kind in tuple(_EVENTS) and set(value) == {"kind", "body"}:
         event: Happening = from_plain(_EVENTS[kind], value["body"], f"{place}.{kind}")
         return event
@@ -128,12 +131,53 @@ def load_json(data: bytes, limit: int = Envelope.LIMIT) -> Any:
     return _json(data, limit)
 
 
+# Messages to bytes ----------------------------------------------------------------------------------------------------
+
+_last: tuple[Any, bytes] = (None, b"")
+"""The body that was written last: what all nodes are told is one object, and is written once."""
+
+
+def _body(message: Any) -> bytes:
+    global _last
+    known, data = _last
+    if known is message:
+        return data
+    try:
+        text = _WRITER.encode(_plain(message))
+    except ValueError as error:
+        raise CodecError(f"{type(message).__name__}: {error}") from None
+    data = _utf8(text)
+    _last = (message, data)
+    return data
+
+
+@lru_cache(256)
+def _quoted(text: str) -> str:
+    return _WRITER.encode(SURROGATE.sub("\ufffd", text))
+
+
+def _utf8(text: str) -> bytes:
+    return text.encode() if text.isascii() else SURROGATE.sub("\ufffd", text).encode()
+
+
 def _plain(value: Any) -> Any:
-    if is_dataclass(value):
-        return {item.name: _plain(getattr(value, item.name)) for item in fields(value)}
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return value
+    kind: Any = type(value)
+    names = _fields_of(kind)
+    if names is None:
+        return [_plain(item) for item in value] if isinstance(value, tuple) else value
+    return {name: _plain(getattr(value, name)) for name in names} if names else vars(value)
+
+
+@cache
+def _fields_of(cls: Any) -> tuple[str, ...] | None:
+    """Return the names of a dataclass's fields, none where their values are plain as they are; None: it is no such."""
+    if not is_dataclass(cls):
+        return None
+    types = hints(cls)
+    simple = (str, int, float, bool, int | None, dict[str, str])
+    if all(types[item.name] in simple or get_origin(types[item.name]) is Literal for item in fields(cls)):
+        return ()
+    return tuple(item.name for item in fields(cls))
 
 
 # Bytes to JSON values -------------------------------------------------------------------------------------------------
@@ -145,7 +189,7 @@ def _json(data: bytes, limit: int = Envelope.LIMIT) -> Any:
     if data.count(b"[") + data.count(b"{") > DEEPEST:
         _check_depth(data)
     try:
-        return json.loads(data.decode(), object_pairs_hook=_once, parse_constant=_constant)
+        return _PARSER.decode(data.decode())
     except CodecError:
         raise
     except (ValueError, RecursionError) as error:
@@ -170,7 +214,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise CodecError(f"{_short(twice)} appears twice")
+        raise CodecError(f"{short(twice)} appears twice")
     return result
 
 
@@ -178,114 +222,4 @@ def _constant(name: str) -> NoReturn:
     raise CodecError(f"{name} is not a number")
 
 
-# JSON values to dataclasses -------------------------------------------------------------------------------------------
-
-
-def _short(value: Any) -> str:
-    text = ascii(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "text", bool: "a truth value", int: "a whole number"}
-    return names.get(type(value), "null" if value is None else "a number")
-
-
-def _text(value: Any, place: str, longest: int = LONGEST) -> str:
-    if not isinstance(value, str):
-        raise CodecError(f"{place}: expected text, got {_kind(value)}")
-    if len(value) > longest:
-        raise CodecError(f"{place}: {len(value)} characters are more than {longest}")
-    if not value.isascii() and _SURROGATE.search(value):
-        raise CodecError(f"{place}: a lone surrogate is no text")
-    return value
-
-
-def _whole(value: Any, place: str) -> int:
-    if type(value) is not int:
-        raise CodecError(f"{place}: expected a whole number, got {_kind(value)}")
-    if not -(1 << 63) <= value < 1 << 63:
-        raise CodecError(f"{place}: a number beyond 64 bits")
-    return value
-
-
-def _number(value: Any, place: str) -> float:
-    if type(value) is int:
-        return float(_whole(value, place))
-    if type(value) is not float:
-        raise CodecError(f"{place}: expected a number, got {_kind(value)}")
-    if not math.isfinite(value):
-        raise CodecError(f"{place}: a number that is not finite")
-    return value
-
-
-def _truth(value: Any, place: str) -> bool:
-    if type(value) is not bool:
-        raise CodecError(f"{place}: expected true or false, got {_kind(value)}")
-    return value
-
-
-@cache
-def _reader(hint: Any, name: str) -> _Reader:
-    """Return the function that reads one type; ``name`` is the field's, which decides how long a text may be."""
-    longest = Envelope.LIMIT if name in LONG_FIELDS else LONGEST
-    if hint is str:
-        return lambda value, place: _text(value, place, longest)
-    if hint in (int, float, bool):
-        return {int: _whole, float: _number, bool: _truth}[hint]
-    if is_dataclass(hint):
-        return _dataclass_reader(hint)
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin is Literal:
-        return _literal_reader(arguments)
-    if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
-        return _tuple_reader(_reader(arguments[0], name))
-    if origin is dict and arguments[0] is str:
-        return _dict_reader(_reader(arguments[1], name))
-    if origin in (UnionType, Union) and len(arguments) == 2 and type(None) in arguments:
-        inner = _reader(next(one for one in arguments if one is not type(None)), name)
-        return lambda value, place: None if value is None else inner(value, place)
-    raise TypeError(f"no reader for {hint!r}")
-
-
-def _dataclass_reader(cls: Any) -> _Reader:
-    hints = get_type_hints(cls, vars(messages) if cls.__module__ == messages.__name__ else None)
-    readers = {item.name: _reader(hints[item.name], item.name) for item in fields(cls)}
-
-    def read(value: Any, place: str) -> Any:
-        if not isinstance(value, dict):
-            raise CodecError(f"{place}: expected an object, got {_kind(value)}")
-        if value.keys() != readers.keys():
-            for key in value.keys() - readers.keys():
-                raise CodecError(f"{place}.{_short(key)}: unknown field")
-            raise CodecError(f"{place}.{min(readers.keys() - value.keys())}: missing")
-        return cls(**{key: read_one(value[key], f"{place}.{key}") for key, read_one in readers.items()})
-
-    return read
-
-
-def _literal_reader(allowed: tuple[Any, ...]) -> _Reader:
-    def read(value: Any, place: str) -> Any:
-        if isinstance(value, str) and value in allowed:
-            return value
-        raise CodecError(f"{place}: {_short(value)} is none of {', '.join(map(str, allowed))}")
-
-    return read
-
-
-def _tuple_reader(inner: _Reader) -> _Reader:
-    def read(value: Any, place: str) -> tuple[Any, ...]:
-        if not isinstance(value, list):
-            raise CodecError(f"{place}: expected a list, got {_kind(value)}")
-        return tuple(inner(item, f"{place}[{index}]") for index, item in enumerate(value))
-
-    return read
-
-
-def _dict_reader(inner: _Reader) -> _Reader:
-    def read(value: Any, place: str) -> dict[str, Any]:
-        if not isinstance(value, dict):
-            raise CodecError(f"{place}: expected an object, got {_kind(value)}")
-        return {_text(key, place): inner(item, f"{place}.{_short(key)}") for key, item in value.items()}
-
-    return read
+_PARSER = json.JSONDecoder(object_pairs_hook=_once, parse_constant=_constant)

@@ -85,7 +85,7 @@ def _about_ranks(machine: Membership) -> Iterator[str]:
     assigns = sorted(machine.assigns.values(), key=lambda assign: assign.node_rank)
     if machine.state not in IDLE and not elastic.least(machine.config) <= len(assigns) <= machine.config.nodes:
         yield f"a generation of {len(assigns)} nodes"
-    if any(assign.generation != machine.generation for assign in assigns):
+    if assigns and {assign.generation for assign in assigns} != {machine.generation}:
         yield "two generations at a time"
     if [assign.node_rank for assign in assigns] != list(range(len(assigns))):
         yield "node indices are not 0 to n-1"
@@ -96,13 +96,13 @@ def _about_ranks(machine: Membership) -> Iterator[str]:
         yield "ranks are not 0 to n-1, each once"
     for agent, member in machine.members.items():
         assign = machine.assigns.get(agent)
-        if assign is not None and (assign.node_rank, assign.first_rank) != (member.index, member.first_rank):
+        if assign is None and member.phase in (Phase.READY, Phase.RUNNING, Phase.FINISHED):
+            yield f"{member.name} runs without a place"
+        if assign is not None and (assign.node_rank != member.index or assign.first_rank != member.first_rank):
             yield f"{member.name} was told another place than it has"
         if member.phase is Phase.STANDBY and (assign is not None or member.ranks or member.exits):
             yield f"{member.name} stands by and has ranks"
-        if member.phase in (Phase.READY, Phase.RUNNING, Phase.FINISHED) and assign is None:
-            yield f"{member.name} runs without a place"
-        if any(rank not in member.ranks for rank in member.exits):
+        if member.exits and not set(member.exits) <= set(member.ranks):
             yield "a worker ended on a node that does not have its rank"
 
 

@@ -39,6 +39,7 @@ from pdrun.rendezvous.messages import Envelope
 
 MAGIC = b"pdrun journal 1\n"
 _FRAME = struct.Struct(">III")
+_WRITER = json.JSONEncoder(ensure_ascii=True, separators=(",", ":"))
 LONGEST = 4 * Envelope.LIMIT
 """Bytes of one payload, at most."""
 LOCK_WAIT = 2.0
@@ -148,7 +149,7 @@ class Journal:
             removal.wait(REMOVAL)
 
     def _pend(self, payload: dict[str, Any]) -> None:
-        data = json.dumps(payload, ensure_ascii=True, separators=(",", ":")).encode()
+        data = _WRITER.encode(payload).encode()
         head = struct.pack(">II", len(data), zlib.crc32(data))
         self._chain = zlib.crc32(head, self._chain)
         self._pending += head + struct.pack(">I", self._chain) + data

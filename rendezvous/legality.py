@@ -6,6 +6,8 @@ What an honest agent may repeat after a reconnection is legal and changes nothin
 
 from __future__ import annotations
 
+from typing import get_args
+
 from pdrun.rendezvous.members import Member
 from pdrun.rendezvous.messages import (
     Depart,
@@ -28,6 +30,9 @@ from pdrun.rendezvous.transitions import LEGAL, IllegalEvent, JobState
 
 OfGeneration = Ready | Unready | WorkerExit | Finished | Progress | Hung | Stacks
 """What a node says about its part in one generation."""
+_OF_GENERATION = get_args(OfGeneration)  # a union that is written in place is made anew at each message
+_VIEWERS = (StatusQuery, StopRequest, Leave, Heartbeat)
+_NODES = (Join, Heartbeat, Leave, Depart, StopRequest, StatusQuery)
 
 
 def check_message(
@@ -48,15 +53,15 @@ def check_message(
         return
     if hello is None:
         raise IllegalEvent(name, state, "nothing goes before Hello")
-    if hello.role == "view" and not isinstance(message, StatusQuery | StopRequest | Leave | Heartbeat):
+    if hello.role == "view" and not isinstance(message, _VIEWERS):
         raise IllegalEvent(name, state, "a viewer only looks")
     if isinstance(message, StopRequest) and not 1 <= message.signal <= 64:
         raise IllegalEvent(name, state, f"{message.signal} is no signal")
-    if isinstance(message, OfGeneration):
+    if isinstance(message, _OF_GENERATION):
         _check_generation(message, state, generation, member)
     elif isinstance(message, Depart) and member is None:
         raise IllegalEvent(name, state, "the sender has not joined")
-    elif not isinstance(message, Join | Heartbeat | Leave | Depart | StopRequest | StatusQuery):
+    elif not isinstance(message, _NODES):
         raise IllegalEvent(name, state, "only the scheduler says it")
 
 
@@ -71,5 +76,5 @@ def _check_generation(message: OfGeneration, state: JobState, generation: int, m
         return
     if state not in LEGAL[type(message)]:
         raise IllegalEvent(name, state)
-    if isinstance(message, WorkerExit | Hung) and message.rank not in member.ranks:
+    if isinstance(message, (WorkerExit, Hung)) and message.rank not in member.ranks:
         raise IllegalEvent(name, state, f"rank {message.rank} is not on {member.name}")

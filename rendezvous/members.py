@@ -32,6 +32,9 @@ class Phase(Enum):
     LEFT = "left"
     LOST = "lost"
 
+    __hash__ = object.__hash__
+    """By identity, as equality is: Enum's own is a function of Python's, and phases are counted at every step."""
+
 
 @dataclass(eq=False)
 class Member:

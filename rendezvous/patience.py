@@ -76,9 +76,11 @@ class Patience:
             if self._lost_since is not None:
                 self._lost_since += late
 
-    def heard(self, now: float) -> None:
-        """A message came."""
-        self._heard = self._word = now
+    def heard(self, now: float, *, certain: bool = True) -> None:
+        """A message came; ``certain``: it was said now, and has not lain there since before a silence."""
+        self._heard = now
+        if certain:
+            self._word = now
 
     def silent_for(self, now: float) -> float:
         """Seconds since the scheduler was last heard, without those in which this process itself stood still."""

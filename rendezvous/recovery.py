@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from pdrun.rendezvous.replay import Keeper
 
 
+TAIL = 1 << 18
+"""Bytes at the end of an event log that may have come after what a journal's last commit led to."""
+
+
 @dataclass
 class Recovery:
     """The machine, and what keeps its successor able to go on."""
@@ -126,7 +130,8 @@ def resume(config: SchedulerConfig, clock: Clock, journal: Path, events: Path | 
             where=str(journal), hint="start the scheduler with the same options, or name another journal",
         )  # fmt: skip
     restored = replay(config, past, journal)
-    end = list(eventlog.tail(events)) if events is not None and events.exists() else []
+    unsure = sum(len(event.to_line()) + 1 for event in restored.said[len(restored.said) - restored.unsure :])
+    end = list(eventlog.tail(events, unsure + TAIL)) if events is not None and events.exists() else []
     last = past.entries[-1].now if past.entries else header.now
     torn = f"the end of the scheduler's journal was half-written: {past.torn} bytes of it were cut off"
     return Recovery(

@@ -21,21 +21,19 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from pdrun import early
 from pdrun.clock import Clock, SystemClock
 from pdrun.errors import AuthenticationError, RendezvousError
 from pdrun.net import Endpoint
 from pdrun.rendezvous import codec, relayed, security
-from pdrun.rendezvous.codec import encode
 from pdrun.rendezvous.events import Peer
 from pdrun.rendezvous.listen import bind_listener
-from pdrun.rendezvous.messages import Echo, Envelope
 from pdrun.rendezvous.relayed import ALONE, BESIDE, Ended, Heard, Item, Pulse, Said
 from pdrun.rendezvous.security import Secret
 from pdrun.rendezvous.transport import Gone, Incoming
-from pdrun.rendezvous.zmq_end import FAR_AWAY
+from pdrun.rendezvous.zmq_end import FAR_AWAY, monitor_event
 from pdrun.rendezvous.zmq_server import ZmqServer
 
 BEAT = 1.0
@@ -52,10 +50,11 @@ _HEARTBEAT = re.compile(
     rb'\{"sender":"[0-9a-f]{1,64}","incarnation":\d{1,9},"sequence":0,"type":"Heartbeat",'
     rb'"body":\{"number":(\d{1,15}),"echo":(\d{1,15})\}\}'
 )  # fmt: skip
+ECHO = b'{"sender":"%s","incarnation":0,"sequence":0,"type":"Echo","body":{"number":%%d}}'
+"""As the codec writes it; these two are most of what a relay reads and says."""
 
 
-@dataclass(frozen=True)
-class Raw:
+class Raw(NamedTuple):
     """A frame of an agent, as it came."""
 
     peer: Peer
@@ -115,11 +114,9 @@ class Uplink:
 
     def read(self) -> list[Item]:
         """Return what the scheduler says; notes its coming and going in ``up``, ``over`` and ``refused``."""
-        from zmq.utils.monitor import recv_monitor_message
-
         zmq, found = self._zmq, []
         while self.monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-            event = int(recv_monitor_message(self.monitor)["event"])
+            event, _ = monitor_event(self.monitor)
             self.up = self.up or event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             self.refused = self.refused or event in (
                 zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
@@ -151,7 +148,7 @@ class Relay:
     def __init__(self, front: Front, uplink: Uplink, clock: Clock | None = None, *, alone: bool = False) -> None:
         """``alone``: agents know this relay's own address, not the scheduler's."""
         self._front, self._uplink = front, uplink
-        self._name = ALONE if alone else BESIDE
+        self._echo = ECHO % (ALONE if alone else BESIDE).encode()
         self._clock = clock or SystemClock()
         self._numbers: dict[Peer, int] = {}
         self._peers: dict[int, Peer] = {}
@@ -167,12 +164,13 @@ class Relay:
         """Wait for something, for at most ``timeout`` seconds, and pass it on; False when the scheduler is lost."""
         items: list[Item] = []
         now = self._clock.monotonic()
-        for one in self._front.poll(min(timeout, max(0.0, self._beat_at - now))):
+        found = self._front.poll(min(timeout, max(0.0, self._beat_at - now)))
+        now = self._clock.monotonic()
+        for one in found:
             if isinstance(one, Raw):
-                self._said(one, items)
+                self._said(one, items, now)
             elif isinstance(one, Gone):
                 self._forget(one.peer, items)
-        now = self._clock.monotonic()
         if now >= self._beat_at:
             self._pulse, self._beat_at = self._pulse + 1, now + BEAT
             items.append(Heard(self._pulse, tuple(sorted(self._heard))))
@@ -182,10 +180,10 @@ class Relay:
             self._told(item, now)
         return not self._uplink.over
 
-    def _said(self, raw: Raw, items: list[Item]) -> None:
+    def _said(self, raw: Raw, items: list[Item], now: float) -> None:
         number = self._numbers.get(raw.peer)
         if number is not None and (beat := _HEARTBEAT.fullmatch(raw.data)):
-            self._beaten(raw.peer, number, int(beat[1]), int(beat[2]))
+            self._beaten(raw.peer, number, int(beat[1]), int(beat[2]), now)
             return
         if number is None:
             self._made += 1
@@ -193,12 +191,12 @@ class Relay:
             self._peers[number] = raw.peer
         items.append(Said(number, raw.role, raw.data))
 
-    def _beaten(self, peer: Peer, number: int, beat: int, echo: int) -> None:
+    def _beaten(self, peer: Peer, number: int, beat: int, echo: int, now: float) -> None:
         """Answer a heartbeat in the scheduler's place; who does not hear the answers is not called heard."""
         if beat - echo <= 2:
             self._heard.add(number)
-        if self._clock.monotonic() - self._answered < FRESH:
-            self._front.put(peer, encode(Envelope(self._name, 0, 0, Echo(beat))))
+        if now - self._answered < FRESH:
+            self._front.put(peer, self._echo % beat)
 
     def _told(self, item: Item, now: float) -> None:
         match item:

@@ -32,7 +32,7 @@ class Keeper:
 
     def after(self, machine: Membership, now: float) -> None:
         """Collect the entries of a step that was taken."""
-        if self._wanted and not (machine.lasting == [Tick()] and all(map(_tells, machine.out))):
+        if self._wanted and machine.lasting and not _only_told(machine):
             for event in machine.lasting:
                 self.journal.add(now, event)
 
@@ -46,6 +46,11 @@ def _of_agent(machine: Membership, event: Happening) -> bool:
             session = machine.sessions.get(peer)
             return session is not None and session.hello.role == "agent"
     return True
+
+
+def _only_told(machine: Membership) -> bool:
+    """Whether the last step was a tick that told somebody how things stand, and no more."""
+    return isinstance(machine.lasting[0], Tick) and len(machine.lasting) == 1 and all(map(_tells, machine.out))
 
 
 def _tells(action: Action) -> bool:

@@ -102,7 +102,7 @@ def _start(order: dict[str, Any]) -> tuple[Any, Service, EventLog | None, RelayC
         transport = ZmqServer(secret, listen_fd=listener, insecure=order["insecure"], crowd=crowd)
         relays = None
     log = EventLog(events) if events else None
-    service = Service(order["config"], transport, record=log.append if log else None, recovery=recovery)
+    service = Service(order["config"], transport, record=log.extend if log else None, recovery=recovery)
     return transport, service, log, relays
 
 

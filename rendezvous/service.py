@@ -11,7 +11,7 @@ into the journal and synced once, and only then are the actions carried out.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pdrun.clock import Clock, SystemClock
@@ -49,7 +49,7 @@ COMPLAIN_EVERY = 5.0
 """Seconds between two warnings about what strangers do at the port."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Conversation:
     """What one connection may say next, and what it is told next."""
 
@@ -63,11 +63,11 @@ class Service:
 
     def __init__(
         self, config: SchedulerConfig, transport: ServerTransport, *, clock: Clock | None = None,
-        record: Callable[[Event], None] | None = None, recovery: Recovery | None = None,
+        record: Callable[[Sequence[Event]], None] | None = None, recovery: Recovery | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
-            record: is given what goes into the event log.
+            record: is given what goes into the event log; what happened together in one call.
             recovery: how the job was begun or resumed; None: begun here, without a journal.
         """
         self.clock = clock or SystemClock()
@@ -79,7 +79,7 @@ class Service:
         """The job's code, once everybody knows the verdict (or had time to)."""
         self.woken: list[int] = []
         """Watched descriptors that were readable at the last poll."""
-        self._record_event = record
+        self._record_events = record
         self._due: list[Action] = []
         """What the machine has asked for and waits for the journal."""
         self._deaf: set[Peer] = set()
@@ -100,9 +100,8 @@ class Service:
         found = self._recovery
         for event in found.said:
             self._note_line(event)
-        for event in found.unwritten:
-            if self._record_event:
-                self._record_event(event)
+        if self._record_events and found.unwritten:
+            self._record_events(found.unwritten)
         if found.warning:
             self.warn(found.warning)
         if self.machine.done and self.machine.verdict is not None:
@@ -157,7 +156,9 @@ class Service:
     def _arrived(self, item: Arrived) -> None:
         if item.peer in self._deaf:
             return None
-        talk = self._conversations.setdefault(item.peer, _Conversation())
+        talk = self._conversations.get(item.peer)
+        if talk is None:
+            talk = self._conversations[item.peer] = _Conversation()
         envelope, body = item.envelope, item.envelope.body
         if fault := _fault(talk, item):
             return self._refuse(item.peer, fault)
@@ -184,7 +185,9 @@ class Service:
         actions = self.machine.step(event, now)
         self._recovery.after(now)
         self._due += actions
-        self._deaf.update(action.peer for action in actions if isinstance(action, Close))
+        for action in actions:
+            if isinstance(action, Close):
+                self._deaf.add(action.peer)
 
     def _carry_out(self) -> None:
         """Do what is due, after the journal is safe."""
@@ -192,6 +195,10 @@ class Service:
             self.warn(lost, aloud=True)  # the event log is likely to lie on the same disk
         due, self._due = self._due, []
         self._deaf.clear()
+        self._record([
+            Event(action.kind, self.clock.wall(), action.data)
+            for action in due if isinstance(action, Record) and not self._muffled(action)
+        ])  # fmt: skip
         for action in due:
             match action:
                 case Send(peer, message):
@@ -199,10 +206,6 @@ class Service:
                 case Close(peer):
                     self.transport.close_peer(peer)
                     self._conversations.pop(peer, None)
-                case Record("refused", _) if self._refused_often():
-                    self._muted += 1
-                case Record(kind, data):
-                    self._record(Event(kind, self.clock.wall(), data))
                 case Report(peer):
                     self._send(peer, StatusReply(tuple(self._lines)))
                 case Done(code):
@@ -214,10 +217,11 @@ class Service:
             self.transport.send(peer, Envelope(self.scheduler, 0, talk.said if counted else 0, message))
             talk.said += counted
 
-    def _record(self, event: Event) -> None:
-        self._note_line(event)
-        if self._record_event:
-            self._record_event(event)
+    def _record(self, events: Sequence[Event]) -> None:
+        for event in events:
+            self._note_line(event)
+        if self._record_events and events:
+            self._record_events(events)
 
     def _note_line(self, event: Event) -> None:
         line = event.to_line()
@@ -228,16 +232,19 @@ class Service:
 
     def warn(self, text: str, *, aloud: bool = False) -> None:
         """Tell people, in the event log; where there is none, or ``aloud``, at their terminals."""
-        self._record(Event("warning", self.clock.wall(), {"text": text}))
-        if self._record_event is None or aloud:
+        self._record([Event("warning", self.clock.wall(), {"text": text})])
+        if self._record_events is None or aloud:
             self._due += [Send(member.peer, Notice(text)) for member in self.machine.nodes if member.peer]
 
-    def _refused_often(self) -> bool:
+    def _muffled(self, action: Record) -> bool:
         """Whether so many were refused in a short time that one more is only counted."""
+        if action.kind != "refused":
+            return False
         now = self.clock.monotonic()
         while self._refusals and now - self._refusals[0] > REFUSALS_IN:
             self._refusals.popleft()
         if len(self._refusals) >= MOST_REFUSALS:
+            self._muted += 1
             return True
         self._refusals.append(now)
         return False
@@ -251,7 +258,7 @@ class Service:
         if self._muted:
             text += f" (and {self._muted} more like it before)"
         self._complained, self._muted = now, 0
-        self._record(Event("warning", self.clock.wall(), {"text": text}))
+        self._record([Event("warning", self.clock.wall(), {"text": text})])
 
 
 def _fault(talk: _Conversation, item: Arrived) -> str:

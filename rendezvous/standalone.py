@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -41,11 +41,12 @@ def serve_standalone(
     transport = ZmqServer(secret, endpoint=endpoint, insecure=insecure, crowd=config.nodes + config.spares)
     log = EventLog(events_path) if events_path else None
 
-    def record(event: Event) -> None:
+    def record(events: Sequence[Event]) -> None:
         if log:
-            log.append(event)
-        if event.kind not in ("created", "assigned", "exited", "verdict"):
-            say(_shown(event))
+            log.extend(events)
+        for event in events:
+            if event.kind not in ("created", "assigned", "exited", "verdict"):
+                say(_shown(event))
 
     service = Service(config, transport, record=record, recovery=recovery)
     if recovery.resumed:

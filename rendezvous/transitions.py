@@ -32,6 +32,9 @@ class JobState(Enum):
     STOPPING = "stopping"
     DONE = "done"
 
+    __hash__ = object.__hash__
+    """By identity, as equality is: see `Phase`."""
+
 
 class Trigger(Enum):
     """What moves a job from state to state."""

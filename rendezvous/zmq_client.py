@@ -212,13 +212,13 @@ class ZmqLink:
     # One connection ---------------------------------------------------------------------------------------------------
 
     def _connect(self, now: float) -> None:
-        zmq, probe = self._zmq, int(pace.probe(self._crowd) * 1000)
+        zmq, probe = self._zmq, pace.probe(self._crowd)
         self._incarnation += 1
         sock = self._socket = self._context.socket(zmq.DEALER)
         for option, value in (
             (zmq.RECONNECT_IVL, FAR_AWAY), (zmq.LINGER, 0), (zmq.MAXMSGSIZE, Envelope.LIMIT), (zmq.SNDHWM, 0),
             (zmq.HANDSHAKE_IVL, int(pace.handshake(self._crowd) * 1000)),
-            (zmq.CONNECT_TIMEOUT, int(self._connect_timeout * 1000)), (zmq.TCP_KEEPALIVE, 1),
+            (zmq.CONNECT_TIMEOUT, int(self._connect_timeout * 1000)), *pace.keepalive(zmq),
             (zmq.HEARTBEAT_IVL, probe), (zmq.HEARTBEAT_TIMEOUT, 3 * probe),
         ):  # fmt: skip
             sock.setsockopt(option, value)
@@ -323,9 +323,12 @@ class ZmqLink:
             if envelope.sequence != (self._expected if counted else 0):
                 return self._cut(now, RETRY)
             self._expected += counted
-            if self._welcome and self._stage is _Stage.UP and self._patience.stale(self._welcome.lease, now):
+            stale = self._welcome and self._stage is _Stage.UP and self._patience.stale(self._welcome.lease, now)
+            if stale and not self._doubt:
                 self._doubt, self._beat_at = self._beats + 1, now
-            self._patience.heard(now)
+            body = envelope.body
+            certain = not self._doubt or (isinstance(body, Echo) and body.number >= self._doubt)
+            self._patience.heard(now, certain=certain)  # else what lay there would renew a lease that is over
             if not counted and envelope.sender == ALONE:
                 self._patience.through_relay = True
             self._take(envelope.body, now)

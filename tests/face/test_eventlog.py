@@ -110,10 +110,23 @@ def test_the_end_of_a_log_on_a_disk_that_hangs_is_bounded_and_said(tmp_path: Pat
 
 def test_a_line_is_in_the_file_when_append_returns(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl")
-    assert not any(thread.name == "pdrun-events" for thread in threading.enumerate()), "begun with the first event"
+    def none() -> bool:
+        return not any(thread.name == "pdrun-events" for thread in threading.enumerate())
+
+    until(none, "the threads of other tests are on their way out", 10)
+    log._lines._waited()
+    assert none(), "begun with the first event"
     for count, event in enumerate(STORY, 1):
         log.append(event)
         until(lambda: len(list(read(log.path))) == count, "it is there", 10)  # noqa: B023
+    assert log.close() == ""
+
+
+def test_what_happened_together_is_written_together_however_much_it_is(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    log._lines._most = 1000
+    log.extend([Event("warning", float(number), {"text": "x" * 90}) for number in range(100)])
+    until(lambda: [event.time for event in read(log.path)] == [*range(100)], "ten times what may wait is there", 10)
     assert log.close() == ""
 
 

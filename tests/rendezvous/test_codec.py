@@ -157,6 +157,15 @@ def test_a_whole_number_may_stand_for_a_float() -> None:
     assert isinstance(body, Welcome) and body.dead == 3.0 and isinstance(body.dead, float)
 
 
+@given(st.lists(messages, min_size=1, max_size=3), st.lists(st.integers(0, 2), max_size=8))
+@settings(max_examples=100, deadline=None)
+def test_what_was_written_before_changes_nothing(bodies: list[Any], order: list[int]) -> None:
+    """The last body is remembered, for messages to all."""
+    for number in order:
+        envelope = Envelope("a", 0, number, bodies[number % len(bodies)])
+        assert decode(encode(envelope)) == envelope
+
+
 def test_a_heartbeat_is_small() -> None:
     assert len(encode(Envelope("a" * 32, 0, 0, Heartbeat(1, 1)))) < 200
     assert [item.name for item in fields(Heartbeat)] == ["number", "echo"]

@@ -45,5 +45,12 @@ def test_what_lay_there_for_longer_than_the_lease_is_stale() -> None:
     assert not patience.stale(6.0, 106.0)
     assert patience.stale(6.0, 107.0)
     assert not patience.stale(0.0, 1000.0)
+    patience.heard(107.0, certain=False)
+    assert patience.silent_for(107.0) == 0.0 and patience.cut_off_for(107.0) == 0.0, "it may ask"
+    assert patience.stale(6.0, 107.0), "what lay there does not renew a lease"
+    patience.turn(107.0)
+    for moment in range(108, 111):
+        patience.turn(float(moment))
+    assert patience.cut_off_for(110.0) == 10.0
     patience.heard(107.0)
     assert not patience.stale(6.0, 108.0)

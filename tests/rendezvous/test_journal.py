@@ -252,7 +252,7 @@ def test_entries_that_do_not_follow_are_damage(tmp_path: Path) -> None:
 def test_a_full_disk_costs_the_way_back_and_not_the_job(tmp_path: Path) -> None:
     events: list[Event] = []
     recovery = begin(config(nodes=1), FakeClock(), tmp_path / "j")
-    service = Service(config(nodes=1), MemoryHub(), clock=FakeClock(), record=events.append, recovery=recovery)
+    service = Service(config(nodes=1), MemoryHub(), clock=FakeClock(), record=events.extend, recovery=recovery)
     hub = service.transport
     assert isinstance(hub, MemoryHub) and recovery._keeper is not None
     full = os.open("/dev/full", os.O_WRONLY)
@@ -280,7 +280,7 @@ def test_a_disk_that_hangs_costs_the_way_back_and_not_the_job(tmp_path: Path, mo
     monkeypatch.setattr(journals, "ANSWER", 0.1)
     monkeypatch.setattr(os, "fdatasync", sync)
     events: list[Event] = []
-    service = Service(config(nodes=1), MemoryHub(), clock=FakeClock(), record=events.append, recovery=recovery)
+    service = Service(config(nodes=1), MemoryHub(), clock=FakeClock(), record=events.extend, recovery=recovery)
     hub = service.transport
     assert isinstance(hub, MemoryHub)
     end = hub.connect()
@@ -515,7 +515,7 @@ def test_what_was_decided_and_not_written_is_written_by_the_successor(tmp_path: 
     """Killed between the journal and the event log, and in the middle of a line of it."""
     path, log, clock = tmp_path / "j", tmp_path / "events.jsonl", FakeClock()
     recovery = begin(config(nodes=1), clock, path)
-    service = Service(config(nodes=1), MemoryHub(), clock=clock, record=EventLog(log).append, recovery=recovery)
+    service = Service(config(nodes=1), MemoryHub(), clock=clock, record=EventLog(log).extend, recovery=recovery)
     hub = service.transport
     assert isinstance(hub, MemoryHub)
     end = hub.connect()
@@ -530,13 +530,32 @@ def test_what_was_decided_and_not_written_is_written_by_the_successor(tmp_path: 
         log.write_text(whole[:cut])
         path.write_bytes(past)
         found = resume(config(nodes=1), clock, path, log)
-        again = Service(config(nodes=1), MemoryHub(), clock=clock, record=EventLog(log).append, recovery=found)
+        again = Service(config(nodes=1), MemoryHub(), clock=clock, record=EventLog(log).extend, recovery=found)
         status = eventlog.replay(eventlog.read(log))
         kinds = [event.kind for event in eventlog.read(log)]
         assert status.state == "running" and kinds[:3] == ["created", "joined", "assigned"]
         assert kinds.count("started") == 1 and kinds[-1] == "resumed"
         assert len(again._lines) == 5
         found.close()
+
+
+def test_many_lines_of_one_commit_are_found_again(tmp_path: Path) -> None:
+    """What a crowd's arrival led to is more than the end of a log as a rule is."""
+    path, log, clock, count = tmp_path / "j", tmp_path / "events.jsonl", FakeClock(), 20
+    recovery = begin(config(nodes=count), clock, path)
+    hub = MemoryHub()
+    service = Service(config(nodes=count), hub, clock=clock, record=EventLog(log).extend, recovery=recovery)
+    for name in (f"a{number}" for number in range(count)):
+        end, host = hub.connect(), f"{name}-{'x' * 60_000}"
+        end.send(m.Envelope(name, 0, 0, m.Hello(m.PROTOCOL, "agent", "job", name, 0, host, 1)))
+        end.send(m.Envelope(name, 0, 1, m.Join(name, None, 1, store="h:1")))
+    service.poll_once(0.0)
+    recovery.close()
+    assert log.stat().st_size > 1 << 20
+    before = log.read_text()
+    found = resume(config(nodes=count), clock, path, log)
+    assert not found.unwritten and log.read_text() == before
+    found.close()
 
 
 def test_nothing_is_written_twice_into_the_event_log(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def test_status_is_cut_to_the_newest_lines() -> None:
     hub = MemoryHub()
     service = Service(config(nodes=1), hub)
     for number in range(3000):
-        service._record(eventlog.Event("warning", 0.0, {"text": f"{number} " + "x" * 500}))
+        service._record([eventlog.Event("warning", 0.0, {"text": f"{number} " + "x" * 500})])
     link = LocalLink(config(nodes=1))
     link._service, link._end = service, hub.connect()
     link._sequence = 0

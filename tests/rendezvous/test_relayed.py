@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrun.rendezvous.codec import CodecError, encode
-from pdrun.rendezvous.messages import Envelope, Heartbeat, Ready
-from pdrun.rendezvous.relayed import FULL, LIMIT, MAGIC, Ended, Heard, Item, Pulse, Said, pack, unpack
+from pdrun.rendezvous.messages import Echo, Envelope, Heartbeat, Ready
+from pdrun.rendezvous.relayed import BESIDE, FULL, LIMIT, MAGIC, Ended, Heard, Item, Pulse, Said, pack, unpack
 from pdrun.rendezvous.relays import Relays
 from pdrun.rendezvous.transport import Alive, Arrived, Complaint, Gone, Incoming
 
@@ -127,8 +127,9 @@ def test_a_relay_cannot_say_a_pulse() -> None:
         Seen().say(Pulse(1))
 
 
-def test_the_relay_knows_a_heartbeat_as_the_codec_writes_it() -> None:
-    from pdrun.rendezvous.relay import _HEARTBEAT
+def test_the_relay_knows_heartbeats_and_echoes_as_the_codec_writes_them() -> None:
+    from pdrun.rendezvous.relay import _HEARTBEAT, ECHO
 
+    assert ECHO % BESIDE.encode() % 12 == encode(Envelope(BESIDE, 0, 0, Echo(12)))
     found = _HEARTBEAT.fullmatch(encode(Envelope("0f" * 16, 3, 0, Heartbeat(12, 11))))
     assert found and (found[1], found[2]) == (b"12", b"11")

@@ -11,12 +11,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from pdrun import eventlog
 from pdrun.errors import AuthenticationError, ConfigError, RendezvousError
 from pdrun.net import Endpoint
+from pdrun.rendezvous import zmq_server
 from pdrun.rendezvous.child import SchedulerChild
 from pdrun.rendezvous.client import ZmqLink, query_status, request_stop
 from pdrun.rendezvous.listen import bind_listener
@@ -34,6 +36,7 @@ from pdrun.rendezvous.messages import (
     WorkerExit,
 )
 from pdrun.rendezvous.security import Secret
+from pdrun.rendezvous.transport import Incoming
 
 from .conftest import Scheduler
 from .helpers import Agent, agents, config, start_all, until
@@ -62,6 +65,37 @@ def test_three_uneven_nodes_in_natural_order(scheduler: Start, secret: Secret) -
     assert child.returncode == 0 and time.monotonic() - started < 2.5
     status = eventlog.replay(child.events())
     assert (status.state, status.code, status.expected, len(status.ranks)) == ("done", 0, 3, 4)
+
+
+def test_with_many_connections_the_server_rests_before_it_looks(
+    secret: Secret, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Each waking costs more than a word: of many connections words are collected for a moment, of few they are not."""
+    rests: list[float] = []
+    monkeypatch.setattr(zmq_server, "time", SimpleNamespace(monotonic=time.monotonic, sleep=rests.append))
+    server = zmq_server.ZmqServer(secret, endpoint=Endpoint("127.0.0.1", 0))
+    links = [ZmqLink(server.endpoint, secret, job="job") for _ in range(2)]
+    try:
+        heard: list[Incoming] = []
+
+        def both() -> bool:
+            heard.extend(server.poll(0.02))
+            return [bool(link.poll()) for link in links] == [False, False] and len(heard) == 2
+
+        until(both, "both have said Hello", 10)
+        assert rests == []
+        monkeypatch.setattr(zmq_server, "FEW", 1)
+        assert server._rest(5.0) == 2 * zmq_server.REST and server._rest(1e-6) == 1e-6
+        assert server._rest(0.0) == 0.0, "who does not wait does not rest either"
+        monkeypatch.setattr(zmq_server, "REST", 1.0)
+        assert server._rest(5.0) == zmq_server.LONGEST_REST
+        assert rests == [2 * 2e-6, 1e-6, zmq_server.LONGEST_REST]
+        server.poll(0.1)
+        assert len(rests) == 4
+    finally:
+        for link in links:
+            link.close(0.0)
+        server.close(0.0)
 
 
 def test_a_failure_and_a_restart(scheduler: Start, secret: Secret) -> None:

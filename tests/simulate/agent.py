@@ -257,9 +257,10 @@ class SimAgent:
 
     def _take(self, message: Message) -> None:
         silence, self.read_at = self.world.now - self.read_at, self.world.now
-        self.answered = self.world.now
-        if self.welcome and self.welcome.lease and silence > self.welcome.lease:
+        if self.welcome and self.welcome.lease and silence > self.welcome.lease and not self.doubt:
             self.doubt = self.beats + 1
+        if not self.doubt or (isinstance(message, Echo) and message.number >= self.doubt):
+            self.answered = self.world.now
         if isinstance(message, Echo):
             self.echo = max(self.echo, message.number)
             if self.doubt and self.echo >= self.doubt:

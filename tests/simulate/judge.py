@@ -26,9 +26,10 @@ class Violation(AssertionError):
 class Judge:
     """Looks at each start of workers while it happens, and at everything at the end."""
 
-    def __init__(self, max_restarts: int, elastic: bool) -> None:
+    def __init__(self, most_restarts: int | None, elastic: bool) -> None:
+        """``most_restarts``: of the whole life; None where those of a window count: `invariants` looks at these."""
         self.runs: list[Run] = []
-        self.max_restarts = max_restarts
+        self.most_restarts = most_restarts
         self.elastic = elastic
         self.thawed: dict[str, float] = {}
         """node -> when it was last frozen no more"""
@@ -55,8 +56,8 @@ class Judge:
                 raise Violation(f"rank {rank} of generation {generation} was given twice")
             if rank >= run.assign.world_size:
                 raise Violation(f"rank {rank} in a world of {run.assign.world_size}")
-        if run.assign.restarts > self.max_restarts:
-            raise Violation(f"{run.assign.restarts} restarts of {self.max_restarts}")
+        if self.most_restarts is not None and run.assign.restarts > self.most_restarts:
+            raise Violation(f"{run.assign.restarts} restarts of {self.most_restarts}")
         self._check_agreed(run)
         self.runs.append(run)
 

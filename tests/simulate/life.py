@@ -17,7 +17,7 @@ from pdrun.rendezvous.messages import Verdict
 from .agent import Job, Run, SimAgent
 from .judge import Judge, Violation
 from .network import Network
-from .scheduler import SimScheduler
+from .scheduler import SimScheduler, quick_disk
 from .world import World
 
 TROUBLE = 120.0
@@ -54,7 +54,8 @@ class Play:
             elastic=elastic(self.config), hang_timeout=rng.choice((5.0, 20.0)),
         )  # fmt: skip
         self.network = Network(world, self._wake)
-        self.judge = Judge(self.config.max_restarts, elastic(self.config))
+        most = self.config.max_restarts if self.config.restart_window is None else None
+        self.judge = Judge(most, elastic(self.config))
         self.scheduler = SimScheduler(world, self.network, self.config, folder / "scheduler.journal")
         self.agents: list[SimAgent] = []
         self.by_node: dict[str, SimAgent] = {}
@@ -293,7 +294,8 @@ def life(seed: int, nodes: int, *, traced: bool = False) -> Life:
     Raises:
         AssertionError: a rule was broken; the text begins with the seed, the notes say what had happened.
     """
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+    shm = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with tempfile.TemporaryDirectory(dir=shm) as folder, quick_disk():
         return _lived(Play(seed, nodes, Path(folder), traced=traced), seed, nodes)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from pdrun.eventlog import Event
-from pdrun.rendezvous import recovery
+from pdrun.rendezvous import journal, recovery
 from pdrun.rendezvous.events import SchedulerConfig
 from pdrun.rendezvous.invariants import check
 from pdrun.rendezvous.messages import Heartbeat, Verdict
@@ -20,11 +21,44 @@ from .network import Network, SchedulerDied
 from .world import World
 
 
+@contextmanager
+def quick_disk() -> Iterator[None]:
+    """
+    Within: the journal writes in its own thread. A disk that hangs is not simulated, and a thread started for each
+    commit is half of a life's time.
+    """
+
+    before = journal.Attempt
+    journal.Attempt = _Inline  # type: ignore[assignment, misc]
+    try:
+        yield
+    finally:
+        journal.Attempt = before  # type: ignore[misc]
+
+
+class _Inline:
+    """As `pdrun.attempt.Attempt`: what it was given has been tried."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._error: BaseException | None = None
+        try:
+            call()
+        except BaseException as error:
+            self._error = error
+
+    def wait(self, seconds: float | None = None) -> bool:
+        return True
+
+    def result(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
 class SimScheduler:
     """Polls its service whenever something came in, and at its ticks."""
 
-    def __init__(self, world: World, network: Network, config: SchedulerConfig, journal: Path) -> None:
-        self.world, self.network, self.config, self.journal = world, network, config, journal
+    def __init__(self, world: World, network: Network, config: SchedulerConfig, path: Path) -> None:
+        self.world, self.network, self.config, self.journal = world, network, config, path
         self.service: Service | None = None
         self.over = False
         self.verdict: Verdict | None = None
@@ -45,7 +79,7 @@ class SimScheduler:
         self._planned = False
         self._recovery = recovery.enter(self.config, self.world, self.journal)
         self.service = Service(
-            self.config, self.network, clock=self.world, record=self._record, recovery=self._recovery
+            self.config, self.network, clock=self.world, record=self._record_all, recovery=self._recovery
         )
         check(self.service.machine)
         self.network.sends_left = None
@@ -71,14 +105,14 @@ class SimScheduler:
         keeper = self._recovery._keeper
         if keeper is None:
             return
-        journal, share = keeper.journal, self.world.random.random()
+        writer, share = keeper.journal, self.world.random.random()
 
         def torn() -> None:
-            if journal._pending:
-                os.write(journal._fd, journal._pending[: int(share * len(journal._pending))])
+            if writer._pending:
+                os.write(writer._fd, writer._pending[: int(share * len(writer._pending))])
                 raise SchedulerDied
 
-        journal.commit = torn  # type: ignore[method-assign]
+        writer.commit = torn  # type: ignore[method-assign]
 
     def pause(self, seconds: float) -> str | None:
         """Its process gets no CPU."""
@@ -150,6 +184,10 @@ class SimScheduler:
         if self.service is not None:
             self.service.close()
         self.journal.unlink(missing_ok=True)
+
+    def _record_all(self, events: Sequence[Event]) -> None:
+        for event in events:
+            self._record(event)
 
     def _record(self, event: Event) -> None:
         self.note(f"{event.kind} { {name: value for name, value in event.data.items() if name != 'scheduler'} }")

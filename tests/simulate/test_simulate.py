@@ -12,6 +12,8 @@ KEPT = [
     (254, 10),  # an order to start that a frozen agent reads 40 s later
     (329, 10),  # frozen for longer than the lease, then cut off: the lease has run on
     (1127, 10),  # a node that can never start comes back for ever
+    (830, 50),  # what lay there while a node was frozen must not renew its lease
+    (5590, 50),  # two restarts of one, but of one within 30 s: right, and the judge had not known it
 ]
 
 

@@ -248,8 +248,8 @@ class _Reader:
         """Put the operators of a layer's equal in its place; return its results."""
         (begin, taken), (end, returned) = self.marks[first]
         here: dict[int, int] = {}
-        for old, new in zip(taken, inputs, strict=True):
-            if here.setdefault(old.index, new.index) != new.index:
+        for ref, given in zip(taken, inputs, strict=True):
+            if here.setdefault(ref.index, given.index) != given.index:
                 raise Unlike(f"{first} takes one tensor twice, {path} two")
 
         def counterpart(index: int) -> int:
@@ -262,17 +262,17 @@ class _Reader:
                 return self.held[path + tensor.name[len(first) :]]
             return index
 
-        def new(ref: Ref) -> Ref:
+        def swapped(ref: Ref) -> Ref:
             return Ref(counterpart(ref.index))
 
         for old in self.graph.operators[begin:end]:
             forms = [(self.graph.shape(index), self.graph.tensors[index].dtype) for index in old.outputs]
-            args, kwargs = substitute(old.args, new), substitute(old.kwargs, new)
+            args, kwargs = substitute(old.args, swapped), substitute(old.kwargs, swapped)
             inside = old.module == first or old.module.startswith(f"{first}.")
             module = path + old.module[len(first) :] if inside else old.module
             made = self._operator(old.kind, old.target, args, kwargs, forms, old.many, module, old.source)
             here.update(zip(old.outputs, made, strict=True))
-        return tuple(new(ref) for ref in returned)
+        return tuple(map(swapped, returned))
 
     def _name(self, module: str, kind: str) -> str:
         plain = f"{module}.{kind}" if module else kind

@@ -240,10 +240,19 @@ class _Partition:
         def take(ref: Ref) -> fx.Node:
             return rest[id(ref)]
 
-        args, kwargs = substitute(args, take), substitute(kwargs, take)
-        if isinstance(kwargs.get("device"), torch.device):
-            kwargs = {**kwargs, "device": self.axes.device}
+        args, kwargs = (_placed(substitute(some, take), self.axes.device) for some in (args, kwargs))
         return self.local.call_function(target, tuple(args), dict(kwargs))
+
+
+def _placed(value: Any, device: torch.device) -> Any:
+    """Return arguments with this rank's device in place of those that they name: it was exported on none."""
+    if isinstance(value, torch.device):
+        return device
+    if isinstance(value, (list, tuple)):
+        return type(value)(_placed(one, device) for one in value)
+    if isinstance(value, dict):
+        return {key: _placed(one, device) for key, one in value.items()}
+    return value
 
 
 def _positions(operator: Operator) -> list[int]:

@@ -215,6 +215,17 @@ def collectives(task: Task, place: Place) -> dict[str, int]:
     return {kind: count.calls for (kind, names), count in run.axes.counts.items() if names == ("tp",)}
 
 
+def words_over_two_axes() -> tuple[int, int]:
+    """Prove a run whose logits stay cut over two axes; return which words are here."""
+    run = parallelize(
+        Model(False, 0.0, 2), OPTIMIZERS["SGD"], token_loss, mesh=mesh.of(x=2, y=2), sample=batch_of(12, 0),
+        strategy=Operators({"head.weight": L(("y", "x"), None)}, gather=False),
+    )  # fmt: skip
+    run.verify([batch_of(12, 9), batch_of(5, 9)])
+    (logits,) = run.evaluate(batch_of(12, 0))
+    return logits._pdrun_words.low, logits._pdrun_words.high
+
+
 def mean_loss(logits: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
     """Cross entropy as a mean over rows."""
     return cross_entropy(logits, batch[1])

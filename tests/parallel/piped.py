@@ -125,6 +125,10 @@ CUTS: dict[str, dict[str, Any]] = {
     "tied": MEGATRON | {"emb.weight": L("tp", None)},
     "sequence": MEGATRON | {"blocks.*.norm[12].layer_norm": Cut((L("dp", "tp", None),)), "blocks.*.add": Cut(
         (L("dp", "tp", None),)), "blocks.*.add_1": Cut((L("dp", "tp", None),))},
+    "grid": {
+        "blocks.*.up.weight": L("x", "y"), "blocks.*.down.weight": L("y", "x"), "emb.weight": L("y", "x"),
+        "blocks.*.proj.weight": L(("x", "y"), None), "head.weight": L(("y", "x"), None),
+    },
     "masked": {"layers.*.mix.weight": L("tp", None)},
     "wide": {"layers.*.mix": ((1, 1, 4), (1, 4)), "head.weight": L("tp", None)},
     "row": {"1.weight": L("tp", None), "3.weight": L(None, "tp"), "7.weight": L("tp", None)},
@@ -141,9 +145,6 @@ class Case:
     model: str = "tiny"
     pp: int = 2
     dp: int = 1
-    tp: int = 1
-    cut: str = ""
-    """Of `CUTS`; none: no strategy of operators."""
     microbatches: int = 4
     rows: tuple[int, ...] = (16, 16)
     double: bool = False
@@ -151,6 +152,9 @@ class Case:
     """Of the Pipeline."""
     run: tuple[tuple[str, Any], ...] = ()
     """Of parallelize."""
+    tp: int = 1
+    cut: str = ""
+    """Of `CUTS`; none: no strategy of operators."""
 
     @property
     def world(self) -> int:
@@ -174,9 +178,10 @@ def make(case: Case) -> Run:
     if case.cut:
         rows = max(1, case.rows[0] // case.microbatches // case.dp)
         how |= {"strategy": Operators(CUTS[case.cut]), "sample": batch_of(rows, 0)}
+    tensor = {"x": 2, "y": case.tp // 2} if case.cut == "grid" else {"tp": case.tp}
     return parallelize(
         case.build(), lambda params: torch.optim.SGD(params, lr=0.1), token_loss,
-        mesh=solve(case.world, {"pp": case.pp, "dp": case.dp, "tp": case.tp}),
+        mesh=solve(case.world, {"pp": case.pp, "dp": case.dp, **tensor}),
         pipeline=Pipeline(case.microbatches, **dict(case.more)), norm=True, seed=5, **how,
     )  # fmt: skip
 

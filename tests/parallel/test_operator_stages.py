@@ -55,6 +55,7 @@ def test_every_kind_of_model_equals_one_process(worlds: Any, model: str) -> None
     Case("tied", pp=2, dp=2, tp=2, cut="tied", rows=(16, 15), run=(("optimizer_level", 2), ("recompute", "full"))),
     Case("dropout", pp=4, tp=2, cut="sequence", rows=(16, 13), more=(("schedule", "zero-bubble"),)),
     Case("masked", pp=2, tp=4, cut="wide", rows=(16, 13)),
+    Case("tiny", tp=4, cut="grid", double=True, rows=(16, 13)),
     Case("dropout", tp=2, cut="sequence", rows=(16, 13), run=(("recompute", ["blocks.1", "blocks.2"]),)),
     Case("tied", pp=1, tp=2, cut="tied", rows=(7, 8), more=(("schedule", "zero-bubble-v"),)),
     Case("tied", pp=2, tp=1, cut="nothing", run=(("optimizer_level", 1),)),
@@ -278,6 +279,11 @@ def test_logits_that_stay_cut_are_never_gathered(worlds: Any) -> None:
     whole, cut = [worlds(2).run(mixed.collectives, Task(), Place(tp=2, kind=kind)) for kind in ("gathered", "words")]
     assert all(one["all_gather"] == 1 for one in whole)
     assert all("all_gather" not in one for one in cut)
+
+
+def test_logits_may_stay_cut_over_two_axes(worlds: Any) -> None:
+    """37 words over y, then x: 10, 9, 9, 9. The rank at x=1, y=0 has the second part."""
+    assert worlds(4).run(mixed.words_over_two_axes) == [(0, 10), (19, 28), (10, 19), (28, 37)]
 
 
 def test_results_that_are_not_cut_cannot_stay_so() -> None:

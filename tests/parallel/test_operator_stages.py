@@ -204,6 +204,15 @@ def test_explain_shows_the_operators_of_each_stage() -> None:
     assert any(line.startswith("blocks.2.up.linear") for line in lines[border:])
 
 
+def test_a_run_tells_of_its_stages_and_of_what_is_cut(worlds: Any) -> None:
+    case = Case("tied", tp=2, cut="tied")
+    for rank, text in enumerate(worlds(4).run(piped.explained, case)):
+        assert "pipeline: 2 stages on 2 ranks, schedule 1f1b, 4 micro-batches" in text
+        assert f"stage {rank // 2} of 2: " in text
+        assert "shared by stages 0, 1: emb.weight" in text
+        assert f"cut by L('tp', None): {'emb.weight, ' if rank < 2 else ''}" in text
+
+
 # ---- what is told ----------------------------------------------------------------------------------------------------
 
 

@@ -106,9 +106,9 @@ def _unit(name: str, units: Mapping[str, int]) -> str | None:
 
 def _draws(operator: Operator) -> bool:
     """Whether an operator draws a mask."""
-    return "dropout" in operator.kind or bool(
-        operator.kind == "scaled_dot_product_attention" and operator.arg(4, "dropout_p", 0.0)
-    )
+    if operator.kind == "scaled_dot_product_attention":
+        return bool(operator.arg(4, "dropout_p", 0.0))
+    return "dropout" in operator.kind and bool(operator.arg(1, "p")) and bool(operator.arg(2, "train"))
 
 
 # ---- what each stage computes, takes and gives ---------------------------------------------------------------------

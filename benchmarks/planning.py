@@ -3,6 +3,7 @@ How long the operator engine takes to plan a decoder for many ranks, on no devic
 
     python benchmarks/planning.py --layers 32 --axes tp=64
     python benchmarks/planning.py --layers 32 --axes x=8,y=8
+    python benchmarks/planning.py --layers 32 --axes tp=8 --whole          each layer exported, though they are equal
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from torch.nn import functional as F
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.operators.explain import explain, moves
-from pdrun.parallel.operators.graph import trace
 from pdrun.parallel.operators.module import Operators
+from pdrun.parallel.operators.trace import trace
 
 
 class Layer(nn.Module):
@@ -96,6 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--axes", default="tp=8")
+    parser.add_argument("--whole", action="store_true")
     chosen = parser.parse_args()
     degrees = {name: int(size) for name, size in (one.split("=") for one in chosen.axes.split(","))}
     grid = Grid(("dp", *degrees), (64 // Grid(tuple(degrees), tuple(degrees.values())).size, *degrees.values()))
@@ -103,7 +105,7 @@ def main() -> None:
         model = Decoder(chosen.layers)
     tokens = torch.zeros(1, 4096, dtype=torch.long, device="meta")
     print(f"torch {torch.__version__}, {chosen.layers} layers on ({grid})")
-    graph = timed("export", trace, model, (tokens,))
+    graph = timed("export", trace, model, (tokens,), None, not chosen.whole)
     engine = strategy(list(degrees))
     plan = timed("plan", engine.plan_of, graph, grid, {})
     found = timed("moves", lambda: list(moves(plan)))

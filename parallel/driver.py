@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from pdrun.parallel.norms import wide_type
 
 if TYPE_CHECKING:
     from pdrun.parallel.axes import Axes
+    from pdrun.parallel.pipeline.split import Split
     from pdrun.parallel.run import Run
 
 
@@ -127,6 +128,15 @@ class Pipeline(Protocol):
         The stage's parameters have the names that they have in the whole model; a weight that several stages hold (tied
         ones, under any of its names) is found by the engine: its gradients are added up over those stages.
         """
+        ...
+
+
+@runtime_checkable
+class Splitting(Protocol):
+    """A `Pipeline` that can tell before it cuts: a strategy that sees across modules asks for it (`StagedCutter`)."""
+
+    def split(self, model: nn.Module, axes: Axes, sample: Any) -> Split:
+        """Return which module of a whole model belongs to which stage."""
         ...
 
 

@@ -14,10 +14,10 @@ from torch import nn
 
 from pdrun.errors import UsageError
 from pdrun.parallel.copies import blank
-from pdrun.parallel.driver import Driver, Pipeline, Plain
+from pdrun.parallel.driver import Driver, Pipeline, Plain, Splitting
 from pdrun.parallel.holders import Catalogue, Holders, tell
 from pdrun.parallel.place import Place
-from pdrun.parallel.tiles import Cutter, SequenceCutter
+from pdrun.parallel.tiles import Cutter, SequenceCutter, StagedCutter
 from pdrun.parallel.weights import WHERE, Weight, find_units
 
 
@@ -77,7 +77,7 @@ def cut_up(model: nn.Module, weights: list[Weight], place: Place, cuts: Cuts) ->
     if cuts.context is not None:
         model = _module(cuts.context.apply(model, place.axes, cuts.sample), "context")
     if cuts.strategy is not None:
-        model = _module(cuts.strategy.apply(model, place.axes, cuts.sample), "strategy")
+        model = _module(_operators(cuts.strategy, model, place, cuts), "strategy")
     if cuts.pipeline is not None:
         model, driver = cuts.pipeline.apply(model, place.axes, cuts.sample)
     if original is not None:
@@ -95,6 +95,13 @@ def cut_up(model: nn.Module, weights: list[Weight], place: Place, cuts: Cuts) ->
             weight.stages = stages if len(stages) > 1 else ()
             weight.sums = tuple(axis for axis in place.mesh.tensor_axes if axis in sums[weight.index])
     return Parted(model, weights, driver, holders, catalogue, original)
+
+
+def _operators(strategy: Cutter, model: nn.Module, place: Place, cuts: Cuts) -> nn.Module:
+    if isinstance(strategy, StagedCutter) and isinstance(cuts.pipeline, Splitting):
+        split = cuts.pipeline.split(model, place.axes, cuts.sample)
+        return strategy.apply_in_stages(model, place.axes, cuts.sample, split)
+    return strategy.apply(model, place.axes, cuts.sample)
 
 
 def _module(made: Any, name: str) -> nn.Module:

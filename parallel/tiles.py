@@ -11,7 +11,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from pdrun.parallel.layouts.layout import L
 
 if TYPE_CHECKING:
     from pdrun.parallel.axes import Axes
+    from pdrun.parallel.pipeline.split import Split
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -36,6 +37,20 @@ class Cutter(Protocol):
             model: equal on all ranks; its weights may be on the meta device, and are filled afterwards.
             axes: this rank's places; tensor axes are those that are none of pp, dp and cp.
             sample: a batch as the user gave it to ``parallelize(sample=...)``, or None.
+        """
+        ...
+
+
+@runtime_checkable
+class StagedCutter(Cutter, Protocol):
+    """A `Cutter` that sees across modules, and so has to know on which stages of a pipeline these are."""
+
+    def apply_in_stages(self, model: nn.Module, axes: Axes, sample: Any, split: Split) -> nn.Module:
+        """
+        Do what `Cutter.apply` does, of the whole model; the pipeline takes what it needs of it afterwards.
+
+        Args:
+            split: which module is on which stage.
         """
         ...
 

@@ -27,19 +27,19 @@ Said = L | BoundLayout | tuple[int, ...]
 """A layout as a user says it: by axes of the mesh, on a device matrix of its own, or as counts a dim."""
 T = TypeVar("T", bound=Callable[..., Any])
 
-_LIBRARY = torch.library.Library("pdrun", "DEF")
-_LIBRARY.define("constrain(Tensor x, str layout) -> Tensor")
-_LIBRARY.define("stop(Tensor x) -> Tensor")
+LIBRARY = torch.library.Library("pdrun", "DEF")
+LIBRARY.define("constrain(Tensor x, str layout) -> Tensor")
+LIBRARY.define("stop(Tensor x) -> Tensor")
 
 
 def _copied(x: torch.Tensor, *layout: str) -> torch.Tensor:
     return x.clone()
 
 
-_LIBRARY.impl("constrain", _copied, "CompositeExplicitAutograd")
-_LIBRARY.impl("stop", _copied, "CompositeExplicitAutograd")
-torch.library.register_autograd("pdrun::constrain", lambda ctx, gradient: (gradient, None), lib=_LIBRARY)
-torch.library.register_autograd("pdrun::stop", lambda ctx, gradient: gradient, lib=_LIBRARY)
+LIBRARY.impl("constrain", _copied, "CompositeExplicitAutograd")
+LIBRARY.impl("stop", _copied, "CompositeExplicitAutograd")
+torch.library.register_autograd("pdrun::constrain", lambda ctx, gradient: (gradient, None), lib=LIBRARY)
+torch.library.register_autograd("pdrun::stop", lambda ctx, gradient: gradient, lib=LIBRARY)
 
 
 def is_layout(value: Any) -> bool:

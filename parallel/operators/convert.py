@@ -51,7 +51,7 @@ class Move:
             grad: whether a gradient comes back.
         """
         n = grid.degree(self.axis)
-        small, large = sorted(_count(grid, layout, shape) * itemsize for layout in (self.before, self.after))
+        small, large = sorted(count(grid, layout, shape) * itemsize for layout in (self.before, self.after))
         gathered, summed = large - small, 2 * (large - large // n)
         ways = {
             FAN_OUT: (0, summed),
@@ -79,7 +79,8 @@ class Move:
         return f"{', '.join(said)} over {self.axis}{dim}"
 
 
-def _count(grid: Grid, layout: L, shape: tuple[int, ...]) -> int:
+def count(grid: Grid, layout: L, shape: tuple[int, ...]) -> int:
+    """Return the number of elements of the largest part of a tensor."""
     total = 1
     for low, high in layout.box(grid, shape, 0):
         total *= high - low

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pdrun.parallel.layouts.layout import L
-from pdrun.parallel.operators.convert import Move, way
+from pdrun.parallel.operators.convert import Move, count, way
 from pdrun.parallel.operators.graph import Ref
 from pdrun.parallel.operators.plan import Plan
+from pdrun.parallel.operators.stages import Part, parts
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,17 @@ class Moved:
     backward: int
 
 
-def moves(plan: Plan) -> Iterator[Moved]:
-    """Return all moves, in the order in which operators ask for them; shared ones once."""
+def moves(plan: Plan, part: Part | None = None) -> Iterator[Moved]:
+    """
+    Return all moves, in the order in which operators ask for them; shared ones once.
+
+    Args:
+        part: those of one stage of a pipeline; default: all.
+    """
+    if part is None:
+        for one in parts(plan):
+            yield from moves(plan, one)
+        return
     graph, seen = plan.graph, set()
 
     def new(
@@ -50,32 +60,45 @@ def moves(plan: Plan) -> Iterator[Moved]:
                 sent = move.moved(plan.grid, tensor.shape, tensor.dtype.itemsize, tensor.grad)
                 yield Moved(place, index, move, *sent)
 
-    for place, operator in enumerate(graph.operators):
-        choice = plan.choices[place]
+    for place in part.places:
+        operator, choice = graph.operators[place], plan.choices[place]
         for at, index in enumerate(operator.inputs):
             target = choice.layout_in(at, len(graph.shape(index)))
-            yield from new(place, index, plan.source(index), target, plan.fans(place, at), plan.shares(place, at))
+            source = part.source(plan, index)
+            yield from new(place, index, source, target, plan.fans(place, at), plan.shares(place, at))
         for at, index in enumerate(operator.outputs):
             if index in plan.placed:
                 raw = choice.layout_out(at, len(graph.shape(index)))
                 yield from new(place, index, raw, plan.placed[index])
-    for value in graph.results:
+    for index, layout in part.given.items():
+        yield from new(len(graph.operators), index, part.source(plan, index), layout)
+    for value in graph.results if part.ends else ():
         if isinstance(value, Ref):
-            whole = L(*[None] * len(graph.shape(value.index)))
-            yield from new(len(graph.operators), value.index, plan.source(value.index), whole)
+            yield from new(len(graph.operators), value.index, part.source(plan, value.index), plan.result(value.index))
 
 
 def explain(plan: Plan) -> str:
-    """Return a plan as text."""
+    """Return a plan as text, stage by stage where there are some."""
+    every, lines = list[Moved](), [f"operators over ({plan.grid})"]
+    for part in parts(plan):
+        mine = list(moves(plan, part))
+        every += mine
+        if plan.graph.stages:
+            lines.append(f"stage {part.stage}")
+        lines += _operators(plan, part, mine)
+    return "\n".join([*lines, *_weights(plan), *_total(plan, every), *plan.notes])
+
+
+def _operators(plan: Plan, part: Part, mine: list[Moved]) -> Iterator[str]:
+    """Yield a line for each operator of a part, with what is moved before it, and for what goes out."""
     graph = plan.graph
     found: dict[int, list[Moved]] = {}
-    for moved in moves(plan):
+    for moved in mine:
         found.setdefault(moved.operator, []).append(moved)
-    lines = [f"operators over ({plan.grid})"]
-    for place, operator in enumerate(graph.operators):
-        choice = plan.choices[place]
+    for place in part.places:
+        operator, choice = graph.operators[place], plan.choices[place]
         for moved in found.get(place, ()):
-            lines.append(f"    {_move(plan, moved)}")
+            yield f"    {_move(plan, moved)}"
         ins = ", ".join(
             _short(choice.layout_in(at, len(graph.shape(index)))) for at, index in enumerate(operator.inputs)
         )
@@ -83,10 +106,21 @@ def explain(plan: Plan) -> str:
             _short(choice.layout_out(at, len(graph.shape(index)))) for at, index in enumerate(operator.outputs)
         )
         said = "  (as configured)" if choice.fixed else ""
-        lines.append(f"{operator.name}: {ins} -> {outs}{said}")
+        yield f"{operator.name}: {ins} -> {outs}{said}"
     for moved in found.get(len(graph.operators), ()):
-        lines.append(f"    result {_move(plan, moved)}")
-    return "\n".join([*lines, *_weights(plan), *_total(plan, found), *plan.notes])
+        yield f"    {'result ' if part.ends else ''}{_move(plan, moved)}"
+    for index, layout in part.given.items():
+        yield f"    to stage {part.stage + 1}: {_what(plan, index)} as {_short(layout)} {_sent(plan, index, layout)}"
+    for value in graph.results if part.ends else ():
+        if isinstance(value, Ref) and value.index in plan.kept:
+            yield f"    result {_what(plan, value.index)} stays {_short(plan.kept[value.index])}"
+
+
+def _sent(plan: Plan, index: int, layout: L) -> str:
+    """Return the bytes that a rank sends of a tensor, and gets back of its gradient, as text."""
+    tensor = plan.graph.tensors[index]
+    nbytes = count(plan.grid, layout, tensor.shape) * tensor.dtype.itemsize
+    return f"({size(nbytes)} forward{f', {size(nbytes)} backward' if tensor.grad else ''})"
 
 
 def _what(plan: Plan, index: int) -> str:
@@ -126,8 +160,7 @@ def _weights(plan: Plan) -> Iterator[str]:
             yield f"gradients added up over {axis} once a step ({size(nbytes)}): {names}"
 
 
-def _total(plan: Plan, found: dict[int, list[Moved]]) -> Iterator[str]:
-    every = [moved for some in found.values() for moved in some]
+def _total(plan: Plan, every: list[Moved]) -> Iterator[str]:
     for axis in plan.grid.names:
         mine = [moved for moved in every if moved.move.axis == axis]
         forward, backward = sum(moved.forward for moved in mine), sum(moved.backward for moved in mine)

@@ -7,15 +7,16 @@ The operator engine as a strategy of `parallelize`: cuts a model operator by ope
     }))
 
 The model stays the object that it is, with its parameters' names; its class becomes one whose forward runs this rank's
-local graph. Graphs are made for the shapes that come, by the layouts that were chosen first, and kept.
+local graph. Graphs are made for the shapes that come, by the layouts that were chosen first, and kept. In a pipeline
+the whole model is planned on every rank, and the local graph is that of the stage which is computed.
 """
 
 from __future__ import annotations
 
-import copy
+import functools
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,15 +26,20 @@ from pdrun.errors import UsageError
 from pdrun.parallel.axes import Axes
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.mesh import FIXED
+from pdrun.parallel.modules.entropy import mark
 from pdrun.parallel.operators import rules as rules  # registers them
-from pdrun.parallel.operators.constraints import Said, Sharding
-from pdrun.parallel.operators.graph import Graph, trace
-from pdrun.parallel.operators.partition import Program, partition
+from pdrun.parallel.operators.constraints import Said
+from pdrun.parallel.operators.engine import Engine, inner, meta_copy, on_meta
+from pdrun.parallel.operators.graph import Graph
 from pdrun.parallel.operators.plan import Plan
 from pdrun.parallel.operators.propagate import propagate
-from pdrun.parallel.operators.segments import called, derived, prepare, tensor_at
+from pdrun.parallel.operators.segments import derived, prepare
 from pdrun.parallel.operators.strategy import WHERE, Entry, resolve
+from pdrun.parallel.operators.trace import trace
 from pdrun.parallel.tiles import set_tile, tile
+
+if TYPE_CHECKING:
+    from pdrun.parallel.pipeline.split import Split
 
 
 class Operators:
@@ -42,15 +48,19 @@ class Operators:
 
     Args:
         entries: operators, modules and weights by name or glob. What is left out follows by propagation.
+        gather: False leaves results that are cut along their last dim (the words of logits) cut there, for
+            `pdrun.cross_entropy`; otherwise every rank returns all of them.
     """
 
-    def __init__(self, entries: Mapping[str, Entry] | None = None) -> None:
+    def __init__(self, entries: Mapping[str, Entry] | None = None, *, gather: bool = True) -> None:
         if entries is not None and not (
             isinstance(entries, Mapping) and all(isinstance(name, str) for name in entries)
         ):
             hint = '{"fc1.weight": pdrun.L("tp", None)}'
             raise UsageError(f"{entries!r} is no dict of layouts and cuts by name", where=WHERE, hint=hint)
-        self.entries = dict(entries or {})
+        if not isinstance(gather, bool):
+            raise UsageError(f"gather={gather!r} is neither True nor False", where=WHERE)
+        self.entries, self.gather = dict(entries or {}), gather
 
     def plan(self, model: nn.Module, mesh: Grid, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Plan:
         """
@@ -66,12 +76,18 @@ class Operators:
         """
         shadow = meta_copy(model)
         args, kwargs = on_meta((args, kwargs or {}))
-        return self.plan_of(trace(shadow, args, kwargs), mesh, _inner(model))
+        return self.plan_of(trace(shadow, args, kwargs), mesh, inner(model))
 
     def plan_of(self, graph: Graph, mesh: Grid, inner: Mapping[str, Said]) -> Plan:
         """Return the plan for a graph (see `plan`)."""
         grid = tensor_grid(mesh)
-        return propagate(graph, grid, resolve(graph, grid, mesh, self.entries, inner))
+        plan = propagate(graph, grid, resolve(graph, grid, mesh, self.entries, inner))
+        if not self.gather:
+            plan.keep()
+            if not plan.kept and grid.size > 1:
+                what = "gather=False, and no result of the model is cut along its last dim"
+                raise UsageError(what, where=WHERE, hint='cut the head by words: {"head.weight": pdrun.L("tp", None)}')
+        return plan
 
     def apply(self, model: nn.Module, axes: Axes, sample: Any) -> nn.Module:
         """
@@ -81,21 +97,38 @@ class Operators:
             sample: a batch as `parallelize` takes it.
 
         Raises:
-            UsageError: see `plan`; or there is no sample, or the model is cut into stages or sequences besides.
+            UsageError: see `plan`; or there is no sample, or the mesh has parts of sequences, or stages that no
+                `pdrun.Pipeline` makes.
         """
-        for axis, what in (("pp", "stages, which are made of modules"), ("cp", "parts of sequences")):
-            if axes.grid.degree(axis) > 1:
-                told = f"the graph of a whole model has no {what}: {axis}={axes.grid.degree(axis)}"
-                raise UsageError(told, where=WHERE, hint="module styles, pdrun.Strategy({...}), go with every axis")
+        if axes.grid.degree("pp") > 1:
+            told = f"pp={axes.grid.degree('pp')} without a pipeline that says which module is on which stage"
+            raise UsageError(told, where=WHERE, hint="pipeline=pdrun.Pipeline(microbatches=8)")
+        return self._apply(model, axes, sample, None)
+
+    def apply_in_stages(self, model: nn.Module, axes: Axes, sample: Any, split: Split) -> nn.Module:
+        """Cut a model that a pipeline will cut besides: see `pdrun.parallel.tiles.StagedCutter`."""
+        return self._apply(model, axes, sample, split)
+
+    def _apply(self, model: nn.Module, axes: Axes, sample: Any, split: Split | None) -> nn.Module:
+        parts = axes.grid.degree("cp")
+        if parts > 1:
+            told = f"cp={parts} beside a strategy of operators, which cuts sequences over tensor axes itself"
+            hint = (
+                f"leave context= out, name the axis as you like, mesh(..., sp={parts}), and lay the sequence out over"
+                ' it: {"emb": (None, pdrun.L("dp", "sp"))}, or pdrun.constrain(x, pdrun.L("dp", "sp", None)) in forward'
+            )
+            raise UsageError(told, where=WHERE, hint=hint)
         if sample is None:
             raise UsageError(
                 "a strategy of operators needs a batch to see shapes", where=WHERE, hint="give sample=batch"
             )
-        return self.cut(model, axes, *arguments(model, sample))
+        return self.cut(model, axes, *arguments(model, sample), split)
 
-    def cut(self, model: nn.Module, axes: Axes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
+    def cut(
+        self, model: nn.Module, axes: Axes, args: tuple[Any, ...], kwargs: dict[str, Any], split: Split | None = None
+    ) -> nn.Module:
         """Cut a model (see `apply`) for a call with these arguments."""
-        engine = Engine(self, model, axes)
+        engine = Engine(self, model, axes, split)
         plan = engine.plan(args, kwargs, model.training)
         params = dict(model.named_parameters())
         for index, layout in plan.weights.items():
@@ -115,83 +148,28 @@ class Operators:
         return model
 
 
-class Engine:
-    """
-    Plans and programs of one model on one rank, by the shapes that they are for.
-
-    Copies of the model share it: it holds process groups.
-    """
-
-    def __init__(self, strategy: Operators, model: nn.Module, axes: Axes) -> None:
-        self.strategy, self.axes = strategy, axes
-        self.shadow, self.inner = meta_copy(model), _inner(model)
-        self.plans: dict[Any, Plan] = {}
-        self.programs: dict[Any, Program] = {}
-        self.first: Plan | None = None
-
-    def __deepcopy__(self, memo: Any) -> Engine:
-        return self
-
-    def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Plan:
-        """Return the plan for a call, made now where there is none for its shapes yet."""
-        key = _key(args, kwargs, training)
-        if key not in self.plans:
-            self.shadow.train(training)
-            graph = trace(self.shadow, *on_meta((args, kwargs)))
-            if self.first is None:
-                self.first = self.strategy.plan_of(graph, self.axes.grid, self.inner)
-                self.plans[key] = self.first
-            else:
-                self.plans[key] = again(self.first, graph)
-        return self.plans[key]
-
-    def program(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
-        """Return what runs for a call, made now where there is nothing for its shapes yet."""
-        key = _key(args, kwargs, model.training)
-        if key not in self.programs:
-            self.programs[key] = partition(self.plan(args, kwargs, model.training), self.axes, called(model))
-        return self.programs[key]
-
-
-def again(first: Plan, graph: Graph) -> Plan:
-    """
-    Return the plan for the same model on other shapes: the layouts of the first plan, by name.
-
-    An operator that the first plan lacks, or whose way needs other sizes, follows by propagation.
-    """
-    from pdrun.parallel.operators.again import wishes_like
-
-    plan = propagate(graph, first.grid, wishes_like(first, graph))
-    sums = {first.graph.tensors[index].name: axes for index, axes in first.sums.items()}
-    plan.sums = {index: sums.get(graph.tensors[index].name, ()) for index in plan.sums}
-    return plan
-
-
-def _key(args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Any:
-    flat, structure = pytree.tree_flatten((args, kwargs))
-    return (training, str(structure), *map(_part, flat))
-
-
-def _part(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return (tuple(value.shape), value.dtype)
-    return value if isinstance(value, (int, float, str, bool, type(None))) else str(value)
-
-
 class PartitionedModule(nn.Module):
     """What a model's class gets as a base: its forward is this rank's share of the model's."""
 
     _pdrun_engine: Engine
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the model returns, on every rank, whole."""
-        program = self._pdrun_engine.program(self, args, kwargs)
-        weights = [tensor_at(self, name) for name in program.names]
-        results = program.module(self, *weights, *pytree.tree_leaves((args, kwargs)))
+        """Return what the model returns, on every rank, whole; of a pipeline, do the part of the stage that runs."""
+        engine = self._pdrun_engine
+        leaves = pytree.tree_leaves((args, kwargs))
+        if engine.stages is None:
+            program = engine.program(self, args, kwargs)
+            results = program.run(self, leaves)
+        else:
+            one = engine.stages.going()
+            program = engine.program(self, args, kwargs, one.stage)
+            results = one.through(functools.partial(program.run, self, leaves))
+        for place, words in program.words.items():
+            mark(results[place], words)
         return pytree.tree_unflatten(results, program.plan.graph.structure)
 
     def explain(self) -> str:
-        """Return each operator's layout, its collectives and their bytes, as text."""
+        """Return each operator's layout, its collectives and their bytes, as text; those of every stage."""
         from pdrun.parallel.operators.explain import explain
 
         assert self._pdrun_engine.first is not None
@@ -202,32 +180,6 @@ def tensor_grid(mesh: Grid) -> Grid:
     """Return the tensor axes of a mesh."""
     names = tuple(name for name in mesh.names if name not in FIXED)
     return Grid(names, tuple(mesh.degree(name) for name in names))
-
-
-def meta_copy(model: nn.Module) -> nn.Module:
-    """Return a copy without memory; ties hold."""
-    memo = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        bare = tensor.detach().to("meta")
-        memo[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
-    return copy.deepcopy(model, memo)
-
-
-def on_meta(values: Any) -> Any:
-    """Return nested values with their tensors on the meta device."""
-    return pytree.tree_map(lambda value: value.to("meta") if isinstance(value, torch.Tensor) else value, values)
-
-
-def _inner(model: nn.Module) -> dict[str, Said]:
-    """Return the layouts of weights that `shard` set on modules, by the first name of the weight."""
-    first = {id(param): name for name, param in model.named_parameters()}
-    found = {}
-    for module in model.modules():
-        sharding = getattr(module, "_pdrun_sharding", None)
-        if isinstance(sharding, Sharding):
-            params = dict(module.named_parameters())
-            found.update({first[id(params[name])]: layout for name, layout in sharding.weights.items()})
-    return found
 
 
 def arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -3,12 +3,13 @@ Partition: from a plan to what one rank runs, a graph of torch functions over lo
 
 Every operator's inputs are brought to the layouts that its choice wants (`convert.way`), each (tensor, moves) once,
 however many operators use it. The result is an `fx.GraphModule` whose arguments are the weights and buffers by name,
-then the tensors of the call: it holds no state, and autograd runs through it. The first argument is the model, whose
-submodules are called where they have to be (`segments`).
+then the tensors of the call, then those that the pipeline stage before has sent: it holds no state, and autograd runs
+through it. The first argument is the model, whose submodules are called where they have to be (`segments`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +19,14 @@ from pdrun.parallel import collectives
 from pdrun.parallel.axes import Axes, Axis
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
+from pdrun.parallel.modules.entropy import Words
 from pdrun.parallel.operators import convert
 from pdrun.parallel.operators.convert import Move, way
 from pdrun.parallel.operators.graph import Operator, Ref, refs, substitute
 from pdrun.parallel.operators.plan import Plan
 from pdrun.parallel.operators.rule import Place, call_of
-from pdrun.parallel.operators.segments import UNIT, item, segmented, unit_of
+from pdrun.parallel.operators.segments import UNIT, item, segmented, tensor_at, unit_of
+from pdrun.parallel.operators.stages import Part
 
 NOTHING = ("constrain", "stop", "detach")
 """Kinds that a rank has nothing to compute for; the last two end gradients."""
@@ -34,12 +37,27 @@ class Program:
     What one rank runs for one set of shapes.
 
     Attributes:
-        names: of the weights and buffers that ``module`` takes, in order; then come the tensors of the call.
-        module: the local graph.
+        names: of the weights and buffers that ``module`` takes, in order; then come the tensors of the call, then what
+            the stage before has sent.
+        module: the local graph. It returns the model's results, flat, or what the next stage is sent.
+        words: of the results that stay cut along their last dim, by place: which part is here.
     """
 
-    def __init__(self, plan: Plan, module: fx.GraphModule, names: list[str]) -> None:
-        self.plan, self.module, self.names = plan, module, names
+    def __init__(self, plan: Plan, module: fx.GraphModule, names: list[str], words: dict[int, Words]) -> None:
+        self.plan, self.module, self.names, self.words = plan, module, names, words
+
+    def run(self, model: nn.Module, inputs: list[Any], taken: Sequence[torch.Tensor] = ()) -> list[Any]:
+        """
+        Return what ``module`` returns.
+
+        Args:
+            model: has the weights, and the submodules that are called.
+            inputs: the leaves of the call's arguments.
+            taken: what the stage before has sent.
+        """
+        weights = [tensor_at(model, name) for name in self.names]
+        results: list[Any] = self.module(model, *weights, *inputs, *taken)
+        return results
 
 
 class _Share(torch.autograd.Function):
@@ -84,19 +102,24 @@ class MoveModule(nn.Module):
         return self.move.told()
 
 
-def partition(plan: Plan, axes: Axes, units: list[str] | None = None) -> Program:
+def partition(
+    plan: Plan, axes: Axes, part: Part, units: list[str] | None = None, held: Callable[[str], str] = str
+) -> Program:
     """
     Return what this rank runs.
 
     Args:
+        part: the operators of its stage, and what comes in and goes out.
         units: paths of submodules that are to be called for their part of the graph.
+        held: from the first name of a weight or buffer to the one that this rank's model has it under.
     """
-    return _Partition(plan, axes, units or []).run()
+    return _Partition(plan, axes, part, units or [], held).run()
 
 
 class _Partition:
-    def __init__(self, plan: Plan, axes: Axes, units: list[str]) -> None:
+    def __init__(self, plan: Plan, axes: Axes, part: Part, units: list[str], held: Callable[[str], str]) -> None:
         self.plan, self.axes, self.graph, self.units = plan, axes, plan.graph, units
+        self.part, self.held = part, held
         self.grid: Grid = axes.grid
         self.root, self.local = nn.Module(), fx.Graph()
         self.nodes: dict[tuple[int, tuple[Move, ...]], fx.Node] = {}
@@ -106,16 +129,32 @@ class _Partition:
         """Build the local graph."""
         self.local.placeholder("model")
         names = self._placeholders()
-        for place, operator in enumerate(self.graph.operators):
+        for place in self.part.places:
             before = self.local._root.prev
-            self._operator(place, operator)
-            self._mark(before, unit_of(operator.module, self.units))
-        results = [self._whole(value) if isinstance(value, Ref) else value for value in self.graph.results]
-        self.local.output(results)
+            self._operator(place, self.graph.operators[place])
+            self._mark(before, unit_of(self.graph.operators[place].module, self.units))
+        self.local.output(self._results())
         self.local.eliminate_dead_code(_is_impure)
         graph, names = segmented(self.root, self.local, names) if self.units else (self.local, names)
         graph.lint()
-        return Program(self.plan, fx.GraphModule(self.root, graph, "LocalGraph"), names)
+        words = {
+            place: self._words(value.index)
+            for place, value in enumerate(self.graph.results if self.part.ends else ())
+            if isinstance(value, Ref) and value.index in self.plan.kept
+        }
+        return Program(self.plan, fx.GraphModule(self.root, graph, "LocalGraph"), names, words)
+
+    def _results(self) -> list[Any]:
+        if not self.part.ends:
+            return [self._as(index, layout, ()) for index, layout in self.part.given.items()]
+        return [
+            self._as(value.index, self.plan.result(value.index), ()) if isinstance(value, Ref) else value
+            for value in self.graph.results
+        ]
+
+    def _words(self, index: int) -> Words:
+        layout, shape = self.plan.kept[index], self.graph.shape(index)
+        return Words(self.axes[layout.dims[-1]], shape[-1], *layout.box(self.grid, shape, self.axes.rank)[-1])
 
     def _mark(self, before: fx.Node, unit: str) -> None:
         """Note on all nodes behind one which submodule they belong to."""
@@ -125,13 +164,14 @@ class _Partition:
             node = node.next
 
     def _placeholders(self) -> list[str]:
-        used = {index for operator in self.graph.operators for index in operator.inputs}
-        used |= {value.index for value in self.graph.results if isinstance(value, Ref)}
+        used = {index for place in self.part.places for index in self.graph.operators[place].inputs}
+        used |= {value.index for value in self.graph.results if isinstance(value, Ref)} if self.part.ends else set()
+        used |= set(self.part.given)
         names: list[str] = []
         for index, tensor in enumerate(self.graph.tensors):
-            if tensor.kind in ("param", "buffer") and index in used:
+            if tensor.kind in ("param", "buffer") and index in used and index not in self.part.taken:
                 self.nodes[index, ()] = self.local.placeholder(f"w_{len(names)}")
-                names.append(tensor.name)
+                names.append(self.held(tensor.name))
         for index, tensor in enumerate(self.graph.tensors):
             if tensor.kind == "constant" and index in used:
                 self.root.register_buffer(f"c_{index}", self.graph.constants[index].to(self.axes.device))
@@ -140,15 +180,13 @@ class _Partition:
             node = self.local.placeholder(f"x_{place}")
             if known is not None:
                 self.nodes[known, ()] = node
+        for place, index in enumerate(self.part.taken):
+            self.nodes[index, ()] = self.local.placeholder(f"t_{place}")
         return names
-
-    def _whole(self, value: Ref) -> fx.Node:
-        rank = len(self.graph.shape(value.index))
-        return self._as(value.index, L(*[None] * rank), ())
 
     def _as(self, index: int, target: L, fans: tuple[str, ...], shares: tuple[str, ...] = ()) -> fx.Node:
         """Return a tensor in a layout; the moves that lead there are inserted where they haven't been yet."""
-        moves = way(self.plan.source(index), target, fans, shares)
+        moves = way(self.part.source(self.plan, index), target, fans, shares)
         return self._moved(index, (), moves)
 
     def _moved(self, index: int, done: tuple[Move, ...], rest: tuple[Move, ...]) -> fx.Node:
@@ -202,10 +240,19 @@ class _Partition:
         def take(ref: Ref) -> fx.Node:
             return rest[id(ref)]
 
-        args, kwargs = substitute(args, take), substitute(kwargs, take)
-        if isinstance(kwargs.get("device"), torch.device):
-            kwargs = {**kwargs, "device": self.axes.device}
+        args, kwargs = (_placed(substitute(some, take), self.axes.device) for some in (args, kwargs))
         return self.local.call_function(target, tuple(args), dict(kwargs))
+
+
+def _placed(value: Any, device: torch.device) -> Any:
+    """Return arguments with this rank's device in place of those that they name: it was exported on none."""
+    if isinstance(value, torch.device):
+        return device
+    if isinstance(value, (list, tuple)):
+        return type(value)(_placed(one, device) for one in value)
+    if isinstance(value, dict):
+        return {key: _placed(one, device) for key, one in value.items()}
+    return value
 
 
 def _positions(operator: Operator) -> list[int]:

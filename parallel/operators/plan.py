@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
-from pdrun.parallel.operators.graph import Graph
+from pdrun.parallel.operators.graph import Graph, Ref
 from pdrun.parallel.operators.rule import PARTIAL, WHOLE, Split, State
 
 
@@ -83,6 +83,7 @@ class Plan:
         weights: how parameters are stored, by index of the tensor.
         sums: axes over which gradients of parameters are added up once a step, by index of the tensor.
         placed: tensors that are laid out otherwise as soon as they are made: the user gave an operator's ``out``.
+        kept: results that stay cut along their last dim, by index of the tensor; all others are made whole.
         notes: what a reader should know: inconsistencies that cost communication.
     """
 
@@ -92,6 +93,7 @@ class Plan:
     weights: dict[int, L] = field(default_factory=dict)
     sums: dict[int, tuple[str, ...]] = field(default_factory=dict)
     placed: dict[int, L] = field(default_factory=dict)
+    kept: dict[int, L] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def source(self, index: int) -> L:
@@ -100,6 +102,18 @@ class Plan:
             if index in given:
                 return given[index]
         return self._made.get(index) or L(*[None] * len(self.graph.shape(index)))
+
+    def result(self, index: int) -> L:
+        """Return the layout in which a tensor that the model returns leaves it."""
+        return self.kept.get(index) or L(*[None] * len(self.graph.shape(index)))
+
+    def keep(self) -> None:
+        """Leave results that are cut along their last dim (the words of logits) cut there, and there alone."""
+        for value in self.graph.results:
+            if isinstance(value, Ref) and len(self.graph.shape(value.index)) > 1:
+                *dims, last = self.source(value.index).dims
+                if last and self.graph.tensors[value.index].dtype.is_floating_point:
+                    self.kept[value.index] = L(*[None] * len(dims), last)
 
     def fans(self, place: int, at: int) -> tuple[str, ...]:
         """

@@ -184,7 +184,7 @@ class _Resolver:
     def operator(self, place: int, entry: Entry, said: str) -> None:
         """Configure one operator."""
         if place in self.wishes.said:
-            what = f"{self.graph.operators[place].name} is configured by {self.wishes.said[place]} and by {said}"
+            what = f"{self.graph.operators[place].told} is configured by {self.wishes.said[place]} and by {said}"
             raise UsageError(what, where=WHERE)
         self.wishes.said[place] = said
         if isinstance(entry, Replicate):
@@ -288,14 +288,14 @@ class _Resolver:
         told = "; ".join(describe(split) for split in splits)
         where = f" at {operator.source}" if operator.source else ""
         asked = ", ".join(str(layout) for layout in layouts)
-        what = f"{said}: {operator.kind}{where} can't take ({asked}) along {axis}"
+        what = f"{said}: {_kind(operator)}{where} can't take ({asked}) along {axis}"
         return UsageError(what, where=WHERE, hint=f"along one axis its inputs may be {told}")
 
     def _divides(self, operator: Operator, found: dict[str, Split], said: str) -> None:
         for split in found.values():
             parts = self.grid.extent(tuple(axis for axis, other in found.items() if other == split))
             if split.divides and split.divides % parts:
-                what = f"{said}: {operator.kind} can be cut so into parts of {split.divides}, not into {parts}"
+                what = f"{said}: {_kind(operator)} can be cut so into parts of {split.divides}, not into {parts}"
                 raise UsageError(what, where=operator.source or WHERE)
 
     # ---- counts a dim --------------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ class _Resolver:
         for at, one in enumerate(wanted):
             shape = self.graph.shape(operator.inputs[at])
             if one is not None and (not isinstance(one, tuple) or len(one) != len(shape)):
-                what = f"{said}: input {at} of {operator.kind} is {list(shape)}, {one!r} has not a count for each dim"
+                what = f"{said}: input {at} of {_kind(operator)} is {list(shape)}, {one!r} has not a count for each dim"
                 raise UsageError(what, where=WHERE)
             counts.append(one)
         data = self.mesh.degree("dp") if "dp" in self.mesh.names else 1
@@ -317,7 +317,7 @@ class _Resolver:
                 self._divides(operator, chosen, said)
                 return Choice(chosen, self.grid.names, self.grid.names)
         told = "; ".join(describe(split) for split in splits)
-        what = f"{said}: no way to cut {operator.kind} into {tuple(wanted)} on a mesh of ({self.mesh})"
+        what = f"{said}: no way to cut {_kind(operator)} into {tuple(wanted)} on a mesh of ({self.mesh})"
         hint = f"a mesh has an axis for each count, as pdrun.mesh(x=2, y=4); along one axis its inputs may be {told}"
         raise UsageError(what, where=WHERE, hint=hint)
 
@@ -381,9 +381,14 @@ def _order(grid: Grid, layouts: list[L | None]) -> tuple[str, ...]:
     return tuple(order)
 
 
+def _kind(operator: Operator) -> str:
+    """Return the kind of an operator, with its name and stage in a pipeline."""
+    return operator.kind if operator.stage is None else f"{operator.kind} ({operator.told})"
+
+
 def missing(operator: Operator) -> UsageError:
     """Return the error for an operator without a rule."""
-    what = f"there is no rule for cutting {operator.kind} ({operator.name})"
+    what = f"there is no rule for cutting {operator.kind} ({operator.told})"
     hint = f'Operators({{..., "{operator.name}": pdrun.replicate()}}) computes it whole on every rank'
     return UsageError(what, where=operator.source or WHERE, hint=hint)
 

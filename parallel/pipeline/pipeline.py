@@ -17,8 +17,8 @@ from pdrun.parallel.pipeline.links import AXIS, Links
 from pdrun.parallel.pipeline.runner import Runner
 from pdrun.parallel.pipeline.schedule import WHERE, Schedule, parse
 from pdrun.parallel.pipeline.schedules import DEFAULT_CHUNKS, make
-from pdrun.parallel.pipeline.split import BALANCE, split
-from pdrun.parallel.pipeline.stage import Stages
+from pdrun.parallel.pipeline.split import BALANCE, Split, split
+from pdrun.parallel.pipeline.stage import Graphed, Stages
 from pdrun.parallel.pipeline.validate import ends, validate
 
 
@@ -97,6 +97,16 @@ class Pipeline:
         validate(found)
         return found
 
+    def split(self, model: nn.Module, axes: Axes, sample: Any) -> Split:
+        """
+        Return which module belongs to which stage; see `pdrun.parallel.driver.Splitting`.
+
+        Raises:
+            UsageError: the model can't be cut as was said.
+        """
+        stages = self.plan(axes[AXIS].size).stages
+        return split(model, stages, self.stages, self.balance, self.shared, sample)
+
     def apply(self, model: nn.Module, axes: Axes, sample: Any) -> tuple[nn.Module, Runner]:
         """
         Return this rank's stage of a model and what drives it; see `pdrun.parallel.driver.Pipeline`.
@@ -105,6 +115,9 @@ class Pipeline:
             UsageError: the model can't be cut as was said.
         """
         schedule = self.plan(axes[AXIS].size)
-        cut = split(model, schedule.stages, self.stages, self.balance, self.shared, sample)
+        graph: Graphed | None = getattr(model, "_pdrun_engine", None)
+        cut = (graph.split() if graph else None) or self.split(model, axes, sample)
         stages = Stages(model, cut, schedule.stages_of(axes[AXIS].index), axes.device)
+        if graph:
+            graph.enter(stages)
         return model, Runner(schedule, stages, Links(axes, ends(schedule)), self.dynamic)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -32,6 +32,18 @@ from pdrun.errors import UsageError
 from pdrun.parallel.pipeline.records import WHERE, Form, Record, Sent, build, form_of
 from pdrun.parallel.pipeline.split import Split
 from pdrun.parallel.pipeline.units import Unit, absent, staged
+
+
+class Graphed(Protocol):
+    """What a model has in ``_pdrun_engine`` whose forward is one graph."""
+
+    def split(self) -> Split | None:
+        """Return which module is on which stage, with the weights that each stage holds; None: as `split` says."""
+        ...
+
+    def enter(self, stages: Stages) -> None:
+        """Be told of the stages: a call of the model goes `through` the pass that is `going` on."""
+        ...
 
 
 class Left(BaseException):
@@ -126,6 +138,18 @@ class Stages:
         with self.blank:
             return torch.empty(shape, dtype=dtype, device=self.device)
 
+    def going(self) -> Pass:
+        """
+        Return the pass that is going on.
+
+        Raises:
+            UsageError: there is none.
+        """
+        if self.current is None:
+            what = f"the model is cut into {self.cut.stages} stages, and this rank has {list(self.mine)}"
+            raise UsageError(what, where=WHERE, hint="run.step and run.evaluate run a model in stages")
+        return self.current
+
     def run(self, one: Pass, forward: Callable[[], Any]) -> Any:
         """
         Go forward through a stage.
@@ -181,6 +205,7 @@ class Pass:
         self.read: list[str] = []
         self.outputs: list[torch.Tensor] = []
         self._door, self._leaves, self._sent = "", 0, list[Sent]()
+        self._graph = False
 
     def told(self, calls: int) -> Record:
         """Return what to tell the next stage."""
@@ -188,6 +213,8 @@ class Pass:
 
     def call(self, unit: Unit, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do what the call of a unit means in this stage."""
+        if self._graph:  # which has this stage's units called, and no others
+            return inner(*args, **kwargs)
         if unit.stage < self.stage:
             return self._blank(unit)
         args, kwargs = self._enter(unit, args, kwargs)
@@ -196,6 +223,29 @@ class Pass:
         output = inner(*args, **kwargs)
         self._returned.append((unit.name, form_of(output, unit.name)))
         return output
+
+    def through(self, compute: Callable[[list[torch.Tensor]], list[Any]]) -> list[Any]:
+        """
+        Go through this stage of a model that is one graph.
+
+        Args:
+            compute: takes what the stage before has sent; returns tensors to send on, on the last stage the results.
+
+        Raises:
+            UsageError: the model was called before in this pass.
+        """
+        if self._graph:
+            what = f"the model is called twice for a micro-batch; stage {self.stage} of a graph runs once"
+            raise UsageError(what, where=WHERE, hint="one call in forward=, on all of the rows")
+        self._graph = self._inside = True
+        self._entered()
+        made = compute(self.tensors)
+        if self.stage == self.stages.cut.stages - 1:
+            return made
+        self._door, self._leaves = "the graph's next part", len(made)
+        self._sent = [Sent(place, tuple(x.shape), x.dtype, x.requires_grad) for place, x in enumerate(made)]
+        self.outputs = made
+        raise Left
 
     def _blank(self, unit: Unit) -> Any:
         """Return something of the form that the earlier stage's module returned."""

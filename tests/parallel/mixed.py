@@ -98,14 +98,27 @@ class Place:
         return "-".join(f"{key}={value}" for key, value in vars(self).items() if value != getattr(Place, key))
 
 
+OPERATORS = ("operators", "gathered", "words", "parts", "heads")
+"""
+Kinds of strategies of operators: Megatron's, with a head cut by words that are gathered or not, and sequences, with
+attention by heads too.
+"""
+
+
 def cutter(kind: str) -> Cutter:
     """Return a strategy of a kind."""
-    if kind == "operators":
+    if kind in OPERATORS:
         column, rows = L("tp", None), L(None, "tp")
+        if kind in ("parts", "heads"):
+            attention = (
+                {"layers.*.scaled_dot_product_attention": (L("dp", "tp", None, None),)} if kind == "heads" else {}
+            )
+            return Operators({"emb": (None, L("dp", "tp")), **attention})
+        head: dict[str, Any] = {} if kind == "operators" else {"head": (None, column)}
         return Operators({
             "*.w[qkv].weight": column, "*.gate.weight": column, "*.up.weight": column, "emb.weight": column,
-            "*.wo.weight": rows, "*.down.weight": rows,
-        })  # fmt: skip
+            "*.wo.weight": rows, "*.down.weight": rows, **head,
+        }, gather=kind != "words")  # fmt: skip
     if kind == "2d":
         across = ("y", "x")
         return Strategy({
@@ -145,7 +158,7 @@ def make(task: Task, place: Place, **more: Any) -> Run:
     options: dict[str, Any] = {"accumulate": place.accumulate}
     if place.pp > 1:
         options = {"pipeline": pdrun.Pipeline(place.accumulate, place.schedule)}
-    if place.tp > 1 or place.kind == "operators":
+    if place.tp > 1 or place.kind in OPERATORS:
         options["strategy"], options["sample"] = cutter(place.kind), batch_of(12 // place.slices, 0)
     if place.cp > 1:
         options["context"] = pdrun.ContextParallel(place.ulysses, tables={"places.weight": 0})
@@ -183,6 +196,34 @@ def alone(task: Task, slices: int) -> Told:
     run = make(replace(task), Place(accumulate=slices))
     told = [run.step(batch_of(rows, step)) for step, rows in enumerate(task.rows)]
     return [(one.loss, float(one.grad_norm or 0)) for one in told]
+
+
+def laid_out(task: Task, place: Place) -> str:
+    """Prove a run, and return how its operators are laid out."""
+    run = make(task, place)
+    run.verify([batch_of(rows, 9) for rows in sorted(set(task.rows))])
+    told: str = run.model.explain()
+    return told
+
+
+def collectives(task: Task, place: Place) -> dict[str, int]:
+    """Prove a run; return how many collectives of each kind over tp a step has."""
+    run = make(task, place)
+    run.verify([batch_of(12, 9)])
+    run.axes.forget()
+    run.step(batch_of(12, 0))
+    return {kind: count.calls for (kind, names), count in run.axes.counts.items() if names == ("tp",)}
+
+
+def words_over_two_axes() -> tuple[int, int]:
+    """Prove a run whose logits stay cut over two axes; return which words are here."""
+    run = parallelize(
+        Model(False, 0.0, 2), OPTIMIZERS["SGD"], token_loss, mesh=mesh.of(x=2, y=2), sample=batch_of(12, 0),
+        strategy=Operators({"head.weight": L(("y", "x"), None)}, gather=False),
+    )  # fmt: skip
+    run.verify([batch_of(12, 9), batch_of(5, 9)])
+    (logits,) = run.evaluate(batch_of(12, 0))
+    return logits._pdrun_words.low, logits._pdrun_words.high
 
 
 def mean_loss(logits: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -13,7 +13,10 @@ from torch.nn import functional as F
 
 from pdrun.errors import UsageError
 from pdrun.parallel import memory, volume
+from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.mesh import solve
+from pdrun.parallel.operators.module import Operators
+from pdrun.parallel.operators.strategy import Cut
 from pdrun.parallel.parallelize import parallelize
 from pdrun.parallel.pipeline.pipeline import Pipeline
 from pdrun.parallel.run import Run
@@ -134,6 +137,29 @@ MODELS: dict[str, Any] = {
 }  # fmt: skip
 
 
+MEGATRON: dict[str, Any] = {
+    "blocks.*.up.weight": L("tp", None), "blocks.*.down.weight": L(None, "tp"), "blocks.*.proj.weight": L(None, "tp"),
+}  # fmt: skip
+CUTS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "megatron": MEGATRON,
+    "words": MEGATRON | {"emb.weight": L("tp", None), "head.weight": L("tp", None)},
+    "tied": MEGATRON | {"emb.weight": L("tp", None)},
+    "sequence": MEGATRON | {"blocks.*.norm[12].layer_norm": Cut((L("dp", "tp", None),)), "blocks.*.add": Cut(
+        (L("dp", "tp", None),)), "blocks.*.add_1": Cut((L("dp", "tp", None),))},
+    "grid": {
+        "blocks.*.up.weight": L("x", "y"), "blocks.*.down.weight": L("y", "x"), "emb.weight": L("y", "x"),
+        "blocks.*.proj.weight": L(("x", "y"), None), "head.weight": L(("y", "x"), None),
+    },
+    "masked": {"layers.*.mix.weight": L("tp", None)},
+    "wide": {"layers.*.mix": ((1, 1, 4), (1, 4)), "head.weight": L("tp", None)},
+    "row": {"1.weight": L("tp", None), "3.weight": L(None, "tp"), "7.weight": L("tp", None)},
+    "loose": MEGATRON | {"bytes.weight": L("tp", None)},
+    "inplace": {"blocks.*.up.weight": L("tp", None), "blocks.*.down.weight": L(None, "tp")},
+}  # fmt: skip
+"""Layouts of operators, by name."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One pipeline."""
@@ -148,6 +174,14 @@ class Case:
     """Of the Pipeline."""
     run: tuple[tuple[str, Any], ...] = ()
     """Of parallelize."""
+    tp: int = 1
+    cut: str = ""
+    """Of `CUTS`; none: no strategy of operators."""
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.pp * self.dp * self.tp
 
     def build(self) -> nn.Module:
         torch.manual_seed(0)
@@ -156,15 +190,21 @@ class Case:
 
     def __str__(self) -> str:
         more = "-".join(f"{key}={value}" for key, value in (*self.more, *self.run))
-        return f"{self.model}-pp{self.pp}-dp{self.dp}-m{self.microbatches}-{more}-{self.rows}".replace(" ", "")
+        cut = f"tp{self.tp}-{self.cut}-" if self.cut else ""
+        return f"{self.model}-pp{self.pp}-dp{self.dp}-{cut}m{self.microbatches}-{more}-{self.rows}".replace(" ", "")
 
 
 def make(case: Case) -> Run:
     """Return a case's run."""
+    how = dict(case.run)
+    if case.cut:
+        rows = max(1, case.rows[0] // case.microbatches // case.dp)
+        how |= {"strategy": Operators(CUTS[case.cut]), "sample": batch_of(rows, 0)}
+    tensor = {"x": 2, "y": case.tp // 2} if case.cut == "grid" else {"tp": case.tp}
     return parallelize(
-        case.build(), lambda params: torch.optim.SGD(params, lr=0.1), token_loss, mesh=solve(case.pp * case.dp, {"pp":
-        case.pp, "dp": case.dp}), pipeline=Pipeline(case.microbatches, **dict(case.more)), norm=True, seed=5,
-        **dict(case.run),
+        case.build(), lambda params: torch.optim.SGD(params, lr=0.1), token_loss,
+        mesh=solve(case.world, {"pp": case.pp, "dp": case.dp, **tensor}),
+        pipeline=Pipeline(case.microbatches, **dict(case.more)), norm=True, seed=5, **how,
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.torch
 
 def check(worlds: Any, case: Case) -> list[piped.Result]:
     """Compare losses, norms and gradients with those of one process."""
-    found, want = worlds(case.pp * case.dp).run(piped.train, case), worlds(1).run(piped.alone, case)[0]
+    found, want = worlds(case.world).run(piped.train, case), worlds(1).run(piped.alone, case)[0]
     for mine in found:
         tight = 1e-12 if case.double else 2e-6
         np.testing.assert_allclose(mine["loss"], want["loss"], rtol=0, atol=tight)
@@ -62,7 +62,7 @@ def test_layers_that_are_left_out_for_some_micro_batches(worlds: Any, schedule: 
 
 def refused(worlds: Any, case: Case) -> str:
     """Return the error of the ranks, without what others say of a peer that has gone."""
-    told = worlds(case.pp * case.dp).failures(piped.train, case)
+    told = worlds(case.world).failures(piped.train, case)
     kinds = [text for kind, text in told if kind == "UsageError"]
     assert kinds, told
     return kinds[0]
@@ -155,7 +155,7 @@ def test_checkpoints_of_one_cut_are_taken_up_by_another(worlds: Any, tmp_path: A
     others = [first, Case("tied", dp=2), Case("tied", pp=1), Case("tied", pp=4, more=(("balance", "parameters"),))]
     want = worlds(2).run(piped.go_on, others[0], str(tmp_path))[0]
     for other in others[1:]:
-        for found in worlds(other.pp * other.dp).run(piped.go_on, other, str(tmp_path)):
+        for found in worlds(other.world).run(piped.go_on, other, str(tmp_path)):
             np.testing.assert_allclose(found, want, rtol=0, atol=2e-6)
 
 

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.mesh import solve
+from pdrun.parallel.operators.module import Operators
 from pdrun.parallel.parallelize import parallelize
 from pdrun.parallel.pipeline.pipeline import Pipeline
 
@@ -60,12 +62,23 @@ def _loss(output: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, to
     return total, (labels != -100).sum()
 
 
-def train(kind: str, stages: int, schedule: str) -> list[tuple[float, float]]:
+MEGATRON = {
+    "model.embed_tokens.weight": L("tp", None), "model.layers.*.self_attn.[qkv]_proj.weight": L("tp", None),
+    "model.layers.*.self_attn.o_proj.weight": L(None, "tp"), "model.layers.*.mlp.gate_proj.weight": L("tp", None),
+    "model.layers.*.mlp.up_proj.weight": L("tp", None), "model.layers.*.mlp.down_proj.weight": L(None, "tp"),
+}  # fmt: skip
+
+
+def train(kind: str, stages: int, schedule: str, tensor: int = 1) -> list[tuple[float, float]]:
     """Return loss and norm of two steps."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     how: dict[str, Any] = {"accumulate": 4}
     if stages > 1:
-        how = {"mesh": solve(stages, {"pp": stages}), "pipeline": Pipeline(4, schedule=schedule)}
+        mesh = solve(stages * tensor, {"pp": stages, "tp": tensor})
+        how = {"mesh": mesh, "pipeline": Pipeline(4, schedule=schedule)}
+    if tensor > 1:
+        sample = {key: value[:2] for key, value in _batch(0).items() if key != "labels"}
+        how |= {"strategy": Operators(MEGATRON), "sample": sample}
     run = parallelize(
         _build(kind), lambda params: torch.optim.SGD(params, lr=0.1), _loss, norm=True, seed=3,
         forward=lambda model, batch: model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]), **how,
@@ -79,3 +92,11 @@ def test_models_as_they_are(worlds: Any, kind: str) -> None:
     for schedule in ("1f1b", "zero-bubble-v"):
         for found in worlds(2).run(train, kind, 2, schedule):
             np.testing.assert_allclose(found, want, rtol=2e-6, err_msg=schedule)
+
+
+@pytest.mark.parametrize(("kind", "schedule"), [("llama", "zero-bubble-v"), ("qwen", "1f1b")])
+def test_models_as_they_are_cut_by_operators_too(worlds: Any, kind: str, schedule: str) -> None:
+    """Qwen's head is its embedding, which the first and the last stage hold."""
+    want = worlds(1).run(train, kind, 1, "")[0]
+    for found in worlds(4).run(train, kind, 2, schedule, 2):
+        np.testing.assert_allclose(found, want, rtol=2e-6)

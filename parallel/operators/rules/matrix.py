@@ -28,10 +28,17 @@ def matmul(view: View) -> list[Split]:
 
 def _run_biased(place: Place) -> Call:
     """Leave the bias to the first rank where results are added up; it takes part everywhere, with weight 0."""
+    is_linear = place.operator.kind == "linear"
     if not place.adds_up() or len(place.ins) < 3:
-        return place.operator.target, place.operator.args, place.operator.kwargs
+        target = linear_now if is_linear else place.operator.target
+        return target, place.operator.args, place.operator.kwargs
     args = (*place.operator.args[:3], float(place.is_first()))
-    return (linear_once if place.operator.kind == "linear" else addmm_once), args, {}
+    return (linear_once if is_linear else addmm_once), args, {}
+
+
+def linear_now(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return what ``torch.nn.functional.linear`` does now: a pipeline may have put off the product for the weight."""
+    return functional.linear(x, weight, bias)
 
 
 def linear_once(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, factor: float) -> torch.Tensor:

@@ -14,11 +14,11 @@ What else knows about positions has to be told, and `tables`, batches and `posit
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -139,7 +139,7 @@ class ContextParallel:
             return
         attention, heads = functional.scaled_dot_product_attention, functional.multi_head_attention_forward
         _current = sequences
-        functional.scaled_dot_product_attention = partial(sequences.attention, attention)
+        functional.scaled_dot_product_attention = sequences.stands_in(attention)
         functional.multi_head_attention_forward = _without_weights(heads)
         try:
             with dice.sequence(lambda: (sequences.mine, sequences.length)):
@@ -213,6 +213,7 @@ def _make_table(module: nn.Module, attribute: str, dim: int, name: str) -> None:
     module.__class__ = type(kind.__name__, (kind,), {attribute: property(rows), "__module__": kind.__module__})
 
 
+@functools.cache  # one function for one: compiled code relies on its identity
 def _without_weights(original: Callable[..., Any]) -> Callable[..., Any]:
     """Refuse what `nn.MultiheadAttention` computes in the open."""
 

@@ -16,6 +16,7 @@ from torch import nn
 from pdrun.errors import UsageError
 from pdrun.parallel import dice
 from pdrun.parallel.axes import Axes
+from pdrun.parallel.compat import untraced
 from pdrun.parallel.layouts.layout import cut
 from pdrun.parallel.layouts.order import CONTIGUOUS, ZIGZAG, Ranges, count, part, within
 from pdrun.parallel.modules import kernels
@@ -55,6 +56,7 @@ class Sequences:
         assert ring is not None and group is not None  # both hold this rank
         self.ring, self.ulysses = ring, group
         self.length, self.calls = 0, 0
+        self._stand_in: tuple[Original, Original] | None = None
         self.parts: tuple[Ranges, ...] = ()
         """Positions of each rank along cp, by index."""
         self.sizes: list[int] = []
@@ -121,6 +123,16 @@ class Sequences:
         return f"each sequence is cut over {self.axis.size} ranks; attention by {' and '.join(ways) or 'itself'}"
 
     # ---- attention -----------------------------------------------------------------------------------------------
+
+    def stands_in(self, original: Original) -> Original:
+        """Return what stands in for torch's function: the same one each time, which compiled code only calls."""
+        if self._stand_in is None or self._stand_in[0] is not original:
+
+            def attend(*args: Any, **kwargs: Any) -> torch.Tensor:
+                return self.attention(original, *args, **kwargs)
+
+            self._stand_in = original, untraced(attend)
+        return self._stand_in[1]
 
     def attention(
         self,

@@ -20,7 +20,7 @@ from pdrun.parallel.modules.style import Entry
 from tests.parallel import mixed
 from tests.parallel.mixed import Place, Task
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(600)]
 
 EAGER = ("compile", {"backend": "aot_eager"})
 """All of torch.compile but the making of kernels."""

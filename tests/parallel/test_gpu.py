@@ -13,7 +13,7 @@ import pdrun
 from tests.parallel import mixed
 from tests.parallel.mixed import Place, Task
 
-pytestmark = [pytest.mark.torch, pytest.mark.slow]
+pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(600)]
 
 NARROW = Task(precision="bf16", clip=1.0)
 DROPS = Task(p=0.2, tied=True, clip=0.3)

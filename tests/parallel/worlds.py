@@ -80,12 +80,14 @@ class World:
             there.close()
             self.links.append(here)
             self.processes.append(process)
-        self.broken = False
+        self.broken = self.busy = False
+        """Busy: a call's answers are still to come; a test that was cut off leaves its world so."""
         self.grace = 8.0
         """Seconds that the others have when one has failed."""
 
     def start(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Have every rank call a function of a module."""
+        self.busy = True
         for link in self.links:
             link.send((function.__module__, function.__name__, args, kwargs))
 
@@ -103,6 +105,7 @@ class World:
                 if not found[waiting[link]][0]:  # type: ignore[index]
                     end = min(end, time.monotonic() + self.grace)
         answers = [found.get(rank, (False, ("Hung", "did not answer", ""))) for rank in range(len(self.links))]
+        self.busy = False
         self.broken |= not all(worked for worked, _ in answers)
         return answers
 
@@ -145,7 +148,7 @@ class Worlds:
     def __call__(self, size: int) -> World:
         """Return a sound world."""
         made = self._made.get(size)
-        if made is None or made.broken:
+        if made is None or made.broken or made.busy:
             if made is not None:
                 made.close()
             made = self._made[size] = World(size)

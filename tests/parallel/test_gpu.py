@@ -34,6 +34,7 @@ TWO = {
         (DROPS, Place(dp=2, level=3, accumulate=2, more=more(recompute="selective"))),
         (Task(), Place(dp=2, level=3, more=more(offload="all"))),
         (NARROW, Place(dp=2, level=2, more=more(compress="bf16"))),
+        (Task(), Place(dp=2, level=3, copies=2)),
     ],
     "tensor": [
         (DROPS, Place(tp=2)),
@@ -58,9 +59,8 @@ TWO = {
     ],
     "compiled": [
         (Task(empty=True), Place(dp=2, level=3, more=COMPILED)),
-        (Task(), Place(tp=2, kind="sequence", more=COMPILED)),
         (Task(), Place(tp=2, kind="sequence", copies=2, more=(*COMPILED, *more(recompute="full")))),
-        (Task(layers=4), Place(pp=2, accumulate=4, more=COMPILED)),
+        (Task(), Place(tp=2, kind="operators", more=COMPILED)),
     ],
 }  # fmt: skip
 FOUR = {
@@ -72,6 +72,8 @@ FOUR = {
     ],
     "stages": [
         (DROPS, Place(pp=2, tp=2, accumulate=4, level=1)),
+        (DROPS, Place(pp=2, dp=2, accumulate=4, level=3)),
+        (DROPS, Place(pp=2, tp=2, accumulate=4, kind="operators")),
         (DROPS, Place(pp=2, dp=2, accumulate=4, level=2, schedule="zero-bubble")),
         (Task(layers=4), Place(pp=4, accumulate=4)),
     ],

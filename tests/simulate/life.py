@@ -319,6 +319,3 @@ def _lived(play: Play, seed: int, nodes: int) -> Life:
         seed, play.config.nodes, play.world.events, play.world.now, sum(play.faults.values()), machine.generation + 1,
         machine.restarts, play.verdict.code, play.faults, play.trace,
     )  # fmt: skip
-
-
-

@@ -6,6 +6,7 @@ What differs between torch 2.11 and 2.14, in one place.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections import Counter
@@ -20,9 +21,39 @@ from torch.distributed import distributed_c10d
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+class _Kept:
+    """What an `untraced` function calls."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+
+_kept: weakref.WeakSet[_Kept] = weakref.WeakSet()
+_out = False
+"""Whether `keep_out_compilers` has been called."""
+
+
 def untraced(function: Function) -> Function:
-    """Return a function that torch.compile calls and does not look into."""
-    return cast(Function, torch.compiler.disable(function))
+    """Return a function that torch.compile calls and does not look into, once `keep_out_compilers` has been called."""
+    kept = _Kept(function)
+    _kept.add(kept)
+    if _out:
+        kept.function = torch.compiler.disable(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return kept.function(*args, **kwargs)
+
+    return cast(Function, call)
+
+
+def keep_out_compilers() -> None:
+    """Have torch.compile look into no `untraced` function; not before it is wanted, since that imports the compiler."""
+    global _out
+    if not _out:
+        _out = True
+        for kept in _kept:
+            kept.function = torch.compiler.disable(kept.function)
 
 
 def all_gather_flat(full: Any, shard: Any, group: Any) -> Any:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from pdrun.errors import UsageError
+from pdrun.parallel import compat
 from pdrun.parallel.forwards import wrap
 from pdrun.parallel.recompute import match
 from pdrun.parallel.settings import WHERE, check_globs
@@ -40,17 +41,32 @@ def parse(value: Any) -> tuple[tuple[str, ...] | None, dict[str, Any]] | None:
     if value is True:
         return None, {}
     if not isinstance(value, Mapping):
-        return check_globs("compile", value), {}
+        return _some(check_globs("compile", value)), {}
     given = dict(value)
     globs = given.pop("modules", None)
     wrong = [str(key) for key in given if key not in OPTIONS]
     if wrong:
         what = f"compile={value!r}: torch.compile has no {', '.join(wrong)}"
         raise UsageError(what, where=WHERE, hint=f"modules, {', '.join(OPTIONS)}")
-    if given.get("mode") in CUDAGRAPHS:
+    more = given.get("options")
+    if more is not None and not isinstance(more, Mapping):
+        what = f"compile={value!r}: options={more!r} is no dict"
+        raise UsageError(what, where=WHERE, hint='{"options": {"max_autotune": True}}')
+    if (
+        given.get("mode") in CUDAGRAPHS
+        or given.get("backend") == "cudagraphs"
+        or (more or {}).get("triton.cudagraphs")
+    ):
         what = f"compile={value!r}: CUDA graphs keep the places of weights, which move when they are gathered"
         raise UsageError(what, where=WHERE, hint="mode='default' or 'max-autotune-no-cudagraphs'")
-    return None if globs is None else check_globs("compile's modules", globs), given
+    return _some(None if globs is None else check_globs("compile's modules", globs)), given
+
+
+def _some(globs: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    if globs == ():
+        hint = 'compile=True for each unit, or ["blocks.*"]'
+        raise UsageError("compile= names no modules", where=WHERE, hint=hint)
+    return globs
 
 
 def _overlapping(options: dict[str, Any]) -> dict[str, Any]:
@@ -59,11 +75,11 @@ def _overlapping(options: dict[str, Any]) -> dict[str, Any]:
         return options
     from torch._inductor import list_mode_options
 
-    from pdrun.parallel.overlap import Overlap
+    from pdrun.parallel.overlap import OVERLAP
 
     # torch takes a mode or options, not both; an order for less memory would undo ours
-    chosen = {**list_mode_options(options.get("mode", "default")), **(options.get("options") or {})}
-    ours = {"post_grad_custom_post_pass": Overlap(), "reorder_for_peak_memory": False}
+    chosen = {**list_mode_options(options.get("mode") or "default"), **(options.get("options") or {})}
+    ours = {"post_grad_custom_post_pass": OVERLAP, "reorder_for_peak_memory": False}
     rest = {key: value for key, value in options.items() if key not in ("mode", "options")}
     return {**rest, "options": {**ours, **chosen}}
 
@@ -81,7 +97,8 @@ def check(compiled: list[str], recompute: Any, recomputed: list[str], splits: bo
     if inner:
         what = f"recompute={recompute!r} has {inner[0]}, which lies in a compiled module, computed again"
         raise UsageError(what, where=WHERE, hint="recompute what is compiled, or something around it")
-    if recompute == "selective" or (isinstance(recompute, tuple) and recompute[1] == "selective"):
+    selective = recompute == "selective" or (isinstance(recompute, tuple) and recompute[1:] == ("selective",))
+    if selective and any(f"{inner}.".startswith(f"{outer}.") for outer in recomputed for inner in compiled):
         what = "recompute='selective' in compiled modules: a compiler chooses by itself what is computed again"
         raise UsageError(what, where=WHERE, hint="leave recompute= out, or recompute='full'")
     if splits:
@@ -101,7 +118,12 @@ def apply(model: nn.Module, value: Any) -> list[str]:
         return []
     globs, options = parsed
     names = find_units(model, None) if globs is None else match(model, globs, "compile")
-    kinds = _overlapping(options)
-    for name in names:
-        wrap(model.get_submodule(name), lambda forward: torch.compile(forward, **kinds))
+    compat.keep_out_compilers()
+    try:
+        kinds = _overlapping(options)
+        for name in names:
+            wrap(model.get_submodule(name), lambda forward: torch.compile(forward, **kinds))
+    except (RuntimeError, torch._dynamo.exc.InvalidBackend) as error:
+        what = f"compile={value!r}: {str(error).splitlines()[0]}"
+        raise UsageError(what, where=WHERE, hint="see torch.compile's mode, backend and options") from error
     return names

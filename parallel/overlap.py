@@ -6,8 +6,8 @@ Collectives of compiled layers beside computation: a pass over the graphs that t
 
 In the backward of a cut layer gradients of weights wait for nothing and nothing in the layer waits for them. So they
 are put off until a collective is on its way, as many as it takes to hide it; each collective is started as soon as its
-input is there, and waited for where its result is first used. (Megatron-LM does so by hand for its linear layers.) A
-forward has nothing to put off, and stays as it is.
+input is there, and waited for where its result is first used. (Megatron-LM does so by hand for its linear layers.) In a
+forward little can be put off. Nothing passes a node that writes into a tensor.
 """
 
 from __future__ import annotations
@@ -53,6 +53,10 @@ class Overlap(CustomGraphPass):
         return get_hash_for_files((__file__, traced.__file__))
 
 
+OVERLAP = Overlap()
+"""The one that all compiled modules have: what was compiled with it is found again."""
+
+
 def _ordered(graph: fx.Graph, collectives: dict[fx.Node, list[fx.Node]]) -> Iterator[fx.Node]:
     """
     Yield the nodes in their new order: each as before, but what can wait beside a collective, or at the end.
@@ -84,7 +88,7 @@ def _ordered(graph: fx.Graph, collectives: dict[fx.Node, list[fx.Node]]) -> Iter
             collectives[started] += beside(on_way[started])
             yield from collectives[started]
             del on_way[started]
-        if node.op == "output":
+        if node.op == "output" or _writes(node):  # which may change what a product reads
             on_way.clear()
             yield from beside(math.inf)
         yield node

@@ -113,7 +113,8 @@ def check_gather(value: Any, level: int, copies: int, staged: bool) -> str:
     if value not in (None, "pass", "step"):
         raise UsageError(f"gather={value!r}", where=WHERE, hint="'pass', 'step' or None")
     if value is not None and level < 3:
-        raise UsageError(f"gather={value!r} at optimizer_level={level}, which gathers nothing", where=WHERE)
+        what = f"gather={value!r} at optimizer_level={level}, which gathers nothing"
+        raise UsageError(what, where=WHERE, hint="optimizer_level=3, or leave gather= out")
     if value == "pass" and copies > 1:
         what = f"gather='pass' beside copies={copies}, of which one needs a unit's weights while the other has left it"
         raise UsageError(what, where=WHERE, hint="gather='step'")

@@ -36,7 +36,8 @@ def number(axis: Axis) -> int:
     given = _numbers.setdefault((axis.names, axis.ranks, axis.index), [])
     mine = next((one for one in given if one not in _known), -1)
     if mine < 0:
-        mine = next(_count)
+        # shapes of results follow from size and index: torch's caches on disk have to tell such graphs apart
+        mine = next(_count) << 32 | len(axis.ranks) << 16 | axis.index
         given.append(mine)
     _known[mine] = axis
     return mine
@@ -112,11 +113,11 @@ def _wait(out: torch.Tensor, after: list[torch.Tensor], axis: int) -> None:
 
 for _schema, _run, _shape in (
     ("all_reduce(Tensor x, int axis, str op) -> Tensor", _all_reduce, _reduced),
-    ("all_gather(Tensor x, int axis, int dim, int? total) -> Tensor", _all_gather, _gathered),
+    ("all_gather(Tensor x, int axis, int dim, SymInt? total) -> Tensor", _all_gather, _gathered),
     ("reduce_scatter(Tensor x, int axis, int dim) -> Tensor", _reduce_scatter, _scattered),
-    ("all_to_all(Tensor x, int axis, int cut_dim, int whole_dim, int total) -> Tensor", _all_to_all, _swapped),
+    ("all_to_all(Tensor x, int axis, int cut_dim, int whole_dim, SymInt total) -> Tensor", _all_to_all, _swapped),
     ("start_all_reduce(Tensor x, int axis, str op) -> Tensor", _start_all_reduce, _reduced),
-    ("start_all_gather(Tensor x, int axis, int dim, int? total) -> Tensor", _start_all_gather, _gathered),
+    ("start_all_gather(Tensor x, int axis, int dim, SymInt? total) -> Tensor", _start_all_gather, _gathered),
     ("start_reduce_scatter(Tensor x, int axis, int dim) -> Tensor", _start_reduce_scatter, _scattered),
     ("wait(Tensor(a!) out, Tensor[] after, int axis) -> ()", _wait, lambda out, after, axis: None),
 ):

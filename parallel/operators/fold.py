@@ -73,7 +73,7 @@ def folding(model: nn.Module) -> Iterator[bool]:
             first = _open[paths[0]] = _First(paths[0])
             for path in paths:
                 module = model.get_submodule(path)
-                module.forward = _folded(module.forward, path, first)
+                module.forward = _folded(module, module.forward, path, first)
                 patched.append(module)
         yield bool(groups)
     finally:
@@ -82,10 +82,11 @@ def folding(model: nn.Module) -> Iterator[bool]:
         _open.clear()
 
 
-def _folded(forward: Callable[..., Any], path: str, first: _First) -> Callable[..., Any]:
+def _folded(module: nn.Module, forward: Callable[..., Any], path: str, first: _First) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        call = _call(leaves, structure)
+        call, held = _call(leaves, structure), _held(module)
+        call = None if call is None else (call, held)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if call is not None and path != first.path and call == first.call:
             made = iter(torch.ops.pdrun.again(tensors, path, first.path))
@@ -98,7 +99,7 @@ def _folded(forward: Callable[..., Any], path: str, first: _First) -> Callable[.
         found, form = pytree.tree_flatten(output)
         results = [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
         torch.ops.pdrun.mark(results, path)
-        if all(isinstance(leaf, torch.Tensor) or _is_plain(leaf) for leaf in found):
+        if _held(module) == held and all(isinstance(leaf, torch.Tensor) or _is_plain(leaf) for leaf in found):
             first.call, first.results = call, tuple(results)
             first.leaves, first.structure = tuple(found), form
         return output
@@ -119,6 +120,31 @@ def _call(leaves: list[Any], structure: Any) -> Any:
         else:
             return None
     return found, torch.is_grad_enabled()
+
+
+def _held(module: nn.Module) -> Any:
+    """
+    Return what the objects hold that a module has besides weights: a call may depend on that, or change it.
+
+    Layers that share such an object (a list of auxiliary losses, a counter) are equal, and their calls are not.
+    """
+    return [
+        (name, _content(value, 3))
+        for each in module.modules()
+        for name, value in each.__dict__.items()
+        if name not in _OWN and name != "forward"
+    ]
+
+
+def _content(value: Any, depth: int) -> Any:
+    if _is_plain(value):
+        return value
+    if depth == 0 or isinstance(value, (torch.Tensor, nn.Module, type)) or callable(value):
+        return id(value)
+    inside = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+    items = list(value) if isinstance(value, (list, tuple, set, frozenset)) else []
+    named = [(_content(key, depth - 1), _content(one, depth - 1)) for key, one in list(inside.items())]
+    return type(value), [_content(one, depth - 1) for one in items], named
 
 
 def _is_plain(value: Any) -> bool:

@@ -59,7 +59,8 @@ class Operators:
             hint = '{"fc1.weight": pdrun.L("tp", None)}'
             raise UsageError(f"{entries!r} is no dict of layouts and cuts by name", where=WHERE, hint=hint)
         if not isinstance(gather, bool):
-            raise UsageError(f"gather={gather!r} is neither True nor False", where=WHERE)
+            hint = "gather=False leaves logits cut by words, for pdrun.cross_entropy"
+            raise UsageError(f"gather={gather!r} is neither True nor False", where=WHERE, hint=hint)
         self.entries, self.gather = dict(entries or {}), gather
 
     def plan(self, model: nn.Module, mesh: Grid, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Plan:

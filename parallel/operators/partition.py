@@ -97,6 +97,11 @@ class MoveModule(nn.Module):
             return collectives.scatter(x, axis, move.dim)
         return collectives.swap(x, axis, move.dim, move.origin, self.total)
 
+    @property
+    def same(self) -> tuple[Any, ...]:
+        """What is equal of two that do the same."""
+        return self.move, id(self.axis), self.total
+
     def extra_repr(self) -> str:
         """Return the move as text."""
         return self.move.told()

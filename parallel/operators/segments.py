@@ -69,12 +69,21 @@ def tensor_at(module: nn.Module, name: str) -> torch.Tensor:
 def derived(module: nn.Module, base: type[nn.Module]) -> None:
     """Give a module a class of the same name that has ``base`` in front of the old one; ``forward`` looks as before."""
     kind = type(module)
+    if (kind, base) not in _classes:
+        _classes[kind, base] = _derived(kind, base)
+    module.__class__ = _classes[kind, base]
 
+
+_classes: dict[tuple[type, type], type[nn.Module]] = {}
+"""One class for all layers of a kind: what they are compiled to is then the same."""
+
+
+def _derived(kind: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
     @functools.wraps(kind.forward)  # whose arguments say which keys of a batch it takes
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return base.forward(self, *args, **kwargs)
 
-    module.__class__ = type(kind.__name__, (base, kind), {"__module__": kind.__module__, "forward": forward})
+    return type(kind.__name__, (base, kind), {"__module__": kind.__module__, "forward": forward})
 
 
 def prepare(model: nn.Module) -> None:
@@ -123,6 +132,8 @@ class _Segmenter:
         self.main = fx.Graph()
         self.made: dict[fx.Node, fx.Node] = {}
         self.calls = 0
+        self.known: dict[tuple[Any, ...], fx.GraphModule] = {}
+        """The graphs of stretches, by what they compute: layers of a kind share one, and what it is compiled to."""
 
     def run(self) -> tuple[fx.Graph, list[str]]:
         """Copy node by node, stretch by stretch."""
@@ -161,11 +172,31 @@ class _Segmenter:
         names = tuple(self.weights[one][len(unit) + 1 :] for one in own)
         name = f"call_{self.calls}"
         self.calls += 1
-        segment = Segment(fx.GraphModule(self.root, graph, "Segment"), names)
+        key = self._key(graph)
+        if key not in self.known:
+            self.known[key] = fx.GraphModule(self.root, graph, "Segment")
+        segment = Segment(self.known[key], names)
         self.root.add_module(name, Call(unit, segment))
         result = self.main.call_module(name, (self.made[self.model], *(self.made[one] for one in others)))
         for place, node in enumerate(leaving):
             self.made[node] = self.main.call_function(item, (result, place))
+
+
+    def _key(self, graph: fx.Graph) -> tuple[Any, ...]:
+        """Return what two graphs have in common only if they compute the same."""
+        numbers = {node: f"%{place}" for place, node in enumerate(graph.nodes)}
+
+        def target(node: fx.Node) -> Any:
+            if node.op != "call_module":
+                return node.target
+            module = self.root.get_submodule(str(node.target))
+            return getattr(module, "same", id(module))
+
+        return tuple(
+            (node.op, "" if node.op == "placeholder" else target(node),
+             repr(fx.node.map_arg((node.args, node.kwargs), lambda one: numbers[one])))
+            for node in graph.nodes
+        )  # fmt: skip
 
 
 def item(values: Any, place: int) -> Any:

@@ -256,7 +256,7 @@ class _Reader:
             tensor = self.graph.tensors[index]
             if index in here:
                 return here[index]
-            if tensor.kind == "op":
+            if tensor.kind in ("op", "input"):
                 raise Unlike(f"{first} takes {tensor.name} from somewhere else than its arguments")
             if tensor.kind in ("param", "buffer") and tensor.name.startswith(f"{first}."):
                 return self.held[path + tensor.name[len(first) :]]

@@ -106,4 +106,4 @@ def test_on_gpus(world: int, found: Any, kind: str, tmp_path: Path) -> None:
     if have < world:
         pytest.skip(f"needs {world} GPUs; PDRUN_TEST_GPUS={have}")
     told = pdrun.launch(work, found[kind], str(tmp_path), devices=world, backend="cuda", timeout=BOUND)
-    assert "".join(told[0] + told[1]) == ""
+    assert "".join(one for rank in told for one in rank) == ""

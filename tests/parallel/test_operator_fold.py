@@ -86,6 +86,48 @@ class Written(Tiny):
         return self.head(self.norm(h))
 
 
+class Shared:
+    """What layers have in common."""
+
+    def __init__(self) -> None:
+        self.losses: list[Tensor] = []
+        self.calls = 0
+        self.gate: Any = None
+
+
+class Joined(nn.Module):
+    """Layers that leave something with a common object, count there, or take from it what the model has put there."""
+
+    class One(nn.Module):
+        def __init__(self, shared: Shared, way: str) -> None:
+            super().__init__()
+            self.mix, self.shared, self.way = nn.Sequential(nn.Linear(4, 4)), shared, way
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.mix(x)
+            if self.way == "losses":
+                self.shared.losses.append(y.mean())
+            elif self.way == "calls":
+                self.shared.calls += 1
+                y = y * (1 / self.shared.calls)
+            else:
+                y = y * self.shared.gate
+            return y + x
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.shared, self.way = Shared(), way
+        self.layers = nn.ModuleList(self.One(self.shared, way) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Any:
+        self.shared.losses, self.shared.calls = [], 0
+        gates, first = x.unbind(0), x
+        for layer, gate in zip(self.layers, gates, strict=True):
+            self.shared.gate = gate
+            x = layer(x)
+        return (x, sum(self.shared.losses)) if self.way == "losses" else x + first
+
+
 def words() -> Tensor:
     return torch.zeros(2, 6, dtype=torch.long)
 
@@ -99,6 +141,9 @@ MODELS: dict[str, tuple[nn.Module, Tensor, int]] = {
     "a sequential": (piped.Loose(), words(), 4),
     "an object of all": (Behind(), torch.zeros(2, 4), 4),
     "in place": (Written(layers=4), words(), 4),
+    "auxiliary losses": (Joined("losses"), torch.zeros(4, 4), 4),
+    "a counter": (Joined("calls"), torch.zeros(4, 4), 4),
+    "a gate of each": (Joined("gate"), torch.zeros(4, 4), 4),
 }
 """Model, input, and how many layers are equal."""
 

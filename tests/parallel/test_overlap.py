@@ -1,0 +1,126 @@
+"""The pass that puts collectives beside products, on graphs made by hand; and what compiled code knows of an axis."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from torch._dynamo.utils import counters
+
+from pdrun.parallel import collectives, traced
+from pdrun.parallel.axes import Axes, Axis
+from pdrun.parallel.layouts.grid import Grid
+from pdrun.parallel.overlap import OVERLAP
+from pdrun.parallel.watch import Watch
+
+pytestmark = pytest.mark.torch
+ATEN, OURS = torch.ops.aten, torch.ops.pdrun_axis
+
+
+class Draft:
+    """A graph of square matrices that is being written."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+
+    def input(self, name: str) -> fx.Node:
+        node = self.graph.placeholder(name)
+        node.meta["val"] = torch.empty(8, 8)
+        return node
+
+    def __call__(self, target: Any, *args: Any) -> fx.Node:
+        node = self.graph.call_function(target, args)
+        node.meta["val"] = torch.empty(8, 8)
+        return node
+
+    def ordered(self, *results: fx.Node) -> list[str]:
+        """End the graph, and return its operators after the pass."""
+        self.graph.output(results)
+        OVERLAP(self.graph)
+        self.graph.lint()
+        return [node.target.__name__.split(".")[0] for node in self.graph.nodes if node.op == "call_function"]
+
+
+def test_products_for_weights_run_beside_a_collective() -> None:
+    draft = Draft()
+    dy, w, x = map(draft.input, ("dy", "w", "x"))
+    early = draft(ATEN.mm.default, dy, x)
+    dx = draft(ATEN.mm.default, dy, w)
+    late = draft(ATEN.mm.default, x, dy)
+    part = draft(OURS.reduce_scatter.default, dx, 0, 0)
+    back = draft(ATEN.mul.Tensor, part, 2.0)
+    assert draft.ordered(early, late, back) == ["mm", "start_reduce_scatter", "mm", "mm", "wait", "mul"]
+    (wait,) = [node for node in draft.graph.nodes if node.target is traced.WAIT]
+    started, after, axis = wait.args
+    assert started.target is OURS.start_reduce_scatter.default and axis == 0
+    assert after == [dx, early, late], "what is sent stays until then, and the products come before"
+
+
+def test_a_product_that_needs_what_is_on_its_way_waits() -> None:
+    draft = Draft()
+    dy, x = map(draft.input, ("dy", "x"))
+    whole = draft(OURS.all_gather.default, dy, 0, 0, None)
+    weight = draft(ATEN.mm.default, whole, x)
+    back = draft(ATEN.mul.Tensor, whole, 2.0)
+    assert draft.ordered(weight, back) == ["start_all_gather", "wait", "mul", "mm"]
+
+
+def test_no_product_passes_a_write() -> None:
+    """A buffer that a product reads may be what is written."""
+    draft = Draft()
+    x, held = map(draft.input, ("x", "held"))
+    total = draft(OURS.all_reduce.default, x, 0, "sum")
+    result = draft(ATEN.mm.default, total, held)
+    new = draft(ATEN.mul.Tensor, held, 0.5)
+    draft(ATEN.copy_.default, held, new)
+    found = draft.ordered(result)
+    assert found.index("mm") < found.index("copy_")
+
+
+def test_a_graph_without_collectives_stays() -> None:
+    draft = Draft()
+    x, y = map(draft.input, "xy")
+    first = draft(ATEN.mm.default, x, y)
+    second = draft(ATEN.mul.Tensor, x, 2.0)
+    assert draft.ordered(first, second) == ["mm", "mul"]
+
+
+def axis(size: int, index: int) -> Axis:
+    """Return a place on an axis where nothing moves."""
+    axes = Axes(Grid(("tp",), (size,)), index, torch.device("cpu"), Watch(10.0, index, size))
+    axes.pretends = True
+    return Axis(axes, ("tp",), tuple(range(size)), index, None)
+
+
+def test_numbers_tell_sizes_and_places_apart_and_are_taken_up_again() -> None:
+    """torch keeps compiled code on disk under the graph's text: shapes of results must follow from that."""
+    held = [axis(2, 0), axis(2, 1), axis(4, 0), axis(2, 0)]
+    given = [one._number for one in held]
+    assert len(set(given)) == 4
+    del held[0]
+    gc.collect()
+    assert axis(2, 0)._number == given[0]
+
+
+CALLS = {
+    "gather": lambda x, at: collectives.gather(x, at, 1, x.shape[1] * 2),
+    "collect": lambda x, at: collectives.collect(x, at, 1),
+    "scatter": lambda x, at: collectives.scatter(x, at, 1),
+    "swap": lambda x, at: collectives.swap(x, at, 2, 1, x.shape[1] * 2),
+    "add_up": lambda x, at: collectives.add_up(x, at),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_sequences_of_many_lengths_are_compiled_twice_at_most(name: str) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    at = axis(2, 0)
+    compiled = torch.compile(lambda x: CALLS[name](x, at) * 2, backend="aot_eager")
+    for length in range(4, 26, 2):
+        x = torch.ones(3, length, 4, requires_grad=True)
+        assert compiled(x).shape == CALLS[name](x, at).shape
+    assert counters["stats"]["unique_graphs"] <= 2 and not counters["graph_break"]

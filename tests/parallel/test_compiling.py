@@ -28,18 +28,14 @@ BOUND = 400.0
 """Seconds: compilers take their time, all the more where others work too."""
 DROPS = Task(p=0.2, tied=True, clip=0.3)
 CASES = [
-    (Task(), Place(dp=2, accumulate=2)),
     (DROPS, Place(dp=2, level=3, accumulate=2)),
-    (Task(empty=True), Place(dp=2, level=3)),
     (Task(), Place(dp=2, level=1, more=(("recompute", "full"),))),
     (DROPS, Place(tp=2)),
-    (Task(), Place(tp=2, kind="sequence", accumulate=2)),
     (Task(), Place(tp=2, kind="sequence", more=(("recompute", "full"),))),
     (Task(), Place(tp=2, kind="sequence", copies=2)),
     (Task(), Place(dp=2, tp=2, kind="sequence", level=3)),
     (Task(), Place(tp=4, kind="2d")),
     (Task(), Place(tp=2, kind="operators")),
-    (Task(layers=4), Place(pp=2, accumulate=4)),
     (Task(layers=4), Place(pp=2, accumulate=4, schedule="interleaved")),
     (Task(), Place(cp=2)),
     (Task(), Place(cp=2, ulysses=2, level=2)),

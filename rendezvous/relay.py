@@ -33,7 +33,7 @@ from pdrun.rendezvous.listen import bind_listener
 from pdrun.rendezvous.relayed import ALONE, BESIDE, Ended, Heard, Item, Pulse, Said
 from pdrun.rendezvous.security import Secret
 from pdrun.rendezvous.transport import Gone, Incoming
-from pdrun.rendezvous.zmq_end import FAR_AWAY, monitor_event
+from pdrun.rendezvous.zmq_end import FAR_AWAY, monitor, monitor_event
 from pdrun.rendezvous.zmq_server import ZmqServer
 
 BEAT = 1.0
@@ -101,7 +101,7 @@ class Uplink:
             keys = security.key_pair(secret, "relay")
             sock.curve_publickey, sock.curve_secretkey = keys.public, keys.private
             sock.curve_serverkey = security.key_pair(secret, "server").public
-        self.monitor = sock.get_monitor_socket()
+        self.monitor = monitor(sock)
         sock.connect(endpoint.zmq)
 
     def send(self, items: Iterable[Item]) -> None:
@@ -136,7 +136,7 @@ class Uplink:
 
     def close(self) -> None:
         """End it at once."""
-        self.socket.disable_monitor()
+        self.socket.monitor(None, 0)
         self.monitor.close(linger=0)
         self.socket.close(linger=0)
         self.context.term()

@@ -42,7 +42,7 @@ from pdrun.rendezvous.patience import NOBODY, Patience
 from pdrun.rendezvous.relayed import ALONE
 from pdrun.rendezvous.resume import Filter, Memory
 from pdrun.rendezvous.security import Secret
-from pdrun.rendezvous.zmq_end import FAR_AWAY, end_context, monitor_event
+from pdrun.rendezvous.zmq_end import FAR_AWAY, end_context, monitor, monitor_event
 
 if TYPE_CHECKING:
     import zmq
@@ -229,7 +229,7 @@ class ZmqLink:
             keys = security.key_pair(self._secret, self._role)
             sock.curve_publickey, sock.curve_secretkey = keys.public, keys.private
             sock.curve_serverkey = security.key_pair(self._secret, "server").public
-        self._monitor = sock.get_monitor_socket()
+        self._monitor = monitor(sock)
         sock.connect(self.endpoint.zmq)
         for one in (sock, self._monitor):
             self._epoll.register(int(one.getsockopt(zmq.FD)), select.EPOLLIN)
@@ -244,7 +244,7 @@ class ZmqLink:
             if one is not None:
                 self._epoll.unregister(int(one.getsockopt(self._zmq.FD)))
         if self._socket is not None and self._monitor is not None:
-            self._socket.disable_monitor()
+            self._socket.monitor(None, 0)
             self._monitor.close(linger=0)
             self._socket.close(linger=linger)
         self._socket = self._monitor = None

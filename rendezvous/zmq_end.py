@@ -1,7 +1,8 @@
-"""Two things that pyzmq leaves open: a context's end that is bounded, and a monitor's words without its asyncio."""
+"""What pyzmq leaves open: a context's end that is bounded, and a monitor without a limit and without asyncio."""
 
 from __future__ import annotations
 
+import secrets
 import struct
 import threading
 from typing import TYPE_CHECKING
@@ -28,6 +29,25 @@ def end_context(context: zmq.Context[zmq.Socket[bytes]], linger: float) -> None:
             context.term()
         return
     thread.join(linger + SPARE)
+
+
+def monitor(socket: zmq.Socket[bytes], events: int | None = None) -> zmq.Socket[bytes]:
+    """
+    Begin to monitor a socket; return where `monitor_event` reads. ``socket.monitor(None, 0)`` ends it.
+
+    Unlike pyzmq's ``get_monitor_socket`` it holds any number of events. With a limit libzmq's own thread waits for room
+    in a full one, with a lock that the end of monitoring wants: thousands of connections that end together, and nobody
+    who reads any more, wait for ever.
+    """
+    import zmq
+
+    address = f"inproc://monitor-{secrets.token_hex(8)}"
+    socket.monitor(address, zmq.EVENT_ALL if events is None else events)
+    reader: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
+    reader.setsockopt(zmq.RCVHWM, 0)
+    reader.setsockopt(zmq.LINGER, 0)
+    reader.connect(address)
+    return reader
 
 
 def monitor_event(monitor: zmq.Socket[bytes]) -> tuple[int, int]:

@@ -28,7 +28,7 @@ from pdrun.rendezvous.relays import Relays
 from pdrun.rendezvous.security import Secret
 from pdrun.rendezvous.transport import Arrived, Complaint, Incoming, Woken
 from pdrun.rendezvous.wording import count
-from pdrun.rendezvous.zmq_end import end_context, monitor_event
+from pdrun.rendezvous.zmq_end import end_context, monitor, monitor_event
 
 if TYPE_CHECKING:
     import zmq
@@ -110,7 +110,8 @@ class ZmqServer:
         self._zap = self._open_zap(secret) if secret else None
         self._router = self._context.socket(zmq.ROUTER)
         self._configure(secret, crowd)
-        self._monitor = self._router.get_monitor_socket(
+        self._monitor = monitor(
+            self._router,
             zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
             | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
         )  # fmt: skip
@@ -233,7 +234,7 @@ class ZmqServer:
     def close(self, timeout: float) -> None:
         """End everything, giving what was sent at most ``timeout`` seconds to leave."""
         self._relays.flush()
-        self._router.disable_monitor()  # first: a socket that outlives its monitor waits for ever at its end
+        self._router.monitor(None, 0)  # first: a socket that outlives its monitor waits for ever at its end
         for one in (self._monitor, self._router, self._zap):
             if one is not None:
                 one.close(linger=max(0, int(timeout * 1000)))

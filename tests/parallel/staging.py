@@ -56,6 +56,8 @@ class Stages:
 class Fill:
     """See `pdrun.parallel.driver.Driver`."""
 
+    splits = False
+
     def chunk_of(self, name: str) -> int:
         """A stage is one piece."""
         return 0

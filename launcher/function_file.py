@@ -108,7 +108,7 @@ class _Loader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """See `pickle.Unpickler`; the data was written by `write_call` in our private folder."""
         found = super().find_class(module, name)
-        if name not in ("_make_function", "_make_skeleton_class"):
+        if not module.startswith("cloudpickle") or name not in ("_make_function", "_make_skeleton_class"):
             return found
 
         @functools.wraps(found)

@@ -345,7 +345,7 @@ class Axis:
 
         gloo knows no such thing, and rows of a few bytes are not worth it.
         """
-        return dim == 1 and x.is_cuda and self._sorted and x[0].numel() * x.element_size() >= ROW
+        return dim == 1 and x.is_cuda and self._sorted and x.shape[1:].numel() * x.element_size() >= ROW
 
     def _sizes(self, mine: int, dim: int, total: int | None) -> list[int]:
         if total is None:
@@ -372,7 +372,8 @@ class Axis:
         if self.axes.pretends:
             return
         self._count(name, sent if given is None else given)
-        pending = Pending(sent, (start(),), sent, self.axes, f"the {name.replace('_', '-')} {self._label}")
+        label = f"the {name.replace('_', '-')} {self._label}"
+        pending = Pending(sent if comes is None else comes, (start(),), sent, self.axes, label)
         if comes is not None and comes.numel() and self.axes._deferred is not None:
             self.axes._deferred.append(pending)
         else:

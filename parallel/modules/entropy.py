@@ -63,6 +63,7 @@ def cross_entropy(
     """
     Return what `torch.nn.functional.cross_entropy` returns, for logits that are whole or cut by words.
 
+    Of logits in bf16 or fp16 it is computed and returned in fp32.
     A head with ``vocab(axis, gather=False)`` leaves its logits cut. Its output itself is wanted here, not a view of it.
 
     Args:
@@ -88,8 +89,9 @@ def cross_entropy(
                 f"whether logits of {logits.shape[-1]} words are whole or one rank's part cannot be seen", where=WHERE,
                 hint="give it the head's output itself, neither reshaped nor converted",
             )  # fmt: skip
+        wide = rows if rows.dtype == torch.float64 else rows.float()  # a sum of halves has no figures left
         found = functional.cross_entropy(
-            rows, flat, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction
+            wide, flat, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction
         )
         return found.view(targets.shape) if reduction == "none" else found
     losses: torch.Tensor = _CrossEntropy.apply(rows, flat, words, ignore_index, label_smoothing)

@@ -44,10 +44,14 @@ except OSError as error:
 
 
 def talk(bed: Bed, one: str, other: str, timeout: float) -> tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]:
-    """Connect ``other`` to ``one``; each says how the connection ended, or that it heard nothing for ``timeout``."""
+    """
+    Connect ``other`` to ``one``; each says how the connection ended.
+
+    Or that it heard nothing: ``other`` for ``timeout``, and ``one``, which must not be the first to go, for long.
+    """
     pair = tuple(
-        bed[name].start(sys.executable, "-c", TALK, target, str(timeout), stdout=subprocess.PIPE, env=dict(os.environ))
-        for name, target in ((one, "listen"), (other, one))
+        bed[name].start(sys.executable, "-c", TALK, target, str(quiet), stdout=subprocess.PIPE, env=dict(os.environ))
+        for name, target, quiet in ((one, "listen", 60), (other, one, timeout))
     )
     for side in pair:
         assert side.stdout is not None and side.stdout.readline() == b"connected\n"

@@ -1,5 +1,5 @@
 """
-The scheduler's transport over TCP: one ZeroMQ ROUTER, CURVE with a ZAP handler in the same loop.
+The scheduler's transport over TCP: one ZeroMQ ROUTER, with CURVE, whose keys are asked for in the same loop (`door`).
 
 Every limit is set: 1 MiB a frame, two frames a message, 1000 messages queued a connection, 3 s for a handshake (more
 where thousands come at once, see `pace`), a token bucket a connection. Whoever sends what is no envelope, or cannot
@@ -22,6 +22,7 @@ from pdrun.errors import ConfigError
 from pdrun.net import Endpoint
 from pdrun.rendezvous import pace, relayed, security
 from pdrun.rendezvous.codec import CodecError, decode, encode
+from pdrun.rendezvous.door import Door
 from pdrun.rendezvous.events import Peer
 from pdrun.rendezvous.messages import Envelope
 from pdrun.rendezvous.relays import Relays
@@ -107,14 +108,13 @@ class ZmqServer:
         if crowd > pace.PROBED:
             self._context.set(_ZERO_COPY_RECV, 0)
         self._poller = zmq.Poller()
-        self._zap = self._open_zap(secret) if secret else None
+        self._door = self._open_door(secret) if secret else None
         self._router = self._context.socket(zmq.ROUTER)
         self._configure(secret, crowd)
-        self._monitor = monitor(
+        self._monitor = monitor(  # no other failure of a handshake: see `door`
             self._router,
-            zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-            | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-        )  # fmt: skip
+            zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+        )
         for one in (self._router, self._monitor):
             self._poller.register(one, zmq.POLLIN)
         try:
@@ -125,13 +125,11 @@ class ZmqServer:
 
     # Opening ----------------------------------------------------------------------------------------------------------
 
-    def _open_zap(self, secret: Secret) -> zmq.Socket[bytes]:
+    def _open_door(self, secret: Secret) -> Door:
         """Before any bind: a CURVE server without a ZAP handler lets every key in."""
-        zap = self._context.socket(self._zmq.REP)
-        zap.bind("inproc://zeromq.zap.01")
-        self._poller.register(zap, self._zmq.POLLIN)
-        self._roles = {security.key_pair(secret, role).public: role for role in self.roles}
-        return zap
+        return Door(
+            self._context, self._poller, {security.key_pair(secret, role).public: role for role in self.roles}
+        )
 
     def _configure(self, secret: Secret | None, crowd: int) -> None:
         zmq, router, probe = self._zmq, self._router, pace.probe(crowd)
@@ -145,7 +143,8 @@ class ZmqServer:
             keys = security.key_pair(secret, "server")
             router.curve_server = True
             router.curve_secretkey = keys.private
-            router.zap_domain = b"pdrun"
+            assert self._door is not None
+            self._door.guard(router)
 
     def _listen(self, endpoint: Endpoint | None, listen_fd: int | None) -> Endpoint:
         if listen_fd is None:
@@ -184,8 +183,8 @@ class ZmqServer:
             timeout -= self._rest(timeout)
         wait = 0 if self._pending else max(0, int(timeout * 1000))
         ready = dict(self._poller.poll(wait))
-        if self._zap in ready:
-            self._serve_zap()
+        if self._door is not None:
+            self._door.answer(ready)
         result, self._pending = self._pending, []
         # The monitor first: what a connection sent before its end is then already in the queue, and reported before it.
         ended = self._read_monitor(result)
@@ -235,25 +234,13 @@ class ZmqServer:
         """End everything, giving what was sent at most ``timeout`` seconds to leave."""
         self._relays.flush()
         self._router.monitor(None, 0)  # first: a socket that outlives its monitor waits for ever at its end
-        for one in (self._monitor, self._router, self._zap):
-            if one is not None:
-                one.close(linger=max(0, int(timeout * 1000)))
+        for one in (self._monitor, self._router):
+            one.close(linger=max(0, int(timeout * 1000)))
+        if self._door is not None:
+            self._door.close()
         end_context(self._context, timeout)
 
     # Reading ----------------------------------------------------------------------------------------------------------
-
-    def _serve_zap(self) -> None:
-        zmq = self._zmq
-        while self._zap is not None:
-            try:
-                request = self._zap.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            version, number = (request + [b"", b""])[:2]
-            known = len(request) == 7 and version == b"1.0" and request[5] == b"CURVE" and len(request[6]) == 32
-            role = self._roles.get(_z85(request[6])) if known else None
-            answer = [b"200", b"OK", role.encode(), b""] if role else [b"400", b"unknown key", b"", b""]
-            self._zap.send_multipart([b"1.0", number, *answer])
 
     def _read_monitor(self, result: list[Incoming]) -> list[int]:
         zmq, ended, failed = self._zmq, [], 0
@@ -316,7 +303,7 @@ class ZmqServer:
 
     def _admit(self, identity: bytes, frame: zmq.Frame) -> _Connection:
         fd = int(frame.get(self._zmq.SRCFD))
-        role = str(frame.get("User-Id")) if self._zap else ""
+        role = str(frame.get("User-Id")) if self._door else ""
         connection = _Connection(identity, fd, _inode(fd), role)
         self._connections[identity.hex()] = connection
         self._by_fd[fd] = identity.hex()
@@ -355,12 +342,6 @@ class ZmqServer:
     def _where(self, connection: _Connection) -> str:
         name = _remote(connection.fd) if _inode(connection.fd) == connection.inode else None
         return f"a connection from {name[0]}" if name else "a connection"
-
-
-def _z85(key: bytes) -> bytes:
-    from zmq.utils import z85
-
-    return z85.encode(key)
 
 
 def _inode(fd: int) -> int:

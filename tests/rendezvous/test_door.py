@@ -1,0 +1,165 @@
+"""The handler that libzmq asks about keys: who comes in, and that replacing it is felt by nobody but the memory."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import pytest
+import zmq
+
+from pdrun.net import Endpoint
+from pdrun.rendezvous import door, security
+from pdrun.rendezvous.codec import encode
+from pdrun.rendezvous.messages import Envelope, Leave
+from pdrun.rendezvous.security import Secret
+from pdrun.rendezvous.transport import Arrived, Complaint
+from pdrun.rendezvous.zmq_end import end_context, monitor, monitor_event
+from pdrun.rendezvous.zmq_server import ZmqServer
+
+from .helpers import until
+
+WORD = encode(Envelope("a" * 32, 0, 0, Leave()))
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    """Of the clients."""
+    found = zmq.Context()
+    yield found
+    end(found)
+
+
+def end(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    """Close the sockets and wait for the end no longer than `end_context` does."""
+    for socket in list(context._sockets):
+        socket.close(linger=0)
+    end_context(context, 0.0)
+
+
+def client(
+    context: zmq.Context[zmq.Socket[bytes]], server: ZmqServer, secret: Secret, theirs: Secret | None = None
+) -> zmq.Socket[bytes]:
+    """Connect as an agent with ``secret`` to the server of ``theirs``, and say a word."""
+    keys = security.key_pair(secret, "agent")
+    socket = context.socket(zmq.DEALER)
+    socket.curve_publickey, socket.curve_secretkey = keys.public, keys.private
+    socket.curve_serverkey = security.key_pair(theirs or secret, "server").public
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.connect(server.endpoint.zmq)
+    socket.send(WORD)
+    return socket
+
+
+def heard(server: ZmqServer, count: int) -> set[str]:
+    """Poll until so many connections have spoken; return who."""
+    peers: set[str] = set()
+
+    def all_have() -> bool:
+        for one in server.poll(0.02):
+            assert not isinstance(one, Complaint), one
+            if isinstance(one, Arrived):
+                assert one.role == "agent"
+                peers.add(one.peer)
+        return len(peers) == count
+
+    until(all_have, f"{count} connections speak", 20)
+    return peers
+
+
+def test_replaced_after_every_question_it_lets_the_same_in(
+    context: zmq.Context[zmq.Socket[bytes]], secret: Secret, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who is in stays in; a foreign key is refused as ever."""
+    monkeypatch.setattr(door, "MOST", 1)
+    monkeypatch.setattr(door, "REST", 0.2)
+    with closing_server(ZmqServer(secret, endpoint=Endpoint("127.0.0.1", 0))) as server:
+        early = [client(context, server, secret) for _ in range(3)]
+        first = heard(server, 3)
+        later = [client(context, server, secret) for _ in range(20)]
+        assert not first & heard(server, 20)  # some are refused between two handlers, and come again
+        assert server._door is not None
+        until(lambda: [server.poll(0.02), server._door._old][1] is None, "the old handler is closed")
+        for socket in (*early, *later):
+            socket.send(WORD)
+        assert first < heard(server, 23)
+        foreign = client(context, server, Secret.random(), secret)
+        told: list[object] = []
+        until(lambda: told.extend(server.poll(0.02)) or told, "the foreign key is refused")
+        assert {type(one) for one in told} == {Complaint} and "another token" in str(told[0])
+        foreign.close()
+
+
+def test_without_its_handler_nobody_is_let_in(context: zmq.Context[zmq.Socket[bytes]], secret: Secret) -> None:
+    """By default libzmq would let everybody in then."""
+    with closing_server(ZmqServer(secret, endpoint=Endpoint("127.0.0.1", 0))) as server:
+        assert server._door is not None
+        server._door._current.unbind(door.ADDRESS)
+        socket = client(context, server, secret)
+        seen = monitor(socket)
+        heard: list[object] = []
+
+        def cut_twice() -> bool:
+            heard.extend(server.poll(0.02))
+            while seen.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+                events.append(monitor_event(seen)[0])
+            return events.count(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL) + events.count(zmq.EVENT_DISCONNECTED) > 1
+
+        events: list[int] = []
+        until(cut_twice, "it is refused, and comes again")
+        assert zmq.EVENT_HANDSHAKE_SUCCEEDED not in events
+        assert heard == [], "and that is no fault of its own"
+        socket.monitor(None, 0)
+        seen.close()
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="asks glibc what is allocated")
+def test_a_connection_does_not_keep_its_queues_to_the_handler(
+    secret: Secret, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two queues of 16 KB for each connection; they are given up a moment after the handler."""
+    count, kept = 100, 0
+    monkeypatch.setattr(door, "REST", 0.0)
+    for most in (10 * count, 1):
+        monkeypatch.setattr(door, "MOST", most)
+        with ExitStack() as stack:
+            server = stack.enter_context(closing_server(ZmqServer(secret, endpoint=Endpoint("127.0.0.1", 0))))
+            context = zmq.Context()
+            stack.callback(end, context)
+            sockets = [client(context, server, secret)]
+            heard(server, 1)
+            before = allocated(tmp_path / "malloc")
+            sockets += [client(context, server, secret) for _ in range(count)]
+            heard(server, count)
+
+            def each() -> int:
+                server.poll(0.02)
+                return (allocated(tmp_path / "malloc") - before) // count
+
+            if most > 1:
+                kept = each()
+            else:
+                until(lambda: each() < kept - 30_000, f"a connection takes much less than {kept} bytes", 10)
+
+
+def allocated(path: Path) -> int:
+    """Return the bytes that malloc has handed out in this process."""
+    libc = ctypes.CDLL(None)
+    libc.fopen.restype = ctypes.c_void_p
+    file = ctypes.c_void_p(libc.fopen(bytes(path), b"w"))
+    libc.malloc_info(0, file)
+    libc.fclose(file)
+    total = path.read_text().rpartition("</heap>")[2]
+    system = int(re.findall(r'<system type="current" size="(\d+)"', total)[0])
+    return system - sum(map(int, re.findall(r'<total type="(?:fast|rest)" count="\d+" size="(\d+)"', total)))
+
+
+class closing_server(closing[ZmqServer]):
+    """End the server at once when the block is left."""
+
+    def __exit__(self, *_: object) -> None:
+        self.thing.close(0.0)

@@ -16,24 +16,22 @@ import signal
 import socket
 import struct
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pdrun import early
 from pdrun.errors import PdrunError
+from pdrun.launcher import boot
 from pdrun.launcher import keeper as proc
 from pdrun.launcher.model import Exited, KeeperEvent, Spawned, SpawnFailed, StarterState, Swept, WorkerCommand
 
 if TYPE_CHECKING:
+    from pdrun.launcher.ahead import Ahead
     from pdrun.launcher.warm import Lent
 
 CLOSING = proc.STUCK + 1.0
-BOOT = "import sys; sys.path.append(sys.argv.pop(1).rpartition('/')[0]); import keeper; keeper.main(sys.argv)"
-"""Loads keeper.py as a module: a file that is run is compiled each time (20 ms)."""
 PING = 2.0
 PINGS = 5
 PONG = json.dumps({"ev": "pong"}).encode()
@@ -49,44 +47,41 @@ class KeeperProcess:
         spare: children of this process that are not the keeper's and must outlive it (the scheduler, say);
             those that exist now are spared anyway. May be added to later.
         lent: one that was forked from a warm process, its starter ready (`warm.borrow`); none is started then.
+        ahead: one that was started beforehand, and its starter (`ahead.take`).
 
     Raises:
         PdrunError: the keeper could not be started.
     """
 
-    def __init__(self, *, python: str = sys.executable, spare: Iterable[int] = (), lent: Lent | None = None) -> None:
+    def __init__(
+        self, *, python: str = sys.executable, spare: Iterable[int] = (), lent: Lent | None = None,
+        ahead: Ahead | None = None,
+    ) -> None:  # fmt: skip
         if sys.platform != "linux":
             raise PdrunError(f"workers cannot be started on {sys.platform}", hint="pdrun's keeper needs Linux")
         self._dead: str = ""
         self._unanswered, self._ping_at, self._frozen = 0, 0.0, False
-        self._lent, self._has_starter = lent, lent is not None
+        self._lent, self._has_starter = lent, lent is not None or ahead is not None
+        if lent is None:
+            proc.prctl(proc.PR_SET_CHILD_SUBREAPER, 1)
         if lent is not None:
             self.pid, self.spare, ours = lent.pid, set(spare), lent.socket
+        elif ahead is not None:
+            self.pid, self.spare, ours = ahead.pid, {*spare, *_others(ahead.pid)}, ahead.socket
         else:
-            ours = self._start(python, spare)
+            self.spare = {*spare, *_others(0)}
+            self.pid, ours = self._start(python)
         self._socket: socket.socket | None = ours
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(PING * PINGS), 0))
 
-    def _start(self, python: str, spare: Iterable[int]) -> socket.socket:
-        """Start a keeper as a child; return the socket to it."""
-        proc.prctl(proc.PR_SET_CHILD_SUBREAPER, 1)
-        myself = proc.process(os.getpid())
-        self.spare = {*spare, *(child.pid for child in (proc.children(myself) if myself else ()))}
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        flags = ["-I", "-S", *(["-B"] if sys.dont_write_bytecode else [])]
-        argv = [python, *flags, "-c", BOOT, proc.__file__, str(theirs.fileno()), os.urandom(8).hex()]
+    @staticmethod
+    def _start(python: str) -> tuple[int, socket.socket]:
         try:
-            theirs.set_inheritable(True)
-            environ = {name: value for name, value in os.environ.items() if name != "PDRUN_TOKEN"}
-            self.pid = os.posix_spawn(python, argv, environ, setsigmask=[])
+            return boot.start_keeper(python)
         except OSError as error:
-            ours.close()
             if early.no_more_processes(error):
                 raise early.too_many_processes("pdrun") from error
             raise PdrunError(f"could not start the keeper: {error.strerror}", where=python) from error
-        finally:
-            theirs.close()
-        return ours
 
     def fileno(self) -> int:
         """Readable when `events` may have something; -1 after `close`."""
@@ -253,6 +248,12 @@ class KeeperProcess:
         return None
 
 
+def _others(keeper: int) -> list[int]:
+    """Return the children that this process has beside a keeper."""
+    myself = proc.process(os.getpid())
+    return [child.pid for child in (proc.children(myself) if myself else ()) if child.pid != keeper]
+
+
 def _says_that_it_ended(connection: socket.socket) -> bool:
     """Whether the last word of a keeper that has ended was that nothing is left of its workers."""
     try:
@@ -278,31 +279,7 @@ def _event(message: dict[str, Any]) -> KeeperEvent:
 
 
 def _body(command: WorkerCommand) -> int:
-    """
-    Lay a command into an anonymous file: an environment may be larger than any packet.
-
-    Text goes as the bytes that this process got it from, whatever its locale is.
-    """
-    body = json.dumps({
-        "argv": [_portable(word) for word in command.argv],
-        "env": {_portable(name): _portable(value) for name, value in command.env.items()},
-        "cwd": _portable(command.cwd),
-        "cpus": list(command.cpus),
-        "nofile": early.users_limit(),
-    }).encode()  # fmt: skip
-    if hasattr(os, "memfd_create"):
-        number = os.memfd_create("pdrun-command", os.MFD_CLOEXEC)
-    else:
-        number, path = tempfile.mkstemp()
-        Path(path).unlink()
-    view = memoryview(body)
-    while view:
-        view = view[os.write(number, view):]
-    return number
-
-
-def _portable(text: str) -> str:
-    return os.fsencode(text).decode("utf-8", "surrogateescape")
+    return boot.lay(command.argv, command.env, command.cwd, command.cpus, early.users_limit())
 
 
 def _ends_within(pid: int, seconds: float, known: int | None = None) -> bool:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from pdrun import early
 from pdrun.clock import SystemClock
 from pdrun.errors import ConfigError
-from pdrun.launcher import jobs
+from pdrun.launcher import ahead, jobs
 from pdrun.launcher.keeper_client import KeeperProcess
 from pdrun.launcher.model import LaunchPlan
 from pdrun.launcher.spec import JobSpec, Place, Policy, Resources, Sources, field_paths
@@ -108,6 +108,8 @@ def files_needed(plan: LaunchPlan) -> tuple[int, str]:
 
 
 def _execute(plan: LaunchPlan, seat: Seat) -> int:
+    if plan.mode in ("local", "hosts", "through") or plan.starting.warm:
+        ahead.drop()
     if plan.mode == "local":
         from pdrun.launcher.front import run_local
 
@@ -122,6 +124,8 @@ def _execute(plan: LaunchPlan, seat: Seat) -> int:
         return run_through(plan)
     if plan.starting.how == "fork":
         seat = replace(seat, keeper=keeper(plan))
+    else:
+        ahead.drop()
     try:
         if plan.mode == "alone":
             return _alone(plan, seat)
@@ -413,9 +417,11 @@ def keeper(plan: LaunchPlan) -> KeeperProcess:
         except OSError as error:
             why = error.strerror or error
             print(f"pdrun: the warm process cannot be used: {why}; torch is imported", file=sys.stderr, flush=True)
-    made = KeeperProcess()
-    if plan.starting.how == "fork":
-        made.prepare(starter_command(plan))
+    if plan.starting.how != "fork":
+        return KeeperProcess()
+    wanted = starter_command(plan)
+    made = KeeperProcess(ahead=ahead.take(wanted))
+    made.prepare(wanted)
     return made
 
 

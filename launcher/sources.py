@@ -12,6 +12,7 @@ import re
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from pdrun.launcher.importtime import late_assignment
@@ -38,6 +39,7 @@ class Told:
     """``train.py:3 sets OMP_NUM_THREADS``, or empty."""
 
 
+@lru_cache(maxsize=2)  # a guess has asked before the plan does (`ahead`)
 def told(path: Path, text: bytes) -> Told:
     """Read a program and its own modules."""
     torch, optimizes, late = False, False, ""

@@ -11,20 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Literal
 
 from pdrun.errors import UsageError
 from pdrun.launcher import importtime
+from pdrun.launcher.ahead import OPTIMIZER, PLAIN, starter_words
 from pdrun.launcher.model import Facts, LaunchPlan, Starting, Warm, WorkerCommand
 from pdrun.launcher.program import program_argv
 from pdrun.launcher.spec import JobSpec, Sources
 
-_MAIN_FILE = Path(__file__).with_name("starter_main.py")
 _STARTER_SLOT = -1
-PLAIN = ("torch", "torch.distributed")
-OPTIMIZER = ("torch._dynamo",)
-"""What the construction of a first optimizer imports, as dear as torch itself."""
 
 
 def starting(
@@ -135,8 +131,8 @@ def start_of(starting: Starting) -> Literal["exec", "auto", "fork"]:
 def starter_command(plan: LaunchPlan) -> WorkerCommand:
     """Return the command of the starter, as long as a worker's, so that it can carry that one's words later."""
     python, *flags = plan.workers[0].argv[:2]
-    argv = [python, *(flag for flag in flags if flag == "-P"), str(_MAIN_FILE), ",".join(plan.starting.modules)]
-    length = sum(len(word.encode("utf-8", "surrogateescape")) + 1 for word in plan.workers[0].argv)
-    padding = max(0, length - sum(len(word.encode("utf-8", "surrogateescape")) + 1 for word in argv) - 1)
+    argv = starter_words(
+        python, plan.starting.modules, plan.workers[0].argv, [flag for flag in flags if flag == "-P"]
+    )
     env = importtime.importing({**plan.base_env, **plan.spec.env})
-    return WorkerCommand(_STARTER_SLOT, (*argv, "-" * padding), env, plan.cwd)
+    return WorkerCommand(_STARTER_SLOT, tuple(argv), env, plan.cwd)

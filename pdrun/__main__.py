@@ -18,6 +18,8 @@ def main() -> None:
     """
     early.begin()
     try:
+        ahead = pdrun._load("pdrun.launcher.ahead")
+        ahead.begin(sys.argv[1:])
         cli = pdrun._load("pdrun.launcher.cli")
     except ImportError as error:
         if isinstance(error, ModuleNotFoundError):
@@ -25,6 +27,7 @@ def main() -> None:
         sys.stderr.write(f"pdrun: error: {error}\n")
         sys.exit(78)
     code = cli.main(sys.argv[1:])
+    ahead.drop()
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -117,22 +117,27 @@ class _Map:
 
     def __init__(self, by: Globs, model: nn.Module) -> None:
         self.by = by
+        self._known: dict[str, int | None] = {}
         self._names = [name for name, _ in model.named_modules(remove_duplicate=False) if name] if by else []
 
     def stage(self, name: str) -> int | None:
         """
         Return the stage that a module or weight is given, by its own name or that of a module around it.
 
-        A name that is spelt out counts more than a glob, of globs the first.
+        A name that is spelt out counts more than a glob, of globs the first. What matches a module around it as well
+        (the ``*`` of "blocks.*" matches "0.attn", too) has had its say there.
         """
-        while name:
-            if name in self.by:
-                return self.by[name]
-            for glob, stage in self.by.items():
-                if fnmatch.fnmatchcase(name, glob):
-                    return stage
-            name = name.rpartition(".")[0]
-        return None
+        if name and name not in self._known:
+            around = name.rpartition(".")[0]
+            stage, before = self.stage(around), self._matching(around) if around else []
+            new = [glob for glob in self._matching(name) if glob not in before]
+            if new:
+                stage = self.by[name if name in new else new[0]]
+            self._known[name] = stage
+        return self._known.get(name)
+
+    def _matching(self, name: str) -> list[str]:
+        return [glob for glob in self.by if glob == name or fnmatch.fnmatchcase(name, glob)]
 
     def cuts(self, name: str) -> bool:
         """Whether modules inside this one go to other stages than it does itself."""

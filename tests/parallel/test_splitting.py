@@ -94,6 +94,10 @@ def test_the_users_map() -> None:
     inside = split(model, 2, {"blocks.2.up": 1, "blocks.2.down": 1, "norm": 1, "blocks.*": 0})
     assert [inside.units[f"blocks.2.{name}"] for name in ("qkv", "proj", "up", "down")] == [0, 0, 1, 1]
     assert "blocks.1" in inside.units
+    first = split(model, 2, {"emb": 0, "blocks.[01]": 0, "blocks.*": 1, "head": 1})
+    assert first.units == {"emb": 0, "blocks.0": 0, "blocks.1": 0, "blocks.2": 1, "norm": 1, "head": 1}
+    last = split(model, 2, {"blocks.*": 0, "blocks.2": 1, "*": 1, "emb": 0})
+    assert last.units == {"emb": 0, "blocks.0": 0, "blocks.1": 0, "blocks.2": 1, "norm": 1, "head": 1}
     assert split(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)), 2, {"0": 0, "1": 1}).units["1"] == 1
 
 

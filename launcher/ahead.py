@@ -4,23 +4,23 @@ The import of torch, begun before the command line is read: on a guess, which th
 Nothing of a start takes as long as that import, and pdrun itself needs 0.2 s until its plan says what to import. But
 ``pdrun --devices 8 train.py`` nearly always comes to what its bare words and the environment look like: a starter (see
 `starting`) with this interpreter and this environment. So that one is started first, with its keeper, and taken over if
-it is to the letter what the plan asks for (`take`). A wrong guess costs CPU for 0.2 s, and nothing else: what is not
-taken over is ended before anything of the job begins (`drop`).
+it is to the letter what the plan asks for (`take`). A wrong guess costs CPU for 0.2 s; what an import of torch runs of
+the user's own (sitecustomize, plug-ins) runs for nothing then. What is not taken over is ended before anything of the
+job begins (`drop`).
 
 Nothing is guessed where words or environment tell of another kind of start, or a warm process may be there.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import socket
 import sys
 import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Mapping, Sequence
 
     from pdrun.launcher.model import WorkerCommand
@@ -28,9 +28,13 @@ if TYPE_CHECKING:
 ELSE = frozenset((
     "-h", "--help", "--version", "--dry-run", "-m", "--module", "--no-python", "--no_python", "--python", "--start",
     "--env", "--chdir", "--local", "--hosts", "--hostfile", "--rank-table", "--rank_table_file", "--launcher",
-    "--run-path", "--run_path",
+    "--run-path", "--run_path", "--role",
 ))  # fmt: skip
-"""Options with which a job starts in another way, or does not start at all, or elsewhere."""
+"""Options with which a job starts in another way, or does not start at all, or elsewhere, or with other variables."""
+ATTACHED = ("LD_PRELOAD", "LD_AUDIT")
+"""Variables of tools that would be attached to one more process; with them workers are executed."""
+FEWEST_FILES = 64
+"""Descriptors with which anything small can be done."""
 PLAIN = ("torch", "torch.distributed")
 OPTIMIZER = ("torch._dynamo",)
 """What the construction of a first optimizer imports, as dear as torch itself."""
@@ -68,7 +72,7 @@ def begin(words: Sequence[str], environ: Mapping[str, str] | None = None) -> Non
             drop()
         else:
             _send(_ahead)
-    except (OSError, ValueError):
+    except Exception:  # of any kind: what is wrong here is told by whoever reads the command line
         drop()
 
 
@@ -89,22 +93,29 @@ def drop() -> None:
         return
     found, _ahead = _ahead, None
     found.socket.close()  # the keeper ends its starter, then itself
-    deadline = time.monotonic() + ENDING
-    try:
-        while os.waitpid(found.pid, os.WNOHANG)[0] == 0:
-            if time.monotonic() > deadline:
-                os.kill(found.pid, signal.SIGKILL)
-            time.sleep(0.002)
-    except ChildProcessError:
-        pass
+    for number, seconds in ((signal.SIGCONT, ENDING), (signal.SIGKILL, ENDING)):  # the one if it was stopped
+        deadline = time.monotonic() + seconds
+        try:
+            os.kill(found.pid, number)
+            while time.monotonic() < deadline:
+                if os.waitpid(found.pid, os.WNOHANG)[0]:
+                    return
+                time.sleep(0.002)
+        except (ChildProcessError, ProcessLookupError):
+            return
 
 
 def script(words: Sequence[str], environ: Mapping[str, str]) -> int | None:
     """Return which word is the Python file that workers of an ordinary job would run, or None."""
-    if any(name.startswith("PDRUN_") and name != "PDRUN_TOKEN" for name in environ):
+    import resource
+
+    if any(name.startswith("PDRUN_") and name != "PDRUN_TOKEN" for name in environ) or any(map(environ.get, ATTACHED)):
+        return None
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if most != resource.RLIM_INFINITY and most < FEWEST_FILES:
         return None
     for place, word in enumerate(words):
-        if word.partition("=")[0] in ELSE:
+        if word.partition("=")[0] in ELSE or word.endswith((".yaml", ".yml")):
             return None
         if place == 0 and word == "run":
             continue
@@ -155,6 +166,9 @@ def _warm(environ: Mapping[str, str]) -> bool:
 
 
 def _send(found: Ahead) -> None:
+    import json
+    import socket
+
     from pdrun import early
     from pdrun.launcher import boot
 

@@ -20,7 +20,7 @@ BOOT = "import sys; sys.path.append(sys.argv.pop(1).rpartition('/')[0]); import 
 
 def start_keeper(python: str) -> tuple[int, socket.socket]:
     """
-    Start a keeper as a child; return its pid and the socket to it.
+    Start a keeper as a child in a session of its own; return its pid and the socket to it.
 
     Raises:
         OSError: that is not possible.
@@ -31,7 +31,7 @@ def start_keeper(python: str) -> tuple[int, socket.socket]:
     try:
         theirs.set_inheritable(True)
         environ = {name: value for name, value in os.environ.items() if name != "PDRUN_TOKEN"}
-        return os.posix_spawn(python, argv, environ, setsigmask=[]), ours
+        return os.posix_spawn(python, argv, environ, setsigmask=[], setsid=True), ours
     except OSError:
         ours.close()
         raise

@@ -17,6 +17,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pdrun import early
+from pdrun.searching import standard_library_first
+
 if TYPE_CHECKING:
     from pdrun.eventlog import JobStatus
 
@@ -80,11 +83,9 @@ def _show(statuses: list[JobStatus]) -> None:
 
 
 def _watch(read: Callable[[], Sequence[JobStatus]]) -> int:
-    from pdrun import early
     from pdrun.ui.live import follow
 
     early.give_back()  # a screen must be left as it was found
-
     return follow(read)
 
 
@@ -125,8 +126,6 @@ def fault(error: Exception) -> int:
     import tempfile
     import traceback
 
-    from pdrun import early
-
     if limit := early.explained(error, "pdrun", FEWEST_FILES):
         _say(f"error: {limit}")
         return limit.exit_code
@@ -146,16 +145,3 @@ def fault(error: Exception) -> int:
     what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     _say(f"error: a fault of pdrun itself, not of your job ({what}); {where}")
     return 70
-
-
-def standard_library_first(path: list[str]) -> None:
-    """
-    Put the standard library before everything else in ``path``, in place.
-
-    A ``json.py`` in the working directory or on PYTHONPATH is the user's own affair in the script, and must not become
-    a part of the launcher. Nothing is removed: sites install packages through PYTHONPATH.
-    """
-    home = os.__file__.rpartition("/")[0]  # plain text: pathlib itself could be shadowed
-    archive = f"{home.rpartition('/')[0]}/python{sys.version_info[0]}{sys.version_info[1]}.zip"
-    standard = (home, f"{home}/lib-dynload", archive)
-    path.sort(key=lambda folder: folder not in standard)

@@ -12,7 +12,7 @@ Where there is a starter (`starter_main`: a child of the keeper that has importe
 come to the keeper as to the nearest sub-reaper, so that nothing of this differs. A starter that is not fit, or dies
 before it has forked a worker, costs its speed only: the keeper still holds the command, and executes it.
 
-Started as ``python -I -S -c BOOT keeper.py FD TOKEN`` (`keeper_client`), or forked from a warm process (`warm_server`):
+Started as ``python -I -S -c BOOT keeper.py FD TOKEN`` (`boot`), or forked from a warm process (`warm_server`):
 standard library only, nothing of pdrun is imported (so all is in one file), and nothing slow: dataclasses, typing and
 pathlib would double the 20 ms of its start, which every launch waits for. Messages are JSON, one a SOCK_SEQPACKET
 packet; descriptors come with SCM_RIGHTS; a command lies in the first of them.
@@ -764,7 +764,8 @@ def main(argv: list[str]) -> NoReturn:
     """Take the socket's descriptor and the token from the command line, and serve."""
     number = int(argv[1])
     prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
-    os.setsid()
+    if os.getsid(0) != os.getpid():  # `boot` has begun the session: a Ctrl-C must not meet the start of this process
+        os.setsid()
     with open(os.devnull, "r+b", buffering=0) as null:
         os.dup2(null.fileno(), 0)
         os.dup2(null.fileno(), 1)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from pdrun.launcher import paths
 from pdrun.launcher.importtime import late_assignment
 
 FILES = 64
@@ -90,4 +91,4 @@ def _files(top: Path, here: Path, name: bytes) -> Iterator[Path]:
     parts = [part for part in text.split(".") if part]
     if parts:
         stem = base.joinpath(*parts)
-        yield from (file for file in (stem.with_suffix(".py"), stem / "__init__.py") if file.is_file())
+        yield from filter(paths.is_file, (stem.with_suffix(".py"), stem / "__init__.py"))

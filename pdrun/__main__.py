@@ -6,7 +6,7 @@ import os
 import sys
 
 import pdrun
-from pdrun import early
+from pdrun.searching import standard_library_first
 
 
 def main() -> None:
@@ -16,6 +16,9 @@ def main() -> None:
     All is closed and flushed by then, and nothing is left for the interpreter to take apart: that would keep the shell
     waiting for 20 ms or more.
     """
+    standard_library_first(sys.path)  # before anything is imported that a file of the user's could be taken for
+    from pdrun import early
+
     early.begin()
     try:
         ahead = pdrun._load("pdrun.launcher.ahead")

@@ -64,16 +64,23 @@ class Door:
                 self._old.close(linger=0)
                 self._old = None
         elif self._answered >= MOST:
-            new, self._old = self._handler(), self._current
-            self._old.unbind(ADDRESS)
-            new.bind(ADDRESS)
-            self._current, self._answered, self._replaced = new, 0, time.monotonic()
+            self._replace()
 
     def close(self) -> None:
         """Answer nobody any more."""
         self._current.close(linger=0)
         if self._old is not None:
             self._old.close(linger=0)
+
+    def _replace(self) -> None:
+        self._answered = 0
+        try:
+            new = self._handler()
+        except self._zmq.ZMQError:  # no descriptor is left: nobody comes in either, and what is there goes on
+            return
+        self._old, self._current, self._replaced = self._current, new, time.monotonic()
+        self._old.unbind(ADDRESS)
+        new.bind(ADDRESS)
 
     def _handler(self) -> zmq.Socket[bytes]:
         handler = self._context.socket(self._zmq.REP)

@@ -117,7 +117,7 @@ class _Map:
 
     def __init__(self, by: Globs, model: nn.Module) -> None:
         self.by = by
-        self._known: dict[str, int | None] = {}
+        self._known: dict[str, tuple[str | None, bool, frozenset[str]]] = {}
         self._names = [name for name, _ in model.named_modules(remove_duplicate=False) if name] if by else []
 
     def stage(self, name: str) -> int | None:
@@ -127,17 +127,23 @@ class _Map:
         A name that is spelt out counts more than a glob, of globs the first. What matches a module around it as well
         (the ``*`` of "blocks.*" matches "0.attn", too) has had its say there.
         """
-        if name and name not in self._known:
-            around = name.rpartition(".")[0]
-            stage, before = self.stage(around), self._matching(around) if around else []
-            new = [glob for glob in self._matching(name) if glob not in before]
-            if new:
-                stage = self.by[name if name in new else new[0]]
-            self._known[name] = stage
-        return self._known.get(name)
+        glob, _, _ = self._placed(name)
+        return None if glob is None else self.by[glob]
 
-    def _matching(self, name: str) -> list[str]:
-        return [glob for glob in self.by if glob == name or fnmatch.fnmatchcase(name, glob)]
+    def _placed(self, name: str) -> tuple[str | None, bool, frozenset[str]]:
+        """Return what places a module, whether by a name spelt out, and all that match it or a module around it."""
+        if not name:
+            return None, False, frozenset()
+        if name not in self._known:
+            glob, spelt, seen = self._placed(name.rpartition(".")[0])
+            new = [other for other in self.by if other not in seen and fnmatch.fnmatchcase(name, other)]
+            order = list(self.by)
+            if name in self.by:
+                glob, spelt = name, True
+            elif new and (glob is None or spelt or order.index(new[0]) < order.index(glob)):
+                glob, spelt = new[0], False
+            self._known[name] = glob, spelt, seen.union(new)
+        return self._known[name]
 
     def cuts(self, name: str) -> bool:
         """Whether modules inside this one go to other stages than it does itself."""

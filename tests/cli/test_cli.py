@@ -12,6 +12,7 @@ import pytest
 
 from pdrun.launcher import cli, run
 from pdrun.launcher.model import LaunchPlan
+from pdrun.searching import standard_library_first
 from tests.cli.conftest import Outcome
 
 Call = Callable[..., Outcome]
@@ -227,7 +228,7 @@ def test_the_standard_library_comes_first_and_nothing_is_lost() -> None:
 
     home = os.__file__.rpartition("/")[0]
     path = ["", "/site", home, "/other", f"{home}/lib-dynload"]
-    cli.standard_library_first(path)
+    standard_library_first(path)
     assert path == [home, f"{home}/lib-dynload", "", "/site", "/other"]
 
 

@@ -54,7 +54,7 @@ def test_a_mistake_costs_one_line_and_less_than_a_second(
 
 
 def test_a_users_json_module_is_not_ours(tmp_path: Path) -> None:
-    for name in ("json", "dataclasses", "click_extra", "difflib"):
+    for name in ("json", "dataclasses", "click_extra", "difflib", "resource", "signal", "socket", "ast", "selectors"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('the user has this file')\n")
     (tmp_path / "train.py").write_text("")
     done, _ = pdrun("--dry-run", "train.py", cwd=Path("/"), env={"PYTHONPATH": str(tmp_path)})

@@ -96,6 +96,9 @@ def test_the_users_map() -> None:
     assert "blocks.1" in inside.units
     first = split(model, 2, {"emb": 0, "blocks.[01]": 0, "blocks.*": 1, "head": 1})
     assert first.units == {"emb": 0, "blocks.0": 0, "blocks.1": 0, "blocks.2": 1, "norm": 1, "head": 1}
+    inner = {"*.0": 0, "blocks.1.up": 1, "blocks.1": 0, "blocks.*": 1, "*.qkv": 0, "emb": 0, "head": 1}
+    assert split(model, 2, inner).units["blocks.2"] == 1, "of globs the first"
+    assert [split(model, 2, inner).units[f"blocks.1.{name}"] for name in ("qkv", "up")] == [0, 1]
     last = split(model, 2, {"blocks.*": 0, "blocks.2": 1, "*": 1, "emb": 0})
     assert last.units == {"emb": 0, "blocks.0": 0, "blocks.1": 0, "blocks.2": 1, "norm": 1, "head": 1}
     assert split(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)), 2, {"0": 0, "1": 1}).units["1"] == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import platform
 import re
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import zmq
 from pdrun.net import Endpoint
 from pdrun.rendezvous import door, security
 from pdrun.rendezvous.codec import encode
+from pdrun.rendezvous.door import Door
 from pdrun.rendezvous.messages import Envelope, Leave
 from pdrun.rendezvous.security import Secret
 from pdrun.rendezvous.transport import Arrived, Complaint
@@ -125,6 +127,22 @@ def test_without_its_handler_nobody_is_let_in(context: zmq.Context[zmq.Socket[by
         assert heard == [], "and that is no fault of its own"
         socket.monitor(None, 0)
         seen.close()
+
+
+def test_without_a_descriptor_for_a_new_handler_the_old_one_stays(
+    context: zmq.Context[zmq.Socket[bytes]], secret: Secret, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "MOST", 1)
+
+    def none_left(self: Door) -> zmq.Socket[bytes]:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    with serving(secret) as server:
+        monkeypatch.setattr(Door, "_handler", none_left)
+        sockets = [client(context, server, secret) for _ in range(3)]
+        heard(server, 3)
+        sockets.append(client(context, server, secret))
+        heard(server, 1)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="asks glibc what is allocated")

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import click
 import pytest
 
-from pdrun.launcher import ahead, cli_run
+from pdrun.errors import PdrunError
+from pdrun.launcher import ahead, aliases, boot, cli_run, options
 from pdrun.launcher import keeper as proc
 from pdrun.launcher.cli_commands import build
 from pdrun.launcher.keeper_client import KeeperProcess
-from pdrun.launcher.model import StarterState, WorkerCommand
+from pdrun.launcher.model import LaunchPlan, StarterState, WorkerCommand
 from pdrun.launcher.starting import starter_command
 from tests.e2e.conftest import until
 
 TORCH = "import torch\n"
+RUN = build(lambda _: None, lambda _: 0).commands["run"]
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         ("", None), ("missing.py", None), ("--devices 2", None), ("status train.py", None), ("warm start", None),
         ("--dry-run train.py", None), ("--help train.py", None), ("-m train.py", None), ("--local train.py", None),
         ("--python /usr/bin/python3 train.py", None), ("--start=exec train.py", None), ("--hosts a,b train.py", None),
-        ("--env A=b train.py", None), ("--no_python train.py", None), ("job.yaml", None), ("-.py", None), (".", None),
+        ("--env A=b train.py", None), ("--no_python train.py", None), ("job.yaml", None), ("run job.yaml train.py", None), ("--role r train.py", None), ("-.py", None), (".", None),
     ],
 )  # fmt: skip
 def test_what_is_guessed_from_the_words(words: str, found: str | None) -> None:
@@ -57,6 +62,7 @@ def test_what_is_guessed_from_the_words(words: str, found: str | None) -> None:
 def test_options_in_the_environment_and_warm_processes_are_not_guessed_at(folder: Path) -> None:
     assert ahead.script(["train.py"], {"PDRUN_START": "exec"}) is None
     assert ahead.script(["train.py"], {"PDRUN_TOKEN": "x"}) == 0
+    assert ahead.script(["train.py"], {"LD_PRELOAD": "/lib/tool.so"}) is None
     around = {"XDG_RUNTIME_DIR": str(folder / "run")}
     (folder / "run" / "pdrun").mkdir(parents=True)
     assert ahead.script(["train.py"], around) == 0
@@ -65,24 +71,43 @@ def test_options_in_the_environment_and_warm_processes_are_not_guessed_at(folder
     assert ahead.script(["--no-warm", "train.py"], around) == 1
 
 
-def test_every_option_that_changes_how_workers_start_is_known() -> None:
-    """A word that is no option of pdrun would never stop a guess."""
-    run = build(lambda _: None, lambda _: 0).commands["run"]
-    known = {spelling for param in run.params for spelling in param.opts} | {"-h", "--help", "--version"}
-    assert known >= ahead.ELSE
+def planned(words: list[str]) -> LaunchPlan:
+    """What ``pdrun WORDS`` plans here."""
+    context = RUN.make_context("run", list(words))
+    asked = cli_run.request(context.params, context.params["words"], {}).asked
+    return cli_run.make_plan(asked)[0]
+
+
+SAMPLES = {"N": "2", "TIME": "9s", "N|auto": "2", "N|MIN:MAX": "2", "FILE": "file", "HOST:PORT": "127.0.0.1:1"}
+
+
+@pytest.mark.parametrize("row", [*options.RUN, *aliases.ALIASES], ids=lambda row: row.names[0])
+def test_every_option_that_changes_the_start_of_workers_is_known(row: options.Option, folder: Path) -> None:
+    """With any other option the guess is what the plan asks for, or the command line is refused with that value."""
+    (folder / "file").touch()
+    for name in row.names:
+        for value in {SAMPLES.get(row.metavar, "x"), "2", "1,2", "none", "127.0.0.1:1"} if row.metavar else {""}:
+            words = [name, *([value] if row.metavar else []), "--backend", "cpu", "train.py"]
+            if name == "--backend" or name in ahead.ELSE:
+                continue
+            try:
+                plan = planned(words)
+            except (PdrunError, click.ClickException):
+                continue
+            guessed = ahead.command(["train.py"], os.environ)
+            if plan.starting.how == "fork" and plan.workers:
+                wanted = starter_command(plan)
+                assert guessed == (list(wanted.argv), dict(wanted.env), wanted.cwd), words
 
 
 @pytest.mark.parametrize("script", ["train.py", "adam.py", "plain.py", "late.py"])
 @pytest.mark.parametrize(
-    "options", [[], ["--devices", "3", "--threads", "2"], ["--nodes", "2", "--scheduler", "127.0.0.1:1"]]
+    "given", [[], ["--devices", "3", "--threads", "2"], ["--nodes", "2", "--scheduler", "127.0.0.1:1"]]
 )
-def test_the_guess_is_what_the_plan_asks_for(script: str, options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_guess_is_what_the_plan_asks_for(script: str, given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_PROCID", "0")  # is scrubbed
     words = [script, "--lr", "0.1", "x" * 300]
-    run = build(lambda _: None, lambda _: 0).commands["run"]
-    context = run.make_context("run", [*options, "--backend", "cpu", *words])
-    asked = cli_run.request(context.params, words, {}).asked
-    plan, _ = cli_run.make_plan(asked)
+    plan = planned([*given, "--backend", "cpu", *words])
     guessed = ahead.command(words, os.environ)
     assert (guessed is not None) == (plan.starting.how == "fork") == (script in ("train.py", "adam.py"))
     if guessed is not None:
@@ -107,6 +132,22 @@ def begun() -> tuple[int, int]:
 
     until(lambda: len(starters()) == 1, "the starter runs", 20)
     return keeper.pid, starters()[0]
+
+
+def test_a_keeper_has_a_session_of_its_own_from_the_first_moment() -> None:
+    """A Ctrl-C at the terminal would meet an interpreter that is starting: with a traceback."""
+    pid, connection = boot.start_keeper(sys.executable)
+    assert os.getsid(pid) == pid
+    connection.close()
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_stopped_keeper_is_ended_as_well() -> None:
+    pids = begun()
+    os.kill(pids[0], signal.SIGSTOP)
+    started = time.monotonic()
+    ahead.drop()
+    assert time.monotonic() - started < ahead.ENDING and not any(map(running, pids))
 
 
 def test_what_the_plan_asks_for_is_taken_over() -> None:

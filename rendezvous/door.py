@@ -31,7 +31,7 @@ REST = 1.0
 
 class Door:
     """
-    Answers in the loop that polls: register what `sockets` names, and call `answer` with what is ready.
+    Answers in the loop that polls: its sockets are registered there, and `answer` is called after each poll.
 
     Args:
         context: of the sockets that are guarded. To be made before any of them is bound.

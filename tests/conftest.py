@@ -23,9 +23,12 @@ for _path, _name in _HIDES.items():
     if Path(_path).exists() and not os.environ.get("PDRUN_TEST_GPUS"):
         os.environ[_name] = ""
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell's background job: everything started from here would ignore Ctrl-C as well, rightly.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# What a background job of a shell, or nohup, has made this process ignore, all that is started here would ignore too.
+for _number, _usual in (
+    (signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL), (signal.SIGHUP, signal.SIG_DFL)
+):  # fmt: skip
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _usual)
 
 # How long an example takes says nothing on a machine that others use as well.
 settings.register_profile("pdrun", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -33,14 +33,11 @@ ELSE = frozenset((
 """Options with which a job starts in another way, or does not start at all, or elsewhere, or with other variables."""
 ATTACHED = ("LD_PRELOAD", "LD_AUDIT")
 """Variables of tools that would be attached to one more process; with them workers are executed."""
-FEWEST_FILES = 64
-"""Descriptors with which anything small can be done."""
 PLAIN = ("torch", "torch.distributed")
 OPTIMIZER = ("torch._dynamo",)
 """What the construction of a first optimizer imports, as dear as torch itself."""
 ENDING = 2.0
 """Seconds that a keeper has to end what nobody wants."""
-_LOOK = 1 << 20
 
 
 class Ahead:
@@ -54,20 +51,19 @@ class Ahead:
 _ahead: Ahead | None = None
 
 
-def begin(words: Sequence[str], environ: Mapping[str, str] | None = None) -> None:
+def begin(words: Sequence[str]) -> None:
     """Guess what ``pdrun WORDS`` will start, and start it. Raises nothing: who cannot guess does without."""
     global _ahead
-    environ = os.environ if environ is None else environ
     if sys.platform != "linux" or _ahead is not None:
         return
     try:
-        place = script(words, environ)
+        place = script(words, os.environ)
         if place is None:
             return
         from pdrun.launcher import boot
 
         _ahead = Ahead(*boot.start_keeper(sys.executable))
-        _ahead.command = command(words[place:], environ)  # while the keeper starts
+        _ahead.command = command(words[place:], os.environ)  # while the keeper starts
         if _ahead.command is None:
             drop()
         else:
@@ -109,10 +105,12 @@ def script(words: Sequence[str], environ: Mapping[str, str]) -> int | None:
     """Return which word is the Python file that workers of an ordinary job would run, or None."""
     import resource
 
+    from pdrun import early
+
     if any(name.startswith("PDRUN_") and name != "PDRUN_TOKEN" for name in environ) or any(map(environ.get, ATTACHED)):
         return None
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if most != resource.RLIM_INFINITY and most < FEWEST_FILES:
+    if most != resource.RLIM_INFINITY and most < early.FEWEST_FILES:
         return None
     for place, word in enumerate(words):
         if word.partition("=")[0] in ELSE or word.endswith((".yaml", ".yml")):
@@ -132,13 +130,13 @@ def command(words: Sequence[str], environ: Mapping[str, str]) -> tuple[list[str]
 
     from pdrun.launcher import importtime
     from pdrun.launcher.scrub import scrub
-    from pdrun.launcher.sources import told
+    from pdrun.launcher.sources import LOOK, told
 
     env = scrub(environ)[0]
     cwd = os.path.normpath(Path.cwd())
     path = Path(cwd, words[0])
     with path.open("rb") as file:
-        found = told(path, file.read(_LOOK))
+        found = told(path, file.read(LOOK))
     if not found.torch or found.late or importtime.needs_exec(env):
         return None
     modules = PLAIN + (OPTIMIZER if found.optimizes else ())

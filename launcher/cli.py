@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from pdrun.eventlog import JobStatus
 
 
-FEWEST_FILES = 64
-"""Descriptors with which anything small can be done."""
 EXIT_OUTPUT = 74
 """EX_IOERR of sysexits.h: what was asked for could not be printed."""
 _UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -126,7 +124,7 @@ def fault(error: Exception) -> int:
     import tempfile
     import traceback
 
-    if limit := early.explained(error, "pdrun", FEWEST_FILES):
+    if limit := early.explained(error, "pdrun", early.FEWEST_FILES):
         _say(f"error: {limit}")
         return limit.exit_code
     if isinstance(error, OSError) and error.errno in _UNWRITTEN and error.filename is None:

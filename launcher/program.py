@@ -20,12 +20,10 @@ from pathlib import Path
 
 from pdrun.errors import did_you_mean
 from pdrun.launcher import paths
-from pdrun.launcher.sources import Told, told
+from pdrun.launcher.sources import LOOK, Told, told
 from pdrun.launcher.spec import Program
 from pdrun.launcher.values import quoted
 
-_LOOK = 1 << 20
-"""Bytes of a script that are scanned for its imports."""
 _MENTIONS = (b"torch", b"lightning", b"transformers", b"accelerate", b"deepspeed", b"pdrun")
 
 
@@ -139,7 +137,7 @@ def _hint(text: str) -> str:
 def _beginning(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
-            return file.read(_LOOK)
+            return file.read(LOOK)
     except OSError:
         return b""
 

@@ -108,7 +108,7 @@ def files_needed(plan: LaunchPlan) -> tuple[int, str]:
 
 
 def _execute(plan: LaunchPlan, seat: Seat) -> int:
-    if plan.mode in ("local", "hosts", "through") or plan.starting.warm:
+    if plan.mode in ("local", "hosts", "through") or plan.starting.how != "fork" or plan.starting.warm:
         ahead.drop()
     if plan.mode == "local":
         from pdrun.launcher.front import run_local
@@ -124,8 +124,6 @@ def _execute(plan: LaunchPlan, seat: Seat) -> int:
         return run_through(plan)
     if plan.starting.how == "fork":
         seat = replace(seat, keeper=keeper(plan))
-    else:
-        ahead.drop()
     try:
         if plan.mode == "alone":
             return _alone(plan, seat)

@@ -18,6 +18,8 @@ from pathlib import Path
 from pdrun.launcher import paths
 from pdrun.launcher.importtime import late_assignment
 
+LOOK = 1 << 20
+"""Bytes of a file that are looked at."""
 FILES = 64
 BYTES = 4 << 20
 _IMPORT = re.compile(
@@ -77,7 +79,7 @@ def _own(path: Path, text: bytes) -> Iterator[tuple[Path, bytes]]:
                     seen.add(found)
                     try:
                         with found.open("rb") as source:
-                            todo.append((found, source.read(1 << 20)))
+                            todo.append((found, source.read(LOOK)))
                     except OSError:
                         continue
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:  # nothing that takes time comes before the handlers
 STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP)
 MOST = 1 << 16
 """Descriptors that pdrun gives itself at most; far more than any node needs."""
+FEWEST_FILES = 64
+"""Descriptors with which anything small can be done."""
 
 _users: list[tuple[int, int]] = []
 

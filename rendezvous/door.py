@@ -8,7 +8,8 @@ and the new is refused, never let in unasked, and comes again by itself.
 
 That it is told so at once needs a monitor of the guarded socket that does not ask for HANDSHAKE_FAILED_NO_DETAIL:
 telling that event, libzmq 4.3.5 forgets the error that it was about, and the connection hangs for the time that a
-handshake may take.
+handshake may take. So who breaks off or goes silent in the middle of a handshake is cut off as ever, but not told of:
+a wrong key, a wrong server and what is no ZeroMQ are.
 """
 
 from __future__ import annotations

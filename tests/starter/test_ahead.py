@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -69,6 +70,13 @@ def test_options_in_the_environment_and_warm_processes_are_not_guessed_at(folder
     (folder / "run" / "pdrun" / "0123.sock").touch()
     assert ahead.script(["train.py"], around) is None
     assert ahead.script(["--no-warm", "train.py"], around) == 1
+
+
+@pytest.mark.parametrize(("most", "found"), [(63, None), (64, 0), (resource.RLIM_INFINITY, 0)])
+def test_with_few_descriptors_nothing_is_guessed(most: int, found: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The complaint about the limit is then the only thing that happens."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (most, most))
+    assert ahead.script(["train.py"], {}) == found
 
 
 def planned(words: list[str]) -> LaunchPlan:

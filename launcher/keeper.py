@@ -683,6 +683,8 @@ class Keeper:
     def end_everything(self) -> None:
         """SIGKILL all descendants until there is no child left, for at most STUCK seconds."""
         give_up_at = time.monotonic() + STUCK
+        poll = select.poll()
+        poll.register(self.wake, select.POLLIN)
         while self.myself is not None and time.monotonic() < give_up_at:
             for member in family(children(self.myself)):
                 kill(member)
@@ -691,7 +693,7 @@ class Keeper:
                     pass
             except ChildProcessError:
                 return
-            select.select([self.wake], [], [], RETRY)
+            poll.poll(RETRY * 1000)
 
 
 def _shortened(lines: list[str]) -> list[str]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from pdrun.net import Endpoint, parse_endpoint
 from pdrun.rendezvous.codec import to_plain
 from pdrun.rendezvous.events import SchedulerConfig
 from pdrun.rendezvous.listen import bind_listener
+from pdrun.rendezvous.ready import readable
 from pdrun.rendezvous.security import Secret
 
 START_TIMEOUT = 30.0
@@ -128,7 +128,7 @@ class SchedulerChild:
                 self._start()
                 self.on_start(self.pid)
             return ""
-        if self.fileno() >= 0 and select.select([self.fileno()], [], [], 0)[0]:
+        if self.fileno() >= 0 and readable(self.fileno(), wait=0):
             data = os.read(self.fileno(), 65536)
             self._line += data
             if not data:
@@ -186,7 +186,7 @@ class SchedulerChild:
         deadline = time.monotonic() + timeout
         while b"\n" not in self._line:
             left = deadline - time.monotonic()
-            if left <= 0 or not select.select([self.fileno()], [], [], left)[0]:
+            if left <= 0 or not readable(self.fileno(), wait=left):
                 raise RendezvousError(f"the scheduler process did not come up within {timeout:g} s")
             more = os.read(self.fileno(), 65536)
             if not more:

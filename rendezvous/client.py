@@ -8,7 +8,6 @@ Both links are `pdrun.launcher.ports.Link` by shape. This module imports no Zero
 from __future__ import annotations
 
 import os
-import select
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +32,7 @@ from pdrun.rendezvous.messages import (
     StopRequest,
     Welcome,
 )
+from pdrun.rendezvous.ready import readable
 from pdrun.rendezvous.service import Service
 from pdrun.rendezvous.transport import MemoryHub
 
@@ -189,7 +189,7 @@ def _ask(
                 elif isinstance(message, Refuse):
                     raise _refused(message, endpoint)
             due = min(link.deadline() or deadline, deadline)
-            select.select([link.fileno()], [], [], max(0.0, due - time.monotonic()))
+            readable(link.fileno(), wait=due - time.monotonic())
         raise RendezvousError(f"no answer within {timeout:g} s: {link.absence}", where=str(endpoint))
     finally:
         link.close(0.5)

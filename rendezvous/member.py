@@ -11,7 +11,6 @@ import atexit
 import contextlib
 import os
 import queue
-import select
 import signal
 import socket
 import sys
@@ -44,6 +43,7 @@ from pdrun.rendezvous.messages import (
     Welcome,
     WorkerExit,
 )
+from pdrun.rendezvous.ready import readable
 from pdrun.rendezvous.security import Secret
 
 FAREWELL = 10.0
@@ -187,7 +187,7 @@ class DynamicMember:
     def _turn(self) -> bool:
         due = self._link.deadline()
         wait = 0.5 if due is None else max(0.0, due - time.monotonic())
-        ready, _, _ = select.select([self._link.fileno(), self._wake_read], [], [], wait)
+        ready = readable(self._link.fileno(), self._wake_read, wait=wait)
         if self._wake_read in ready:
             os.read(self._wake_read, 64)
         while not self._words.empty():
@@ -211,7 +211,7 @@ class DynamicMember:
         self._link.confirm()
         while not self._link.confirmed and time.monotonic() < deadline:
             due = min(self._link.deadline() or deadline, deadline)
-            select.select([self._link.fileno()], [], [], max(0.0, due - time.monotonic()))
+            readable(self._link.fileno(), wait=due - time.monotonic())
             if any(isinstance(message, Verdict | Refuse) for message in self._link.poll()):
                 break
         self._link.send(Leave())
@@ -262,7 +262,7 @@ def _take_part(link: ZmqLink, wish: Join, say: Callable[[str], None]) -> tuple[W
     assign: Assign | None = None
     while True:
         due = link.deadline()
-        select.select([link.fileno()], [], [], 0.5 if due is None else max(0.0, due - time.monotonic()))
+        readable(link.fileno(), wait=0.5 if due is None else due - time.monotonic())
         for message in link.poll():
             match message:
                 case Welcome():

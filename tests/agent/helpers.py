@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +13,7 @@ from typing import Any, TypeVar
 from pdrun.launcher.keeper_client import KeeperProcess
 from pdrun.launcher.model import KeeperEvent, WorkerCommand
 from pdrun.launcher.warm import Lent
+from pdrun.rendezvous.ready import readable
 
 T = TypeVar("T")
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -73,7 +73,7 @@ class KeeperDriver:
                     return event
             if time.monotonic() > deadline:
                 raise AssertionError(f"no {kind.__name__} of slot {slot} within {seconds} s; seen {self.seen}")
-            select.select([self.keeper.fileno()], [], [], 0.1)
+            readable(self.keeper.fileno(), wait=0.1)
             self.seen += self.keeper.events()
 
 

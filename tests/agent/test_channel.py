@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import socket
 import stat
 import subprocess
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 
 from pdrun.launcher import channel as module
 from pdrun.launcher.channel import BATCH, LONGEST, Channel, Told, parse
+from pdrun.rendezvous.ready import readable
 
 SENDER = """
 import os, socket, sys
@@ -82,7 +82,7 @@ def test_strangers_are_counted_and_the_kernel_says_who_spoke(channel):
     child = subprocess.run(
         [sys.executable, "-S", "-c", SENDER, channel.path], capture_output=True, text=True, check=True
     )
-    assert select.select([channel.fileno()], [], [], 5)[0]
+    assert readable(channel.fileno(), wait=5)
     assert channel.read() == [Told(0, 0, 4, pid=os.getpid()), Told(1, 0, pid=int(child.stdout))]
     assert channel.strange == 2
     assert channel.read() == []

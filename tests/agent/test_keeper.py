@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import resource
-import select
 import signal
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from pdrun.errors import PdrunError
 from pdrun.launcher import keeper_client
 from pdrun.launcher.keeper import STUCK
 from pdrun.launcher.model import Exited, Spawned, SpawnFailed, Swept
+from pdrun.rendezvous.ready import readable
 from tests.agent.helpers import REPOSITORY, alive, keeper_driver, python, read_pid, until
 from tests.timing import in_starts
 
@@ -334,7 +334,7 @@ def test_a_stall_of_the_agent_is_no_silence_of_the_keeper(driver, monkeypatch):
         now += 60.0
         driver.keeper.beat()
         driver.keeper.beat()  # not due again
-        assert select.select([driver.keeper.fileno()], [], [], 5)[0]
+        assert readable(driver.keeper.fileno(), wait=5)
         assert list(driver.keeper.events()) == []
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -16,6 +15,7 @@ import pytest
 from pdrun.launcher.model import Exited, Spawned
 from pdrun.launcher.store import Stores, StoreSocket
 from pdrun.rendezvous import storehost
+from pdrun.rendezvous.ready import readable
 from tests.agent.helpers import keeper_driver, until
 
 ENV = {"PATH": os.environ["PATH"]}
@@ -49,7 +49,7 @@ def store() -> Iterator[StoreSocket]:
 def test_the_port_is_held_and_early_clients_wait_in_the_backlog(store):
     host, _, port = store.address.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=5):
-        assert select.select([store.fileno()], [], [], 5)[0]
+        assert readable(store.fileno(), wait=5)
         with pytest.raises(OSError), socket.socket() as other:
             other.bind((host, int(port)))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pty
-import select
 import threading
 import time
 import tty
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from pdrun.launcher.console import ERR, HIGH, OUT, Console
+from pdrun.rendezvous.ready import readable
 from tests.output.helpers import make_output, pump, start_worker
 
 
@@ -26,7 +26,7 @@ def until(condition, timeout: float = 10.0) -> None:
 def read_all(fd: int, wait: float = 0.2) -> bytes:
     """Return what comes until nothing came for ``wait`` seconds."""
     data = b""
-    while select.select([fd], [], [], wait)[0]:
+    while readable(fd, wait=wait):
         try:
             data += os.read(fd, 1 << 16)
         except OSError:

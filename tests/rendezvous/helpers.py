@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import select
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -40,6 +39,7 @@ from pdrun.rendezvous.messages import (
     Welcome,
     WorkerExit,
 )
+from pdrun.rendezvous.ready import readable
 from pdrun.rendezvous.state import Membership, Tick
 
 CONFIG = SchedulerConfig(job="job", run="run-1", nodes=2, host="head", grace=2.0, start_timeout=60.0)
@@ -203,7 +203,7 @@ class Agent:
     def turn(self, timeout: float = 0.05) -> None:
         due = self.link.deadline()
         wait = timeout if due is None else min(timeout, max(0.0, due - time.monotonic()))
-        select.select([self.link.fileno()], [], [], wait)
+        readable(self.link.fileno(), wait=wait)
         self.inbox += self.link.poll()
 
     def expect(self, kind: type[M], timeout: float = 10.0) -> M:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -80,6 +81,11 @@ SCRIPT = """
 import os, sys, time
 from pdrun.rendezvous import dynamic
 spec = dynamic.from_environ(os.environ)
+if os.environ.get("TEST_MANY"):
+    import resource
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard) if hard >= 0 else 4096, hard))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
 if spec.role == "scheduler":
     sys.exit(dynamic.run_scheduler(spec, grace=2.0))
 me = dynamic.join(spec)
@@ -131,6 +137,18 @@ def test_three_workers_get_ranks_and_all_end_well(run: Run) -> None:
     (zero,) = [line for line in lines if line[0] == "0"]
     assert {line[4] for line in lines} == {f"127.0.0.1:{zero[5]}"} and zero[5] != "0"
     assert [line[5] for line in lines if line is not zero] == ["0", "0"]
+
+
+def test_a_process_with_many_open_files_takes_part(run: Run) -> None:
+    """`select.select` knows descriptors below 1024 alone."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if 0 <= hard < 2048:
+        pytest.skip(f"a process may open {hard} files here")
+    scheduler, workers = run("scheduler"), [run("worker", TEST_MANY="1") for _ in range(2)]
+    for worker in workers:
+        _, told = worker.communicate(timeout=30)
+        assert (worker.returncode, "descriptor" in told) == (0, False), told
+    assert scheduler.wait(10) == 0
 
 
 def test_asked_for_ranks_are_given_and_mindspores_names_work(run: Run, port: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select
 import socket
 import struct
 import threading
@@ -28,6 +27,7 @@ from pdrun.rendezvous.messages import (
     Waiting,
     Welcome,
 )
+from pdrun.rendezvous.ready import readable
 from pdrun.rendezvous.security import Secret
 from pdrun.rendezvous.transport import Arrived, Complaint, Gone, Incoming
 from pdrun.rendezvous.zmq_end import FAR_AWAY
@@ -63,7 +63,7 @@ def served(scheduler: Start, secret: Secret) -> Iterator[tuple[Scheduler, Agent]
 def closed_by_peer(sock: socket.socket, timeout: float = 8.0) -> bool:
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
-        if select.select([sock], [], [], 0.1)[0]:
+        if readable(sock.fileno(), wait=0.1):
             try:
                 if not sock.recv(65536):
                     return True
@@ -138,7 +138,8 @@ class Tap:
         inner, _ = self.listener.accept()
         outer = connect(self.to)
         while True:
-            for sock in select.select([inner, outer], [], [])[0]:
+            ready = readable(inner.fileno(), outer.fileno())
+            for sock in (each for each in (inner, outer) if each.fileno() in ready):
                 data = sock.recv(65536)
                 if not data:
                     inner.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -40,6 +39,7 @@ from pdrun.rendezvous.messages import (
     Welcome,
     WorkerExit,
 )
+from pdrun.rendezvous.ready import readable
 from pdrun.rendezvous.security import Secret
 
 from .conftest import Scheduler
@@ -52,9 +52,8 @@ M = TypeVar("M", bound=Message)
 def tend(child: SchedulerChild) -> str:
     """One look at the child, as an agent's loop does."""
     due = child.deadline()
-    if select.select([child.fileno()] if child.fileno() >= 0 else [], [], [], 0)[0] or (
-        due is not None and time.monotonic() >= due
-    ):
+    told = child.fileno() >= 0 and readable(child.fileno(), wait=0)
+    if told or (due is not None and time.monotonic() >= due):
         return child.tend()
     return ""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -35,6 +34,7 @@ from pdrun.rendezvous.messages import (
     Welcome,
     WorkerExit,
 )
+from pdrun.rendezvous.ready import readable
 from pdrun.rendezvous.security import Secret
 from pdrun.rendezvous.transport import Incoming
 
@@ -340,7 +340,7 @@ def test_a_killed_scheduler_is_noticed(scheduler: Start, secret: Secret) -> None
         agent.join("n")
         agent.expect(Waiting)
         os.kill(child.pid, signal.SIGKILL)
-        assert select.select([child.fileno()], [], [], 1.0)[0], "the child's descriptor tells"
+        assert readable(child.fileno(), wait=1.0), "the child's descriptor tells"
         until(lambda: child.returncode is not None, "it is reaped", 1.0)
         assert child.returncode == -signal.SIGKILL
         with pytest.raises(RendezvousError, match="lost the scheduler"):
@@ -367,7 +367,7 @@ def test_the_terminals_ctrl_c_does_not_reach_the_scheduler(scheduler: Start) -> 
     child = scheduler()
     assert os.getsid(child.pid) == child.pid
     os.kill(child.pid, signal.SIGINT)
-    assert not select.select([child.fileno()], [], [], 0.3)[0]
+    assert not readable(child.fileno(), wait=0.3)
 
 
 def test_an_inherited_socket_is_adopted(secret: Secret) -> None:

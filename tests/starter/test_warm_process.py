@@ -6,7 +6,6 @@ import array
 import contextlib
 import json
 import os
-import select
 import signal
 import socket
 import sys
@@ -19,6 +18,7 @@ import pytest
 from pdrun.errors import ConfigError, PdrunError
 from pdrun.launcher import inherited, warm
 from pdrun.launcher.model import Exited, Spawned, StarterState, Warm
+from pdrun.rendezvous.ready import readable
 from tests.agent.helpers import alive, keeper_driver, until
 from tests.starter.conftest import Bench, plain_environment, said, warm_process
 from tests.starter.test_hazards import SLEEPER, pids
@@ -330,7 +330,7 @@ def test_it_ends_when_nobody_has_used_it_and_not_during_a_job(folder: Path, scri
             assert alive(found.pid)
             os.close(read)
             os.close(write)
-        assert select.select([handle], [], [], 20)[0]
+        assert readable(handle, wait=20)
         os.close(handle)
         assert not Path(found.socket).exists()
 

@@ -18,7 +18,7 @@ from pdrun.errors import UsageError
 from pdrun.parallel import compat, compiling, norm_sync, retarget
 from pdrun.parallel import precision as precisions
 from pdrun.parallel import recompute as recomputing
-from pdrun.parallel.agree import agree
+from pdrun.parallel.agree import Agreement, of_model, of_optimizer, of_scheduler
 from pdrun.parallel.axes import Axes
 from pdrun.parallel.comm import Comm
 from pdrun.parallel.context import Context
@@ -189,10 +189,18 @@ def parallelize(
         raise UsageError("units= are what level 3 gathers", where=WHERE)
     rows = parse_strategy(dataset_strategy, mesh.dp)
     seconds = check_above_zero("timeout", timeout) or TIMEOUT
-    _agree(mesh, settings, copies, seed, (strategy, pipeline, context), job, seconds)
+    agreement = Agreement(job.rank, _store(job), seconds)
+    agreement.check({
+        "mesh": str(mesh), **_named(settings), "copies": copies, "seed": seed, "strategy": strategy,
+        "pipeline": pipeline, "context": context, "recompute": recompute, "compile": compile, "dataset_strategy": rows,
+        "native_dropout": native_dropout, "sync_batchnorm": sync_batchnorm,
+        "offload": (away.optimizer, away.activations, away.least),
+    }.items())  # fmt: skip
     empty = _prepare(model, device, ranks, sync_batchnorm)
     weights = collect(model, settings.layerwise)
     made = retarget.make(optimizer, [weight.param for weight in weights if weight.trained])
+    agreement.check(of_model(model, weights))
+    agreement.check(of_optimizer(made))
     place = place_on(mesh, _axes(job, mesh, device, seconds), settings.shard_group, level)
     norm_sync.place(place.axes[DATA])
     _start_equal(model, weights, place.job)
@@ -214,6 +222,7 @@ def parallelize(
     )  # fmt: skip
     retarget.retarget(made, engine.parts_of)
     schedule = scheduler(made) if callable(scheduler) else scheduler
+    agreement.check(of_scheduler(schedule))
     dice = Dice(seed, native_dropout)
     run = Run(job, mesh, engine, made, Objective(cut.model, loss, forward), dice, rows, schedule)
     run.original, run.sequences = cut.original, context
@@ -224,17 +233,10 @@ def parallelize(
     return run
 
 
-def _agree(
-    mesh: Mesh, settings: Settings, copies: int, seed: int, cutters: tuple[Any, ...], job: Context, seconds: float
-) -> None:  # fmt: skip
-    """Have all ranks make the same run."""
-    if job.world_size == 1:
-        return
-    kinds = [type(cutter).__name__ for cutter in cutters if cutter is not None]
+def _named(settings: Settings) -> dict[str, Any]:
+    """Return settings by the names that the user knows."""
     named = {"level": "optimizer_level", "mean": "gradients_mean", "fusion": "comm_fusion", "wire": "compress"}
-    options = {named.get(name, name): value for name, value in vars(settings).items()}
-    what = {"mesh": mesh, **options, "copies": copies, "seed": seed, "cut by": " and ".join(kinds) or "nothing"}
-    agree(what, job.rank, dist.distributed_c10d._get_default_store(), seconds)
+    return {named.get(name, name): value for name, value in vars(settings).items() if name != "home"}
 
 
 def _micro_batches(accumulate: int, pipeline: Pipeline | None) -> int:
@@ -301,11 +303,15 @@ def _prepare(model: nn.Module, device: torch.device, world: int, sync_batchnorm:
     return empty
 
 
+def _store(job: Context) -> Any:
+    """Return torch's store of the job, None where there is one rank."""
+    return dist.distributed_c10d._get_default_store() if job.world_size > 1 else None
+
+
 def _axes(job: Context, mesh: Mesh, device: torch.device, timeout: float) -> Axes:
     """Return this rank's places along the axes, where every wait is bounded."""
     world, rank = job.world_size, job.rank
-    store = dist.distributed_c10d._get_default_store() if world > 1 else None
-    watch = start_watch(timeout, rank, world, store, blocking=device.type == "cpu")
+    watch = start_watch(timeout, rank, world, _store(job), blocking=device.type == "cpu")
     if world > 1:
         compat.set_timeout(timeout)
     return Axes(mesh.grid, rank, device, watch)

@@ -1,10 +1,11 @@
 """
-All ranks of a job call `parallelize` with the same arguments, model and optimizer, or hear at once who has others.
+All ranks of a job call `parallelize` with the same arguments, model and optimizer, and make their first step with the
+same batch, or hear at once who has others.
 
-Told through torch's store before the first group is made: with other meshes or other weights the ranks would wait for
+Told through torch's store before anything of it is used: with other meshes or other weights the ranks would wait for
 each other's messages, or end with the network's error on a rank that has done nothing wrong; with another learning rate
-they would drift apart without a word. What the other ranks fetch is a digest, however large the model: only who
-differs fetches the text.
+they would drift apart without a word, and with other batches (a DistributedSampler's, say) leave most rows out. What
+the other ranks fetch is a digest, however large the model: only who differs fetches the text.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from pdrun.errors import DeadlineExceeded, UsageError
 from pdrun.parallel.weights import Weight
 
 WHERE = "pdrun.parallelize"
 HINT = "every rank calls it with the same arguments, model and optimizer"
+SEEN = 1 << 16
+"""Elements of a tensor that a comparison of contents looks at."""
 _calls = itertools.count()
 """Agreements of this process so far; every rank makes the same ones."""
 
@@ -45,40 +49,47 @@ class Agreement:
         call = next(_calls)
         self._keys = (f"pdrun/agree/{call}/{part}" for part in itertools.count())
 
-    def check(self, what: Iterable[tuple[str, Any]]) -> None:
+    def check(
+        self, what: Iterable[tuple[str, Any]], first: int = 0, where: str = WHERE, hint: str = HINT
+    ) -> None:
         """
-        Compare names and values with those of rank 0; of a value counts what `text` says of it.
+        Compare names and values with those of another rank; of a value counts what `text` says of it.
+
+        Args:
+            what: names and values.
+            first: whose; that rank itself compares nothing.
+            where, hint: of the error.
 
         Raises:
-            UsageError: rank 0 has something else; names the first that differs.
-            DeadlineExceeded: rank 0 has not come so far.
+            UsageError: the first one has something else; names what differs.
+            DeadlineExceeded: the first one has not come so far.
         """
         if self._store is None:
             return
-        key, mine = next(self._keys), {name: text(value) for name, value in what}
+        key, mine = f"{next(self._keys)}/{first}", {name: text(value) for name, value in what}
         said = json.dumps(mine)
         digest = hashlib.sha256(said.encode()).hexdigest()
-        if self._rank == 0:
+        if self._rank == first:
             self._store.set(f"{key}/text", said)
             self._store.set(key, digest)
             return
         try:
             self._store.wait([key], timedelta(seconds=self._seconds))
         except Exception as error:  # torch's kind of it depends on the version
-            told = f"rank 0 has not called parallelize within {self._seconds:g} s of rank {self._rank}"
-            raise DeadlineExceeded(told, where=WHERE) from error
+            told = f"rank {first} has not come here within {self._seconds:g} s of rank {self._rank}"
+            raise DeadlineExceeded(told, where=where) from error
         if self._store.get(key).decode() != digest:
             theirs = json.loads(self._store.get(f"{key}/text").decode())
-            raise UsageError(_difference(self._rank, mine, theirs), where=WHERE, hint=HINT)
+            raise UsageError(_difference(self._rank, mine, first, theirs), where=where, hint=hint)
 
 
-def _difference(rank: int, mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:
+def _difference(rank: int, mine: Mapping[str, str], first: int, theirs: Mapping[str, str]) -> str:
     for name in (*mine, *theirs):
         here, there = mine.get(name), theirs.get(name)
         if here != there:
             one, other = (f"{name}={value}" if value is not None else f"no {name}" for value in (here, there))
-            return f"rank {rank} has {one}, rank 0 has {other}"
-    return f"rank {rank} has {', '.join(mine)}, rank 0 has {', '.join(theirs)}"  # the order alone
+            return f"rank {rank} has {one}, rank {first} has {other}"
+    return f"rank {rank} has {', '.join(mine)}, rank {first} has {', '.join(theirs)}"  # the order alone
 
 
 def of_model(model: nn.Module, weights: Sequence[Weight]) -> Iterator[tuple[str, str]]:
@@ -112,6 +123,23 @@ def of_scheduler(scheduler: Any) -> Iterator[tuple[str, Any]]:
         for name, value in sorted(vars(scheduler).items()):
             if isinstance(value, (int, float, str)) and not name.startswith("_"):
                 yield f"{name} of the scheduler", value
+
+
+def of_batch(batch: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what ranks that compute with one batch must share: its parts, their shapes and types, what is in them."""
+    leaves = pytree.tree_flatten_with_path(batch)[0]
+    for path, leaf in leaves:
+        yield f"batch{pytree.keystr(path)}", _tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf
+    for path, leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and leaf.device.type != "meta":
+            yield f"contents of batch{pytree.keystr(path)}", _digest(leaf)
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    """Tell contents from others, by evenly spaced elements where there are many."""
+    flat = tensor.detach().reshape(-1)
+    some = flat[:: max(1, flat.numel() // SEEN)].cpu().contiguous()
+    return hashlib.sha256(some.view(torch.uint8).numpy().tobytes()).hexdigest()[:8]
 
 
 def text(value: Any) -> str:

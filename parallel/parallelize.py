@@ -226,6 +226,7 @@ def parallelize(
     dice = Dice(seed, native_dropout)
     run = Run(job, mesh, engine, made, Objective(cut.model, loss, forward), dice, rows, schedule)
     run.original, run.sequences = cut.original, context
+    run.agreement = agreement
     run.driver, run.copies = Interleaved(copies) if copies > 1 else cut.driver, copies
     run.recompute, run.recomputed, run.compiled, run.offload = recompute, recomputed, compiled, away
     if away.activations:

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from pdrun.errors import ConfigError, UsageError
 from pdrun.parallel import exporting, norm_sync, saving, storage, wholes
+from pdrun.parallel.agree import Agreement, of_batch
 from pdrun.parallel.context import Context
 from pdrun.parallel.dice import Dice
 from pdrun.parallel.driver import Driver, MicroBatch, Plain
@@ -95,6 +96,8 @@ class Run:
         self.source: Loader | None = None
         """The loader that `data` was last given."""
         self._handed: tuple[Any, Shard] | None = None
+        self.agreement: Agreement | None = None
+        """What compares the first batch with other ranks' and is gone afterwards."""
         self.buffers = list(self._loose_buffers())
         fp16 = self.settings.precision.compute == "fp16"
         self.scale = LossScale(self.settings.precision.scale) if fp16 else None
@@ -112,15 +115,37 @@ class Run:
                 unless ``dataset_strategy`` says otherwise.
 
         Raises:
-            UsageError: the batch has no rows, or the loss isn't what `parallelize` was promised.
+            UsageError: the batch has no rows, other ranks have another first one, or the loss isn't what `parallelize`
+                was promised.
             DeadlineExceeded: a rank did not take part in time; names all of them.
         """
+        self._compare(batch)
         self.steps += 1
         self.axis.watch.enter(f"step {self.steps}")
         versions = [buffer._version for buffer in self.buffers]
         metrics = self._end(self._passes(batch), versions)
         self.axis.watch.leave()
         return metrics
+
+    def _compare(self, batch: Any) -> None:
+        """Hear of a first batch that ranks should share and do not."""
+        agreement, self.agreement = self.agreement, None
+        if agreement is None or self._is_handed(batch):
+            return
+        grid, rank = self.mesh.grid, self.context.rank
+        if self.strategy.local:
+            alike = grid.group([name for name in grid.names if name != "dp"], rank)
+            hint = "ranks that differ along other axes than dp take the same rows"
+        else:
+            alike = grid.group(grid.names, rank)
+            hint = 'a batch is the whole step\'s, the same on every rank, which takes its rows from it; '
+            hint += 'dataset_strategy="data_parallel" if each has rows of its own, or run.data(pdrun.Loader(...))'
+        if len(alike) > 1:
+            agreement.check(of_batch(batch), alike[0], "pdrun.Run.step", hint)
+
+    def _is_handed(self, batch: Any) -> bool:
+        """Whether `data` has read it for this rank."""
+        return self._handed is not None and batch is self._handed[0]
 
     def _passes(self, batch: Any) -> torch.Tensor:
         """Go forward and backward through this rank's micro-batches; return ``[accumulate, 2]``, sums and counts."""
@@ -209,7 +234,7 @@ class Run:
     def _cut(self, batch: Any) -> list[MicroBatch]:
         """Return this rank's micro-batches: its rows, which ranks that differ along dp only share with nobody."""
         world, rank, times = self.rows.size, self.rows.index, self.settings.accumulate
-        if self._handed is not None and batch is self._handed[0]:
+        if self._handed is not None and self._is_handed(batch):
             shard = self._handed[1]
             pieces = cut_rows(shard.rows, world, times)[rank]
             local = cut_sizes(shard.sizes)

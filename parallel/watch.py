@@ -6,10 +6,14 @@ the waiting process asks in torch's store, at which the threads of all processes
 its place: the collective that it waits in, or the line of the user's program that it executes. On a CPU the wait then
 ends with DeadlineExceeded and all answers; on an accelerator, where a wait doesn't hold the process up and torch's own
 watchdog ends it, they are told on stderr before that happens.
+
+The threads end before the interpreter does: one that came back from torch's store while Python is taken down would have
+to leave through frames of C++, which end the process with SIGABRT, after all its work is done.
 """
 
 from __future__ import annotations
 
+import atexit
 import sys
 import threading
 import time
@@ -29,6 +33,11 @@ QUESTION = "pdrun/watch/question"
 OURS = str(Path(__file__).parent)
 
 
+LEAVE = 5.0
+"""Seconds at the end of the process in which a thread may come back from the store."""
+
+_running: set[Watch] = set()
+"""Watches whose threads have not ended."""
 _last: Watch | None = None
 """The watch of this process's newest run; an earlier one has nothing to watch any more."""
 
@@ -40,6 +49,13 @@ def start(seconds: float, rank: int, world: int, store: Any, blocking: bool) -> 
         _last.close()
     _last = Watch(seconds, rank, world, store, blocking)
     return _last
+
+
+@atexit.register
+def _close_all() -> None:
+    """Come before the interpreter's end."""
+    for watch in list(_running):
+        watch.close(LEAVE)
 
 
 class Watch:
@@ -66,13 +82,17 @@ class Watch:
         self._answered: set[str] = set()
         self._lock = threading.Lock()
         self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
         if store is not None and world > 1:
             self._thread = threading.Thread(target=self._serve, name="pdrun-watch", daemon=True)
+            _running.add(self)
             self._thread.start()
 
-    def close(self) -> None:
-        """End the thread."""
+    def close(self, wait: float = 0.0) -> None:
+        """Have the thread end, and wait for that so many seconds: a store that does not answer must not hold us up."""
         self._stop.set()
+        if self._thread is not None:
+            self._thread.join(wait)
 
     def enter(self, place: str) -> None:
         """Note what begins; it is named where it doesn't end."""
@@ -130,7 +150,7 @@ class Watch:
     def _collect(self, answers: dict[int, str]) -> None:
         """Wait for the others' answers to the newest question, which may be another's that came a moment later."""
         end = time.monotonic() + ANSWER
-        while len(answers) < self.world and time.monotonic() < end:
+        while len(answers) < self.world and time.monotonic() < end and not self._stop.is_set():
             question = self._question()
             if question not in self._answered:
                 self._answered.add(question)
@@ -148,6 +168,12 @@ class Watch:
         return f" in {self._place}" if self._place and self._since is not None else ""
 
     def _serve(self) -> None:
+        try:
+            self._answer()
+        finally:
+            _running.discard(self)
+
+    def _answer(self) -> None:
         """Answer questions; ask one where this process has waited for long."""
         while not self._stop.wait(min(POLL, self.seconds / 10)):
             try:

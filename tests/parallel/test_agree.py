@@ -14,7 +14,7 @@ from torch import nn
 from pdrun import L, Operators, Pipeline
 from pdrun.errors import DeadlineExceeded, UsageError
 from pdrun.parallel import agree as module
-from pdrun.parallel.agree import Agreement, of_model, of_optimizer, of_scheduler, text
+from pdrun.parallel.agree import Agreement, of_batch, of_model, of_optimizer, of_scheduler, text
 from pdrun.parallel.mesh import of
 from pdrun.parallel.modules import Strategy, col
 from pdrun.parallel.parallelize import parallelize
@@ -154,7 +154,7 @@ def test_each_check_meets_its_own(ranks: Callable[[int], Agreement]) -> None:
 
 
 def test_a_first_rank_that_stays_away_is_told(ranks: Callable[[int], Agreement]) -> None:
-    with pytest.raises(DeadlineExceeded, match=r"rank 0 has not called parallelize within 0\.2 s of rank 1"):
+    with pytest.raises(DeadlineExceeded, match=r"rank 0 has not come here within 0\.2 s of rank 1"):
         ranks(1).check([("mesh", "a")])
 
 
@@ -179,3 +179,58 @@ def test_strategies_are_compared_by_what_they_say() -> None:
     said = [text(Strategy({"0": col("tp", gather=gather)})) for gather in (True, True, False)]
     assert said[0] == said[1] != said[2] and " at 0x" not in said[0]
     assert text(Operators({"fc": L("tp", None)})) != text(Operators({"fc": L(None, "tp")}))
+
+
+def train(options: list[tuple[str, dict[str, Any]]]) -> None:
+    rank = torch.distributed.get_rank()
+    how, more = options[rank]
+    model = nn.Sequential(nn.Linear(4, 4))
+    run = parallelize(model, OPTIMIZERS["sgd"], lambda output, batch: (output.sum(), len(output)), **more)
+    x, y = torch.arange(32.0).reshape(8, 4), torch.zeros(8)
+    batches: dict[str, Any] = {
+        "plain": (x, y), "few": (x[:6], y[:6]), "other": (x + 1, y), "named": {"x": x, "y": y}, "more": (x, y, y),
+    }  # fmt: skip
+    run.step(batches[how])
+    run.step(batches["plain"])
+
+
+@pytest.mark.parametrize(("other", "told"), [
+    ("few", "rank 1 has batch[0]=6 x 4 float32, rank 0 has batch[0]=8 x 4 float32; a batch is the whole step's"),
+    ("other", "rank 1 has contents of batch[0]="),
+])
+def test_a_first_batch_that_ranks_do_not_share(worlds: Worlds, other: str, told: str) -> None:
+    kind, words = worlds(2).failures(train, [("plain", {}), (other, {})])[1][:2]
+    assert (kind, told in words) == ("UsageError", True), words
+
+
+def test_ranks_that_have_rows_of_their_own(worlds: Worlds) -> None:
+    worlds(2).run(train, [(how, {"dataset_strategy": "data_parallel"}) for how in ("plain", "other")])
+
+
+def test_what_of_a_batch_is_compared(ranks: Callable[[int], Agreement]) -> None:
+    wide = torch.arange(24.0).reshape(4, 6)
+    batch = {
+        "a": wide, "b": (wide.T, wide.bfloat16()), "none": None, "zero": torch.tensor(3), "empty": torch.empty(0, 4),
+        "mask": wide > 3, "complex": wide.to(torch.complex64), "meta": torch.empty(3, device="meta"), "name": "x",
+        "sparse": wide.to_sparse(), "grad": wide.clone().requires_grad_(),
+    }  # fmt: skip
+    ranks(0).check(of_batch(batch))
+    ranks(1).check(of_batch({**batch, "a": wide.T.contiguous().T}))
+    for name, value, told in (
+        ("a", -wide, "rank 1 has contents of batch['a']="),
+        ("b", (wide.T, wide.half()), "rank 1 has batch['b'][1]=4 x 6 float16, rank 0 has batch['b'][1]=4 x 6 bfloat16"),
+        ("zero", torch.tensor(4), "rank 1 has contents of batch['zero']="),
+        ("name", "y", "rank 1 has batch['name']=y, rank 0 has batch['name']=x"),
+        ("late", 1, "rank 1 has batch['late']=1, rank 0 has no batch['late']"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            ranks(1).check(of_batch({**batch, name: value}))
+        assert told in str(caught.value)
+
+
+def test_a_large_batch_is_looked_at_here_and_there() -> None:
+    large = torch.zeros(module.SEEN * 3 + 5)
+    (said,) = (value for name, value in of_batch(large) if name.startswith("contents"))
+    large[-3 * 7 :] = 1.0
+    (other,) = (value for name, value in of_batch(large) if name.startswith("contents"))
+    assert said != other

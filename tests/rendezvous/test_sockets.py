@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -327,6 +328,8 @@ def cut(link: ZmqLink) -> None:
     port = link.endpoint.port
     for fd in map(int, os.listdir("/proc/self/fd")):
         try:
+            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+                continue
             with socket.socket(fileno=os.dup(fd)) as copy:
                 if copy.family == socket.AF_INET and copy.getpeername()[1] == port:
                     copy.shutdown(socket.SHUT_RDWR)

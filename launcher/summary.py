@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 
 from pdrun.errors import EXIT_DEADLINE, EXIT_OK
 from pdrun.rendezvous.messages import Cause, Failure, Verdict
+from pdrun.rendezvous.wording import ENDED_WELL
 
 LINES = 40
 _TRACE_LINES = 22
@@ -21,6 +22,7 @@ _TAIL_LINES = 10
 _OTHERS = 4
 _WIDTH = 300
 
+_DESERTED = re.compile(rf"; (rank \d+ on [^;]* {re.escape(ENDED_WELL)})")
 _SGR = re.compile(r"\x1b\[[0-9;:]*m")
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
@@ -47,11 +49,18 @@ def summary(
         lines = [plain(f"job {word} {took}{' ' if word == 'stopped' and reason != verdict.reason else ': '}{reason}")]
         lines += _others(verdict.others)
     else:
-        lines = [plain(f"job failed {took}: {verdict.reason}"), *_first(verdict.first, revealed)]
+        reason, deserted = _apart(verdict.reason)
+        lines = [plain(f"job failed {took}: {reason}"), *_first(verdict.first, revealed)]
         lines += _victims(verdict.victims) + _others(verdict.others)
-        lines += [f"  hint: {text}" for text in hints(verdict.first.cause, python)]
+        lines += [f"  hint: {text}" for text in hints(verdict.first.cause, python, deserted)]
     logs = f", logs in {log_dir}" if log_dir else ""
     return [*lines[: LINES - 1], f"exit code {verdict.code}{logs}"]
+
+
+def _apart(reason: str) -> tuple[str, str]:
+    """Take out of a reason which ranks had ended well before, which is a hint here; a long reason would hide it."""
+    found = _DESERTED.search(reason)
+    return (reason, "") if found is None else (reason[: found.start()] + reason[found.end() :], found[1])
 
 
 def _first(failure: Failure, revealed: bool) -> list[str]:
@@ -109,8 +118,8 @@ def _others(others: Sequence[Failure]) -> list[str]:
     return lines
 
 
-def hints(cause: Cause, python: str = "") -> Iterable[str]:
-    """What one can do about it, where that is known."""
+def hints(cause: Cause, python: str = "", deserted: str = "") -> Iterable[str]:
+    """What one can do about it, where that is known; ``deserted``: which ranks had ended well before."""
     text = f"{cause.summary}\n{cause.traceback[-2000:]}"
     if cause.kind == "oom":
         yield "the memory limit of this machine or container was reached: start fewer workers, or raise the limit"
@@ -120,6 +129,8 @@ def hints(cause: Cause, python: str = "") -> Iterable[str]:
         yield "is /dev/shm full there ('df -h /dev/shm')? data loaders keep their batches in it"
     elif cause.kind == "hang":
         yield "--hang-timeout must be longer than the longest honest wait: an evaluation or a checkpoint, say"
+    elif cause.kind == "communication" and deserted:
+        yield f"{deserted}: does every rank make every step? a shorter data loader ends a loop too early"
     elif cause.kind == "communication":
         yield "no worker failed by itself: look for a network fault, or a timeout while one rank was busy"
     elif re.search(r"OutOfMemoryError|CUDA out of memory|NPU out of memory", text):

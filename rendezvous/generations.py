@@ -111,10 +111,17 @@ def _close_generation(job: Job) -> None:
 
 def fail(job: Job, failure: Failure, now: float) -> None:
     """A worker has failed: end the others. Whether for another attempt, `stopped` decides: the cause may come later."""
-    job.failures.add(failure, now)
+    lonely = failure.cause.kind == "communication" and job.state is JobState.RUNNING
+    job.failures.add(failure, now, _ended_well(job) if lonely else "")
     if job.state is JobState.RUNNING:
         again = elastic.budget(job, now) > 0 and failure.cause.retry
         stop_all(job, Trigger.FAILED if again else Trigger.STOP, judge.describe(failure), now)
+
+
+def _ended_well(job: Job) -> str:
+    """Name the ranks that have ended without an error; the empty string where there are none."""
+    places = {rank: member.name for member in job.members.values() for rank, code in member.exits.items() if code == 0}
+    return wording.ended_well(places)
 
 
 def stop_all(

@@ -34,6 +34,8 @@ class Reported:
     """Place among the failures of its generation, as they arrived."""
     at: float
     """When it arrived, on the scheduler's clock."""
+    ended: str = ""
+    """Which ranks had ended without an error before, where this one says that a peer is gone."""
 
 
 class Failures(Sequence[Reported]):
@@ -49,11 +51,11 @@ class Failures(Sequence[Reported]):
         """Ranks that failed by themselves and still have some text."""
         self._own_since: float | None = None
 
-    def add(self, failure: Failure, now: float) -> None:
-        """One more, at its arrival; a rank that hung has failed already, whatever it ends with."""
+    def add(self, failure: Failure, now: float, ended: str = "") -> None:
+        """One more, at its arrival (see `Reported`); a rank that hung has failed already, whatever it ends with."""
         if self.hung == failure.rank:
             return
-        new = Reported(failure, len(self._all), now)
+        new = Reported(failure, len(self._all), now, ended)
         mine = own(failure.cause)
         if mine and self._own_since is None:
             self._own_since = now
@@ -139,6 +141,8 @@ def worded(
     victims = sum(not own(item.failure.cause) for item in failures if item is not first)
     if code is None:
         code, reason = (first.failure.cause.code or 1, describe(first.failure)) if first else (70, reason)
+    if first and first.ended:
+        reason = f"{reason}; {first.ended}"
     if why_not and first:
         reason = f"{reason} ({why_not})"
     return Verdict(

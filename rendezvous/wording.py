@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pdrun.net import Endpoint
 from pdrun.rendezvous.events import SchedulerConfig
 from pdrun.rendezvous.messages import PROTOCOL, Hello, Join, Refuse, Verdict
 
+ENDED_WELL = "had ended before, without an error"
+"""Said of ranks whose absence another one failed of."""
 MOST_TRACEBACK = 8192
 """Characters of a traceback in the event log; the worker's own log has all of it."""
 
@@ -23,6 +26,15 @@ def other_protocol(hello: Hello) -> Refuse:
 def count(number: int, what: str) -> str:
     """Return ``1 node``, ``2 nodes``."""
     return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def ended_well(places: Mapping[int, str]) -> str:
+    """Return ``rank 1 on node0 had ended before, without an error``; the empty string for no rank."""
+    if not places:
+        return ""
+    first = min(places)
+    more = f" and {count(len(places) - 1, 'other')}" if len(places) > 1 else ""
+    return f"rank {first} on {places[first]}{more} {ENDED_WELL}"
 
 
 def place(config: SchedulerConfig, rank: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pdrun.launcher.summary import LINES, duration, hints, plain, summary
 from pdrun.rendezvous.messages import Cause, Failure, Verdict
+from pdrun.rendezvous.wording import ended_well
 
 TRACE = """Traceback (most recent call last):
   File "/home/me/train.py", line 9, in <module>
@@ -121,6 +122,7 @@ def test_hints_are_given_where_they_help_only():
     assert "smaller batch" in next(iter(hints(Cause("exception", 1, summary="OutOfMemoryError: CUDA out of memory"))))
     assert "/dev/shm" in next(iter(hints(Cause("signal", 135, signal=7))))
     assert "network" in next(iter(hints(Cause("communication", 1))))
+    assert next(iter(hints(Cause("communication", 1), "", "rank 1 had ended"))).startswith("rank 1 had ended: does")
     missing = Cause("exception", 1, summary="ModuleNotFoundError: No module named 'x'")
     assert "workers, /usr/bin/python3?" in next(iter(hints(missing, "/usr/bin/python3")))
     assert "interpreter of the workers?" in next(iter(hints(missing)))
@@ -130,3 +132,13 @@ def test_durations():
     assert [duration(value) for value in (0.04, 9.94, 59.6, 119, 125, 7260)] == [
         "0.0 s", "9.9 s", "60 s", "119 s", "2 min 5 s", "2 h 1 min",
     ]  # fmt: skip
+
+
+def test_who_had_ended_well_is_a_hint_even_after_a_long_reason() -> None:
+    cause = Cause("communication", 1, summary="RuntimeError: " + "x" * 400)
+    ended = ended_well({3: "b", 5: "c"})
+    reason = f"rank 0 on a failed: {cause.summary}; {ended} (failed again after 2 restarts)"
+    lines = summary(Verdict(1, reason, first=Failure(0, "a", cause)), seconds=3.0)
+    assert ended not in lines[0]
+    (hint,) = (line for line in lines if "hint" in line)
+    assert hint.startswith("  hint: rank 3 on b and 1 other had ended before, without an error: does every rank make")

@@ -93,6 +93,31 @@ def test_the_broken_connection_is_never_the_cause() -> None:
     assert (machine.verdict.code, machine.verdict.first.rank, machine.verdict.victims) == (7, 1, 1)
 
 
+@pytest.mark.parametrize(("well", "told"), [
+    ([], "rank 0 on a failed: peer"),
+    (["b"], "rank 0 on a failed: peer; rank 1 on b had ended before, without an error"),
+    (["b", "c"], "rank 0 on a failed: peer; rank 1 on b and 1 other had ended before, without an error"),
+])  # fmt: skip
+def test_who_ended_before_one_that_lost_its_peer(well: list[str], told: str) -> None:
+    machine = running("a", "b", "c")
+    for name in well:
+        machine.say(name, WorkerExit(0, "abc".index(name), Cause("ok", 0)))
+    machine.say("a", WorkerExit(0, 0, Cause("communication", 1, summary="peer")))
+    for name in "abc":
+        machine.say(name, WorkerExit(0, "abc".index(name), Cause("ok", 0)))  # they end well when they are told to stop
+        machine.finish(name)
+    assert machine.verdict is not None and machine.verdict.reason == told
+
+
+def test_one_that_failed_by_itself_was_not_left_alone() -> None:
+    machine = running("a", "b")
+    machine.say("b", WorkerExit(0, 1, Cause("ok", 0)))
+    machine.say("a", WorkerExit(0, 0, Cause("exception", 1, summary="ValueError: x")))
+    machine.finish("a")
+    machine.finish("b")
+    assert machine.verdict is not None and machine.verdict.reason == "rank 0 on a failed: ValueError: x"
+
+
 ORDER: list[CauseKind] = ["exception", "signal", "exit", "communication", "stopped"]
 
 

@@ -17,7 +17,8 @@ A traceback alone proves nothing: a program may print one, with `logging.excepti
 * for nothing otherwise.
 
 Limits. A victim is known by the words of gloo, NCCL, HCCL and torch.distributed, in the tables below; other words are
-taken for an error of the worker's own, which is the safer mistake: a true cause is never hidden.
+taken for an error of the worker's own, which is the safer mistake: a true cause is never hidden. The parallel runtime
+says it in words of its own, in one line (`pdrun.PeerLost`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import re
 import signal
 from dataclasses import dataclass
 
+from pdrun.errors import PeerLost
 from pdrun.launcher.model import SpawnFailed
 from pdrun.launcher.traces import Raised, hopeless, raised, unprefixed, users_part
 from pdrun.rendezvous.messages import Cause, CauseKind
@@ -55,7 +57,7 @@ _PEER_GONE = re.compile(
     r"|NCCL communicator was aborted|Some NCCL operations have failed or timed out"
     r"|Timed out waiting \d+ms for (?:recv|send) operation|connectFullMesh"
     r"|The client socket has (?:timed out|failed to connect)|Failed to recv, got 0 bytes"
-    r"|Broken pipe.*(?:TCPStore|c10d)|(?:TCPStore|c10d).*Broken pipe",
+    r"|Broken pipe.*(?:TCPStore|c10d)|(?:TCPStore|c10d).*Broken pipe|" + PeerLost.SIGN,
     re.DOTALL,
 )
 _CONNECTION = re.compile(
@@ -129,7 +131,9 @@ def _failed(seen: Evidence, code: int) -> Cause:
     if code in (1, 2) and _NOT_FOUND.search(last):
         return _made(seen, "startup", code, last[:500], retry=False)
     said = last.removeprefix("pdrun: error: ")  # by `pdrun.init()`, of a mistake that the script did not catch
-    return _made(seen, "exit", code, f"exit code {code}" if said == last else said[:500])
+    if said == last:
+        return _made(seen, "exit", code, f"exit code {code}")
+    return _made(seen, "communication" if PeerLost.SIGN in said else "exit", code, said[:500])
 
 
 def _crash(seen: Evidence, number: int) -> tuple[float, str] | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
 from datetime import timedelta
@@ -23,7 +24,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from pdrun.errors import DeadlineExceeded, UsageError
+from pdrun.errors import DeadlineExceeded, PeerLost, UsageError
 from pdrun.parallel.weights import Weight
 
 WHERE = "pdrun.parallelize"
@@ -63,6 +64,7 @@ class Agreement:
         Raises:
             UsageError: the first one has something else; names what differs.
             DeadlineExceeded: the first one has not come so far.
+            PeerLost: the process that keeps torch's store, rank 0's, is gone.
         """
         if self._store is None:
             return
@@ -73,9 +75,12 @@ class Agreement:
             self._store.set(f"{key}/text", said)
             self._store.set(key, digest)
             return
+        begin = time.monotonic()
         try:
             self._store.wait([key], timedelta(seconds=self._seconds))
         except Exception as error:  # torch's kind of it depends on the version
+            if time.monotonic() - begin < 0.9 * self._seconds:
+                raise PeerLost(f"the store cannot be asked: {PeerLost.SIGN} ({error})", where=where) from error
             told = f"rank {first} has not come here within {self._seconds:g} s of rank {self._rank}"
             raise DeadlineExceeded(told, where=where) from error
         if self._store.get(key).decode() != digest:

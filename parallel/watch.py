@@ -14,6 +14,7 @@ to leave through frames of C++, which end the process with SIGABRT, after all it
 from __future__ import annotations
 
 import atexit
+import re
 import sys
 import threading
 import time
@@ -21,7 +22,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from pdrun.errors import DeadlineExceeded
+from pdrun.errors import DeadlineExceeded, PeerLost
 
 POLL = 1.0
 """Seconds between two looks at the store."""
@@ -30,6 +31,8 @@ ANSWER = 5.0
 ASK = 0.8
 """Part of the limit after which the others are asked."""
 QUESTION = "pdrun/watch/question"
+_GONE = re.compile(r"Connection closed by peer|Connection reset by peer|Broken pipe|ncclRemoteError")
+"""What gloo and NCCL say of a rank whose process has ended."""
 OURS = str(Path(__file__).parent)
 
 
@@ -108,6 +111,7 @@ class Watch:
 
         Raises:
             DeadlineExceeded: it has not ended in time; names where every rank is.
+            PeerLost: it cannot end, since a rank has.
         """
         if work is None:
             return
@@ -119,8 +123,11 @@ class Watch:
         try:
             work.wait(timedelta(seconds=self.seconds))
         except RuntimeError as error:
+            if gone := _GONE.search(str(error)):
+                what = f"{label} cannot come: {PeerLost.SIGN} ({gone[0]})"
+                raise PeerLost(what, where=self._place if self._since is not None else "pdrun.parallelize") from error
             if time.monotonic() - begin < self.seconds * 0.9:
-                raise  # something else than time: a peer is gone, or the tensors differ
+                raise  # something else than time: the tensors differ, say
             raise self._error(self._ask(label)) from error
         self._waiting, self._waits_since = "", None
 

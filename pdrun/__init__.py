@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # typing itself would take longer than all else here
     from pdrun.errors import DeadlineExceeded as DeadlineExceeded
     from pdrun.errors import JobFailed as JobFailed
     from pdrun.errors import PdrunError as PdrunError
+    from pdrun.errors import PeerLost as PeerLost
     from pdrun.errors import RendezvousError as RendezvousError
     from pdrun.errors import UsageError as UsageError
     from pdrun.launcher.function import launch as launch
@@ -62,6 +63,7 @@ _HOMES = {
     "Context": "pdrun.parallel.context",
     "Cut": "pdrun.parallel.operators.strategy",
     "DeadlineExceeded": "pdrun.errors",
+    "PeerLost": "pdrun.errors",
     "JobFailed": "pdrun.errors",
     "PdrunError": "pdrun.errors",
     "RendezvousError": "pdrun.errors",

@@ -9,6 +9,7 @@ The type says who must act, the text says what is wrong, where, and what to do:
     |-- RendezvousError        69  the nodes did not come together, or the job could not be reached
     |-- AuthenticationError    77  the token differs
     |-- DeadlineExceeded      124  a time limit set by the user passed
+    |-- PeerLost               69  a collective cannot end: another rank is gone
     `-- JobFailed               *  a worker failed: its own exit code, 128 + N for signal N
 
 Codes follow sysexits.h where it has one, and the shell's 124 and 128 + N.
@@ -79,6 +80,18 @@ class DeadlineExceeded(PdrunError):
     """A time limit that the user set has passed."""
 
     exit_code = EXIT_DEADLINE
+
+
+class PeerLost(PdrunError, RuntimeError):
+    """
+    A collective cannot end, because another rank is gone: that one's own words say why.
+
+    It is a RuntimeError too, as torch's own is; that one is its ``__cause__``.
+    """
+
+    exit_code = EXIT_UNAVAILABLE
+    SIGN = "another rank is gone"
+    """Said in each of them; who reads a worker's last line knows it by this for a victim."""
 
 
 class JobFailed(PdrunError):

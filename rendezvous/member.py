@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from pdrun.errors import AuthenticationError, ConfigError, PdrunError, RendezvousError
+from pdrun.errors import AuthenticationError, ConfigError, PdrunError, PeerLost, RendezvousError
 from pdrun.net import Endpoint, parse_endpoint
 from pdrun.rendezvous.client import ZmqLink
 from pdrun.rendezvous.listen import bind_listener
@@ -323,7 +323,8 @@ def _cause_of(kind: type[BaseException], error: BaseException, trace: TracebackT
     how: CauseKind = "exception"
     if isinstance(error, KeyboardInterrupt):
         return Cause("signal", 130, signal.SIGINT, time.monotonic(), "interrupted (SIGINT)", text[-65536:])
-    if isinstance(error, ConnectionError) or "Connection closed by peer" in text or "Connection reset" in text:
+    signs = ("Connection closed by peer", "Connection reset")
+    if isinstance(error, ConnectionError | PeerLost) or any(sign in text for sign in signs):
         how = "communication"
     code = error.exit_code if isinstance(error, PdrunError) else 1  # as `pdrun.init` ends a process
     return Cause(how, code, 0, time.monotonic(), summary[:500], text[-65536:])

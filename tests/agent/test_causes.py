@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdrun.errors import PeerLost
 from pdrun.launcher.causes import Evidence, cause_of
 from pdrun.launcher.model import SpawnFailed
 from pdrun.rendezvous.messages import Failure
@@ -50,6 +51,7 @@ EXCEPTIONS = [
     ("EOFError: EOF when reading a line", (), "exception", None),
     ("ConnectionResetError: [Errno 104] Connection reset", (("/venv/requests/api.py", "get"),), "exception", None),
     ("RuntimeError: Connection reset by peer while reading s3://bucket", (), "exception", None),
+    ("pdrun.errors.PeerLost: step 3: the losses cannot come: another rank is gone (x)", (), "communication", None),
     ("torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", (), "exception", None),
 ]
 
@@ -166,6 +168,13 @@ def test_an_abort_about_a_peer_is_communication():
     assert cause_of(Evidence(signal.SIGABRT, 9.0, tail=("Assertion `x' failed.",))).kind == "signal"
     cuda = ("terminate called after throwing an instance of 'c10::Error'", "  what():  CUDA error: out of memory")
     assert cause_of(Evidence(signal.SIGABRT, 9.0, tail=cuda)).kind == "signal"
+
+
+def test_a_victim_of_the_parallel_runtime_says_so_in_one_line():
+    said = f"step 3: the losses cannot come: {PeerLost.SIGN} (Broken pipe)"
+    cause = cause_of(Evidence(69 << 8, 9.0, tail=("step 2", f"pdrun: error: {said}")))
+    assert (cause.kind, cause.code, cause.summary) == ("communication", 69, said)
+    assert cause_of(Evidence(69 << 8, 9.0, tail=(said,))).kind == "exit", "only pdrun's own words count"
 
 
 def test_an_aborts_reason_is_found_above_a_long_stack():

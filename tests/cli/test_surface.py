@@ -57,8 +57,8 @@ VARIABLES = words("""
 """)
 PUBLIC = words("""
     ConfigError Context ContextParallel Cut DeadlineExceeded JobFailed L Layout Loader Offload Operators PdrunError
-    Pipeline Precision RendezvousError Run Strategy UsageError WorkerEnv __version__ col constrain cross_entropy
-    elastic empty_init heads init launch mesh parallelize positions progress replicate row seq shard strategy_for
+    PeerLost Pipeline Precision RendezvousError Run Strategy UsageError WorkerEnv __version__ col constrain
+    cross_entropy elastic empty_init heads init launch mesh parallelize positions progress replicate row seq shard strategy_for
     vocab
 """)
 MESSAGES = words("""
@@ -149,7 +149,7 @@ def test_exit_codes() -> None:
     codes = {kind.__name__: kind.exit_code for kind in errors.PdrunError.__subclasses__()}
     assert codes == {
         "UsageError": 2, "ConfigError": 78, "RendezvousError": 69, "AuthenticationError": 77,
-        "DeadlineExceeded": 124, "JobFailed": 70,
+        "DeadlineExceeded": 124, "JobFailed": 70, "PeerLost": 69,
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What watches over waits is gone before the interpreter is."""
+"""Waits that cannot end name what they waited for; what watches over them is gone before the interpreter is."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import subprocess
 import sys
 
 import pytest
+
+from pdrun.errors import PeerLost
+from pdrun.parallel.watch import Watch
 
 pytestmark = pytest.mark.torch
 
@@ -39,6 +42,38 @@ first = watch.start(100.0, 0, 2, Slow(), True)
 {more}
 time.sleep(0.2)
 """
+
+
+class Work:
+    def __init__(self, words: str) -> None:
+        self.words = words
+
+    def wait(self, limit: object) -> None:
+        raise RuntimeError(self.words)
+
+
+@pytest.mark.parametrize("words", [
+    "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:6828. This is typically",
+    "[gloo/transport/tcp/pair.cc:1] Connection reset by peer", "ncclRemoteError: a peer", "writev: Broken pipe",
+])  # fmt: skip
+def test_a_peer_that_is_gone_is_named_in_one_line(words: str) -> None:
+    watch = Watch(100.0)
+    watch._store = object()
+    watch.enter("step 3")
+    with pytest.raises(PeerLost, match=r"^step 3: the losses cannot come: another rank is gone \([^()]*\)$") as caught:
+        watch.wait(Work(words), "the losses")
+    assert isinstance(caught.value, RuntimeError) and words in str(caught.value.__cause__)
+    watch.leave()
+    with pytest.raises(PeerLost, match=r"^pdrun.parallelize: the losses"):
+        watch.wait(Work(words), "the losses")
+
+
+def test_another_error_of_a_collective_stays_what_it_is() -> None:
+    watch = Watch(100.0)
+    watch._store = object()
+    with pytest.raises(RuntimeError, match=r"^shapes differ$") as caught:
+        watch.wait(Work("shapes differ"), "the losses")
+    assert not isinstance(caught.value, PeerLost)
 
 
 @pytest.mark.parametrize("more", ["", "watch.start(100.0, 0, 2, Slow(), True)", "time.sleep(0.1); first.close()"])

@@ -102,6 +102,7 @@ def test_chdir_is_where_everything_is_looked_for(script: Path, tmp_path: Path) -
 
 
 def test_a_module_is_found_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)  # with another one the workers' interpreter may find another module
     package = tmp_path / "some_package" / "inner"
     package.mkdir(parents=True)
     for folder in (package.parent, package):

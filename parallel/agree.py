@@ -164,7 +164,7 @@ def text(value: Any) -> str:
     if isinstance(value, Sequence):
         return "(" + ", ".join(map(text, value)) + ")"
     if isinstance(value, Enum):
-        return value.name
+        return str(value.name)
     if is_dataclass(value) and not isinstance(value, type):
         return _members(value, {field.name: getattr(value, field.name) for field in fields(value)})
     if _known(value) and hasattr(value, "__dict__"):

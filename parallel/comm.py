@@ -195,8 +195,17 @@ class Comm:
         """Start giving every rank what the one with that index has, in place."""
         if self.world == 1:
             return self._start("none", label, [], lambda: tensor)
-        work = dist.broadcast(tensor, src=self.ranks[index], group=self.group, async_op=True)
-        return self._start("broadcast", label, [work], lambda: tensor)
+        # the network knows memory, not strides: of a slice it would send and overwrite what lies between, too
+        sent = tensor.contiguous()
+        work = dist.broadcast(sent, src=self.ranks[index], group=self.group, async_op=True)
+
+        def finish() -> torch.Tensor:
+            if sent is not tensor:
+                with torch.no_grad():
+                    tensor.copy_(sent)
+            return tensor
+
+        return self._start("broadcast", label, [work], finish)
 
 
 def _add_up(parts: list[torch.Tensor], onto: torch.Tensor | None) -> torch.Tensor:

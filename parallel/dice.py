@@ -232,6 +232,22 @@ class Dice:
         self._throw = self._throws[index, part] = Throw(step, numbers, calls)
 
     @contextmanager
+    def apart(self, device: torch.device) -> Iterator[None]:
+        """
+        While this lasts, torch's generators are the run's; then they go on as if it had drawn nothing.
+
+        They are seeded by slice, so that ranks differ: what a program draws between two steps would, too.
+        """
+        kit = getattr(torch, device.type) if device.type != "cpu" else None
+        host, state = torch.default_generator.get_state(), kit.get_rng_state(device) if kit is not None else None
+        try:
+            yield
+        finally:
+            torch.default_generator.set_state(host)
+            if kit is not None:
+                kit.set_rng_state(state, device)
+
+    @contextmanager
     def placed(self, training: bool = True) -> Iterator[None]:
         """While this lasts, ``torch.nn.functional`` drops by global row."""
         global _current

@@ -19,6 +19,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -347,6 +348,9 @@ class Engine:
             if factor.device.type != "cpu" or not bool(factor == 1):
                 for tensor in [*totals, *loose]:
                     tensor.mul_(factor.to(tensor.dtype))
+                if factor.device.type != "cpu" or not bool(torch.isfinite(factor)):
+                    for part in self.bundles:  # 0 times nan would stay, and make every later norm nan
+                        part.clear_padding()
         self._hand_over()
         return numbers, norm
 
@@ -421,6 +425,23 @@ class Engine:
         for weight in self.alone:
             self.masters.get(weight.index, weight.param).grad = weight.param.grad = None
         self.renew()
+
+    @cached_property
+    def copied(self) -> list[Weight]:
+        """Weights that are there between steps as copies of what the optimizer trains, in another type or place."""
+        cut = {
+            weight.index
+            for part in self.cuts
+            if not part.released and not part.shared
+            for weight in part.weights
+            if weight.trained
+        }
+        return [weight for weight in self.weights if weight.index in self.masters or weight.index in cut]
+
+    @property
+    def turned(self) -> bool:
+        """Whether the optimizer trains other tensors than the model's parameters."""
+        return bool(self.cut_of or self.masters)
 
     def renew(self) -> None:
         """Bring the model's parameters up to date with the masters that aren't cut, and end gathers that publish."""

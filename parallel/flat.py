@@ -73,6 +73,13 @@ class FlatLayout:
         """What isn't padding: the first and one past the last element of each slot."""
         return tuple((slot.start, slot.stop) for slot in self.slots)
 
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """The padding: first and one past the last element of each stretch of it."""
+        ends = [0, *(stop for _, stop in self.extents)]
+        starts = [*(start for start, _ in self.extents), self.numel]
+        return tuple((low, high) for low, high in zip(ends, starts, strict=True) if low < high)
+
     def segments(self, shard: int) -> list[Segment]:
         """Return what lies in a shard, in order."""
         low, high = shard * self.length, (shard + 1) * self.length

@@ -113,6 +113,8 @@ class GradBundle:
         self._keep = comm.shards == 1
         """The total is as large as the flat buffer, which then stays and holds it."""
         self._cached: list[torch.Tensor] = []
+        self._padding: torch.Tensor | None = None
+        """Where the padding lies, once that was asked."""
 
     # ---- one micro-batch -------------------------------------------------------------------------------------------
 
@@ -184,6 +186,15 @@ class GradBundle:
             self._total, self._pending = self._pending.wait(), None
         assert self._total is not None
         return self._total
+
+    def clear_padding(self) -> None:
+        """Zero the padding again, where the total stays and may have been multiplied with what is no number."""
+        if not self._keep or self._total is None or not self.layout.gaps:
+            return
+        if self._padding is None:
+            places = [torch.arange(low, high, device=self._total.device) for low, high in self.layout.gaps]
+            self._padding = torch.cat(places)
+        self._total.index_fill_(0, self._padding, 0)
 
     def spread(self, place: int) -> None:
         """Start adding the total up over one of the further axes; `finish` ends it."""

@@ -148,7 +148,7 @@ def passes(run: Run, batch: Any, away: bool | None = None) -> int:
         for piece in rank
     ]
     largest = max(pieces, key=len)
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+    with run.dice.apart(run.device), FakeTensorMode(allow_non_fake_inputs=True) as fake:
         model = shell(run, fake)
         part = pytree.tree_map(
             lambda leaf: fake.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf,

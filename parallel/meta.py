@@ -42,6 +42,21 @@ def empty_init() -> Iterator[None]:
         nn.Module.register_parameter = original
 
 
+def _own_memory(model: nn.Module) -> None:
+    """Give each element of a buffer a place of its own: an expanded one (a mask, positions) can't be written to."""
+    copies: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and any(
+                stride == 0 and size > 1 for size, stride in zip(buffer.shape, _strides(buffer), strict=False)
+            ):
+                module._buffers[name] = copies.setdefault(id(buffer), buffer.detach().contiguous())
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tensor.stride() if tensor.layout == torch.strided else ()
+
+
 def move(model: nn.Module, device: torch.device) -> bool:
     """
     Move what has memory to a device; return whether some parameter has none.
@@ -55,6 +70,7 @@ def move(model: nn.Module, device: torch.device) -> bool:
                 f"nobody knows what the buffer {name} should hold: it is on the meta device", where=WHERE,
                 hint="build the model inside pdrun.empty_init(), which leaves buffers alone",
             )  # fmt: skip
+    _own_memory(model)
     empty = any(param.device.type == "meta" for param in model.parameters())
     if not empty:
         model.to(device)

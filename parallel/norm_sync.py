@@ -129,10 +129,30 @@ def find(model: nn.Module) -> list[str]:
     return [
         name
         for name, module in model.named_modules()
-        if (
-            isinstance(module, _BatchNorm)
-            and not isinstance(module, (SyncedBatchNorm, nn.SyncBatchNorm))
-            and (module.training or not module.track_running_stats)
-        )
+        if (_is_local(module) and (module.training or not module.track_running_stats))
         or (isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats)
     ]
+
+
+def resting(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the modules that would normalise by the statistics of their own rows if they were put into training."""
+    return [(name, module) for name, module in model.named_modules() if _is_local(module)]
+
+
+def check_resting(modules: list[tuple[str, nn.Module]]) -> None:
+    """
+    Refuse modules that `resting` has found and that have been put into training since.
+
+    Raises:
+        UsageError: one has.
+    """
+    for name, module in modules:
+        if module.training:
+            raise UsageError(
+                f"{name} is in training since parallelize, and would normalise by its own rank's rows",
+                where="pdrun.Run.step", hint="sync_batchnorm=True, or .eval() on it after each model.train()",
+            )  # fmt: skip
+
+
+def _is_local(module: nn.Module) -> bool:
+    return isinstance(module, _BatchNorm) and not isinstance(module, (SyncedBatchNorm, nn.SyncBatchNorm))

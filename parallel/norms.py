@@ -29,6 +29,8 @@ def square_sum(tensors: Sequence[torch.Tensor], exact: bool) -> torch.Tensor:
     if exact:
         total = torch.zeros((), dtype=wide, device=first.device)
         for tensor in tensors:
+            if tensor.is_complex():
+                tensor = torch.view_as_real(tensor.resolve_conj())
             for piece in tensor.reshape(-1).split(PIECE):
                 widened = piece.to(wide)
                 total += torch.dot(widened, widened)

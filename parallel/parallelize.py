@@ -197,6 +197,8 @@ def parallelize(
         "offload": (away.optimizer, away.activations, away.least),
     }.items())  # fmt: skip
     empty = _prepare(model, device, ranks, sync_batchnorm)
+    if ranks > 1 or level or policy.compute or away.optimizer:
+        _check_forwards(model)
     weights = collect(model, settings.layerwise)
     made = retarget.make(optimizer, [weight.param for weight in weights if weight.trained])
     agreement.check(of_model(model, weights))
@@ -227,6 +229,8 @@ def parallelize(
     run = Run(job, mesh, engine, made, Objective(cut.model, loss, forward), dice, rows, schedule)
     run.original, run.sequences = cut.original, context
     run.agreement = agreement
+    run.resting = norm_sync.resting(run.model) if ranks > 1 else []
+    run.note()
     run.driver, run.copies = Interleaved(copies) if copies > 1 else cut.driver, copies
     run.recompute, run.recomputed, run.compiled, run.offload = recompute, recomputed, compiled, away
     if away.activations:
@@ -302,6 +306,16 @@ def _prepare(model: nn.Module, device: torch.device, world: int, sync_batchnorm:
             where=WHERE, hint="sync_batchnorm=True, or .eval() on it, or a norm without statistics of the batch",
         )  # fmt: skip
     return empty
+
+
+def _check_forwards(model: nn.Module) -> None:
+    """Refuse weights that the forward pass itself changes, by rows of its own rank, or where they are not kept."""
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise UsageError(
+                f"{name}: max_norm={module.max_norm:g} changes weights in the forward pass, on each rank other rows",
+                where=WHERE, hint="without it; a norm of the rows that are looked up may be limited in the model",
+            )  # fmt: skip
 
 
 def _store(job: Context) -> Any:

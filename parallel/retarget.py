@@ -23,6 +23,8 @@ from pdrun.parallel.tiles import tile_of
 from pdrun.parallel.weights import Weight
 
 WHERE = "pdrun.parallelize"
+RATE = 1e-2
+"""Learning rate at which an optimizer is tried out."""
 Part = tuple[nn.Parameter, "Segment | None"]
 """A tensor to train and the segment of the parameter that it is; None where it is all of it."""
 
@@ -81,11 +83,15 @@ def check_elementwise(made: torch.optim.Optimizer, device: torch.device, *, tile
 
 
 def _try_out(made: Any, group: Mapping[str, Any], device: torch.device, parts: int) -> torch.Tensor | None:
-    """Take two steps on a small matrix, in one part or in several; return it, or None if the optimizer can't."""
+    """
+    Take two steps on a small matrix, in one part or in several.
+
+    Return it, or None if the optimizer can't, or left it as it was: then nothing is known of it.
+    """
     twin = _twin(made, group)
     seeded = torch.Generator().manual_seed(1)
     values, grads = torch.randn(16, 8, generator=seeded), torch.randn(2, 16, 8, generator=seeded)
-    tensors = [nn.Parameter(part.to(device)) for part in _split(values, parts)]
+    tensors = [nn.Parameter(part.to(device)) for part in _split(values.clone(), parts)]
     twin.param_groups[0]["params"] = tensors
     _start_state(twin, type(made), tensors)
     try:
@@ -95,7 +101,8 @@ def _try_out(made: Any, group: Mapping[str, Any], device: torch.device, parts: i
             twin.step()
     except Exception:
         return None
-    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    moved = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    return None if torch.equal(moved.cpu(), values.reshape(-1)) else moved
 
 
 def _split(values: torch.Tensor, parts: int) -> Iterable[torch.Tensor]:
@@ -108,6 +115,9 @@ def _twin(made: torch.optim.Optimizer, group: Mapping[str, Any]) -> Any:
     twin.__dict__.update(made.__dict__)
     twin.state = defaultdict(dict)
     twin.param_groups = [{key: copy.deepcopy(value) for key, value in group.items() if key != "params"}]
+    rate = twin.param_groups[0].get("lr")
+    if rate is not None:  # at the begin of a warm-up it may be nothing, at which every optimizer would look alike
+        twin.param_groups[0]["lr"] = torch.full_like(rate, RATE) if isinstance(rate, torch.Tensor) else RATE
     return twin
 
 

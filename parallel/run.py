@@ -95,6 +95,10 @@ class Run:
         self.device = engine.whole.device
         self.source: Loader | None = None
         """The loader that `data` was last given."""
+        self.resting: list[tuple[str, nn.Module]] = []
+        """Batch normalisations that may not be put into training."""
+        self._versions: list[int] = []
+        self._groups: list[int] = []
         self._handed: tuple[Any, Shard] | None = None
         self.agreement: Agreement | None = None
         """What compares the first batch with other ranks' and is gone afterwards."""
@@ -119,13 +123,36 @@ class Run:
                 was promised.
             DeadlineExceeded: a rank did not take part in time; names all of them.
         """
+        norm_sync.check_resting(self.resting)
+        self._check_untouched()
         self._compare(batch)
         self.steps += 1
         self.axis.watch.enter(f"step {self.steps}")
         versions = [buffer._version for buffer in self.buffers]
-        metrics = self._end(self._passes(batch), versions)
+        with self.dice.apart(self.device):
+            sums = self._passes(batch)
+        metrics = self._end(sums, versions)
         self.axis.watch.leave()
+        self.note()
         return metrics
+
+    def note(self) -> None:
+        """Remember what of weights and optimizer is in order now: the next step asks whether it still is."""
+        self._versions = [weight.param._version for weight in self.engine.copied]
+        self._groups = [len(group["params"]) for group in self.optimizer.param_groups]
+
+    def _check_untouched(self) -> None:
+        """Refuse changes of weights that would be lost, and tensors in the optimizer that no gradient reaches."""
+        for weight, version in zip(self.engine.copied, self._versions, strict=True):
+            if weight.param._version != version:
+                what = f"{weight.name} was changed in place; it is a copy of what the optimizer trains, and would be "
+                what += "overwritten"
+                raise UsageError(what, where="pdrun.Run.step", hint="run.load_weights(FILE), or run.load(FOLDER)")
+        sizes = [len(group["params"]) for group in self.optimizer.param_groups]
+        if sizes != self._groups and self.engine.turned:
+            what = f"the optimizer has {sum(sizes)} tensors in {len(sizes)} groups, {sum(self._groups)} in "
+            what += f"{len(self._groups)} when the run was made"
+            raise UsageError(what, where="pdrun.Run.step", hint="form all groups in optimizer= of parallelize")
 
     def _compare(self, batch: Any) -> None:
         """Hear of a first batch that ranks should share and do not."""
@@ -134,12 +161,13 @@ class Run:
             return
         grid, rank = self.mesh.grid, self.context.rank
         if self.strategy.local:
-            alike = grid.group([name for name in grid.names if name != "dp"], rank)
+            alike = grid.group(tuple(name for name in grid.names if name != "dp"), rank)
             hint = "ranks that differ along other axes than dp take the same rows"
         else:
             alike = grid.group(grid.names, rank)
-            hint = 'a batch is the whole step\'s, the same on every rank, which takes its rows from it; '
-            hint += 'dataset_strategy="data_parallel" if each has rows of its own, or run.data(pdrun.Loader(...))'
+            hint = "a batch is the whole step's, the same on every rank, which takes its rows from it; "
+            hint += 'dataset_strategy="data_parallel" if each has rows of its own; of run.data(pdrun.Loader(...)) give '
+            hint += "step the very batch that came last"
         if len(alike) > 1:
             agreement.check(of_batch(batch), alike[0], "pdrun.Run.step", hint)
 
@@ -187,7 +215,8 @@ class Run:
         without rows has None, and so have all on ranks that the last stage of a pipeline isn't on.
         """
         self.engine.clear()
-        return self.driver.evaluate(self, self._cut(batch))
+        with self.dice.apart(self.device):
+            return self.driver.evaluate(self, self._cut(batch))
 
     def objective_of(self, model: nn.Module, part: Any, rows: range, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the (sum, count) that slice ``index``, which is these global rows, has on a model."""
@@ -392,12 +421,14 @@ class Run:
         if found is None:
             raise ConfigError("holds no whole checkpoint", where=str(folder))
         saving.load(self, found)
+        self.note()
 
     def resume(self, folder: str | Path) -> bool:
         """Take up the newest whole checkpoint of a folder where there is one; return whether there was."""
         found = self._agreed(Path(folder))
         if found is not None:
             saving.load(self, found)
+            self.note()
         return found is not None
 
     def _agreed(self, folder: Path) -> Path | None:
@@ -443,3 +474,4 @@ class Run:
             ConfigError: it lacks a weight, or one has another shape.
         """
         exporting.load_weights(self, Path(path))
+        self.note()

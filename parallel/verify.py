@@ -84,9 +84,10 @@ def verify(run: Run, source: Iterable[Any] | None, steps: int) -> Report:
     for batch in _batches(run, source, steps):
         run.steps += 1  # for the dice
         try:
-            numbers, norm, grads = run.probe(batch)
+            with run.dice.apart(run.device):
+                numbers, norm, grads = run.probe(batch)
             _put_back(run, buffers)
-            with run.engine.paused():
+            with run.engine.paused(), run.dice.apart(run.device):
                 found.append(_compare(numbers, norm, grads, _alone(run, batch)))
         finally:
             run.steps -= 1

@@ -139,7 +139,9 @@ def buffers(run: Run) -> dict[str, torch.Tensor]:
     for place, (name, like) in enumerate(names.items()):
         stages = holds[:, place].nonzero().flatten().tolist()
         if stages:
-            value = mine[name].detach().clone() if name in mine else torch.empty_like(like)
+            value = (mine[name].detach() if name in mine else torch.empty_like(like)).clone(
+                memory_format=torch.contiguous_format
+            )
             found[name] = axis.broadcast(value, stages[0])
     return found
 

@@ -58,8 +58,8 @@ VARIABLES = words("""
 PUBLIC = words("""
     ConfigError Context ContextParallel Cut DeadlineExceeded JobFailed L Layout Loader Offload Operators PdrunError
     PeerLost Pipeline Precision RendezvousError Run Strategy UsageError WorkerEnv __version__ col constrain
-    cross_entropy elastic empty_init heads init launch mesh parallelize positions progress replicate row seq shard strategy_for
-    vocab
+    cross_entropy elastic empty_init heads init launch mesh parallelize positions progress replicate row seq shard
+    strategy_for vocab
 """)
 MESSAGES = words("""
     Hello Welcome Join Waiting Refuse Assign Ready Unready Start WorkerExit Finished StopWorkers Verdict Heartbeat Echo

@@ -1,0 +1,263 @@
+"""What programs do around a run: the numbers stay those of one process, or the program is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pdrun
+from pdrun.errors import UsageError
+from pdrun.parallel import retarget
+from pdrun.parallel.flat import lay_out
+from pdrun.parallel.norms import square_sum
+from tests.parallel.worlds import Worlds
+
+pytestmark = pytest.mark.torch
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, 0.1)
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, 1e-2)
+
+
+def loss(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
+    return output.float().square().sum(), len(output)
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 3))
+
+
+def rows(step: int = 0, count: int = 8) -> torch.Tensor:
+    return torch.randn(count, 6, generator=torch.Generator().manual_seed(step))
+
+
+# ---- an overflow under clipping ----------------------------------------------------------------------------------
+
+
+def overflow(level: int) -> tuple[int, float, float]:
+    """Train where the first steps overflow; return how many were left out, the last norm and the scale."""
+    policy = pdrun.Precision("fp16", scale=2.0**30)
+    run = pdrun.parallelize(mlp(), adam, loss, optimizer_level=level, precision=policy, clip=1.0)
+    told = [run.step(rows(step)) for step in range(30)]
+    assert run.scale is not None
+    return sum(metrics.skipped for metrics in told), float(told[-1].grad_norm or "nan"), run.scale.value
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_an_overflow_under_clipping_costs_steps_and_no_more(level: int, worlds: Worlds) -> None:
+    """Padding that was once multiplied with nan had made every later norm nan."""
+    for skipped, norm, scale in [overflow(level), *worlds(2).run(overflow, level)]:
+        assert 1 <= skipped < 25 and 0 < norm < 1e3 and 1 < scale < 2.0**30
+
+
+def test_gaps_are_all_that_is_no_weight() -> None:
+    for shapes in ([("a", (3,)), ("b", (64,)), ("c", (5, 13))], [("a", (64, 2))], [("a", ())]):
+        for shards in (1, 2, 3):
+            layout = lay_out(shapes, shards, shards)
+            held = [*layout.extents, *layout.gaps]
+            found = sorted(place for low, high in held for place in range(low, high))
+            assert found == list(range(layout.numel)) and all(low < high for low, high in layout.gaps)
+
+
+# ---- what a program draws between steps ------------------------------------------------------------------------------
+
+
+def drawn() -> tuple[list[float], list[float]]:
+    model = nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+    torch.manual_seed(5)
+    alone = [float(torch.rand(())) for _ in range(6)]
+    run = pdrun.parallelize(model, sgd, loss, accumulate=2)
+    torch.manual_seed(5)
+    found = [float(torch.rand(()))]
+    run.step(rows())
+    found.append(float(torch.rand(())))
+    run.evaluate(rows())
+    found.append(float(torch.rand(())))
+    run.verify([rows()])
+    found.append(float(torch.rand(())))
+    run.memory(rows())
+    found.append(float(torch.rand(())))
+    with pytest.raises(UsageError, match="no rows"):
+        run.step(rows()[:0])
+    return [*found, float(torch.rand(()))], alone
+
+
+def test_a_step_draws_nothing_from_the_programs_generator(worlds: Worlds) -> None:
+    """Ranks are seeded by slice inside it: a batch that a loop draws would differ from the second step on."""
+    for found, alone in [drawn(), *worlds(2).run(drawn)]:
+        assert found == alone
+
+
+# ---- equal starts ------------------------------------------------------------------------------------------------
+
+
+class Sliced(nn.Module):
+    """Weights and buffers whose elements do not lie side by side, or share their place."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        dice = torch.Generator().manual_seed(seed)
+        self.w = nn.Parameter(torch.randn(6, 12, generator=dice)[:, ::2])
+        self.t = nn.Parameter(torch.randn(4, 6, generator=dice).T)
+        self.register_buffer("part", torch.randn(6, 9, generator=dice)[:, :4])
+        self.register_buffer("mask", torch.full((1, 4), float(seed)).expand(4096, 4))
+        self.again = nn.Module()
+        self.again.register_buffer("mask", self.mask)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.w @ self.t + x @ self.part + self.mask[: len(x)]) @ self.part.T
+
+
+def sliced(folder: str) -> dict[str, list[float]]:
+    rank = pdrun.init().rank
+    model = Sliced(rank + 1)
+    run = pdrun.parallelize(model, sgd, loss)
+    assert run.model.mask is run.model.again.mask
+    found = {name: tensor.detach().flatten()[:200].tolist() for name, tensor in run.model.state_dict().items()}
+    run.step(rows())
+    run.save(folder)
+    run.load(folder)
+    return found
+
+
+def test_all_ranks_start_with_rank_0s_model_however_it_lies_in_memory(worlds: Worlds, tmp_path: Any) -> None:
+    whole = {name: tensor.flatten()[:200].tolist() for name, tensor in Sliced(1).state_dict().items()}
+    for found in [sliced(str(tmp_path / "one")), *worlds(2).run(sliced, str(tmp_path / "two"))]:
+        assert found == {name: pytest.approx(value, abs=0) for name, value in whole.items()}
+
+
+# ---- what is refused ---------------------------------------------------------------------------------------------
+
+
+def refused(make: Callable[[], nn.Module], **options: Any) -> str:
+    with pytest.raises(UsageError) as caught:
+        pdrun.parallelize(make(), sgd, loss, **options)
+    return str(caught.value)
+
+
+def test_a_forward_that_changes_weights() -> None:
+    tables = (nn.Embedding(5, 4, max_norm=1.0), nn.EmbeddingBag(5, 4, max_norm=0.5))
+    for options in ({"optimizer_level": 1}, {"precision": "bf16"}, {"offload": "optimizer"}):
+        told = refused(lambda: nn.Sequential(tables[0], nn.Linear(4, 1)), **options)
+        assert "0: max_norm=1 changes weights in the forward pass" in told
+    assert "max_norm=0.5" in refused(lambda: nn.ModuleDict({"bag": tables[1]}), optimizer_level=3)
+    run = pdrun.parallelize(nn.Sequential(nn.Embedding(5, 4, max_norm=1.0)), sgd, loss)
+    run.step(torch.tensor([1, 2, 3]))
+
+
+def resting(sync: bool) -> str:
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    run = pdrun.parallelize(model if sync else model.eval(), sgd, loss, sync_batchnorm=sync)
+    run.step(rows())
+    run.model.train()
+    try:
+        run.step(rows())
+    except UsageError as error:
+        run.model.eval()
+        run.step(rows())
+        return str(error)
+    return ""
+
+
+def test_a_batch_norm_that_is_put_into_training_later(worlds: Worlds) -> None:
+    found = worlds(2).run(resting, False)
+    assert all(told.startswith("pdrun.Run.step: 1 is in training since parallelize") for told in found)
+    assert worlds(2).run(resting, True) == ["", ""] and resting(False) == ""
+
+
+class Lamb(torch.optim.Optimizer):
+    """Looks at a whole weight at a time."""
+
+    def __init__(self, params: Any, lr: float | torch.Tensor) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param -= group["lr"] * param.norm() * param.grad / param.grad.norm()
+
+
+class Idle(torch.optim.Optimizer):
+    """Moves nothing that could be looked at."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        pass
+
+
+@pytest.mark.parametrize("rate", [0.0, 1e-12, 0.1, torch.tensor(0.0)])
+def test_whether_an_optimizer_is_elementwise_does_not_depend_on_its_rate(rate: Any) -> None:
+    params = [nn.Parameter(torch.ones(4))]
+    with pytest.raises(UsageError, match="Lamb looks at more than one element"):
+        retarget.check_elementwise(Lamb(params, rate), torch.device("cpu"))
+    for kind in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Adadelta):
+        if not (isinstance(rate, torch.Tensor) and kind is torch.optim.Adadelta):
+            made = kind(params, lr=rate)
+            retarget.check_elementwise(made, torch.device("cpu"))
+            assert made.param_groups[0]["lr"] is rate
+    with pytest.raises(UsageError, match="Idle"):
+        retarget.check_elementwise(Idle(params), torch.device("cpu"))
+
+
+def test_weights_that_are_changed_where_the_optimizer_has_its_own() -> None:
+    run = pdrun.parallelize(mlp(), sgd, loss, precision="bf16")
+    before = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+    run.step(rows())
+    run.step(rows())
+    run.model.load_state_dict(before)
+    with pytest.raises(UsageError, match=r"^pdrun.Run.step: 0.weight was changed in place; .* run.load_weights"):
+        run.step(rows())
+
+
+def test_taking_up_weights_the_right_way_is_no_change(tmp_path: Any) -> None:
+    for level in (0, 1):
+        run = pdrun.parallelize(mlp(), sgd, loss, precision="bf16", optimizer_level=level)
+        run.export(tmp_path / "whole.safetensors")
+        first = run.step(rows()).loss
+        run.save(tmp_path / f"kept-{level}")
+        second = run.step(rows()).loss
+        run.load_weights(tmp_path / "whole.safetensors")
+        assert run.step(rows()).loss == first
+        run.load(tmp_path / f"kept-{level}")
+        assert run.step(rows()).loss == second
+        assert run.resume(tmp_path / f"kept-{level}") and run.step(rows()).loss == second
+
+
+def test_weights_that_are_changed_where_they_are_the_optimizers() -> None:
+    run = pdrun.parallelize(mlp(), sgd, loss)
+    before = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+    first = run.step(rows()).loss
+    run.model.load_state_dict(before)
+    assert run.step(rows()).loss == first
+
+
+def test_groups_that_come_later() -> None:
+    model = mlp()
+    run = pdrun.parallelize(model, lambda params: sgd(params[:2]), loss, precision="bf16")
+    run.step(rows())
+    run.optimizer.add_param_group({"params": [model[2].weight]})
+    with pytest.raises(UsageError, match="the optimizer has 3 tensors in 2 groups, 2 in 1 when the run was made"):
+        run.step(rows())
+
+
+# ---- complex weights ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_norm_counts_imaginary_parts(exact: bool) -> None:
+    value = torch.randn(7, 300, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    for one in (value, value.T, value.conj()):
+        found = float(square_sum([one, torch.ones(2)] if exact else [one], exact))
+        assert found == pytest.approx(float(value.abs().double().square().sum()) + 2 * exact, rel=1e-6)

@@ -154,7 +154,7 @@ def text(value: Any) -> str:
     Of functions, and of objects whose inside is not known here, only the name counts.
     """
     if isinstance(value, torch.device):
-        return value.type  # each rank has its own index
+        return str(value.type)  # each rank has its own index
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype)):
         return repr(value) if not isinstance(value, str) or not value.isprintable() else value
     if isinstance(value, Mapping):

@@ -144,6 +144,16 @@ def test_a_job_without_a_readable_event_log_is_still_shown(home: Path) -> None:
     assert control.job_statuses("demo")[0].reason == "no event log"
 
 
+def test_a_damaged_event_log_hides_no_other_job(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    register(home, ended(), "demo-1", Event("verdict", 1005.0, {"code": 3, "reason": "r"}))
+    damaged = register(home, ended(), "demo-2")
+    with Path(damaged.events).open("a") as log:
+        log.write("[" * 100_000 + '\n{"kind": "joined", "time": 1}\n{"kind": "verdict", "time": NaN}\n')
+    assert control.status(all=True) == 0
+    shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {one["run"]: one["state"] for one in shown} == {"demo-1": "done", "demo-2": "dead"}
+
+
 def test_status_without_a_name_is_of_the_one_that_runs_else_of_all(home: Path) -> None:
     register(home, ended(), "demo-1")
     register(home, ended(), "demo-2")

@@ -27,6 +27,8 @@ from pdrun.net import Endpoint
 LOOPBACK = "127.0.0.1"
 LONGEST_COMMAND = 400
 """Characters of a command that nodes show each other."""
+LONGEST_SPEC = (1 << 20) - (1 << 16)
+"""Bytes of a specification that fit into a message of the rendezvous, with what stands around them there."""
 
 
 def plan(spec: JobSpec, facts: Facts, sources: Sources, notes: tuple[str, ...] = ()) -> LaunchPlan:
@@ -40,7 +42,10 @@ def plan(spec: JobSpec, facts: Facts, sources: Sources, notes: tuple[str, ...] =
         UsageError: what was asked for cannot be, with its place; a program that is not there has its shell's code.
         ConfigError: this machine cannot do it.
     """
-    if through.starter_for(spec, sources):
+    started = through.starter_for(spec, sources)
+    if started or max(spec.resources.members, len(spec.place.hosts)) > 1 or spec.place.serve is not None:
+        _check_size(spec)
+    if started:
         return through.plan_through(spec, facts, sources, job_key(spec), notes)
     if fan.fans_out(spec):
         return fan.plan_hosts(spec, facts, sources, job_key(spec), notes)
@@ -72,6 +77,16 @@ def plan(spec: JobSpec, facts: Facts, sources: Sources, notes: tuple[str, ...] =
         notes=tuple(filter(None, (*notes, *reasons, *placement.notes, placement.binding.note, thread_note))),
         starting=starting(spec, facts, sources, {**base, **spec.env}, visibility),
     )
+
+
+def _check_size(spec: JobSpec) -> None:
+    """Refuse what no node could be told. Within one node nothing is sent, and the system's own limits count."""
+    size = len(json.dumps(spec.shared()))
+    if size > LONGEST_SPEC:
+        raise UsageError(
+            f"the script's arguments and the variables of --env make {size:,} bytes, of which nodes can be told "
+            f"{LONGEST_SPEC:,}", hint="put what is long into a file that every node reads",
+        )  # fmt: skip
 
 
 def at_home(spec: JobSpec, facts: Facts, sources: Sources) -> tuple[JobSpec, Sources]:

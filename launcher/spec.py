@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from pdrun.errors import UsageError
@@ -222,6 +222,10 @@ class JobSpec:
     def to_json(self) -> str:
         """Return the spec as one line of JSON, for agents on other nodes; holds no secret."""
         return json.dumps(asdict(self), sort_keys=True)
+
+    def shared(self) -> str:
+        """Return the spec as other nodes get it: JSON, without where this node stands."""
+        return replace(self, place=Place()).to_json()
 
     @classmethod
     def from_json(cls, text: str) -> JobSpec:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pdrun.errors import UsageError, did_you_mean
-from pdrun.launcher.lognames import make_private
+from pdrun.folders import make_private
 from pdrun.launcher.places import state_folder
 from pdrun.names import check_name
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -103,6 +104,27 @@ def test_stop_never_signals_a_process_that_took_over_the_number(home: Path, proc
     assert control.stop("demo") == 0
     control._kill(replace(job, ticks=job.ticks - 5), 9)
     assert child.poll() is None
+
+
+def test_where_the_kernel_has_no_handles_of_processes_the_start_time_must_do(
+    home: Path, process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(number: int):
+        def pidfd_open(pid: int, flags: int = 0) -> int:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(os, "pidfd_open", pidfd_open)
+
+    child = process(TERM_ONCE)
+    job = register(home, child.pid)
+    refuse(errno.EMFILE)
+    with pytest.raises(OSError, match="Too many open files"):
+        control.stop("demo", timeout=20)
+    refuse(errno.ENOSYS)
+    control._kill(replace(job, ticks=job.ticks - 5), 9)
+    assert child.poll() is None, "the number belongs to another process now"
+    assert control.stop("demo", timeout=20) == 0
+    assert child.wait(10) == 143
 
 
 def test_stop_of_a_job_elsewhere_or_unknown_is_a_usage_error(home: Path) -> None:

@@ -256,6 +256,12 @@ class JobSpec:
         )
 
 
+def said(sources: Sources, path: str, option: str) -> str:
+    """Return where a field was set, for a complaint about it; ``option`` where nobody did."""
+    source = sources.get(path, "default")
+    return option if source == "default" else source
+
+
 def _tuple(values: list[int] | None) -> tuple[int, ...] | None:
     return None if values is None else tuple(values)
 

@@ -27,15 +27,15 @@ from pdrun.launcher import order
 from pdrun.launcher.console import Console
 from pdrun.launcher.fanout import job_secret
 from pdrun.launcher.model import LaunchPlan
-from pdrun.launcher.started import signal_name
+from pdrun.launcher.signals import STOP, signal_name
 from pdrun.launcher.through import ORDER, TOKEN, task_spec
 from pdrun.net import Endpoint
 from pdrun.rendezvous.listen import bind_listener
 from pdrun.rendezvous.security import token_text
 from pdrun.rendezvous.service import Service
 
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP)
-PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+USERS = (signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that the launcher gets, whose tasks' business they are."""
 LEAVES = 10.0
 """Seconds that the launcher may take to end after the job has."""
 KILL_AFTER = 5.0
@@ -158,7 +158,7 @@ class _Tending:
         def note(number: int, frame: FrameType | None) -> None:
             self._signals.append(number)
 
-        taken = (*STOPPING, *PASSED_ON, signal.SIGTSTP)
+        taken = (*STOP, *USERS, signal.SIGTSTP)
         return {
             number: signal.signal(number, note) for number in taken if signal.getsignal(number) != signal.SIG_IGN
         }
@@ -170,7 +170,7 @@ class _Tending:
             if number == signal.SIGTSTP:
                 _say("Ctrl-Z is not taken: the scheduler runs in this process")
                 continue
-            if number in PASSED_ON:
+            if number in USERS:
                 process.send_signal(number)
                 continue
             self._stops.append(number)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from pdrun.backends.base import Answer
 
 LIMIT = 3.0
 """Seconds that a tool may take. nvidia-smi -L takes 0.03 s on a healthy machine, minutes on a sick one."""
+MOST = 1 << 20
+"""Bytes that it may print."""
 
 
 def runner(environ: Mapping[str, str], limit: float = LIMIT) -> Callable[[Sequence[str]], Answer]:
@@ -35,21 +39,52 @@ def _ask(command: Sequence[str], environ: Mapping[str, str], limit: float) -> An
     except OSError as error:
         return Answer("failed", str(error))
     try:
-        text = process.communicate(timeout=limit)[0].decode("utf-8", "replace")
-    except subprocess.TimeoutExpired:
+        data = _read(process, time.monotonic() + limit)
+    except TimeoutError:
         _end(process)
         return Answer("hung")
+    if len(data) > MOST:
+        _end(process)
+        return Answer("failed", f"it printed more than {MOST} bytes")
+    text = data.decode("utf-8", "replace")
     if process.returncode:
         last = (text.strip().splitlines() or ["no output"])[-1]
         return Answer("failed", f"exit code {process.returncode}: {last[:200]}")
     return Answer("ok", text)
 
 
+def _read(process: subprocess.Popen[bytes], deadline: float) -> bytes:
+    """
+    Return what a tool printed once it has ended, or a little more than MOST bytes of it.
+
+    Raises:
+        TimeoutError: it still runs, or what it has started still holds its output.
+    """
+    assert process.stdout is not None
+    data, poll = bytearray(), select.poll()
+    poll.register(process.stdout, select.POLLIN)
+    while len(data) <= MOST:
+        left = deadline - time.monotonic()
+        if left <= 0 or not poll.poll(left * 1000):
+            raise TimeoutError
+        part = os.read(process.stdout.fileno(), 1 << 16)
+        if not part:
+            process.stdout.close()
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise TimeoutError from None
+            break
+        data += part
+    return bytes(data)
+
+
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Kill a tool and all that it started; one that sits in the kernel is left behind, not waited for."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
-        process.communicate(timeout=0.2)
+        process.wait(0.2)
     except (OSError, subprocess.TimeoutExpired):
-        if process.stdout is not None:
-            process.stdout.close()
+        pass
+    if process.stdout is not None:
+        process.stdout.close()

@@ -265,7 +265,7 @@ class Agent:
         self._joined = True
         self._link.send(Join(
             node=plan.node, node_rank=plan.spec.place.node_rank, workers=len(plan.workers), facts=dict(plan.facts),
-            store=self._crew.stores.hold(plan.listen), spec=plan.spec.to_json(),
+            store=self._crew.stores.hold(plan.listen), spec=plan.spec.shared(),
         ))  # fmt: skip
 
     def _stop_workers(self, message: StopWorkers) -> None:

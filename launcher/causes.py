@@ -31,6 +31,7 @@ from dataclasses import dataclass
 
 from pdrun.errors import PeerLost
 from pdrun.launcher.model import SpawnFailed
+from pdrun.launcher.signals import signal_name
 from pdrun.launcher.traces import Raised, hopeless, raised, unprefixed, users_part
 from pdrun.rendezvous.messages import Cause, CauseKind
 
@@ -230,14 +231,6 @@ def _not_started(seen: Evidence, failure: SpawnFailed) -> Cause:
     passing = failure.errno in (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
     hint = "; no interpreter line (#!), or of another machine?" if failure.errno == errno.ENOEXEC else ""
     return _made(seen, "startup", code, f"could not be started: {failure.message}{hint}"[:500], retry=passing)
-
-
-def signal_name(number: int) -> str:
-    """``SIGSEGV`` for 11; real-time and unknown ones by number."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _shell(code: int) -> int:

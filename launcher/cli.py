@@ -12,6 +12,7 @@ The commands themselves are in `cli_run` (the default) and `cli_commands`; what 
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -36,6 +37,8 @@ def main(argv: Sequence[str]) -> int:
     Never raises and never prints a traceback of pdrun's own.
     """
     standard_library_first(sys.path)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # as on stderr: arguments and names may be any bytes
     try:
         return _run(list(argv))
     except KeyboardInterrupt:

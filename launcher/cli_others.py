@@ -38,7 +38,7 @@ def slurm_group(strict: Mapping[str, Any]) -> click.Group:
     )
 
     def render(words: tuple[str, ...], **params: Any) -> int:
-        sys.stdout.write(_script(words, params))
+        _print_exactly(_script(words, params))
         return 0
 
     def submit(words: tuple[str, ...], **params: Any) -> int:
@@ -71,6 +71,12 @@ def slurm_group(strict: Mapping[str, Any]) -> click.Group:
     for name, call, text, params, settings in made:
         group.add_command(click.Command(name, callback=call, help=text, params=params, context_settings=dict(settings)))
     return group
+
+
+def _print_exactly(text: str) -> None:
+    """Print what a shell is to run: the very bytes of the arguments, whatever stdout makes of other text."""
+    sys.stdout.flush()
+    sys.stdout.buffer.write(os.fsencode(text))
 
 
 def _batch_params() -> list[click.Parameter]:
@@ -122,7 +128,7 @@ def mpirun_group(strict: Mapping[str, Any]) -> click.Group:
     )
 
     def render(hosts: str, hostfile: str, nodes: str, mpirun: str, words: tuple[str, ...]) -> int:
-        print(shlex.join(_mpirun(hosts, hostfile, nodes, mpirun, words)))
+        _print_exactly(shlex.join(_mpirun(hosts, hostfile, nodes, mpirun, words)) + "\n")
         return 0
 
     group.add_command(click.Command(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 from pdrun.errors import UsageError
 from pdrun.rendezvous.security import Secret, find_secret, token_text
@@ -22,8 +24,15 @@ def create(path: str = "") -> int:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"cannot be made: {reason}", where=path) from None
-    with os.fdopen(fd, "w", encoding="ascii") as file:
-        file.write(text)
+    try:
+        with os.fdopen(fd, "w", encoding="ascii") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(fd)  # a full disk may say so only now
+    except OSError as error:
+        with suppress(OSError):
+            Path(path).unlink()
+        raise UsageError(f"cannot be written: {error.strerror}", where=path) from None
     print(f"pdrun: token written to {path}; give it to every node with --token-file", file=sys.stderr)
     return 0
 

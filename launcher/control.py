@@ -7,6 +7,7 @@ looks is the caller's: floors forbid this module to know the screens, so `status
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -253,12 +254,18 @@ def _kill(job: Job, number: int) -> None:
     """Signal the very process that was registered: its number may have been used again since it was looked up."""
     try:
         handle = os.pidfd_open(job.pid) if hasattr(os, "pidfd_open") else -1
-    except OSError:
+    except ProcessLookupError:
         return
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EPERM):
+            raise
+        handle = -1  # a kernel before 5.3, or a container that forbids what it does not know: its start time must do
     try:
-        if handle < 0:
+        if job.ticks not in (0, start_ticks(job.pid)):
+            pass
+        elif handle < 0:
             os.kill(job.pid, number)
-        elif job.ticks in (0, start_ticks(job.pid)):
+        else:
             signal.pidfd_send_signal(handle, number)
     except ProcessLookupError:
         pass

@@ -49,12 +49,12 @@ def gather(
     cwd = _cwd(spec)
     hostname = os.uname().nodename
     networked = is_networked(spec)
-    addresses = network.addresses() if networked else (network.LOOPBACK,)
+    addresses = network.addresses() if networked else (network.LOOPBACK_INTERFACE,)
     scheduler = spec.place.scheduler
     found = program.look(spec.program, cwd, {**environ, **spec.env})
     torch = _torch_folder(spec)
     here = network.among(spec.place.hosts, hostname) if spec.place.hosts else ()
-    route = _route(spec, here) if networked else network.LOOPBACK[1]
+    route = _route(spec, here) if networked else network.LOOPBACK_INTERFACE[1]
     return Facts(
         hostname=hostname,
         environ=environ,

@@ -19,7 +19,7 @@ from pdrun.launcher.hosts import Host
 from pdrun.launcher.model import Facts, LaunchPlan
 from pdrun.launcher.placement import on_host
 from pdrun.launcher.scrub import is_launchers, scrub, shown
-from pdrun.launcher.spec import JobSpec, Place, Reach, Sources
+from pdrun.launcher.spec import JobSpec, Place, Reach, Sources, said
 from pdrun.launcher.sshcommand import FAR_END, check_python, remote_command, ssh_argv
 from pdrun.names import name_from
 from pdrun.net import Endpoint
@@ -58,8 +58,8 @@ class Fan:
 def fans_out(spec: JobSpec) -> bool:
     """Whether one command starts all nodes: hosts are named, and nothing says that this node is one of them."""
     place = spec.place
-    said = place.scheduler, place.node_rank, place.serve, place.simulated
-    return bool(place.hosts) and all(value is None for value in said) and not place.local
+    seat = place.scheduler, place.node_rank, place.serve, place.simulated
+    return bool(place.hosts) and all(value is None for value in seat) and not place.local
 
 
 def plan_hosts(spec: JobSpec, facts: Facts, sources: Sources, job: str, notes: tuple[str, ...]) -> LaunchPlan:
@@ -72,16 +72,16 @@ def plan_hosts(spec: JobSpec, facts: Facts, sources: Sources, job: str, notes: t
     Raises:
         UsageError: a host's name, the interpreter or a name to forward cannot be used.
     """
-    python = check_python(spec.program.python or facts.python, where=_said(sources, "program.python", "--python"))
+    python = check_python(spec.program.python or facts.python, where=said(sources, "program.python", "--python"))
     _, scrubbed = scrub(facts.environ)
-    nodes, count = _said(sources, "resources.nodes", ""), len(spec.place.hosts)
+    nodes, count = said(sources, "resources.nodes", ""), len(spec.place.hosts)
     if nodes and spec.resources.nodes != count:
         raise UsageError(
             f"{spec.resources.nodes} node(s), but {count} host(s) are named", where=nodes, hint="leave it out"
         )
     for host in spec.place.hosts:
-        said = _said(sources, "resources.devices", "--devices")
-        on_host(spec.resources, host, said, exact=bool(spec.place.rank_table))
+        where = said(sources, "resources.devices", "--devices")
+        on_host(spec.resources, host, where, exact=bool(spec.place.rank_table))
     return LaunchPlan(
         mode="hosts", job=job, node="", nodes=len(spec.place.hosts), spec=spec, sources=sources, workers=(),
         backend=spec.resources.backend, backend_reason="each host decides", visibility={}, collective="",
@@ -89,14 +89,9 @@ def plan_hosts(spec: JobSpec, facts: Facts, sources: Sources, job: str, notes: t
         notes=tuple(filter(None, notes)),
         fan=Fan(
             tuple(_fan_host(host, node, spec, facts, python) for host, node in named(spec.place.hosts)),
-            python, forwarded(spec.reach.forward, facts.environ, _said(sources, "reach.forward", "--forward")),
+            python, forwarded(spec.reach.forward, facts.environ, said(sources, "reach.forward", "--forward")),
         ),
     )  # fmt: skip
-
-
-def _said(sources: Sources, path: str, option: str) -> str:
-    source = sources.get(path, "default")
-    return option if source == "default" else source
 
 
 def named(hosts: Sequence[Host]) -> list[tuple[Host, str]]:
@@ -148,7 +143,7 @@ def node_spec(plan: LaunchPlan, index: int, scheduler: Endpoint | None) -> JobSp
         serve=(index == 0) if many else None, interface=spec.place.interface, insecure=spec.place.insecure,
         rank_table=spec.place.rank_table,
     )  # fmt: skip
-    resources = on_host(spec.resources, one.host, _said(plan.sources, "resources.devices", "--devices"))
+    resources = on_host(spec.resources, one.host, said(plan.sources, "resources.devices", "--devices"))
     resources = replace(resources, nodes=plan.nodes)
     return replace(spec, resources=resources, place=place, reach=Reach(), job=plan.job, chdir="")
 

@@ -32,7 +32,8 @@ from pdrun.errors import EXIT_SOFTWARE, EXIT_UNAVAILABLE, ConfigError
 from pdrun.launcher.adapters.local import agent_starts, bind_scheduler
 from pdrun.launcher.console import ERR, OUT, Console
 from pdrun.launcher.model import LaunchPlan
-from pdrun.launcher.started import STOPPING, LocalAgent, Started, agent_command, signal_name
+from pdrun.launcher.signals import signal_name
+from pdrun.launcher.started import STOPPING, LocalAgent, Started, agent_command
 from pdrun.rendezvous.security import Secret, find_secret
 
 PASSED_ON = (*STOPPING, signal.SIGUSR1, signal.SIGUSR2)

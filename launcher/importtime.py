@@ -108,7 +108,10 @@ def _assigned(node: object) -> list[tuple[int, str]]:
 
 def _names(keys: Iterable[object], line: int) -> list[tuple[int, str]]:
     found = (getattr(key, "value", None) for key in keys)
-    return [(line, name if isinstance(name, str) else name.decode()) for name in found if isinstance(name, str | bytes)]
+    return [
+        (line, name if isinstance(name, str) else name.decode(errors="surrogateescape"))  # as os.environb has it
+        for name in found if isinstance(name, str | bytes)
+    ]  # fmt: skip
 
 
 def _environ(node: object) -> bool:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pdrun.errors import UsageError, did_you_mean
-from pdrun.launcher.lognames import make_private
+from pdrun.folders import make_private
 from pdrun.launcher.places import state_folder
 from pdrun.names import check_name
 
@@ -212,8 +212,9 @@ def _plain(job: Job) -> bool:
     """Whether every field has its type: the file may be of another version, or damaged."""
     numbers = (job.pid, job.ticks)
     texts = (job.run, job.job, job.host, job.events, job.log_dir, job.scheduler, job.log_name)
-    whole = all(type(number) is int for number in numbers) and job.pid > 0
-    return whole and all(isinstance(text, str) for text in texts) and isinstance(job.made, int | float)
+    whole = all(type(number) is int for number in numbers) and 0 < job.pid < 1 << 31
+    texts_whole = all(isinstance(text, str) and "\0" not in text for text in texts)
+    return whole and texts_whole and isinstance(job.made, int | float) and abs(job.made) < 1e15  # which no NaN is
 
 
 def _age_days(path: Path) -> float:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdrun.launcher.lognames import make_private
+from pdrun.folders import make_private
 
 HIGH = 64 << 20
 """Bytes that may wait for the disk."""

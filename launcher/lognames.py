@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from pdrun.errors import ConfigError, did_you_mean
+from pdrun.folders import make_private
 
 FIELDS = ("rank", "local_rank", "node", "ip", "hostname")
 OUT_SUFFIX, ERR_SUFFIX = ".out", ".err"
@@ -38,14 +39,6 @@ def _just_made(root: Path) -> bool:
     """Whether all that a folder holds is one run's event log: it was made for that, a moment ago."""
     inside = list(root.iterdir())
     return len(inside) == 1 and (inside[0] / "events.jsonl").is_file() and len(list(inside[0].iterdir())) == 1
-
-
-def make_private(folder: Path) -> None:
-    """Make a folder and the folders above it that are missing, all 0700; one that is there stays as it is."""
-    if not folder.is_dir():
-        if folder.parent != folder:
-            make_private(folder.parent)
-        folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def check_template(template: str) -> str:

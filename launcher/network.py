@@ -17,7 +17,7 @@ from pdrun.net import Endpoint
 if TYPE_CHECKING:
     from pdrun.launcher.hosts import Host
 
-LOOPBACK = ("lo", "127.0.0.1")
+LOOPBACK_INTERFACE = ("lo", "127.0.0.1")
 ASK_EVERY, SAY_EVERY = 0.5, 5.0
 """Seconds between two questions to the resolver, and between two lines about a name that it does not know yet."""
 _FAR = (("192.0.2.1", 9), ("2001:db8::1", 9))

@@ -17,7 +17,7 @@ from pdrun.backends.visibility import Grant, grants
 from pdrun.errors import ConfigError, PdrunError, UsageError
 from pdrun.launcher.hosts import Host
 from pdrun.launcher.model import Facts
-from pdrun.launcher.spec import JobSpec, Resources, Sources
+from pdrun.launcher.spec import JobSpec, Resources, Sources, said
 from pdrun.topology import CpuSet, Device
 
 CPU = "cpu"
@@ -131,7 +131,7 @@ def _backend(spec: JobSpec, facts: Facts, sources: Sources) -> tuple[Backend, st
 def _count(spec: JobSpec, facts: Facts, sources: Sources, backend: Backend, visible: int, nodes: int) -> int:
     """Return the workers of one node, of which ``nodes`` share this machine."""
     wanted = spec.resources.devices
-    source = _said(sources)
+    source = said(sources, "resources.devices", "--devices")
     if isinstance(wanted, int):
         if backend.name != CPU and wanted * nodes > visible:
             each = f"{nodes} simulated nodes of {wanted}" if nodes > 1 else str(wanted)
@@ -155,11 +155,6 @@ def _share(total: int, nodes: int, what: str, source: str) -> int:
             hint="say how many a node gets with --devices",
         )  # fmt: skip
     return max(1, total // nodes)
-
-
-def _said(sources: Sources) -> str:
-    source = sources.get("resources.devices", "default")
-    return "--devices" if source == "default" else source
 
 
 def _mode(spec: JobSpec, cpus: CpuSet, nodes: int) -> affinity.Mode:

@@ -19,7 +19,7 @@ from pdrun.launcher.model import Facts, LaunchPlan, Mode, WorkerPlan
 from pdrun.launcher.placement import Placement, on_host, place, threads
 from pdrun.launcher.program import program_argv
 from pdrun.launcher.scrub import scrub
-from pdrun.launcher.spec import JobSpec, Sources
+from pdrun.launcher.spec import JobSpec, Sources, said
 from pdrun.launcher.starting import starting
 from pdrun.names import name_from
 from pdrun.net import Endpoint
@@ -27,6 +27,8 @@ from pdrun.net import Endpoint
 LOOPBACK = "127.0.0.1"
 LONGEST_COMMAND = 400
 """Characters of a command that nodes show each other."""
+LONGEST_SPEC = (1 << 20) - (1 << 16)
+"""Bytes of a specification that fit into a message of the rendezvous, with what stands around them there."""
 
 
 def plan(spec: JobSpec, facts: Facts, sources: Sources, notes: tuple[str, ...] = ()) -> LaunchPlan:
@@ -40,7 +42,10 @@ def plan(spec: JobSpec, facts: Facts, sources: Sources, notes: tuple[str, ...] =
         UsageError: what was asked for cannot be, with its place; a program that is not there has its shell's code.
         ConfigError: this machine cannot do it.
     """
-    if through.starter_for(spec, sources):
+    started = through.starter_for(spec, sources)
+    if started or max(spec.resources.members, len(spec.place.hosts)) > 1 or spec.place.serve is not None:
+        _check_size(spec)
+    if started:
         return through.plan_through(spec, facts, sources, job_key(spec), notes)
     if fan.fans_out(spec):
         return fan.plan_hosts(spec, facts, sources, job_key(spec), notes)
@@ -74,6 +79,16 @@ def plan(spec: JobSpec, facts: Facts, sources: Sources, notes: tuple[str, ...] =
     )
 
 
+def _check_size(spec: JobSpec) -> None:
+    """Refuse what no node could be told. Within one node nothing is sent, and the system's own limits count."""
+    size = len(json.dumps(spec.shared()))
+    if size > LONGEST_SPEC:
+        raise UsageError(
+            f"the script's arguments and the variables of --env make {size:,} bytes, of which nodes can be told "
+            f"{LONGEST_SPEC:,}", hint="put what is long into a file that every node reads",
+        )  # fmt: skip
+
+
 def at_home(spec: JobSpec, facts: Facts, sources: Sources) -> tuple[JobSpec, Sources]:
     """
     Return the specification of the node that this machine is among the listed hosts: its rank and its devices.
@@ -94,15 +109,11 @@ def at_home(spec: JobSpec, facts: Facts, sources: Sources) -> tuple[JobSpec, Sou
             )
         where = replace(where, node_rank=rank)
         sources = {**sources, "place.node_rank": label}
-    resources = on_host(spec.resources, where.hosts[rank], _said(sources), exact=bool(where.rank_table))
+    devices = said(sources, "resources.devices", "--devices")
+    resources = on_host(spec.resources, where.hosts[rank], devices, exact=bool(where.rank_table))
     if resources.devices != spec.resources.devices:
         sources = {**sources, "resources.devices": where.hosts[rank].where or label}
     return replace(spec, place=where, resources=resources), sources
-
-
-def _said(sources: Sources) -> str:
-    source = sources.get("resources.devices", "default")
-    return "--devices" if source == "default" else source
 
 
 def simulated(plan: LaunchPlan, facts: Facts) -> tuple[LaunchPlan, ...]:
@@ -208,9 +219,9 @@ def _unnamed(spec: JobSpec, sources: Sources, listen: str) -> Meeting:
     """No scheduler was named: this node is the first one, unless that contradicts what was said."""
     rank = spec.place.node_rank
     if spec.place.serve is False or rank not in (None, 0):
-        said = f"--node-rank {rank}" if rank not in (None, 0) else "--no-serve"
+        words = f"--node-rank {rank}" if rank not in (None, 0) else "--no-serve"
         raise UsageError(
-            f"{said} joins another node, but nothing says where that is",
+            f"{words} joins another node, but nothing says where that is",
             where=sources.get("resources.nodes", "--nodes"), hint="add --scheduler HOST:PORT",
         )  # fmt: skip
     why = "no scheduler was named: this node is the first, and prints the line to run on the others"
@@ -262,8 +273,7 @@ def _check_start(spec: JobSpec, facts: Facts, sources: Sources, mode: Mode) -> N
         error.exit_code = facts.program_error_code or error.exit_code
         raise error
     if facts.log_error:
-        source = sources.get("output.log_dir", "default")
-        raise _log_error(spec, facts, "--log-dir" if source == "default" else source)
+        raise _log_error(spec, facts, said(sources, "output.log_dir", "--log-dir"))
 
 
 def _log_error(spec: JobSpec, facts: Facts, source: str) -> PdrunError:

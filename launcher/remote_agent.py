@@ -19,7 +19,8 @@ from pdrun.errors import RendezvousError
 from pdrun.launcher import frames
 from pdrun.launcher.console import ERR, OUT
 from pdrun.launcher.frames import Frames, Outbox, message
-from pdrun.launcher.started import RUNNING, UP, End, Held, signal_name
+from pdrun.launcher.signals import signal_name
+from pdrun.launcher.started import RUNNING, UP, End, Held
 
 KILL_AFTER = 5.0
 _KEPT = 16 << 10

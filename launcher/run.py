@@ -28,7 +28,7 @@ from pdrun.errors import ConfigError
 from pdrun.launcher import ahead, jobs
 from pdrun.launcher.keeper_client import KeeperProcess
 from pdrun.launcher.model import LaunchPlan
-from pdrun.launcher.spec import JobSpec, Place, Policy, Resources, Sources, field_paths
+from pdrun.launcher.spec import JobSpec, Policy, Resources, Sources, field_paths
 from pdrun.launcher.starting import starter_command
 from pdrun.names import name_from
 from pdrun.net import Endpoint
@@ -200,7 +200,7 @@ def scheduler_config(plan: LaunchPlan, run: str) -> SchedulerConfig:
     """Return what the scheduler of this plan's job is told."""
     host = plan.facts.get("host", plan.node)
     config = membership(plan.spec.resources, plan.spec.policy, job=plan.job, run=run, host=host)
-    return replace(config, spec=shared_spec(plan.spec), command=plan.facts.get("command", ""))
+    return replace(config, spec=plan.spec.shared(), command=plan.facts.get("command", ""))
 
 
 def membership(resources: Resources, policy: Policy, *, job: str, run: str, host: str) -> SchedulerConfig:
@@ -214,11 +214,6 @@ def membership(resources: Resources, policy: Policy, *, job: str, run: str, host
         backoff=policy.backoff, gather=policy.gather, grow=policy.grow, patience=policy.scheduler_loss,
         time_limit=policy.time_limit,
     )  # fmt: skip
-
-
-def shared_spec(spec: JobSpec) -> str:
-    """Return the specification as other nodes get it: without where this node stands."""
-    return replace(spec, place=Place()).to_json()
 
 
 def events_path(plan: LaunchPlan, run: str) -> Path | None:

@@ -19,7 +19,7 @@ from types import FrameType, TracebackType
 
 from pdrun import early
 
-STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP)
+STOP = early.STOP
 FORWARD = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH, signal.SIGCONT)
 _TAKEN = (*STOP, *FORWARD, signal.SIGTSTP)
 
@@ -72,3 +72,11 @@ class Signals:
 
 def _note(number: int, frame: FrameType | None) -> None:
     """The wake-up descriptor has it already."""
+
+
+def signal_name(number: int) -> str:
+    """Return ``SIGSEGV`` for 11; real-time and unknown ones by number."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

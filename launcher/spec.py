@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from pdrun.errors import UsageError
@@ -223,6 +223,10 @@ class JobSpec:
         """Return the spec as one line of JSON, for agents on other nodes; holds no secret."""
         return json.dumps(asdict(self), sort_keys=True)
 
+    def shared(self) -> str:
+        """Return the spec as other nodes get it: JSON, without where this node stands."""
+        return replace(self, place=Place()).to_json()
+
     @classmethod
     def from_json(cls, text: str) -> JobSpec:
         """Inverse of `to_json`; unknown or missing keys raise ValueError or TypeError."""
@@ -250,6 +254,12 @@ class JobSpec:
             reach=Reach(**reach),
             **data,
         )
+
+
+def said(sources: Sources, path: str, option: str) -> str:
+    """Return where a field was set, for a complaint about it; ``option`` where nobody did."""
+    source = sources.get(path, "default")
+    return option if source == "default" else source
 
 
 def _tuple(values: list[int] | None) -> tuple[int, ...] | None:

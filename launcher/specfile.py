@@ -245,6 +245,8 @@ class _File:
 
     def env(self, node: yaml.Node) -> Iterator[Wish]:
         for key, value in self.items(node, "env"):
+            if "=" in str(key.value):  # it would be cut there
+                raise ConfigError(f"{quoted(str(key.value))} is not a variable's name", where=self.where(key))
             text = self.scalar(value, str(key.value))
             source = self.source(key, f"{key.value}={text}")
             try:

@@ -21,6 +21,8 @@ from pdrun.launcher.traces import launcher_file
 from pdrun.rendezvous.messages import StackGroup
 
 LONGEST = 8 * 1024
+MOST = 64 * LONGEST
+"""Bytes of all stacks of a node: in JSON they, and what stands around them, fit into one message."""
 _HEAD = re.compile(r'(?:Current thread|Thread) (?:0x[0-9a-fA-F]+|\d+)(?: [\[(][^\])]*[\])])*(?:: "(?P<name>[^"]*)")?')
 _FILE = re.compile(r'\s*File "(?P<file>[^"]*)", line \d+ in (?P<function>.*)')
 _SPIED = re.compile(r"\s+(?P<function>.+) \((?P<file>[^()]*?)(?::\d+)?\)$")
@@ -74,19 +76,24 @@ def comparable(text: str) -> str:
     return cut("\n".join(lines))
 
 
-def cut(text: str) -> str:
-    """Return the text, at most LONGEST bytes of it in UTF-8."""
+def cut(text: str, longest: int = LONGEST) -> str:
+    """Return the text, at most ``longest`` bytes of it in UTF-8."""
     data = text.encode("utf-8", "replace")
-    return text if len(data) <= LONGEST else data[: LONGEST - 4].decode("utf-8", "ignore") + "\n..."
+    return text if len(data) <= longest else data[: longest - 4].decode("utf-8", "ignore") + "\n..."
 
 
 def grouped(stacks: Iterable[tuple[int, str]]) -> tuple[StackGroup, ...]:
-    """Return the groups of equal stacks, the largest first, from (rank, stack)."""
+    """
+    Return the groups of equal stacks, the largest first, from (rank, stack).
+
+    Of many different ones each has its share of MOST: the innermost calls, which tell places apart.
+    """
     found: dict[str, list[int]] = {}
     for rank, stack in stacks:
         found.setdefault(stack, []).append(rank)
     order = sorted(found.items(), key=lambda item: (-len(item[1]), min(item[1])))
-    return tuple(StackGroup(tuple(sorted(ranks)), stack) for stack, ranks in order)
+    share = min(LONGEST, max(64, MOST // max(1, len(order))))
+    return tuple(StackGroup(tuple(sorted(ranks)), cut(stack, share)) for stack, ranks in order)
 
 
 def _users(frames: Sequence[str]) -> tuple[str, ...]:

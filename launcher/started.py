@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -18,13 +17,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from pdrun import early
 from pdrun.launcher.console import ERR, OUT
+from pdrun.launcher.signals import signal_name
 
 UP, RUNNING = b"u", b"r"
 """How far an agent is, as it tells whoever started it: signals reach it; the scheduler will notice its end."""
 FOR_ALL = b"a"
 """Told to an agent by whoever started it: the signals that follow mean the whole job, not this node alone."""
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP)
+STOPPING = early.STOP
 Held = Callable[[int], bool]
 """Whether the reader of OUT or ERR is so far behind that no more of it is wanted."""
 _HELD_LINE = 1 << 20
@@ -211,11 +212,3 @@ class LocalAgent:
         """See `Started`."""
         if self._lifeline is not None:
             self._lifeline.close()
-
-
-def signal_name(number: int) -> str:
-    """Return ``SIGKILL``, or ``signal 35`` for one without a name."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

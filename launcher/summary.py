@@ -84,7 +84,7 @@ def _first(failure: Failure, revealed: bool) -> list[str]:
 def ending(cause: Cause) -> str:
     """``exit code 42``; ``SIGSEGV, exit code 139``: how the process ended."""
     if cause.signal:
-        from pdrun.launcher.causes import signal_name
+        from pdrun.launcher.signals import signal_name
 
         return f"{signal_name(cause.signal)}, exit code {cause.code}"
     return f"exit code {cause.code}"

@@ -24,7 +24,7 @@ from pdrun.launcher.model import Facts, LaunchPlan
 from pdrun.launcher.mpicommand import Mpi
 from pdrun.launcher.placement import on_host
 from pdrun.launcher.scrub import scrub, shown
-from pdrun.launcher.spec import JobSpec, Place, Reach, Sources
+from pdrun.launcher.spec import JobSpec, Place, Reach, Sources, said
 from pdrun.net import Endpoint
 
 TASK = ("-P", "-m", "pdrun.launcher.task_main")
@@ -69,8 +69,8 @@ class Through:
 def starter_for(spec: JobSpec, sources: Sources) -> Literal["", "mpirun", "srun"]:
     """Return which other launcher starts the agents: the one that was named, or srun for an allocation of Slurm."""
     place = spec.place
-    said = place.scheduler, place.node_rank, place.serve, place.simulated
-    if place.local or any(value is not None for value in said):
+    seat = place.scheduler, place.node_rank, place.serve, place.simulated
+    if place.local or any(value is not None for value in seat):
         return ""
     if place.launcher in ("mpirun", "srun"):
         return "mpirun" if place.launcher == "mpirun" else "srun"
@@ -94,10 +94,10 @@ def plan_through(spec: JobSpec, facts: Facts, sources: Sources, job: str, notes:
     if starter.fault:
         raise ConfigError(starter.fault, where=f"--launcher {starter.how}")
     nodes = len(spec.place.hosts) or spec.resources.nodes
-    said = sources.get("resources.nodes", "default")
-    if said != "default" and spec.resources.nodes != nodes:
+    where = said(sources, "resources.nodes", "")
+    if where and spec.resources.nodes != nodes:
         raise UsageError(
-            f"{spec.resources.nodes} node(s), but {nodes} host(s) are named", where=said, hint="leave it out"
+            f"{spec.resources.nodes} node(s), but {nodes} host(s) are named", where=where, hint="leave it out"
         )
     from pdrun.launcher.plan import listen_address  # which itself looks here
 
@@ -105,8 +105,7 @@ def plan_through(spec: JobSpec, facts: Facts, sources: Sources, job: str, notes:
         on_host(spec.resources, host, "--devices")
     listen = listen_address(spec, facts, sources)
     python = spec.program.python or facts.python
-    where = sources.get("reach.forward", "--forward")
-    env = forwarded(spec.reach.forward, facts.environ, "--forward" if where == "default" else where)
+    env = forwarded(spec.reach.forward, facts.environ, said(sources, "reach.forward", "--forward"))
     spec, more = within(spec, starter.kill_wait, sources)
     build = _mpirun if starter.how == "mpirun" else _srun
     _, scrubbed = scrub(facts.environ)

@@ -10,6 +10,7 @@ so and end; when this process dies, they lose their scheduler and end; a launche
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -20,21 +21,21 @@ from pathlib import Path
 from types import FrameType
 
 from pdrun import early
-from pdrun.errors import EXIT_UNAVAILABLE
+from pdrun.errors import EXIT_UNAVAILABLE, ConfigError
 from pdrun.eventlog import EventLog
 from pdrun.launcher import order
 from pdrun.launcher.console import Console
 from pdrun.launcher.fanout import job_secret
 from pdrun.launcher.model import LaunchPlan
-from pdrun.launcher.started import signal_name
+from pdrun.launcher.signals import STOP, signal_name
 from pdrun.launcher.through import ORDER, TOKEN, task_spec
 from pdrun.net import Endpoint
 from pdrun.rendezvous.listen import bind_listener
 from pdrun.rendezvous.security import token_text
 from pdrun.rendezvous.service import Service
 
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP)
-PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+USERS = (signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that the launcher gets, whose tasks' business they are."""
 LEAVES = 10.0
 """Seconds that the launcher may take to end after the job has."""
 KILL_AFTER = 5.0
@@ -99,8 +100,9 @@ class _Tending:
 
     def run(self) -> int:
         restore = self._catch()
-        process = subprocess.Popen(self._through.argv, env=self._env, stdin=subprocess.DEVNULL, start_new_session=True)
+        process: subprocess.Popen[bytes] | None = None
         try:
+            process = self._start()
             while self._service.done is None and not self._over():
                 self._service.poll_once(0.1)
                 self._take_signals(process)
@@ -109,11 +111,19 @@ class _Tending:
             self._let_go(process)
             return self._code()
         finally:
-            if process.poll() is None:
+            if process is not None and process.poll() is None:
                 process.kill()
                 process.wait()
             for number, handler in restore.items():
                 signal.signal(number, early.afterwards(handler))  # type: ignore[arg-type]
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        argv = self._through.argv
+        try:
+            return subprocess.Popen(argv, env=self._env, stdin=subprocess.DEVNULL, start_new_session=True)
+        except OSError as error:
+            long = "put long arguments and variables into a file" if error.errno == errno.E2BIG else ""
+            raise ConfigError(f"cannot be started: {error.strerror}", where=argv[0], hint=long) from error
 
     def _over(self) -> bool:
         """The launcher has ended and nobody is there who could still take part."""
@@ -148,7 +158,7 @@ class _Tending:
         def note(number: int, frame: FrameType | None) -> None:
             self._signals.append(number)
 
-        taken = (*STOPPING, *PASSED_ON, signal.SIGTSTP)
+        taken = (*STOP, *USERS, signal.SIGTSTP)
         return {
             number: signal.signal(number, note) for number in taken if signal.getsignal(number) != signal.SIG_IGN
         }
@@ -160,7 +170,7 @@ class _Tending:
             if number == signal.SIGTSTP:
                 _say("Ctrl-Z is not taken: the scheduler runs in this process")
                 continue
-            if number in PASSED_ON:
+            if number in USERS:
                 process.send_signal(number)
                 continue
             self._stops.append(number)

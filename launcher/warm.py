@@ -18,17 +18,18 @@ import os
 import signal
 import socket
 import stat
+import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pdrun.errors import ConfigError, PdrunError
+from pdrun.errors import ConfigError, DeadlineExceeded, PdrunError
+from pdrun.folders import make_private
 from pdrun.launcher import importtime, inherited, procfs
 from pdrun.launcher import keeper as proc
-from pdrun.launcher.lognames import make_private
 from pdrun.launcher.model import Warm
 from pdrun.launcher.places import warm_folder
 
@@ -40,6 +41,8 @@ LEND = 5.0
 """Seconds that it may take to make a job's keeper."""
 IMPORT = 300.0
 """Seconds that an import may take."""
+LOCKED = IMPORT + 10.0
+"""Seconds for which another pdrun may start a process in the folder."""
 ROOM = 1 << 14
 """Bytes for the command line of a worker."""
 PACKET = 1 << 17
@@ -238,18 +241,46 @@ def key(python: str, environ: Mapping[str, str]) -> str:
 
 @contextmanager
 def changing(path: Path) -> Iterator[int]:
-    """The folder's descriptor, made where it is missing, while nobody else starts a process there."""
-    try:
-        make_private(path)
-        with opened(path) as number:
+    """
+    The folder's descriptor, made where it is missing, while nobody else starts a process there.
+
+    Raises:
+        ConfigError: it cannot be used. DeadlineExceeded: another pdrun has been at it for longer than an import takes.
+    """
+    with ExitStack() as held:
+        with _holding(path):
+            make_private(path)
+            number = held.enter_context(opened(path))
             lock = os.open("lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=number)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                yield number
-            finally:
-                os.close(lock)
+            held.callback(os.close, lock)
+            _lock(lock, path)
+        yield number
+
+
+@contextmanager
+def _holding(path: Path) -> Iterator[None]:
+    """Say of what the system refuses here that it is the folder."""
+    try:
+        yield
     except OSError as error:
         raise ConfigError(f"cannot hold sockets: {error.strerror}", where=str(path)) from error
+
+
+def _lock(lock: int, path: Path) -> None:
+    told, deadline = False, time.monotonic() + LOCKED
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pass
+        if not told:
+            print("pdrun: waiting for another pdrun that starts a warm process here", file=sys.stderr, flush=True)
+            told = True
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(
+                f"another pdrun has held it for {LOCKED:g} s", where=str(path / "lock"), hint="see what it waits for"
+            )
+        time.sleep(0.05)
 
 
 def launch(number: int, path: Path, python: str, environ: Mapping[str, str], idle: float) -> None:
@@ -274,7 +305,8 @@ def launch(number: int, path: Path, python: str, environ: Mapping[str, str], idl
         pass
     read, write = os.pipe2(os.O_CLOEXEC)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, open(os.devnull, "r+b", buffering=0) as null:
-        listener.bind(f"/proc/self/fd/{number}/{path.name}")
+        with _holding(path.parent):
+            listener.bind(f"/proc/self/fd/{number}/{path.name}")
         printed = os.memfd_create("pdrun-warm", os.MFD_CLOEXEC)
         pid = os.fork()
         if pid == 0:

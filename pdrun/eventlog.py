@@ -8,6 +8,7 @@ A line that was cut by a crash is left out by the reader, not an error.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -102,9 +103,11 @@ def parse(lines: Iterable[str]) -> Iterator[Event]:
     for line in lines:
         try:
             data = json.loads(line)
-            yield Event(kind=str(data.pop("kind")), time=float(data.pop("time")), data=data)
-        except (ValueError, KeyError, AttributeError, TypeError):
+            event = Event(kind=str(data.pop("kind")), time=float(data.pop("time")), data=data)
+        except (ValueError, KeyError, AttributeError, TypeError, OverflowError, RecursionError):
             continue
+        if math.isfinite(event.time):
+            yield event
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,11 @@ class JobStatus:
 
 
 def replay(events: Iterable[Event]) -> JobStatus:
-    """Return the status that a log leads to; unknown kinds change nothing, so that old readers read new logs."""
+    """
+    Return the status that a log leads to; unknown kinds change nothing, so that old readers read new logs.
+
+    Nor does an event whose fields are missing or of another type: one damaged log must not hide a user's other jobs.
+    """
     status = JobStatus()
     for event in events:
         status = apply(status, event)
@@ -164,7 +171,14 @@ def replay(events: Iterable[Event]) -> JobStatus:
 
 
 def apply(status: JobStatus, event: Event) -> JobStatus:
-    """Return the status after one more event."""
+    """Return the status after one more event; unchanged where that does not say what its kind says."""
+    try:
+        return _after(status, event)
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return status
+
+
+def _after(status: JobStatus, event: Event) -> JobStatus:
     data = event.data
     match event.kind:
         case "created":
@@ -230,7 +244,8 @@ def _assigned(status: JobStatus, data: Mapping[str, Any]) -> JobStatus:
     """One event a generation: ``nodes`` is a list of ``[name, first rank, workers]`` in node order."""
     nodes = {name: replace(node, index=-1) for name, node in status.nodes.items()}  # some may have no part in this one
     ranks: dict[int, RankStatus] = {}
-    for index, (name, first, workers) in enumerate(data["nodes"]):
+    for index, (said, start, count) in enumerate(data["nodes"]):
+        name, first, workers = str(said), int(start), int(count)
         nodes[name] = NodeStatus(name, nodes[name].state if name in nodes else "joined", index, workers)
         ranks.update({rank: RankStatus(rank, name, "running") for rank in range(first, first + workers)})
     return replace(

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from pdrun.folders import make_private
+
 MOST_WAITING = 4 << 20
 """Characters that may wait for a disk which does not answer."""
 MOMENT = 0.1
@@ -154,7 +156,7 @@ class LineWriter:
         """Write a line; return why it is not there, or the empty string."""
         try:
             if self._fd < 0:
-                self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                make_private(self._path.parent)
                 self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
                 self._half = _half_line(self._path)  # of a process that was killed
             data = memoryview((b"\n" if self._half else b"") + line.encode("ascii") + b"\n")

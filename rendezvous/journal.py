@@ -33,6 +33,7 @@ from typing import Any
 
 from pdrun.attempt import Attempt
 from pdrun.errors import ConfigError, RendezvousError
+from pdrun.folders import make_private
 from pdrun.rendezvous import codec
 from pdrun.rendezvous.events import Happening, SchedulerConfig
 from pdrun.rendezvous.messages import Envelope
@@ -162,7 +163,7 @@ def create(path: Path, header: Header) -> Journal:
     Raises:
         OSError: it cannot be written, or it is there already. ConfigError: another scheduler has just begun it.
     """
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_private(path.parent)
     if path.exists() and not is_blank(path):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
     fd = _open(path, os.O_CREAT)

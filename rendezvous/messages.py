@@ -385,6 +385,9 @@ Message = (
     | StopRequest | StatusQuery | StatusReply
 )  # fmt: skip
 
+BESIDE = (Progress, Stacks, Notice)
+"""Said beside a job's course: one that fits into no envelope is left out. Anything else must be said: see `Refuse`."""
+
 
 @dataclass(frozen=True)
 class Envelope:

@@ -8,8 +8,8 @@ itself as long as the scheduler has answered it a moment ago (so a cut or a froz
 without a relay). Everything else passes as it came. When the scheduler is lost the relay ends its agents' connections;
 they come back by themselves, here or elsewhere, and resume.
 
-``python -m pdrun.rendezvous.relay`` is one beside the scheduler, started by it: several of them listen on the port of
-the job, and the kernel spreads the agents over them (SO_REUSEPORT). `pdrun relay` is one on another host.
+``python -m pdrun.rendezvous.relay`` is one beside the scheduler, started by it: several of them accept from the one
+listening socket of the job, which they all hold. `pdrun relay` is one on another host.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 from pdrun.errors import ConfigError
+from pdrun.folders import make_private
 
 SIZE = 32
 """Bytes of a secret."""
@@ -214,7 +215,7 @@ def load_cookie(path: Path) -> Secret:
 def _make_cookie(path: Path) -> None:
     draft = path.with_name(f".cookie-{os.getpid()}-{secrets.token_hex(8)}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private(path.parent)
         fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             with open(fd, "wb", buffering=0) as file:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from pdrun.clock import Clock, SystemClock
 from pdrun.eventlog import Event
+from pdrun.rendezvous.codec import CodecError
 from pdrun.rendezvous.events import (
     Action,
     Close,
@@ -34,7 +35,7 @@ from pdrun.rendezvous.events import (
     StopOrdered,
     Tick,
 )
-from pdrun.rendezvous.messages import Echo, Envelope, Heartbeat, Hello, Message, Notice, Refuse, StatusReply
+from pdrun.rendezvous.messages import BESIDE, Echo, Envelope, Heartbeat, Hello, Message, Notice, Refuse, StatusReply
 from pdrun.rendezvous.recovery import Recovery, begin
 from pdrun.rendezvous.state import IllegalEvent
 from pdrun.rendezvous.transport import Alive, Arrived, Complaint, Gone, ServerTransport, Woken
@@ -214,8 +215,20 @@ class Service:
     def _send(self, peer: Peer, message: Message) -> None:
         if talk := self._conversations.get(peer):
             counted = not isinstance(message, Echo)
-            self.transport.send(peer, Envelope(self.scheduler, 0, talk.said if counted else 0, message))
-            talk.said += counted
+            try:
+                self.transport.send(peer, Envelope(self.scheduler, 0, talk.said if counted else 0, message))
+                talk.said += counted
+            except CodecError as error:
+                self._complain(f"a message was not sent: {error}")
+                if not isinstance(message, BESIDE):
+                    self._part(peer, f"the scheduler cannot say what comes next: {error}")
+
+    def _part(self, peer: Peer, why: str) -> None:
+        """End a conversation in which a word that the other side waits for cannot be said; the job may go on."""
+        talk = self._conversations.pop(peer)
+        self.transport.send(peer, Envelope(self.scheduler, 0, talk.said, Refuse(70, why)))
+        self.transport.close_peer(peer)
+        self._step(Disconnected(peer))
 
     def _record(self, events: Sequence[Event]) -> None:
         for event in events:

@@ -27,6 +27,7 @@ from pdrun.rendezvous import pace, security
 from pdrun.rendezvous.codec import CodecError, decode, encode
 from pdrun.rendezvous.lookup import Lookup
 from pdrun.rendezvous.messages import (
+    BESIDE,
     PROTOCOL,
     Assign,
     Echo,
@@ -260,10 +261,16 @@ class ZmqLink:
     def _put(self, message: Message) -> None:
         if self._socket is not None:
             counted = not isinstance(message, Heartbeat)
-            envelope = Envelope(self._agent, self._incarnation, self._said if counted else 0, message)
+            try:
+                data = encode(Envelope(self._agent, self._incarnation, self._said if counted else 0, message))
+            except CodecError as error:
+                if not isinstance(message, BESIDE):
+                    self._stage = _Stage.OVER
+                    self._inbox.append(Refuse(70, f"this node cannot say what comes next: {error}"))
+                return
             self._said += counted
             try:
-                self._socket.send(encode(envelope), self._zmq.NOBLOCK)
+                self._socket.send(data, self._zmq.NOBLOCK)
             except self._zmq.Again:
                 # Its pipe is gone already: a peer that closed at once. The monitor knows how; nothing said is lost.
                 now = self._clock.monotonic()

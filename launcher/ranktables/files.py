@@ -3,7 +3,7 @@ Rank tables as files: read whole even while somebody writes them, waited for whi
 once.
 
 Kubernetes' controllers write with truncation, and swap links of mounted ConfigMaps: a file that changed while it was
-read, or that is cut off and fresh, is read again.
+read, or that is cut off and still grows, is read again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pdrun.launcher.textfile import read_text
 LIMIT = 64 << 20
 """Bytes of a table, at most; 65,536 ranks of dialect 1.2 take about 12 MB."""
 FRESH = 2.0
-"""Seconds after its last change in which a file that cannot be read may still be in the making."""
+"""Seconds without a change after which a file that cannot be read is not in the making; no clock of a server counts."""
 POLL = 1.0
 
 
@@ -84,7 +84,7 @@ def usable(
     clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
 ) -> RankTable:  # fmt: skip
     """
-    Return a table that a job can use; one that is "initializing", or freshly cut off, is waited for.
+    Return a table that a job can use; one that is "initializing", or cut off while it still changes, is waited for.
 
     Args:
         wait: seconds to wait, at most.
@@ -95,6 +95,7 @@ def usable(
         DeadlineExceeded: it was still initializing at the end of the wait.
     """
     end, told = clock() + wait, -1e9
+    seen, since = _identity(path), clock()
     while True:
         try:
             loaded = load(path)
@@ -102,7 +103,9 @@ def usable(
                 break
             what = f"{loaded.name} is initializing"
         except ConfigError:
-            if not _is_fresh(path) or clock() >= end:
+            if seen != (seen := _identity(path)):
+                since = clock()
+            if clock() >= min(end, since + FRESH):
                 raise
             what = f"{FilePath(path).name} is being written"
         if clock() >= end:
@@ -142,13 +145,6 @@ def _identity(path: str) -> tuple[int, int, int, int] | None:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _is_fresh(path: str) -> bool:
-    try:
-        return abs(time.time() - FilePath(path).stat().st_mtime) < FRESH
-    except OSError:
-        return False
-
-
 def _permissions(path: str) -> list[Fault]:
     try:
         mode = FilePath(path).stat().st_mode
@@ -167,6 +163,8 @@ def write(path: str, text: str) -> None:
         ConfigError: it cannot be written.
     """
     target = FilePath(path)
+    if not target.name:  # ".", "/"
+        raise ConfigError("is a folder", where=path, hint="name a file")
     temporary = target.with_name(f".{target.name}.{os.getpid()}.{os.urandom(4).hex()}")
     try:
         with open(temporary, "x", encoding="utf-8") as file:

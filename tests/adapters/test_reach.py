@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
 import zipfile
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -21,6 +23,10 @@ from pdrun.launcher.fan import forwarded
 from pdrun.launcher.frames import Frames, Outbox, frame
 from pdrun.launcher.hosts import Host
 from pdrun.launcher.mpicommand import Mpi, recognise
+from pdrun.launcher.signals import STOP
+from pdrun.launcher.spec import JobSpec, Program
+from pdrun.launcher.through import Through
+from pdrun.launcher.throughrun import _Tending
 
 ANY_TEXT = st.text(st.characters(), max_size=40)  # lone surrogates too: bytes of a file name that are no UTF-8
 
@@ -311,3 +317,19 @@ def test_templates_are_shell_that_parses() -> None:
             "directives end at the first command"
         )
         assert text.rstrip().endswith("exec pdrun --devices auto train.py")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [(("/no/such/mpirun",), r"/no/such/mpirun: cannot be started: No such file"),
+     (("/bin/true", "x" * (1 << 18)), r"/bin/true: cannot be started: Argument list too long; put long")],
+)  # fmt: skip
+def test_a_launcher_that_cannot_be_started_is_named_and_signals_are_as_before(
+    argv: tuple[str, ...], message: str
+) -> None:
+    before = {number: signal.getsignal(number) for number in STOP}
+    plan = SimpleNamespace(through=Through("mpirun", "", "", argv, {}, {}), spec=JobSpec(Program("script", "x.py")))
+    tending = _Tending(plan, SimpleNamespace(done=None), {})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=message):
+        tending.run()
+    assert {number: signal.getsignal(number) for number in STOP} == before

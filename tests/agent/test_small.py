@@ -14,7 +14,7 @@ from pdrun.env import WorkerEnv
 from pdrun.launcher.model import WorkerPlan
 from pdrun.launcher.oom import oom_kills
 from pdrun.launcher.preflight import preflight
-from pdrun.launcher.run import joined_spec, run_name, shared_spec
+from pdrun.launcher.run import joined_spec, run_name
 from pdrun.launcher.signals import Signals
 from pdrun.launcher.voice import PATIENCE, Voice
 from pdrun.launcher.worker_env import worker_env
@@ -135,7 +135,7 @@ def test_what_the_scheduler_process_notes_is_shown(tmp_path):
 def test_joiners_get_the_job_and_not_the_place():
     spec = replace(make_plan(2, nodes=2, node_rank=0).spec, env={"A": "1"})
     here = Endpoint("10.0.0.1", 9)
-    joined = joined_spec(shared_spec(spec), {"place.node_name": "b", "resources.devices": 4, "env.B": "2"}, here)
+    joined = joined_spec(spec.shared(), {"place.node_name": "b", "resources.devices": 4, "env.B": "2"}, here)
     assert (joined.place.node_rank, joined.place.node_name, joined.place.scheduler) == (None, "b", here)
     assert (joined.resources.devices, joined.resources.nodes, joined.env) == (4, 2, {"A": "1", "B": "2"})
     assert joined.program == spec.program

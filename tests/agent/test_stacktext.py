@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pdrun.launcher.stacktext import LONGEST, at_work, comparable, cut, grouped, threads
-from pdrun.rendezvous.messages import StackGroup
+from pdrun.rendezvous.codec import encode
+from pdrun.rendezvous.messages import Envelope, StackGroup, Stacks
 
 FAULTHANDLER = """Thread 0x00007f2b6ffff640 (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 324 in wait
@@ -68,6 +69,14 @@ def test_nothing_is_found_in_what_is_no_dump():
 def test_groups_are_in_order_of_size():
     found = grouped([(3, "b"), (0, "a"), (2, "b"), (1, "c")])
     assert found == (StackGroup((2, 3), "b"), StackGroup((0,), "a"), StackGroup((1,), "c"))
+
+
+def test_many_different_stacks_still_fit_into_a_message():
+    stacks = [(rank, f'File "place{rank}.py", line 1 in wait\n' + 'File "x.py", line 2 in step\n' * 400)
+              for rank in range(300)]  # fmt: skip
+    found = grouped(stacks)
+    assert encode(Envelope("a" * 32, 0, 0, Stacks(0, found)))
+    assert len({group.stack for group in found}) == 300 and len(grouped(stacks[:3])[0].stack) > 1000
 
 
 def test_a_long_stack_is_cut():

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from pdrun.backends.base import Answer
-from pdrun.backends.tools import runner
+from pdrun.backends.tools import MOST, runner
 
 
 def script(folder: Path, text: str) -> dict[str, str]:
@@ -39,6 +39,17 @@ def test_a_tool_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
     while _alive(int(mark.read_text())):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_a_tool_that_floods_is_ended(tmp_path: Path) -> None:
+    mark = tmp_path / "pid"
+    begin = time.monotonic()
+    answer = runner(script(tmp_path, f"echo $$ > {mark}; exec yes"), limit=30.0)(("nvidia-smi",))
+    assert answer == Answer("failed", f"it printed more than {MOST} bytes")
+    assert time.monotonic() - begin < 20, "it did not have to be waited for"
+    assert not _alive(int(mark.read_text()))
+    exact = script(tmp_path, f"head -c {MOST} /dev/zero | tr '\\0' x")
+    assert runner(exact, limit=30.0)(("nvidia-smi",)) == Answer("ok", "x" * MOST)
 
 
 def _alive(pid: int) -> bool:

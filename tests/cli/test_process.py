@@ -53,6 +53,26 @@ def test_a_mistake_costs_one_line_and_less_than_a_second(
     assert not (tmp_path / "started").exists()
 
 
+def test_words_that_are_no_text_are_shown_and_what_a_shell_is_to_run_holds_their_bytes(tmp_path: Path) -> None:
+    (tmp_path / "one.py").write_text("import os\nos.putenv(b'\\xff', b'x')\nimport torch\n")
+    strict = {"PYTHONIOENCODING": "utf-8", "PYTHONUTF8": "1"}
+    for words in (["--dry-run"], ["--dry-run", "--json"], ["--dry-run", "--explain"]):
+        done, _ = pdrun(*words, "one.py", b"\xff", cwd=tmp_path, env=strict)
+        assert (done.returncode, "udcff" in done.stdout) == (0, True), done.stderr
+    command = [sys.executable, "-m", "pdrun", "slurm", "render", "one.py", b"\xff"]
+    rendered = subprocess.run(command, cwd=tmp_path, env={**os.environ, **strict}, capture_output=True, timeout=60)
+    assert rendered.returncode == 0 and b"one.py '\xff'" in rendered.stdout, rendered.stderr
+
+
+def test_a_token_that_finds_no_room_leaves_no_file(tmp_path: Path) -> None:
+    (tmp_path / "pdrun.sh").write_text(f"ulimit -f 0\nexec {sys.executable} -m pdrun token create token\n")
+    done = subprocess.run(["sh", "pdrun.sh"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "error: token: cannot be written: File too large" in done.stderr
+    assert not (tmp_path / "token").exists()
+    done, _ = pdrun("token", "create", "token", cwd=tmp_path)
+    assert done.returncode == 0 and (tmp_path / "token").read_text().startswith("pdrun1-")
+
+
 def test_a_users_json_module_is_not_ours(tmp_path: Path) -> None:
     for name in ("json", "dataclasses", "click_extra", "difflib", "resource", "signal", "socket", "ast", "selectors"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('the user has this file')\n")

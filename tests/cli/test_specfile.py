@@ -46,6 +46,7 @@ BAD = [
     (HEAD + "policy:\n  grace: .inf\n", "job.yaml:4: grace: YAML reads .inf as another number"),
     (HEAD + "env: [A=1]\n", "job.yaml:3: env must be written as KEY: VALUE lines"),
     (HEAD + "env:\n  A-B: x\n", "job.yaml:4: 'A-B' is not a variable's name"),
+    (HEAD + "env:\n  A=B: x\n", "job.yaml:4: 'A=B' is not a variable's name"),
     (HEAD + "env:\n  A: on\n", "job.yaml:4: A: YAML reads on as true or false"),
     ("program:\n  script: a.py\n  module: b\n", "contradicts"),
     ("program:\n  script: a.py\n  args: --lr 3\n", "job.yaml:3: args must be a list"),

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from pdrun.eventlog import Event, EventLog, JobStatus, read, replay
+from pdrun.eventlog import KINDS, Event, EventLog, JobStatus, read, replay
+from pdrun.launcher.control import to_json
 from pdrun.linewriter import LineWriter
+from pdrun.ui.status import plain
 from tests.e2e.conftest import until
 
 STORY = [
@@ -58,6 +60,24 @@ def test_the_file_holds_what_was_appended_and_cut_lines_are_passed_over(tmp_path
         assert events == STORY[: len(events)]
     log.path.write_text('[1]\n"text"\n{}\n{"kind": "joined"}\n\x00\n' + STORY[0].to_line() + "\n")
     assert list(read(log.path)) == [STORY[0]]
+
+
+def test_lines_that_are_no_event_of_their_kind_change_nothing(tmp_path: Path) -> None:
+    log = tmp_path / "events.jsonl"
+    kinds = [
+        f'{{"kind": "{kind}", "time": 1{fields}}}' for kind in KINDS
+        for fields in ("", ', "node": [], "nodes": 7, "rank": "x", "code": null, "generation": {}',
+                       ', "nodes": [["n", 0]]', ', "nodes": [[{}, {}, {}]]', ', "step": 1e999, "rank": 1e999')
+    ]  # fmt: skip
+    times = [f'{{"kind": "created", "time": {time}}}' for time in ("1e999", "NaN", "-Infinity", "1" + "0" * 400, "[]")]
+    log.write_text("\n".join(["[" * 100_000, *times, *kinds]) + "\n")
+    damaged = replay(read(log))
+    with log.open("a") as file:
+        file.writelines(f"{event.to_line()}\n" for event in STORY)
+    status = replay(read(log))
+    assert (status.job, status.code, status.ended_at) == ("gpt", 3, 110.3)
+    assert [status.ranks[rank].state for rank in (0, 1, 2)] == ["failed", "running", "failed"]
+    assert damaged.started_at == 1.0 and plain([damaged], 2.0) and to_json(damaged)
 
 
 def test_a_broken_disk_is_counted_and_never_raised(tmp_path: Path) -> None:

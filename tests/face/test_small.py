@@ -1,7 +1,10 @@
 """Errors, names, clocks and the face of the package."""
 
+import os
+import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,6 +13,8 @@ from hypothesis import strategies as st
 import pdrun
 from pdrun import errors
 from pdrun.clock import FakeClock, SystemClock
+from pdrun.folders import make_private
+from pdrun.linewriter import LineWriter
 from pdrun.names import check_name, name_from, natural_key
 
 
@@ -91,3 +96,19 @@ def test_public_names_all_load() -> None:
     assert set(pdrun.__all__) <= set(dir(pdrun))
     with pytest.raises(AttributeError):
         _ = pdrun.nothing
+
+
+def test_every_folder_that_is_made_is_its_users_alone(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        make_private(tmp_path / "one" / "two" / "three")
+        writer = LineWriter(tmp_path / "logs" / "run" / "events.jsonl", lambda count: "")
+        writer.put("line")
+        assert writer.close(10.0) == 0
+    finally:
+        os.umask(before)
+    made = [path for path in tmp_path.rglob("*") if path.is_dir()]
+    assert len(made) == 5 and {stat.S_IMODE(path.stat().st_mode) for path in made} == {0o700}
+    tmp_path.chmod(0o755)
+    make_private(tmp_path)
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755, "one that is there stays as it is"

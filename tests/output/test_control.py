@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -105,6 +106,27 @@ def test_stop_never_signals_a_process_that_took_over_the_number(home: Path, proc
     assert child.poll() is None
 
 
+def test_where_the_kernel_has_no_handles_of_processes_the_start_time_must_do(
+    home: Path, process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(number: int):
+        def pidfd_open(pid: int, flags: int = 0) -> int:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(os, "pidfd_open", pidfd_open)
+
+    child = process(TERM_ONCE)
+    job = register(home, child.pid)
+    refuse(errno.EMFILE)
+    with pytest.raises(OSError, match="Too many open files"):
+        control.stop("demo", timeout=20)
+    refuse(errno.ENOSYS)
+    control._kill(replace(job, ticks=job.ticks - 5), 9)
+    assert child.poll() is None, "the number belongs to another process now"
+    assert control.stop("demo", timeout=20) == 0
+    assert child.wait(10) == 143
+
+
 def test_stop_of_a_job_elsewhere_or_unknown_is_a_usage_error(home: Path) -> None:
     job = register(home, os.getpid())
     jobs.register(replace(job, host="other-host"))
@@ -142,6 +164,16 @@ def test_a_job_without_a_readable_event_log_is_still_shown(home: Path) -> None:
     assert (one.job, one.run) == ("demo", "demo-1") and "No such file" in one.reason
     jobs.register(replace(job, events=""))
     assert control.job_statuses("demo")[0].reason == "no event log"
+
+
+def test_a_damaged_event_log_hides_no_other_job(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    register(home, ended(), "demo-1", Event("verdict", 1005.0, {"code": 3, "reason": "r"}))
+    damaged = register(home, ended(), "demo-2")
+    with Path(damaged.events).open("a") as log:
+        log.write("[" * 100_000 + '\n{"kind": "joined", "time": 1}\n{"kind": "verdict", "time": NaN}\n')
+    assert control.status(all=True) == 0
+    shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {one["run"]: one["state"] for one in shown} == {"demo-1": "done", "demo-2": "dead"}
 
 
 def test_status_without_a_name_is_of_the_one_that_runs_else_of_all(home: Path) -> None:

@@ -86,7 +86,8 @@ def test_files_that_are_no_entry_are_passed_over(tmp_path: Path, text: str) -> N
 def test_entries_with_wrong_types_links_and_pipes_are_passed_over(tmp_path: Path) -> None:
     register(entry("r1"), tmp_path)
     good = json.loads((tmp_path / "r1.json").read_text())
-    for name, value in (("pid", "1"), ("pid", True), ("pid", -1), ("events", None), ("made", "x")):
+    for name, value in (("pid", "1"), ("pid", True), ("pid", -1), ("events", None), ("made", "x"),
+                        ("made", float("nan")), ("made", 10**400), ("pid", 10**30), ("events", "a\0")):  # fmt: skip
         (tmp_path / "r1.json").write_text(json.dumps({**good, name: value}))
         assert jobs.jobs(tmp_path) == []
     (tmp_path / "r2.json").symlink_to("/dev/zero")

@@ -10,11 +10,14 @@ from hypothesis import strategies as st
 
 from pdrun.backends.base import Backend
 from pdrun.errors import PdrunError
+from pdrun.launcher.hosts import Host
 from pdrun.launcher.model import BackendFacts, Facts
-from pdrun.launcher.plan import command_text, job_key, node_name, plan, program_argv, simulated
+from pdrun.launcher.plan import LONGEST_SPEC, command_text, job_key, node_name, plan, program_argv, simulated
 from pdrun.launcher.scrub import scrub, shown
 from pdrun.launcher.spec import JobSpec, Place, Program, Resources
 from pdrun.net import Endpoint
+from pdrun.rendezvous.codec import encode
+from pdrun.rendezvous.messages import Envelope, Welcome
 from pdrun.topology import CpuSet, Device
 
 FACTS = Facts(
@@ -136,6 +139,24 @@ def test_a_name_that_is_not_known_is_the_error_and_not_the_route() -> None:
         plan(spec, facts, {"place.scheduler": "--scheduler"})
     made = plan(dataclasses.replace(spec, place=dataclasses.replace(spec.place, interface="lo")), facts, {})
     assert made.mode == "join" and facts.scheduler_fault in made.notes
+
+
+@pytest.mark.parametrize(
+    "place",
+    [Place(), Place(local=True), Place(scheduler=Endpoint("n", 5)), Place(hosts=(Host("a"), Host("b"))),
+     Place(scheduler=Endpoint("n", 5), serve=True), Place(hosts=(Host("a"),), launcher="mpirun")],
+)  # fmt: skip
+@pytest.mark.parametrize("env", [False, True])
+def test_what_no_node_could_be_told_is_refused_before_anything_starts(place: Place, env: bool) -> None:
+    long = '"' * (LONGEST_SPEC // 4)  # each takes four bytes: it is written as JSON, and that is put into a message
+    program = SCRIPT if env else dataclasses.replace(SCRIPT, args=(long,))
+    nodes = 1 if place.serve or place.launcher else 2
+    spec = JobSpec(program, Resources(nodes=nodes), place=place, env={"LONG": long} if env else {})
+    with pytest.raises(PdrunError, match=r"and the variables of --env make 98\d,\d{3} bytes, of which .* 983,"):
+        plan(spec, FACTS, {})
+    alone = dataclasses.replace(spec, place=Place(), resources=Resources(nodes=1))
+    assert plan(alone, FACTS, {}).mode == "alone", "nobody is told anything"
+    assert encode(Envelope("a" * 32, 0, 0, Welcome("j" * 64, "r" * 64, "x" * LONGEST_SPEC, "s" * 32, 1.0, 10.0)))
 
 
 def test_no_route_is_an_error_and_never_a_smaller_job() -> None:

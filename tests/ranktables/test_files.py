@@ -62,13 +62,27 @@ def test_a_fresh_file_that_is_cut_off_is_read_again(path: Path) -> None:
     assert len(files.usable(str(path), 60.0, clock=time, sleep=time.sleep).devices) == 4
 
 
-def test_an_old_file_that_is_cut_off_is_refused_at_once(path: Path) -> None:
+def test_a_file_that_is_cut_off_and_stays_as_it_is_is_refused(path: Path) -> None:
     path.write_text(json.dumps(table())[:100])
-    os.utime(path, (1, 1))
     time = Time({})
     with pytest.raises(ConfigError, match="ends in the middle"):
         files.usable(str(path), 60.0, clock=time, sleep=time.sleep)
-    assert time.now == 100.0
+    assert time.now == 100.0 + files.FRESH
+    with pytest.raises(ConfigError, match="ends in the middle"):
+        files.usable(str(path), clock=time, sleep=time.sleep)
+    assert time.now == 100.0 + files.FRESH, "without any time to wait it is refused at once"
+
+
+def test_the_clock_of_a_file_server_does_not_count(path: Path) -> None:
+    whole = json.dumps(table())
+
+    def grow(size: int) -> None:
+        path.write_text(whole[:size])
+        os.utime(path, (1000.0 + size, 1000.0 + size))
+
+    grow(40)
+    time = Time({1.0: lambda: grow(100), 2.5: lambda: grow(200), 4.0: lambda: path.write_text(whole)})
+    assert len(files.usable(str(path), 60.0, clock=time, sleep=time.sleep).devices) == 4
 
 
 def test_a_file_that_changes_while_it_is_read_is_read_whole(path: Path) -> None:
@@ -131,6 +145,10 @@ def test_writing_is_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["t.json"]
     with pytest.raises(ConfigError, match="cannot be written"):
         files.write(str(tmp_path / "no" / "t.json"), "x")
+    for folder in (".", "/", "", "..", str(tmp_path)):
+        with pytest.raises(ConfigError, match=r"is a folder|cannot be written"):
+            files.write(folder, "x")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["t.json"]
 
 
 def test_the_first_fault_is_said_and_the_others_counted(path: Path) -> None:

@@ -233,6 +233,15 @@ def test_what_is_no_journal_is_called_that(tmp_path: Path, text: bytes) -> None:
         reopen(tmp_path / "j")
 
 
+def test_folders_that_are_made_for_it_are_private(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        create(tmp_path / "logs" / "run" / "j", header(config())).close()
+    finally:
+        os.umask(before)
+    assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("logs", "logs/run")] == [0o700] * 2
+
+
 def test_a_folder_in_the_journals_place_is_the_users_mistake(tmp_path: Path) -> None:
     with pytest.raises(RendezvousError, match="cannot be read: Is a directory"):
         of_same_run(config(run="made-up"), tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import stat
@@ -28,6 +29,8 @@ from pdrun.rendezvous.messages import (
     Join,
     Leave,
     Refuse,
+    StackGroup,
+    Stacks,
     StopRequest,
     StopWorkers,
     Verdict,
@@ -462,6 +465,29 @@ def test_status_and_stop_from_outside(scheduler: Start, secret: Secret) -> None:
             request_stop(child.endpoint, secret, signal.SIGTERM, "a test", job="x")
         with pytest.raises(AuthenticationError):
             query_status(child.endpoint, Secret.random())
+
+
+def test_a_message_that_is_too_long_ends_no_scheduler_and_no_agent(scheduler: Start, secret: Secret) -> None:
+    child = scheduler(spec='"' * 600_000)  # each takes two bytes in a message
+    with agents(child.endpoint, secret, "job", "job") as (first, second):
+        for agent in (first, second):
+            refuse = agent.expect(Refuse)
+            assert refuse.code == 70 and re.search(r"Welcome: 120\d{4} bytes are more than 1048576", refuse.reason)
+        with pytest.raises(RendezvousError, match="Welcome: 120"):  # it is still there, for viewers too
+            query_status(child.endpoint, secret, timeout=5.0)
+        assert child.events("warning") and child.returncode is None
+    child = scheduler(nodes=1)
+    with agents(child.endpoint, secret, "job") as (agent,):
+        agent.join("n0")
+        (assign,) = start_all(agent)
+        agent.link.send(Stacks(assign.generation, (StackGroup((0,), "x" * (1 << 20)),)))
+        agent.link.send(WorkerExit(assign.generation, 0, Cause("exit", 7)))
+        agent.link.send(Finished(assign.generation))
+        assert agent.expect(Verdict).code == 7, "pictures of a hang may be missing, the job goes on"
+    with agents(scheduler().endpoint, secret, "job") as (agent,):
+        agent.join("n0", spec='"' * 600_000)
+        refuse = agent.expect(Refuse)
+        assert refuse.code == 70 and "Join: 1200" in refuse.reason
 
 
 def test_a_viewer_cannot_stop(scheduler: Start, secret: Secret) -> None:

@@ -74,6 +74,7 @@ def test_only_variables_that_are_read_at_first_use_may_differ_between_workers() 
      ("import os\nos.environ |= {'NPY_X': '1'}\nimport torch", (2, "NPY_X")),
      ("import os\nos.environ['CUDA_VISIBLE_DEVICES'] = '0'\nimport torch", None),
      ("import os\nos.environ['NCCL_DEBUG'] = 'INFO'\nimport torch", None),
+     ("import os\nos.putenv(b'\\xff\\xfe', b'x')\nos.putenv(b'OMP_NUM_THREADS', b'1')\nimport torch", (3, "OMP_NUM_THREADS")),
      ("os.environ[name] = 'x'", None), ("environ = broken(", None)],
 )  # fmt: skip
 def test_assignments_that_come_too_late(text: str, found: tuple[int, str] | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -14,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from pdrun.errors import ConfigError
+from pdrun.errors import ConfigError, DeadlineExceeded
+from pdrun.launcher import warm as warm_module
 from pdrun.launcher.model import Warm
 from pdrun.launcher.starting import unfit
 from tests.agent.helpers import alive, until
@@ -284,3 +286,25 @@ def test_environments_that_cannot_be_forked_are_refused(node: Node) -> None:
     assert code == ConfigError("").exit_code and "OMP_PROC_BIND" in err
     code, _, err = node.run("warm", "start", "--python", "/no/such/python")
     assert code == 2 and "--python" in err
+
+
+def test_one_pdrun_at_a_time_changes_the_folder_and_who_waits_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "pdrun"
+    monkeypatch.setattr(warm_module, "LOCKED", 0.2)
+    with warm_module.changing(folder):
+        with pytest.raises(DeadlineExceeded, match=r"pdrun/lock: another pdrun has held it for 0\.2 s"):
+            with warm_module.changing(folder):
+                pass
+    assert capsys.readouterr().err == "pdrun: waiting for another pdrun that starts a warm process here\n"
+    with warm_module.changing(folder):
+        pass
+    assert capsys.readouterr().err == ""
+    with pytest.raises(BlockingIOError):  # a limit on processes is not the folder's
+        with warm_module.changing(folder):
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot hold sockets"):
+        with warm_module.changing(tmp_path / "file"):
+            pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pdrun.launcher import front
 from pdrun.launcher.adapters.local import AgentStart, agent_starts, bind_scheduler
 from pdrun.launcher.front import Patience, verdict_code
 from pdrun.launcher.model import LaunchPlan
+from pdrun.launcher.remote_agent import RemoteAgent
 from pdrun.launcher.spec import JobSpec, Program, Resources
 from pdrun.launcher.started import LocalAgent
 from pdrun.rendezvous.security import Secret
@@ -285,6 +287,24 @@ def test_at_the_second_stop_agents_are_read_without_their_reader(tmp_path: Path)
     job.process.send_signal(signal.SIGINT)
     code, err = unread(job)
     assert code == 130 and re.search("pdrun: [0-9]+ bytes not shown: their reader was behind", err)
+
+
+def test_a_connection_that_was_cut_in_the_same_moment_is_not_read(tmp_path: Path) -> None:
+    """A stop kills an agent whose order is still on its way: its descriptor is ready, closed, and another's by now."""
+    agent = RemoteAgent("node0", [sys.executable, "-c", "import time; time.sleep(60)"])
+    agent.connect(str(tmp_path), first=b"x" * (1 << 20))
+    try:
+        (ready,) = [fd for fd, mask in agent.descriptors(lambda stream: False) if mask == select.POLLOUT]
+        agent.kill()
+        with (tmp_path / "other").open("wb+", buffering=0) as other:
+            other.write(b"not for it")
+            other.seek(0)
+            os.dup2(other.fileno(), ready)
+            assert list(agent.take(ready)) == []
+            os.close(ready)
+            assert other.read() == b"not for it"
+    finally:
+        agent.drop()
 
 
 def test_a_command_that_cannot_be_started_leaves_nothing_behind() -> None:

@@ -137,7 +137,8 @@ def test_a_socket_that_cannot_be_bound_leaves_no_folder(tmp_path, monkeypatch):
 def test_what_killed_agents_left_is_removed_and_nothing_else(tmp_path, monkeypatch):
     monkeypatch.setattr(module.tempfile, "tempdir", str(tmp_path))
     kernel = module._prefix()
-    left, young, theirs = tmp_path / f"{kernel}left", tmp_path / f"{kernel}young", tmp_path / "pdrun-agent-0badf00d-left"
+    names = (f"{kernel}left", f"{kernel}young", "pdrun-agent-0badf00d-left")
+    left, young, theirs = (tmp_path / name for name in names)
     for folder in (left, young, theirs):
         folder.mkdir()
     for folder in (left, theirs):  # another host's socket is refused here, held or not

@@ -28,6 +28,7 @@ MOST = 1 << 53
 """No rank, generation or step is as great."""
 MOST_SWEPT = 64
 _PREFIX = "pdrun-agent-"
+"""Then a name of the running kernel: on a folder that hosts share, only that one knows whether a socket is held."""
 _WHOLE = ("rank", "generation", "step", "saved")
 _CREDENTIALS = struct.Struct("3i")
 _PATH_LIMIT = 100
@@ -77,14 +78,22 @@ class Channel:
     """Those of this process that are in use: to be removed by a process that leaves without closing anything."""
 
     def __init__(self) -> None:
-        self.folder = private_folder()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        try:
+            self.folder = private_folder()
+        except OSError:
+            self._socket.close()
+            raise
         self.folders.add(self.folder)
         self.path = str(self.folder / "agent")
         self.strange = 0
         """Datagrams that no worker would send."""
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        self._socket.bind(self.path)
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            self._socket.bind(self.path)
+        except OSError:
+            self.close()
+            raise
         sweep(self.folder)
 
     def fileno(self) -> int:
@@ -114,20 +123,33 @@ class Channel:
 
 
 def private_folder() -> Path:
-    """Make a folder of mode 0700 with a path so short that a socket can lie in it."""
+    """
+    Make a folder of mode 0700 with a path so short that a socket can lie in it.
+
+    Raises:
+        OSError: none can be made anywhere; says what was wrong at the first place.
+    """
+    wrong: OSError | None = None
     for base in (None, os.environ.get("XDG_RUNTIME_DIR"), "/tmp"):
         if base is not None and not os.access(base, os.W_OK | os.X_OK):
             continue
-        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+        try:
+            folder = Path(tempfile.mkdtemp(prefix=_prefix(), dir=base))
+        except OSError as error:
+            wrong = wrong or error
+            continue
         if len(os.fsencode(folder)) <= _PATH_LIMIT - len("/agent"):
             return folder
         folder.rmdir()
-    raise OSError("no folder for temporary files has a path short enough for a socket")
+    raise wrong or OSError("no folder for temporary files has a path short enough for a socket")
 
 
 def sweep(folder: Path) -> None:
-    """Remove the folders beside this one whose agents were killed: this user's own, with a socket that nobody holds."""
-    for other in itertools.islice(folder.parent.glob(f"{_PREFIX}*"), MOST_SWEPT):
+    """Remove the folders beside this one whose agents were killed: this user's, of this kernel, with a dead socket."""
+    kernel = _prefix()
+    if kernel == _PREFIX:
+        return
+    for other in itertools.islice(folder.parent.glob(f"{kernel}*"), MOST_SWEPT):
         try:
             if other == folder or other.lstat().st_uid != os.getuid():
                 continue
@@ -137,6 +159,14 @@ def sweep(folder: Path) -> None:
             shutil.rmtree(other, ignore_errors=True)
         except OSError:
             continue  # just being made, or gone
+
+
+def _prefix() -> str:
+    """What folders of this kernel's agents begin with; without its name where that cannot be read."""
+    try:
+        return f"{_PREFIX}{Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii')[:8]}-"
+    except OSError:
+        return _PREFIX
 
 
 def _sender(ancillary: list[tuple[int, int, bytes]]) -> int:

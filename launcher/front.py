@@ -10,6 +10,10 @@ It decides nothing about the job; the scheduler does. It passes signals on, and 
 stays after another has ended is asked to stop (SIGTERM), then loses its lifeline (stdin), then is killed. When this
 process dies in any way, the lifelines break and every agent ends with all its workers.
 
+A reader that is behind holds the agents back, and an agent that waits for him is not asked to leave. That ends with the
+job: from the first stop on agents are asked all the same, from the second one on they are read without him, and what is
+left when all have ended he may take for as long as `Console.close` waits.
+
 Until the workers are about to start (an agent says so on its lifeline, a socket) the scheduler may not know an agent,
 or not live yet: then the end of one agent ends the others at once, and one that cannot take a signal is killed.
 
@@ -153,6 +157,8 @@ class Front:
         self._patience = Patience(grace)
         self._asked: set[str] = set()
         self._stops: list[int] = []
+        self._dropped = 0
+        """Bytes that were read after a second stop and not shown, as their reader was behind."""
         self._restore = ExitStack()
         self._signals = -1
 
@@ -175,7 +181,7 @@ class Front:
             while not self._finished():
                 held = self._wait()
                 self._reap()
-                if not held:  # else they may only be waiting for the reader of our output
+                if not held or self._stops:  # else they may only be waiting for the reader of our output
                     self._press(self._patience.due(time.monotonic()))
             return self._conclude()
         finally:
@@ -194,16 +200,15 @@ class Front:
         )
         if note:
             self._console.say(f"pdrun: {note}")
+        if self._dropped:
+            self._console.say(f"pdrun: {self._dropped} bytes not shown: their reader was behind at the second stop")
         self._console.close()
         return code
 
     def _finished(self) -> bool:
         """All have ended, and what they wrote is here (a stray child may keep a pipe open: not for ever)."""
         late = time.monotonic() - AFTER_CUT
-        held = any(self._console.held(stream) for stream in (OUT, ERR))
-        return all(
-            agent.end is not None and (agent.drained() or (agent.end.at < late and not held)) for agent in self._agents
-        )
+        return all(agent.end is not None and (agent.drained() or agent.end.at < late) for agent in self._agents)
 
     def _wait(self) -> bool:
         """Sleep until something happens; read what is there; return whether output was held back."""
@@ -211,7 +216,7 @@ class Front:
         poll.register(self._signals, select.POLLIN)
         owners: dict[int, Started] = {}
         for agent in self._agents:
-            for fd, mask in agent.descriptors(self._console.held):
+            for fd, mask in agent.descriptors(_nothing_held if self._reads_on(agent) else self._console.held):
                 poll.register(fd, mask)
                 owners[fd] = agent
         held = any(self._console.held(stream) for stream in (OUT, ERR))
@@ -220,8 +225,19 @@ class Front:
                 self._take_signals()
             else:
                 for stream, data in owners[fd].take(fd):
-                    self._console.write(stream, data)
+                    self._show(owners[fd], stream, data)
         return held
+
+    def _reads_on(self, agent: Started) -> bool:
+        """Whether an agent is read although a reader is behind: it has ended (a pipe holds little), or must soon."""
+        return agent.end is not None or len(self._stops) > 1
+
+    def _show(self, agent: Started, stream: int, data: bytes) -> None:
+        """Queue output for its reader; what comes without end and he does not take is dropped."""
+        if agent.end is None and self._reads_on(agent) and self._console.held(stream):
+            self._dropped += len(data)
+        else:
+            self._console.write(stream, data)
 
     def _reap(self) -> None:
         for agent in self._agents:
@@ -291,6 +307,11 @@ class Front:
                 self._restore.callback(signal.signal, number, after)  # type: ignore[arg-type]
 
 
+def _nothing_held(stream: int) -> bool:
+    """Nobody is waited for."""
+    return False
+
+
 def _noted(number: int, frame: FrameType | None) -> None:
     """The wake-up descriptor has told already."""
 
@@ -298,7 +319,6 @@ def _noted(number: int, frame: FrameType | None) -> None:
 def _close_all(*fds: int) -> None:
     for fd in fds:
         os.close(fd)
-
 
 
 def _when(end: tuple[float, str, int | None]) -> float:

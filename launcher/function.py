@@ -23,6 +23,7 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -151,19 +152,20 @@ class _Job:
         )  # fmt: skip
         assert self._process.stdin is not None
         order = {"spec": spec.to_json(), "sources": _SOURCES, "folder": str(folder)}
-        self._process.stdin.write(json.dumps(order).encode("ascii") + b"\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # it has ended already: its exit code and its own words tell why
+            self._process.stdin.write(json.dumps(order).encode("ascii") + b"\n")
+            self._process.stdin.flush()
         self._reader = threading.Thread(target=self._read, daemon=True, name="pdrun.launch output")
         self._reader.start()
 
     def _read(self) -> None:
+        """Read to the end, whatever becomes of the echo: the workers wait for whoever reads their output."""
         assert self._process.stdout is not None
+        echoes = not self._quiet
         for line in self._process.stdout:
             text = line.decode("utf-8", "replace")
             self.tail.append(text.rstrip("\n"))
-            if not self._quiet:
-                sys.stdout.write(text)
-                sys.stdout.flush()
+            echoes = echoes and _echo(text)
 
     def wait(self, grace: float) -> int:
         """Return the job's exit code; a KeyboardInterrupt stops the job in order, a second one kills it."""
@@ -185,8 +187,22 @@ class _Job:
 
     def _close(self) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):  # what is left of an order that it did not read
+            self._process.stdin.close()
         self._reader.join(2.0)
+
+
+def _echo(text: str) -> bool:
+    """Write to this process's standard output; False when it takes nothing: closed, without a reader, or an object."""
+    try:
+        try:
+            sys.stdout.write(text)
+        except UnicodeEncodeError as error:
+            sys.stdout.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
+        sys.stdout.flush()
+    except Exception:  # it may be any object, as in a notebook
+        return False
+    return True
 
 
 def _verdict(logs: Path, job: str) -> Mapping[str, Any]:
@@ -206,7 +222,8 @@ def _results(results: list[Result], verdict: Mapping[str, Any], code: int, tail:
     if rank is None and (ours := _OURS.get(code)) is not None:
         raise ours(str(verdict.get("reason") or _last_word(tail) or f"the job ended with exit code {code}"))
     failed = next((result for result in results if result.rank == rank and not result.ok), None)
-    what = str(verdict.get("reason") or f"the job ended with exit code {code}")
+    last = f": {tail[-1]}" if tail and tail[-1] else ""
+    what = str(verdict.get("reason") or f"the job ended with exit code {code}{last}")
     error = JobFailed(
         what, exit_code=code, rank=rank, host=str(verdict.get("node", "")),
         traceback=failed.traceback if failed else str(verdict.get("traceback", "")),

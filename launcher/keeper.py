@@ -134,22 +134,24 @@ def family(roots: list[Process]) -> Iterator[Process]:
 
 
 def kill(target: Process) -> None:
-    """SIGKILL that very process, never one that has taken over its pid."""
+    """SIGKILL that very process, never one that has taken over its pid, as far as this machine can tell them apart."""
     try:
         handle = os.pidfd_open(target.pid)
     except ProcessLookupError:
         return
-    except OSError:
-        os.kill(target.pid, signal.SIGKILL)
-        return
+    except OSError:  # no descriptor is left, or the kernel has no pidfds
+        handle = -1
     try:
-        now = process(target.pid)
-        if now is not None and now.start == target.start:
+        now = process(target.pid)  # None, too, where no descriptor is left to read it by
+        if now is not None and now.start == target.start and handle >= 0:
             signal.pidfd_send_signal(handle, signal.SIGKILL)
+        elif handle < 0 and (now is None or now.start == target.start):
+            os.kill(target.pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
         pass
     finally:
-        os.close(handle)
+        if handle >= 0:
+            os.close(handle)
 
 
 class Child:
@@ -415,10 +417,15 @@ class Keeper:
     def execute(self, slot: int, order: Order) -> int:
         """Fork and exec the order's command; return the pid."""
         report, write = os.pipe2(os.O_CLOEXEC)
-        keeper, pid = os.getpid(), os.fork()
-        if pid == 0:
-            become(order.command, order.descriptors[1:], write, keeper, self.hangup_ignored)
-        os.close(write)
+        try:
+            keeper, pid = os.getpid(), os.fork()
+            if pid == 0:
+                become(order.command, order.descriptors[1:], write, keeper, self.hangup_ignored)
+        except OSError:
+            os.close(report)
+            raise
+        finally:
+            os.close(write)
         order.close()
         self.children[pid] = Child(slot, pid, report)
         self.sessions[pid] = slot
@@ -428,19 +435,25 @@ class Keeper:
 
     def prepare(self, descriptors: list[int]) -> None:
         """Start the starter; its command is in the first descriptor, and it gets a socket to this process as fd 3."""
-        order = Order({}, descriptors, False)
+        order, ours = Order({}, descriptors, False), None
         try:
+            if not descriptors:  # the kernel could not give them to this process
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             order.command = json.loads(_read(f"/proc/self/fd/{descriptors[0]}"))
             order.command["env"][MARKER] = marker(self.token, STARTER)
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs, open(os.devnull, "r+b", buffering=0) as null:
-                printed = os.memfd_create("pdrun-starter", os.MFD_CLOEXEC)
-                order.descriptors += [os.dup(null.fileno()), os.dup(null.fileno()), printed, os.dup(theirs.fileno())]
+                for number in (null, null):
+                    order.descriptors.append(os.dup(number.fileno()))
+                order.descriptors.append(os.memfd_create("pdrun-starter", os.MFD_CLOEXEC))
+                order.descriptors.append(os.dup(theirs.fileno()))
                 self.starter = Starter(self.execute(STARTER, order), ours)
         except OSError as error:
-            self.no_starter = f"the starter could not be started: {error.strerror}"
-        finally:
             order.close()
+            if ours is not None:
+                ours.close()
+            self.no_starter = f"the starter could not be started: {error.strerror}"
+            self.send(ev="starter", slot=STARTER, why=self.no_starter)
 
     def adopt_starter(self, pid: int, connection: socket.socket) -> None:
         """Take a child that was forked before this object was made for the starter; it will say that it is ready."""
@@ -461,7 +474,7 @@ class Keeper:
             starter.ready = True
             self.send(ev="starter", slot=STARTER, why="")
             for child in starter.waiting:
-                self.order_fork(child)
+                self.order_waiting(child)
             starter.waiting = []
             self.dismiss_starter()
             return
@@ -490,12 +503,13 @@ class Keeper:
         if starter is None:
             self.instead(child)
             return
+        if starter.ready:  # first what may fail: then the slot is not taken
+            child.report, write = os.pipe2(os.O_CLOEXEC)
         if child not in self.unborn:
             self.unborn.append(child)
         if not starter.ready:
             starter.waiting.append(child)
             return
-        child.report, write = os.pipe2(os.O_CLOEXEC)
         try:
             facts = {"token": self.token, "slot": child.slot, "keeper": os.getpid()}
             socket.send_fds(starter.socket, [json.dumps(facts).encode()], [write, *order.descriptors])
@@ -503,6 +517,15 @@ class Keeper:
             pass  # it is gone: the report's end says so
         finally:
             os.close(write)
+
+    def order_waiting(self, child: Child) -> None:
+        """Ask for what waited until the starter was ready; where that fails its slot is free again."""
+        try:
+            self.order_fork(child)
+        except OSError as error:
+            self.unborn.remove(child)
+            assert child.order is not None
+            self.refuse(child.slot, child.order, error)
 
     def instead(self, child: Child) -> None:
         """Execute what could not be forked."""
@@ -750,8 +773,13 @@ def start_standby(sockets: tuple[int, ...], token: str, agent: int = -1) -> int:
     """Fork the process that stands by; return its pid, 0 where there can be none. It must not hold the ``sockets``."""
     try:
         read, write = os.pipe2(os.O_CLOEXEC)
+    except OSError:
+        return 0
+    try:
         pid = os.fork()
     except OSError:
+        os.close(read)
+        os.close(write)
         return 0
     if pid == 0:
         os.close(write)

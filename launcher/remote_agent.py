@@ -142,6 +142,8 @@ class RemoteAgent:
         if self._out is not None and fd == self._out.fd:
             self._out.flush()
             return
+        if fd not in self._open:  # closed since it was ready, by a signal that came in the same moment
+            return
         data = os.read(fd, 1 << 18)
         if not data:
             self._open.discard(fd)

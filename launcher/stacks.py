@@ -12,13 +12,13 @@ First of these that answers counts, for each worker by itself:
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, ClassVar
 
 from pdrun.elastic import STACKS_SIGNAL
 from pdrun.launcher import procfs
@@ -54,6 +54,9 @@ class Asked:
 class Inquiry:
     """One question to some workers. Call `look` at `deadline` until it returns True."""
 
+    _ending: ClassVar[list[subprocess.Popen[bytes]]] = []
+    """Those of py-spy that were killed, and may take their time to end (state D): reaped by a later question."""
+
     def __init__(
         self, workers: Sequence[tuple[int, int, int]], folder: Path, signal: Callable[[int, int], None], now: float,
         active: tuple[int, ...] = (),
@@ -70,6 +73,7 @@ class Inquiry:
         self._give_up_at = now + WITHIN
         self.deadline = now + LOOK
         self._asked = [Asked(*worker) for worker in workers]
+        self._ending[:] = [spy for spy in self._ending if spy.poll() is None]
         spy = shutil.which("py-spy")
         for number, worker in enumerate(self._asked):
             self._ask(worker, folder, signal, now)
@@ -107,19 +111,22 @@ class Inquiry:
         catches = state is not None and state.caught >> (STACKS_SIGNAL - 1) & 1
         if state is None or not catches or state.letter in "TtZ" or not procfs.holds(worker.pid, str(file)):
             return
+        try:
+            worker.before = worker.size = file.stat().st_size
+        except OSError:  # it has ended since
+            return
         worker.file, worker.grown_at = file, now
-        worker.before = worker.size = file.stat().st_size
         signal(worker.slot, STACKS_SIGNAL)
 
     @staticmethod
     def _spy(spy: str, worker: Asked) -> None:
-        worker.spied = tempfile.TemporaryFile()  # noqa: SIM115  read later
         try:
+            worker.spied = os.fdopen(os.memfd_create("pdrun-stacks", os.MFD_CLOEXEC), "w+b")
             worker.spy = subprocess.Popen(
                 [spy, "dump", "--native", "--pid", str(worker.pid)], stdin=subprocess.DEVNULL, stdout=worker.spied,
                 stderr=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
-        except OSError:
+        except OSError:  # no process, descriptor or memory is left: the others may tell
             pass
 
     @staticmethod
@@ -159,7 +166,8 @@ class Inquiry:
         for worker in self._asked:
             if worker.spy is not None and worker.spy.poll() is None:
                 worker.spy.kill()
-                worker.spy.wait()
+                self._ending.append(worker.spy)
+                worker.spy = None
 
 
 def _from_outside(pid: int) -> str:

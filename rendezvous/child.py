@@ -118,16 +118,14 @@ class SchedulerChild:
         """
         Deal with a death, or with the answer of a successor; never waits. Return a line for the user, or "".
 
+        A successor that cannot be started, as no process or descriptor is left, counts like one that died.
+
         Raises:
             RendezvousError: the scheduler has ended, and there will be no successor; says why.
         """
         now = time.monotonic()
         if self._again_at is not None:
-            if now >= self._again_at:
-                self._again_at = None
-                self._start()
-                self.on_start(self.pid)
-            return ""
+            return self._try_again(now) if now >= self._again_at else ""
         if self.fileno() >= 0 and readable(self.fileno(), wait=0):
             data = os.read(self.fileno(), 65536)
             self._line += data
@@ -167,10 +165,7 @@ class SchedulerChild:
             fcntl.fcntl(self._process.stdin, fcntl.F_SETPIPE_SZ, max(65536, len(order)))
         except OSError:
             pass
-        try:
-            self._process.stdin.write(order)
-        except BrokenPipeError:
-            pass  # the missing answer tells
+        give(self._process.stdin.fileno(), order)
 
     def _await_again(self, timeout: float) -> Endpoint:
         """Start another process in place of one that ended before it said anything: killed, as by a lack of memory."""
@@ -225,6 +220,16 @@ class SchedulerChild:
 
     # From one process to the next -------------------------------------------------------------------------------------
 
+    def _try_again(self, now: float) -> str:
+        """Start a successor. A machine that has no process or descriptor to spare now may have one a moment later."""
+        self._again_at = None
+        try:
+            self._start()
+        except OSError as error:
+            return self._once_more(now, f"the scheduler process cannot be started again ({error.strerror})")
+        self.on_start(self.pid)
+        return ""
+
     def _answered(self, now: float) -> str:
         try:
             self._endpoint()
@@ -235,7 +240,6 @@ class SchedulerChild:
     def _ended(self, now: float) -> str:
         status = self._reap(REAP)
         died = f"the scheduler process on this node has died ({_how(status)})"
-        self._deaths = [at for at in self._deaths if now - at < WINDOW]
         if status == 0:
             self._give_up("the scheduler process on this node has ended")
         if self._journal is None:
@@ -246,13 +250,18 @@ class SchedulerChild:
             self._give_up(f"{died}, and the disk of {self._journal}, from which to go on, does not answer")
         if not there.result():
             self._give_up(f"{died}, and {self._journal}, from which to go on, is not there, or empty")
+        return self._once_more(now, died)
+
+    def _once_more(self, now: float, why: str) -> str:
+        """Have a successor started after a while, unless that was done too often; return a line for the user."""
+        self._deaths = [at for at in self._deaths if now - at < WINDOW]
         if len(self._deaths) >= RESTARTS:
-            self._give_up(f"{died}, after {RESTARTS} restarts in {WINDOW:g} s")
+            self._give_up(f"{why}, after {RESTARTS} restarts in {WINDOW:g} s")
         if self._answer_by is None or not self._deaths:
             self._died_at = now
         self._answer_by, self._again_at = None, now + BACKOFF[min(len(self._deaths), len(BACKOFF) - 1)]
         self._deaths.append(now)
-        return f"{died}: starting it again; the workers go on"
+        return f"{why}: starting it again; the workers go on"
 
     def _give_up(self, why: str) -> NoReturn:
         self._close_listener()
@@ -263,6 +272,15 @@ class SchedulerChild:
         if self._listener >= 0:
             os.close(self._listener)
             self._listener = -1
+
+
+def give(pipe: int, order: bytes) -> None:
+    """Write a new process its order, in however many writes; one that is dead is found by who looks after it."""
+    try:
+        while order:
+            order = order[os.write(pipe, order) :]
+    except BrokenPipeError:
+        pass
 
 
 def _how(status: int) -> str:

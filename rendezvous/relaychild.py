@@ -13,6 +13,7 @@ import sys
 import time
 
 from pdrun.net import Endpoint
+from pdrun.rendezvous.child import give
 from pdrun.rendezvous.events import SchedulerConfig
 from pdrun.rendezvous.security import Secret
 
@@ -53,11 +54,19 @@ class RelayChildren:
         self._started = [time.monotonic()] * count
 
     def look(self) -> str:
-        """Start again what has died; return a line about it for the event log, or the empty string."""
+        """
+        Start again what has died; return a line about it for the event log, or the empty string.
+
+        One that cannot be started, as no process or descriptor is left, is tried again at a later call.
+        """
         now, died = time.monotonic(), 0
         for index, process in enumerate(self._processes):
             if process.poll() is not None and now - self._started[index] >= AGAIN:
-                self._processes[index], self._started[index] = self._start(), now
+                self._started[index] = now
+                try:
+                    self._processes[index] = self._start()
+                except OSError:
+                    continue
                 died += 1
         return f"{died} of {len(self._processes)} relays had died and were started again" if died else ""
 
@@ -78,9 +87,6 @@ class RelayChildren:
             pass_fds=(self._fd,), bufsize=0,
         )  # fmt: skip
         assert process.stdin is not None
-        try:
-            process.stdin.write(self._order)
-            process.stdin.close()
-        except BrokenPipeError:
-            pass  # it has died: `look` sees it
+        give(process.stdin.fileno(), self._order)
+        process.stdin.close()
         return process

@@ -111,15 +111,41 @@ def test_a_folder_with_too_long_a_path_is_not_taken(tmp_path, monkeypatch):
     made.close()
 
 
+def test_a_place_that_takes_no_folder_is_passed_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(module.tempfile, "tempdir", str(tmp_path / "gone"))
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    made = Channel()
+    assert made.path.startswith("/tmp/")
+    made.close()
+    monkeypatch.setattr(module.os, "access", lambda path, mode: False)
+    with pytest.raises(FileNotFoundError, match="gone"):
+        Channel()
+
+
+def test_a_socket_that_cannot_be_bound_leaves_no_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(module.tempfile, "tempdir", str(tmp_path))
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_PATH_LIMIT", 200)
+        patch.setattr(module, "_PREFIX", "x" * 100)
+        with pytest.raises(OSError, match="too long"):
+            Channel()
+    assert list(tmp_path.iterdir()) == [] and not Channel.folders
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_what_killed_agents_left_is_removed_and_nothing_else(tmp_path, monkeypatch):
     monkeypatch.setattr(module.tempfile, "tempdir", str(tmp_path))
-    left, young = tmp_path / "pdrun-agent-left", tmp_path / "pdrun-agent-young"
-    for folder in (left, young):
+    kernel = module._prefix()
+    names = (f"{kernel}left", f"{kernel}young", "pdrun-agent-0badf00d-left")
+    left, young, theirs = (tmp_path / name for name in names)
+    for folder in (left, young, theirs):
         folder.mkdir()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as dead:
-        dead.bind(str(left / "agent"))
+    for folder in (left, theirs):  # another host's socket is refused here, held or not
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as dead:
+            dead.bind(str(folder / "agent"))
     living, other = Channel(), Channel()
-    assert not left.exists() and young.exists()
+    assert not left.exists() and young.exists() and theirs.exists()
     assert living.folder.exists() and other.folder.exists()
     living.close()
     other.close()

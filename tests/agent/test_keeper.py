@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -16,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from pdrun.errors import PdrunError
-from pdrun.launcher import keeper_client
-from pdrun.launcher.keeper import STUCK
-from pdrun.launcher.model import Exited, Spawned, SpawnFailed, Swept
+from pdrun.launcher import boot, keeper_client
+from pdrun.launcher.keeper import STUCK, kill, process
+from pdrun.launcher.model import Exited, Spawned, SpawnFailed, StarterState, Swept, WorkerCommand
 from pdrun.rendezvous.ready import readable
 from tests.agent.helpers import REPOSITORY, alive, keeper_driver, python, read_pid, until
 from tests.timing import in_starts
@@ -412,6 +413,133 @@ def test_descriptor_refusal_is_a_failed_spawn(driver):
     resource.prlimit(driver.keeper.pid, resource.RLIMIT_NOFILE, (used + 2, hard))
     driver.start(0, ("/bin/true",))
     assert driver.wait(SpawnFailed).errno == errno.EMFILE
+
+
+FAILING = """
+import errno, os, sys
+sys.path.append(sys.argv.pop(1).rpartition('/')[0])
+import keeper
+run, real, calls = keeper.Keeper.run, os.{name}, []
+def failing(*args):
+    calls.append(args)
+    if len(calls) == {number}: raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    return real(*args)
+def from_here_on(self):
+    os.{name} = failing
+    run(self)
+keeper.Keeper.run = from_here_on
+keeper.main(sys.argv)
+"""
+
+
+@contextlib.contextmanager
+def failing_driver(monkeypatch, name, number):
+    """A keeper whose call of that number of ``os.name`` fails, as where no descriptor or process is left."""
+    monkeypatch.setattr(boot, "BOOT", FAILING.format(name=name, number=number))
+    with keeper_driver() as made:
+        made.keeper.beat()  # it runs when it has answered
+        assert readable(made.keeper.fileno(), wait=10)
+        assert list(made.keeper.events()) == []
+        yield made
+
+
+def descriptors(driver):
+    return sorted(os.listdir(f"/proc/{driver.keeper.pid}/fd"))
+
+
+def outcome(driver, slot):
+    """Wait for the end of a slot's process, or for the refusal."""
+    def ended():
+        if readable(driver.keeper.fileno(), wait=0.1):
+            driver.seen += driver.keeper.events()
+        return any(isinstance(event, Exited | SpawnFailed) and event.slot == slot for event in driver.seen)
+
+    until(ended)
+    kinds = [type(event) for event in driver.seen if event.slot == slot]
+    driver.seen = [event for event in driver.seen if event.slot != slot]
+    return kinds
+
+
+@pytest.mark.parametrize("name", ["pipe2", "fork", "pidfd_open"])
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_lack_at_any_call_costs_one_worker_and_nothing_else(monkeypatch, tmp_path, name, number):
+    with failing_driver(monkeypatch, name, number) as driver:
+        before, seen = descriptors(driver), []
+        for slot in range(3):
+            driver.start(slot, ("/bin/sh", "-c", "setsid sleep 600 & exit 0"))
+            seen.append(outcome(driver, slot))
+            driver.keeper.sweep(slot)
+            driver.wait(Swept, slot)
+        refused = [] if name == "pidfd_open" else [number - 1]
+        assert [slot for slot in range(3) if SpawnFailed in seen[slot]] == refused
+        for slot in range(3):
+            driver.start(slot, ("/bin/true",))
+            assert outcome(driver, slot) == [Spawned, Exited]
+        assert descriptors(driver) == before
+
+
+STARTER = """
+import os, socket, sys, time
+me = socket.socket(fileno=3)
+while not os.path.exists(sys.argv[1]): time.sleep(0.01)
+me.send(b'{"why": ""}')
+me.recv(1)
+"""
+
+
+def fork_order(driver, slot):
+    with open(os.devnull, "r+b") as null:
+        command = WorkerCommand(slot, ("/bin/true",), {"PATH": os.environ["PATH"]}, "/", (), "auto")
+        driver.keeper.spawn(command, null.fileno(), null.fileno(), null.fileno())
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_fork_that_cannot_be_ordered_leaves_its_slot_free(monkeypatch, tmp_path, early):
+    """The second pipe: the first one is the starter's."""
+    with failing_driver(monkeypatch, "pipe2", 2) as driver:
+        driver.keeper.prepare(WorkerCommand(-1, python(STARTER, tmp_path / "go"), {}, "/"))
+        if early:
+            fork_order(driver, 0)
+        (tmp_path / "go").touch()
+        assert driver.wait(StarterState, None, 20).why == ""
+        if not early:
+            fork_order(driver, 0)
+        assert driver.wait(SpawnFailed).errno == errno.EMFILE
+        fork_order(driver, 0)  # the starter ends at that: it is executed
+        assert outcome(driver, 0) == [Spawned, Exited]
+
+
+@pytest.mark.parametrize("name", ["pipe2", "fork", "memfd_create"])
+def test_a_starter_that_cannot_be_started_is_told_and_done_without(monkeypatch, tmp_path, name):
+    with failing_driver(monkeypatch, name, 1) as driver:
+        before = descriptors(driver)
+        driver.keeper.prepare(WorkerCommand(-1, python(STARTER, tmp_path / "go"), {}, "/"))
+        why = driver.wait(StarterState, None).why
+        assert why == "the starter could not be started: Too many open files"
+        assert descriptors(driver) == before
+        fork_order(driver, 0)
+        assert outcome(driver, 0) == [Spawned, Exited]
+
+
+def test_a_starters_command_that_did_not_come_is_told(driver):
+    driver.keeper._send({"op": "prepare"})
+    assert "Too many open files" in driver.wait(StarterState, None).why
+    driver.start(0, ("/bin/true",))
+    assert driver.wait(Exited).status == 0
+
+
+def test_killing_without_a_descriptor_passes_over_what_has_ended(monkeypatch):
+    def refuse(pid):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    gone, there = (subprocess.Popen(["/bin/sleep", "600"]) for _ in range(2))
+    targets = [process(gone.pid), process(there.pid)]
+    gone.kill()
+    gone.wait()
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    for target in targets:
+        kill(target)
+    assert there.wait(10) == -signal.SIGKILL
 
 
 def test_start_is_quick_and_small():

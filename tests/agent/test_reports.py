@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import pytest
 from pdrun.clock import FakeClock
 from pdrun.launcher import hangs, procfs
 from pdrun.launcher.reports import Reports
+from pdrun.launcher.stacks import Inquiry
 from pdrun.rendezvous.messages import Hung, Progress, ShowStacks, Stacks, Step
 from tests.agent.fakes import FakeKeeper, FakeOutput
 from tests.agent.helpers import until
@@ -264,6 +267,51 @@ def test_a_py_spy_that_hangs_is_not_waited_for(desk, tmp_path, monkeypatch):
     it.reports.turn()
     assert "no Python stack" in it.of(Stacks)[0].groups[0].stack
     assert time.monotonic() - begin < 5
+
+
+def test_a_py_spy_that_nothing_can_kill_is_reaped_later(desk, tmp_path, monkeypatch):
+    spy = tmp_path / "py-spy"
+    spy.write_text("#!/bin/sh\nexec sleep 20\n")
+    spy.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    it = desk(IDLE)
+    it.reports.show_stacks(2)
+    stuck = it.reports._inquiries[0][0]._asked[0].spy
+    begin, real = time.monotonic(), stuck.kill
+    stuck.kill = lambda: None  # as for one in uninterruptible sleep
+    it.clock.advance(3.1)
+    it.reports.turn()
+    assert "no Python stack" in it.of(Stacks)[0].groups[0].stack
+    it.reports.close()
+    assert time.monotonic() - begin < 10 and stuck.returncode is None
+    real()
+    os.waitid(os.P_PID, stuck.pid, os.WEXITED | os.WNOWAIT)
+    Inquiry([], tmp_path, lambda slot, number: None, 0.0)
+    assert stuck.returncode == -signal.SIGKILL
+
+
+def test_py_spy_needs_no_disk(desk, tmp_path, monkeypatch):
+    """Where $TMPDIR takes nothing, and where no descriptor is left, the question is asked without ending the agent."""
+    spy = tmp_path / "py-spy"
+    spy.write_text('#!/bin/sh\nprintf \'Thread 1 (idle): "MainThread"\\n    f (x.py:3)\\n\'\n')
+    spy.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    it = desk(IDLE)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    it.reports.show_stacks(2)
+    it.reports._inquiries[0][0]._asked[0].spy.wait(20)
+    it.clock.advance(0.1)
+    it.reports.turn()
+    assert it.of(Stacks)[0].groups[0].stack == "f (x.py:3)"
+
+    def refuse(name, flags):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    it.reports.show_stacks(2)
+    it.clock.advance(3.1)
+    it.reports.turn()
+    assert "no Python stack" in it.of(Stacks)[1].groups[0].stack
 
 
 def test_a_traceback_without_a_timeout_counts_only_where_the_program_has_ended(desk, monkeypatch):

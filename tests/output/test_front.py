@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pdrun.launcher import front
 from pdrun.launcher.adapters.local import AgentStart, agent_starts, bind_scheduler
 from pdrun.launcher.front import Patience, verdict_code
 from pdrun.launcher.model import LaunchPlan
+from pdrun.launcher.remote_agent import RemoteAgent
 from pdrun.launcher.spec import JobSpec, Program, Resources
 from pdrun.launcher.started import LocalAgent
 from pdrun.rendezvous.security import Secret
@@ -232,6 +234,77 @@ def test_a_closed_stdout_does_not_end_the_job(tmp_path: Path) -> None:
     assert job.process.stderr.read() == b""
     job.process.stderr.close()
     assert (tmp_path / "done").exists()
+
+
+FLOOD = """
+def flood(size):
+    while size > 0: size -= os.write(1, b'x' * 999 + b'\\n')
+flood((8 << 20) + 65536)  # what the front queues, and what its reader's pipe takes
+open('full', 'w').close()
+"""
+
+
+def full(job: Fronted) -> None:
+    """Wait until nobody takes more of the output."""
+    deadline = time.monotonic() + 30
+    while not (job.folder / "full").exists():
+        assert time.monotonic() < deadline, "the output does not come"
+        time.sleep(0.005)
+
+
+def unread(job: Fronted) -> tuple[int, str]:
+    """Return exit code and stderr of a front whose stdout nobody reads."""
+    try:
+        code = job.process.wait(20)
+    finally:
+        job.process.kill()
+    return code, job.process.communicate()[1].decode()
+
+
+def test_without_a_reader_the_front_ends_when_all_have_ended(tmp_path: Path) -> None:
+    code, err = unread(Fronted(tmp_path, FLOOD + "flood(32768); sys.exit(3)"))
+    assert code == 3 and "pdrun: stdout: its reader took nothing for 2 s" in err
+
+
+@pytest.mark.parametrize("obeys", [True, False])
+def test_a_stop_needs_no_reader(tmp_path: Path, obeys: bool) -> None:
+    flooding = f"signal.signal(2, lambda n, f: {'os._exit(130)' if obeys else 0})\nsignal.signal(15, lambda n, f: 0)\n"
+    job = Fronted(tmp_path, flooding + FLOOD + "flood(1 << 20)", "signal.signal(2, lambda n, f: sys.exit(130))\n" + (
+        "print('up')\ntime.sleep(60)"
+    ))  # fmt: skip
+    full(job)
+    job.process.send_signal(signal.SIGINT)
+    code, err = unread(job)
+    assert code == 130 and ("killing the agent of node0" in err) == (not obeys)
+
+
+def test_at_the_second_stop_agents_are_read_without_their_reader(tmp_path: Path) -> None:
+    job = Fronted(tmp_path, "stops = []\nsignal.signal(2, lambda n, f: (stops.append(n), os.write(2, b'stop\\n')))\n"
+                  + FLOOD + "while len(stops) < 2: flood(1000)\nflood(1 << 20); sys.exit(130)")  # fmt: skip
+    full(job)
+    job.process.send_signal(signal.SIGINT)
+    assert job.process.stderr.readline() == b"stop\n"
+    job.process.send_signal(signal.SIGINT)
+    code, err = unread(job)
+    assert code == 130 and re.search("pdrun: [0-9]+ bytes not shown: their reader was behind", err)
+
+
+def test_a_connection_that_was_cut_in_the_same_moment_is_not_read(tmp_path: Path) -> None:
+    """A stop kills an agent whose order is still on its way: its descriptor is ready, closed, and another's by now."""
+    agent = RemoteAgent("node0", [sys.executable, "-c", "import time; time.sleep(60)"])
+    agent.connect(str(tmp_path), first=b"x" * (1 << 20))
+    try:
+        (ready,) = [fd for fd, mask in agent.descriptors(lambda stream: False) if mask == select.POLLOUT]
+        agent.kill()
+        with (tmp_path / "other").open("wb+", buffering=0) as other:
+            other.write(b"not for it")
+            other.seek(0)
+            os.dup2(other.fileno(), ready)
+            assert list(agent.take(ready)) == []
+            os.close(ready)
+            assert other.read() == b"not for it"
+    finally:
+        agent.drop()
 
 
 def test_a_command_that_cannot_be_started_leaves_nothing_behind() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from pdrun import eventlog
 from pdrun.errors import RendezvousError
 from pdrun.net import Endpoint
 from pdrun.rendezvous import child as children
+from pdrun.rendezvous import relaychild
 from pdrun.rendezvous.child import SchedulerChild
 from pdrun.rendezvous.client import LocalLink, ZmqLink
 from pdrun.rendezvous.listen import bind_listener
@@ -352,6 +354,69 @@ def test_it_is_given_up_when_it_dies_again_and_again(
     kill(child)
     with pytest.raises(RendezvousError, match="after 3 restarts in 60 s"):
         revived(child)
+
+
+@contextlib.contextmanager
+def no_descriptors() -> Iterator[None]:
+    """This process may open no file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def told(child: SchedulerChild) -> str:
+    """Tend the child until it has something to say."""
+    lines = list[str]()
+    until(lambda: lines.append(tend(child)) or lines[-1], "a word")
+    return lines[-1]
+
+
+def test_a_successor_that_cannot_be_started_is_tried_again(scheduler: Start_, tmp_path: Path) -> None:
+    child = scheduler(journal=tmp_path / "j")
+    kill(child)
+    assert "has died (killed by SIGKILL): starting it again" in told(child)
+    with no_descriptors():
+        assert "cannot be started again (Too many open files): starting it again" in told(child)
+    assert "is back" in revived(child)
+    kill(child)
+    assert "has died" in told(child)
+    with no_descriptors(), pytest.raises(RendezvousError, match=r"\(Too many open files\), after 3 restarts in 60 s"):
+        told(child)
+    with pytest.raises(ConnectionRefusedError):
+        connect(child.endpoint)
+
+
+def test_a_relay_that_cannot_be_started_is_tried_again(secret: Secret, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relaychild, "AGAIN", 0.0)
+    listener = bind_listener(Endpoint("127.0.0.1", 0))
+    relays = relaychild.RelayChildren(1, listener.detach(), Endpoint("127.0.0.1", 9), secret, 1)
+    try:
+        process = relays._processes[0]
+        process.kill()
+        process.wait(10)
+        with no_descriptors():
+            assert relays.look() == ""
+        assert relays.look() == "1 of 1 relays had died and were started again"
+    finally:
+        relays.close(0.0)
+
+
+def test_an_order_is_given_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little of it each write takes, as where a signal comes or the pipe is full."""
+    read, write = os.pipe()
+    real = os.write
+    monkeypatch.setattr(children.os, "write", lambda number, data: real(number, data[:7]))
+    children.give(write, b"0123456789" * 10)
+    os.close(write)
+    with open(read, "rb") as file:
+        assert file.read() == b"0123456789" * 10
+    read, write = os.pipe()
+    os.close(read)
+    children.give(write, b"nobody reads")
+    os.close(write)
 
 
 @pytest.mark.parametrize(("patience", "least", "most"), [(2.0, 2.0, 6.0), (0.0, 0.5, 4.0)])

@@ -217,6 +217,43 @@ def test_output_is_shown_when_asked_and_kept_where_asked(tmp_path: Path, capsys:
     assert "hello\n" in capsys.readouterr().out
 
 
+ECHO = """
+import os, pdrun, sys
+class Full:
+    def write(self, text): raise OSError(28, "No space left on device")
+    def flush(self): pass
+if sys.argv[1] == "full": sys.stdout = Full()
+def work():
+    os.write(1, "caf\u00e9\\n".encode())
+    for _ in range(12): os.write(1, (b"x" * 99 + b"\\n") * 10_000)
+    return 7
+print(pdrun.launch(work, quiet=False), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("case", ["ascii", "full"])
+def test_an_echo_that_fails_does_not_keep_the_workers(tmp_path: Path, case: str) -> None:
+    """More output than all pipes and queues on the way hold."""
+    (tmp_path / "script.py").write_text(ECHO)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py"), case], capture_output=True, timeout=60, check=False,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )  # fmt: skip
+    assert done.stderr == b"[7]\n"
+    assert done.stdout.count(b"x" * 99 + b"\n") == (120_000 if case == "ascii" else 0)
+    assert (b"caf\\xe9\n" in done.stdout) == (case == "ascii")
+
+
+def test_a_launcher_that_ends_at_once_has_the_last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho no space for a module >&2\nexit 3\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(broken))
+    with pytest.raises(JobFailed, match="the job ended with exit code 3: no space for a module") as caught:
+        pdrun.launch(rank_and, env={"LARGE": "x" * 200_000})  # more than a pipe holds: it is not read to the end
+    assert caught.value.exit_code == 3
+
+
 CALLER = """
 import os, pdrun, sys, time
 def work(folder):

@@ -19,8 +19,8 @@ import signal
 import socket
 import stat
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -237,19 +237,34 @@ def key(python: str, environ: Mapping[str, str]) -> str:
 
 
 @contextmanager
-def changing(path: Path) -> Iterator[int]:
-    """The folder's descriptor, made where it is missing, while nobody else starts a process there."""
-    try:
-        make_private(path)
-        with opened(path) as number:
+def changing(path: Path, say: Callable[[str], None]) -> Iterator[int]:
+    """
+    The folder's descriptor, made where it is missing, while nobody else starts a process there.
+
+    Args:
+        say: told when somebody else does, and is waited for.
+
+    Raises:
+        ConfigError: the folder cannot be used. What is done in it keeps its own errors.
+    """
+    with ExitStack() as held:
+        try:
+            make_private(path)
+            number = held.enter_context(opened(path))
             lock = os.open("lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=number)
+            held.callback(os.close, lock)
             try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                say(f"another pdrun warm is at work in {path}: waiting for it")
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                yield number
-            finally:
-                os.close(lock)
-    except OSError as error:
-        raise ConfigError(f"cannot hold sockets: {error.strerror}", where=str(path)) from error
+        except OSError as error:
+            raise _no_sockets(path, error) from error
+        yield number
+
+
+def _no_sockets(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot hold sockets: {error.strerror}", where=str(path))
 
 
 def launch(number: int, path: Path, python: str, environ: Mapping[str, str], idle: float) -> None:
@@ -274,7 +289,10 @@ def launch(number: int, path: Path, python: str, environ: Mapping[str, str], idl
         pass
     read, write = os.pipe2(os.O_CLOEXEC)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, open(os.devnull, "r+b", buffering=0) as null:
-        listener.bind(f"/proc/self/fd/{number}/{path.name}")
+        try:
+            listener.bind(f"/proc/self/fd/{number}/{path.name}")
+        except OSError as error:
+            raise _no_sockets(path.parent, error) from error
         printed = os.memfd_create("pdrun-warm", os.MFD_CLOEXEC)
         pid = os.fork()
         if pid == 0:
@@ -353,11 +371,11 @@ def _ends(handle: int) -> bool:
     return bool(poll.poll(ANSWER * 1000))
 
 
-def clear(look: Look) -> list[str]:
-    """Remove the sockets of dead processes that were found; return their names."""
+def clear(look: Look, say: Callable[[str], None]) -> list[str]:
+    """Remove the sockets of dead processes that were found; return their names. ``say``: see `changing`."""
     dead = [name for name, why in look.faults.items() if why == DEAD]
     if dead:
-        with changing(look.path) as number:  # nobody begins another there meanwhile
+        with changing(look.path, say) as number:  # nobody begins another there meanwhile
             for name in dead:
                 try:
                     _connect(number, name).close()

@@ -43,8 +43,13 @@ def _read_order() -> dict[str, Any]:
     line = bytearray()
     while not line.endswith(b"\n"):
         data = os.read(0, 65536)
-        if not data or len(line) > LONGEST_LINE:
+        if not data:
             raise ConfigError("no order came on standard input", where="agent_main")
+        if len(line) > LONGEST_LINE:
+            raise ConfigError(
+                f"the order is longer than {LONGEST_LINE >> 20} MiB", where="agent_main",
+                hint="pass less in the script's arguments and by --env: a file that all nodes read, say",
+            )  # fmt: skip
         line += data
     try:
         order = json.loads(line)

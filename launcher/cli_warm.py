@@ -31,7 +31,7 @@ def start(python: str, idle: float) -> int:
         raise ConfigError(f"workers cannot be forked here: {why}", where="environment")
     folder = _folder()
     path = folder / f"{warm.key(python, environ)}.sock"
-    with warm.changing(folder) as number:
+    with warm.changing(folder, _say) as number:
         found = next((found for found in warm.Look().found() if found.socket == str(path)), None)
         if found is not None and not (why := _unfit(found, python, environ)):
             _say(f"is warm already: {_line(found)}")
@@ -74,7 +74,7 @@ def stop(pids: Sequence[int]) -> int:
     """End the warm processes with these pids, or all; return 1 where one did not end."""
     look = warm.Look()
     found = {each.pid: each for each in look.found()}
-    cleared = warm.clear(look)
+    cleared = warm.clear(look, _say)
     unknown = [pid for pid in pids if pid not in found]
     if unknown:
         name = next((name for name, pid in look.pids.items() if pid == unknown[0] and name in look.faults), "")

@@ -18,9 +18,8 @@ import os
 import signal
 import socket
 import stat
-import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -240,9 +239,12 @@ def key(python: str, environ: Mapping[str, str]) -> str:
 
 
 @contextmanager
-def changing(path: Path) -> Iterator[int]:
+def changing(path: Path, say: Callable[[str], None]) -> Iterator[int]:
     """
     The folder's descriptor, made where it is missing, while nobody else starts a process there.
+
+    Args:
+        say: told when somebody else does, and is waited for.
 
     Raises:
         ConfigError: it cannot be used. DeadlineExceeded: another pdrun has been at it for longer than an import takes.
@@ -253,7 +255,7 @@ def changing(path: Path) -> Iterator[int]:
             number = held.enter_context(opened(path))
             lock = os.open("lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=number)
             held.callback(os.close, lock)
-            _lock(lock, path)
+            _lock(lock, path, say)
         yield number
 
 
@@ -266,7 +268,7 @@ def _holding(path: Path) -> Iterator[None]:
         raise ConfigError(f"cannot hold sockets: {error.strerror}", where=str(path)) from error
 
 
-def _lock(lock: int, path: Path) -> None:
+def _lock(lock: int, path: Path, say: Callable[[str], None]) -> None:
     told, deadline = False, time.monotonic() + LOCKED
     while True:
         try:
@@ -274,7 +276,7 @@ def _lock(lock: int, path: Path) -> None:
         except BlockingIOError:
             pass
         if not told:
-            print("pdrun: waiting for another pdrun that starts a warm process here", file=sys.stderr, flush=True)
+            say(f"another pdrun warm is at work in {path}: waiting for it")
             told = True
         if time.monotonic() > deadline:
             raise DeadlineExceeded(
@@ -385,11 +387,11 @@ def _ends(handle: int) -> bool:
     return bool(poll.poll(ANSWER * 1000))
 
 
-def clear(look: Look) -> list[str]:
-    """Remove the sockets of dead processes that were found; return their names."""
+def clear(look: Look, say: Callable[[str], None]) -> list[str]:
+    """Remove the sockets of dead processes that were found; return their names. ``say``: see `changing`."""
     dead = [name for name, why in look.faults.items() if why == DEAD]
     if dead:
-        with changing(look.path) as number:  # nobody begins another there meanwhile
+        with changing(look.path, say) as number:  # nobody begins another there meanwhile
             for name in dead:
                 try:
                     _connect(number, name).close()

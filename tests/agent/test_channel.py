@@ -8,6 +8,8 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -134,11 +136,18 @@ def test_a_socket_that_cannot_be_bound_leaves_no_folder(tmp_path, monkeypatch):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_what_killed_agents_left_is_removed_and_nothing_else(tmp_path, monkeypatch):
-    monkeypatch.setattr(module.tempfile, "tempdir", str(tmp_path))
+@pytest.fixture
+def short():
+    """A folder with a path so short that an agent's folder may lie in it."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as made:
+        yield Path(made)
+
+
+def test_what_killed_agents_left_is_removed_and_nothing_else(short, monkeypatch):
+    monkeypatch.setattr(module.tempfile, "tempdir", str(short))
     kernel = module._prefix()
     names = (f"{kernel}left", f"{kernel}young", "pdrun-agent-0badf00d-left")
-    left, young, theirs = (tmp_path / name for name in names)
+    left, young, theirs = (short / name for name in names)
     for folder in (left, young, theirs):
         folder.mkdir()
     for folder in (left, theirs):  # another host's socket is refused here, held or not

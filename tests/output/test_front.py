@@ -20,7 +20,7 @@ from pdrun.launcher.front import Patience, verdict_code
 from pdrun.launcher.model import LaunchPlan
 from pdrun.launcher.remote_agent import RemoteAgent
 from pdrun.launcher.spec import JobSpec, Program, Resources
-from pdrun.launcher.started import LocalAgent
+from pdrun.launcher.started import LocalAgent, agent_command
 from pdrun.rendezvous.security import Secret
 
 RUN = """
@@ -380,6 +380,15 @@ def test_before_there_are_workers_patience_is_short() -> None:
         patience.first_end(100.0, killed=killed, running=False)
         assert patience.due(cut - 0.1) == ""
         assert [patience.due(cut), patience.due(cut), patience.due(cut + front.AFTER_EARLY)] == ["cut", "", "kill"]
+
+
+@pytest.mark.parametrize(
+    ("order", "words"),
+    [(b"", "no order came on standard input"), (b"x" * (17 << 20), "the order is longer than 16 MiB")],
+)
+def test_what_is_wrong_with_an_order_is_told(order: bytes, words: str) -> None:
+    done = subprocess.run(agent_command(), input=order, capture_output=True, timeout=60, check=False)
+    assert done.returncode == 78 and words in done.stderr.decode()
 
 
 def test_what_each_agent_is_told() -> None:

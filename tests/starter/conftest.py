@@ -102,7 +102,7 @@ def warm_process(
 ) -> Iterator[Warm]:  # fmt: skip
     """A warm process in a folder of its own, ended at the end."""
     name = f"{warm.key(python, env)}.sock"
-    with pytest.MonkeyPatch.context() as patch, warm.changing(folder) as number:
+    with pytest.MonkeyPatch.context() as patch, warm.changing(folder, print) as number:
         patch.setattr(warm, "MODULES", modules)
         warm.launch(number, folder / name, python, env, idle)
     found = said(folder)

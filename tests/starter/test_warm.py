@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -288,23 +287,13 @@ def test_environments_that_cannot_be_forked_are_refused(node: Node) -> None:
     assert code == 2 and "--python" in err
 
 
-def test_one_pdrun_at_a_time_changes_the_folder_and_who_waits_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "pdrun"
+def test_another_pdrun_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, heard = tmp_path / "pdrun", list[str]()
     monkeypatch.setattr(warm_module, "LOCKED", 0.2)
-    with warm_module.changing(folder):
+    with warm_module.changing(folder, heard.append):
         with pytest.raises(DeadlineExceeded, match=r"pdrun/lock: another pdrun has held it for 0\.2 s"):
-            with warm_module.changing(folder):
+            with warm_module.changing(folder, heard.append):
                 pass
-    assert capsys.readouterr().err == "pdrun: waiting for another pdrun that starts a warm process here\n"
-    with warm_module.changing(folder):
-        pass
-    assert capsys.readouterr().err == ""
-    with pytest.raises(BlockingIOError):  # a limit on processes is not the folder's
-        with warm_module.changing(folder):
-            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot hold sockets"):
-        with warm_module.changing(tmp_path / "file"):
-            pass
+    assert len(heard) == 1
+    with warm_module.changing(folder, heard.append):
+        assert len(heard) == 1

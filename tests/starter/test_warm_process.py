@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import json
 import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -347,7 +349,7 @@ def test_a_socket_of_a_killed_process_is_replaced(folder: Path, light: Warm) -> 
 def test_what_a_killed_process_has_left_can_be_removed(folder: Path, light: Warm) -> None:
     os.kill(light.pid, signal.SIGKILL)
     until(lambda: not alive(light.pid), 5)
-    assert warm.clear(warm.Look({"XDG_RUNTIME_DIR": str(folder.parent)})) == [Path(light.socket).name]
+    assert warm.clear(warm.Look({"XDG_RUNTIME_DIR": str(folder.parent)}), print) == [Path(light.socket).name]
     assert not Path(light.socket).exists()
 
 
@@ -355,7 +357,7 @@ def test_a_stopped_process_is_called_that(folder: Path, light: Warm) -> None:
     os.kill(light.pid, signal.SIGSTOP)
     try:
         look = warm.Look({"XDG_RUNTIME_DIR": str(folder.parent)})
-        assert look.found() == () and warm.clear(look) == []
+        assert look.found() == () and warm.clear(look, print) == []
         (why,) = look.faults.values()
         assert why.startswith(f"the warm process {light.pid} is stopped") and f"kill -CONT {light.pid}" in why
     finally:
@@ -393,3 +395,28 @@ def test_files_and_variables_of_the_import_are_known(folder: Path, tmp_path: Pat
         assert said(folder).unfit == ""
         module.write_text(module.read_text() + "\n")
         assert said(folder).unfit == f"{module} has changed since"
+
+
+def test_whoever_waits_for_another_start_is_told(tmp_path: Path) -> None:
+    said, inside = list[str](), threading.Event()
+
+    def second() -> None:
+        with warm.changing(tmp_path / "w", said.append):
+            inside.set()
+
+    thread = threading.Thread(target=second, daemon=True)
+    with warm.changing(tmp_path / "w", said.append):
+        assert said == []
+        thread.start()
+        until(lambda: said, what="a word")
+        assert "waiting for it" in said[0] and str(tmp_path / "w") in said[0] and not inside.is_set()
+    assert inside.wait(10)
+    thread.join(10)
+
+
+def test_a_folder_for_sockets_is_not_blamed_for_what_is_done_in_it(tmp_path: Path) -> None:
+    with pytest.raises(BlockingIOError), warm.changing(tmp_path / "w", print):
+        raise BlockingIOError(errno.EAGAIN, "no process is left")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot hold sockets"), warm.changing(tmp_path / "file" / "w", print):
+        pass

@@ -133,9 +133,10 @@ class Engine:
 
     def _add_cut(self, group: Sequence[Weight], unit: str, *, trained: bool) -> Cut:
         own = group[0].dtype
+        compute = self.settings.precision.weights(own, group[0].wide)
         self._fill(group)
         made = Cut(
-            group, self.gathers, compute=self.settings.precision.weights(own), train=own, released=self.settings.level
+            group, self.gathers, compute=compute, train=own, released=self.settings.level
             == 3, home=self.settings.home or self.whole.device, label=f"the weights of {unit or group[0].name}",
         )  # fmt: skip
         self.cuts.append(made)
@@ -147,7 +148,7 @@ class Engine:
     def _narrow(self, weight: Weight) -> None:
         """Have the model compute with a copy of a weight that isn't cut, in the type of the policy."""
         self._fill([weight])
-        compute = self.settings.precision.weights(weight.dtype)
+        compute = self.settings.precision.weights(weight.dtype, weight.wide)
         if compute != weight.dtype or (weight.trained and self.settings.home not in (None, self.whole.device)):
             wide = weight.param.detach()
             if weight.trained:

@@ -197,7 +197,7 @@ def parallelize(
         "offload": (away.optimizer, away.activations, away.least),
     }.items())  # fmt: skip
     empty = _prepare(model, device, ranks, sync_batchnorm)
-    weights = collect(model, settings.layerwise)
+    weights = collect(model, settings.layerwise, norm_sync.own_weights(model) if policy.inputs else ())
     made = retarget.make(optimizer, [weight.param for weight in weights if weight.trained])
     agreement.check(of_model(model, weights))
     agreement.check(of_optimizer(made))

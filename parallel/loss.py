@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from pdrun.errors import UsageError
+from pdrun.parallel.slicing import words
 
 Loss = Callable[[Any, Any], Any]
 Forward = Callable[[nn.Module, Any], Any]
@@ -90,4 +91,4 @@ def call_model(model: nn.Module, batch: Any) -> Any:
                 f"forward takes none of the batch's keys ({told})", where=WHERE, hint="forward=lambda model, batch: ..."
             )
         return model(**named)
-    return model(batch[0] if isinstance(batch, (tuple, list)) else batch)
+    return model(batch[0] if isinstance(batch, (tuple, list)) and not words(batch) else batch)

@@ -194,6 +194,10 @@ class Engine:
             part.forget()
         for weight in self.weights:
             weight.param.grad = None
+            if weight.param.requires_grad and not weight.trained:
+                what = f"{weight.name} requires a gradient now, and did not when the run was made: it is not trained"
+                hint = "let it require one before pdrun.parallelize; requires_grad_(False) may freeze it afterwards"
+                raise UsageError(what, where="pdrun.Run.step", hint=hint)
 
     @contextmanager
     def forward(self, chunk: int = 0, micro: int = 0) -> Iterator[None]:

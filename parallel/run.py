@@ -159,6 +159,9 @@ class Run:
 
     def _passes(self, batch: Any) -> torch.Tensor:
         """Go forward and backward through this rank's micro-batches; return ``[accumulate, 2]``, sums and counts."""
+        if not torch.is_grad_enabled():
+            what = "gradients are turned off: a step lies in torch.no_grad() or torch.inference_mode()"
+            raise UsageError(what, where="pdrun.Run.step", hint="leave it; run.evaluate(batch) goes forward only")
         self.engine.begin_step()
         sums = self.driver.passes(self, self._cut(batch))
         if self.objective.plain and self.mesh.cp > 1:

@@ -104,8 +104,9 @@ def same_source(one: Any, other: Any) -> bool:
     if one is other:
         return True
     kinds = [from_torch(source) if isinstance(source, DataLoader) else source for source in (one, other)]
-    if all(isinstance(source, Loader) for source in kinds):
-        alike = [(id(source.dataset), source.batch, source.shuffle, source.drop_last) for source in kinds]
+    loaders = [source for source in kinds if isinstance(source, Loader)]
+    if len(loaders) == 2:
+        alike = [(id(source.dataset), source.batch, source.shuffle, source.drop_last) for source in loaders]
         return alike[0] == alike[1]
     codes = [getattr(source, "gi_code", None) for source in (one, other)]
     return codes[0] is not None and codes[0] is codes[1]

@@ -76,7 +76,8 @@ def words(value: Any) -> bool:
 
 def _flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec]:
     """Take a batch apart into tensors, arrays, lists of strings and whatever else there is."""
-    return pytree.tree_flatten(batch, is_leaf=words)
+    leaves, form = pytree.tree_flatten(batch, is_leaf=words)
+    return leaves, form
 
 
 def _shape(leaf: Any) -> tuple[int, ...] | None:

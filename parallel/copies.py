@@ -13,7 +13,9 @@ from pdrun.parallel.tiles import set_tile
 from pdrun.parallel.wholes import buffers
 
 if TYPE_CHECKING:
+    from pdrun.parallel.holders import Entry
     from pdrun.parallel.run import Run
+    from pdrun.parallel.weights import Weight
 
 
 def blank(model: nn.Module) -> nn.Module:
@@ -30,13 +32,14 @@ def plain_copy(run: Run) -> nn.Module:
     memo: dict[int, Any] = {}
     full = run.full_weights()
 
-    def value_of(name: str, dtype: torch.dtype, trained: bool) -> nn.Parameter:
-        return nn.Parameter(full[name].to(run.settings.precision.weights(dtype), copy=True), trained)
+    def value_of(weight: Entry | Weight) -> nn.Parameter:
+        dtype = run.settings.precision.weights(weight.dtype, weight.wide)
+        return nn.Parameter(full[weight.name].to(dtype, copy=True), weight.trained)
 
     if run.original is not None:
         params = dict(run.original.named_parameters())
         for entry in run.engine.catalogue.entries:
-            memo[id(params[entry.name])] = value_of(entry.name, entry.dtype, entry.trained)
+            memo[id(params[entry.name])] = value_of(entry)
         made = copy.deepcopy(run.original, memo)
         here = buffers(run)
         with torch.no_grad():
@@ -45,7 +48,7 @@ def plain_copy(run: Run) -> nn.Module:
                     buffer.copy_(here[name])
         return made
     for weight in run.engine.weights:
-        memo[id(weight.param)] = value_of(weight.name, weight.dtype, weight.trained)
+        memo[id(weight.param)] = value_of(weight)
     made = copy.deepcopy(run.model, memo)
     unwrap(made)
     return made
@@ -57,7 +60,7 @@ def shell(run: Run, fake: Any) -> nn.Module:
 
     memo: dict[int, Any] = {}
     for weight in run.engine.weights:
-        dtype = run.settings.precision.weights(weight.dtype)
+        dtype = run.settings.precision.weights(weight.dtype, weight.wide)
         value = torch.empty(weight.shape, dtype=dtype, device=run.device)
         memo[id(weight.param)] = set_tile(nn.Parameter(value, weight.trained), weight.tile)
     for buffer in run.model.buffers():

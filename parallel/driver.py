@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from pdrun.errors import UsageError
+from pdrun.parallel.loss import check_trains
 from pdrun.parallel.norms import wide_type
 
 if TYPE_CHECKING:
@@ -178,8 +178,7 @@ class Plain:
             first, last = micro.place == 0, micro.place == len(micros) - 1
             with run.engine.forward(micro=micro.place), run.around(micro):
                 total, count = run.objective(run.model, run.here(micro.batch), max(len(micro.rows), 1))
-            if not total.requires_grad:
-                raise UsageError("the loss does not depend on a weight that is trained", where="pdrun.Run.step")
+            check_trains(total)
             if not micro.weight:
                 total, count = total * 0.0, count * 0.0
             sums.append(torch.stack([total.detach().to(wide), count.to(wide)]))

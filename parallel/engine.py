@@ -134,9 +134,10 @@ class Engine:
 
     def _add_cut(self, group: Sequence[Weight], unit: str, *, trained: bool) -> Cut:
         own = group[0].dtype
+        compute = self.settings.precision.weights(own, group[0].wide)
         self._fill(group)
         made = Cut(
-            group, self.gathers, compute=self.settings.precision.weights(own), train=own, released=self.settings.level
+            group, self.gathers, compute=compute, train=own, released=self.settings.level
             == 3, home=self.settings.home or self.whole.device, label=f"the weights of {unit or group[0].name}",
         )  # fmt: skip
         self.cuts.append(made)
@@ -148,7 +149,7 @@ class Engine:
     def _narrow(self, weight: Weight) -> None:
         """Have the model compute with a copy of a weight that isn't cut, in the type of the policy."""
         self._fill([weight])
-        compute = self.settings.precision.weights(weight.dtype)
+        compute = self.settings.precision.weights(weight.dtype, weight.wide)
         if compute != weight.dtype or (weight.trained and self.settings.home not in (None, self.whole.device)):
             wide = weight.param.detach()
             if weight.trained:
@@ -194,6 +195,10 @@ class Engine:
             part.forget()
         for weight in self.weights:
             weight.param.grad = None
+            if weight.param.requires_grad and not weight.trained:
+                what = f"{weight.name} requires a gradient now, and did not when the run was made: it is not trained"
+                hint = "let it require one before pdrun.parallelize; requires_grad_(False) may freeze it afterwards"
+                raise UsageError(what, where="pdrun.Run.step", hint=hint)
 
     @contextmanager
     def forward(self, chunk: int = 0, micro: int = 0) -> Iterator[None]:

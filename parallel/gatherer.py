@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from pdrun.errors import UsageError
 from pdrun.parallel.comm import Comm
 from pdrun.parallel.cuts import Cut
 from pdrun.parallel.lanes import Lane, close, ready, start
@@ -191,7 +192,15 @@ class Gatherer:
 
         return hook
 
+    def _refuse_twice(self) -> None:
+        """Refuse a gradient that is taken in a forward pass and has one of its own: it needs all weights again."""
+        what = "a gradient with create_graph=True inside of a forward pass, whose units are there for one pass each"
+        hint = 'gather="step" has them there from their first forward to their last backward'
+        raise UsageError(what, where="pdrun.Run.step", hint=hint)
+
     def _before_backward(self, index: int) -> None:
+        if self._phase == "forward" and not self._outside and torch.is_grad_enabled():
+            self._refuse_twice()
         if self._phase != "backward":  # of a call outside of a step
             self._begin("backward", list(self._lanes.values()))
         self._lane_of[index].run(index, self._mine)

@@ -35,6 +35,7 @@ class Entry:
     dtype: torch.dtype
     trained: bool
     alone: bool
+    wide: bool = False
 
 
 class Catalogue:
@@ -47,7 +48,7 @@ class Catalogue:
     """
 
     def __init__(self, model: nn.Module, weights: Iterable[Weight]) -> None:
-        self.entries = [Entry(w.name, w.index, w.shape, w.dtype, w.trained, w.alone) for w in weights]
+        self.entries = [Entry(w.name, w.index, w.shape, w.dtype, w.trained, w.alone, w.wide) for w in weights]
         first: dict[int, str] = {}
         self._first = {
             name: first.setdefault(id(param), name) for name, param in model.named_parameters(remove_duplicate=False)
@@ -72,7 +73,8 @@ class Catalogue:
                 raise UsageError(f"{name} is no weight of the model that was given", where=WHERE)
             if entry.index in found:
                 raise UsageError(f"{name} and {found[entry.index].name} were tied, and no longer are", where=WHERE)
-            made = Weight(entry.name, param, entry.index, tuple(param.shape), entry.dtype, entry.trained, entry.alone)
+            own = entry.dtype, entry.trained, entry.alone, entry.wide
+            made = Weight(entry.name, param, entry.index, tuple(param.shape), *own)
             if made.tile.shape != entry.shape or param.dtype != entry.dtype:
                 what = f"{list(made.tile.shape)} {param.dtype}, the model's is {list(entry.shape)} {entry.dtype}"
                 raise UsageError(f"{name} is a part of {what}", where=WHERE, hint="set_tile tells what a part is of")

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pdrun.errors import UsageError
 from pdrun.parallel import norm_sync
 from pdrun.parallel.baton import Baton
 from pdrun.parallel.driver import MicroBatch, Plain
+from pdrun.parallel.loss import check_trains
 from pdrun.parallel.norms import wide_type
 
 if TYPE_CHECKING:
@@ -115,8 +115,7 @@ def _forward(run: Run, micro: MicroBatch) -> Part:
     def forward() -> tuple[torch.Tensor, torch.Tensor]:
         with run.around(micro):
             total, count = run.objective(run.model, run.here(micro.batch), max(len(micro.rows), 1))
-        if not total.requires_grad:
-            raise UsageError("the loss does not depend on a weight that is trained", where="pdrun.Run.step")
+        check_trains(total)
         return (total, count) if micro.weight else (total * 0.0, count * 0.0)
 
     return forward

@@ -99,6 +99,19 @@ def from_torch(loader: DataLoader[Any]) -> Loader | None:
     )  # fmt: skip
 
 
+def same_source(one: Any, other: Any) -> bool:
+    """Whether two sources of batches have the same ones: one object, loaders alike, or calls of one generator."""
+    if one is other:
+        return True
+    kinds = [from_torch(source) if isinstance(source, DataLoader) else source for source in (one, other)]
+    loaders = [source for source in kinds if isinstance(source, Loader)]
+    if len(loaders) == 2:
+        alike = [(id(source.dataset), source.batch, source.shuffle, source.drop_last) for source in loaders]
+        return alike[0] == alike[1]
+    codes = [getattr(source, "gi_code", None) for source in (one, other)]
+    return codes[0] is not None and codes[0] is codes[1]
+
+
 @dataclass
 class Shard:
     """One rank's rows of a global batch, as `Run.step` wants them."""
@@ -123,10 +136,8 @@ def read(
         source, batch_sampler=mine, num_workers=loader.workers, collate_fn=loader.collate, pin_memory=loader.pin,
         generator=torch.Generator().manual_seed(mix(seed, epoch, 4)),
     ) if mine else []  # fmt: skip
-    for batch, indices, cut in zip(feed, batches, cuts, strict=True):
-        position.batch += 1
-        if position.batch == len(loader):
-            position.epoch, position.batch = epoch + 1, 0
+    for done, (batch, indices, cut) in enumerate(zip(feed, batches, cuts, strict=True), first + 1):
+        position.epoch, position.batch = (epoch, done) if done < len(loader) else (epoch + 1, 0)
         yield batch, Shard(len(indices), [len(part) for part in cut])
 
 

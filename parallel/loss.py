@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from pdrun.errors import UsageError
+from pdrun.parallel.slicing import words
 
 Loss = Callable[[Any, Any], Any]
 Forward = Callable[[nn.Module, Any], Any]
@@ -56,13 +57,28 @@ class Objective:
         told = self.loss(output, batch) if self.loss else output
         if isinstance(told, torch.Tensor):
             told, self.plain = (told * rows, rows), True
+        if self.loss is None and not isinstance(told, (tuple, list)):
+            given = isinstance(getattr(told, "loss", None), torch.Tensor)
+            hint = "loss=lambda out, batch: out.loss takes the model's own, a mean" if given else FORM
+            what = f"there is no loss=, and the model returned {type(told).__name__}"
+            raise UsageError(what, where=WHERE, hint=hint)
         return _checked(told)
 
 
+def check_trains(total: torch.Tensor) -> None:
+    """Refuse a loss that no gradient comes from."""
+    if not total.requires_grad:
+        hint = "was it, or the output, computed under torch.no_grad(), detached, or made anew from numbers?"
+        raise UsageError("the loss does not depend on a weight that is trained", where="pdrun.Run.step", hint=hint)
+
+
 def _checked(told: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    if not isinstance(told, (tuple, list)) or len(told) != 2 or not isinstance(told[0], torch.Tensor):
+    if not isinstance(told, (tuple, list)) or len(told) != 2:
         raise UsageError(f"the loss returned {type(told).__name__}", where=WHERE, hint=FORM)
     total, count = told
+    if not isinstance(total, torch.Tensor):
+        what = f"the loss's sum is a {type(total).__name__}, and must be a tensor: gradients come from it"
+        raise UsageError(what, where=WHERE, hint="no .item() or float() around it")
     if total.numel() != 1:
         raise UsageError(f"the loss's sum has shape {tuple(total.shape)}, not one value", where=WHERE, hint=FORM)
     if not isinstance(count, torch.Tensor):
@@ -90,4 +106,4 @@ def call_model(model: nn.Module, batch: Any) -> Any:
                 f"forward takes none of the batch's keys ({told})", where=WHERE, hint="forward=lambda model, batch: ..."
             )
         return model(**named)
-    return model(batch[0] if isinstance(batch, (tuple, list)) else batch)
+    return model(batch[0] if isinstance(batch, (tuple, list)) and not words(batch) else batch)

@@ -184,7 +184,8 @@ def estimate(run: Run, batch: Any = None) -> Estimate:
     """Return what a step will take; without a batch, what stays only."""
     engine = run.engine
     cut = {weight.name for part in engine.cuts for weight in part.weights}
-    kept = sum(w.numel * run.settings.precision.weights(w.dtype).itemsize for w in engine.weights if w.name not in cut)
+    policy = run.settings.precision
+    kept = sum(w.numel * policy.weights(w.dtype, w.wide).itemsize for w in engine.weights if w.name not in cut)
     whole = [part.full.numel() * part.full.element_size() for part in engine.cuts if not part.released]
     gathered = _gathered(run)
     here = run.device.type  # what is offloaded lives elsewhere
@@ -215,9 +216,10 @@ def _gradients(run: Run) -> int:
     """Return the bytes of totals and of what is on the way: flat buffers, and gradients that wait for their bundle."""
     totals = flats = waiting = 0
     on_way: list[int] = []
+    policy = run.settings.precision
     for part in run.engine.bundles:
         size = part.layout.numel * part.dtype.itemsize
-        waiting = max(waiting, sum(w.numel * run.settings.precision.weights(w.dtype).itemsize for w in part.weights))
+        waiting = max(waiting, sum(w.numel * policy.weights(w.dtype, w.wide).itemsize for w in part.weights))
         if part.comm.shards == 1:
             totals += size
             continue

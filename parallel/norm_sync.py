@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from pdrun.errors import UsageError
 from pdrun.parallel.axes import Axis
@@ -58,7 +58,7 @@ class SyncedBatchNorm(_BatchNorm):
         centred = wide - mean.view(shape)
         var = _sum((centred * centred).sum(dims) * self.weight_of_rows) / sums[-1]
         if self.training and self.track_running_stats:
-            self._track(mean.detach(), var.detach(), float(sums[-1]))
+            self._track(mean.detach(), var.detach(), float(sums[-1].detach()))
         result = centred * torch.rsqrt(var + self.eps).view(shape)
         if self.affine:
             result = result * self.weight.view(shape) + self.bias.view(shape)
@@ -122,6 +122,21 @@ def _like(kind: type[_BatchNorm]) -> type[SyncedBatchNorm]:
     if kind not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         raise UsageError(f"{kind.__name__} can't be synchronised", where="sync_batchnorm")
     return SyncedBatchNorm
+
+
+def own_weights(model: nn.Module) -> set[int]:
+    """
+    Return the ids of the parameters of modules that normalise with running statistics.
+
+    These stay in the type that they have, and torch wants weights of the same one beside them, or of the input's
+    where the statistics have that too.
+    """
+    return {
+        id(param)
+        for module in model.modules()
+        if isinstance(module, _NormBase) and module.running_mean is not None
+        for param in module.parameters(recurse=False)
+    }
 
 
 def find(model: nn.Module) -> list[str]:

@@ -46,6 +46,7 @@ from pdrun.parallel.settings import (
     check_group,
     check_has,
     check_level,
+    check_scheduler,
     check_wire,
 )
 from pdrun.parallel.slicing import parse as parse_strategy
@@ -54,6 +55,8 @@ from pdrun.parallel.watch import start as start_watch
 from pdrun.parallel.weights import Weight, collect, parse_fusion
 from pdrun.parallel.wholes import storages
 
+WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+"""What torch makes models parallel with: names of classes, which this way need not be imported."""
 TIMEOUT = 600.0
 """Seconds that a collective may take where nothing is said."""
 
@@ -109,7 +112,8 @@ def parallelize(
         context: how attention sees the whole sequence where each rank along cp has a part of it.
         sample: a batch, for a strategy that has to see shapes.
         forward: ``forward(model, batch) -> output``; default: see `pdrun.parallel.loss.call_model`.
-        scheduler: ``lambda optimizer: LRScheduler``; steps once a step, and is saved and resumed with the run.
+        scheduler: ``lambda optimizer: LRScheduler``; steps once a step, and is saved and resumed with the run. One
+            whose step wants a number (ReduceLROnPlateau) is made of ``run.optimizer`` and called by the loop.
         optimizer_level: 0 every rank trains all weights; 1 the optimizer's state is cut over the ranks; 2 gradients
             too; 3 weights too.
         shard_group: ranks that share one set of shards (a divisor of the ranks); default: all.
@@ -153,6 +157,7 @@ def parallelize(
     check_callable("init", init, "init(module) fills the module's own parameters")
     if not callable(scheduler) and scheduler is not None:
         check_has("scheduler", scheduler, ("step", "state_dict"), "scheduler=lambda optimizer: StepLR(optimizer, 100)")
+        check_scheduler(scheduler)
     job = join()
     compat.end_groups()
     mesh = mesh or solve(job.world_size, {"dp": -1})
@@ -199,7 +204,7 @@ def parallelize(
     empty = _prepare(model, device, ranks, sync_batchnorm)
     if ranks > 1 or level or policy.compute or away.optimizer:
         _check_forwards(model)
-    weights = collect(model, settings.layerwise)
+    weights = collect(model, settings.layerwise, norm_sync.own_weights(model) if policy.inputs else ())
     made = retarget.make(optimizer, [weight.param for weight in weights if weight.trained])
     agreement.check(of_model(model, weights))
     agreement.check(of_optimizer(made))
@@ -224,6 +229,7 @@ def parallelize(
     )  # fmt: skip
     retarget.retarget(made, engine.parts_of)
     schedule = scheduler(made) if callable(scheduler) else scheduler
+    check_scheduler(schedule)
     agreement.check(of_scheduler(schedule))
     dice = Dice(seed, native_dropout)
     run = Run(job, mesh, engine, made, Objective(cut.model, loss, forward), dice, rows, schedule)
@@ -295,6 +301,7 @@ def _prepare(model: nn.Module, device: torch.device, world: int, sync_batchnorm:
         raise UsageError(f"the model is a {type(model).__name__}", where=WHERE, hint="an nn.Module")
     if getattr(model, "_pdrun", False):
         raise UsageError("the model belongs to a run already", where=WHERE, hint="make a new one")
+    _check_unwrapped(model)
     model._pdrun = True
     empty = move(model, device)
     if sync_batchnorm:
@@ -316,6 +323,16 @@ def _check_forwards(model: nn.Module) -> None:
                 f"{name}: max_norm={module.max_norm:g} changes weights in the forward pass, on each rank other rows",
                 where=WHERE, hint="without it; a norm of the rows that are looked up may be limited in the model",
             )  # fmt: skip
+
+
+def _check_unwrapped(model: nn.Module) -> None:
+    """Refuse a model, or a part of one, that something else makes parallel already."""
+    for name, module in model.named_modules():
+        found = WRAPPERS.intersection(kind.__name__ for kind in type(module).__mro__)
+        if found:
+            what = f"{name or 'the model'} is in a {sorted(found)[0]}, which deals with gradients itself"
+            hint = "give the model that is inside of it (.module): optimizer_level= says what is cut over the ranks"
+            raise UsageError(what, where=WHERE, hint=hint)
 
 
 def _store(job: Context) -> Any:

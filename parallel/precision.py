@@ -27,6 +27,7 @@ class Precision:
 
     Attributes:
         compute: "bf16" or "fp16": the model's parameters and floating point inputs have this type; None: their own.
+            Weights of batch normalisations keep theirs, as their running statistics do.
         reduce: type in which gradients are added up over micro-batches and ranks; None: that of the masters.
         autocast: parameters keep their type, and ``compute`` is what autocast uses.
         scale: the first factor of a loss in fp16; it doubles after 2,000 good steps and halves after a bad one.
@@ -45,9 +46,9 @@ class Precision:
         if self.autocast and self.compute not in ("bf16", "fp16"):
             raise UsageError("autocast needs compute='bf16' or 'fp16'", where="pdrun.Precision")
 
-    def weights(self, own: torch.dtype) -> torch.dtype:
-        """Return the type of a parameter in the model whose master has type ``own``."""
-        return NAMES[self.compute] if self.compute and not self.autocast and own.is_floating_point else own
+    def weights(self, own: torch.dtype, wide: bool = False) -> torch.dtype:
+        """Return the type of a parameter in the model whose master has type ``own``, which a ``wide`` one keeps."""
+        return self.inputs if self.inputs is not None and own.is_floating_point and not wide else own
 
     def sums(self, own: torch.dtype) -> torch.dtype:
         """Return the type in which gradients of a weight are added."""

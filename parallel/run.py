@@ -7,6 +7,7 @@ What happens to weights and gradients is the engine's business, what is random t
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -24,7 +25,7 @@ from pdrun.parallel.dice import Dice
 from pdrun.parallel.driver import Driver, MicroBatch, Plain
 from pdrun.parallel.engine import Engine
 from pdrun.parallel.explain import Plan, explain, plan_of
-from pdrun.parallel.loader import Loader, Position, Shard, from_torch, read
+from pdrun.parallel.loader import Loader, Position, Shard, from_torch, read, same_source
 from pdrun.parallel.loss import Objective
 from pdrun.parallel.memory import Estimate, estimate
 from pdrun.parallel.mesh import Mesh
@@ -36,6 +37,10 @@ from pdrun.parallel.saving import Saving
 from pdrun.parallel.slicing import Strategy, count_rows, cut_rows, cut_sizes, take, to_device
 from pdrun.parallel.tiles import SequenceCutter
 from pdrun.parallel.verify import Report, verify
+
+EVALUATE = "run.data(source, training=False) is for loops that evaluate: they leave the position alone"
+LOOPS = 4
+"""Loops over data that may lie in one another, each with a batch that can still be computed."""
 
 
 class Run:
@@ -94,12 +99,17 @@ class Run:
         """The data axes: those over which gradients are added up."""
         self.device = engine.whole.device
         self.source: Loader | None = None
-        """The loader that `data` was last given."""
+        """The loader that `data` was last given for training."""
+        self._bound: Any = None
+        """What the position is one of: what `data` was last given for training, as it was given."""
+        self._loop: object | None = None
+        """The loop over training data that is under way."""
+        self._handed: deque[tuple[object, Any, Shard]] = deque(maxlen=LOOPS)
+        """The last batch of each loop over a Loader, and what of it is this rank's."""
         self.resting: list[tuple[str, nn.Module]] = []
         """Batch normalisations that may not be put into training."""
         self._versions: list[int] = []
         self._groups: list[int] = []
-        self._handed: tuple[Any, Shard] | None = None
         self.agreement: Agreement | None = None
         """What compares the first batch with other ranks' and is gone afterwards."""
         self.buffers = list(self._loose_buffers())
@@ -157,7 +167,7 @@ class Run:
     def _compare(self, batch: Any) -> None:
         """Hear of a first batch that ranks should share and do not."""
         agreement, self.agreement = self.agreement, None
-        if agreement is None or self._is_handed(batch):
+        if agreement is None or self._shard(batch) is not None:
             return
         grid, rank = self.mesh.grid, self.context.rank
         if self.strategy.local:
@@ -171,12 +181,15 @@ class Run:
         if len(alike) > 1:
             agreement.check(of_batch(batch), alike[0], "pdrun.Run.step", hint)
 
-    def _is_handed(self, batch: Any) -> bool:
-        """Whether `data` has read it for this rank."""
-        return self._handed is not None and batch is self._handed[0]
+    def _shard(self, batch: Any) -> Shard | None:
+        """Return which rows a batch has that `data` has read for this rank; None of any other."""
+        return next((shard for _, handed, shard in self._handed if handed is batch), None)
 
     def _passes(self, batch: Any) -> torch.Tensor:
         """Go forward and backward through this rank's micro-batches; return ``[accumulate, 2]``, sums and counts."""
+        if not torch.is_grad_enabled():
+            what = "gradients are turned off: a step lies in torch.no_grad() or torch.inference_mode()"
+            raise UsageError(what, where="pdrun.Run.step", hint="leave it; run.evaluate(batch) goes forward only")
         self.engine.begin_step()
         sums = self.driver.passes(self, self._cut(batch))
         if self.objective.plain and self.mesh.cp > 1:
@@ -263,8 +276,8 @@ class Run:
     def _cut(self, batch: Any) -> list[MicroBatch]:
         """Return this rank's micro-batches: its rows, which ranks that differ along dp only share with nobody."""
         world, rank, times = self.rows.size, self.rows.index, self.settings.accumulate
-        if self._handed is not None and self._is_handed(batch):
-            shard = self._handed[1]
+        shard = self._shard(batch)
+        if shard is not None:
             pieces = cut_rows(shard.rows, world, times)[rank]
             local = cut_sizes(shard.sizes)
             strategy = Strategy(dims=self.strategy.dims)
@@ -297,7 +310,7 @@ class Run:
 
     # ---- data ----------------------------------------------------------------------------------------------------
 
-    def data(self, source: Iterable[Any]) -> Iterator[Any]:
+    def data(self, source: Iterable[Any], *, training: bool = True) -> Iterator[Any]:
         """
         Yield the batches of one epoch, from where the run stands to the epoch's end.
 
@@ -305,25 +318,62 @@ class Run:
             source: a `pdrun.Loader`; torch's DataLoader over a dataset with an index, whose ``batch_size`` counts the
                 rows of
                 a step over all ranks; or any iterable of batches. Of the first two each rank reads only its own rows.
+            training: False is for evaluation: it begins with the first batch each time, in the order of epoch 0, and
+                leaves the run's position and source alone, so that it may lie inside a loop over training data.
+
+        Raises:
+            UsageError: an epoch of another source is under way, or another loop has gone on with this one.
         """
         loader = from_torch(source) if isinstance(source, DataLoader) else source
+        if isinstance(loader, Loader) and self.strategy != Strategy():
+            raise UsageError("a Loader cuts along rows: it takes no dataset_strategy", where="pdrun.Run.data")
+        if not training:
+            yield from self._feed(source if loader is None else loader, Position(), object())
+            return
+        self._bind(source, loader)
+        loop = self._loop = object()
+        try:
+            for batch in self._feed(source if loader is None else loader, self.position, loop):
+                yield batch
+                if self._loop is not loop:
+                    what = "another loop over training data has begun inside this one, and has moved its position"
+                    raise UsageError(what, where="pdrun.Run.data", hint=EVALUATE)
+        finally:
+            if self._loop is loop:
+                self._loop = None
+
+    def _bind(self, source: Any, loader: Any) -> None:
+        """Have the position be one of a source; refuse it while an epoch of another one is under way."""
+        middle = self.position.batch or self._loop is not None
+        if middle and self._bound is not None and not same_source(self._bound, source):
+            at = self.position
+            what = f"another source's epoch is under way (epoch {at.epoch}, batch {at.batch})"
+            hint = f"{EVALUATE}; run.position.batch = 0 after the loop leaves the rest of that epoch out"
+            raise UsageError(what, where="pdrun.Run.data", hint=hint)
+        self._bound = source
         if isinstance(loader, Loader):
             self.source = loader
-            if self.strategy.local or self.strategy.whole or self.strategy.dims is not None:
-                raise UsageError("a Loader cuts along rows: it takes no dataset_strategy", where="pdrun.Run.data")
-            feed = read(
-                loader, self.dice.seed, self.position, self.rows.size, self.rows.index, self.settings.accumulate
-            )
-            for batch, shard in feed:
-                self._handed = (batch, shard)
+
+    def unbind(self) -> None:
+        """Forget which source the position is one of, after it has been set from outside."""
+        self._bound = None
+
+    def _feed(self, source: Any, position: Position, loop: object) -> Iterator[Any]:
+        """Yield the batches of one epoch from a position, which moves on."""
+        if isinstance(source, Loader):
+            world, rank, times = self.rows.size, self.rows.index, self.settings.accumulate
+            for batch, shard in read(source, self.dice.seed, position, world, rank, times):
+                for old in [entry for entry in self._handed if entry[0] is loop]:
+                    self._handed.remove(old)
+                self._handed.append((loop, batch, shard))
                 yield batch
             return
-        skip = self.position.batch
+        epoch, skip = position.epoch, position.batch
         for index, batch in enumerate(source):
             if index >= skip:
-                self.position.batch = index + 1
+                position.epoch, position.batch = epoch, index + 1
                 yield batch
-        self.position.epoch, self.position.batch = self.position.epoch + 1, 0
+        position.epoch, position.batch = epoch + 1, 0
 
     @property
     def seed(self) -> int:
@@ -365,7 +415,7 @@ class Run:
         whole copy of the model, which must fit its device.
 
         Args:
-            source: global batches, or a Loader; default: the Loader that `data` was last given.
+            source: global batches, or a Loader; default: the Loader that `data` was last given for training.
             steps: how many batches.
 
         Raises:

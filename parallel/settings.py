@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from pdrun.parallel.precision import NAMES, Precision
 from pdrun.parallel.weights import Fusion
 
 WHERE = "pdrun.parallelize"
+VAR, VAR_KEYWORD = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,20 @@ def check_has(name: str, value: Any, methods: Sequence[str], hint: str) -> None:
     """Refuse what lacks one of the methods; None and classes that nobody has made an object of included."""
     if isinstance(value, type) or not all(callable(getattr(value, method, None)) for method in methods):
         raise UsageError(f"{name}={value!r} is none", where=WHERE, hint=hint)
+
+
+def check_scheduler(scheduler: Any) -> None:
+    """Refuse a scheduler whose step wants more than to be called."""
+    try:
+        known = inspect.signature(scheduler.step).parameters.values() if scheduler is not None else ()
+    except (TypeError, ValueError):  # not told
+        return
+    wanted = [each.name for each in known if each.default is each.empty and each.kind not in (VAR, VAR_KEYWORD)]
+    if wanted:
+        name = type(scheduler).__name__
+        what = f"the scheduler's step wants {', '.join(wanted)}, and a run calls it without anything: {name}"
+        hint = f"leave scheduler= out; schedule = {name}(run.optimizer), and schedule.step(metrics.loss) after run.step"
+        raise UsageError(what, where=WHERE, hint=hint)
 
 
 def check_callable(name: str, value: Any, hint: str) -> None:

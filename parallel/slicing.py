@@ -8,6 +8,7 @@ accumulation work on the same slices. A batch with fewer rows than slices leaves
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -43,17 +44,60 @@ class Strategy:
     """How the leaves of a batch are cut: for each leaf a dim, or None for one that every rank gets whole."""
 
     dims: tuple[int | None, ...] | None = None
-    """In the order of the leaves; None cuts every tensor along dim 0."""
+    """In the order of the leaves; None cuts every tensor along dim 0, and what has as many entries."""
     local: bool = False
     """The batches that the user hands over are this rank's own rows already."""
     whole: bool = False
     """Every rank computes all rows."""
 
-    def dim(self, index: int, leaf: Any) -> int | None:
-        """Return the dim along which a leaf is cut, or None."""
-        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or self.whole:
-            return None
-        return self.dims[index] if self.dims is not None else 0
+    def cuts(self, leaves: Sequence[Any]) -> list[int | None]:
+        """
+        Return the dim along which each leaf is cut, or None.
+
+        Tensors say how many rows there are. Arrays and lists of strings may be something else than rows: without a
+        word about them they are cut where they have as many entries, or where there is no tensor.
+        """
+        if self.whole:
+            return [None] * len(leaves)
+        if self.dims is not None:
+            return [None if _shape(leaf) is None else dim for leaf, dim in zip(leaves, self.dims, strict=True)]
+        rows = _rows(leaves)
+        lengths = [_length(leaf) for leaf in leaves]
+        return [
+            0 if length is not None and (length == rows or isinstance(leaf, torch.Tensor)) else None
+            for leaf, length in zip(leaves, lengths, strict=True)
+        ]
+
+
+def words(value: Any) -> bool:
+    """Whether something is a list or tuple of strings, as torch's collate makes of the strings of samples."""
+    return type(value) in (list, tuple) and bool(value) and all(isinstance(each, (str, bytes)) for each in value)
+
+
+def _flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """Take a batch apart into tensors, arrays, lists of strings and whatever else there is."""
+    leaves, form = pytree.tree_flatten(batch, is_leaf=words)
+    return leaves, form
+
+
+def _shape(leaf: Any) -> tuple[int, ...] | None:
+    """Return the shape of what can be cut, None of anything else."""
+    numpy = sys.modules.get("numpy")
+    if isinstance(leaf, torch.Tensor) or (numpy is not None and isinstance(leaf, numpy.ndarray)):
+        return tuple(leaf.shape) or None
+    return (len(leaf),) if words(leaf) else None
+
+
+def _length(leaf: Any) -> int | None:
+    shape = _shape(leaf)
+    return None if shape is None else shape[0]
+
+
+def _rows(leaves: Sequence[Any]) -> int | None:
+    """Return the rows of the first tensor, or of the first array or list of strings where there is no tensor."""
+    sized = [leaf for leaf in leaves if _shape(leaf) is not None]
+    first = next((leaf for leaf in sized if isinstance(leaf, torch.Tensor)), sized[0] if sized else None)
+    return _length(first)
 
 
 def parse(value: Any, world: int) -> Strategy:
@@ -99,19 +143,20 @@ def count_rows(batch: Any, strategy: Strategy) -> int:
     Raises:
         UsageError: it has no tensor to cut, or its tensors disagree.
     """
-    leaves = pytree.tree_leaves(batch)
+    leaves, _ = _flatten(batch)
     if strategy.whole:
-        return next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 1)
+        rows = _rows(leaves)
+        return 1 if rows is None else rows
     if strategy.dims is not None and len(strategy.dims) != len(leaves):
         raise UsageError(f"{len(strategy.dims)} entries for a batch of {len(leaves)} leaves", where=WHERE)
     found = {}
-    for index, leaf in enumerate(leaves):
-        dim = strategy.dim(index, leaf)
+    for index, (leaf, dim) in enumerate(zip(leaves, strategy.cuts(leaves), strict=True)):
         if dim is None:
             continue
-        if dim >= leaf.dim():
-            raise UsageError(f"leaf {index} has {leaf.dim()} dims, none of them dim {dim}", where=WHERE)
-        found[index] = leaf.shape[dim]
+        shape = _shape(leaf) or ()
+        if dim >= len(shape):
+            raise UsageError(f"leaf {index} has {len(shape)} dims, none of them dim {dim}", where=WHERE)
+        found[index] = shape[dim]
     if not found:
         raise UsageError(
             "the batch has no tensor to cut", where=WHERE, hint="a batch is a tensor, or tensors in a tuple or dict"
@@ -123,13 +168,19 @@ def count_rows(batch: Any, strategy: Strategy) -> int:
 
 
 def take(batch: Any, rows: range, strategy: Strategy) -> Any:
-    """Return the rows of a batch, without a copy; leaves that are not cut are passed on."""
-    leaves, form = pytree.tree_flatten(batch)
-    cut = []
-    for index, leaf in enumerate(leaves):
-        dim = strategy.dim(index, leaf)
-        cut.append(leaf if dim is None else leaf.narrow(dim, rows.start, len(rows)))
+    """Return the rows of a batch, without copies of tensors and arrays; leaves that are not cut are passed on."""
+    leaves, form = _flatten(batch)
+    dims = strategy.cuts(leaves)
+    cut = [leaf if dim is None else _narrow(leaf, dim, rows) for leaf, dim in zip(leaves, dims, strict=True)]
     return pytree.tree_unflatten(cut, form)
+
+
+def _narrow(leaf: Any, dim: int, rows: range) -> Any:
+    """Return some rows of a tensor, an array or a list."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.narrow(dim, rows.start, len(rows))
+    part = slice(rows.start, rows.stop)
+    return leaf[part] if words(leaf) else leaf[(slice(None),) * dim + (part,)]
 
 
 def to_device(batch: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:

@@ -9,7 +9,7 @@ unit being a module whose weights are gathered just before it runs.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -46,6 +46,8 @@ class Weight:
     trained: bool
     alone: bool = False
     """Excluded from all communication: each rank has its own."""
+    wide: bool = False
+    """Computes in its own type, whatever that of the policy is."""
     unit: str = ""
     """Name of the module with which it is gathered at level 3; the empty string is the model itself."""
     sums: tuple[str, ...] = ()
@@ -67,7 +69,7 @@ class Weight:
     @property
     def together(self) -> tuple[Any, ...]:
         """What weights of one bundle have in common besides their type."""
-        return self.sums, self.stages, self.chunk
+        return self.sums, self.stages, self.chunk, self.wide
 
     @property
     def numel(self) -> int:
@@ -80,12 +82,13 @@ class Weight:
         return self.numel * int(self.dtype.itemsize)
 
 
-def collect(model: nn.Module, layerwise: Sequence[str] = ()) -> list[Weight]:
+def collect(model: nn.Module, layerwise: Sequence[str] = (), wide: Collection[int] = ()) -> list[Weight]:
     """
     Return the weights in registration order.
 
     Args:
         layerwise: globs of weights that each rank keeps to itself.
+        wide: ids of parameters that compute in their own type.
 
     Raises:
         UsageError: a glob that matches nothing, or a model without weights to train.
@@ -94,7 +97,8 @@ def collect(model: nn.Module, layerwise: Sequence[str] = ()) -> list[Weight]:
     for index, (name, param) in enumerate(model.named_parameters()):
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise UsageError(f"{name} has no shape yet", where=WHERE, hint="run the lazy module once before")
-        found.append(Weight(name, param, index, tuple(param.shape), param.dtype, param.requires_grad))
+        made = Weight(name, param, index, tuple(param.shape), param.dtype, param.requires_grad, wide=id(param) in wide)
+        found.append(made)
     for glob in layerwise:
         hits = [weight for weight in found if fnmatch.fnmatchcase(weight.name, glob)]
         if not hits:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from pdrun.errors import UsageError
+from pdrun.parallel.loss import check_trains
 from pdrun.parallel.norms import wide_type
 from pdrun.parallel.pipeline import deferred
 from pdrun.parallel.pipeline.describe import describe
@@ -156,8 +157,7 @@ class Runner:
             work.roots = [get_gradient_edge(x) for one, x in pairs if one.grad]  # the tensors themselves may go
             return None
         total, count = output
-        if not total.requires_grad:
-            raise UsageError("the loss does not depend on a weight that is trained", where="pdrun.Run.step")
+        check_trains(total)
         if not micro.weight:
             total, count = total * 0.0, count * 0.0
         work.roots = [total]

@@ -238,6 +238,7 @@ def _by_map(
 
 def _unknown(what: str, missing: Sequence[str], known: Sequence[str]) -> UsageError:
     hints = " ".join(filter(None, (did_you_mean(name, known) for name in missing)))
+    hints = hints or f"there are, for example, {', '.join(known[:4])}"
     told = ", ".join(repr(name) for name in missing)
     return UsageError(f"{what}: {told} match{'es' * (len(missing) == 1)} nothing in the model", where=WHERE, hint=hints)
 

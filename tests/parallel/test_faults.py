@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import warnings
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from pdrun.parallel.parallelize import parallelize
+from pdrun.parallel.precision import Precision
 from tests.parallel import zoo
 from tests.parallel.test_transparency import check
 from tests.parallel.worlds import Worlds
@@ -246,6 +248,35 @@ def test_batch_norm_is_synchronised_or_refused(rows: int, worlds: Worlds) -> Non
             assert mine == pytest.approx(want, rel=1e-4, abs=1e-6)
     kinds = worlds(3).failures(normed, False, 1, rows)
     assert all(kind == "UsageError" and "1 normalises by its own rank's rows" in text for kind, text in kinds)
+
+
+def normed_low(level: int, precision: str, sync: bool) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, momentum=None), nn.ReLU(), nn.Linear(8, 1))
+    if not sync:
+        model[1].eval()
+    policy = Precision(precision, scale=64.0)
+    run = parallelize(model, sgd, square_loss, sync_batchnorm=sync, optimizer_level=level, precision=policy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        losses = [run.step(pair(12, step=step)).loss for step in range(4)]
+    model.eval()
+    run.evaluate(pair(12))
+    run.verify([pair(12)])
+    report = run.explain(pair(12))
+    return losses, {name: str(param.dtype)[6:] for name, param in model.named_parameters()}, bool(report)
+
+
+@pytest.mark.parametrize(("level", "precision"), [(0, "bf16"), (1, "fp16"), (3, "bf16")])
+@pytest.mark.parametrize("sync", [True, False])
+def test_batch_norm_keeps_its_type_beside_a_lower_one(level: int, precision: str, sync: bool, worlds: Worlds) -> None:
+    losses, types, _ = worlds(2).run(normed_low, level, precision, sync)[0]
+    low = {"bf16": "bfloat16", "fp16": "float16"}[precision]
+    assert types == {
+        "0.weight": low, "0.bias": low, "1.weight": "float32", "1.bias": "float32", "3.weight": low, "3.bias": low
+    }  # fmt: skip
+    if sync:
+        assert losses == pytest.approx(plain_norm(12)[0], rel=3e-2)
 
 
 def layerwise(level: int) -> Any:

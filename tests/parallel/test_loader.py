@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 
+import pdrun
 from pdrun.errors import UsageError
 from pdrun.parallel import loader
 from pdrun.parallel.loader import Loader, Position
@@ -154,3 +156,67 @@ def counts_of_nothing() -> None:
 def test_batches_of_nothing_are_refused_on_every_rank(worlds: Worlds) -> None:
     assert all("the batch has no rows" in text for _, text in worlds(2).failures(empty))
     assert all("counts add up to 0" in text for _, text in worlds(2).failures(counts_of_nothing))
+
+
+def evaluating(nested: bool) -> tuple[list[float], list[list[float]], tuple[int, int]]:
+    """Train two epochs, evaluating inside the loop before the step; return losses, outputs and the position."""
+    run, losses, seen = zoo.make(Case(2, 1, accumulate=2)), [], []
+    train, other = Loader(words(29), 8, shuffle=True), Loader(words(11), 4, shuffle=True)
+    for _ in range(2):
+        for batch in run.data(train):
+            if nested and run.steps % 3 == 0:
+                found = [run.evaluate(part) for part in run.data(other, training=False)]
+                seen.append([float(len(found)), float(sum(x.shape[0] for y in found for x in y if x is not None))])
+                assert run.source is train
+            losses.append(run.step(batch).loss)
+    return losses, seen, (run.position.epoch, run.position.batch)
+
+
+def test_evaluation_inside_a_training_loop_changes_nothing(worlds: Worlds) -> None:
+    plain, nested = worlds(2).run(evaluating, False), worlds(2).run(evaluating, True)
+    assert [told[0] for told in plain] == [told[0] for told in nested]
+    assert nested[0][2] == (2, 0)
+    for one, other in zip(nested[0][1], nested[1][1], strict=True):
+        assert (one[0], one[1] + other[1]) == (3, 11)
+
+
+def simple() -> pdrun.Run:
+    def loss(output: Any, batch: Any) -> Any:
+        return (output**2).sum(), len(output)
+
+    return pdrun.parallelize(torch.nn.Linear(2, 1), lambda params: torch.optim.SGD(params, 0.1), loss)
+
+
+def tensors(count: int) -> Iterator[torch.Tensor]:
+    yield from torch.ones(count, 4, 2)
+
+
+@pytest.mark.parametrize("make", [
+    lambda: (Loader(TensorDataset(torch.ones(16, 2)), 4), Loader(TensorDataset(torch.ones(8, 2)), 4)),
+    lambda: (list(tensors(4)), list(tensors(2))),
+])  # fmt: skip
+@pytest.mark.parametrize("at", [1, 4])
+def test_another_source_in_the_middle_of_an_epoch_is_refused(make: Any, at: int) -> None:
+    run, (train, other) = simple(), make()
+    with pytest.raises(UsageError, match="training=False"):
+        for _, _batch in zip(range(at), run.data(train), strict=False):
+            if _ == at - 1:
+                next(run.data(other))
+
+
+def test_a_source_is_left_and_taken_up_again() -> None:
+    run, data = simple(), TensorDataset(torch.ones(16, 2))
+    next(run.data(Loader(data, 4)))
+    assert len(list(run.data(Loader(data, 4)))) == 3
+    next(run.data(tensors(4)))
+    assert len(list(run.data(tensors(4)))) == 3
+    next(run.data(tensors(4)))
+    run.position.batch = 0
+    assert len(list(run.data(Loader(data, 8)))) == 2
+
+
+def test_a_loop_whose_position_another_one_has_moved_ends() -> None:
+    run, loader = simple(), Loader(TensorDataset(torch.ones(16, 2)), 4)
+    with pytest.raises(UsageError, match="another loop over training data"):
+        for _ in run.data(loader):
+            list(run.data(loader))

@@ -84,6 +84,24 @@ def test_batches_are_cut_by_dim() -> None:
     assert (part["label"].tolist(), part["name"]) == ([1, 2], "x")
 
 
+def test_strings_and_arrays_go_with_the_rows() -> None:
+    numpy = pytest.importorskip("numpy")
+    batch = {
+        "x": torch.arange(4), "id": ["a", "b", "c", "d"], "both": [("a", "b", "c", "d"), (b"e", b"f", b"g", b"h")],
+        "array": numpy.arange(8).reshape(4, 2), "classes": ("cat", "dog"), "other": numpy.arange(3), "n": [1, 2, 3, 4],
+    }  # fmt: skip
+    part = slicing.take(batch, range(1, 3), slicing.Strategy())
+    assert slicing.count_rows(batch, slicing.Strategy()) == 4
+    assert (part["x"].tolist(), part["id"], part["both"]) == ([1, 2], ["b", "c"], [("b", "c"), (b"f", b"g")])
+    assert (part["array"].tolist(), part["other"].tolist()) == ([[2, 3], [4, 5]], [0, 1, 2])
+    assert (part["classes"], part["n"]) == (("cat", "dog"), [1, 2, 3, 4])
+    assert slicing.take(batch, range(2), slicing.Strategy(whole=True))["id"] == ["a", "b", "c", "d"]
+    pair = (["a", "b"], numpy.arange(6).reshape(3, 2))
+    assert slicing.take(pair, range(1), slicing.Strategy((0, 1)))[1].tolist() == [[0], [2], [4]]
+    assert slicing.take(pair, range(1), slicing.Strategy((None, 1)))[0] == ["a", "b"]
+    assert slicing.count_rows(["a", "b", "c"], slicing.Strategy()) == 3
+
+
 @pytest.mark.parametrize(("batch", "text"), [
     ((torch.ones(3), torch.ones(4)), "different numbers of rows: 3 in leaf 0, 4 in leaf 1"), ("x", "no tensor to cut"),
 ])  # fmt: skip

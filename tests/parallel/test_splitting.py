@@ -124,6 +124,7 @@ def test_a_model_without_memory_is_cut_as_well() -> None:
     (2, {"balance": "time"}, "balance='time'"),
     (2, {"balance": {"nothing": 1.0}}, "balance: 'nothing' matches nothing"),
     (2, {"by": {"head": 1}, "balance": "parameters"}, "balance= has nothing to do"),
+    (2, {"by": {"zzz": 0}}, "stages: 'zzz' matches nothing in the model; there are, for example, emb, "),
     (2, {"shared": ["emb.wieght"]}, "shared: 'emb.wieght' matches nothing in the model; did you mean 'emb.weight'?"),
     (2, {"shared": {"emb.weight": [3]}}, "shared with stage 3"),
 ])  # fmt: skip

@@ -29,8 +29,8 @@ import psutil
 
 from pdrun.errors import PdrunError
 from pdrun.net import Endpoint
-from pdrun.rendezvous.client import query_status
 from pdrun.rendezvous.security import Secret, token_text
+from pdrun.rendezvous.viewer import query_status
 
 WORKER = """
 import os, time

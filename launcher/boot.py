@@ -30,8 +30,7 @@ def start_keeper(python: str) -> tuple[int, socket.socket]:
     argv = [python, *flags, "-c", BOOT, KEEPER, str(theirs.fileno()), os.urandom(8).hex()]
     try:
         theirs.set_inheritable(True)
-        environ = {name: value for name, value in os.environ.items() if name != "PDRUN_TOKEN"}
-        return os.posix_spawn(python, argv, environ, setsigmask=[], setsid=True), ours
+        return os.posix_spawn(python, argv, os.environ, setsigmask=[], setsid=True), ours
     except OSError:
         ours.close()
         raise

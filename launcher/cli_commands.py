@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pdrun import early
 from pdrun.errors import UsageError, did_you_mean
 from pdrun.launcher import cli_checkpoint, cli_help, cli_others, cli_run, cli_tables, paths, values
 from pdrun.launcher.aliases import ALIASES
@@ -393,7 +394,7 @@ def _env() -> click.Command:
         from pdrun.launcher import cli_env
         from pdrun.launcher.adapters.probes import real
 
-        sys.stdout.write(cli_env.report(os.environ, real(), as_json=json))
+        sys.stdout.write(cli_env.report(early.with_token(os.environ), real(), as_json=json))
         return 0
 
     return click.Command(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 
+from pdrun import early
 from pdrun.errors import PdrunError
 from pdrun.launcher import facts, network, outer, show
 from pdrun.launcher.adapters.detect import detect
@@ -26,7 +27,7 @@ def report(environ: Mapping[str, str], probes: Probes | None = None, *, as_json:
         as_json: one JSON object in the place of text.
     """
     asked, trouble = _asked(environ, probes or Probes())
-    here = facts.gather(asked.spec, environ)
+    here = replace(facts.gather(asked.spec, early.without_token(environ)), environ=environ)
     here = facts.with_network(here, network.addresses(), network.route(asked.spec.place.scheduler))
     try:
         placement = place(asked.spec, here, asked.sources)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pdrun import early
 from pdrun.errors import UsageError
 from pdrun.launcher import values
 
@@ -168,7 +169,7 @@ def _mpirun(hosts: str, hostfile: str, nodes: str, program: str, words: Sequence
     assert starter is not None
     if starter.mpi is None:
         raise ConfigError(starter.fault, where="--mpirun")
-    names = tuple(name for name in ("PDRUN_TOKEN",) if name in os.environ)
+    names = (early.TOKEN,) if early.token() is not None else ()
     env = mpicommand.environment(starter.mpi)
     command = mpicommand.command(
         starter.mpi, listed, count, names, (), (sys.executable, "-m", "pdrun", *words), root=os.geteuid() == 0

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pdrun import eventlog
 from pdrun.errors import EXIT_OK, EXIT_UNAVAILABLE, RendezvousError, UsageError
@@ -27,9 +27,14 @@ from pdrun.launcher.follow import LogReader
 from pdrun.launcher.jobs import Job, find, find_running, is_alive, jobs, start_ticks
 from pdrun.net import Endpoint
 
+if TYPE_CHECKING:
+    from pdrun.rendezvous.viewer import Viewer
+
 NEWEST = 20
 """Jobs that `status` lists; all that run are among them."""
 STOP_TIMEOUT = 60.0
+FIRST, ANSWER, LOOK = 5.0, 2.0, 0.2
+"""Seconds for a scheduler's first word, and for another; and between two looks at how it ends its job."""
 _FORCE_AGAIN = 0.3
 """Seconds between the two signals of a forced stop: the job must see two."""
 
@@ -65,12 +70,22 @@ def status(
         all: every job that is known, however old.
 
     Raises:
-        UsageError: no job is called that. RendezvousError, AuthenticationError: the scheduler could not be asked.
+        UsageError: no job is called that, here or at the scheduler.
+        RendezvousError, AuthenticationError: the scheduler could not be asked.
     """
-    found = job_statuses(name, scheduler=scheduler, all=all)
+    if scheduler is not None:
+        with _view(scheduler) as viewer:
+            _called(viewer, name)
+            look = _Look(viewer)
+            return watch(look) if watch is not None else _print([look.first], json=json, show=show)
+    found = job_statuses(name, all=all)
     if watch is not None:
         names = [one.run for one in found]
-        return watch(lambda: [one for name in names for one in job_statuses(name, scheduler=scheduler)])
+        return watch(lambda: [one for name in names for one in job_statuses(name)])
+    return _print(found, json=json, show=show)
+
+
+def _print(found: list[JobStatus], *, json: bool, show: Show | None) -> int:
     if json or show is None:
         for one in found:
             print(to_json(one))
@@ -79,10 +94,8 @@ def status(
     return EXIT_OK
 
 
-def job_statuses(name: str | None, *, scheduler: Remote | None = None, all: bool = False) -> list[JobStatus]:
-    """Return what `status` shows; a job that ended without a verdict has state ``dead``."""
-    if scheduler is not None:
-        return [_ask(scheduler)]
+def job_statuses(name: str | None, *, all: bool = False) -> list[JobStatus]:
+    """Return what `status` shows of this user's own jobs; one that ended without a verdict has state ``dead``."""
     known = jobs()
     if name is not None:
         return [read_status(_newest(name, known))]
@@ -184,10 +197,10 @@ def stop(
         scheduler: ask this scheduler to stop its job, instead of signalling a process here.
 
     Returns:
-        0 when the job has gone (also when it had before), 69 when it is still ending.
+        0 when the job has gone (also when it had before), 69 when it is still ending, or nobody says whether it is.
     """
     if scheduler is not None:
-        return _request_stop(scheduler, name or "", force=force, timeout=timeout)
+        return _request_stop(scheduler, name, force=force, timeout=timeout)
     job = find_running(jobs()) if name is None else find(name, jobs())
     label = f"job {job.job} (run {job.run})"
     if not is_alive(job):
@@ -202,36 +215,96 @@ def stop(
     return EXIT_OK
 
 
-def _ask(remote: Remote, job: str = "", timeout: float = 5.0) -> JobStatus:
-    from pdrun.rendezvous.client import query_status
+# Through a scheduler --------------------------------------------------------------------------------------------------
+
+
+def _view(remote: Remote, **how: Any) -> Viewer:
     from pdrun.rendezvous.security import find_secret
+    from pdrun.rendezvous.viewer import Viewer
 
     secret = None if remote.insecure else find_secret(remote.token_file)[0]
-    lines = query_status(remote.endpoint, secret, job=job, insecure=remote.insecure, timeout=timeout)
-    return eventlog.replay(eventlog.parse(lines))
+    return Viewer(remote.endpoint, secret, insecure=remote.insecure, **how)
 
 
-def _request_stop(remote: Remote, job: str, *, force: bool, timeout: float) -> int:
-    """Ask a scheduler to stop its job; wait until it says that the job is done, or says nothing any more."""
-    from pdrun.rendezvous.client import request_stop
-    from pdrun.rendezvous.security import find_secret
+def _called(viewer: Viewer, name: str | None) -> None:
+    """
+    Hold a name that was given against the one job that a scheduler has.
 
-    secret = None if remote.insecure else find_secret(remote.token_file)[0]
-    by = f"pdrun stop on {socket.gethostname()}"
-    request_stop(remote.endpoint, secret, signal.SIGTERM, by, force=force, job=job, insecure=remote.insecure)
+    Raises:
+        UsageError: it is called otherwise.
+    """
+    if name and not viewer.job.startswith(name) and not viewer.run.startswith(name):
+        job = f"job {viewer.job!r}" if viewer.job else "a job that no node has named yet"
+        raise UsageError(
+            f"no job here is called {name!r}: this is the scheduler of {job} (run {viewer.run})",
+            where=str(viewer.endpoint), hint="leave the name out, or ask the scheduler of that job",
+        )  # fmt: skip
+
+
+def _told(viewer: Viewer, lines: list[str]) -> JobStatus:
+    """Return what a scheduler's lines lead to: of a long job only the newest come, without its names."""
+    found = eventlog.replay(eventlog.parse(lines))
+    return replace(found, job=found.job or viewer.job, run=found.run or viewer.run)
+
+
+class _Look:
+    """Called again and again: the present status, or the last one known with a warning while nobody answers."""
+
+    def __init__(self, viewer: Viewer) -> None:
+        lines = viewer.lines()
+        if lines is None:
+            raise RendezvousError("the scheduler has gone silent", where=str(viewer.endpoint), hint="ask again")
+        self._viewer, self.first = viewer, _told(viewer, lines)
+        self._last = self.first
+
+    def __call__(self) -> list[JobStatus]:
+        if self._last.state == "done":
+            return [self._last]
+        lines = self._viewer.lines(ANSWER)
+        if lines is None:
+            silent = f"no answer from the scheduler at {self._viewer.endpoint}; shown is what it said last"
+            return [replace(self._last, warnings=(*self._last.warnings, silent))]
+        self._last = _told(self._viewer, lines)
+        return [self._last]
+
+
+def _request_stop(remote: Remote, name: str | None, *, force: bool, timeout: float) -> int:
+    """
+    Have a scheduler stop its job; wait for its word that the job is over, or until it has gone after having heard us.
+
+    Silence means neither: a scheduler, or the way to it, may be stuck while the job goes on.
+    """
     deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        try:
-            found = _ask(remote, job, timeout=2.0)
-        except RendezvousError:  # it leaves when every node has
-            _say(f"the job at {remote.endpoint} has stopped")
-            return EXIT_OK
-        if found.state == "done":
-            _say(f"job {found.job} (run {found.run}) has stopped: exit code {found.code}, {found.reason}")
-            return EXIT_OK
-        time.sleep(0.2)
-    _say(f"the job at {remote.endpoint} is still ending after {timeout:g} s")
+    with _view(remote, stops=True, timeout=min(timeout, FIRST), patience=timeout) as viewer:
+        _called(viewer, name)
+        viewer.stop(signal.SIGTERM, f"pdrun stop on {socket.gethostname()}", force=force)
+        heard, lines = False, None
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                lines = viewer.lines(min(left, LOOK if heard else ANSWER))
+            except RendezvousError:
+                if not (heard and viewer.gone):
+                    raise
+                lines = None
+            if lines is not None:
+                heard, found = True, _told(viewer, lines)
+                if found.state == "done":
+                    _say(f"job {found.job} (run {found.run}) has stopped: exit code {found.code}, {found.reason}")
+                    return EXIT_OK
+                time.sleep(min(LOOK, left))
+            elif heard and viewer.gone:
+                _say(f"the job at {remote.endpoint} has stopped: its scheduler was ending it, and has left")
+                return EXIT_OK
+    where = f"the scheduler at {remote.endpoint}"
+    if not heard:
+        _say(f"{where} has not answered within {timeout:g} s: the job may go on")
+    else:
+        silent = f"; {where} does not answer any more" if lines is None else ""
+        _say(f"the job at {remote.endpoint} is still ending after {timeout:g} s{silent}")
     return EXIT_UNAVAILABLE
+
+
+# On this machine ------------------------------------------------------------------------------------------------------
 
 
 def _signal(job: Job, *, force: bool, timeout: float) -> bool:

@@ -10,7 +10,6 @@ The connections stay: their end, however this process dies, ends everything on t
 
 from __future__ import annotations
 
-import os
 import select
 import signal
 import sys
@@ -28,7 +27,7 @@ from pdrun.launcher.front import Front
 from pdrun.launcher.model import LaunchPlan
 from pdrun.launcher.remote_agent import RemoteAgent
 from pdrun.net import Endpoint
-from pdrun.rendezvous.security import Secret, find_secret
+from pdrun.rendezvous.security import Secret, find_secret, is_named
 
 HELLO_TIMEOUT = 60.0
 """Seconds from the start of ssh to the far end's hello: a login and the start of an interpreter, perhaps over NFS."""
@@ -257,6 +256,6 @@ def _orders(plan: LaunchPlan, scheduler: Endpoint | None, console: Console, run:
 
 def job_secret(plan: LaunchPlan) -> Secret:
     """Return the job's own secret: one that the user has named, else a fresh one that only this job knows."""
-    named = plan.spec.place.token_file or "PDRUN_TOKEN" in os.environ or "PDRUN_TOKEN_FILE" in os.environ
-    return find_secret(plan.spec.place.token_file)[0] if named else Secret.random()
+    token_file = plan.spec.place.token_file
+    return find_secret(token_file)[0] if is_named(token_file) else Secret.random()
 

@@ -27,6 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
+from pdrun import early
 from pdrun.env import refuse_owned
 from pdrun.errors import (
     EXIT_CONFIG,
@@ -148,7 +149,7 @@ class _Job:
         # Its own session: Ctrl-C on the terminal reaches the caller alone, which then stops the job in order.
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "pdrun.launcher.function_job"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, start_new_session=True,
+            stderr=subprocess.STDOUT, start_new_session=True, env=early.without_token(os.environ),
         )  # fmt: skip
         assert self._process.stdin is not None
         order = {"spec": spec.to_json(), "sources": _SOURCES, "folder": str(folder)}

@@ -10,13 +10,15 @@ command of the body is quoted word by word. The script reaches sbatch on stdin, 
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from pdrun import early
 from pdrun.errors import ConfigError, RendezvousError, UsageError
 from pdrun.launcher.values import quoted
 
@@ -140,7 +142,7 @@ def submit(text: str) -> str:
     Raises:
         ConfigError: there is no sbatch here. RendezvousError: Slurm refuses the job; says its reason.
     """
-    done = _slurm(["sbatch", "--parsable"], text)
+    done = _slurm(["sbatch", "--parsable"], text, early.with_token(os.environ))  # the nodes of the job need it
     job = done.stdout.strip().partition(";")[0]
     if done.returncode or not _JOB.fullmatch(job):
         raise RendezvousError(f"the job was not taken: {_reason(done)}", where="sbatch")
@@ -191,14 +193,16 @@ def _number(job: str) -> str:
     return job
 
 
-def _slurm(argv: Sequence[str], text: str = "") -> subprocess.CompletedProcess[str]:
+def _slurm(
+    argv: Sequence[str], text: str = "", environ: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     program = shutil.which(argv[0])
     if program is None:
         raise ConfigError(f"there is no {argv[0]} here", hint="run this where Slurm's commands are")
     try:
         return subprocess.run(
             [program, *argv[1:]], input=text, text=True, capture_output=True, timeout=TIMEOUT, check=False,
-            encoding="utf-8", errors="surrogateescape",
+            encoding="utf-8", errors="surrogateescape", env=environ,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise RendezvousError(f"did not answer within {TIMEOUT:g} s", where=argv[0]) from None

@@ -43,7 +43,7 @@ def _run() -> int:
     from pdrun.launcher.spec import JobSpec
     from pdrun.rendezvous.security import parse_token
 
-    text, token = os.environ.pop(through.ORDER, ""), os.environ.pop(through.TOKEN, None)
+    text, token = os.environ.pop(through.ORDER, ""), early.token()
     if not text:
         raise ConfigError("is not set: the launcher did not pass it on", where=through.ORDER)
     told = order.decode(text)

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from pdrun import early
 from pdrun.errors import ConfigError, UsageError
 from pdrun.launcher import hostlist, mpicommand
 from pdrun.launcher.fan import forwarded
@@ -28,7 +29,7 @@ from pdrun.launcher.spec import JobSpec, Place, Reach, Sources, said
 from pdrun.net import Endpoint
 
 TASK = ("-P", "-m", "pdrun.launcher.task_main")
-ORDER, TOKEN = "PDRUN_ORDER", "PDRUN_TOKEN"
+ORDER, TOKEN = "PDRUN_ORDER", early.TOKEN
 KILL_MARGIN = 5.0
 """Seconds of Slurm's KillWait that are kept for the last words, before its SIGKILL."""
 

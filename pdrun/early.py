@@ -4,6 +4,7 @@ What a process of pdrun does before anything else, so that no moment of its life
     descriptors 0-2    one that was closed (``>&-``) becomes /dev/null; else the next file would get its number
     SIGINT and others  until somebody takes them (`pdrun.launcher.signals`), they end the process quietly with 128 + N
     RLIMIT_NOFILE      raised towards the hard limit for pdrun itself; workers get back what the user had
+    PDRUN_TOKEN        taken out of the environment and kept (`token`): no child has it that is not handed it
 
 Only the mains call `begin`, never a library: handlers and limits are the process's own. No import of it takes time.
 """
@@ -17,6 +18,7 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # nothing that takes time comes before the handlers
+    from collections.abc import Mapping
     from types import FrameType
 
     from pdrun.errors import ConfigError
@@ -26,8 +28,10 @@ MOST = 1 << 16
 """Descriptors that pdrun gives itself at most; far more than any node needs."""
 FEWEST_FILES = 64
 """Descriptors with which anything small can be done."""
+TOKEN = "PDRUN_TOKEN"
 
 _users: list[tuple[int, int]] = []
+_token: list[str] = []
 
 
 def begin() -> None:
@@ -35,6 +39,7 @@ def begin() -> None:
     for number in STOP:
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, leave)
+    token()
     _open_closed()
     _raise_limit()
 
@@ -69,6 +74,32 @@ def _open_closed() -> None:
             os.set_inheritable(got, True)
             if getattr(sys, name) is None:
                 setattr(sys, name, os.fdopen(got, "w" if number else "r", closefd=False))
+
+
+# The token ------------------------------------------------------------------------------------------------------------
+
+
+def token() -> str | None:
+    """
+    Return what PDRUN_TOKEN said, the same at every call; the first one takes it out of the environment.
+
+    The one place that reads the variable: mains call this before they start anything, libraries when they need the
+    secret. A token that was set since then counts.
+    """
+    if (text := os.environ.pop(TOKEN, None)) is not None:
+        _token[:] = [text]
+    return _token[-1] if _token else None
+
+
+def without_token(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment for a child of a process whose own is the user's affair (`pdrun.launch`)."""
+    return {name: value for name, value in environ.items() if name != TOKEN}
+
+
+def with_token(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment for a child that needs the token itself, or hands it on to one that does."""
+    text = token()
+    return {**environ, **({TOKEN: text} if text is not None else {})}
 
 
 # Descriptors ----------------------------------------------------------------------------------------------------------

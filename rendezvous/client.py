@@ -1,5 +1,5 @@
 """
-The agent's end: a link to a scheduler in this process (`LocalLink`) or over TCP (`ZmqLink`), and two short calls.
+The agent's end: a link to a scheduler in this process (`LocalLink`) or over TCP (`ZmqLink`).
 
 Both links are `pdrun.launcher.ports.Link` by shape. This module imports no ZeroMQ: `ZmqLink` does, when it is made
 (see `pdrun.rendezvous.zmq_client`).
@@ -9,38 +9,27 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from pdrun.clock import Clock, SystemClock
-from pdrun.errors import AuthenticationError, PdrunError, RendezvousError
 from pdrun.eventlog import Event, EventLog
-from pdrun.net import Endpoint
 from pdrun.rendezvous.events import SchedulerConfig
 from pdrun.rendezvous.messages import (
     PROTOCOL,
     Envelope,
     Hello,
-    Leave,
     Message,
-    Refuse,
-    StatusQuery,
-    StatusReply,
-    StopRequest,
-    Welcome,
 )
-from pdrun.rendezvous.ready import readable
 from pdrun.rendezvous.service import Service
 from pdrun.rendezvous.transport import MemoryHub
 
 if TYPE_CHECKING:
-    from pdrun.rendezvous.security import Secret
     from pdrun.rendezvous.zmq_client import ZmqLink as ZmqLink
 
-__all__ = ["LocalLink", "ZmqLink", "query_status", "request_stop"]
+__all__ = ["LocalLink", "ZmqLink"]
 
 
 def __getattr__(name: str) -> object:
@@ -141,60 +130,3 @@ class LocalLink:
         if self._also:
             for event in events:
                 self._also(event)
-
-
-def query_status(
-    endpoint: Endpoint, secret: Secret | None, *, job: str = "", insecure: bool = False, timeout: float = 5.0
-) -> list[str]:
-    """
-    Return the event lines of the job at ``endpoint``, oldest first, asked as a viewer.
-
-    Raises:
-        AuthenticationError: the token differs. RendezvousError: nobody answered within ``timeout`` seconds.
-    """
-    return _ask(endpoint, secret, "view", (StatusQuery(),), job, insecure, timeout)
-
-
-def request_stop(
-    endpoint: Endpoint, secret: Secret | None, signal: int, by: str, *, force: bool = False, job: str = "",
-    insecure: bool = False, timeout: float = 5.0,
-) -> None:  # fmt: skip
-    """
-    Ask the scheduler at ``endpoint`` to stop its job; returns when it has taken the request.
-
-    Raises:
-        AuthenticationError: the token differs. RendezvousError: nobody answered, or it refused.
-    """
-    _ask(endpoint, secret, "agent", (StopRequest(signal, by, force), StatusQuery()), job, insecure, timeout)
-
-
-def _ask(
-    endpoint: Endpoint, secret: Secret | None, role: Literal["agent", "view"], messages: Sequence[Message], job: str,
-    insecure: bool, timeout: float,
-) -> list[str]:  # fmt: skip
-    """Say ``messages`` and return the lines of the StatusReply that answers the last of them."""
-    from pdrun.rendezvous.zmq_client import ZmqLink
-
-    deadline = time.monotonic() + timeout
-    link = ZmqLink(endpoint, secret, job=job, role=role, start_timeout=timeout, insecure=insecure)
-    try:
-        while time.monotonic() < deadline:
-            for message in link.poll():
-                if isinstance(message, Welcome):
-                    for each in messages:
-                        link.send(each)
-                elif isinstance(message, StatusReply):
-                    link.send(Leave())
-                    return list(message.lines)
-                elif isinstance(message, Refuse):
-                    raise _refused(message, endpoint)
-            due = min(link.deadline() or deadline, deadline)
-            readable(link.fileno(), wait=due - time.monotonic())
-        raise RendezvousError(f"no answer within {timeout:g} s: {link.absence}", where=str(endpoint))
-    finally:
-        link.close(0.5)
-
-
-def _refused(message: Refuse, endpoint: Endpoint) -> PdrunError:
-    kind = AuthenticationError if message.code == AuthenticationError.exit_code else RendezvousError
-    return kind(message.reason, where=str(endpoint))

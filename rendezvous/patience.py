@@ -39,7 +39,7 @@ class Patience:
 
     def __init__(
         self, endpoint: Endpoint, start_timeout: float, report: Callable[[str], None] | None, now: float,
-        hint: str = "", crowd: int = 0,
+        hint: str = "", crowd: int = 0, *, least: float = LOST_LISTENER,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -47,10 +47,11 @@ class Patience:
             report: is given a line every few seconds while nobody is there.
             hint: what this node knows about why nobody may be there; empty: nothing.
             crowd: how many may wait for the scheduler's first word at once.
+            least: seconds for which a lost scheduler is waited for, should it have said less.
         """
         self._where, self._start_timeout, self._say = endpoint, start_timeout, report
         self._silence = LONGEST_SILENCE + pace.handshake(crowd) - pace.HANDSHAKE
-        self._hint = hint
+        self._hint, self._least = hint, max(least, LOST_LISTENER)
         self._began = self._last = now
         self._status_at = now + 1.0
         self._heard = self._word = self._woke = now
@@ -150,7 +151,7 @@ class Patience:
         if self._lost_since is None:
             return
         gone = now - self._lost_since
-        if gone > max(welcome.patience, LOST_LISTENER):
+        if gone > max(welcome.patience, self._least):
             raise RendezvousError(
                 f"{self._what_is_lost()}: nothing heard for {now - self._heard:.1f} s", where=str(self._where)
             )
@@ -216,3 +217,4 @@ class Patience:
 
 
 NOBODY = "nobody listens there yet"
+MUTE = "something takes connections there and says nothing"

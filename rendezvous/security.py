@@ -4,9 +4,9 @@ One 32-byte secret a user, and everything that is derived from it: CURVE keys, a
 HKDF-SHA256 makes key pairs from the secret: the scheduler's, and one for each role of its clients (agent, view, relay).
 So the scheduler's public key is itself unknown to outsiders: without the secret there is not even a handshake.
 
-Where the secret comes from, first hit wins: a token file, PDRUN_TOKEN_FILE, PDRUN_TOKEN (taken out of the environment
-at once), the user's cookie, made on first need. The cookie is per user and not per job, so that two of a user's jobs
-that meet at one address can authenticate and be told about each other by name.
+Where the secret comes from, first hit wins: a token file, PDRUN_TOKEN_FILE, PDRUN_TOKEN (`pdrun.early` has taken it out
+of the environment and keeps it), the user's cookie, made on first need. The cookie is per user and not per job, so that
+two of a user's jobs that meet at one address can authenticate and be told about each other by name.
 
 Limits: root, and code that runs as the same user, can read the secret. It never appears on a command line.
 """
@@ -21,11 +21,12 @@ import os
 import secrets
 import stat
 import zlib
-from collections.abc import MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
+from pdrun import early
 from pdrun.errors import ConfigError
 from pdrun.folders import make_private
 
@@ -152,27 +153,36 @@ def _checksum(body: str) -> str:
 # Where it comes from --------------------------------------------------------------------------------------------------
 
 
-def find_secret(token_file: str = "", *, environ: MutableMapping[str, str] | None = None) -> tuple[Secret, str]:
+def find_secret(token_file: str = "", *, environ: Mapping[str, str] | None = None) -> tuple[Secret, str]:
     """
-    Return the secret and where it came from, for `--explain`.
+    Return the secret and where it came from, for `--explain`; the same however often it is asked for.
 
     Args:
         token_file: from ``--token-file``; empty when it was not given.
-        environ: the process's environment by default; PDRUN_TOKEN is removed from it in any case.
+        environ: stands in for the process's environment, and for what was taken out of it.
 
     Raises:
         ConfigError: a source that was named is unusable; nothing weaker is tried instead.
     """
-    environ = os.environ if environ is None else environ
-    token = environ.pop("PDRUN_TOKEN", None)
+    environ = _environment() if environ is None else environ
+    token = environ.get(early.TOKEN)
     if token_file:
         return read_token_file(token_file, where="--token-file"), f"--token-file {token_file}"
     if path := environ.get("PDRUN_TOKEN_FILE"):
         return read_token_file(path, where="PDRUN_TOKEN_FILE"), f"PDRUN_TOKEN_FILE={path}"
     if token is not None:
-        return parse_token(token, where="PDRUN_TOKEN"), "PDRUN_TOKEN"
+        return parse_token(token, where=early.TOKEN), early.TOKEN
     path_of_cookie = cookie_path(environ)
     return load_cookie(path_of_cookie), f"cookie {path_of_cookie}"
+
+
+def is_named(token_file: str = "") -> bool:
+    """Whether the user has said which secret to take, so that `find_secret` need not come to the cookie."""
+    return bool(token_file) or early.TOKEN in (around := _environment()) or bool(around.get("PDRUN_TOKEN_FILE"))
+
+
+def _environment() -> dict[str, str]:
+    return early.with_token(os.environ)
 
 
 def read_token_file(name: str, *, where: str) -> Secret:
@@ -184,7 +194,7 @@ def read_token_file(name: str, *, where: str) -> Secret:
         raise ConfigError("not a token", where=f"{where} {name}") from None
 
 
-def cookie_path(environ: MutableMapping[str, str]) -> Path:
+def cookie_path(environ: Mapping[str, str]) -> Path:
     """Return ``$XDG_CONFIG_HOME/pdrun/cookie``, by default below ``~/.config``."""
     base = environ.get("XDG_CONFIG_HOME") or ""
     if not base.startswith("/"):

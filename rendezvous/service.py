@@ -35,7 +35,19 @@ from pdrun.rendezvous.events import (
     StopOrdered,
     Tick,
 )
-from pdrun.rendezvous.messages import BESIDE, Echo, Envelope, Heartbeat, Hello, Message, Notice, Refuse, StatusReply
+from pdrun.rendezvous.messages import (
+    BESIDE,
+    Echo,
+    Envelope,
+    Heartbeat,
+    Hello,
+    Message,
+    Notice,
+    Refuse,
+    StatusQuery,
+    StatusReply,
+    StopRequest,
+)
 from pdrun.rendezvous.recovery import Recovery, begin
 from pdrun.rendezvous.state import IllegalEvent
 from pdrun.rendezvous.transport import Alive, Arrived, Complaint, Gone, ServerTransport, Woken
@@ -57,6 +69,8 @@ class _Conversation:
     hello: Hello | None = None
     heard: int = 0
     said: int = 0
+    asked: bool = False
+    """It has asked for the job's status, or for its end, and is told the last status, too."""
 
 
 class Service:
@@ -164,6 +178,7 @@ class Service:
         if fault := _fault(talk, item):
             return self._refuse(item.peer, fault)
         talk.heard += not isinstance(body, Heartbeat)
+        talk.asked = talk.asked or isinstance(body, StatusQuery | StopRequest)
         if isinstance(body, Hello) and talk.hello is None:
             talk.hello = body
         try:
@@ -211,6 +226,13 @@ class Service:
                     self._send(peer, StatusReply(tuple(self._lines)))
                 case Done(code):
                     self.done = code
+                    self._tell_the_end()
+
+    def _tell_the_end(self) -> None:
+        """Those who look at the job learn how it ended: asked a moment later, nobody would be there to say it."""
+        for peer, talk in self._conversations.items():
+            if talk.asked:
+                self._send(peer, StatusReply(tuple(self._lines)))
 
     def _send(self, peer: Peer, message: Message) -> None:
         if talk := self._conversations.get(peer):

@@ -39,7 +39,7 @@ from pdrun.rendezvous.messages import (
     Verdict,
     Welcome,
 )
-from pdrun.rendezvous.patience import NOBODY, Patience
+from pdrun.rendezvous.patience import MUTE, NOBODY, Patience
 from pdrun.rendezvous.relayed import ALONE
 from pdrun.rendezvous.resume import Filter, Memory
 from pdrun.rendezvous.security import Secret
@@ -71,7 +71,7 @@ class ZmqLink:
         self, endpoint: Endpoint, secret: Secret | None, *, job: str = "", role: Literal["agent", "view"] = "agent",
         host: str = "", start_timeout: float = 600.0, connect_timeout: float = 3.0, insecure: bool = False,
         on_status: Callable[[str], None] | None = None, clock: Clock | None = None, command: str = "",
-        needs_spec: bool = False, hint: str = "", crowd: int = 0,
+        needs_spec: bool = False, hint: str = "", crowd: int = 0, patience: float = 0.0,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -83,6 +83,7 @@ class ZmqLink:
             hint: what to do where nobody listens, if this node knows better than to start the first one.
             needs_spec: hold the welcome back until the scheduler knows what the job runs, for ``start_timeout`` too.
             crowd: connections that may come at once, this one among them.
+            patience: seconds for which a lost scheduler is waited for at least, whatever it said itself.
         """
         import zmq
 
@@ -112,10 +113,12 @@ class ZmqLink:
         self._welcome: Welcome | None = None
         self._beats = self._echo = self._mark = 0
         now = self._clock.monotonic()
-        self._patience = Patience(endpoint, start_timeout, on_status, now, hint, crowd)
+        self._patience = Patience(endpoint, start_timeout, on_status, now, hint, crowd, least=patience)
         self._retry_at = self._beat_at = self._attempt_at = now
         self._lookup = Lookup(endpoint.host)
         self._said = self._expected = 0
+        self.replaced = False
+        """Whether another scheduler, of another job or run, answers at the address now."""
         self._connect(now)
 
     # The Link protocol ------------------------------------------------------------------------------------------------
@@ -355,7 +358,7 @@ class ZmqLink:
         if isinstance(message, Welcome):
             known = self._welcome
             if known and (known.run != message.run or known.job not in ("", message.job)):
-                self._stage = _Stage.OVER
+                self._stage, self.replaced = _Stage.OVER, True
                 self._inbox.append(Refuse(69, f"the scheduler at {self.endpoint} is another one now"))
                 return
             if self._welcome is None or message.spec:
@@ -390,4 +393,9 @@ class ZmqLink:
     @property
     def absence(self) -> str:
         """Why nobody answers, as far as that is known."""
-        return self._lookup.fault or NOBODY
+        return self._lookup.fault or (NOBODY if self.nobody_there else MUTE)
+
+    @property
+    def nobody_there(self) -> bool:
+        """Whether the last attempt to connect was refused, or led nowhere."""
+        return self._patience.nobody_since is not None

@@ -11,7 +11,10 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+from pdrun import early
 
 _HIDES = {
     "/dev/nvidia0": "CUDA_VISIBLE_DEVICES",
@@ -33,3 +36,9 @@ for _number, _usual in (
 # How long an example takes says nothing on a machine that others use as well.
 settings.register_profile("pdrun", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("pdrun")
+
+
+@pytest.fixture(autouse=True)
+def no_token_of_another_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process keeps the token that it once found; tests in one process are to be as separate ones."""
+    monkeypatch.setattr(early, "_token", [])

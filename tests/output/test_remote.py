@@ -7,20 +7,26 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from pdrun.errors import AuthenticationError
+from pdrun.errors import AuthenticationError, UsageError
+from pdrun.eventlog import JobStatus
 from pdrun.launcher import control
 from pdrun.launcher.control import Remote
 from pdrun.net import Endpoint
 from pdrun.rendezvous.child import SchedulerChild
 from pdrun.rendezvous.events import SchedulerConfig
-from pdrun.rendezvous.security import Secret, load_cookie
+from pdrun.rendezvous.messages import Finished, Leave, StopWorkers, Verdict
+from pdrun.rendezvous.security import Secret, load_cookie, token_text
+from pdrun.rendezvous.viewer import Viewer
+from tests.rendezvous.helpers import Agent, agents, start_all, until
 
 
 @pytest.fixture
@@ -50,6 +56,130 @@ def test_a_wrong_token_is_told(tmp_path: Path, scheduler: Remote, monkeypatch: p
     assert load_cookie(tmp_path / "other" / "pdrun" / "cookie") != Secret(b"0" * 32)
     with pytest.raises(AuthenticationError):
         control.status(scheduler=scheduler)
+
+
+@pytest.fixture
+def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[SchedulerChild, Agent]]:
+    """A scheduler, and the one node of its job, whose workers run; the token is in PDRUN_TOKEN alone."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.delenv("PDRUN_TOKEN_FILE", raising=False)
+    secret = Secret.random()
+    monkeypatch.setenv("PDRUN_TOKEN", token_text(secret))
+    child = SchedulerChild(SchedulerConfig("demo", "demo-1", 1), secret, endpoint=Endpoint("127.0.0.1", 0))
+    try:
+        with agents(child.endpoint, secret, "demo") as (node,):
+            node.join("n0")
+            start_all(node)
+            yield child, node
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(child.pid, signal.SIGCONT)
+        child.close()
+
+
+class Stopping(threading.Thread):
+    """`pdrun stop --scheduler`, and what it returned."""
+
+    def __init__(self, child: SchedulerChild, timeout: float) -> None:
+        super().__init__(daemon=True)
+        self.code: int | None = None
+        self._scheduler, self._timeout = Remote(child.endpoint), timeout
+        self.start()
+
+    def run(self) -> None:
+        self.code = control.stop(scheduler=self._scheduler, timeout=self._timeout)
+
+
+def over(node: Agent, stop: StopWorkers) -> None:
+    """The workers of the node have ended."""
+    node.link.send(Finished(stop.generation))
+    node.expect(Verdict)
+    node.link.send(Leave())
+
+
+def test_stop_waits_for_the_end_whatever_it_takes(
+    running: tuple[SchedulerChild, Agent], capsys: pytest.CaptureFixture[str]
+) -> None:
+    child, node = running
+    stopping = Stopping(child, 60.0)
+    stop = node.expect(StopWorkers)
+    deadline = time.monotonic() + 1.5
+    while time.monotonic() < deadline:  # several of its looks
+        node.turn()
+    assert stopping.is_alive(), "the workers still run"
+    over(node, stop)
+    stopping.join(20)
+    assert stopping.code == 0
+    assert "job demo (run demo-1) has stopped: exit code 143, stopped by pdrun stop on " in capsys.readouterr().err
+
+
+def test_a_scheduler_that_stands_still_has_not_stopped(
+    running: tuple[SchedulerChild, Agent], capsys: pytest.CaptureFixture[str]
+) -> None:
+    child, node = running
+    stopping = Stopping(child, 4.0)
+    node.expect(StopWorkers)
+    os.kill(child.pid, signal.SIGSTOP)
+    stopping.join(30)
+    assert stopping.code == 69
+    err = capsys.readouterr().err
+    assert "is still ending after 4 s" in err and "has stopped" not in err
+    assert f"the scheduler at {child.endpoint} does not answer any more" in err
+
+
+def test_a_scheduler_that_has_gone_after_the_request_has_stopped(
+    running: tuple[SchedulerChild, Agent], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    child, node = running
+    heard, asked = threading.Event(), Viewer.lines
+
+    def lines(viewer: Viewer, timeout: float = 5.0) -> list[str] | None:
+        found = asked(viewer, timeout)
+        if found is not None:
+            heard.set()
+        return found
+
+    monkeypatch.setattr(Viewer, "lines", lines)
+    stopping = Stopping(child, 60.0)
+    node.expect(StopWorkers)
+    assert heard.wait(20)
+    os.kill(child.pid, signal.SIGKILL)
+    child.close()
+    stopping.join(20)
+    assert stopping.code == 0
+    assert "its scheduler was ending it, and has left" in capsys.readouterr().err
+
+
+def test_follow_outlasts_a_scheduler_that_stands_still(running: tuple[SchedulerChild, Agent]) -> None:
+    child, node = running
+    seen: list[JobStatus] = []
+
+    def watch(look: Callable[[], list[JobStatus]]) -> int:
+        seen.extend(look())
+        os.kill(child.pid, signal.SIGSTOP)
+        seen.extend(look())
+        os.kill(child.pid, signal.SIGCONT)
+        seen.extend(look())
+        assert control.stop(scheduler=Remote(child.endpoint), timeout=0.5) == 69
+        over(node, node.expect(StopWorkers))
+        until(lambda: child.returncode is not None, "the scheduler leaves")
+        seen.extend(look())
+        return 0
+
+    assert control.status(scheduler=Remote(child.endpoint), watch=watch) == 0
+    assert [one.state for one in seen] == ["running", "running", "running", "done"]
+    assert [len(one.warnings) for one in seen] == [0, 1, 0, 0] and "no answer" in seen[1].warnings[0]
+
+
+def test_a_name_is_held_against_the_schedulers_job(scheduler: Remote, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("demo", "demo-1", "dem"):
+        assert control.status(name, scheduler=scheduler, json=True) == 0
+        assert json.loads(capsys.readouterr().out)["run"] == "demo-1"
+    for call in (control.status, control.stop):
+        with pytest.raises(UsageError, match=r"no job here is called 'other': .* job 'demo' \(run demo-1\)"):
+            call("other", scheduler=scheduler)
+    assert control.status(scheduler=scheduler, json=True) == 0
+    assert json.loads(capsys.readouterr().out)["state"] == "gathering", "the job of another name was stopped"
 
 
 FLOOD = "import os\nfor i in range(400): os.write(1, (b'%d ' % i).ljust(12_499, b'x') + b'\\n')\n"

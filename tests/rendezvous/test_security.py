@@ -21,6 +21,7 @@ from pdrun.rendezvous.security import (
     cookie_path,
     find_secret,
     hkdf,
+    is_named,
     key_pair,
     load_cookie,
     parse_token,
@@ -113,14 +114,24 @@ def private(tmp_path: Path) -> Path:
 def test_sources_in_order(private: Path, tmp_path: Path) -> None:
     environ = {"PDRUN_TOKEN": token_text(Secret(b"e" * 32)), "PDRUN_TOKEN_FILE": str(private), "HOME": str(tmp_path)}
     assert find_secret(str(private), environ=environ) == (SECRET, f"--token-file {private}")
-    assert "PDRUN_TOKEN" not in environ, "the token stays in the environment of the workers"
-    environ["PDRUN_TOKEN"] = token_text(Secret(b"e" * 32))
     assert find_secret(environ=environ) == (SECRET, f"PDRUN_TOKEN_FILE={private}")
     del environ["PDRUN_TOKEN_FILE"]
-    environ["PDRUN_TOKEN"] = token_text(Secret(b"e" * 32))
     assert find_secret(environ=environ) == (Secret(b"e" * 32), "PDRUN_TOKEN")
+    del environ["PDRUN_TOKEN"]
     found, source = find_secret(environ=environ)
     assert source == f"cookie {tmp_path}/.config/pdrun/cookie" and find_secret(environ=environ)[0] == found
+
+
+def test_the_token_holds_for_the_process_and_for_none_of_its_children(
+    private: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PDRUN_TOKEN_FILE", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert not is_named() and is_named(str(private))
+    monkeypatch.setenv("PDRUN_TOKEN", token_text(SECRET))
+    assert is_named() and "PDRUN_TOKEN" not in os.environ
+    assert [find_secret(), find_secret()] == [(SECRET, "PDRUN_TOKEN")] * 2
+    assert is_named() and not (tmp_path / ".config").exists()
 
 
 def test_a_bad_source_is_not_passed_over(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from pdrun.errors import AuthenticationError, ConfigError, RendezvousError
 from pdrun.net import Endpoint
 from pdrun.rendezvous import zmq_server
 from pdrun.rendezvous.child import SchedulerChild
-from pdrun.rendezvous.client import ZmqLink, query_status, request_stop
+from pdrun.rendezvous.client import ZmqLink
 from pdrun.rendezvous.listen import bind_listener
 from pdrun.rendezvous.messages import (
     Cause,
@@ -41,6 +41,7 @@ from pdrun.rendezvous.messages import (
 from pdrun.rendezvous.ready import readable
 from pdrun.rendezvous.security import Secret
 from pdrun.rendezvous.transport import Incoming
+from pdrun.rendezvous.viewer import Viewer, query_status
 
 from .conftest import Scheduler
 from .helpers import Agent, agents, config, start_all, until
@@ -458,13 +459,33 @@ def test_status_and_stop_from_outside(scheduler: Start, secret: Secret) -> None:
         start_all(agent)
         lines = query_status(child.endpoint, secret)
         assert [event.kind for event in eventlog.parse(lines)] == ["created", "joined", "assigned", "started"]
-        request_stop(child.endpoint, secret, signal.SIGTERM, "a test")
-        stop = agent.expect(StopWorkers)
-        assert (stop.signal, stop.reason) == (15, "stopped by a test")
-        with pytest.raises(RendezvousError, match=r"serves job 'job'.*you are job 'x'"):
-            request_stop(child.endpoint, secret, signal.SIGTERM, "a test", job="x")
-        with pytest.raises(AuthenticationError):
-            query_status(child.endpoint, Secret.random())
+        with Viewer(child.endpoint, secret, stops=True) as viewer, Viewer(child.endpoint, secret) as other:
+            assert (viewer.job, viewer.run, viewer.gone) == ("job", "run-1", False)
+            assert "started" in _kinds(other)
+            viewer.stop(signal.SIGTERM, "a test")
+            assert _kinds(viewer)[-1] == "stopping"
+            stop = agent.expect(StopWorkers)
+            assert (stop.signal, stop.reason) == (15, "stopped by a test")
+            agent.link.send(Finished(stop.generation))
+            agent.expect(Verdict)
+            agent.link.send(Leave())
+            until(lambda: agent.turn(0.0) or child.returncode is not None, "the scheduler leaves")
+            assert "verdict" in _kinds(other) and "verdict" in _kinds(viewer), "the last word comes unasked"
+            child.close()
+            assert viewer.lines(0.5) is None and viewer.gone
+    with pytest.raises(RendezvousError, match=r"(no answer|no scheduler there) within 0\.5 s"):
+        query_status(child.endpoint, secret, timeout=0.5)
+
+
+def _kinds(viewer: Viewer) -> list[str]:
+    lines = viewer.lines()
+    assert lines is not None
+    return [event.kind for event in eventlog.parse(lines)]
+
+
+def test_a_viewer_with_another_token_is_told(scheduler: Start) -> None:
+    with pytest.raises(AuthenticationError):
+        query_status(scheduler().endpoint, Secret.random())
 
 
 def test_a_message_that_is_too_long_ends_no_scheduler_and_no_agent(scheduler: Start, secret: Secret) -> None:

@@ -230,7 +230,7 @@ class Service:
 
     def _tell_the_end(self) -> None:
         """Those who look at the job learn how it ended: asked a moment later, nobody would be there to say it."""
-        for peer, talk in self._conversations.items():
+        for peer, talk in list(self._conversations.items()):  # one that cannot be told is parted with
             if talk.asked:
                 self._send(peer, StatusReply(tuple(self._lines)))
 

@@ -13,13 +13,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from pdrun import early
+from pdrun import early, lane
 from pdrun.errors import EXIT_UNAVAILABLE
 from pdrun.eventlog import EventLog
 from pdrun.launcher import order
@@ -172,5 +171,4 @@ class _Tending:
                 process.terminate()
 
 
-def _say(text: str) -> None:
-    print(f"pdrun: {text}", file=sys.stderr, flush=True)
+_say = lane.say

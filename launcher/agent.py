@@ -79,7 +79,9 @@ class Agent:
         self._known = None if callable(plan) else plan
         self._link, self._signals, self._around = link, signals, around
         self._clock = around.clock
-        self._voice = Voice(self._clock, quiet=around.quiet, address=around.address, events=around.events)
+        self._voice = Voice(
+            self._clock, quiet=around.quiet, address=around.address, events=around.events, before=around.say
+        )
         self._crew = Crew(around.keeper, self._voice.say)
         self._reports = Reports(self._clock, self._tell, self._voice.say)
         self._part = Part(self._crew, self._reports, self._voice, around, self._tell)

@@ -20,6 +20,7 @@ LONGEST_LINE = 16 << 20
 def main() -> int:
     """Read the order, run the agent, return its exit code; never raises."""
     early.begin()
+    from pdrun import lane
     from pdrun.errors import PdrunError
 
     try:
@@ -28,7 +29,7 @@ def main() -> int:
             early.remember_limit(*order["nofile"])
         return _run(order)
     except PdrunError as error:
-        print(f"pdrun: {error}", file=sys.stderr, flush=True)
+        lane.say(str(error))
         return error.exit_code
     except Exception as error:
         from pdrun.launcher.cli import fault

@@ -106,10 +106,10 @@ def _plain(error: Any) -> str:
 
 
 def _say(text: str) -> None:
-    try:
-        print(f"pdrun: {text}", file=sys.stderr, flush=True)
-    except OSError:
-        pass  # nobody listens; the exit code still tells
+    from pdrun import lane
+
+    lane.say(text)  # should nobody listen, the exit code still tells
+    lane.flush()
 
 
 def _drop_output() -> None:

@@ -59,7 +59,7 @@ def _asked(environ: Mapping[str, str], probes: Probes) -> tuple[Asked, str]:
 def _found(environ: Mapping[str, str], probes: Probes, asked: Asked) -> tuple[Found, str]:
     launcher = environ.get("PDRUN_LAUNCHER", "")
     try:
-        return detect(environ, probes, "" if launcher == "auto" else launcher), ""
+        return detect(environ, probes, outer.to_detect(launcher)), ""
     except PdrunError as error:
         return Found(), str(error)
 

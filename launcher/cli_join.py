@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pdrun import lane
 from pdrun.errors import UsageError
 from pdrun.launcher import values
 from pdrun.launcher.cli_run import from_command_line, warn_of_strangers
@@ -106,8 +106,7 @@ def relay(listen: str, rows: Sequence[Option], params: Mapping[str, Any], enviro
         secret = None if said.get("place.insecure") else find_secret(said.get("place.token_file", ""))[0]
     patience = said.get("policy.scheduler_loss", Policy().scheduler_loss)
     where = Endpoint(said["scheduler.host"], said["scheduler.port"])
-    return serve_alone(where, here, secret, patience=patience, say=_say)
-
-
-def _say(text: str) -> None:
-    print(f"pdrun: {text}", file=sys.stderr, flush=True)
+    try:
+        return serve_alone(where, here, secret, patience=patience, say=lane.say)
+    finally:
+        lane.flush()

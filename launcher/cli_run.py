@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pdrun import lane
 from pdrun.errors import UsageError
 from pdrun.launcher import outer, through
 from pdrun.launcher.adapters.found import Probes
@@ -206,9 +207,7 @@ def await_scheduler_name(asked: Asked) -> None:
 
     where = asked.spec.place.scheduler
     if where is not None and is_networked(asked.spec):
-        network.await_name(
-            where, asked.spec.policy.start_timeout, lambda text: print(f"pdrun: {text}", file=sys.stderr, flush=True)
-        )
+        network.await_name(where, asked.spec.policy.start_timeout, lane.say)
 
 
 def warn_of_strangers(environ: Mapping[str, str]) -> None:

@@ -1,7 +1,5 @@
 """
-The terminal: workers' lines and pdrun's own, in order, written by a thread so that nobody waits for a slow reader.
-
-    put() --> queue (bounded by `held`) --> writer thread --> os.write
+The terminal: workers' lines and pdrun's own, in order. Threads write (`pdrun.lane`): nobody waits for a slow reader.
 
 stdout and stderr share one queue where they lead to the same place, and have one each elsewhere (`pdrun ... | less`
 that is not read must not keep the verdict from the screen). A reader that goes away switches its stream off and the job
@@ -10,148 +8,16 @@ goes on. A reader that is slow loses nothing: above HIGH bytes `held` is true, a
 
 from __future__ import annotations
 
-import errno
 import os
-import select
-import threading
-import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pdrun.lane import Lane
 from pdrun.launcher.shaping import clean
 
 OUT, ERR = 1, 2
-HIGH = 8 << 20
-"""Bytes that may wait for a reader before workers are held back."""
-LOW = HIGH // 2
 MERGER_WAIT = 30.0
 """Seconds for which an agent waits, at its end, for the process that merges its output and may be held up itself."""
-_BATCH = 1 << 20
-_LARGE, _SMALL = 1 << 16, 1 << 12
-
-
-def _nothing() -> None:
-    """Nobody asked to be told."""
-
-
-class Lane:
-    """A queue of bytes and the thread that writes them to one descriptor. Starts its thread on first use."""
-
-    def __init__(self, fd: int, name: str, on_room: Callable[[], None] = _nothing) -> None:
-        self.name = name
-        self.on_room = on_room
-        """Called from the thread when `held` has become false again."""
-        self.mid_line = False
-        self.off = "" if _is_open(fd) else "closed"
-        """Why nothing is written any more, or empty."""
-        self._fd = fd
-        self._queue: deque[bytes] = deque()
-        self._backlog = 0
-        self._held = False
-        self._moved = time.monotonic()
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
-        self._closing = False
-
-    def put(self, data: bytes) -> None:
-        """Queue whole bytes; never blocks. Dropped when the stream is off."""
-        if not data or self.off:
-            return
-        with self._changed:
-            if not self._backlog:
-                self._moved = time.monotonic()
-            self._queue.append(data)
-            self._backlog += len(data)
-            self._held = self._held or self._backlog > HIGH
-            self.mid_line = data[-1] != 0x0A
-            self._changed.notify_all()
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=f"pdrun-{self.name}", daemon=True)
-                self._thread.start()
-
-    def held(self) -> bool:
-        """Whether producers should wait: true above HIGH, until the queue has fallen below LOW."""
-        return self._held
-
-    def close(self, timeout: float) -> str:
-        """
-        Write out what is queued; give up when nothing was taken for ``timeout`` seconds.
-
-        Returns:
-            What was lost, as one line, or the empty string.
-        """
-        with self._changed:
-            self._closing = True
-            self._moved = time.monotonic()
-            self._changed.notify_all()
-            while self._backlog and not self.off:
-                wait = self._moved + timeout - time.monotonic()
-                if wait <= 0:
-                    return f"{self.name}: its reader took nothing for {timeout:g} s, {self._backlog} bytes not shown"
-                self._changed.wait(min(wait, 0.5))
-        if self._thread:
-            self._thread.join(timeout)
-        return "" if self.off in ("", "closed") else f"{self.name}: {self.off}; output after that was not shown"
-
-    def _run(self) -> None:
-        while data := self._take():
-            try:
-                self._write(data)
-            except OSError as error:
-                self._switch_off(error)
-                return
-
-    def _take(self) -> bytes:
-        with self._changed:
-            while not self._queue:
-                if self._closing:
-                    return b""
-                self._changed.wait()
-            parts, size = [], 0
-            while self._queue and size < _BATCH:
-                parts.append(self._queue.popleft())
-                size += len(parts[-1])
-            return b"".join(parts)
-
-    def _write(self, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            try:
-                # a pipe's write returns when all is in: small ones at the end tell a slow reader from one that is gone
-                done = os.write(self._fd, view[: _SMALL if self._closing else _LARGE])
-            except BlockingIOError:  # somebody else made the shared terminal non-blocking
-                self._wait_writable()
-                continue
-            view = view[done:]
-            self._written(done)
-
-    def _wait_writable(self) -> None:
-        poll = select.poll()
-        poll.register(self._fd, select.POLLOUT)
-        poll.poll(1000)
-
-    def _written(self, count: int) -> None:
-        with self._changed:
-            self._backlog -= count
-            self._moved = time.monotonic()
-            freed = self._held and self._backlog < LOW
-            self._held = self._held and not freed
-            self._changed.notify_all()
-        if freed:
-            self.on_room()
-
-    def _switch_off(self, error: OSError) -> None:
-        with self._changed:
-            # a closed pipe is how `| head` says that it has enough: nothing to report
-            self.off = "closed" if error.errno == errno.EPIPE else (error.strerror or str(error))
-            self._queue.clear()
-            self._backlog, freed, self._held = 0, self._held, False
-            self._changed.notify_all()
-        if freed:
-            self.on_room()
-
-
 class Console:
     """stdout and stderr of this process."""
 
@@ -173,6 +39,7 @@ class Console:
         wanted = not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
         self._colour = colour if colour is not None else wanted
         self._least_wait = 0.0
+        self._closed = False
         self._out = Lane(out, "stdout")
         self._err = self._out if _same_place(out, err) else Lane(err, "stderr")
 
@@ -219,8 +86,11 @@ class Console:
         Write out everything, giving up on a reader that takes nothing for ``timeout`` seconds.
 
         Returns:
-            What was lost, one line each; what stdout lost is said on stderr, too.
+            What was lost, one line each; what stdout lost is said on stderr, too. Nothing the second time.
         """
+        if self._closed:
+            return ()
+        self._closed = True
         timeout = max(timeout, self._least_wait)
         lost = [problem] if (problem := self._out.close(timeout)) else []
         if self._err is not self._out:
@@ -228,15 +98,6 @@ class Console:
                 self.say(f"pdrun: {line}")
             lost += [problem] if (problem := self._err.close(timeout)) else []
         return tuple(lost)
-
-
-def _is_open(fd: int) -> bool:
-    """Whether a descriptor is open; one that is closed now must not be written to once the number is used again."""
-    try:
-        os.fstat(fd)
-    except OSError:
-        return False
-    return True
 
 
 def _isatty(fd: int) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from pdrun.errors import ConfigError, UsageError
 from pdrun.launcher.adapters import detect, mpi
 from pdrun.launcher.adapters.found import Found, Probes
+from pdrun.launcher.adapters.names import STARTERS
 from pdrun.launcher.hosts import Host, host_name
 from pdrun.launcher.wishes import Level, Source, Wish
 from pdrun.net import port_for
@@ -46,15 +47,18 @@ def around(
     launcher = said["place.launcher"].value if "place.launcher" in said else ""
     if any(path in said and said[path].value for path in _FREE):
         return (), (), ()
-    if launcher not in ("", "auto", "none", *detect.NAMES):
-        launcher = ""  # one that starts the hosts, and reads nobody
-    found = detect.detect(environ, probes, "" if launcher == "auto" else launcher)
+    found = detect.detect(environ, probes, to_detect(launcher))
     notes = tuple(f"{item.launcher} is ignored: {item.why}" for item in found.ignored)
     if found.kind == "none":
         return (), notes, found.notes
     made = _allocation(found, said) if found.kind == "allocation" else _task(found, said, probes)
     here = () if found.launcher == "pet" else (f"{found.title}: {_summary(found)}",)
     return tuple(made), (*here, *notes), found.notes
+
+
+def to_detect(launcher: str) -> str:
+    """Return what ``--launcher`` has `detect` look for: nothing in particular where it names what starts the hosts."""
+    return "" if launcher == "auto" or launcher in STARTERS else launcher
 
 
 def _summary(found: Found) -> str:

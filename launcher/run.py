@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pdrun import early
+from pdrun import early, lane
 from pdrun.clock import SystemClock
 from pdrun.errors import ConfigError
 from pdrun.launcher import ahead, jobs
@@ -58,6 +58,7 @@ class Seat:
     """Listening socket for the scheduler of this node."""
     lifeline: int | None = None
     console: Console | None = None
+    """Where all that the agent prints goes, its link's words too; None: this process's own."""
     quiet: bool = False
     front: int | None = None
     """Pid of the process that `pdrun stop` is to signal; None: this one."""
@@ -69,6 +70,25 @@ class Seat:
     """Something else starts all nodes (mpirun, srun): nobody is told how to start those that are missing."""
     stdin: bool = True
     """Whether rank 0 may read the standard input of this process."""
+
+    def say(self, text: str) -> None:
+        """Print a line of pdrun's own; waits for no reader, and survives one that goes away."""
+        if self.console is not None:
+            self.console.say(f"pdrun: {text}")
+        else:
+            lane.say(text)
+
+
+@contextmanager
+def _at_a_console(seat: Seat) -> Iterator[Seat]:
+    """Yield a seat that has a console, which is written out at the end, whether there was an output or not."""
+    from pdrun.launcher.console import Console
+
+    console = seat.console or Console()
+    try:
+        yield replace(seat, console=console)
+    finally:
+        console.close()
 
 
 def execute(plan: LaunchPlan, seat: Seat | None = None) -> int:
@@ -122,15 +142,16 @@ def _execute(plan: LaunchPlan, seat: Seat) -> int:
         from pdrun.launcher.throughrun import run_through
 
         return run_through(plan)
-    if plan.starting.how == "fork":
-        seat = replace(seat, keeper=keeper(plan))
-    try:
-        if plan.mode == "alone":
-            return _alone(plan, seat)
-        return _first(plan, seat) if plan.mode == "first" else _join(plan, seat)
-    finally:
-        if seat.keeper is not None:
-            seat.keeper.close()  # where no agent ever came to do that
+    with _at_a_console(seat) as seat:
+        if plan.starting.how == "fork":
+            seat = replace(seat, keeper=keeper(plan, seat.say))
+        try:
+            if plan.mode == "alone":
+                return _alone(plan, seat)
+            return _first(plan, seat) if plan.mode == "first" else _join(plan, seat)
+        finally:
+            if seat.keeper is not None:
+                seat.keeper.close()  # where no agent ever came to do that
 
 
 def execute_join(endpoint: Endpoint, overrides: Mapping[str, Any], sources: Sources) -> int:
@@ -158,7 +179,9 @@ def execute_join(endpoint: Endpoint, overrides: Mapping[str, Any], sources: Sour
     named = overrides.get("place.token_file", ""), sources.get("place.token_file", "")
     secret = _secret(Seat(), *named, overrides.get("place.insecure", False))
     timeout = overrides.get("policy.start_timeout", Policy().start_timeout)
-    return _agent(planned, _zmq_link(endpoint, secret, "", timeout, needs_spec=True, crowd=UNKNOWN), Seat())
+    with _at_a_console(Seat()) as seat:
+        link = _zmq_link(endpoint, secret, "", timeout, needs_spec=True, crowd=UNKNOWN, say=seat.say)
+        return _agent(planned, link, seat)
 
 
 def joined_spec(text: str, overrides: Mapping[str, Any], endpoint: Endpoint) -> JobSpec:
@@ -241,7 +264,7 @@ def _first(plan: LaunchPlan, seat: Seat) -> int:
     if listener is None:
         return _join(plan, seat)
     if insecure:
-        print(f"pdrun: {INSECURE}", file=sys.stderr, flush=True)
+        seat.say(INSECURE)
     run = seat.run or run_name(plan)
     events = events_path(plan, run)
     with _journal(plan, events) as journal:
@@ -253,7 +276,7 @@ def _first(plan: LaunchPlan, seat: Seat) -> int:
         try:
             command = plan.facts.get("command", "")
             waits, crowd = plan.spec.policy.start_timeout, plan.spec.resources.members
-            link = _zmq_link(child.endpoint, secret, plan.job, waits, command, crowd=crowd)
+            link = _zmq_link(child.endpoint, secret, plan.job, waits, command, crowd=crowd, say=seat.say)
             return _agent(plan, link, seat, child=child, events=str(events or ""), serves=True)
         finally:
             child.close()
@@ -285,7 +308,7 @@ def _join(plan: LaunchPlan, seat: Seat) -> int:
         own = f"this node is rank 0, and {plan.scheduler.host} is no address of its own"
         hint = f"{own}: where that is a service or NAT in front of it, add --serve"
     waits, crowd = plan.spec.policy.start_timeout, plan.spec.resources.members
-    link = _zmq_link(plan.scheduler, secret, plan.job, waits, command, hint=hint, crowd=crowd)
+    link = _zmq_link(plan.scheduler, secret, plan.job, waits, command, hint=hint, crowd=crowd, say=seat.say)
     return _agent(plan, link, seat)
 
 
@@ -305,12 +328,12 @@ def _listener(plan: LaunchPlan, seat: Seat) -> socket.socket | None:
     except ConfigError as error:
         taken = isinstance(error.__context__, OSError) and error.__context__.errno == errno.EADDRINUSE
         if taken and plan.spec.place.serve is None and plan.spec.place.node_rank is None:
-            _look_who(plan.scheduler, error)
+            _look_who(plan.scheduler, error, seat.say)
             return None
         raise
 
 
-def _look_who(endpoint: Endpoint, taken: ConfigError) -> None:
+def _look_who(endpoint: Endpoint, taken: ConfigError, say: Callable[[str], None]) -> None:
     """
     Say who has the port that this node would have taken; where it is no scheduler that is an error at once.
 
@@ -318,7 +341,7 @@ def _look_who(endpoint: Endpoint, taken: ConfigError) -> None:
     """
     from pdrun.launcher.network import speaks_zmtp
 
-    print(f"pdrun: {taken.what}: joining the scheduler there", file=sys.stderr, flush=True)
+    say(f"{taken.what}: joining the scheduler there")
     if not re.search(r"[/\s(]pdrun(?:[\s)]|\.rendezvous\b)", taken.what) and not speaks_zmtp(endpoint):
         raise ConfigError(f"{taken.what}, and that is no scheduler", where=taken.where, hint=taken.hint) from None
 
@@ -345,12 +368,9 @@ def blamed(source: str) -> Iterator[None]:
 
 def _zmq_link(
     endpoint: Endpoint, secret: Secret | None, job: str, start_timeout: float, command: str = "", *,
-    needs_spec: bool = False, hint: str = "", crowd: int,
+    needs_spec: bool = False, hint: str = "", crowd: int, say: Callable[[str], None],
 ) -> Link:  # fmt: skip
     from pdrun.rendezvous.client import ZmqLink
-
-    def say(text: str) -> None:
-        print(f"pdrun: {text}", file=sys.stderr, flush=True)
 
     return ZmqLink(
         endpoint, secret, job=job, host=socket.gethostname(), start_timeout=start_timeout, insecure=secret is None,
@@ -387,7 +407,7 @@ def _agent(
     beforehand = [seat.keeper] if seat.keeper is not None else []
 
     def kept(made: LaunchPlan) -> KeeperProcess:
-        found = beforehand.pop() if beforehand else keeper(made)
+        found = beforehand.pop() if beforehand else keeper(made, seat.say)
         if child:
             found.spare.add(child.pid)
             child.on_start = found.spare.add  # the keeper's sweeps leave a restarted scheduler alone, too
@@ -396,11 +416,11 @@ def _agent(
     return run_agent(plan, link, Surroundings(
         keeper=kept, output=output, welcomed=welcomed,
         scheduler_child=child, lifeline=seat.lifeline, stdin=_stdin(seat), address=address, events=events,
-        reached=lambda mark: _reached(seat, mark), quiet=seat.quiet,
+        reached=lambda mark: _reached(seat, mark), quiet=seat.quiet, say=seat.say,
     ))  # fmt: skip
 
 
-def keeper(plan: LaunchPlan) -> KeeperProcess:
+def keeper(plan: LaunchPlan, say: Callable[[str], None] = lane.say) -> KeeperProcess:
     """Return a keeper for the workers of a plan: one forked from its warm process, else a child that imports torch."""
     if plan.starting.warm:
         from pdrun.launcher.warm import borrow
@@ -409,7 +429,7 @@ def keeper(plan: LaunchPlan) -> KeeperProcess:
             return KeeperProcess(lent=borrow(plan.starting.warm))
         except OSError as error:
             why = error.strerror or error
-            print(f"pdrun: the warm process cannot be used: {why}; torch is imported", file=sys.stderr, flush=True)
+            say(f"the warm process cannot be used: {why}; torch is imported")
     if plan.starting.how != "fork":
         return KeeperProcess()
     wanted = starter_command(plan)

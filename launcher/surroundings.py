@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from pdrun import lane
 from pdrun.clock import Clock, SystemClock
 from pdrun.launcher.model import LaunchPlan
 from pdrun.launcher.ports import Keeper, WorkerOutput
@@ -62,5 +63,7 @@ class Surroundings:
     """Path of the event log that the scheduler process writes; what it notes is shown. Empty: none."""
     reached: Callable[[bytes], None] = _unheard
     """Called with UP once signals are taken, with RUNNING before workers are started."""
+    say: Callable[[str], None] = lane.say
+    """Says a line of pdrun's own before there is an output; must not block."""
     quiet: bool = False
     """Another agent prints what is printed once a job."""

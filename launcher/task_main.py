@@ -22,12 +22,13 @@ if TYPE_CHECKING:
 def main() -> int:
     """Run the agent; 0 unless it never took part. Never raises."""
     early.begin()
+    from pdrun import lane
     from pdrun.errors import PdrunError
 
     try:
         return _run()
     except PdrunError as error:
-        print(f"pdrun: {os.uname().nodename}: {error}", file=sys.stderr, flush=True)
+        lane.say(f"{os.uname().nodename}: {error}")
         return error.exit_code
     except Exception as error:
         from pdrun.launcher.cli import fault

@@ -14,13 +14,12 @@ import errno
 import os
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from pdrun import early
+from pdrun import early, lane
 from pdrun.errors import EXIT_UNAVAILABLE, ConfigError
 from pdrun.eventlog import EventLog
 from pdrun.launcher import order
@@ -182,5 +181,4 @@ class _Tending:
                 process.terminate()
 
 
-def _say(text: str) -> None:
-    print(f"pdrun: {text}", file=sys.stderr, flush=True)
+_say = lane.say

@@ -8,11 +8,12 @@ their own node. What the scheduler's process notes about strangers and other nod
 from __future__ import annotations
 
 import json
-import sys
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pdrun import lane
 from pdrun.attempt import Attempt
 from pdrun.clock import Clock
 from pdrun.launcher.model import LaunchPlan
@@ -38,17 +39,21 @@ _SHOWN = ("warning", "refused", "suspect", "recovered")
 
 
 class Voice:
-    """Speaks through the workers' output once there is one, else on stderr."""
+    """Speaks through the workers' output once there is one, and waits for no reader before either."""
 
-    def __init__(self, clock: Clock, *, quiet: bool, address: str, events: str = "") -> None:
+    def __init__(
+        self, clock: Clock, *, quiet: bool, address: str, events: str = "", before: Callable[[str], None] = lane.say
+    ) -> None:  # fmt: skip
         """
         Args:
+            before: says a line while there is no output yet; must not block.
             quiet: another agent on this terminal says what is said once a job.
             address: ``HOST:PORT`` by which other nodes join.
             events: path of an event log that another process writes and this one shows; empty: none.
         """
         self._clock, self._quiet, self._address = clock, quiet, address
         self._output: WorkerOutput | None = None
+        self._before = before
         self._events = _EventTail(Path(events)) if events else None
         self._look_at = clock.monotonic()
         self._began = clock.monotonic()
@@ -69,7 +74,7 @@ class Voice:
         if self._output is not None:
             self._output.say(f"pdrun: {text}")
         else:
-            print(f"pdrun: {text}", file=sys.stderr, flush=True)
+            self._before(text)
 
     def begin(self, plan: LaunchPlan, run: str, output: WorkerOutput) -> None:
         """The run has a name: from here on lines go through the output."""

@@ -29,13 +29,12 @@ def enter(environ: Mapping[str, str], prepare: Callable[[], None]) -> tuple[Dyna
         RendezvousError, AuthenticationError: the job did not come together.
     """
     from pdrun.rendezvous import dynamic
-    from pdrun.rendezvous.member import say_on_stderr
 
     spec = dynamic.from_environ(environ)
     if spec is None:
         return None, None
     if spec.role == "scheduler":
-        sys.exit(dynamic.run_scheduler(spec, say=say_on_stderr))
+        sys.exit(dynamic.run_scheduler(spec))
     prepare()
     member = dynamic.join(spec)
     return member, worker_of(member)

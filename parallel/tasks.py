@@ -178,12 +178,12 @@ def _voice(rank: int) -> tuple[Callable[[str], None], Callable[[], None]]:
 
     Who is missing is said by rank 0, and not of those who are only a moment late; what ends a job, by every rank.
     """
-    from pdrun.rendezvous.member import say_on_stderr
+    from pdrun import lane
 
     began, met = time.monotonic(), list[bool]()
 
     def say(text: str) -> None:
         if met or (rank == 0 and time.monotonic() > began + PATIENCE):
-            say_on_stderr(text)
+            lane.say(text)
 
     return say, lambda: met.append(True)

@@ -31,6 +31,9 @@ def main() -> None:
         sys.exit(78)
     code = cli.main(sys.argv[1:])
     ahead.drop()
+    from pdrun import lane
+
+    lane.flush()
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -8,12 +8,12 @@ Both links are `pdrun.launcher.ports.Link` by shape. This module imports no Zero
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pdrun import lane
 from pdrun.clock import Clock, SystemClock
 from pdrun.eventlog import Event, EventLog
 from pdrun.rendezvous.events import SchedulerConfig
@@ -115,7 +115,7 @@ class LocalLink:
         self._service.poll_once(0.0)
         self._service.transport.close(0.0)
         if self._log and (missing := self._log.close()):
-            print(f"pdrun: {missing}", file=sys.stderr, flush=True)
+            lane.say(missing)
 
     def _hello(self) -> Hello:
         return Hello(PROTOCOL, "agent", self._job, self._agent, 0, self._host, os.getpid())

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
+from pdrun import lane
 from pdrun.errors import AuthenticationError, ConfigError, PdrunError, PeerLost, RendezvousError
 from pdrun.net import Endpoint, parse_endpoint
 from pdrun.rendezvous.client import ZmqLink
@@ -52,11 +53,6 @@ LINGER = 1.0
 """Seconds that the connection has to hand over the very last word, which nobody depends on."""
 
 
-def say_on_stderr(text: str) -> None:
-    """Print a line of pdrun's own."""
-    print(f"pdrun: {text}", file=sys.stderr, flush=True)
-
-
 def join_scheduler(
     scheduler: Endpoint, secret: Secret, *, job: str, name: str = "", rank: int | None = None, timeout: float = 600.0,
     say: Callable[[str], None] | None = None,
@@ -72,7 +68,7 @@ def join_scheduler(
     Raises:
         RendezvousError, AuthenticationError, ConfigError: with the scheduler's reason, if it gave one.
     """
-    say = say or say_on_stderr
+    say = say or lane.say
     host = socket.gethostname()
     store = bind_listener(Endpoint(_local_address(scheduler), 0))
     link = ZmqLink(scheduler, secret, job=job, host=host, start_timeout=timeout, on_status=say)
@@ -232,6 +228,7 @@ class DynamicMember:
             with contextlib.suppress(PdrunError):
                 self._depart(min(grace, LINGER))
             self._link.close(0.5)
+            lane.flush(min(grace, LINGER))
             os.kill(self._pid, number)
         else:
             self._outcome = self._outcome or stopped

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pdrun import early
+from pdrun import early, lane
 from pdrun.clock import SystemClock
 from pdrun.eventlog import EventLog
 from pdrun.net import Endpoint
@@ -56,7 +56,7 @@ def main() -> int:
         if relays:
             relays.close()
         if log and (missing := log.close()):
-            print(f"pdrun: {missing}", file=sys.stderr, flush=True)
+            lane.say(missing)
     return 0
 
 

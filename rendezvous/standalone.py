@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import signal
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from pdrun import early
+from pdrun import early, lane
 from pdrun.clock import SystemClock
 from pdrun.eventlog import Event, EventLog
 from pdrun.net import Endpoint
@@ -30,13 +29,13 @@ def serve_standalone(
     """
     Serve one job in the foreground (`pdrun scheduler`) and return its code.
 
-    SIGINT and SIGTERM stop the job, a second one at once. ``say`` gets lines for the user, stderr by default;
-    ``how_to_join`` is one of them. With ``journal`` a scheduler that died is resumed by starting it again, at the same
-    address; the file goes when the job is over.
+    SIGINT and SIGTERM stop the job, a second one at once. ``say`` gets lines for the user and must not block, stderr
+    by default; ``how_to_join`` is one of them. With ``journal`` a scheduler that died is resumed by starting it again,
+    at the same address; the file goes when the job is over.
     """
     from pdrun.rendezvous.zmq_server import ZmqServer
 
-    say = say or _say
+    say = say or lane.say
     recovery = enter(config, SystemClock(), journal, events_path)
     transport = ZmqServer(secret, endpoint=endpoint, insecure=insecure, crowd=config.nodes + config.spares)
     log = EventLog(events_path) if events_path else None
@@ -76,6 +75,7 @@ def serve_standalone(
     verdict = service.machine.verdict
     if verdict and verdict.code:
         say(f"job ended with code {verdict.code}: {verdict.reason}")
+    lane.flush()
     return service.done
 
 
@@ -83,10 +83,6 @@ def _shown(event: Event) -> str:
     data = event.data
     parts = [str(data[key]) for key in ("node", "host", "text", "reason") if data.get(key)]
     return f"{event.kind}: {', '.join(dict.fromkeys(parts))}" if parts else event.kind
-
-
-def _say(text: str) -> None:
-    print(f"pdrun: {text}", file=sys.stderr, flush=True)
 
 
 def _catch(signals: list[int]) -> Callable[[], None]:

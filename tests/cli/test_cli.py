@@ -257,6 +257,13 @@ def test_env_says_what_it_found(pdrun: Call, monkeypatch: pytest.MonkeyPatch) ->
     assert "error: PET_NNODES: 'x' is not a whole number" in outcome.out
 
 
+@pytest.mark.parametrize("launcher", ["ssh", "mpirun", "srun", "auto", "none"])
+def test_env_takes_every_word_of_launcher(pdrun: Call, monkeypatch: pytest.MonkeyPatch, launcher: str) -> None:
+    monkeypatch.setenv("PDRUN_LAUNCHER", launcher)
+    outcome = pdrun("env")
+    assert outcome.code == 0 and "is no launcher" not in outcome.out
+
+
 def test_completion(pdrun: Call) -> None:
     for shell in ("bash", "zsh", "fish"):
         assert "_PDRUN_COMPLETE" in pdrun("completion", shell).out

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from pdrun.launcher.console import ERR, HIGH, OUT, Console
+from pdrun.lane import HIGH, Speaker
+from pdrun.launcher.console import ERR, OUT, Console
 from pdrun.rendezvous.ready import readable
 from tests.output.helpers import make_output, pump, start_worker
 
@@ -179,3 +180,31 @@ def test_a_terminal_that_somebody_made_non_blocking(terminal: tuple[int, int]) -
     while len(got) < 200_001:
         got += read_all(terminal[0], 1.0)
     assert console.close() == ()
+
+
+def test_a_speaker_waits_for_nobody_and_says_what_it_left_out() -> None:
+    read, write = os.pipe()
+    speaker = Speaker(write)
+    line = "x" * 100_000
+    for number in range(2 * HIGH // len(line)):
+        speaker.say(f"{number} {line}")
+    began = time.monotonic()
+    speaker.flush(0.2)  # nobody reads
+    assert time.monotonic() - began < 5.0
+    threading.Thread(target=lambda: (speaker.flush(20.0), speaker.say("again"), speaker.flush(), os.close(write)),
+                     daemon=True).start()  # fmt: skip
+    with open(read, "rb") as file:
+        *lines, gap, last = file.read().splitlines()
+    assert [int(text.split()[1]) for text in lines] == list(range(len(lines))), "a line is missing before the gap"
+    assert gap == b"pdrun: %d line(s) are missing here: nobody read them" % (2 * HIGH // len(line) - len(lines))
+    assert last == b"pdrun: again"
+
+
+def test_a_speaker_outlives_its_reader() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    speaker = Speaker(write)
+    for _ in range(3):
+        speaker.say("is anybody there?")
+        speaker.flush(5.0)
+    os.close(write)

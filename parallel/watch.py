@@ -123,12 +123,12 @@ class Watch:
         try:
             work.wait(timedelta(seconds=self.seconds))
         except RuntimeError as error:
+            if time.monotonic() - begin >= self.seconds * 0.9:  # the first whose time is over leaves the others, too
+                raise self._error(self._ask(label)) from error
             if gone := _GONE.search(str(error)):
                 what = f"{label} cannot come: {PeerLost.SIGN} ({gone[0]})"
                 raise PeerLost(what, where=self._place if self._since is not None else "pdrun.parallelize") from error
-            if time.monotonic() - begin < self.seconds * 0.9:
-                raise  # something else than time: the tensors differ, say
-            raise self._error(self._ask(label)) from error
+            raise  # something else: the tensors differ, say
         self._waiting, self._waits_since = "", None
 
     def _error(self, told: str) -> DeadlineExceeded:

@@ -6,8 +6,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-from pdrun.errors import PeerLost
+from pdrun.errors import DeadlineExceeded, PeerLost
 from pdrun.parallel.watch import Watch
 
 pytestmark = pytest.mark.torch
@@ -66,6 +67,13 @@ def test_a_peer_that_is_gone_is_named_in_one_line(words: str) -> None:
     watch.leave()
     with pytest.raises(PeerLost, match=r"^pdrun.parallelize: the losses"):
         watch.wait(Work(words), "the losses")
+
+
+def test_who_is_left_by_one_whose_time_was_over_is_late_too() -> None:
+    watch = Watch(0.0)
+    watch._store = torch.distributed.HashStore()
+    with pytest.raises(DeadlineExceeded, match=r"no end after 0 s: rank 0 waits for the losses"):
+        watch.wait(Work("Connection closed by peer"), "the losses")
 
 
 def test_another_error_of_a_collective_stays_what_it_is() -> None:

@@ -53,7 +53,12 @@ class Lane:
         self._closing = False
 
     def put(self, data: bytes) -> None:
-        """Queue whole bytes; never blocks. Dropped when the stream is off."""
+        """
+        Queue whole bytes; never blocks. Dropped when the stream is off.
+
+        Raises:
+            RuntimeError: a limit on processes allows no thread; nothing is queued.
+        """
         if not data or self.off:
             return
         with self._changed:
@@ -65,8 +70,23 @@ class Lane:
             self.mid_line = data[-1] != 0x0A
             self._changed.notify_all()
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=f"pdrun-{self.name}", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name=f"pdrun-{self.name}", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:
+                    self._backlog -= len(self._queue.pop())
+                    raise
+                self._thread = thread
+
+    def write_now(self, data: bytes) -> None:
+        """Write from this thread, if the reader takes something within a second."""
+        poll = select.poll()
+        poll.register(self._fd, select.POLLOUT)
+        try:
+            if not self.off and poll.poll(1000):
+                os.write(self._fd, data)
+        except OSError as error:
+            self._switch_off(error)
 
     def held(self) -> bool:
         """Whether producers should wait: true above HIGH, until the queue has fallen below LOW."""
@@ -181,10 +201,11 @@ class Speaker:
         self._lane.drain(timeout)
 
     def _put(self, text: str) -> None:
+        data = f"pdrun: {text}\n".encode("utf-8", "backslashreplace")
         try:
-            self._lane.put(f"pdrun: {text}\n".encode("utf-8", "backslashreplace"))
-        except RuntimeError:
-            pass  # a limit on processes: without a thread nothing can be said, and all else goes on
+            self._lane.put(data)
+        except RuntimeError:  # there can be no thread: the line is mostly about just that
+            self._lane.write_now(data)
 
 
 _speakers: dict[int, Speaker] = {}

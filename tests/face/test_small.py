@@ -22,7 +22,7 @@ def test_exit_codes_are_the_documented_ones() -> None:
     codes = {cls.__name__: cls.exit_code for cls in errors.PdrunError.__subclasses__()}
     assert codes == {
         "UsageError": 2, "ConfigError": 78, "RendezvousError": 69, "AuthenticationError": 77,
-        "DeadlineExceeded": 124, "JobFailed": 70,
+        "DeadlineExceeded": 124, "JobFailed": 70, "PeerLost": 69,
     }  # fmt: skip
 
 

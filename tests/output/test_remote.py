@@ -77,6 +77,21 @@ def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[S
         child.close()
 
 
+@pytest.fixture
+def heard(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set once a viewer has had an answer: the scheduler has its request."""
+    event, asked = threading.Event(), Viewer.lines
+
+    def lines(viewer: Viewer, timeout: float = 5.0) -> list[str] | None:
+        found = asked(viewer, timeout)
+        if found is not None:
+            event.set()
+        return found
+
+    monkeypatch.setattr(Viewer, "lines", lines)
+    return event
+
+
 class Stopping(threading.Thread):
     """`pdrun stop --scheduler`, and what it returned."""
 
@@ -114,11 +129,12 @@ def test_stop_waits_for_the_end_whatever_it_takes(
 
 
 def test_a_scheduler_that_stands_still_has_not_stopped(
-    running: tuple[SchedulerChild, Agent], capsys: pytest.CaptureFixture[str]
+    running: tuple[SchedulerChild, Agent], heard: threading.Event, capsys: pytest.CaptureFixture[str]
 ) -> None:
     child, node = running
     stopping = Stopping(child, 4.0)
     node.expect(StopWorkers)
+    assert heard.wait(20)
     os.kill(child.pid, signal.SIGSTOP)
     stopping.join(30)
     assert stopping.code == 69
@@ -128,18 +144,9 @@ def test_a_scheduler_that_stands_still_has_not_stopped(
 
 
 def test_a_scheduler_that_has_gone_after_the_request_has_stopped(
-    running: tuple[SchedulerChild, Agent], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    running: tuple[SchedulerChild, Agent], heard: threading.Event, capsys: pytest.CaptureFixture[str]
 ) -> None:
     child, node = running
-    heard, asked = threading.Event(), Viewer.lines
-
-    def lines(viewer: Viewer, timeout: float = 5.0) -> list[str] | None:
-        found = asked(viewer, timeout)
-        if found is not None:
-            heard.set()
-        return found
-
-    monkeypatch.setattr(Viewer, "lines", lines)
     stopping = Stopping(child, 60.0)
     node.expect(StopWorkers)
     assert heard.wait(20)

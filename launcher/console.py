@@ -18,6 +18,8 @@ from pdrun.launcher.shaping import clean
 OUT, ERR = 1, 2
 MERGER_WAIT = 30.0
 """Seconds for which an agent waits, at its end, for the process that merges its output and may be held up itself."""
+
+
 class Console:
     """stdout and stderr of this process."""
 

@@ -258,4 +258,3 @@ def job_secret(plan: LaunchPlan) -> Secret:
     """Return the job's own secret: one that the user has named, else a fresh one that only this job knows."""
     token_file = plan.spec.place.token_file
     return find_secret(token_file)[0] if is_named(token_file) else Secret.random()
-

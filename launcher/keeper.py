@@ -443,8 +443,8 @@ class Keeper:
             order.command["env"][MARKER] = marker(self.token, STARTER)
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs, open(os.devnull, "r+b", buffering=0) as null:
-                for number in (null, null):
-                    order.descriptors.append(os.dup(number.fileno()))
+                for _ in range(2):
+                    order.descriptors.append(os.dup(null.fileno()))
                 order.descriptors.append(os.memfd_create("pdrun-starter", os.MFD_CLOEXEC))
                 order.descriptors.append(os.dup(theirs.fileno()))
                 self.starter = Starter(self.execute(STARTER, order), ours)

@@ -201,6 +201,8 @@ class Warm:
         except (OSError, ValueError) as error:
             why = str(error)
         if why:
+            if agent >= 0:
+                os.close(agent)
             self.answer(client, {"refused": why})
             self.drop(client)
             return None

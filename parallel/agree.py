@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
@@ -50,9 +51,7 @@ class Agreement:
         call = next(_calls)
         self._keys = (f"pdrun/agree/{call}/{part}" for part in itertools.count())
 
-    def check(
-        self, what: Iterable[tuple[str, Any]], first: int = 0, where: str = WHERE, hint: str = HINT
-    ) -> None:
+    def check(self, what: Iterable[tuple[str, Any]], first: int = 0, where: str = WHERE, hint: str = HINT) -> None:
         """
         Compare names and values with those of another rank; of a value counts what `text` says of it.
 
@@ -132,12 +131,23 @@ def of_scheduler(scheduler: Any) -> Iterator[tuple[str, Any]]:
 
 def of_batch(batch: Any) -> Iterator[tuple[str, Any]]:
     """Yield what ranks that compute with one batch must share: its parts, their shapes and types, what is in them."""
-    leaves = pytree.tree_flatten_with_path(batch)[0]
+    leaves = [(path, _as_tensor(leaf)) for path, leaf in pytree.tree_flatten_with_path(batch)[0]]
     for path, leaf in leaves:
         yield f"batch{pytree.keystr(path)}", _tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf
     for path, leaf in leaves:
         if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and leaf.device.type != "meta":
             yield f"contents of batch{pytree.keystr(path)}", _digest(leaf)
+
+
+def _as_tensor(leaf: Any) -> Any:
+    """Return an array of numbers as a tensor of the same memory, anything else as it is."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(leaf, numpy.ndarray):
+        try:
+            return torch.as_tensor(leaf)
+        except (TypeError, ValueError):  # of strings or objects, or turned about
+            return leaf
+    return leaf
 
 
 def _digest(tensor: torch.Tensor) -> str:

@@ -235,8 +235,6 @@ def parallelize(
     run = Run(job, mesh, engine, made, Objective(cut.model, loss, forward), dice, rows, schedule)
     run.original, run.sequences = cut.original, context
     run.agreement = agreement
-    run.resting = norm_sync.resting(run.model) if ranks > 1 else []
-    run.note()
     run.driver, run.copies = Interleaved(copies) if copies > 1 else cut.driver, copies
     run.recompute, run.recomputed, run.compiled, run.offload = recompute, recomputed, compiled, away
     if away.activations:

@@ -7,7 +7,6 @@ What happens to weights and gradients is the engine's business, what is random t
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from pdrun.errors import ConfigError, UsageError
 from pdrun.parallel import exporting, norm_sync, saving, storage, wholes
@@ -25,7 +23,9 @@ from pdrun.parallel.dice import Dice
 from pdrun.parallel.driver import Driver, MicroBatch, Plain
 from pdrun.parallel.engine import Engine
 from pdrun.parallel.explain import Plan, explain, plan_of
-from pdrun.parallel.loader import Loader, Position, Shard, from_torch, read, same_source
+from pdrun.parallel.feeding import Feed
+from pdrun.parallel.guard import Guard
+from pdrun.parallel.loader import Loader, Position
 from pdrun.parallel.loss import Objective
 from pdrun.parallel.memory import Estimate, estimate
 from pdrun.parallel.mesh import Mesh
@@ -37,10 +37,6 @@ from pdrun.parallel.saving import Saving
 from pdrun.parallel.slicing import Strategy, count_rows, cut_rows, cut_sizes, take, to_device
 from pdrun.parallel.tiles import SequenceCutter
 from pdrun.parallel.verify import Report, verify
-
-EVALUATE = "run.data(source, training=False) is for loops that evaluate: they leave the position alone"
-LOOPS = 4
-"""Loops over data that may lie in one another, each with a batch that can still be computed."""
 
 
 class Run:
@@ -87,7 +83,6 @@ class Run:
         """Names of the modules whose forward is computed again in the backward."""
         self.compiled: list[str] = []
         """Names of the modules that torch.compile makes kernels for."""
-        self.position = Position()
         self.engine, self.objective, self.dice, self.strategy = engine, objective, dice, strategy
         self.axes = engine.place.axes
         self.rows = self.axes["dp"]
@@ -98,23 +93,14 @@ class Run:
         self.axis = engine.whole
         """The data axes: those over which gradients are added up."""
         self.device = engine.whole.device
-        self.source: Loader | None = None
-        """The loader that `data` was last given for training."""
-        self._bound: Any = None
-        """What the position is one of: what `data` was last given for training, as it was given."""
-        self._loop: object | None = None
-        """The loop over training data that is under way."""
-        self._handed: deque[tuple[object, Any, Shard]] = deque(maxlen=LOOPS)
-        """The last batch of each loop over a Loader, and what of it is this rank's."""
-        self.resting: list[tuple[str, nn.Module]] = []
-        """Batch normalisations that may not be put into training."""
-        self._versions: list[int] = []
-        self._groups: list[int] = []
+        self.feed = Feed()
+        """What `data` has yielded, and where it stands."""
         self.agreement: Agreement | None = None
         """What compares the first batch with other ranks' and is gone afterwards."""
         self.buffers = list(self._loose_buffers())
         fp16 = self.settings.precision.compute == "fp16"
         self.scale = LossScale(self.settings.precision.scale) if fp16 else None
+        self.guard = Guard(engine, optimizer, self.model, self.axis.world)
         self.watchers: list[Callable[[Run], None]] = []
         """Called in each step when the gradients are there: divided and clipped, but not used yet."""
 
@@ -133,8 +119,8 @@ class Run:
                 was promised.
             DeadlineExceeded: a rank did not take part in time; names all of them.
         """
-        norm_sync.check_resting(self.resting)
-        self._check_untouched()
+        self.guard.check()
+        self.feed.check(batch)
         self._compare(batch)
         self.steps += 1
         self.axis.watch.enter(f"step {self.steps}")
@@ -143,31 +129,13 @@ class Run:
             sums = self._passes(batch)
         metrics = self._end(sums, versions)
         self.axis.watch.leave()
-        self.note()
+        self.guard.note()
         return metrics
-
-    def note(self) -> None:
-        """Remember what of weights and optimizer is in order now: the next step asks whether it still is."""
-        self._versions = [weight.param._version for weight in self.engine.copied]
-        self._groups = [len(group["params"]) for group in self.optimizer.param_groups]
-
-    def _check_untouched(self) -> None:
-        """Refuse changes of weights that would be lost, and tensors in the optimizer that no gradient reaches."""
-        for weight, version in zip(self.engine.copied, self._versions, strict=True):
-            if weight.param._version != version:
-                what = f"{weight.name} was changed in place; it is a copy of what the optimizer trains, and would be "
-                what += "overwritten"
-                raise UsageError(what, where="pdrun.Run.step", hint="run.load_weights(FILE), or run.load(FOLDER)")
-        sizes = [len(group["params"]) for group in self.optimizer.param_groups]
-        if sizes != self._groups and self.engine.turned:
-            what = f"the optimizer has {sum(sizes)} tensors in {len(sizes)} groups, {sum(self._groups)} in "
-            what += f"{len(self._groups)} when the run was made"
-            raise UsageError(what, where="pdrun.Run.step", hint="form all groups in optimizer= of parallelize")
 
     def _compare(self, batch: Any) -> None:
         """Hear of a first batch that ranks should share and do not."""
         agreement, self.agreement = self.agreement, None
-        if agreement is None or self._shard(batch) is not None:
+        if agreement is None or self.feed.shard(batch) is not None:
             return
         grid, rank = self.mesh.grid, self.context.rank
         if self.strategy.local:
@@ -180,10 +148,6 @@ class Run:
             hint += "step the very batch that came last"
         if len(alike) > 1:
             agreement.check(of_batch(batch), alike[0], "pdrun.Run.step", hint)
-
-    def _shard(self, batch: Any) -> Shard | None:
-        """Return which rows a batch has that `data` has read for this rank; None of any other."""
-        return next((shard for _, handed, shard in self._handed if handed is batch), None)
 
     def _passes(self, batch: Any) -> torch.Tensor:
         """Go forward and backward through this rank's micro-batches; return ``[accumulate, 2]``, sums and counts."""
@@ -276,7 +240,7 @@ class Run:
     def _cut(self, batch: Any) -> list[MicroBatch]:
         """Return this rank's micro-batches: its rows, which ranks that differ along dp only share with nobody."""
         world, rank, times = self.rows.size, self.rows.index, self.settings.accumulate
-        shard = self._shard(batch)
+        shard = self.feed.shard(batch)
         if shard is not None:
             pieces = cut_rows(shard.rows, world, times)[rank]
             local = cut_sizes(shard.sizes)
@@ -324,56 +288,18 @@ class Run:
         Raises:
             UsageError: an epoch of another source is under way, or another loop has gone on with this one.
         """
-        loader = from_torch(source) if isinstance(source, DataLoader) else source
-        if isinstance(loader, Loader) and self.strategy != Strategy():
-            raise UsageError("a Loader cuts along rows: it takes no dataset_strategy", where="pdrun.Run.data")
-        if not training:
-            yield from self._feed(source if loader is None else loader, Position(), object())
-            return
-        self._bind(source, loader)
-        loop = self._loop = object()
-        try:
-            for batch in self._feed(source if loader is None else loader, self.position, loop):
-                yield batch
-                if self._loop is not loop:
-                    what = "another loop over training data has begun inside this one, and has moved its position"
-                    raise UsageError(what, where="pdrun.Run.data", hint=EVALUATE)
-        finally:
-            if self._loop is loop:
-                self._loop = None
+        ranks = self.rows.size, self.rows.index
+        yield from self.feed.data(source, training, self.seed, ranks, self.settings.accumulate, self.strategy)
 
-    def _bind(self, source: Any, loader: Any) -> None:
-        """Have the position be one of a source; refuse it while an epoch of another one is under way."""
-        middle = self.position.batch or self._loop is not None
-        if middle and self._bound is not None and not same_source(self._bound, source):
-            at = self.position
-            what = f"another source's epoch is under way (epoch {at.epoch}, batch {at.batch})"
-            hint = f"{EVALUATE}; run.position.batch = 0 after the loop leaves the rest of that epoch out"
-            raise UsageError(what, where="pdrun.Run.data", hint=hint)
-        self._bound = source
-        if isinstance(loader, Loader):
-            self.source = loader
+    @property
+    def position(self) -> Position:
+        """Where the run stands in its training data."""
+        return self.feed.position
 
-    def unbind(self) -> None:
-        """Forget which source the position is one of, after it has been set from outside."""
-        self._bound = None
-
-    def _feed(self, source: Any, position: Position, loop: object) -> Iterator[Any]:
-        """Yield the batches of one epoch from a position, which moves on."""
-        if isinstance(source, Loader):
-            world, rank, times = self.rows.size, self.rows.index, self.settings.accumulate
-            for batch, shard in read(source, self.dice.seed, position, world, rank, times):
-                for old in [entry for entry in self._handed if entry[0] is loop]:
-                    self._handed.remove(old)
-                self._handed.append((loop, batch, shard))
-                yield batch
-            return
-        epoch, skip = position.epoch, position.batch
-        for index, batch in enumerate(source):
-            if index >= skip:
-                position.epoch, position.batch = epoch, index + 1
-                yield batch
-        position.epoch, position.batch = epoch + 1, 0
+    @property
+    def source(self) -> Loader | None:
+        """The loader that `data` was last given for training."""
+        return self.feed.source
 
     @property
     def seed(self) -> int:
@@ -471,14 +397,14 @@ class Run:
         if found is None:
             raise ConfigError("holds no whole checkpoint", where=str(folder))
         saving.load(self, found)
-        self.note()
+        self.guard.note()
 
     def resume(self, folder: str | Path) -> bool:
         """Take up the newest whole checkpoint of a folder where there is one; return whether there was."""
         found = self._agreed(Path(folder))
         if found is not None:
             saving.load(self, found)
-            self.note()
+            self.guard.note()
         return found is not None
 
     def _agreed(self, folder: Path) -> Path | None:
@@ -524,4 +450,4 @@ class Run:
             ConfigError: it lacks a weight, or one has another shape.
         """
         exporting.load_weights(self, Path(path))
-        self.note()
+        self.guard.note()

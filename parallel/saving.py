@@ -242,7 +242,7 @@ def load(run: Run, folder: Path) -> None:
         run.scale.value, run.scale.good = plain["scale"]
     run.steps, run.seed = plain["steps"], plain["seed"]
     run.position.epoch, run.position.batch = plain["position"]
-    run.unbind()
+    run.feed.unbind()
     if plain["world"] == run.context.world_size:
         torch.set_rng_state(reader.read(f"rng/{run.context.rank}"))
 

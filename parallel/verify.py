@@ -85,7 +85,7 @@ def verify(run: Run, source: Iterable[Any] | None, steps: int) -> Report:
         run.steps += 1  # for the dice
         try:
             with run.dice.apart(run.device):
-                numbers, norm, grads = run.probe(batch)
+                numbers, norm, grads = _probe(run, batch)
             _put_back(run, buffers)
             with run.engine.paused(), run.dice.apart(run.device):
                 found.append(_compare(numbers, norm, grads, _alone(run, batch)))
@@ -116,6 +116,21 @@ def _limits(run: Run) -> tuple[float, float]:
     if run.mesh.pp > 1:
         return FINE, STAGES
     return FINE, FINE if run.mesh.size == run.mesh.dp else TENSOR
+
+
+def _probe(run: Run, batch: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Return what `Run.probe` does; in fp16 with a loss scale that does not overflow, as training would find it."""
+    if run.scale is None:
+        return run.probe(batch)
+    before = run.scale.value
+    try:
+        while True:
+            found = run.probe(batch)
+            if bool(torch.isfinite(found[1])) or run.scale.value < 1:
+                return found
+            run.scale.value /= 2
+    finally:
+        run.scale.value = before
 
 
 def _batches(run: Run, source: Any, steps: int) -> Iterable[Any]:

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -212,7 +213,8 @@ def test_what_of_a_batch_is_compared(ranks: Callable[[int], Agreement]) -> None:
     batch = {
         "a": wide, "b": (wide.T, wide.bfloat16()), "none": None, "zero": torch.tensor(3), "empty": torch.empty(0, 4),
         "mask": wide > 3, "complex": wide.to(torch.complex64), "meta": torch.empty(3, device="meta"), "name": "x",
-        "sparse": wide.to_sparse(), "grad": wide.clone().requires_grad_(),
+        "array": wide.numpy(), "words": numpy.array(["a", "b"]), "sparse": wide.to_sparse(),
+        "grad": wide.clone().requires_grad_(),
     }  # fmt: skip
     ranks(0).check(of_batch(batch))
     ranks(1).check(of_batch({**batch, "a": wide.T.contiguous().T}))
@@ -221,6 +223,8 @@ def test_what_of_a_batch_is_compared(ranks: Callable[[int], Agreement]) -> None:
         ("b", (wide.T, wide.half()), "rank 1 has batch['b'][1]=4 x 6 float16, rank 0 has batch['b'][1]=4 x 6 bfloat16"),
         ("zero", torch.tensor(4), "rank 1 has contents of batch['zero']="),
         ("name", "y", "rank 1 has batch['name']=y, rank 0 has batch['name']=x"),
+        ("array", wide.numpy() + 1, "rank 1 has contents of batch['array']="),
+        ("array", wide.numpy()[:2], "rank 1 has batch['array']=2 x 6 float32, rank 0 has batch['array']=4 x 6 float32"),
         ("late", 1, "rank 1 has batch['late']=1, rank 0 has no batch['late']"),
     ):
         with pytest.raises(UsageError) as caught:

@@ -252,6 +252,48 @@ def test_groups_that_come_later() -> None:
         run.step(rows())
 
 
+# ---- batches of a loop -------------------------------------------------------------------------------------------
+
+
+def changed_batches(how: str) -> str:
+    run = pdrun.parallelize(mlp(), sgd, lambda output, batch: (output.sum(), len(output)))
+    loader = pdrun.Loader(torch.utils.data.TensorDataset(rows(0, 24)), 8)
+    kept: Any = None
+    try:
+        for (x,), batch in ((batch, batch) for batch in run.data(loader)):
+            if how == "evaluates another":
+                run.evaluate((rows(),))
+            if how == "late":
+                batch, kept = kept or batch, batch
+            run.step((x * 0.5,) if how == "changed" else batch)
+        run.step((rows(),))  # the loop is over: a batch of one's own again
+        for _ in run.data(loader):
+            break
+        run.step((rows(),))
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("how", "refused"), [("plain", False), ("evaluates another", False), ("changed", True),
+                                              ("late", True)])  # fmt: skip
+def test_a_loop_over_a_loader_steps_on_the_very_batch(how: str, refused: bool) -> None:
+    """Its rows are this rank's already: what was made of it, or one before, would be cut once more, at any step."""
+    told = changed_batches(how)
+    assert ("not the batch that run.data has just yielded" in told) == refused and bool(told) == refused, told
+
+
+# ---- verify ------------------------------------------------------------------------------------------------------
+
+
+def test_verify_does_not_take_an_overflow_for_a_fault() -> None:
+    run = pdrun.parallelize(mlp(), adam, loss, precision=pdrun.Precision("fp16", scale=2.0**30), clip=1.0)
+    assert run.scale is not None
+    report = run.verify([rows()])
+    assert report.steps[0].norm == pytest.approx(report.steps[0].norm_alone, rel=1e-2)
+    assert run.scale.value == 2.0**30 and run.step(rows()).skipped
+
+
 # ---- complex weights ---------------------------------------------------------------------------------------------
 
 

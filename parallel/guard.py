@@ -1,0 +1,53 @@
+"""What a run relies on between its steps, and a program may change behind its back: looked at before each step."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from pdrun.errors import UsageError
+from pdrun.parallel import norm_sync
+from pdrun.parallel.engine import Engine
+
+WHERE = "pdrun.Run.step"
+
+
+class Guard:
+    """
+    Remembers what is in order, and refuses a step where it no longer is.
+
+    Args:
+        model: what this rank computes with.
+        ranks: on the data axes: those that see other rows.
+    """
+
+    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, model: nn.Module, ranks: int) -> None:
+        self._engine, self._optimizer = engine, optimizer
+        self._resting = norm_sync.resting(model) if ranks > 1 else []
+        """Batch normalisations that may not be put into training."""
+        self.note()
+
+    def note(self) -> None:
+        """Remember weights and groups as they are now."""
+        self._versions = [weight.param._version for weight in self._engine.copied]
+        self._groups = [len(group["params"]) for group in self._optimizer.param_groups]
+
+    def check(self) -> None:
+        """
+        Look whether all is as it was noted.
+
+        Raises:
+            UsageError: a change that would be lost (weights that are copies, tensors that no gradient reaches), or that
+                would make each rank compute by its own rows.
+        """
+        norm_sync.check_resting(self._resting)
+        for weight, version in zip(self._engine.copied, self._versions, strict=True):
+            if weight.param._version != version:
+                what = f"{weight.name} was changed in place; it is a copy of what the optimizer trains, and would be "
+                what += "overwritten"
+                raise UsageError(what, where=WHERE, hint="run.load_weights(FILE), or run.load(FOLDER)")
+        sizes = [len(group["params"]) for group in self._optimizer.param_groups]
+        if sizes != self._groups and self._engine.turned:
+            what = f"the optimizer has {sum(sizes)} tensors in {len(sizes)} groups, {sum(self._groups)} in "
+            what += f"{len(self._groups)} when the run was made"
+            raise UsageError(what, where=WHERE, hint="form all groups in optimizer= of parallelize")

@@ -321,7 +321,7 @@ def cuts() -> pdrun.Strategy:
     return pdrun.Strategy({
         "emb|head": vocab("tp", gather=False, sequence=1),
         "blocks.*.attn": pdrun.heads("tp"),
-        "blocks.*.attn.qkv": col("tp", blocks=3, sequence=1),
+        "blocks.*.attn.w?": col("tp", sequence=1),
         "blocks.*.mlp.gate|blocks.*.mlp.up": col("tp", sequence=1),
         "blocks.*.attn.proj|blocks.*.mlp.down": row("tp", sequence=1),
         "norm|blocks.*.norm?": seq("tp"),
@@ -341,6 +341,8 @@ def on_pdrun(row: str, model: nn.Module, options: dict[str, Any]) -> tuple[pdrun
         options |= {"mesh": pdrun.mesh(pp=world), "pipeline": pdrun.Pipeline(microbatches=MICRO_BATCHES)}
     else:
         tp, level = (2, 3) if kind == "fsdp-tp" else (world, 0)
+        for block in model.blocks:  # as by_tensors has it: the same model
+            apart(block.attn)
         options |= {"mesh": pdrun.mesh(dp=-1, tp=tp), "strategy": cuts(), "optimizer_level": level}
         options |= {"dataset_strategy": "data_parallel"}
         compiled = how != "eager"

@@ -13,6 +13,7 @@ Along an axis of one device they cost nothing and count nothing.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from pdrun.errors import UsageError
 from pdrun.parallel import compat, traced
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import cut
+from pdrun.parallel.peers import LEAST, Gather, Peers, Sum, open_peers
 from pdrun.parallel.watch import Watch
 
 
@@ -195,8 +197,12 @@ class Axis:
         self._label = f"along {'/'.join(names)}"
         ordered = sorted(ranks)
         self._order = [ordered.index(rank) for rank in ranks]
-        self._sorted = ordered == list(ranks)
+        self.sorted = ordered == list(ranks)
+        """Whether torch's group has the ranks in this order."""
         self._number = traced.number(self)
+        self._peers: Peers | None = None
+        self._reached = True
+        """Whether the devices can write into each other's memory, as far as is known."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Axis:
         """Return itself: a copy of a model works at the same place."""
@@ -229,6 +235,12 @@ class Axis:
         x, dim = x.detach(), dim % x.dim()
         sizes = self._sizes(x.shape[dim], dim, total)
         most = max(sizes)
+        if min(sizes) == most and (peers := self._reaching(x, dim)):
+            whole, x = x.new_empty(*x.shape[:dim], self.size * most, *x.shape[dim + 1 :]), x.contiguous()
+            rows = x.view(math.prod(x.shape[:dim]), -1)
+            start = functools.partial(Gather, peers, whole.view(len(rows), self.size, -1), rows)
+            self._run("all_gather", x, start, comes=whole)
+            return whole
         if self._by_rows(x, dim) and min(sizes) == most:
             whole, x = x.new_empty(x.shape[0], self.size * most, *x.shape[2:]), x.contiguous()
             self._run("all_gather", x, lambda: compat.gather_rows(whole, x, self.group), comes=whole)
@@ -238,11 +250,11 @@ class Axis:
             front = torch.cat([front, front.new_zeros(most - front.shape[0], *front.shape[1:])])
         front = front.contiguous()
         out = front.new_empty(self.size, *front.shape)
-        as_it_comes = dim == 0 and self._sorted and min(sizes) == most
+        as_it_comes = dim == 0 and self.sorted and min(sizes) == most
         start = functools.partial(compat.all_gather_flat, out.view(-1), front.view(-1), self.group)
         self._run("all_gather", front, start, comes=out if as_it_comes else None, given=x)
         parts = [out[self._order[place]][:size] for place, size in enumerate(sizes)]
-        plain = out.flatten(0, 1) if self._sorted and min(sizes) == most else torch.cat(parts)
+        plain = out.flatten(0, 1) if self.sorted and min(sizes) == most else torch.cat(parts)
         return plain.transpose(0, dim).contiguous()
 
     def reduce_scatter(self, x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -254,12 +266,18 @@ class Axis:
         x, dim = x.detach(), dim % x.dim()
         bounds = [cut(x.shape[dim], self.size, place) for place in range(self.size)]
         most = bounds[0][1] - bounds[0][0]
+        if x.shape[dim] % self.size == 0 and (peers := self._reaching(x.narrow(dim, 0, most), dim)):
+            part, x = x.new_empty(*x.shape[:dim], most, *x.shape[dim + 1 :]), x.contiguous()
+            rows = x.view(math.prod(x.shape[:dim]), self.size, -1)
+            start = functools.partial(Sum, peers, part.view(len(rows), -1), lambda place: rows[:, place])
+            self._run("reduce_scatter", x, start, comes=part)
+            return part
         if self._by_rows(x, dim) and x.shape[dim] % self.size == 0:
             part, x = x.new_empty(x.shape[0], most, *x.shape[2:]), x.contiguous()
             self._run("reduce_scatter", x, lambda: compat.scatter_rows(part, x, self.group), comes=part)
             return part
         front = x.transpose(0, dim)
-        if not self._sorted or x.shape[dim] % self.size:
+        if not self.sorted or x.shape[dim] % self.size:
             padded = front.new_zeros(self.size, most, *front.shape[1:])
             for place, (low, high) in enumerate(bounds):
                 padded[self._order[place], : high - low] = front[low:high]
@@ -334,10 +352,51 @@ class Axis:
         moves = [dist.P2POp(dist.isend, x, to, self.group)] if x.numel() else []
         moves += [dist.P2POp(dist.irecv, out, source, self.group)] if out.numel() else []
         works = dist.batch_isend_irecv(moves) if moves else []
-        self._count("shift", x)
+        self._count("shift", _nbytes(x))
         return Pending(out, tuple(works), x, self.axes, f"a shift {self._label}")
 
+    def peers(self, part: torch.Tensor) -> Peers | None:
+        """
+        Return the memory through which sums of such parts go, or None where they are torch's.
+
+        All ranks of the axis ask for the same parts in the same order.
+        """
+        nbytes = _nbytes(part)
+        if nbytes < LEAST or not self._reached or self.axes.pretends:
+            return None
+        if self._peers is None or self._peers.nbytes < nbytes:
+            self._peers = open_peers(self, nbytes)
+            self._reached = self._peers is not None
+        return self._peers
+
+    def begin(
+        self, name: str, nbytes: int, start: Callable[[], Any], comes: torch.Tensor, *, whole: bool,
+        sent: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """
+        Start a collective and wait for it, or leave that to whoever `deferring` is.
+
+        Args:
+            nbytes: what this rank gives to it.
+            start: returns what can be waited for.
+            comes: where the result comes.
+            whole: whether nothing is done to it afterwards.
+            sent: what has to stay until then.
+        """
+        self._count(name, nbytes)
+        label = f"the {name.replace('_', '-')} {self._label}"
+        pending = Pending(comes, (start(),), sent, self.axes, label)
+        if whole and comes.numel() and self.axes._deferred is not None:
+            self.axes._deferred.append(pending)
+        else:
+            pending.wait()
+
     # ---- inside ------------------------------------------------------------------------------------------------
+
+    def _reaching(self, part: torch.Tensor, dim: int) -> Peers | None:
+        """Return what `peers` does for a part along a dim; None where it would travel in small pieces."""
+        lead = math.prod(part.shape[:dim])
+        return self.peers(part) if lead == 1 or _nbytes(part) >= lead * ROW else None
 
     def _by_rows(self, x: torch.Tensor, dim: int) -> bool:
         """
@@ -345,7 +404,7 @@ class Axis:
 
         gloo knows no such thing, and rows of a few bytes are not worth it.
         """
-        return dim == 1 and x.is_cuda and self._sorted and x.shape[1:].numel() * x.element_size() >= ROW
+        return dim == 1 and x.is_cuda and self.sorted and x.shape[1:].numel() * x.element_size() >= ROW
 
     def _sizes(self, mine: int, dim: int, total: int | None) -> list[int]:
         if total is None:
@@ -362,27 +421,25 @@ class Axis:
         given: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """
-        Start a collective and wait for it, or leave that to whoever `deferring` is.
+        `begin` a collective of torch, if anything is to move.
 
         Args:
             sent: what travels.
             comes: where the result comes, if nothing is done to it afterwards.
             given: what is counted; default: what travels.
         """
-        if self.axes.pretends:
-            return
-        self._count(name, sent if given is None else given)
-        label = f"the {name.replace('_', '-')} {self._label}"
-        pending = Pending(sent if comes is None else comes, (start(),), sent, self.axes, label)
-        if comes is not None and comes.numel() and self.axes._deferred is not None:
-            self.axes._deferred.append(pending)
-        else:
-            pending.wait()
+        if not self.axes.pretends:
+            nbytes = _nbytes(sent if given is None else given)
+            self.begin(name, nbytes, start, sent if comes is None else comes, whole=comes is not None, sent=sent)
 
-    def _count(self, name: str, x: torch.Tensor) -> None:
+    def _count(self, name: str, nbytes: int) -> None:
         count = self.axes.counts.setdefault((name, self.names), Count())
         count.calls += 1
-        count.nbytes += x.numel() * x.element_size()
+        count.nbytes += nbytes
+
+
+def _nbytes(x: torch.Tensor) -> int:
+    return int(x.numel() * x.element_size())
 
 
 def _go_on() -> None:

@@ -81,6 +81,25 @@ def scatter_rows(part: torch.Tensor, full: torch.Tensor, group: Any) -> Any:
     return _group(group).reduce_scatter_tensor_coalesced(list(part.unbind()), list(full.unbind()))
 
 
+def symmetric_empty(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Return memory of a device that others of its host may come to reach."""
+    from torch.distributed import _symmetric_memory
+
+    return _symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def symmetric_handle(held: torch.Tensor, group: Any) -> Any:
+    """
+    Return what gives each rank of a group tensors in the others' memory; every one of them calls it.
+
+    Raises:
+        RuntimeError: the devices can't reach each other.
+    """
+    from torch.distributed import _symmetric_memory
+
+    return _symmetric_memory.rendezvous(held, _group(group))
+
+
 def _group(group: Any) -> Any:
     return distributed_c10d._get_default_group() if group is None or group is dist.group.WORLD else group
 

@@ -6,8 +6,14 @@ Collectives of compiled layers beside computation: a pass over the graphs that t
 
 In the backward of a cut layer gradients of weights wait for nothing and nothing in the layer waits for them. So they
 are put off until a collective is on its way, as many as it takes to hide it; each collective is started as soon as its
-input is there, and waited for where its result is first used. (Megatron-LM does so by hand for its linear layers.) In a
-forward little can be put off. Nothing passes a node that writes into a tensor.
+input is there, and waited for where its result is first used. (Megatron-LM does so by hand for its linear layers.)
+Nothing passes a node that writes into a tensor.
+
+    before      whole = all_gather(x)   y = mm(whole, w)        y = mm(h, w)   part = reduce_scatter(y)
+    after       whole = start(x)   y = gathered_products(x, whole, w)          part = product_scatter(h, w)
+
+In a forward little can be put off. There the product that reads what is gathered begins with this rank's part, and the
+product that is added up over the ranks ends with it: `products`.
 """
 
 from __future__ import annotations
@@ -15,13 +21,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
-import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from pdrun.parallel import traced
+from pdrun.parallel import joining, traced
+from pdrun.parallel.joining import hint, join_gather, join_scatters, nbytes, numel, readers, value_of, weight_of
 
 COMPUTE, NETWORK = 7e14, 2e11
 """
@@ -38,19 +44,21 @@ class Overlap(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         """Reorder a graph, and part its collectives into start and wait."""
-        collectives = [node for node in graph.nodes if node.target in traced.STARTS]
-        if not collectives:
+        if not any(node.target in traced.STARTS for node in graph.nodes):
             return
+        join_scatters(graph)
+        collectives = [node for node in graph.nodes if node.target in traced.STARTS]
         beside: dict[fx.Node, list[fx.Node]] = {node: [] for node in collectives}
         order = list(_ordered(graph, beside))
         for before, after in pairwise(order):
             before.append(after)
+        taken = {other for others in beside.values() for other in others}
         for node, others in beside.items():
-            _part(graph, node, others)
+            _part(graph, node, others, [each for each in readers(node) if each not in taken])
 
     def uuid(self) -> Any:
         """Return what compiled code is stored under: it depends on this file."""
-        return get_hash_for_files((__file__, traced.__file__))
+        return get_hash_for_files((__file__, joining.__file__, traced.__file__))
 
 
 OVERLAP = Overlap()
@@ -93,7 +101,7 @@ def _ordered(graph: fx.Graph, collectives: dict[fx.Node, list[fx.Node]]) -> Iter
             yield from beside(math.inf)
         yield node
         if node in collectives:
-            on_way[node] = _bytes(node) / NETWORK
+            on_way[node] = _on_way(node, readers(node))
 
 
 def _loose(nodes: list[fx.Node]) -> set[fx.Node]:
@@ -126,29 +134,39 @@ def _is_product(node: fx.Node) -> bool:
 def _seconds(node: fx.Node) -> float:
     if not _is_product(node):
         return 0.0
-    left, out = node.args[-2], node.meta.get("val")
-    value = left.meta.get("val") if isinstance(left, fx.Node) else None
-    if not isinstance(value, torch.Tensor) or not isinstance(out, torch.Tensor):
+    value, out = value_of(node.args[-2]), value_of(node)
+    if value is None or out is None:
         return 0.0
-    return 2 * _size(out) * _hint(value.shape[-1]) / COMPUTE
+    return 2 * numel(out) * hint(value.shape[-1]) / COMPUTE
 
 
-def _bytes(node: fx.Node) -> float:
-    values = [each.meta.get("val") for each in (node, node.args[0]) if isinstance(each, fx.Node)]
-    return max((_size(one) * one.element_size() for one in values if isinstance(one, torch.Tensor)), default=0.0)
+def _on_way(node: fx.Node, products: list[fx.Node]) -> float:
+    """
+    Return the seconds of a collective that something else has to hide.
+
+    Args:
+        products: those that begin before it has come, with this rank's part.
+    """
+    size = traced.size_of(cast(int, node.args[1]))
+    if node.target is traced.PRODUCT_SCATTER:  # its last product, for this rank, hides some of it
+        out = value_of(node)
+        widths = [value_of(each) for each in cast(list[fx.Node], node.args[0])]
+        if out is None:
+            return 0.0
+        own = sum(2 * numel(out) * hint(each.shape[-1]) for each in widths if each is not None)
+        return (size - 1) * nbytes(out) / NETWORK - own / COMPUTE
+    values = [value_of(each) for each in (node, node.args[0])]
+    most = max((nbytes(one) for one in values if one is not None), default=0.0)
+    return most / NETWORK - sum(map(_seconds, products)) / size
 
 
-def _size(value: torch.Tensor) -> float:
-    return math.prod(_hint(size) for size in value.shape)
+def _part(graph: fx.Graph, node: fx.Node, beside: list[fx.Node], products: list[fx.Node]) -> None:
+    """
+    Replace a collective by its start, and wait before its first use, after what is computed beside it.
 
-
-def _hint(size: Any) -> float:
-    """Return a size; one that is a symbol counts as large."""
-    return float(size) if isinstance(size, int) else float(getattr(size.node, "hint", None) or 1024)
-
-
-def _part(graph: fx.Graph, node: fx.Node, beside: list[fx.Node]) -> None:
-    """Replace a collective by its start, and wait before its first use, after what is computed beside it."""
+    Args:
+        products: those that are to begin before its result has come.
+    """
     position = {each: place for place, each in enumerate(graph.nodes)}
     first = min(node.users, key=position.__getitem__, default=None)
     if first is None:
@@ -156,10 +174,22 @@ def _part(graph: fx.Graph, node: fx.Node, beside: list[fx.Node]) -> None:
     with graph.inserting_before(node):
         started = graph.call_function(traced.STARTS[node.target], node.args, node.kwargs)
         started.meta.update(node.meta)
+    for product in products:
+        for each in reversed(weight_of(product.args[-1])):
+            if position[each] > position[first]:
+                first.prepend(each)
+    made = join_gather(graph, started, products, first) if products else []
+    # What is sent has to stay as it is until then. The code's own order is made anew, by what needs what: the
+    # wait is said to need the products, since kernels that need it may be put before them.
+    after = [*_sent(node), *made, *(each for each in beside if value_of(each) is not None)]
     with graph.inserting_before(first):
-        # What is sent has to stay as it is until then. The code's own order is made anew, by what needs what: the
-        # wait is said to need the products, since kernels that need it may be put before them.
-        after = [node.args[0], *(each for each in beside if isinstance(each.meta.get("val"), torch.Tensor))]
         graph.call_function(traced.WAIT, (started, after, node.args[1]))
     node.replace_all_uses_with(started)
     graph.erase_node(node)
+
+
+def _sent(node: fx.Node) -> list[Any]:
+    """Return what a collective reads."""
+    if node.target is traced.PRODUCT_SCATTER:
+        return [*cast(list[fx.Node], node.args[0]), *cast(list[fx.Node], node.args[2])]
+    return [node.args[0]]

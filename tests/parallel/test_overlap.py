@@ -18,6 +18,8 @@ from pdrun.parallel.watch import Watch
 
 pytestmark = pytest.mark.torch
 ATEN, OURS = torch.ops.aten, torch.ops.pdrun_axis
+TWO = 2 << 16
+"""The number of an axis of two ranks, at index 0."""
 
 
 class Draft:
@@ -50,19 +52,19 @@ def test_products_for_weights_run_beside_a_collective() -> None:
     early = draft(ATEN.mm.default, dy, x)
     dx = draft(ATEN.mm.default, dy, w)
     late = draft(ATEN.mm.default, x, dy)
-    part = draft(OURS.reduce_scatter.default, dx, 0, 0)
+    part = draft(OURS.reduce_scatter.default, dx, TWO, 0)
     back = draft(ATEN.mul.Tensor, part, 2.0)
     assert draft.ordered(early, late, back) == ["mm", "start_reduce_scatter", "mm", "mm", "wait", "mul"]
     (wait,) = [node for node in draft.graph.nodes if node.target is traced.WAIT]
     started, after, axis = wait.args
-    assert started.target is OURS.start_reduce_scatter.default and axis == 0
+    assert started.target is OURS.start_reduce_scatter.default and axis == TWO
     assert after == [dx, early, late], "what is sent stays until then, and the products come before"
 
 
 def test_a_product_that_needs_what_is_on_its_way_waits() -> None:
     draft = Draft()
     dy, x = map(draft.input, ("dy", "x"))
-    whole = draft(OURS.all_gather.default, dy, 0, 0, None)
+    whole = draft(OURS.all_gather.default, dy, TWO, 0, None)
     weight = draft(ATEN.mm.default, whole, x)
     back = draft(ATEN.mul.Tensor, whole, 2.0)
     assert draft.ordered(weight, back) == ["start_all_gather", "wait", "mul", "mm"]
@@ -72,7 +74,7 @@ def test_no_product_passes_a_write() -> None:
     """A buffer that a product reads may be what is written."""
     draft = Draft()
     x, held = map(draft.input, ("x", "held"))
-    total = draft(OURS.all_reduce.default, x, 0, "sum")
+    total = draft(OURS.all_reduce.default, x, TWO, "sum")
     result = draft(ATEN.mm.default, total, held)
     new = draft(ATEN.mul.Tensor, held, 0.5)
     draft(ATEN.copy_.default, held, new)

@@ -104,6 +104,29 @@ def _group(group: Any) -> Any:
     return distributed_c10d._get_default_group() if group is None or group is dist.group.WORLD else group
 
 
+def meet(name: str, rank: int, world: int) -> None:
+    """
+    Return when all ranks of the default group have come here; rank 0, whose process may hold the store, last.
+
+    gloo connects every rank with every other one while a group is made; whoever is through may end, and break off a
+    connection that another one is about to look at.
+
+    Args:
+        name: of the meeting; every one has its own.
+    """
+    store = distributed_c10d._get_default_store()
+    if store is None:  # MPI's groups have none
+        return
+    met, left = f"pdrun/met/{name}", f"pdrun/left/{name}"
+    if store.add(met, 1) == world:
+        store.set(f"{met}/all", "1")
+    store.wait([f"{met}/all"])
+    if rank == 0:
+        store.wait([f"{left}/all"])
+    elif store.add(left, 1) == world - 1:
+        store.set(f"{left}/all", "1")
+
+
 def set_timeout(seconds: float, group: Any = None) -> None:
     """Change how long collectives of a group may take before they fail."""
     call = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout

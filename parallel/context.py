@@ -242,6 +242,10 @@ def _open_group(context: Context, collective: str, timeout: float | None) -> Non
     store = _store(dist, context, os.environ)
     open_group(table, collective, context.device, context.rank, context.world_size, timeout, store)
     _process.owns_group, _process.groups = True, _process.groups + 1
+    if context.world_size > 1:
+        from pdrun.parallel import compat
+
+        compat.meet(str(_process.groups), context.rank, context.world_size)
 
 
 def _store(dist: Any, context: Context, environ: Mapping[str, str]) -> Any:

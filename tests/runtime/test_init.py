@@ -46,6 +46,34 @@ def test_under_pdrun(tmp_path: Path) -> None:
 
 
 @torch
+def test_nobody_leaves_before_all_have_come(tmp_path: Path) -> None:
+    """A rank that ends at once after init broke off connections that another was still making."""
+    port, gone = free_port(), tmp_path / "gone"
+    body = f"""
+import os, pathlib, time, torch.distributed as dist
+gone, make = pathlib.Path({str(gone)!r}), dist.init_process_group
+def slow(*args, **kwargs):
+    make(*args, **kwargs)
+    end = time.monotonic() + 1.5
+    while time.monotonic() < end and not gone.exists():
+        time.sleep(0.01)
+if os.environ["RANK"] == "SLOW":
+    dist.init_process_group = slow
+ctx = pdrun.init()
+report(ctx, gone=gone.exists())
+gone.touch()
+"""
+    for slow in "01":  # rank 0 holds the store here
+        gone.unlink(missing_ok=True)
+        workers = [start(tmp_path, body.replace("SLOW", slow), worker_environ(rank, 2, port)) for rank in range(2)]
+        ended = [finish(worker) for worker in workers]
+        assert [code for code, _, _ in ended] == [0, 0], ended
+        told = reports(ended[int(slow)][1])
+        assert told[0]["gone"] is False or slow == "0", "the other one had left"
+        port = free_port()
+
+
+@torch
 @pytest.mark.slow
 def test_under_torchrun(tmp_path: Path) -> None:
     script = write(tmp_path, SUM)

@@ -56,7 +56,7 @@ def test_every_schedule_has_the_bits_of_whole_weights(worlds: Any, schedule: str
     ("masked", "zero-bubble"), ("loose", "zero-bubble-v"), ("inplace", "interleaved"), ("row", "1f1b"),
 ])  # fmt: skip
 def test_every_kind_of_model_has_the_bits_of_whole_weights(worlds: Any, model: str, schedule: str, gather: str) -> None:
-    shared = (("shared", ["bytes.weight"]),) if model == "loose" else ()
+    shared = (("shared", ("bytes.weight",)),) if model == "loose" else ()
     same(worlds, Case(model, dp=2, rows=(16, 11), more=(("schedule", schedule), *shared)), gather=gather)
 
 

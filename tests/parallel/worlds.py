@@ -58,7 +58,6 @@ def _serve(rank: int, world: int, store: str, link: Connection) -> None:
         except BaseException as error:
             answer = (False, (type(error).__name__, str(error), traceback.format_exc()))
         gc.collect()  # runs hold themselves in circles
-        gc.freeze()  # what is left, most of all imported modules
         compat.end_groups()
         link.send(answer)
 

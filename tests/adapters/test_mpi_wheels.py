@@ -13,7 +13,7 @@ import pytest
 from tests.adapters import mpis
 from tests.adapters.conftest import Cluster
 from tests.adapters.mpis import WHEELS, Wheel
-from tests.adapters.test_mpirun import INIT, alone
+from tests.adapters.test_mpirun import QUICK, alone
 from tests.adapters.test_ssh import SLEEP, up
 
 pytestmark = pytest.mark.slow
@@ -45,7 +45,7 @@ def on_path(program: str) -> dict[str, str]:
 
 @EACH
 def test_init_finds_the_other_ranks(wheel: Wheel, program: str, tmp_path: Path) -> None:
-    (tmp_path / "work.py").write_text(INIT)
+    (tmp_path / "work.py").write_text(QUICK)
     done = alone(tmp_path, *words(program, wheel, 4), sys.executable, "work.py", **on_path(program))
     assert done.returncode == 0, done.stderr
     found = re.findall(r"^me (\d) 4 (\d) 4 0 1 ", done.stdout, re.MULTILINE)

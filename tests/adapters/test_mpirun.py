@@ -24,6 +24,8 @@ INIT = (
     "print(' '.join(map(str, ('me', *me, os.uname().nodename, '\\n'))), end='', flush=True)\n"
 )
 """One write a rank: they share a pipe."""
+QUICK = f"import sys\nsys.modules['torch'] = None\n{INIT}"
+"""The same where torch is not installed, which takes longer than all the rest."""
 BOTH = pytest.mark.parametrize("program", [OPENMPI, MPICH])
 
 
@@ -79,7 +81,7 @@ def test_init_finds_the_other_ranks_on_one_host(program: str, tmp_path: Path) ->
 
 @BOTH
 def test_a_world_of_one_needs_nobody(program: str, tmp_path: Path) -> None:
-    (tmp_path / "work.py").write_text(INIT)
+    (tmp_path / "work.py").write_text(QUICK)
     done = alone(tmp_path, *words(program, 1), sys.executable, "work.py")
     assert (done.returncode, done.stdout.split()[:3]) == (0, ["me", "0", "1"]), done.stderr
 
@@ -87,7 +89,7 @@ def test_a_world_of_one_needs_nobody(program: str, tmp_path: Path) -> None:
 @BOTH
 def test_rank_0_may_end_first_and_a_failure_ends_all(program: str, tmp_path: Path) -> None:
     (tmp_path / "work.py").write_text(
-        INIT + "import time\nif ctx.rank: time.sleep(1)\nif sys.argv[1:] and ctx.rank == 2: sys.exit(7)\n"
+        QUICK + "import time\nif ctx.rank: time.sleep(1)\nif sys.argv[1:] and ctx.rank == 2: sys.exit(7)\n"
         "if sys.argv[1:]: time.sleep(60)\nprint(f'end {ctx.rank}\\n', end='', flush=True)\n"
     )
     done = alone(tmp_path, *words(program, 3), sys.executable, "work.py")
@@ -113,7 +115,7 @@ def test_init_makes_a_process_group(program: str, tmp_path: Path) -> None:
 @pytest.mark.root
 @pytest.mark.slow
 def test_init_finds_the_ranks_on_other_hosts(program: str, cluster: Cluster) -> None:
-    script = cluster.script(INIT)
+    script = cluster.script(QUICK)
     more = {"XDG_CONFIG_HOME": "/root/.config"}  # the one that ssh's session has, too: Open MPI passes no variables
     argv = [*words(program, 6, 2, "h1,h2,h3"), sys.executable, script]
     code, out, err = cluster.run(*argv, env=more)
@@ -127,7 +129,7 @@ def test_init_finds_the_ranks_on_other_hosts(program: str, cluster: Cluster) -> 
 def test_where_rank_0_is_elsewhere_the_error_says_what_to_pass(cluster: Cluster) -> None:
     if shutil.which(OPENMPI) is None:
         pytest.skip("needs Open MPI (Debian: openmpi-bin)")
-    script = cluster.script(INIT)
+    script = cluster.script(QUICK)
     code, _, err = cluster.run(
         *words(OPENMPI, 2, 1, "h2,h3"), sys.executable, script, env={"XDG_CONFIG_HOME": "/root/.config"}
     )

@@ -40,10 +40,10 @@ def make(options: list[dict[str, Any]]) -> None:
     ({"dataset_strategy": "full_batch"}, r"rank 1 has dataset_strategy=Strategy\(dims=None, local=False, whole=True\)"),
 ])  # fmt: skip
 def test_who_differs_is_told(worlds: Worlds, other: dict[str, Any], text: str) -> None:
-    found = worlds(2).failures(make, [{}, other])
-    assert found[1][0] == "UsageError"
+    kind, words = worlds(2).failure(1, make, [{}, other])
+    assert kind == "UsageError"
     with pytest.raises(AssertionError, match=text):
-        raise AssertionError(found[1][1])
+        raise AssertionError(words)
 
 
 def test_equal_arguments_are_no_trouble(worlds: Worlds) -> None:
@@ -82,7 +82,7 @@ def build(choices: list[str]) -> None:
     ("plain sgd six", "rank 1 has step_size of the scheduler=6, rank 0 has step_size of the scheduler=5"),
 ])  # fmt: skip
 def test_other_models_and_optimizers_on_real_ranks(worlds: Worlds, other: str, told: str) -> None:
-    kind, words = worlds(2).failures(build, ["plain sgd five", other])[1][:2]
+    kind, words = worlds(2).failure(1, build, ["plain sgd five", other])
     assert (kind, told in words) == ("UsageError", True), words
 
 
@@ -200,7 +200,7 @@ def train(options: list[tuple[str, dict[str, Any]]]) -> None:
     ("other", "rank 1 has contents of batch[0]="),
 ])
 def test_a_first_batch_that_ranks_do_not_share(worlds: Worlds, other: str, told: str) -> None:
-    kind, words = worlds(2).failures(train, [("plain", {}), (other, {})])[1][:2]
+    kind, words = worlds(2).failure(1, train, [("plain", {}), (other, {})])
     assert (kind, told in words) == ("UsageError", True), words
 
 

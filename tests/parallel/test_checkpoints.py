@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import signal
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from tests.parallel import zoo
 from tests.parallel.test_transparency import same
 from tests.parallel.worlds import RankError, Worlds
 from tests.parallel.zoo import Case
-from tests.runtime.helpers import clean
 
 pytestmark = pytest.mark.torch
 
@@ -68,55 +68,46 @@ def test_a_save_in_the_background_holds_the_weights_of_its_moment(worlds: Worlds
     assert worlds(1).run(changed_while_saving, str(tmp_path)) == [True]
 
 
-KILLED = """
-import os, signal, sys
-sys.path.insert(0, sys.argv[4])
-from tests.parallel import zoo
-from pdrun.parallel import storage
-run = zoo.make(zoo.Case(1))
-run.step(zoo.batch_of(8, 0))
-run.save(sys.argv[1])
-run.step(zoo.batch_of(8, 1))
-left = int(sys.argv[2])
-def counted(call):
-    def wrapper(*args, **kwargs):
-        global left
-        left -= 1
-        if left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return call(*args, **kwargs)
-    return wrapper
-storage.os.fsync = counted(os.fsync)
-storage.zlib.crc32 = counted(storage.zlib.crc32)
-storage.json.dump = counted(storage.json.dump)
-storage.Path.rename = counted(storage.Path.rename)
-storage.Path.mkdir = counted(storage.Path.mkdir)
-storage.Path.unlink = counted(storage.Path.unlink)
-storage.shutil.rmtree = counted(storage.shutil.rmtree)
-run.save(sys.argv[1], keep=1)
-print("through", -left)
-"""
+def save_twice(folder: str, point: int) -> int:
+    """Save twice, and die at a write of the second save; return how many writes are left to it."""
+    run = zoo.make(Case(1))
+    run.step(zoo.batch_of(8, 0))
+    run.save(folder)
+    run.step(zoo.batch_of(8, 1))
+    left = point
 
+    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args, **kwargs)
 
-def crash(folder: Path, point: int) -> subprocess.CompletedProcess[str]:
-    """Save twice, and die at a write of the second save."""
-    root = str(Path(__file__).parents[2])
-    return subprocess.run(
-        [sys.executable, "-c", KILLED, str(folder), str(point), "x", root], env=clean(), capture_output=True, text=True,
-        timeout=120,
-    )  # fmt: skip
+        return wrapper
+
+    with pytest.MonkeyPatch.context() as patch:
+        for place, name in (
+            (storage.os, "fsync"), (storage.zlib, "crc32"), (storage.json, "dump"), (storage.Path, "rename"),
+            (storage.Path, "mkdir"), (storage.Path, "unlink"), (storage.shutil, "rmtree"),
+        ):  # fmt: skip
+            patch.setattr(place, name, counted(getattr(place, name)))
+        run.save(folder, keep=1)
+    return left
 
 
 @pytest.mark.slow
-def test_killed_at_a_write_the_last_whole_checkpoint_stays(tmp_path: Path) -> None:
+def test_killed_at_a_write_the_last_whole_checkpoint_stays(worlds: Worlds, tmp_path: Path) -> None:
     """Points are spread over all writes; each leaves the first checkpoint or the second, whole."""
-    last = crash(tmp_path / "through", 10**6)
-    assert last.returncode == 0, last.stderr
-    points = 10**6 - -int(last.stdout.split()[1])
+    points = 10**6 - worlds(1).run(save_twice, str(tmp_path / "through"), 10**6)[0]
     assert points > 50
     for point in [1, points // 2, *range(points - 5, points + 1)]:
         folder = tmp_path / str(point)
-        assert crash(folder, point).returncode == -signal.SIGKILL
+        world = worlds(1)
+        assert world.failures(save_twice, str(folder), point)[0][0] == "Died"
+        world.processes[0].join()
+        assert world.processes[0].exitcode == -signal.SIGKILL
         found = storage.whole(folder)
         assert found, point
         reader = storage.Reader(found[-1])

@@ -21,6 +21,12 @@ from typing import Any
 BOUND = 60.0
 """Seconds after which a call counts as hung."""
 
+PRELOADED = [
+    "torch", "torch.distributed", "torch._dynamo", "torch._dynamo.backends.debugging", "torch._inductor.compile_fx",
+    "torch.export._trace", "tests.parallel.mixed", "tests.parallel.piped",
+]  # fmt: skip
+"""What is imported once, in the process that forks, instead of once in each rank that wants it."""
+
 
 def _serve(rank: int, world: int, store: str, link: Connection) -> None:
     """Be one rank: run what comes, answer with the result or the traceback."""
@@ -69,7 +75,7 @@ class World:
 
     def __init__(self, size: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "tests.parallel.zoo"])
+        context.set_forkserver_preload(PRELOADED)
         self.folder = tempfile.TemporaryDirectory(prefix="world")
         store = str(Path(self.folder.name) / "store")
         self.links, self.processes = [], []
@@ -91,11 +97,16 @@ class World:
         for link in self.links:
             link.send((function.__module__, function.__name__, args, kwargs))
 
-    def answers(self, bound: float = BOUND) -> list[Any]:
-        """Return (worked, result) of every rank; one that doesn't answer in time has (False, ("Hung", ...))."""
+    def answers(self, bound: float = BOUND, until: int | None = None) -> list[Any]:
+        """
+        Return (worked, result) of every rank; one that doesn't answer in time has (False, ("Hung", ...)).
+
+        Args:
+            until: end when this rank has answered, whatever the others do.
+        """
         found: dict[int, Any] = {}
         end = time.monotonic() + bound
-        while len(found) < len(self.links) and time.monotonic() < end:
+        while len(found) < len(self.links) and until not in found and time.monotonic() < end:
             waiting = {self.links[rank]: rank for rank in range(len(self.links)) if rank not in found}
             for link in wait(list(waiting), max(0.0, end - time.monotonic())):
                 try:
@@ -127,11 +138,20 @@ class World:
         self.start(function, *args, **kwargs)
         return [("", "") if worked else told[:2] for worked, told in self.answers(bound)]
 
+    def failure(self, rank: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[str, str]:
+        """Return (kind, text) of one rank's error; the others may wait for it for good."""
+        self.start(function, *args, **kwargs)
+        worked, told = self.answers(until=rank)[rank]
+        self.broken = True
+        return ("", "") if worked else told[:2]
+
     def close(self) -> None:
-        """End the processes."""
+        """End the processes, those of a broken world at once: they may wait for each other."""
         for link in self.links:
             link.close()
         for process in self.processes:
+            if self.broken or self.busy:
+                process.kill()
             process.join(2)
             if process.is_alive():
                 process.kill()

@@ -35,6 +35,7 @@ NEWEST = 20
 STOP_TIMEOUT = 60.0
 FIRST, ANSWER, LOOK = 5.0, 2.0, 0.2
 """Seconds for a scheduler's first word, and for another; and between two looks at how it ends its job."""
+UNKNOWN_END = "how it ended is not known"
 _FORCE_AGAIN = 0.3
 """Seconds between the two signals of a forced stop: the job must see two."""
 
@@ -119,14 +120,21 @@ def _newest(name: str, known: list[Job]) -> Job:
 
 
 def read_status(job: Job) -> JobStatus:
-    """Return the status of a registered job from its event log; what the log does not say, the registry does."""
+    """
+    Return the status of a registered job from its event log; what the log does not say, the registry does.
+
+    Where there is no log to read, the state is ``unknown`` while the job lives, and ``dead`` afterwards.
+    """
+    silent = "" if job.events else "no event log"
     try:
-        found = eventlog.replay(eventlog.read(Path(job.events))) if job.events else JobStatus(reason="no event log")
+        found = JobStatus() if silent else eventlog.replay(eventlog.read(Path(job.events)))
     except OSError as error:
-        found = JobStatus(reason=f"event log {job.events}: {error.strerror}")
+        found, silent = JobStatus(), f"event log {job.events}: {error.strerror}"
+    if silent:
+        found = replace(found, state="unknown", reason=silent)
     found = replace(found, job=found.job or job.job, run=found.run or job.run, started_at=found.started_at or job.made)
     if found.state != "done" and not is_alive(job) and _is_here(job):
-        reason = found.reason or "its agent ended without a verdict"
+        reason = f"{UNKNOWN_END}: {silent}" if silent else found.reason or "its agent ended without a verdict"
         found = replace(found, state="dead", reason=reason, ended_at=_last_written(job.events))
     return found
 
@@ -352,7 +360,8 @@ def _kill(job: Job, number: int) -> None:
 def _ended_text(job: Job) -> str:
     found = read_status(job)
     if found.code is None:
-        return "" if found.state != "dead" else ": it ended without a verdict"
+        unknown = found.reason.startswith(UNKNOWN_END)
+        return "" if found.state != "dead" else f": {found.reason if unknown else 'it ended without a verdict'}"
     return f": exit code {found.code}" + (f", {found.reason}" if found.reason else "")
 
 

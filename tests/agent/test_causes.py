@@ -150,7 +150,7 @@ def test_a_traceback_explains_a_death_that_is_near(status, age, kills, kind, cod
     (signal.SIGABRT, "exception"),
 ])  # fmt: skip
 def test_what_was_caught_explains_no_signal_of_others(status, kind):
-    """A program that logs an exception and goes on may be killed in the next moment, by the machine's lack of memory."""
+    """A program that logs an exception and goes on may be killed in the next moment, by a lack of memory say."""
     assert cause_of(Evidence(status, 1000.0, traceback=(999.5, HANDLED), survived=True)).kind == kind
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pdrun import eventlog
 from pdrun.errors import EXIT_OK, EXIT_UNAVAILABLE, RendezvousError, UsageError
 from pdrun.eventlog import JobStatus
-from pdrun.launcher.console import Console
+from pdrun.launcher.console import ERR, OUT, Console
 from pdrun.launcher.follow import LogReader
 from pdrun.launcher.jobs import Job, find, find_running, is_alive, jobs, start_ticks
 from pdrun.net import Endpoint
@@ -171,6 +171,9 @@ def logs(
         generation: which one, or all; None: the last, and it is said when there are others.
         console: the terminal; for tests.
 
+    Returns:
+        0; 130 after Ctrl-C, 141 when the reader of what is followed has gone away (``| head``).
+
     Raises:
         UsageError: no such job, rank or generation, or its logs are not on this machine.
     """
@@ -184,6 +187,8 @@ def logs(
     )
     try:
         while reader.step() and follow:
+            if console.gone(OUT if stdout else ERR):
+                return 128 + signal.SIGPIPE
             reader.pause()
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

@@ -330,6 +330,20 @@ def test_follow_goes_on_through_a_restart_until_the_end(home: Path, process) -> 
     assert shown.read_text().count("second") == 1
 
 
+def test_following_ends_with_its_reader_and_not_with_the_job(home: Path) -> None:
+    register(home, os.getpid())
+    write(home, 0, "rank_0.out", b"first\n")
+    read, out = os.pipe()
+    result: list[int] = []
+    thread = threading.Thread(target=lambda: result.append(control.logs(follow=True, console=Console(out, out))))
+    thread.start()
+    assert os.read(read, 100) == b"n0:0| first\n"
+    os.close(read)  # | head -1; and the workers print nothing more
+    thread.join(20)
+    os.close(out)
+    assert result == [141]
+
+
 def test_logs_that_go_while_they_are_followed_are_no_fault(home: Path) -> None:
     register(home, os.getpid())
     write(home, 0, "rank_0.out", b"first\n")

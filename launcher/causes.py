@@ -78,6 +78,9 @@ _PIPE_FILES = re.compile(r"/torch/distributed/|/torch/multiprocessing/|/multipro
 _ABORTED = re.compile(r"^terminate called|c10::|std::|what\(\):", re.MULTILINE)
 _NOT_FOUND = re.compile(r"can't open file .*\[Errno \d+\]|: No module named \S+$|can't find '__main__' module")
 
+_UNREADABLE = re.compile(r"SyntaxError: (?:Non-UTF-8 code|encoding problem)")
+"""What Python says of a script whose bytes it cannot decode: without a traceback, and without a line of it."""
+
 
 @dataclass(frozen=True)
 class Evidence:
@@ -129,7 +132,7 @@ def _failed(seen: Evidence, code: int) -> Cause:
     if ours:
         return _made(seen, "stopped", code, f"exit code {code} after pdrun had told it to stop")
     last = unprefixed(seen.tail[-1]).strip() if seen.tail else ""
-    if code in (1, 2) and _NOT_FOUND.search(last):
+    if code in (1, 2) and (_NOT_FOUND.search(last) or _UNREADABLE.match(last)):
         return _made(seen, "startup", code, last[:500], retry=False)
     said = last.removeprefix("pdrun: error: ")  # by `pdrun.init()`, of a mistake that the script did not catch
     if said == last:
@@ -157,7 +160,10 @@ def _weight(seen: Evidence, number: int, code: int) -> CauseKind | None:
         return None
     if code == 1 and told is None:
         return "exception"
-    limit = PROMPT if number in (signal.SIGKILL, signal.SIGTERM) else LINGER
+    foreign = number in (signal.SIGKILL, signal.SIGTERM)
+    if foreign and seen.survived:
+        return None  # it was caught, and somebody else's signal needs no such reason
+    limit = PROMPT if foreign else LINGER
     return "exception" if seen.at - at <= limit else None
 
 

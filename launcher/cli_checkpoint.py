@@ -6,7 +6,10 @@ Tensors are the runtime's business, which this floor imports nothing of: it is r
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import click
@@ -38,6 +41,17 @@ def _offline() -> Any:
         raise ConfigError("torch is not installed here", where="pdrun checkpoint") from None
 
 
+@contextmanager
+def _naming() -> Iterator[None]:
+    """Name the file that the system refuses: a closed folder, say, is no fault of pdrun's."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            raise
+        raise ConfigError(f"cannot be used: {error.strerror}", where=os.fsdecode(error.filename)) from error
+
+
 def _placed() -> list[click.Parameter]:
     return [
         click.Option(["--mesh"], metavar="AXIS=N,..", default="", help="The new ranks, as dp=2,tp=4."),
@@ -48,7 +62,9 @@ def _placed() -> list[click.Parameter]:
 
 def _show() -> click.Command:
     def callback(folder: str, mesh: str, strategy: str, json: bool) -> int:
-        print(_offline().show(folder, mesh, strategy, json))
+        with _naming():
+            text = _offline().show(folder, mesh, strategy, json)
+        print(text)
         return 0
 
     return click.Command(
@@ -65,7 +81,9 @@ def _show() -> click.Command:
 
 def _transform() -> click.Command:
     def callback(source: str, target: str, mesh: str, strategy: str) -> int:
-        print(_offline().transformed(source, target, mesh, strategy))
+        with _naming():
+            text = _offline().transformed(source, target, mesh, strategy)
+        print(text)
         return 0
 
     return click.Command(
@@ -80,7 +98,9 @@ def _transform() -> click.Command:
 
 def _strategy() -> click.Command:
     def callback(file: str, to: str) -> int:
-        sys.stdout.write(_offline().converted(file, to))
+        with _naming():
+            text = _offline().converted(file, to)
+        sys.stdout.write(text)
         return 0
 
     return click.Command(

@@ -117,7 +117,7 @@ def with_hosts(wishes: Sequence[Wish]) -> list[Wish]:
             try:
                 wish = Wish("hosts.all", hostfile.read_hostfile(wish.value, _stdin), source)
             except UsageError as error:
-                raise wish.source.blame(error) from None
+                raise wish.source.blame_file(error) from None
         made.append(wish)
     return made
 

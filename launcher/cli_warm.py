@@ -32,13 +32,15 @@ def start(python: str, idle: float) -> int:
     folder = _folder()
     path = folder / f"{warm.key(python, environ)}.sock"
     with warm.changing(folder, _say) as number:
-        found = next((found for found in warm.Look().found() if found.socket == str(path)), None)
+        look = warm.Look()
+        found = next((found for found in look.found() if found.socket == str(path)), None)
         if found is not None and not (why := _unfit(found, python, environ)):
             _say(f"is warm already: {_line(found)}")
             return 0
         if found is not None:
             _say(f"replacing the warm process {found.pid}: {why}")
             warm.stop(found)
+        warm.replace_silent(look, path.name, _say)
         _say(f"importing {', '.join(warm.MODULES)} with {python}")
         warm.launch(number, path, python, environ, idle)
         made = next((found for found in warm.Look().found() if found.socket == str(path)), None)

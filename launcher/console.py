@@ -79,6 +79,10 @@ class Console:
         """Whether the reader of OUT or ERR is so far behind that workers should wait."""
         return (self._out if stream == OUT else self._err).held()
 
+    def gone(self, stream: int) -> bool:
+        """Whether the reader of OUT or ERR has gone away: nobody will see what is written from now on."""
+        return (self._out if stream == OUT else self._err).gone()
+
     def on_room(self, call: Callable[[], None]) -> None:
         """Have ``call`` called, from another thread, when a stream is no longer held."""
         self._out.on_room = self._err.on_room = call

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pdrun import eventlog
 from pdrun.errors import EXIT_OK, EXIT_UNAVAILABLE, RendezvousError, UsageError
 from pdrun.eventlog import JobStatus
-from pdrun.launcher.console import Console
+from pdrun.launcher.console import ERR, OUT, Console
 from pdrun.launcher.follow import LogReader
 from pdrun.launcher.jobs import Job, find, find_running, is_alive, jobs, start_ticks
 from pdrun.net import Endpoint
@@ -35,6 +35,7 @@ NEWEST = 20
 STOP_TIMEOUT = 60.0
 FIRST, ANSWER, LOOK = 5.0, 2.0, 0.2
 """Seconds for a scheduler's first word, and for another; and between two looks at how it ends its job."""
+UNKNOWN_END = "how it ended is not known"
 _FORCE_AGAIN = 0.3
 """Seconds between the two signals of a forced stop: the job must see two."""
 
@@ -119,14 +120,21 @@ def _newest(name: str, known: list[Job]) -> Job:
 
 
 def read_status(job: Job) -> JobStatus:
-    """Return the status of a registered job from its event log; what the log does not say, the registry does."""
+    """
+    Return the status of a registered job from its event log; what the log does not say, the registry does.
+
+    Where there is no log to read, the state is ``unknown`` while the job lives, and ``dead`` afterwards.
+    """
+    silent = "" if job.events else "no event log"
     try:
-        found = eventlog.replay(eventlog.read(Path(job.events))) if job.events else JobStatus(reason="no event log")
+        found = JobStatus() if silent else eventlog.replay(eventlog.read(Path(job.events)))
     except OSError as error:
-        found = JobStatus(reason=f"event log {job.events}: {error.strerror}")
+        found, silent = JobStatus(), f"event log {job.events}: {error.strerror}"
+    if silent:
+        found = replace(found, state="unknown", reason=silent)
     found = replace(found, job=found.job or job.job, run=found.run or job.run, started_at=found.started_at or job.made)
     if found.state != "done" and not is_alive(job) and _is_here(job):
-        reason = found.reason or "its agent ended without a verdict"
+        reason = f"{UNKNOWN_END}: {silent}" if silent else found.reason or "its agent ended without a verdict"
         found = replace(found, state="dead", reason=reason, ended_at=_last_written(job.events))
     return found
 
@@ -163,6 +171,9 @@ def logs(
         generation: which one, or all; None: the last, and it is said when there are others.
         console: the terminal; for tests.
 
+    Returns:
+        0; 130 after Ctrl-C, 141 when the reader of what is followed has gone away (``| head``).
+
     Raises:
         UsageError: no such job, rank or generation, or its logs are not on this machine.
     """
@@ -176,6 +187,8 @@ def logs(
     )
     try:
         while reader.step() and follow:
+            if console.gone(OUT if stdout else ERR):
+                return 128 + signal.SIGPIPE
             reader.pause()
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
@@ -352,7 +365,8 @@ def _kill(job: Job, number: int) -> None:
 def _ended_text(job: Job) -> str:
     found = read_status(job)
     if found.code is None:
-        return "" if found.state != "dead" else ": it ended without a verdict"
+        unknown = found.reason.startswith(UNKNOWN_END)
+        return "" if found.state != "dead" else f": {found.reason if unknown else 'it ended without a verdict'}"
     return f": exit code {found.code}" + (f", {found.reason}" if found.reason else "")
 
 

@@ -143,7 +143,9 @@ def _cwd(spec: JobSpec) -> str:
         alike = typed.startswith("/") and paths.exists(typed) and Path(typed).samefile(start)
         return os.path.normpath(Path(typed if alike else start, spec.chdir))
     if not paths.is_folder(cwd):
-        raise UsageError(f"{spec.chdir!r} is not a directory", where="--chdir")
+        why = paths.refused(cwd)
+        what = f"cannot be reached: {why}" if why else "is not a directory"
+        raise UsageError(f"{spec.chdir!r} {what}", where="--chdir")
     return cwd
 
 

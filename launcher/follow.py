@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal
@@ -50,12 +51,22 @@ class LogReader:
         self._seen: set[int] = set()
         self._wanted = generation
         self._generation = -1
-        self._folder = _run_folder(job)
-        if not self._folder.is_dir():
-            raise UsageError(f"the logs of {job.job} are not here", where=str(self._folder))
+        with _reading(job):
+            self._folder = _run_folder(job)
+            if not self._folder.is_dir():
+                raise UsageError(f"the logs of {job.job} are not here", where=str(self._folder))
 
     def step(self) -> bool:
-        """Show what is new; False when the job has ended and everything is shown."""
+        """
+        Show what is new; False when the job has ended and everything is shown.
+
+        Raises:
+            UsageError: the folder has gone, or holds a file that cannot be read; or no such rank or generation.
+        """
+        with _reading(self._job):
+            return self._step()
+
+    def _step(self) -> bool:
         status = self._read_status(self._job)
         running = status.state not in ("done", "dead")
         there = _generations(self._folder)
@@ -153,6 +164,16 @@ class LogReader:
             self._console.write(source.stream, source.shaper.finish())
             source.file.close()
         self._sources = {}
+
+
+@contextmanager
+def _reading(job: Job) -> Iterator[None]:
+    """Say of what the system refuses here that it is the logs: their folder belongs to the user, who may clean up."""
+    try:
+        yield
+    except OSError as error:
+        where = str(error.filename or job.log_dir)
+        raise UsageError(f"the logs of {job.job} cannot be read: {error.strerror}", where=where) from error
 
 
 def seek_last_lines(file: BinaryIO, count: int) -> None:

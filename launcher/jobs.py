@@ -125,9 +125,12 @@ def find(name: str, known: Iterable[Job], *, newest: bool = False) -> Job:
         newest: several runs of one job that run at once are no question: the newest is meant.
 
     Raises:
-        UsageError: there is none, or more than one; names those that there are.
+        UsageError: there is none, or more than one; names those that there are. Or the name is empty, as an unset
+            variable of a shell leaves it: that is no prefix of every job.
     """
     known = list(known)
+    if not name:
+        raise UsageError("the job's name is empty", hint=_listed(known))
     for matches in (
         [job for job in known if job.run == name],
         [job for job in known if job.job == name],

@@ -17,6 +17,17 @@ def _mode(path: str | Path, *, follow: bool = True) -> int:
         return 0
 
 
+def refused(path: str | Path) -> str:
+    """Return why the way to a path is closed, so that nobody can tell whether there is anything; empty: it is not."""
+    try:
+        Path(path).lstat()
+    except PermissionError as error:
+        return error.strerror or str(error)
+    except (OSError, ValueError):
+        pass
+    return ""
+
+
 def is_file(path: str | Path) -> bool:
     """Return whether there is a regular file."""
     return stat.S_ISREG(_mode(path))

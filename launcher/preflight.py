@@ -8,9 +8,9 @@ here, a full disk, a folder of another user).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from pdrun.errors import EXIT_CONFIG, ConfigError
+from pdrun.launcher import paths
 from pdrun.launcher.model import LaunchPlan
 from pdrun.launcher.ports import WorkerOutput
 from pdrun.launcher.program import look
@@ -29,7 +29,7 @@ class Preflight:
 
 def preflight(plan: LaunchPlan, output: WorkerOutput) -> Preflight:
     """Return whether this node can start its workers; makes the log folder."""
-    if not Path(plan.cwd).is_dir():
+    if not paths.is_folder(plan.cwd):
         return Preflight(EXIT_CONFIG, f"the working folder {plan.cwd} is not there")
     found = look(plan.spec.program, plan.cwd, {**plan.base_env, **plan.spec.env})
     if found.error:

@@ -158,6 +158,8 @@ def _executable(target: str, cwd: str, environ: Mapping[str, str]) -> tuple[str,
             hint = "arguments are words of their own, in a job file under args:"
         return f"command not found: {quoted(target)}{_hint(hint)}", 127
     path = Path(cwd, target)
+    if why := paths.refused(path):
+        return f"{quoted(target)} cannot be reached: {why}", 126
     if not paths.exists(path):
         return f"no such file {quoted(target)}{_hint(_nearby(target, cwd, environ))}", 127
     if paths.is_folder(path):

@@ -37,7 +37,7 @@ def with_table(wishes: Sequence[Wish], environ: Mapping[str, str]) -> tuple[list
     try:
         table = files.usable(asked.value, wait, _say)
     except UsageError as error:
-        raise asked.source.blame(error) from None
+        raise asked.source.blame_file(error) from None
     source = replace(asked.source, text=Path(path).name)
     made = [Wish("place.rank_table", path, source)]
     made.append(Wish("resources.backend", "npu", replace(source, level=Level.FOUND)))  # --backend cpu tries it out

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pdrun.errors import ConfigError, DeadlineExceeded, PdrunError
+from pdrun.errors import ConfigError, DeadlineExceeded
 from pdrun.folders import make_private
 from pdrun.launcher import importtime, inherited, procfs
 from pdrun.launcher import keeper as proc
@@ -36,6 +36,8 @@ MODULES = ("torch", "torch.distributed", "torch._dynamo")
 ANSWER = 1.5
 """Seconds that a warm process may take to answer; a job then does without."""
 DEAD = "its process has died without a word; pdrun warm start begins another, pdrun warm stop removes what it has left"
+LEAVES = 5.0
+"""Seconds that it may take to end."""
 LEND = 5.0
 """Seconds that it may take to make a job's keeper."""
 IMPORT = 300.0
@@ -296,7 +298,7 @@ def launch(number: int, path: Path, python: str, environ: Mapping[str, str], idl
         idle: seconds without a job after which it ends.
 
     Raises:
-        PdrunError: it could not, or is not fit to be forked from.
+        ConfigError: it could not, or is not fit to be forked from.
     """
     marker = f"{proc.MARKER}=" + proc.marker("0" * 16, 0)
     environ = {**importtime.importing(dict(environ)), proc.MARKER: marker.partition("=")[2]}
@@ -326,7 +328,7 @@ def launch(number: int, path: Path, python: str, environ: Mapping[str, str], idl
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         os.unlink(path.name, dir_fd=number)
-        raise PdrunError(f"no process can be kept warm: {why}", where=python)
+        raise ConfigError(f"no process can be kept warm: {why}", where=python)
 
 
 def _become(argv: list[str], environ: Mapping[str, str], descriptors: list[int], report: int) -> None:
@@ -363,7 +365,7 @@ def _ready(report: int) -> str | None:
 
 
 def stop(warm: Warm) -> bool:
-    """Ask a warm process to end, and wait for it; False when it did not within `ANSWER` seconds."""
+    """Ask a warm process to end, and wait for it; False when it did not within `LEAVES` seconds."""
     try:
         handle = os.pidfd_open(warm.pid)
     except OSError:
@@ -384,7 +386,19 @@ def _ends(handle: int) -> bool:
 
     poll = select.poll()
     poll.register(handle, select.POLLIN)
-    return bool(poll.poll(ANSWER * 1000))
+    return bool(poll.poll(LEAVES * 1000))
+
+
+def replace_silent(look: Look, name: str, say: Callable[[str], None]) -> None:
+    """
+    End a process that takes connections at a socket and does not answer; its jobs go on.
+
+    Once another one has the socket's name, nothing would find it any more but its own idle time.
+    """
+    found = proc.process(look.pids[name]) if look.faults.get(name, DEAD) != DEAD and name in look.pids else None
+    if found is not None:
+        say(f"replacing the warm process {found.pid}, which does not answer")
+        proc.kill(found)
 
 
 def clear(look: Look, say: Callable[[str], None]) -> list[str]:

@@ -59,6 +59,10 @@ class Source:
             return error
         return ConfigError(error.what, where=error.where, hint=error.hint)
 
+    def blame_file(self, error: PdrunError) -> PdrunError:
+        """Return the complaint about a file that is named here: a variable, say, of which the user may not know."""
+        return self.blame(UsageError(error.what, where=f"{self.label} {error.where}".rstrip(), hint=error.hint))
+
 
 @dataclass(frozen=True)
 class Wish:

@@ -88,6 +88,10 @@ class Lane:
         except OSError as error:
             self._switch_off(error)
 
+    def gone(self) -> bool:
+        """Whether the reader has gone away, be it that nothing was written since."""
+        return self.off == "closed" or reader_gone(self._fd)
+
     def held(self) -> bool:
         """Whether producers should wait: true above HIGH, until the queue has fallen below LOW."""
         return self._held
@@ -245,6 +249,13 @@ def _speaker() -> Speaker | None:
             os.register_at_fork(after_in_child=_speakers.clear)  # no thread is forked
         _speakers[fd] = Speaker(fd)
     return _speakers[fd]
+
+
+def reader_gone(fd: int) -> bool:
+    """Whether nobody reads at the other end of a pipe any more, or a terminal has hung up; False for all else."""
+    poll = select.poll()
+    poll.register(fd, 0)  # asks for nothing: only what is wrong is told
+    return bool(poll.poll(0))
 
 
 def _is_open(fd: int) -> bool:

@@ -131,9 +131,9 @@ class SchedulerChild:
             self._line += data
             if not data:
                 return self._ended(now)
-            if self._answer_by is not None and b"\n" in self._line:
-                return self._answered(now)
-            self._look_at_journal()
+            answer = self._hear()
+            if self._answer_by is not None and answer is not None:
+                return self._answered(answer, now)
         if self._answer_by is not None and now >= self._answer_by:
             self._process.kill()  # its end is told by `fileno`
             self._answer_by = None
@@ -179,7 +179,7 @@ class SchedulerChild:
     def _await_endpoint(self, timeout: float) -> Endpoint | None:
         """Return where it listens; None: it has ended without a word."""
         deadline = time.monotonic() + timeout
-        while b"\n" not in self._line:
+        while (answer := self._hear()) is None:
             left = deadline - time.monotonic()
             if left <= 0 or not readable(self.fileno(), wait=left):
                 raise RendezvousError(f"the scheduler process did not come up within {timeout:g} s")
@@ -187,23 +187,30 @@ class SchedulerChild:
             if not more:
                 return None
             self._line += more
-        return self._endpoint()
+        return self._endpoint(answer)
 
-    def _endpoint(self) -> Endpoint:
-        """Read the process's answer."""
-        line, _, self._line = self._line.partition(b"\n")
-        answer = json.loads(line)
+    def _hear(self) -> dict[str, Any] | None:
+        """
+        Return the process's answer among the lines that have come, if it is; note that it has given its journal up.
+
+        Other lines are passed over: a ``sitecustomize`` may print what it likes before the process's own first word.
+        """
+        found = None
+        *lines, self._line = self._line.split(b"\n")
+        for said in map(_answer, lines):
+            if "journal" in said:
+                self._journal = None  # what still lies there is not how things stand
+            elif said:
+                found = said
+        return found
+
+    def _endpoint(self, answer: dict[str, Any]) -> Endpoint:
+        """Take the process's answer."""
         self._answer_by = None
-        self._look_at_journal()
         if "endpoint" not in answer:
             kind = ConfigError if answer.get("code") == ConfigError.exit_code else RendezvousError
             raise kind(str(answer.get("error")), where="scheduler")
         return parse_endpoint(answer["endpoint"], where="scheduler")
-
-    def _look_at_journal(self) -> None:
-        """Note that the process has given its journal up: what still lies there is not how things stand."""
-        if b"\n" in self._line:
-            self._line, self._journal = b"", None
 
     def _reap(self, timeout: float) -> int:
         process = self._process
@@ -230,9 +237,9 @@ class SchedulerChild:
         self.on_start(self.pid)
         return ""
 
-    def _answered(self, now: float) -> str:
+    def _answered(self, answer: dict[str, Any], now: float) -> str:
         try:
-            self._endpoint()
+            self._endpoint(answer)
         except (ConfigError, RendezvousError) as error:
             self._give_up(f"the scheduler process on this node has died, and cannot be resumed: {error.what}")
         return f"the scheduler process is back after {now - self._died_at:.1f} s"
@@ -281,6 +288,15 @@ def give(pipe: int, order: bytes) -> None:
             order = order[os.write(pipe, order) :]
     except BrokenPipeError:
         pass
+
+
+def _answer(line: bytes) -> dict[str, Any]:
+    """Return what a line of the process says; nothing where the line is not one of its own."""
+    try:
+        said = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return said if isinstance(said, dict) and said.keys() & {"endpoint", "error", "journal"} else {}
 
 
 def _how(status: int) -> str:

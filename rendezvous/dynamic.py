@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from pdrun.errors import ConfigError, PdrunError
+from pdrun.errors import ConfigError, PdrunError, UsageError
 from pdrun.names import check_name
 from pdrun.net import Endpoint, check_host, parse_endpoint, parse_port
 from pdrun.rendezvous.events import SchedulerConfig
@@ -67,6 +67,13 @@ def from_environ(environ: Mapping[str, str]) -> DynamicSpec | None:
     """
     if not any(environ.get(name) for name in (*_OURS, *_MINDSPORE)):
         return None
+    try:
+        return _read(environ)
+    except UsageError as error:  # of a parser that the command line has, too
+        raise ConfigError(error.what, where=error.where, hint=error.hint) from None
+
+
+def _read(environ: Mapping[str, str]) -> DynamicSpec:
     ours = any(environ.get(name) for name in _OURS)
     role: Role | None = _agreed(
         "role", _role(environ, "PDRUN_ROLE"), _role(environ, "MS_ROLE"), "PDRUN_ROLE", "MS_ROLE"

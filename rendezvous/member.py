@@ -316,7 +316,9 @@ def _facts() -> dict[str, str]:
 
 def _cause_of(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Cause:
     text = "".join(traceback.format_exception(kind, error, trace))
-    summary = "".join(traceback.format_exception_only(kind, error)).strip().splitlines()[-1]
+    lines = "".join(traceback.format_exception_only(kind, error)).splitlines()
+    # not the last: a message may have several lines, and notes; a SyntaxError's place stands indented above it
+    summary = next((line for line in lines if line[:1] not in ("", " ")), kind.__name__)
     how: CauseKind = "exception"
     if isinstance(error, KeyboardInterrupt):
         return Cause("signal", 130, signal.SIGINT, time.monotonic(), "interrupted (SIGINT)", text[-65536:])

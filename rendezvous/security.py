@@ -251,7 +251,7 @@ def _read_private(path: Path, *, where: str, allow_root: bool = True) -> bytes:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        if path.is_symlink():
+        if error.errno == errno.ELOOP:
             raise ConfigError("is a symbolic link", where=place, hint="name the file itself") from None
         raise ConfigError(f"cannot be read: {error.strerror}", where=place) from None
     try:

@@ -64,7 +64,7 @@ def _answer(what: dict[str, Any]) -> None:
     """Tell the agent; that it is gone already is told once more by the end of stdin."""
     import json
 
-    data = json.dumps(what).encode() + b"\n"
+    data = b"\n" + json.dumps(what).encode() + b"\n"  # a line of its own, behind whatever a sitecustomize has printed
     try:
         while data:
             data = data[os.write(1, data) :]

@@ -141,8 +141,10 @@ def worded(
     victims = sum(not own(item.failure.cause) for item in failures if item is not first)
     if code is None:
         code, reason = (first.failure.cause.code or 1, describe(first.failure)) if first else (70, reason)
-    if first and first.ended:
-        reason = f"{reason}; {first.ended}"
+    if first and first.failure.cause.kind == "communication":
+        # known of the failure that arrived first, which need not be the first in time
+        ended = next((item.ended for item in failures if item.ended), "")
+        reason = f"{reason}; {ended}" if ended else reason
     if why_not and first:
         reason = f"{reason} ({why_not})"
     return Verdict(

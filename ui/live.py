@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pdrun import lane
 from pdrun.eventlog import JobStatus
 from pdrun.ui.status import facts, failed_lines, render, safe
 
@@ -32,16 +33,32 @@ def follow(
         out: text stream; stdout by default.
         clock: wall clock, for ages.
         sleep: waits, in seconds.
+
+    Raises:
+        BrokenPipeError: whoever read ``out`` has gone away.
     """
     out = out or sys.stdout
+    def wait(seconds: float) -> None:
+        if _unread(out):
+            raise BrokenPipeError
+        sleep(seconds)
+
     try:
         if out.isatty():
-            _redraw(read, out, clock, sleep)
+            _redraw(read, out, clock, wait)
         else:
-            _append(read, out, sleep)
+            _append(read, out, wait)
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _unread(out: Any) -> bool:
+    """Whether nobody reads what is shown any more; what does not change would tell only at the job's end."""
+    try:
+        return lane.reader_gone(out.fileno())
+    except (OSError, ValueError, AttributeError):  # no file
+        return False
 
 
 def _redraw(read: Read, out: Any, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:

@@ -164,7 +164,7 @@ def present(one: JobStatus) -> list[NodeStatus]:
 
 def _present(one: JobStatus) -> str:
     count = len(present(one))
-    return f"{count} of {one.expected}" if one.expected else str(count)
+    return f"{count} of {one.expected}" if one.expected else str(count) if one.nodes else "-"
 
 
 def _counted(states: Counter[str]) -> str:

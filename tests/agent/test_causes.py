@@ -145,6 +145,15 @@ def test_a_traceback_explains_a_death_that_is_near(status, age, kills, kind, cod
     assert cause.at == (1000.0 - age if kind == "exception" else 1000.0)
 
 
+@pytest.mark.parametrize(("status", "kind"), [
+    (signal.SIGKILL, "signal"), (signal.SIGTERM, "signal"), (1 << 8, "exception"), (3 << 8, "exception"),
+    (signal.SIGABRT, "exception"),
+])  # fmt: skip
+def test_what_was_caught_explains_no_signal_of_others(status, kind):
+    """A program that logs an exception and goes on may be killed in the next moment, by a lack of memory say."""
+    assert cause_of(Evidence(status, 1000.0, traceback=(999.5, HANDLED), survived=True)).kind == kind
+
+
 def test_a_child_s_crash_long_ago_does_not_hide_our_order():
     stack = 'Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n  File "a.py"\n'
     cause = cause_of(Evidence(signal.SIGTERM, 9.0, traceback=(1.0, stack), stopped_at=8.0, stop_signals=(15,)))
@@ -230,9 +239,11 @@ def test_what_cannot_succeed_is_not_tried_again(text, retry):
 @pytest.mark.parametrize(
     ("line", "status"),
     [("python: can't open file '/x/t.py': [Errno 2] No such file or directory", 2 << 8),
-     ("/usr/bin/python3: No module named trainer", 1 << 8)],
+     ("/usr/bin/python3: No module named trainer", 1 << 8),
+     ("SyntaxError: Non-UTF-8 code starting with '\\xe9' in file /x/t.py on line 1, but no encoding declared", 1 << 8),
+     ("SyntaxError: encoding problem: nonsense", 1 << 8)],
 )  # fmt: skip
-def test_a_program_that_vanished_is_a_start_failure(line, status):
+def test_a_program_that_vanished_or_cannot_be_read_is_a_start_failure(line, status):
     cause = cause_of(Evidence(status, 2.0, tail=(line,)))
     assert (cause.kind, cause.retry, cause.summary) == ("startup", False, line)
 

@@ -45,7 +45,8 @@ WORDS = [
     (["--restart-window", "1h"], "is about restarts"),
     (["--backoff", "1s"], "is about restarts"),
     (["--launcher", "ssh"], "ssh has no hosts to start agents on; add --hosts a,b or --hostfile FILE"),
-    (["--hostfile", "nope"], "no such file 'nope'"),
+    (["--hostfile", "nope"], "--hostfile: no such file 'nope'"),
+    (["--hostfile", "."], "--hostfile .: is not a regular file"),
     (["--no-restart-on", "SIGKIL"], "no exit code of a failure"),
     (["--on-scheduler-loss", "restart"], "not one of wait"),
     (["--hang-timeout", "0"], "not between 0 and a year"),
@@ -102,7 +103,7 @@ WORDS = [
     (["--cluster_time_out", "-1"], "waiting for ever"),
     (["--bind_core", '{"device0":["0-9"]}'], "a map of CPUs is not supported"),
     (["--bind_core", "True", "--bind_numa", "True"], "--bind_numa True contradicts --bind_core True"),
-    (["--rank_table_file", "x.json"], "no such file 'x.json'"),
+    (["--rank_table_file", "x.json"], "--rank_table_file: no such file 'x.json'"),
     (["--tail_worker_log", "a"], "'a' is not a rank"),
     (["--worker_log_name", "../x"], "is not a file name"),
     # names and values
@@ -243,6 +244,8 @@ VARIABLES = [
     ({"PET_NNODES": "2", "PET_NODE_RANK": "2"}, "PET_NODE_RANK: 2 is not a place among 2 node(s) (PET_NNODES=2)"),
     ({"PET_RDZV_CONF": "=="}, "PET_RDZV_CONF"),
     ({"PDRUN_GRACE": "1 h"}, "PDRUN_GRACE: '1 h' is not a duration"),
+    ({"PDRUN_HOSTFILE": "nope"}, "PDRUN_HOSTFILE: no such file 'nope'"),
+    ({"RANK_TABLE_FILE": "/no/table.json"}, "RANK_TABLE_FILE: no such file '/no/table.json'"),
     ({"PDRUN_JOB": "../x"}, "PDRUN_JOB: '../x' is not a name"),
     ({"CUDA_VISIBLE_DEVICES": "0", "PDRUN_BACKEND": "cuda"}, "cuda cannot be used"),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -51,6 +52,38 @@ def test_a_mistake_costs_one_line_and_less_than_a_second(
 
     assert in_starts(mistake, BOUND) < BOUND
     assert not (tmp_path / "started").exists()
+
+
+CLOSED = [
+    (["--python", "closed/python", "train.py"], 126, "--python: 'closed/python' cannot be reached: Permission denied"),
+    (["--no-python", "closed/tool"], 126, "'closed/tool' cannot be reached: Permission denied"),
+    (["--chdir", "closed/there", "train.py"], 2, "--chdir: 'closed/there' cannot be reached: Permission denied"),
+    (["--nodes", "2", "--scheduler", "127.0.0.1:0", "--token-file", "closed/token", "train.py"], 78,
+     "--token-file closed/token: cannot be read: Permission denied"),
+    (["--hostfile", "closed/hosts", "train.py"], 2, "--hostfile closed/hosts: cannot be read: Permission denied"),
+    (["--log-dir", "closed/logs", "train.py"], 78, "--log-dir: 'closed/logs' cannot be written: "),
+    (["checkpoint", "show", "closed/saved"], 78, "closed/saved/run.json: cannot be used: Permission denied"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("argv", "code", "message"), CLOSED, ids=lambda value: value[0] if type(value) is list else "")
+def test_a_closed_folder_on_the_way_is_said_and_is_no_fault(
+    tmp_path: Path, argv: list[str], code: int, message: str
+) -> None:
+    if argv[0] == "checkpoint":
+        pytest.importorskip("torch")
+    if os.geteuid() == 0 and shutil.which("setpriv") is None:
+        pytest.skip("root may go everywhere; needs setpriv (util-linux)")
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "closed").mkdir(mode=0)
+    common = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
+    done = subprocess.run(
+        [*common, sys.executable, "-m", "pdrun", *argv], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        stdin=subprocess.DEVNULL, check=False,
+    )  # fmt: skip
+    (tmp_path / "closed").chmod(0o700)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr.startswith(f"pdrun: error: {message}") and done.stderr.count("\n") == 1
 
 
 def test_words_that_are_no_text_are_shown_and_what_a_shell_is_to_run_holds_their_bytes(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ from pdrun.errors import UsageError
 from pdrun.eventlog import Event, EventLog, JobStatus
 from pdrun.launcher import control, follow, jobs
 from pdrun.launcher.console import Console
+from pdrun.launcher.follow import LogReader
 
 TERM_ONCE = (
     "import signal, sys, time\nsignal.signal(15, lambda n, f: sys.exit(143))\nprint('up', flush=True)\ntime.sleep(60)"
@@ -163,7 +165,18 @@ def test_a_job_without_a_readable_event_log_is_still_shown(home: Path) -> None:
     (one,) = control.job_statuses("demo")
     assert (one.job, one.run) == ("demo", "demo-1") and "No such file" in one.reason
     jobs.register(replace(job, events=""))
-    assert control.job_statuses("demo")[0].reason == "no event log"
+    (one,) = control.job_statuses("demo")
+    assert (one.state, one.reason) == ("unknown", "no event log"), "it may well be running"
+
+
+def test_of_a_job_without_an_event_log_nobody_says_how_it_ended(
+    home: Path, process, capsys: pytest.CaptureFixture[str]
+) -> None:
+    child = process(TERM_ONCE)
+    jobs.register(replace(register(home, child.pid), events=""))
+    assert control.stop("demo", timeout=20) == 0
+    assert capsys.readouterr().err.endswith("has stopped: how it ended is not known: no event log\n")
+    assert control.job_statuses("demo")[0].state == "dead"
 
 
 def test_a_damaged_event_log_hides_no_other_job(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -315,6 +328,50 @@ def test_follow_goes_on_through_a_restart_until_the_end(home: Path, process) -> 
     assert result == [0]
     assert shown.read_text().endswith("n0:0| last word\n")
     assert shown.read_text().count("second") == 1
+
+
+def test_following_ends_with_its_reader_and_not_with_the_job(home: Path) -> None:
+    register(home, os.getpid())
+    write(home, 0, "rank_0.out", b"first\n")
+    read, out = os.pipe()
+    result: list[int] = []
+    thread = threading.Thread(target=lambda: result.append(control.logs(follow=True, console=Console(out, out))))
+    thread.start()
+    assert os.read(read, 100) == b"n0:0| first\n"
+    os.close(read)  # | head -1; and the workers print nothing more
+    thread.join(20)
+    os.close(out)
+    assert result == [141]
+
+
+def test_logs_that_go_while_they_are_followed_are_no_fault(home: Path) -> None:
+    register(home, os.getpid())
+    write(home, 0, "rank_0.out", b"first\n")
+    with (home / "shown").open("wb") as file:
+        reader = LogReader(
+            jobs.find("demo", jobs.jobs()), control.read_status, Console(file.fileno(), file.fileno()),
+            ranks="all", lines=None, stdout=True, stderr=True,
+        )  # fmt: skip
+        assert reader.step()
+        shutil.rmtree(home / "logs")
+        with pytest.raises(UsageError, match=r"logs/demo-1: the logs of demo cannot be read: No such file"):
+            reader.step()
+
+
+def test_a_log_that_may_not_be_read_is_named(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    register(home, ended())
+    write(home, 0, "rank_0.out", b"first\n")
+
+    opened = Path.open
+
+    def refuse(path: Path, *how: str, **more: str):
+        if path.suffix == ".out":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opened(path, *how, **more)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(UsageError, match=r"0/rank_0\.out: the logs of demo cannot be read: Permission denied"):
+        show(home, "demo-1")
 
 
 def test_logs_that_are_not_here(home: Path) -> None:

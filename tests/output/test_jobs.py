@@ -122,6 +122,8 @@ def test_names_that_find_none_or_several() -> None:
         find("r", [entry("r1", "a"), entry("r2", "ab")])
     with pytest.raises(UsageError, match="means more than one job"):
         find("demo", [alive("demo-4", "demo"), *KNOWN])
+    with pytest.raises(UsageError, match=r"the job's name is empty; known: demo \(run demo-3\)"):
+        find("", KNOWN[:1])  # pdrun stop "$JOB", where JOB is not set, had stopped the only job
 
 
 def test_of_several_runs_that_run_the_newest_can_be_asked_for() -> None:

@@ -144,7 +144,8 @@ def test_a_closed_folder_is_not_there_and_no_fault(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(Path, "stat", closed)
     assert program.look(Program("command", "env"), "/", {"PATH": "/closed/bin:/usr/bin:/bin"}).code == 0
     assert "Permission denied" in program.look(Program("script", "/closed/x.py"), "/", {}).error
-    assert program.look(Program("command", "/closed/x"), "/", {}).code == 127
+    found = program.look(Program("command", "/closed/x"), "/", {})
+    assert (found.code, found.error) == (126, "'/closed/x' cannot be reached: Permission denied")  # as a shell says
 
 
 def test_a_directory_with_a_main_is_a_script(tmp_path: Path) -> None:

@@ -109,6 +109,18 @@ def test_who_ended_before_one_that_lost_its_peer(well: list[str], told: str) -> 
     assert machine.verdict is not None and machine.verdict.reason == told
 
 
+def test_who_ended_before_is_told_whichever_victim_is_the_first_in_time() -> None:
+    machine = running("a", "b", workers=2)
+    machine.say("b", WorkerExit(0, 2, Cause("ok", 0)))
+    machine.say("a", WorkerExit(0, 0, Cause("communication", 1, at=9.0, summary="late")))
+    machine.say("a", WorkerExit(0, 1, Cause("communication", 1, at=8.0, summary="peer")))
+    machine.say("b", WorkerExit(0, 3, Cause("stopped", 143)))
+    for name in "ab":
+        machine.finish(name)
+    told = "rank 1 on a failed: peer; rank 2 on b had ended before, without an error"
+    assert machine.verdict is not None and machine.verdict.reason == told
+
+
 def test_one_that_failed_by_itself_was_not_left_alone() -> None:
     machine = running("a", "b")
     machine.say("b", WorkerExit(0, 1, Cause("ok", 0)))

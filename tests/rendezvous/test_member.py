@@ -126,3 +126,21 @@ def test_a_context_is_ended_although_no_thread_can_be_started(monkeypatch: pytes
     end_context(contexts[1], 0.1)
     assert not contexts[1].closed, "the main thread, which may not, leaves it"
     contexts[1].term()
+
+
+def noted() -> ValueError:
+    error = ValueError("bad")
+    error.add_note("while step 7 was loaded")
+    return error
+
+
+@pytest.mark.parametrize(("error", "summary"), [
+    (RuntimeError("CUDA error: no access\nCompile with TORCH_USE_CUDA_DSA"), "RuntimeError: CUDA error: no access"),
+    (noted(), "ValueError: bad"), (KeyError(), "KeyError"), (RuntimeError("\n\nlate"), "RuntimeError: "),
+    (SyntaxError("invalid syntax", ("t.py", 1, 5, "def (\n")), "SyntaxError: invalid syntax"),
+    (ExceptionGroup("many", [ValueError("a")]), "ExceptionGroup: many (1 sub-exception)"),
+])  # fmt: skip
+def test_the_line_that_names_an_exception_is_its_first_not_the_last_of_its_message(
+    error: Exception, summary: str
+) -> None:
+    assert module._cause_of(type(error), error, None).summary == summary

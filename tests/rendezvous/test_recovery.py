@@ -323,6 +323,21 @@ def test_one_that_is_killed_before_it_listens_is_started_again(
         scheduler(journal=tmp_path / "other")
 
 
+@pytest.mark.parametrize("printed", ["a banner\n", "half a line", '{"a": "number", "or": []}\n[]\n'])
+def test_what_a_sitecustomize_prints_is_no_word_of_the_process(
+    scheduler: Start_, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, printed: str
+) -> None:
+    """It had ended every job of several nodes where output is not buffered, and cost the journal where it is."""
+    (tmp_path / "sitecustomize.py").write_text(f"print({printed!r}, end='', flush=True)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    child = scheduler(journal=tmp_path / "j")
+    with agents(child.endpoint, child.secret, "job") as (agent,):
+        agent.join("n0")
+        agent.expect(Waiting)
+        kill(child)
+        assert "back after" in revived(child, agent)
+
+
 def test_a_scheduler_that_has_given_its_journal_up_has_no_successor(
     scheduler: Start_, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

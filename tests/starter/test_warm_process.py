@@ -364,6 +364,24 @@ def test_a_stopped_process_is_called_that(folder: Path, light: Warm) -> None:
         os.kill(light.pid, signal.SIGCONT)
 
 
+def test_one_that_does_not_answer_is_ended_before_its_name_is_taken(folder: Path, light: Warm) -> None:
+    """Nothing found it any more: no status, no stop; it held its memory until it had been idle for half an hour."""
+    told: list[str] = []
+
+    def looked() -> warm.Look:
+        look = warm.Look({"XDG_RUNTIME_DIR": str(folder.parent)})
+        look.found()
+        warm.replace_silent(look, Path(light.socket).name, told.append)
+        return look
+
+    assert not looked().faults and not told and alive(light.pid)
+    os.kill(light.pid, signal.SIGSTOP)
+    looked()
+    until(lambda: not alive(light.pid), 5)
+    assert told == [f"replacing the warm process {light.pid}, which does not answer"]
+    assert list(looked().faults.values()) == [warm.DEAD] and len(told) == 1
+
+
 @pytest.mark.parametrize(("text", "why"), [
     ("raise OSError('no library')", "OSError: no library"), ("import os\nos._exit(3)", "ended at once"),
     ("import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()", "left 2 threads"),
@@ -371,7 +389,7 @@ def test_a_stopped_process_is_called_that(folder: Path, light: Warm) -> None:
 def test_what_cannot_be_kept_warm_is_told(folder: Path, tmp_path: Path, text: str, why: str) -> None:
     (tmp_path / "plugin.py").write_text(text + "\n")
     env = {**plain_environment(), "PYTHONPATH": str(tmp_path)}
-    with pytest.raises(PdrunError, match=why), warm_process(folder, env, ("plugin",)):
+    with pytest.raises(ConfigError, match=why), warm_process(folder, env, ("plugin",)):  # no fault of pdrun itself
         pass
     assert [path.name for path in folder.iterdir()] == ["lock"]
 

@@ -8,6 +8,8 @@ import pty
 import threading
 from dataclasses import replace
 
+import pytest
+
 from pdrun.eventlog import Event, JobStatus, NodeStatus, RankStatus, apply, replay
 from pdrun.ui import live, status
 
@@ -162,6 +164,21 @@ def test_following_elsewhere_than_on_a_terminal_prints_what_changes() -> None:
         "demo: state running", "demo: nodes 2 of 2: 2 running", "demo: ranks 3: 3 running",
         "demo: state stopping", "demo: reason by bob", "demo: state done, exit code 0",
     ]  # fmt: skip
+
+
+def test_following_ends_with_its_reader_though_nothing_changes() -> None:
+    read, write = os.pipe()
+    waits: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 2:
+            os.close(read)
+        assert len(waits) < 5
+
+    with os.fdopen(write, "w") as out, pytest.raises(BrokenPipeError):
+        live.follow(lambda: [JobStatus("demo", "demo-1", state="running")], out=out, sleep=sleep)
+    assert len(waits) == 2
 
 
 def test_following_on_a_terminal_ends_with_the_job() -> None:

@@ -22,25 +22,40 @@ _MARKS = (".pth", ".dist-info", ".egg-info", ".egg-link")
 """Entries of a folder of modules that count whatever they are called: paths to more of them, and plug-ins of torch."""
 
 
+_OF_A_WALK = ("_collections_abc", "collections.abc", "os", __name__)  # the first two are one module, and its two names
+"""Modules that stand between a walk through os.environ and whoever walks."""
+_KNOWN_WALKERS = ("tqdm.utils",)
+"""
+Modules that go through the whole environment for names of their own, which `importtime.FROZEN` has: almost every
+installation has tqdm, which torch imports.
+"""
+
+
 class Lookups:
     """Notes the names that are looked up in os.environ inside a ``with`` block."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
+        """Those that something asked for by name."""
         self.all = False
-        """Whether something went through the whole environment."""
+        """Whether something went through the whole environment, whose names are not known."""
         self._kind: Any = type(os.environ)
+        self._walked: dict[int, Any] = {}
+        """The very objects that walks have given: whoever asks for the value of one goes on with a walk (``items()``)."""
 
     def __enter__(self) -> Lookups:
         get, walk = self._real = self._kind.__getitem__, self._kind.__iter__
 
         def __getitem__(mapping: Any, key: Any) -> Any:
-            self.names.add(os.fsdecode(key) if isinstance(key, (str, bytes)) else "")
+            if id(key) not in self._walked:
+                self.names.add(os.fsdecode(key) if isinstance(key, (str, bytes)) else "")
             return get(mapping, key)
 
         def __iter__(mapping: Any) -> Any:
-            self.all = True
-            return walk(mapping)
+            self.all = self.all or _walker() not in _KNOWN_WALKERS
+            for key in walk(mapping):
+                self._walked[id(key)] = key
+                yield key
 
         self._kind.__getitem__, self._kind.__iter__ = __getitem__, __iter__
         return self
@@ -49,6 +64,15 @@ class Lookups:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._kind.__getitem__, self._kind.__iter__ = self._real
+        self._walked.clear()
+
+
+def _walker() -> str:
+    """Return the name of the module that goes through the environment."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") in _OF_A_WALK:
+        frame = frame.f_back
+    return "" if frame is None else str(frame.f_globals.get("__name__"))
 
 
 Stamp = tuple[int, int, int]

@@ -22,9 +22,14 @@ FROZEN = re.compile(
     r"|PYTORCH_(?:CUDA_|HIP_|NPU_|)ALLOC_CONF|PYTORCH_JIT\w*|PYTORCH_NVML_BASED_CUDA_CHECK"
     r"|TORCH_(?:SHOW_CPP_STACKTRACES|CPP_LOG_LEVEL|LOGS|LOGS_FORMAT|LOGS_OUT|TRACE|USE_RTLD_GLOBAL"
     r"|DEVICE_BACKEND_AUTOLOAD|ALLOW_TF32_CUBLAS_OVERRIDE|BLAS_PREFER_\w+|COMPILE\w*|DISTRIBUTED_DEBUG)"
-    r"|TORCHDYNAMO_\w+|TORCHINDUCTOR_\w+|TRITON_\w+|KINETO_\w+|NPY_\w+|NUMPY_\w+"
+    r"|TORCHDYNAMO_\w+|TORCHINDUCTOR_\w+|TRITON_\w+|KINETO_\w+|NPY_\w+|NUMPY_\w+|TQDM_\w+"
 )
 """Names whose value counts at import or before it."""
+OF_A_SESSION = re.compile(
+    r"_|PWD|OLDPWD|SHLVL|COLUMNS|LINES|PS[1-4]|PROMPT\w*|HIST\w*|LS_COLORS|LESS\w*|MAIL|COLORTERM|TERM\w*|WINDOWID|VTE_\w+"
+    r"|SSH_\w+|TMUX\w*|STY|GPG_\w+|DISPLAY|WAYLAND_DISPLAY|DBUS_\w+|XDG_(?:SESSION|SEAT|VTNR)\w*|INVOCATION_ID|JOURNAL_STREAM"
+)
+"""Names that a shell or a terminal has for itself: they count where they were asked for by name, not in a walk."""
 PER_WORKER = re.compile(r"(?:\w+_)?VISIBLE_DEVICES|ZE_AFFINITY_MASK")
 """Names that differ between the workers of a node, beside ranks, and are read at first use."""
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS")
@@ -38,6 +43,11 @@ FIXED_PLACES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINIT
 def frozen(name: str) -> bool:
     """Whether a change of this variable after the import would go unnoticed."""
     return FROZEN.fullmatch(name) is not None
+
+
+def passing(name: str) -> bool:
+    """Whether a variable only says from which shell or terminal a command came."""
+    return OF_A_SESSION.fullmatch(name) is not None
 
 
 def needs_exec(environ: dict[str, str]) -> str:

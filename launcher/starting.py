@@ -72,7 +72,10 @@ def unfit(
     if any(not part.startswith("/") for part in (environ.get("PYTHONPATH") or "/").split(":")):
         return "PYTHONPATH names a folder relative to where the job starts"
     wanted = importtime.importing(dict(environ))
-    names = {*warm.variables, *(wanted if warm.every_variable else filter(importtime.frozen, wanted))}
+    if warm.every_variable:
+        names = {*warm.variables, *(name for name in wanted if not importtime.passing(name))}
+    else:
+        names = {*warm.variables, *filter(importtime.frozen, wanted)}
     for name in sorted(names):
         if wanted.get(name) != warm.variables.get(name) and not importtime.PER_WORKER.fullmatch(name):
             return f"{name} has another value, which counts at import"

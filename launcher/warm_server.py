@@ -184,7 +184,7 @@ class Warm:
         """Return the variables on which the import depended; None: looked up and not there."""
         names = self.lookups.names | {name for name in self.environ if self.importtime.frozen(name)} | {"HOME"}
         if self.lookups.all:
-            names |= self.environ.keys()
+            names |= {name for name in self.environ if not self.importtime.passing(name)}
         names -= {self.keeper.MARKER}
         return {name: self.environ.get(name) for name in sorted(names)}
 

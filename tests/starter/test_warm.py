@@ -38,7 +38,8 @@ FITTING = Warm(
      ({}, {"TORCH_LOGS": "x"}, "TORCH_LOGS has another value"), ({}, {"TMPDIR": "/x"}, "TMPDIR has another value"),
      ({}, {"HOME": "/i"}, "HOME has another value"), ({}, {"PYTHONPATH": "/a:"}, "PYTHONPATH names a folder relative"),
      ({}, {"PYTHONPATH": "/a"}, "PYTHONPATH has another value"),
-     ({"every_variable": True}, {"RANDOM_NAME": "x"}, "RANDOM_NAME has another value")],
+     ({"every_variable": True}, {"RANDOM_NAME": "x"}, "RANDOM_NAME has another value"),
+     ({"every_variable": True}, {"OLDPWD": "/x", "_": "/bin/pdrun", "SSH_TTY": "/dev/pts/3"}, "")],
 )  # fmt: skip
 def test_what_fits_a_job(changes: dict, more: dict[str, str], why: str) -> None:
     warm = replace(FITTING, **changes)

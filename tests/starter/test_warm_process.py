@@ -20,6 +20,7 @@ import pytest
 from pdrun.errors import ConfigError, PdrunError
 from pdrun.launcher import inherited, warm
 from pdrun.launcher.model import Exited, Spawned, StarterState, Warm
+from pdrun.launcher.starting import unfit
 from pdrun.rendezvous.ready import readable
 from tests.agent.helpers import alive, keeper_driver, until
 from tests.starter.conftest import Bench, plain_environment, said, warm_process
@@ -413,6 +414,38 @@ def test_files_and_variables_of_the_import_are_known(folder: Path, tmp_path: Pat
         assert said(folder).unfit == ""
         module.write_text(module.read_text() + "\n")
         assert said(folder).unfit == f"{module} has changed since"
+
+
+WALKS = {
+    "tqdm's": ("", "import tqdm.utils", False),
+    "items": ("for name, value in os.environ.items(): pass", "", True),
+    "a dict": ("dict(os.environ)", "", True),
+    "a copy": ("os.environ.copy()", "", True),
+    "names": ("[name for name in os.environ if name.startswith('X_')]", "", True),
+    "by name": ("os.environ.get('OLDPWD')", "", False),
+}
+
+
+@pytest.mark.parametrize("walk", WALKS)
+def test_a_walk_through_the_environment(folder: Path, tmp_path: Path, walk: str) -> None:
+    """Another terminal has other variables of its own, which nothing asks for by name, and tqdm looks for TQDM_ only."""
+    site = tmp_path / "site"
+    (site / "tqdm").mkdir(parents=True)
+    (site / "tqdm" / "__init__.py").touch()
+    (site / "tqdm" / "utils.py").write_text("import os\n{k: v for k, v in os.environ.items() if k.startswith('TQDM_')}\n")
+    text, more, every = WALKS[walk]
+    (site / "mine.py").write_text(f"import os\n{more}\n{text}\n")
+    env = {**plain_environment(), "PYTHONPATH": str(site), "OLDPWD": "/a", "OTHER": "1"}
+    with warm_process(folder, env, ("mine",)) as found:
+        assert found.every_variable == every
+
+        def why(**changes: str) -> str:
+            return unfit(found, (sys.executable, "x.py"), ("mine",), "", {**env, **changes})
+
+        assert ("OLDPWD" in why(OLDPWD="/b")) == (walk == "by name")
+        assert why(SSH_TTY="/dev/pts/7", SHLVL="9") == ""
+        assert ("NEW" in why(NEW="1")) == ("OTHER" in why(OTHER="2")) == every
+        assert "TQDM_NCOLS" in why(TQDM_NCOLS="7")
 
 
 def test_whoever_waits_for_another_start_is_told(tmp_path: Path) -> None:

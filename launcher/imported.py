@@ -41,7 +41,7 @@ class Lookups:
         """Whether something went through the whole environment, whose names are not known."""
         self._kind: Any = type(os.environ)
         self._walked: dict[int, Any] = {}
-        """The very objects that walks have given: whoever asks for the value of one goes on with a walk (``items()``)."""
+        """The very objects that walks have given: whoever asks for the value of one goes on with a walk."""
 
     def __enter__(self) -> Lookups:
         get, walk = self._real = self._kind.__getitem__, self._kind.__iter__

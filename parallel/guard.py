@@ -25,10 +25,13 @@ class Guard:
         self._engine, self._optimizer = engine, optimizer
         self._resting = norm_sync.resting(model) if ranks > 1 else []
         """Batch normalisations that may not be put into training."""
+        self.torn = ""
+        """The checkpoint of which only a part may have been taken up."""
         self.note()
 
     def note(self) -> None:
         """Remember weights and groups as they are now."""
+        self.torn = ""
         self._versions = [weight.param._version for weight in self._engine.copied]
         self._groups = [len(group["params"]) for group in self._optimizer.param_groups]
 
@@ -40,6 +43,7 @@ class Guard:
             UsageError: a change that would be lost (weights that are copies, tensors that no gradient reaches), or that
                 would make each rank compute by its own rows.
         """
+        self.check_whole(WHERE)
         norm_sync.check_resting(self._resting)
         for weight, version in zip(self._engine.copied, self._versions, strict=True):
             if weight.param._version != version:
@@ -51,3 +55,9 @@ class Guard:
             what = f"the optimizer has {sum(sizes)} tensors in {len(sizes)} groups, {sum(self._groups)} in "
             what += f"{len(self._groups)} when the run was made"
             raise UsageError(what, where=WHERE, hint="form all groups in optimizer= of parallelize")
+
+    def check_whole(self, where: str) -> None:
+        """Refuse to go on with weights of which some are a checkpoint's that could not be read to its end."""
+        if self.torn:
+            what = f"a part of {self.torn} has been taken up, the rest of which could not be read"
+            raise UsageError(what, where=where, hint="run.load another checkpoint, or make a new run")

@@ -206,13 +206,15 @@ def parallelize(
         _check_forwards(model)
     weights = collect(model, settings.layerwise, norm_sync.own_weights(model) if policy.inputs else ())
     made = retarget.make(optimizer, [weight.param for weight in weights if weight.trained])
+    names = {id(weight.param): weight.name for weight in weights}
+    members = [[names[id(param)] for param in group["params"]] for group in made.param_groups]
     agreement.check(of_model(model, weights))
     agreement.check(of_optimizer(made))
     place = place_on(mesh, _axes(job, mesh, device, seconds), settings.shard_group, level)
     norm_sync.place(place.axes[DATA])
     _start_equal(model, weights, place.job)
     cut = cut_up(model, weights, place, Cuts(strategy, pipeline, context, sample))
-    retarget.follow(made, {id(weight.param): weight.name for weight in weights}, cut.weights)
+    retarget.follow(made, names, cut.weights)
     filler = Filler(cut.original or model, device, seed, init) if empty else None
     if filler is not None and cut.original is not None:
         filler.adopt(cut.weights)
@@ -234,7 +236,7 @@ def parallelize(
     dice = Dice(seed, native_dropout)
     run = Run(job, mesh, engine, made, Objective(cut.model, loss, forward), dice, rows, schedule)
     run.original, run.sequences = cut.original, context
-    run.agreement = agreement
+    run.agreement, run.members = agreement, members
     run.driver, run.copies = Interleaved(copies) if copies > 1 else cut.driver, copies
     run.recompute, run.recomputed, run.compiled, run.offload = recompute, recomputed, compiled, away
     if away.activations:

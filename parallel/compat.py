@@ -134,3 +134,8 @@ def end_groups() -> None:
         group = _over.pop()
         if group in distributed_c10d._world.pg_map and dist.get_backend(group) == "gloo":
             dist.destroy_process_group(group)
+
+
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for others inside a transform of torch.func (vmap, grad)."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from pdrun.errors import UsageError
-from pdrun.parallel import norm_sync
+from pdrun.parallel import hooks, norm_sync
 from pdrun.parallel.engine import Engine
 
 WHERE = "pdrun.Run.step"
@@ -25,6 +25,8 @@ class Guard:
         self._engine, self._optimizer = engine, optimizer
         self._resting = norm_sync.resting(model) if ranks > 1 else []
         """Batch normalisations that may not be put into training."""
+        self._hooks = hooks.counts(engine.weights)
+        self._own = [after for _, after in self._hooks]
         self.torn = ""
         """The checkpoint of which only a part may have been taken up."""
         self.note()
@@ -45,6 +47,10 @@ class Guard:
         """
         self.check_whole(WHERE)
         norm_sync.check_resting(self._resting)
+        found = hooks.counts(self._engine.weights)
+        if found != self._hooks:
+            hooks.check(self._engine.weights, self._own, WHERE)
+            self._hooks = found
         for weight, version in zip(self._engine.copied, self._versions, strict=True):
             if weight.param._version != version:
                 what = f"{weight.name} was changed in place; it is a copy of what the optimizer trains, and would be "

@@ -152,7 +152,7 @@ def save(run: Run, folder: Path, keep: int | None, timeout: float) -> Saving:
         if rank == 0:
             meeting.tell("begin", _try(lambda: _make(folder, hidden)))
         meeting.hear("begin", [0])
-        meeting.tell("written", _try(lambda: storage.write_rank(hidden, rank, pieces)))
+        meeting.tell("written", _try(lambda: _write(hidden, rank, pieces)))
         meeting.end("written", lambda: _end(hidden, final, folder, plain, world, keep))
 
     return Saving(work, final)
@@ -167,6 +167,13 @@ def _claim(run: Run, final: Path) -> None:
         what = f"{final} is the checkpoint of another run of this process, which this one would replace"
         raise UsageError(what, where=WHERE, hint="a folder for each run")
     _savers[key] = run
+
+
+def _write(hidden: Path, rank: int, pieces: list[tuple[Piece, torch.Tensor]]) -> None:
+    try:
+        storage.write_rank(hidden, rank, pieces)
+    except OSError as error:  # which file it was a full disk doesn't say
+        raise ConfigError(f"cannot be written ({error.strerror})", where=str(hidden)) from None
 
 
 def _make(folder: Path, hidden: Path) -> None:

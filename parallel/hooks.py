@@ -29,6 +29,13 @@ def counts(weights: Iterable[Weight]) -> list[tuple[int, int]]:
     return [tuple(len(kind or ()) for kind in _hooks(weight.param)) for weight in weights]  # type: ignore[misc]
 
 
+def carry(old: torch.nn.Parameter, new: torch.nn.Parameter) -> torch.nn.Parameter:
+    """Return a weight with the hooks on another one's gradient, for a copy that computes the same."""
+    for hook in (old._backward_hooks or {}).values() if new.requires_grad else ():
+        new.register_hook(hook)
+    return new
+
+
 def _hooks(param: torch.Tensor) -> tuple[Any, Any]:
     return param._backward_hooks, param._post_accumulate_grad_hooks
 

@@ -316,3 +316,35 @@ def test_a_batch_that_no_step_has_used_is_not_left_out(when: str, source: str, t
     assert other.resume(tmp_path)
     assert seen(other, 8, save=False) == more
     assert first + more == [0.0, 4.0, 8.0, 12.0, 16.0, 20.0, 0.0, 4.0]
+
+
+# ---- files of weights ------------------------------------------------------------------------------------------------
+
+
+def test_a_buffer_of_another_shape_in_a_file(tmp_path: Path) -> None:
+    """It had been stretched to fit."""
+    made(model=Kept(torch.ones(1))).export(tmp_path / "one.safetensors")
+    with pytest.raises(ConfigError, match=r"kept is \(1,\) there and \(3,\) here"):
+        made(model=Kept(torch.ones(3))).load_weights(tmp_path / "one.safetensors")
+
+
+def exported(folder: str, kind: str) -> str | bool:
+    dtype = getattr(torch, kind)
+    value = torch.arange(3).to(dtype)
+    run = made(model=Kept(value.clone()))
+    path = Path(folder) / f"{kind}.safetensors"
+    try:
+        run.export(path)
+    except UsageError as error:
+        return str(error)
+    run.axis.from_first(torch.zeros(()), "that the file is there")
+    other = made(model=Kept(torch.zeros(3).to(dtype)))
+    other.load_weights(path)
+    return bool((other.model.kept.to(torch.float32) == value.to(torch.float32)).all())
+
+
+def test_types_of_a_file(worlds: Worlds, tmp_path: Path) -> None:
+    for kind in ("uint16", "float8_e4m3fn", "int32"):
+        assert worlds(2).run(exported, str(tmp_path), kind) == [True, True]
+    for told in worlds(2).run(exported, str(tmp_path), "complex64"):
+        assert told.startswith("pdrun.Run.export: kept has the type complex64, which a safetensors file does not")

@@ -356,11 +356,13 @@ def under_a_mask(level: int, tensor: bool) -> dict[str, torch.Tensor]:
     run = pdrun.parallelize(model, sgd, loss, optimizer_level=level, mesh=mesh, strategy=strategy)
     for step in range(3):
         run.step(rows(step))
-    return {name: weight.detach().clone() for name, weight in run.full_weights().items()}
+    found = {name: weight.detach().clone() for name, weight in run.full_weights().items()}
+    run.verify([rows(3)])  # its copy has the hooks, too
+    return found
 
 
 def test_a_mask_of_gradients_is_kept(worlds: Worlds) -> None:
-    model, optimizer = mlp(), None
+    model = mlp()
     model[2].weight.register_hook(masked)
     optimizer = sgd(model.parameters())
     for step in range(3):
@@ -474,3 +476,58 @@ def test_hooks_on_modules_whose_operators_are_cut(hook: str, worlds: Worlds) -> 
             assert isinstance(found, str) and told[hook] in found
         else:
             assert found == pytest.approx(want, rel=1e-5)
+
+
+# ---- what depends on the slices --------------------------------------------------------------------------------------
+
+
+def contrast(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
+    return torch.nn.functional.cross_entropy(output @ output.T, torch.arange(len(output)), reduction="sum"), len(output)
+
+
+def penalty(model: nn.Module) -> Any:
+    return sum(weight.square().sum() for weight in model.parameters())
+
+
+def with_penalty(model: nn.Module, batch: Any) -> Any:
+    return model(batch), penalty(model)
+
+
+def depends(what: str) -> tuple[bool, str]:
+    """Return whether the report says that slices make a difference, and all that it says."""
+    judges: dict[str, Any] = {
+        "rows": contrast,
+        "penalty": lambda output, batch: (loss(output[0], batch)[0] + output[1], len(batch)),
+        "by count": lambda output, batch: (loss(output[0], batch)[0] + output[1] * len(batch), len(batch)),
+        "plain": loss,
+    }
+    forward = with_penalty if what in ("penalty", "by count") else None
+    model = nn.Sequential(mlp(), nn.Dropout(0.5)) if what == "plain" else mlp()
+    run = pdrun.parallelize(model, sgd, judges[what], forward=forward, accumulate=2)
+    report = run.verify([rows(0), rows(1, 3)])
+    return bool(report.across), str(report)
+
+
+@pytest.mark.parametrize(("what", "told"), [("rows", True), ("penalty", True), ("by count", False), ("plain", False)])
+def test_verify_says_what_depends_on_the_slices(what: str, told: bool, worlds: Worlds) -> None:
+    """Each number of ranks had trained another model, and `verify` had been content."""
+    for across, text in [depends(what), *worlds(2).run(depends, what)]:
+        assert across == told and ("two slices at once have another loss" in text) == told
+
+
+def by_closure(level: int) -> str:
+    model = mlp()
+    options: Any = {"optimizer_level": level, "accumulate": 2}
+    run = pdrun.parallelize(model, sgd, lambda out, batch: (out.sum() + penalty(model) * len(out), len(out)), **options)
+    first = run.step(rows()).loss
+    with pytest.raises(UsageError) as caught:
+        run.verify([rows(1)])
+    assert first == first and run.step(rows(1)).loss < first
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("level", [0, 2])
+def test_verify_of_a_loss_that_reads_the_runs_own_weights(level: int, worlds: Worlds) -> None:
+    """The copy's gradients lacked what the loss had given to the run's own weights, in the middle of its sums."""
+    for told in [by_closure(level), *worlds(2).run(by_closure, level)]:
+        assert told.startswith("pdrun.Run.verify: loss= or forward= computes with 0.weight of the run's model"), told

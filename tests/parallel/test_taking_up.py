@@ -348,3 +348,25 @@ def test_types_of_a_file(worlds: Worlds, tmp_path: Path) -> None:
         assert worlds(2).run(exported, str(tmp_path), kind) == [True, True]
     for told in worlds(2).run(exported, str(tmp_path), "complex64"):
         assert told.startswith("pdrun.Run.export: kept has the type complex64, which a safetensors file does not")
+
+
+def started(kind: str) -> str | list[float]:
+    rank = pdrun.init().rank
+    value = torch.eye(3) * (rank + 1)
+    kept = value.to_sparse() if kind == "sparse" else value.to(getattr(torch, kind))
+    try:
+        run = made(model=Kept(kept))
+    except UsageError as error:
+        return str(error)
+    found: list[float] = run.model.kept.to(torch.float32).flatten().tolist()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["uint16", "int16", "float8_e4m3fn", "uint64", "sparse"])
+def test_all_ranks_start_with_rank_0s_buffers_of_any_type(kind: str, worlds: Worlds) -> None:
+    """Networks do not know all types: it had ended in an error of theirs."""
+    for found in worlds(2).run(started, kind):
+        if kind == "sparse":
+            assert "the buffer kept is sparse_coo: ranks cannot be given rank 0's" in found
+        else:
+            assert found == torch.eye(3).flatten().tolist()

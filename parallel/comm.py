@@ -197,8 +197,7 @@ class Comm:
             return self._start("none", label, [], lambda: tensor)
         # the network knows memory, not strides: of a slice it would send and overwrite what lies between, too
         sent = tensor.contiguous()
-        raw = sent if sent.dtype in _SENT else sent.detach().reshape(-1).view(torch.uint8)
-        work = dist.broadcast(raw, src=self.ranks[index], group=self.group, async_op=True)
+        work = dist.broadcast(compat.sendable(sent), src=self.ranks[index], group=self.group, async_op=True)
 
         def finish() -> torch.Tensor:
             if sent is not tensor:
@@ -207,13 +206,6 @@ class Comm:
             return tensor
 
         return self._start("broadcast", label, [work], finish)
-
-
-_SENT = {
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8,
-    torch.bool, torch.complex64, torch.complex128,
-}  # fmt: skip
-"""Types that networks know; of others they are given the bytes."""
 
 
 def _add_up(parts: list[torch.Tensor], onto: torch.Tensor | None) -> torch.Tensor:

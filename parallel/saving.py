@@ -10,10 +10,12 @@ thread while the next steps compute, and a rank that could not read its part of 
 
 from __future__ import annotations
 
+import atexit
 import gc
 import itertools
 import json
 import shutil
+import sys
 import threading
 import time
 import weakref
@@ -50,6 +52,7 @@ class Saving:
         self._final = final
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(work,), name="pdrun-save")
+        atexit.register(self._at_exit)
         self._thread.start()
 
     def _run(self, work: Any) -> None:
@@ -66,10 +69,17 @@ class Saving:
             ConfigError: a rank could not write; says which and why.
         """
         self._thread.join()
+        atexit.unregister(self._at_exit)
         error, self._error = self._error, None
         if error is not None:
             raise error
         return self._final
+
+    def _at_exit(self) -> None:
+        """Say that the last save of a program has failed, for which nobody has waited."""
+        self._thread.join()
+        if self._error is not None:
+            print(f"pdrun: error: {self._final} was not saved: {self._error}", file=sys.stderr, flush=True)
 
 
 # ---- saving ------------------------------------------------------------------------------------------------------

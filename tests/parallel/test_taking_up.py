@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from pdrun.parallel.run import Run
 from pdrun.parallel.storage import Piece, Reader
 from tests.parallel.test_traps import adam, loss, mlp, rows, sgd
 from tests.parallel.worlds import Worlds
+from tests.runtime.helpers import clean
 
 pytestmark = pytest.mark.torch
 
@@ -370,3 +373,28 @@ def test_all_ranks_start_with_rank_0s_buffers_of_any_type(kind: str, worlds: Wor
             assert "the buffer kept is sparse_coo: ranks cannot be given rank 0's" in found
         else:
             assert found == torch.eye(3).flatten().tolist()
+
+
+# ---- a save that nobody waits for ------------------------------------------------------------------------------------
+
+LAST = """
+import sys
+sys.path.insert(0, sys.argv[2])
+from tests.parallel.test_traps import adam, loss, mlp, rows
+import pdrun
+run = pdrun.parallelize(mlp(), adam, loss)
+run.step(rows())
+run.save(sys.argv[1], wait=False)
+"""
+
+
+@pytest.mark.parametrize("good", [False, True])
+def test_a_last_save_that_fails_is_not_silent(good: bool, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    folder, root = tmp_path / ("kept" if good else "file") / "below", str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", LAST, str(folder), root], env=clean(), capture_output=True, text=True, timeout=120
+    )
+    told = f"pdrun: error: {folder}/step-00000001 was not saved: pdrun.Run.save: rank 0: "
+    assert done.returncode == 0 and (told in done.stderr) == (not good), done.stderr
+    assert bool(storage.whole(folder)) == good

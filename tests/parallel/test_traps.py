@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import pdrun
-from pdrun.errors import UsageError
+from pdrun.errors import ConfigError, UsageError
 from pdrun.parallel import retarget
 from pdrun.parallel.flat import lay_out
 from pdrun.parallel.norms import square_sum
@@ -531,3 +531,48 @@ def test_verify_of_a_loss_that_reads_the_runs_own_weights(level: int, worlds: Wo
     """The copy's gradients lacked what the loss had given to the run's own weights, in the middle of its sums."""
     for told in [by_closure(level), *worlds(2).run(by_closure, level)]:
         assert told.startswith("pdrun.Run.verify: loss= or forward= computes with 0.weight of the run's model"), told
+
+
+# ---- optimizer state in files ----------------------------------------------------------------------------------------
+
+
+class Hollow(nn.Module):
+    """Has a weight without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.none = mlp(), nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) + self.none.sum()
+
+
+def filed(folder: str, level: int) -> tuple[list[float], list[float]]:
+    away = pdrun.Offload(optimizer=True, disk=folder, activations=True, least=0)
+    plain, run = (
+        pdrun.parallelize(Hollow(), adam, loss, optimizer_level=level, accumulate=2, clip=0.5, **options)
+        for options in ({}, {"offload": away})
+    )
+    return tuple([each.step(rows(step)).loss for step in range(4)] for each in (plain, run))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_state_in_files_has_the_same_numbers(level: int, worlds: Worlds, tmp_path: Any) -> None:
+    for plain, run in [filed(str(tmp_path), level), *worlds(2).run(filed, str(tmp_path), level)]:
+        assert plain == run
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_no_room_for_state_is_told(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written to a mapped file without room ends the process."""
+
+    def full(handle: int, start: int, size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("os.posix_fallocate", full)
+    for folder, told in (("disk", "No space left on device"), ("file", "Not a directory")):
+        away = pdrun.Offload(optimizer=True, disk=tmp_path / folder)
+        run = pdrun.parallelize(mlp(), adam, loss, offload=away)
+        with pytest.raises(ConfigError, match=rf"there is no room for 240 bytes of the optimizer's state \({told}\)"):
+            run.step(rows())

@@ -3,9 +3,9 @@ Hooks that a program has put on weights: what they do must not depend on how a s
 
 A hook on a tensor (`register_hook`) sees the gradient of one micro-batch on one rank, and of a sum of losses: what it
 makes of that is added up and divided later. A mask or a factor may come before or after; what limits, rounds or
-normalises may not, and the numbers would be others on each number of ranks. Which of the two a hook is, is tried out, as
-with optimizers. A hook that has its turn when a gradient has come (`register_post_accumulate_grad_hook`) could only take
-away or change what the run is about to add up: there is no place for it.
+normalises may not, and the numbers would be others on each number of ranks. Which of the two a hook is, is tried out,
+as with optimizers. A hook that has its turn when a gradient has come (`register_post_accumulate_grad_hook`) could only
+take away or change what the run is about to add up: there is no place for it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def check(weights: Sequence[Weight], own: Sequence[int], where: str) -> None:
             what = f"{weight.name} is cut, and has a hook on its gradient, which would get a part of it"
             raise UsageError(what, where=where, hint="without it, or without the cut")
         if before and weight.param.device.type != "meta" and not _linear(list(before.values()), weight.param):
-            raise UsageError(f"{weight.name} has a hook on its gradient that is not linear: {RULE}", where=where, hint=HINT)
+            what = f"{weight.name} has a hook on its gradient that is not linear: {RULE}"
+            raise UsageError(what, where=where, hint=HINT)
 
 
 def _linear(hooks: list[Any], param: torch.Tensor) -> bool:
@@ -81,7 +82,8 @@ def _linear(hooks: list[Any], param: torch.Tensor) -> bool:
     with torch.no_grad():
         try:
             first = after(one)
-            scaled = torch.equal(after(one * -FACTOR), first * -FACTOR)
-            return scaled and torch.allclose(after(one + other), first + after(other), rtol=1e-2, atol=1e-3)
+            if not torch.equal(after(one * -FACTOR), first * -FACTOR):
+                return False
+            return bool(torch.allclose(after(one + other), first + after(other), rtol=1e-2, atol=1e-3))
         except Exception:
             return False

@@ -369,6 +369,7 @@ def _start_equal(model: nn.Module, weights: list[Weight], axis: Comm) -> None:
                 axis.from_first(weight.param.detach(), f"rank 0's {weight.name}")
         for name, buffer in model.named_buffers():
             if buffer.layout != torch.strided and axis.world > 1:
-                what = f"the buffer {name} is {str(buffer.layout).removeprefix('torch.')}: ranks cannot be given rank 0's"
+                kind = str(buffer.layout).removeprefix("torch.")
+                what = f"the buffer {name} is {kind}: ranks cannot be given rank 0's"
                 raise UsageError(what, where=WHERE, hint="a dense one, or an attribute that is no buffer")
             axis.from_first(buffer, f"rank 0's {name}")

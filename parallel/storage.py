@@ -176,7 +176,7 @@ def whole(folder: Path) -> list[Path]:
     Return the whole checkpoints in a folder in the order in which they were written; one that was being replaced counts
     where its successor isn't there.
 
-    That is the order of their steps, but where a run has gone back to an earlier step, or begun anew in the same folder.
+    That is the order of their steps, but where a run has gone back to an earlier step, or begun anew in the folder.
     """
     found: dict[int, Path] = {}
     for path in sorted(folder.glob(f"*{PREFIX}*")) if folder.is_dir() else []:

@@ -6,8 +6,8 @@ Each rank makes a copy of the whole model, computes every slice of the global ba
 Weights and optimizer stay as they are; the run goes on afterwards as if nothing had happened.
 
 A run and one process that work through the same slices agree also where a loss looks across rows, as a contrastive one
-does, or has a penalty of weights that each slice adds: it would be another on another number of ranks. So two slices are
-computed as one, too, and the report says where that makes a difference.
+does, or has a penalty of weights that each slice adds: it would be another on another number of ranks. So two slices
+are computed as one, too, and the report says where that makes a difference.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class Report:
         lines = [f"step {place}: {step}" for place, step in enumerate(self.steps, 1)]
         if self.across:
             lines.append(
-                f"two slices at once have another loss ({self.across:.1e} of it): something looks across rows, is added "
-                "once a slice, or draws random numbers, and depends on the number of slices (ranks x accumulate)"
+                f"two slices at once have another loss ({self.across:.1e} of it): something looks across rows, is "
+                "added once a slice, or draws random numbers, and depends on the number of slices (ranks x accumulate)"
             )
         return "\n".join(lines)
 

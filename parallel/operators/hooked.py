@@ -1,9 +1,9 @@
 """
 A program's hooks on modules while a model is exported.
 
-Those of the model itself run around its forward, whatever that computes, and stay out of the graph. Those of a submodule
-are called with what goes in and out of its stretch of the graph (`segments`), and may look at it: what they changed would
-be changed in the graph and around the stretch. The backward of a graph has no submodules.
+Those of the model itself run around its forward, whatever that computes, and stay out of the graph. Those of a
+submodule are called with what goes in and out of its stretch of the graph (`segments`), and may look at it: what they
+changed would be changed in the graph and around the stretch. The backward of a graph has no submodules.
 """
 
 from __future__ import annotations

@@ -317,7 +317,7 @@ def masked(grad: torch.Tensor) -> torch.Tensor:
 
 
 HOOKS: dict[str, tuple[str, Any, str]] = {
-    "limits": ("register_hook", lambda grad: grad.clamp(-0.01, 0.01), "0.weight has a hook on its gradient that is not"),
+    "limits": ("register_hook", lambda grad: grad.clamp(-0.01, 0.01), "0.weight has a hook on its gradient that is"),
     "normalises": ("register_hook", lambda grad: grad / grad.norm(), "is not linear"),
     "signs": ("register_hook", lambda grad: grad.abs(), "is not linear"),
     "fails": ("register_hook", lambda grad: grad.nothing, "is not linear"),

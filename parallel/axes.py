@@ -328,7 +328,8 @@ class Axis:
         """Fill ``x`` with what the rank with that index has, and return it."""
         if self.size > 1:
             source = self.ranks[index]
-            self._run("broadcast", x, lambda: dist.broadcast(x, src=source, group=self.group, async_op=True))
+            raw = compat.sendable(x)
+            self._run("broadcast", x, lambda: dist.broadcast(raw, src=source, group=self.group, async_op=True))
         return x
 
     def shift(self, x: torch.Tensor, by: int = 1) -> torch.Tensor:

@@ -197,7 +197,7 @@ class Comm:
             return self._start("none", label, [], lambda: tensor)
         # the network knows memory, not strides: of a slice it would send and overwrite what lies between, too
         sent = tensor.contiguous()
-        work = dist.broadcast(sent, src=self.ranks[index], group=self.group, async_op=True)
+        work = dist.broadcast(compat.sendable(sent), src=self.ranks[index], group=self.group, async_op=True)
 
         def finish() -> torch.Tensor:
             if sent is not tensor:

@@ -176,3 +176,20 @@ def end_groups() -> None:
         group = _over.pop()
         if group in distributed_c10d._world.pg_map and dist.get_backend(group) == "gloo":
             dist.destroy_process_group(group)
+
+
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for others inside a transform of torch.func (vmap, grad)."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+SENT = {
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8,
+    torch.bool, torch.complex64, torch.complex128,
+}  # fmt: skip
+"""Types that networks know."""
+
+
+def sendable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor, or its bytes in the same memory where networks do not know its type."""
+    return tensor if tensor.dtype in SENT else tensor.detach().view(-1).view(torch.uint8)

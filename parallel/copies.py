@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from pdrun.parallel import hooks
 from pdrun.parallel.forwards import unwrap
 from pdrun.parallel.tiles import set_tile
 from pdrun.parallel.wholes import buffers
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 def blank(model: nn.Module) -> nn.Module:
     """Return a copy of a model whose parameters are on the meta device; buffers are copied."""
     memo: dict[int, Any] = {
-        id(param): nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+        id(param): hooks.carry(param, nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad))
         for param in model.parameters()
     }
     return copy.deepcopy(model, memo)
@@ -32,14 +33,14 @@ def plain_copy(run: Run) -> nn.Module:
     memo: dict[int, Any] = {}
     full = run.full_weights()
 
-    def value_of(weight: Entry | Weight) -> nn.Parameter:
+    def value_of(weight: Entry | Weight, param: nn.Parameter) -> nn.Parameter:
         dtype = run.settings.precision.weights(weight.dtype, weight.wide)
-        return nn.Parameter(full[weight.name].to(dtype, copy=True), weight.trained)
+        return hooks.carry(param, nn.Parameter(full[weight.name].to(dtype, copy=True), weight.trained))
 
     if run.original is not None:
         params = dict(run.original.named_parameters())
         for entry in run.engine.catalogue.entries:
-            memo[id(params[entry.name])] = value_of(entry)
+            memo[id(params[entry.name])] = value_of(entry, params[entry.name])
         made = copy.deepcopy(run.original, memo)
         here = buffers(run)
         with torch.no_grad():
@@ -48,7 +49,7 @@ def plain_copy(run: Run) -> nn.Module:
                     buffer.copy_(here[name])
         return made
     for weight in run.engine.weights:
-        memo[id(weight.param)] = value_of(weight)
+        memo[id(weight.param)] = value_of(weight, weight.param)
     made = copy.deepcopy(run.model, memo)
     unwrap(made)
     return made

@@ -88,6 +88,7 @@ class Engine:
                 weight.param.register_post_accumulate_grad_hook(self._hook(index))
         self._targets = [self._trained(index) for index in range(len(self.bundles))]
         self._first = self._last = True
+        self._paused = False
         # where gathers run beside sums, a process that waits for a sum might keep others from the gather that they need
         self._may_wait = self.gatherer is None or settings.keeps or self.whole.device.type != "cpu"
         self._order = list(range(len(self.bundles)))
@@ -271,7 +272,7 @@ class Engine:
 
         def arrived(param: torch.Tensor) -> None:
             engine = me()
-            if engine is not None:
+            if engine is not None and not engine._paused:
                 engine._arrived(index)
 
         return arrived
@@ -394,15 +395,28 @@ class Engine:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """While this lasts, a copy of the model may be called: nothing is gathered for it."""
-        if self.gatherer is None:
-            yield
-            return
-        self.gatherer.paused = True
+        """
+        While this lasts, a copy of the model may be called and go backward: nothing is gathered or summed for it.
+
+        Raises:
+            UsageError: the model's own weights have got gradients.
+        """
+        self._paused = True
+        if self.gatherer is not None:
+            self.gatherer.paused = True
         try:
             yield
         finally:
-            self.gatherer.paused = False
+            self._paused = False
+            if self.gatherer is not None:
+                self.gatherer.paused = False
+        found = [weight for weight in self.weights if weight.param.grad is not None]
+        for weight in found:
+            weight.param.grad = None
+        if found:
+            what = f"loss= or forward= computes with {found[0].name} of the run's model, and not of the one it is given"
+            hint = "forward=lambda model, batch: ... is given the model; what it returns is loss's first argument"
+            raise UsageError(what, where="pdrun.Run.verify", hint=hint)
 
     def settle(self) -> None:
         """Have nothing on its way, before weights are changed from outside."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pdrun.errors import ConfigError
+from pdrun.errors import ConfigError, UsageError
 from pdrun.parallel import safetensors, wholes
 from pdrun.parallel.weights import tied_names
 
@@ -22,6 +22,10 @@ def export(run: Run, path: Path) -> None:
     saved = set((run.original or run.model).state_dict())
     buffers = {name: buffer for name, buffer in wholes.buffers(run).items() if name in saved}
     shapes = {**weights, **{name: (buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()}}
+    for name, (dtype, _) in shapes.items():
+        if dtype not in safetensors.NAMES:
+            what = f"{name} has the type {str(dtype).removeprefix('torch.')}, which a safetensors file does not"
+            raise UsageError(what, where="pdrun.Run.export", hint="run.save, or run.full_weights()")
     tensors = chain(wholes.full_weights(run.engine), buffers.items())
     if run.context.is_main:
         safetensors.write(path, shapes, tensors)
@@ -51,5 +55,9 @@ def load_weights(run: Run, path: Path) -> None:
             held.part.copy_(value.reshape(-1)[held.start : held.stop].view(held.part.shape))
         for name, buffer in run.model.named_buffers():
             if name in run.persistent and name in file.entries:
-                buffer.copy_(file.read(name))
+                found = file.read(name)
+                if found.shape != buffer.shape:
+                    what = f"{name} is {tuple(found.shape)} there and {tuple(buffer.shape)} here"
+                    raise ConfigError(what, where=str(path))
+                buffer.copy_(found)
     run.engine.publish()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -39,6 +40,8 @@ class Feed:
         """What the position is one of: what was last given for training, as it was given."""
         self._loop: object | None = None
         """The loop over training data that is under way."""
+        self._before: Position | None = None
+        """Where the batch at hand lies, as long as no step has used it: a run that is resumed begins with it."""
         self._handed: deque[tuple[object, Any, Shard]] = deque(maxlen=LOOPS)
         """The last batch of each loop over a Loader, and what of it is this rank's."""
 
@@ -67,14 +70,19 @@ class Feed:
         self._bind(source, loader)
         loop = self._loop = object()
         try:
+            before = replace(self.position)
             for batch in self._epoch(batches, self.position, loop, seed, ranks, accumulate):
+                self._before = before
                 yield batch
                 if self._loop is not loop:
                     what = "another loop over training data has begun inside this one, and has moved its position"
                     raise UsageError(what, where=WHERE, hint=EVALUATE)
+                before, self._before = replace(self.position), None
         finally:
-            if self._loop is loop:
+            if self._loop is loop:  # left with a batch that no step has used: the next loop begins with it
                 self._loop = None
+                self.position.epoch, self.position.batch = self.standing()
+                self._before = None
 
     def shard(self, batch: Any) -> Shard | None:
         """Return which rows a batch has that was read for this rank; None of any other."""
@@ -94,9 +102,19 @@ class Feed:
                 hint="give step the very batch; what changes it belongs into the dataset, collate or forward=",
             )  # fmt: skip
 
-    def unbind(self) -> None:
-        """Forget which source the position is one of, after it has been set from outside."""
-        self._bound = None
+    def used(self) -> None:
+        """Note that a step has used the batch at hand."""
+        self._before = None
+
+    def stand(self, epoch: int, batch: int) -> None:
+        """Take up a position, of a source that is yet to be given."""
+        self.position.epoch, self.position.batch = epoch, batch
+        self._bound = self._before = None
+
+    def standing(self) -> tuple[int, int]:
+        """Return epoch and batch of the first batch that no step has used."""
+        at = self._before or self.position
+        return at.epoch, at.batch
 
     def _bind(self, source: Any, loader: Any) -> None:
         """Have the position be one of a source; refuse it while an epoch of another one is under way."""

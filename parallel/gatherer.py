@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from pdrun.errors import UsageError
+from pdrun.parallel import compat
 from pdrun.parallel.comm import Comm
 from pdrun.parallel.cuts import Cut
 from pdrun.parallel.lanes import Lane, close, ready, start
@@ -235,5 +236,9 @@ def _on_grad(values: Any, call: Callable[[], None]) -> None:
             call()
 
     for leaf in pytree.tree_leaves(values):
+        if isinstance(leaf, torch.Tensor) and compat.is_transformed(leaf):
+            what = "a unit is called inside torch.func (vmap, grad), which does not tell when its backward begins"
+            hint = 'gather="step" has units there from their first forward to their last backward'
+            raise UsageError(what, where="pdrun.Run.step", hint=hint)
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf:
             leaf.register_hook(came)

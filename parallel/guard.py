@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from pdrun.errors import UsageError
-from pdrun.parallel import norm_sync
+from pdrun.parallel import hooks, norm_sync
 from pdrun.parallel.engine import Engine
 
 WHERE = "pdrun.Run.step"
@@ -25,10 +25,15 @@ class Guard:
         self._engine, self._optimizer = engine, optimizer
         self._resting = norm_sync.resting(model) if ranks > 1 else []
         """Batch normalisations that may not be put into training."""
+        self._hooks = hooks.counts(engine.weights)
+        self._own = [after for _, after in self._hooks]
+        self.torn = ""
+        """The checkpoint of which only a part may have been taken up."""
         self.note()
 
     def note(self) -> None:
         """Remember weights and groups as they are now."""
+        self.torn = ""
         self._versions = [weight.param._version for weight in self._engine.copied]
         self._groups = [len(group["params"]) for group in self._optimizer.param_groups]
 
@@ -40,7 +45,12 @@ class Guard:
             UsageError: a change that would be lost (weights that are copies, tensors that no gradient reaches), or that
                 would make each rank compute by its own rows.
         """
+        self.check_whole(WHERE)
         norm_sync.check_resting(self._resting)
+        found = hooks.counts(self._engine.weights)
+        if found != self._hooks:
+            hooks.check(self._engine.weights, self._own, WHERE)
+            self._hooks = found
         for weight, version in zip(self._engine.copied, self._versions, strict=True):
             if weight.param._version != version:
                 what = f"{weight.name} was changed in place; it is a copy of what the optimizer trains, and would be "
@@ -51,3 +61,9 @@ class Guard:
             what = f"the optimizer has {sum(sizes)} tensors in {len(sizes)} groups, {sum(self._groups)} in "
             what += f"{len(self._groups)} when the run was made"
             raise UsageError(what, where=WHERE, hint="form all groups in optimizer= of parallelize")
+
+    def check_whole(self, where: str) -> None:
+        """Refuse to go on with weights of which some are a checkpoint's that could not be read to its end."""
+        if self.torn:
+            what = f"a part of {self.torn} has been taken up, the rest of which could not be read"
+            raise UsageError(what, where=where, hint="run.load another checkpoint, or make a new run")

@@ -233,8 +233,10 @@ def transform(source: Path, target: Path, placement: Placement) -> Done:
         names = [f"rank-{rank:05d}.json" for rank in dealt]
         storage.write_json(hidden / "run.json", {**reader.run, "format": storage.FORMAT, "indices": names})
         storage.publish(hidden, final)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(hidden, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise ConfigError(f"cannot be written ({error.strerror})", where=str(final)) from None
         raise
     nbytes = {rank: sum(_size(reader, share) for share in own) for rank, own in dealt.items()}
     return Done(final, nbytes, needed)

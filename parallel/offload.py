@@ -16,6 +16,7 @@ streams.
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 
-from pdrun.errors import UsageError
+from pdrun.errors import ConfigError, UsageError
 
 AHEAD = 2
 """Tensors on their way back while one is used."""
@@ -69,12 +70,14 @@ def parse(value: Any) -> Offload:
 def to_files(optimizer: torch.optim.Optimizer, folder: Path) -> int:
     """Move the optimizer's state into mapped files of a folder, where it isn't yet; return the bytes moved."""
     moved = 0
-    folder.mkdir(parents=True, exist_ok=True)
     for state in optimizer.state.values():
         for key, value in state.items():
             if not isinstance(value, torch.Tensor) or value.dim() == 0 or getattr(value, "_pdrun_file", None):
                 continue
+            if not value.numel():
+                continue
             path = folder / f"{id(value)}-{key}.bin"
+            _reserve(path, value.numel() * value.element_size())
             there = torch.from_file(str(path), shared=True, size=value.numel(), dtype=value.dtype).view(value.shape)
             there.copy_(value)
             there._pdrun_file = str(path)
@@ -82,6 +85,21 @@ def to_files(optimizer: torch.optim.Optimizer, folder: Path) -> int:
             path.unlink()  # the mapping stays; nothing is left behind, however the process ends
             moved += value.numel() * value.element_size()
     return moved
+
+
+def _reserve(path: Path, size: int) -> None:
+    """Make a file that has its room on the disk: one without it would end the process when it is written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "wb") as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, size)
+            except OSError:
+                path.unlink()
+                raise
+    except OSError as error:
+        what = f"there is no room for {size:,} bytes of the optimizer's state ({error.strerror})"
+        raise ConfigError(what, where=str(path.parent)) from None
 
 
 # ---- activations ---------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pdrun.errors import UsageError
-from pdrun.parallel import compat, compiling, norm_sync, retarget
+from pdrun.parallel import compat, compiling, hooks, norm_sync, retarget
 from pdrun.parallel import precision as precisions
 from pdrun.parallel import recompute as recomputing
 from pdrun.parallel.agree import Agreement, of_model, of_optimizer, of_scheduler
@@ -206,13 +206,16 @@ def parallelize(
         _check_forwards(model)
     weights = collect(model, settings.layerwise, norm_sync.own_weights(model) if policy.inputs else ())
     made = retarget.make(optimizer, [weight.param for weight in weights if weight.trained])
+    names = {id(weight.param): weight.name for weight in weights}
+    members = [[names[id(param)] for param in group["params"]] for group in made.param_groups]
+    hooks.check(weights, [0] * len(weights), WHERE)
     agreement.check(of_model(model, weights))
     agreement.check(of_optimizer(made))
     place = place_on(mesh, _axes(job, mesh, device, seconds), settings.shard_group, level)
     norm_sync.place(place.axes[DATA])
     _start_equal(model, weights, place.job)
     cut = cut_up(model, weights, place, Cuts(strategy, pipeline, context, sample))
-    retarget.follow(made, {id(weight.param): weight.name for weight in weights}, cut.weights)
+    retarget.follow(made, names, cut.weights)
     filler = Filler(cut.original or model, device, seed, init) if empty else None
     if filler is not None and cut.original is not None:
         filler.adopt(cut.weights)
@@ -220,6 +223,7 @@ def parallelize(
         retarget.check_elementwise(made, device)
     elif cut.original is not None:
         retarget.check_elementwise(made, device, tiles_only=True)
+    hooks.check(cut.weights, [0] * len(cut.weights), WHERE)  # those that are cut
     compiled = compiling.apply(cut.model, compile)
     recomputed = recomputing.apply(cut.model, recompute)
     compiling.check(compiled, recompute, recomputed, splits=cut.driver.splits)
@@ -234,7 +238,7 @@ def parallelize(
     dice = Dice(seed, native_dropout)
     run = Run(job, mesh, engine, made, Objective(cut.model, loss, forward), dice, rows, schedule)
     run.original, run.sequences = cut.original, context
-    run.agreement = agreement
+    run.agreement, run.members = agreement, members
     run.driver, run.copies = Interleaved(copies) if copies > 1 else cut.driver, copies
     run.recompute, run.recomputed, run.compiled, run.offload = recompute, recomputed, compiled, away
     if away.activations:
@@ -310,7 +314,17 @@ def _prepare(model: nn.Module, device: torch.device, world: int, sync_batchnorm:
             f"{found[0]} normalises by its own rank's rows, so {world} ranks compute another model than one does",
             where=WHERE, hint="sync_batchnorm=True, or .eval() on it, or a norm without statistics of the batch",
         )  # fmt: skip
+    if world > 1:
+        _check_frequencies(model)
     return empty
+
+
+def _check_frequencies(model: nn.Module) -> None:
+    """Refuse gradients that are divided by how often a word is in a batch: each rank would count its own rows."""
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.scale_grad_by_freq:
+            what = f"{name or 'the model'}: scale_grad_by_freq=True divides by how often a word is in a rank's own rows"
+            raise UsageError(what, where=WHERE, hint="without it; the loss may weigh words")
 
 
 def _check_forwards(model: nn.Module) -> None:
@@ -354,4 +368,8 @@ def _start_equal(model: nn.Module, weights: list[Weight], axis: Comm) -> None:
             if not weight.alone and weight.param.device.type != "meta":
                 axis.from_first(weight.param.detach(), f"rank 0's {weight.name}")
         for name, buffer in model.named_buffers():
+            if buffer.layout != torch.strided and axis.world > 1:
+                kind = str(buffer.layout).removeprefix("torch.")
+                what = f"the buffer {name} is {kind}: ranks cannot be given rank 0's"
+                raise UsageError(what, where=WHERE, hint="a dense one, or an attribute that is no buffer")
             axis.from_first(buffer, f"rank 0's {name}")

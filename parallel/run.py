@@ -38,6 +38,9 @@ from pdrun.parallel.slicing import Strategy, count_rows, cut_rows, cut_sizes, ta
 from pdrun.parallel.tiles import SequenceCutter
 from pdrun.parallel.verify import Report, verify
 
+NOTHING, ITSELF = -1, -2
+"""What rank 0 finds in a folder instead of the step of a checkpoint."""
+
 
 class Run:
     """
@@ -100,6 +103,8 @@ class Run:
         self.buffers = list(self._loose_buffers())
         fp16 = self.settings.precision.compute == "fp16"
         self.scale = LossScale(self.settings.precision.scale) if fp16 else None
+        self.members: list[list[str]] = []
+        """Names of the weights in each group of the optimizer, of the whole model."""
         self.guard = Guard(engine, optimizer, self.model, self.axis.world)
         self.watchers: list[Callable[[Run], None]] = []
         """Called in each step when the gradients are there: divided and clipped, but not used yet."""
@@ -128,6 +133,7 @@ class Run:
         with self.dice.apart(self.device):
             sums = self._passes(batch)
         metrics = self._end(sums, versions)
+        self.feed.used()
         self.axis.watch.leave()
         self.guard.note()
         return metrics
@@ -374,6 +380,7 @@ class Run:
         """
         if keep is not None and keep < 1:
             raise UsageError(f"keep={keep}", where="pdrun.Run.save")
+        self.guard.check_whole("pdrun.Run.save")
         self.settle()
         started = self._saving = saving.save(self, Path(folder), keep, self.axis.watch.seconds)
         if wait:
@@ -410,19 +417,16 @@ class Run:
     def _agreed(self, folder: Path) -> Path | None:
         """Return the checkpoint that rank 0 finds, on every rank."""
         self.settle()
-        if (folder / "run.json").is_file():
-            return folder
-        names = [path.name for path in storage.whole(folder)]
-        step = torch.tensor([int(names[-1].rpartition("-")[2]) if names else -1], device=self.device)
+        itself, names = (folder / "run.json").is_file(), [path.name for path in storage.whole(folder)]
+        mine = ITSELF if itself else int(names[-1].rpartition("-")[2]) if names else NOTHING
+        step = torch.tensor([mine], device=self.device)
         self.engine.place.job.from_first(step, "which checkpoint to load")
-        if int(step) < 0:
+        if int(step) == NOTHING:
             return None
-        mine = [name for name in names if int(name.rpartition("-")[2]) == int(step)]
-        if not mine:
-            raise ConfigError(
-                f"step {int(step)} is there for rank 0 and not for rank {self.context.rank}", where=str(folder)
-            )
-        return folder / mine[-1]
+        if int(step) == ITSELF:
+            return folder
+        name = f"{storage.PREFIX}{int(step):08d}"  # where a rank does not see it, `load` tells all
+        return folder / (f".old-{name}" if f".old-{name}" in names else name)
 
     # ---- weights -------------------------------------------------------------------------------------------------
 

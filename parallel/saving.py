@@ -1,19 +1,25 @@
 """
 What a run saves and how it takes it up again, on any number of ranks and at any optimizer level.
 
-    weights/NAME, state/NAME/KEY, buffers/NAME, rng/RANK
+    weights/NAME, state/NAME/KEY, plain/NAME/KEY, buffers/NAME, rng/RANK
 
-Weights and state are saved as boxes of whole tensors. Of what several ranks hold the same of, one saves it. Agreement
-goes through torch's store, never through a collective, so that a save can go on in a thread while the next steps
-compute.
+Weights and state are saved as boxes of whole tensors, state that is no tensor as text. Of what several ranks hold the
+same of, one saves it. Agreement goes through torch's store, never through a collective, so that a save can go on in a
+thread while the next steps compute, and a rank that could not read its part of a checkpoint is heard of by all.
 """
 
 from __future__ import annotations
 
+import atexit
+import gc
 import itertools
+import json
 import shutil
+import sys
 import threading
 import time
+import weakref
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from pdrun.errors import ConfigError, DeadlineExceeded, PdrunError, UsageError
-from pdrun.parallel import storage
+from pdrun.parallel import belonging, storage
 from pdrun.parallel.boxes import Box, everything
 from pdrun.parallel.storage import Piece, Reader
 from pdrun.parallel.wholes import Held
@@ -32,8 +38,11 @@ if TYPE_CHECKING:
     from pdrun.parallel.run import Run
 
 POLL = 0.02
+WHERE = "pdrun.Run.save"
 _count = itertools.count()
-"""Saves of this process so far; every rank makes the same ones."""
+"""Saves and loads of this process so far; every rank makes the same ones."""
+_savers: weakref.WeakValueDictionary[str, Run] = weakref.WeakValueDictionary()
+"""Which run of this process has saved a checkpoint last."""
 
 
 class Saving:
@@ -43,6 +52,7 @@ class Saving:
         self._final = final
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(work,), name="pdrun-save")
+        atexit.register(self._at_exit)
         self._thread.start()
 
     def _run(self, work: Any) -> None:
@@ -59,10 +69,17 @@ class Saving:
             ConfigError: a rank could not write; says which and why.
         """
         self._thread.join()
+        atexit.unregister(self._at_exit)
         error, self._error = self._error, None
         if error is not None:
             raise error
         return self._final
+
+    def _at_exit(self) -> None:
+        """Say that the last save of a program has failed, for which nobody has waited."""
+        self._thread.join()
+        if self._error is not None:
+            print(f"pdrun: error: {self._final} was not saved: {self._error}", file=sys.stderr, flush=True)
 
 
 # ---- saving ------------------------------------------------------------------------------------------------------
@@ -73,13 +90,14 @@ def snapshot(run: Run) -> tuple[list[tuple[Piece, torch.Tensor]], dict[str, Any]
     pieces = []
     for held in held_by(run.engine):
         for name, tensor, once in _tensors(run, held):
+            piece = _whole(name, tensor) if once else Piece.of(name, tensor.dtype, _box(held))
             if held.first if once else held.mine:
-                piece = _whole(name, tensor) if once else Piece.of(name, tensor.dtype, _box(held))
                 pieces.append((piece, _copy(tensor)))
-    if run.axis.rank == 0 and run.engine.place.leads:
-        for name, buffer in run.model.named_buffers():
-            if name in run.persistent:
-                pieces.append((_whole(f"buffers/{name}", buffer), _copy(buffer)))
+    for name, buffer in run.model.named_buffers():
+        if name in run.persistent:
+            piece = _whole(f"buffers/{name}", buffer)  # on every rank, so that all of them refuse what can't be saved
+            if run.axis.rank == 0 and run.engine.place.leads:
+                pieces.append((piece, _copy(buffer)))
     state = torch.get_rng_state()
     pieces.append((_whole(f"rng/{run.context.rank}", state), _copy(state)))
     return pieces, _plain(run)
@@ -94,11 +112,18 @@ def _tensors(run: Run, held: Held) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """Yield the name and value of what a rank holds of a weight, and whether there is one for all of the weight."""
     yield f"weights/{held.name}", held.part.detach(), False
     for key, value in run.optimizer.state.get(held.part, {}).items():
-        tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
-        yield f"state/{held.name}/{key}", tensor.detach(), tensor.shape != held.part.shape
+        if isinstance(value, torch.Tensor):
+            yield f"state/{held.name}/{key}", value.detach(), value.shape != held.part.shape
+        else:
+            text = json.dumps(encode(value)).encode()
+            yield f"plain/{held.name}/{key}", torch.frombuffer(bytearray(text), dtype=torch.uint8), True
 
 
 def _whole(name: str, tensor: torch.Tensor) -> Piece:
+    if tensor.layout != torch.strided:
+        kind = str(tensor.layout).removeprefix("torch.")
+        hint = "register_buffer(..., persistent=False), and make it in the model"
+        raise UsageError(f"{name} is {kind}, which no checkpoint holds", where=WHERE, hint=hint)
     return Piece.of(name, tensor.dtype, everything(tensor.shape))
 
 
@@ -111,10 +136,14 @@ def _plain(run: Run) -> dict[str, Any]:
     return {
         "format": storage.FORMAT,
         "steps": run.steps,
-        "position": [run.position.epoch, run.position.batch],
+        "position": list(run.feed.standing()),
         "seed": run.seed,
         "world": run.context.world_size,
-        "groups": [encode({k: v for k, v in group.items() if k != "params"}) for group in run.optimizer.param_groups],
+        "made": belonging.made(run),
+        "groups": [
+            encode({k: v for k, v in group.items() if k != "params" and not callable(v)})
+            for group in run.optimizer.param_groups
+        ],
         "scheduler": encode(run.scheduler.state_dict()) if run.scheduler is not None else None,
         "scale": [run.scale.value, run.scale.good] if run.scale else None,
     }
@@ -124,22 +153,37 @@ def save(run: Run, folder: Path, keep: int | None, timeout: float) -> Saving:
     """Start saving; tensors are copied before this returns."""
     final = folder / f"{storage.PREFIX}{run.steps:08d}"
     hidden = folder / f".new-{final.name}"
+    _claim(run, final)
     pieces, plain = snapshot(run)
     world, rank = run.context.world_size, run.context.rank
-    meeting = _Meeting(world, rank, f"pdrun/save/{next(_count)}", timeout)
+    meeting = _Meeting(world, rank, "save", timeout)
 
     def work() -> None:
         if rank == 0:
             meeting.tell("begin", _try(lambda: _make(folder, hidden)))
         meeting.hear("begin", [0])
-        meeting.tell("written", _try(lambda: storage.write_rank(hidden, rank, pieces)))
-        if rank == 0:
-            trouble = _trouble(lambda: meeting.hear("written", range(world)))
-            done = trouble or _try(lambda: _end(hidden, final, folder, plain, world, keep))
-            meeting.tell("end", done)
-        meeting.hear("end", [0])
+        meeting.tell("written", _try(lambda: _write(hidden, rank, pieces)))
+        meeting.end("written", lambda: _end(hidden, final, folder, plain, world, keep))
 
     return Saving(work, final)
+
+
+def _claim(run: Run, final: Path) -> None:
+    """Refuse to replace what another living run of this process has saved."""
+    key = str(final.resolve())
+    if _savers.get(key, run) is not run:
+        gc.collect()  # one that nobody has any more may be there still: runs hold themselves in circles
+    if _savers.get(key, run) is not run:
+        what = f"{final} is the checkpoint of another run of this process, which this one would replace"
+        raise UsageError(what, where=WHERE, hint="a folder for each run")
+    _savers[key] = run
+
+
+def _write(hidden: Path, rank: int, pieces: list[tuple[Piece, torch.Tensor]]) -> None:
+    try:
+        storage.write_rank(hidden, rank, pieces)
+    except OSError as error:  # which file it was a full disk doesn't say
+        raise ConfigError(f"cannot be written ({error.strerror})", where=str(hidden)) from None
 
 
 def _make(folder: Path, hidden: Path) -> None:
@@ -156,7 +200,8 @@ def _end(hidden: Path, final: Path, folder: Path, plain: dict[str, Any], world: 
         raise ConfigError(
             f"{missing[0]} is not there on rank 0's machine", where=str(folder), hint="save to a shared file system"
         )
-    storage.write_json(hidden / "run.json", {**plain, "indices": names})
+    turn = 1 + max((storage.turn(path) for path in storage.whole(folder)), default=0)
+    storage.write_json(hidden / "run.json", {**plain, "indices": names, "turn": turn})
     storage.publish(hidden, final)
     storage.prune(folder, keep)
 
@@ -170,20 +215,13 @@ def _try(call: Any) -> str:
     return ""
 
 
-def _trouble(call: Any) -> str:
-    try:
-        call()
-    except PdrunError as error:
-        return str(error)
-    return ""
-
-
 class _Meeting:
     """Who has come how far, told through torch's store."""
 
-    def __init__(self, world: int, rank: int, name: str, timeout: float) -> None:
+    def __init__(self, world: int, rank: int, what: str, timeout: float) -> None:
         self._store: Any = dist.distributed_c10d._get_default_store() if world > 1 else None
-        self._rank, self._name, self._timeout = rank, name, timeout
+        self._rank, self._name, self._timeout = rank, f"pdrun/{what}/{next(_count)}", timeout
+        self._world, self._where = world, f"pdrun.Run.{what}"
         self._own: dict[str, str] = {}
 
     def tell(self, what: str, trouble: str) -> None:
@@ -198,13 +236,19 @@ class _Meeting:
         for rank in ranks:
             told = self._own.get(what) if rank == self._rank else self._ask(what, rank, end)
             if told not in ("", "done", None):
-                raise ConfigError(told if "rank " in str(told) else f"rank {rank}: {told}", where="pdrun.Run.save")
+                raise ConfigError(told if "rank " in str(told) else f"rank {rank}: {told}", where=self._where)
+
+    def end(self, what: str, then: Any = lambda: None) -> None:
+        """Wait until all ranks have told, and rank 0 has done something more; ConfigError where one had trouble."""
+        if self._rank == 0:
+            self.tell("end", _try(lambda: self.hear(what, range(self._world))) or _try(then))
+        self.hear("end", [0])
 
     def _ask(self, what: str, rank: int, end: float) -> str:
         key = f"{self._name}/{what}/{rank}"
         while not self._store.check([key]):
             if time.monotonic() > end:
-                raise DeadlineExceeded(f"rank {rank} has not saved in {self._timeout:g} s", where="pdrun.Run.save")
+                raise DeadlineExceeded(f"rank {rank} has not come in {self._timeout:g} s", where=self._where)
             time.sleep(POLL)
         return str(self._store.get(key).decode())
 
@@ -217,50 +261,83 @@ def load(run: Run, folder: Path) -> None:
     Take up a checkpoint; the number of ranks and the optimizer level may differ from those that saved it.
 
     Raises:
-        ConfigError: it isn't whole, or belongs to another model or optimizer.
+        ConfigError: it isn't whole, or belongs to another model or optimizer; on every rank, whichever has seen it.
     """
-    reader = Reader(folder)
+    meeting = _Meeting(run.context.world_size, run.context.rank, "load", run.axis.watch.seconds)
     run.engine.settle()
+    trouble: PdrunError | None = None
+    try:
+        reader = Reader(folder)
+        belonging.check(run, reader)
+        run.guard.torn = str(folder)
+        plain = _read(run, reader)
+    except PdrunError as error:
+        trouble = error
+    meeting.tell("read", str(trouble or ""))
+    try:
+        meeting.end("read")
+    except ConfigError as told:
+        raise trouble or told from None
+    run.engine.publish()
+    for group, saved in zip(run.optimizer.param_groups, plain["groups"], strict=True):
+        for name, value in saved.items():
+            old = group.get(name)
+            group[name] = value.to(old) if isinstance(value, torch.Tensor) and isinstance(old, torch.Tensor) else value
+    if run.scheduler is not None and plain["scheduler"] is not None:
+        run.scheduler.load_state_dict(plain["scheduler"])
+    if run.scale is not None and plain["scale"] is not None:
+        run.scale.value, run.scale.good = plain["scale"]
+    run.steps, run.seed = plain["steps"], plain["seed"]
+    run.feed.stand(*plain["position"])
+    if plain["rng"] is not None:
+        torch.set_rng_state(plain["rng"])
+
+
+def _read(run: Run, reader: Reader) -> dict[str, Any]:
+    """Read weights, their state and buffers into their places, and return everything else."""
     with torch.no_grad():
         for held in held_by(run.engine):
             _load_weight(run, reader, held)
         for name, buffer in run.model.named_buffers():
             if name in run.persistent:
+                _check_shape(reader, f"buffers/{name}", buffer.shape)
                 buffer.copy_(reader.read(f"buffers/{name}").view(buffer.shape))
-    run.engine.publish()
     plain = reader.run
-    groups = [decode(group) for group in plain["groups"]]
-    if len(groups) != len(run.optimizer.param_groups):
-        raise ConfigError(
-            f"has {len(groups)} groups of weights, the optimizer {len(run.optimizer.param_groups)}", where=str(folder)
-        )
-    for group, saved in zip(run.optimizer.param_groups, groups, strict=True):
-        group.update(saved)
-    if run.scheduler is not None and plain["scheduler"] is not None:
-        run.scheduler.load_state_dict(decode(plain["scheduler"]))
-    if run.scale is not None and plain["scale"] is not None:
-        run.scale.value, run.scale.good = plain["scale"]
-    run.steps, run.seed = plain["steps"], plain["seed"]
-    run.position.epoch, run.position.batch = plain["position"]
-    run.feed.unbind()
-    if plain["world"] == run.context.world_size:
-        torch.set_rng_state(reader.read(f"rng/{run.context.rank}"))
+    same = plain["world"] == run.context.world_size
+    return {
+        **plain,
+        "groups": [decode(group) for group in plain["groups"]],
+        "scheduler": decode(plain["scheduler"]),
+        "rng": reader.read(f"rng/{run.context.rank}") if same else None,
+    }
+
+
+def _check_shape(reader: Reader, name: str, shape: tuple[int, ...]) -> None:
+    if reader.shape(name) != tuple(shape):
+        what = f"{name.partition('/')[2]} is {reader.shape(name)} there and {tuple(shape)} here"
+        raise ConfigError(what, where=str(reader.folder))
 
 
 def _load_weight(run: Run, reader: Reader, held: Held) -> None:
-    """Read a part of a weight and of its optimizer's state."""
+    """Read a part of a weight and of its optimizer's state, which has the weight's type where it had it there."""
     name, box = f"weights/{held.name}", _box(held)
-    if reader.shape(name) != box.shape:
-        raise ConfigError(f"{held.name} is {reader.shape(name)} there and {box.shape} here", where=str(reader.folder))
-    part = held.part
-    part.copy_(reader.read(name, box).view(part.shape))
+    _check_shape(reader, name, box.shape)
+    part, value = held.part, reader.read(name, box)
+    there = value.dtype
+    part.copy_(value.view(part.shape))
     state: dict[str, Any] = {}
-    prefix = f"state/{held.name}/"
-    for found in (found for found in reader.names() if found.startswith(prefix)):
+    for found in reader.names():
+        kind, _, key = found.partition(f"/{held.name}/")
+        if kind == "plain":
+            state[key] = decode(json.loads(bytes(reader.read(found).tolist())))
+        if kind != "state":
+            continue
         shape = reader.shape(found)
         value = reader.read(found, box).view(part.shape) if shape == box.shape else reader.read(found).view(shape)
+        if value.dtype == there and (shape or not box.shape):
+            value = value.to(part.dtype)
         stays = shape == () and not _on_device(run)
-        state[found.removeprefix(prefix)] = value if stays else value.to(part.device)
+        state[key] = value if stays else value.to(part.device)
     if held.weight.trained:
         run.optimizer.state.pop(part, None)
         if state:
@@ -281,7 +358,9 @@ def encode(value: Any) -> Any:
     marked.
     """
     if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return {"!tensor": value.item()}
+        return {"!tensor": value.item(), "type": str(value.dtype).removeprefix("torch.")}
+    if isinstance(value, Counter):
+        return {"!counter": [[encode(key), count] for key, count in value.items()]}
     if isinstance(value, (list, set)):
         return [encode(entry) for entry in value]
     if isinstance(value, tuple):
@@ -303,9 +382,11 @@ def decode(value: Any) -> Any:
         return [decode(entry) for entry in value]
     if not isinstance(value, dict):
         return value
-    ((mark, inner),) = value.items()
+    (mark, inner), *more = value.items()
     if mark == "!tensor":
-        return torch.tensor(inner)
+        return torch.tensor(inner, dtype=storage.TYPES[more[0][1]] if more else None)
+    if mark == "!counter":
+        return Counter({decode(key): count for key, count in inner})
     if mark == "!tuple":
         return tuple(decode(entry) for entry in inner)
     return None if mark == "!code" else {decode(key): decode(entry) for key, entry in inner}

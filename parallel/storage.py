@@ -9,6 +9,8 @@ Each rank writes its own pieces into a hidden folder. When all have told that th
 run.json and renames the folder. A process that dies anywhere leaves a hidden folder, which the next save removes.
 Pieces are boxes (`boxes`): any ranks on any mesh find what they need by arithmetic. Nothing is unpickled.
 
+Each block of a piece has a checksum, so that who reads a part of it is told of damage too.
+
 Format 2 has ``ranges``, for each dim the [low, high] ranges of the whole tensor that the piece was cut from; ``start``
 and ``stop`` count elements of that, flattened. In format 1 pieces are ranges of whole tensors.
 """
@@ -29,14 +31,17 @@ from typing import Any
 
 import torch
 
-from pdrun.errors import ConfigError
+from pdrun.errors import ConfigError, UsageError
 from pdrun.parallel.boxes import Box, Copy, Ranges, common, everything
 
 ALIGN = 64
+BLOCK = 1 << 20
+"""Bytes that have a checksum of their own: who reads a part of a piece reads and checks the blocks that it lies in."""
 PREFIX = "step-"
 TYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint8, torch.bool, torch.complex64, torch.complex128,
+    torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.complex32, torch.complex64,
+    torch.complex128, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz,
 )}  # fmt: skip
 FORMAT = 2
 READS = (1, 2)
@@ -55,6 +60,9 @@ class Piece:
     file: str = ""
     offset: int = 0
     crc: int = 0
+    """Checksum of all of it, in files that have none of blocks."""
+    crcs: tuple[int, ...] | None = None
+    """Checksums of its blocks."""
     ranges: tuple[Ranges, ...] | None = None
     """What of each dim the piece was cut from, before it was flattened; None: everything."""
     box: Box = field(init=False, repr=False, compare=False)
@@ -65,8 +73,11 @@ class Piece:
 
     @classmethod
     def of(cls, name: str, dtype: torch.dtype, box: Box) -> Piece:
-        """Return a piece that is not written yet."""
-        return cls(name, str(dtype).removeprefix("torch."), box.shape, box.start, box.stop, ranges=box.ranges)
+        """Return a piece that is not written yet; UsageError where no checkpoint can hold its type."""
+        kind = str(dtype).removeprefix("torch.")
+        if kind not in TYPES:
+            raise UsageError(f"{name} has the type {kind}, which no checkpoint holds", where="pdrun.Run.save")
+        return cls(name, kind, box.shape, box.start, box.stop, ranges=box.ranges)
 
     def entry(self) -> dict[str, Any]:
         """Return the piece as a line of an index."""
@@ -109,7 +120,8 @@ def write_rank(folder: Path, rank: int, pieces: Iterable[tuple[Piece, torch.Tens
         for piece, tensor in pieces:
             file.write(b"\0" * (-file.tell() % ALIGN))
             data = buffer_of(tensor)
-            index.append({**piece.entry(), "file": f"{name}.bin", "offset": file.tell(), "crc": zlib.crc32(data)})
+            crcs = [zlib.crc32(data[low : low + BLOCK]) for low in range(0, len(data), BLOCK)]
+            index.append({**piece.entry(), "file": f"{name}.bin", "offset": file.tell(), "crcs": crcs})
             file.write(data)
         _flush(file)
     write_json(folder / f"{name}.json", index)
@@ -161,8 +173,10 @@ def _flush_folder(path: Path) -> None:
 
 def whole(folder: Path) -> list[Path]:
     """
-    Return the whole checkpoints in a folder, oldest first; one that was being replaced counts where its successor
-    isn't there.
+    Return the whole checkpoints in a folder in the order in which they were written; one that was being replaced counts
+    where its successor isn't there.
+
+    That is the order of their steps, but where a run has gone back to an earlier step, or begun anew in the folder.
     """
     found: dict[int, Path] = {}
     for path in sorted(folder.glob(f"*{PREFIX}*")) if folder.is_dir() else []:
@@ -170,7 +184,15 @@ def whole(folder: Path) -> list[Path]:
         known = path.name in (f"{PREFIX}{step}", f".old-{PREFIX}{step}")
         if known and step.isdigit() and (path / "run.json").is_file():
             found[int(step)] = path  # ".old-" sorts before "step-"
-    return [found[step] for step in sorted(found)]
+    return [path for _, _, path in sorted((turn(path), step, path) for step, path in found.items())]
+
+
+def turn(path: Path) -> int:
+    """Return when a checkpoint was written, counted in its folder; 0 where that isn't told."""
+    try:
+        return int(json.loads((path / "run.json").read_text(encoding="utf-8")).get("turn", 0))
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return 0
 
 
 class Reader:
@@ -196,6 +218,8 @@ class Reader:
         for piece in found:
             if Path(piece.file).name != piece.file:
                 raise ConfigError(f"{piece.name} lies outside of the folder", where=str(folder))
+            if piece.dtype not in TYPES:
+                raise ConfigError(f"{piece.name} has the unknown type {piece.dtype}", where=str(folder))
             self._pieces.setdefault(piece.name, []).append(piece)
 
     def names(self) -> list[str]:
@@ -250,21 +274,21 @@ class Reader:
         with self._open(piece) as file:
             if os.fstat(file.fileno()).st_size < piece.offset + length:
                 raise ConfigError(f"{piece.file} is too short", where=str(self.folder))
-            if len(copies) == 1:  # no gap on either side
+            if len(copies) == 1 and copies[0].count == piece.stop - piece.start:
                 (copy,) = copies
-                file.seek(piece.offset + (copy.source - piece.start) * size)
-                low = (copy.target - start) * size
-                file.readinto(target[low : low + copy.count * size])
-                if copy.count == piece.stop - piece.start:
-                    self._check(piece, target[low : low + length])
+                file.seek(piece.offset)
+                data = target[(copy.target - start) * size :][:length]
+                file.readinto(data)
+                self._check(piece, data, [(0, length)])
                 return
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
                 with view[piece.offset : piece.offset + length] as data:
+                    parts = []
                     for copy in copies:
                         low, high = (copy.source - piece.start) * size, (copy.target - start) * size
                         target[high : high + copy.count * size] = data[low : low + copy.count * size]
-                    if sum(copy.count for copy in copies) == piece.stop - piece.start:
-                        self._check(piece, data)
+                        parts.append((low, low + copy.count * size))
+                    self._check(piece, data, parts)
 
     def _open(self, piece: Piece) -> BufferedReader:
         try:
@@ -272,15 +296,25 @@ class Reader:
         except OSError as error:
             raise ConfigError(f"{piece.file} cannot be read ({error.strerror})", where=str(self.folder)) from None
 
-    def _check(self, piece: Piece, data: memoryview) -> None:
-        if zlib.crc32(data) != piece.crc:
+    def _check(self, piece: Piece, data: memoryview, parts: list[tuple[int, int]]) -> None:
+        """Hold the blocks of a piece in which parts lie, given as [low, high) bytes of it, against their checksums."""
+        if piece.crcs is None:
+            right = sum(high - low for low, high in parts) < len(data) or zlib.crc32(data) == piece.crc
+        else:
+            blocks = {block for low, high in parts for block in range(low // BLOCK, -(-high // BLOCK))}
+            right = all(
+                piece.crcs[block : block + 1] == (zlib.crc32(data[block * BLOCK : (block + 1) * BLOCK]),)
+                for block in sorted(blocks)
+            )
+        if not right:
             what = f"{piece.name} has a wrong checksum"
             raise ConfigError(what, where=str(self.folder), hint="load an older checkpoint")
 
 
 def _piece(entry: Any) -> Piece:
     """Return the piece of an entry of an index; TypeError, KeyError or ValueError where it is something else."""
-    return Piece(**{**entry, "shape": tuple(entry["shape"]), "ranges": _ranges(entry.get("ranges"))})
+    crcs = None if entry.get("crcs") is None else tuple(entry["crcs"])
+    return Piece(**{**entry, "shape": tuple(entry["shape"]), "ranges": _ranges(entry.get("ranges")), "crcs": crcs})
 
 
 def _ranges(value: Any) -> tuple[Ranges, ...] | None:

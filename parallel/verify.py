@@ -4,6 +4,10 @@
 Each rank makes a copy of the whole model, computes every slice of the global batch by itself, in order, in plain torch
 (no hooks, no shards, no recomputation), and compares loss, norm and every whole gradient with what the run computes.
 Weights and optimizer stay as they are; the run goes on afterwards as if nothing had happened.
+
+A run and one process that work through the same slices agree also where a loss looks across rows, as a contrastive one
+does, or has a penalty of weights that each slice adds: it would be another on another number of ranks. So two slices
+are computed as one, too, and the report says where that makes a difference.
 """
 
 from __future__ import annotations
@@ -26,6 +30,8 @@ if TYPE_CHECKING:
 
 FINE, COARSE = 1e-5, 3e-2
 """Largest relative difference of a gradient in fp32 and fp64, and in narrower types."""
+ROWS = 1e-4
+"""From which on two slices that are computed at once have another loss than one after the other."""
 TENSOR, STAGES = 1e-6, 2e-6
 """Largest relative difference of a loss where operators are cut, and where there are stages."""
 
@@ -45,6 +51,8 @@ class Compared:
     """
     name: str
     """The weight that has it."""
+    rows: float = 0.0
+    """Relative difference of the loss of two slices in one process, at once and one after the other."""
 
     def __str__(self) -> str:
         bits = (
@@ -67,8 +75,17 @@ class Report:
         """Whether losses and all gradients agree to the last bit."""
         return all(step.loss == step.alone and step.worst == 0 for step in self.steps)
 
+    across: float = 0.0
+    """Where rows are not computed each by itself: how much the loss of two slices depends on whether they are one."""
+
     def __str__(self) -> str:
-        return "\n".join(f"step {place}: {step}" for place, step in enumerate(self.steps, 1))
+        lines = [f"step {place}: {step}" for place, step in enumerate(self.steps, 1)]
+        if self.across:
+            lines.append(
+                f"two slices at once have another loss ({self.across:.1e} of it): something looks across rows, is "
+                "added once a slice, or draws random numbers, and depends on the number of slices (ranks x accumulate)"
+            )
+        return "\n".join(lines)
 
 
 def verify(run: Run, source: Iterable[Any] | None, steps: int) -> Report:
@@ -94,8 +111,9 @@ def verify(run: Run, source: Iterable[Any] | None, steps: int) -> Report:
             _put_back(run, buffers)
     if not found:
         raise UsageError("there is no batch to compare on", where="pdrun.Run.verify")
-    report = Report(tuple(found))
     limit, of_loss = _limits(run)
+    across = max(step.rows for step in found)
+    report = Report(tuple(found), across if across > (ROWS if limit < COARSE else COARSE) else 0.0)
     for place, step in enumerate(found, 1):
         close = abs(step.loss - step.alone) <= of_loss * max(abs(step.alone), 1e-6)
         # weights are each within the limit, plus a hundredth of the norm for those that vanish: so is the norm, nearly
@@ -154,8 +172,11 @@ def _put_back(run: Run, buffers: list[torch.Tensor]) -> None:
             buffer.copy_(old)
 
 
-def _alone(run: Run, batch: Any) -> tuple[float, float, dict[str, torch.Tensor]]:
-    """Return loss, norm and gradients of a batch, computed slice by slice in this process."""
+def _alone(run: Run, batch: Any) -> tuple[float, float, dict[str, torch.Tensor], float]:
+    """
+    Return loss, norm and gradients of a batch, computed slice by slice in this process, and how much the loss of the
+    first two slices changes where they are one.
+    """
     model = plain_copy(run)
     world, times = run.rows.size, run.settings.accumulate
     strategy = Strategy(dims=run.strategy.dims)
@@ -163,9 +184,10 @@ def _alone(run: Run, batch: Any) -> tuple[float, float, dict[str, torch.Tensor]]
     if run.strategy.whole:
         pieces = [cut_rows(count_rows(batch, strategy), 1, times)[0]] * world
     order = [(place * world + rank, pieces[rank][place]) for place in range(times) for rank in range(world)]
-    if any(isinstance(module, norm_sync.SyncedBatchNorm) for module in model.modules()):
+    joined = any(isinstance(module, norm_sync.SyncedBatchNorm) for module in model.modules())
+    if joined:
         order = [(place, _joined([pieces[rank][place] for rank in range(world)])) for place in range(times)]
-    totals, counts = [], []
+    totals, counts, rows_of = [], [], []
     with norm_sync.alone():
         for index, rows in order:
             if len(rows):
@@ -174,6 +196,14 @@ def _alone(run: Run, batch: Any) -> tuple[float, float, dict[str, torch.Tensor]]
                 total.backward()
                 totals.append(float(total.detach()))
                 counts.append(float(count))
+                rows_of.append(rows)
+        across = 0.0
+        if len(rows_of) > 1 and not joined:
+            both = _joined(rows_of[:2])
+            part = to_device(take(batch, both, strategy), run.device, run.settings.precision.inputs)
+            with torch.no_grad():
+                at_once, apart = float(run.objective_of(model, part, both, 0)[0]), totals[0] + totals[1]
+            across = abs(at_once - apart) / max(abs(apart), 1e-6)
     grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
     by = sum(counts) if run.settings.mean else 1.0
     grads = {name: grad.float().div_(by) if grad.dtype.itemsize < 4 else grad.div_(by) for name, grad in grads.items()}
@@ -181,7 +211,7 @@ def _alone(run: Run, batch: Any) -> tuple[float, float, dict[str, torch.Tensor]]
     if run.settings.clip:
         for grad in grads.values():
             grad.mul_(min(1.0, run.settings.clip / (norm + 1e-6)))
-    return sum(totals) / sum(counts), norm, grads
+    return sum(totals) / sum(counts), norm, grads, across
 
 
 def _joined(ranges: list[range]) -> range:
@@ -200,4 +230,4 @@ def _compare(numbers: Any, norm: Any, grads: dict[str, torch.Tensor], want: Any)
     for key in set(grads) - set(want[2]):
         worst, name = float("inf"), key
     total, count = numbers.tolist()
-    return Compared(total / count, want[0], float(norm), want[1], worst, name)
+    return Compared(total / count, want[0], float(norm), want[1], worst, name, want[3])

@@ -22,6 +22,7 @@ from pdrun.errors import UsageError
 from pdrun.parallel.dice import _REPLACED as REPLACED
 from pdrun.parallel.operators.fold import Unlike, folding
 from pdrun.parallel.operators.graph import Graph, Operator, Ref, Tensor, kind_of, refs, substitute
+from pdrun.parallel.operators.hooked import looked_at
 
 WHERE = "operator engine"
 
@@ -52,7 +53,7 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None
 
 
 def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], folded: bool) -> Graph:
-    with _plain_torch(), warnings.catch_warnings():
+    with looked_at(model), _plain_torch(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of torch about itself
         program = torch.export.export(model, args, kwargs, strict=False)
         if any(_has_effects(node) for node in program.graph.nodes):

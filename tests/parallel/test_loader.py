@@ -206,11 +206,17 @@ def test_another_source_in_the_middle_of_an_epoch_is_refused(make: Any, at: int)
 
 def test_a_source_is_left_and_taken_up_again() -> None:
     run, data = simple(), TensorDataset(torch.ones(16, 2))
-    next(run.data(Loader(data, 4)))
+
+    def begin(source: Any) -> None:
+        for batch in run.data(source):
+            run.step(batch)
+            break
+
+    begin(Loader(data, 4))
     assert len(list(run.data(Loader(data, 4)))) == 3
-    next(run.data(tensors(4)))
+    begin(tensors(4))
     assert len(list(run.data(tensors(4)))) == 3
-    next(run.data(tensors(4)))
+    begin(tensors(4))
     run.position.batch = 0
     assert len(list(run.data(Loader(data, 8)))) == 2
 

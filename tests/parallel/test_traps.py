@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import pdrun
-from pdrun.errors import UsageError
+from pdrun.errors import ConfigError, UsageError
 from pdrun.parallel import retarget
 from pdrun.parallel.flat import lay_out
 from pdrun.parallel.norms import square_sum
@@ -303,3 +303,276 @@ def test_a_norm_counts_imaginary_parts(exact: bool) -> None:
     for one in (value, value.T, value.conj()):
         found = float(square_sum([one, torch.ones(2)] if exact else [one], exact))
         assert found == pytest.approx(float(value.abs().double().square().sum()) + 2 * exact, rel=1e-6)
+
+
+# ---- hooks on weights ----------------------------------------------------------------------------------------------
+
+
+def noted(kept: list[Any]) -> Callable[[torch.Tensor], None]:
+    return lambda grad: kept.append(float(grad.sum()))
+
+
+def masked(grad: torch.Tensor) -> torch.Tensor:
+    return grad * (torch.arange(grad.numel()).view(grad.shape) % 2)
+
+
+HOOKS: dict[str, tuple[str, Any, str]] = {
+    "limits": ("register_hook", lambda grad: grad.clamp(-0.01, 0.01), "0.weight has a hook on its gradient that is"),
+    "normalises": ("register_hook", lambda grad: grad / grad.norm(), "is not linear"),
+    "signs": ("register_hook", lambda grad: grad.abs(), "is not linear"),
+    "fails": ("register_hook", lambda grad: grad.nothing, "is not linear"),
+    "takes": ("register_post_accumulate_grad_hook", lambda param: None, "which would take the gradient before it is"),
+    "masks": ("register_hook", masked, ""),
+    "notes": ("register_hook", noted([]), ""),
+}
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_whose_numbers_would_depend_on_the_ranks(name: str, late: bool) -> None:
+    """A limit of each rank's gradient of a sum had been another one on each number of ranks, without a word."""
+    method, hook, told = HOOKS[name]
+    model = mlp()
+    if not late:
+        getattr(model[0].weight, method)(hook)
+    try:
+        run = pdrun.parallelize(model, sgd, loss, accumulate=2)
+        run.step(rows())
+        if late:
+            getattr(model[0].weight, method)(hook)
+        run.step(rows())
+        run.step(rows())
+    except UsageError as error:
+        assert told and told in str(error) and str(error).startswith("pdrun.Run.step" if late else "pdrun.parallelize")
+    else:
+        assert not told
+
+
+def under_a_mask(level: int, tensor: bool) -> dict[str, torch.Tensor]:
+    model = mlp()
+    model[2].weight.register_hook(masked)
+    strategy = pdrun.Strategy({"0": pdrun.col("tp", gather=True)}) if tensor else None
+    mesh = pdrun.mesh(tp=2) if tensor else None
+    run = pdrun.parallelize(model, sgd, loss, optimizer_level=level, mesh=mesh, strategy=strategy)
+    for step in range(3):
+        run.step(rows(step))
+    found = {name: weight.detach().clone() for name, weight in run.full_weights().items()}
+    run.verify([rows(3)])  # its copy has the hooks, too
+    return found
+
+
+def test_a_mask_of_gradients_is_kept(worlds: Worlds) -> None:
+    model = mlp()
+    model[2].weight.register_hook(masked)
+    optimizer = sgd(model.parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        total, count = loss(model(rows(step)), None)
+        (total / count).backward()
+        optimizer.step()
+    want = dict(model.named_parameters())
+    for level, tensor in ((0, False), (3, False), (0, True)):
+        for found in worlds(2).run(under_a_mask, level, tensor):
+            for name, weight in found.items():
+                torch.testing.assert_close(weight, want[name].detach(), rtol=1e-5, atol=1e-6)
+
+
+def on_what_is_cut() -> str:
+    model = mlp()
+    model[0].weight.register_hook(masked)
+    strategy = pdrun.Strategy({"0": pdrun.col("tp", gather=True)})
+    return refused(lambda: model, mesh=pdrun.mesh(tp=2), strategy=strategy)
+
+
+def test_a_hook_on_a_weight_that_is_cut(worlds: Worlds) -> None:
+    for told in worlds(2).run(on_what_is_cut):
+        assert "0.weight is cut, and has a hook on its gradient, which would get a part of it" in told
+
+
+# ---- what only sees its own rows, or no backward ---------------------------------------------------------------------
+
+
+def by_frequency() -> str:
+    return refused(lambda: nn.Sequential(nn.Embedding(5, 4, scale_grad_by_freq=True), nn.Linear(4, 1)))
+
+
+def test_gradients_divided_by_how_often_a_word_comes(worlds: Worlds) -> None:
+    for told in worlds(2).run(by_frequency):
+        assert "0: scale_grad_by_freq=True divides by how often a word is in a rank's own rows" in told
+
+
+class Mapped(nn.Module):
+    """Calls its layers inside vmap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.vmap(self.layers)(x)
+
+
+def mapped(gather: str) -> list[float] | str:
+    run = pdrun.parallelize(Mapped(), sgd, loss, optimizer_level=3, gather=gather)
+    try:
+        return [run.step(rows(step)).loss for step in range(3)]
+    except UsageError as error:
+        return str(error)
+
+
+def test_units_inside_vmap(worlds: Worlds) -> None:
+    run = pdrun.parallelize(mlp(), sgd, loss, accumulate=2)
+    want = [run.step(rows(step)).loss for step in range(3)]
+    for found in worlds(2).run(mapped, "step"):
+        assert found == pytest.approx(want, rel=1e-6)
+    for told in worlds(2).run(mapped, "pass"):
+        assert 'inside torch.func (vmap, grad), which does not tell when its backward begins; gather="step"' in told
+
+
+# ---- hooks on modules under operators ------------------------------------------------------------------------------
+
+
+def doubled(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return output * 2
+
+
+def by_operators(hook: str) -> list[float] | str:
+    model, seen = mlp(), []
+    if hook == "model":
+        model.register_forward_hook(doubled)
+        model.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    if hook == "layer":
+        model[0].register_forward_hook(doubled)
+    if hook == "input":
+        model[0].register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    if hook == "backward":
+        model[0].register_full_backward_hook(lambda module, given, found: (given[0],))
+    if hook == "looks":
+        model[0].register_forward_hook(lambda module, args, output: seen.append(len(output)))
+    options = {"mesh": pdrun.mesh(tp=2), "sample": rows(), "accumulate": 2}
+    strategy = pdrun.Operators({"0": (None, pdrun.L("tp", None), None)})
+    try:
+        run = pdrun.parallelize(model, sgd, loss, strategy=strategy, **options)
+        losses = [run.step(rows(step, count)).loss for step, count in enumerate((8, 8, 5))]
+        assert bool(seen) == (hook == "looks")
+        return losses
+    except UsageError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("hook", ["model", "layer", "input", "backward", "looks"])
+def test_hooks_on_modules_whose_operators_are_cut(hook: str, worlds: Worlds) -> None:
+    """The model's own were computed twice, those for the backward not at all."""
+    model = mlp()
+    if hook == "model":
+        model.register_forward_hook(doubled)
+        model.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    run = pdrun.parallelize(model, sgd, loss, accumulate=2)
+    want = [run.step(rows(step, count)).loss for step, count in enumerate((8, 8, 5))]
+    told = {"layer": "0 has a hook that changes what it is given", "input": "0 has a hook that changes what",
+            "backward": "pdrun.Operators: 0 has a backward hook"}  # fmt: skip
+    for found in worlds(2).run(by_operators, hook):
+        if hook in told:
+            assert isinstance(found, str) and told[hook] in found
+        else:
+            assert found == pytest.approx(want, rel=1e-5)
+
+
+# ---- what depends on the slices --------------------------------------------------------------------------------------
+
+
+def contrast(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
+    return torch.nn.functional.cross_entropy(output @ output.T, torch.arange(len(output)), reduction="sum"), len(output)
+
+
+def penalty(model: nn.Module) -> Any:
+    return sum(weight.square().sum() for weight in model.parameters())
+
+
+def with_penalty(model: nn.Module, batch: Any) -> Any:
+    return model(batch), penalty(model)
+
+
+def depends(what: str) -> tuple[bool, str]:
+    """Return whether the report says that slices make a difference, and all that it says."""
+    judges: dict[str, Any] = {
+        "rows": contrast,
+        "penalty": lambda output, batch: (loss(output[0], batch)[0] + output[1], len(batch)),
+        "by count": lambda output, batch: (loss(output[0], batch)[0] + output[1] * len(batch), len(batch)),
+        "plain": loss,
+    }
+    forward = with_penalty if what in ("penalty", "by count") else None
+    model = nn.Sequential(mlp(), nn.Dropout(0.5)) if what == "plain" else mlp()
+    run = pdrun.parallelize(model, sgd, judges[what], forward=forward, accumulate=2)
+    report = run.verify([rows(0), rows(1, 3)])
+    return bool(report.across), str(report)
+
+
+@pytest.mark.parametrize(("what", "told"), [("rows", True), ("penalty", True), ("by count", False), ("plain", False)])
+def test_verify_says_what_depends_on_the_slices(what: str, told: bool, worlds: Worlds) -> None:
+    """Each number of ranks had trained another model, and `verify` had been content."""
+    for across, text in [depends(what), *worlds(2).run(depends, what)]:
+        assert across == told and ("two slices at once have another loss" in text) == told
+
+
+def by_closure(level: int) -> str:
+    model = mlp()
+    options: Any = {"optimizer_level": level, "accumulate": 2}
+    run = pdrun.parallelize(model, sgd, lambda out, batch: (out.sum() + penalty(model) * len(out), len(out)), **options)
+    first = run.step(rows()).loss
+    with pytest.raises(UsageError) as caught:
+        run.verify([rows(1)])
+    assert first == first and run.step(rows(1)).loss < first
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("level", [0, 2])
+def test_verify_of_a_loss_that_reads_the_runs_own_weights(level: int, worlds: Worlds) -> None:
+    """The copy's gradients lacked what the loss had given to the run's own weights, in the middle of its sums."""
+    for told in [by_closure(level), *worlds(2).run(by_closure, level)]:
+        assert told.startswith("pdrun.Run.verify: loss= or forward= computes with 0.weight of the run's model"), told
+
+
+# ---- optimizer state in files ----------------------------------------------------------------------------------------
+
+
+class Hollow(nn.Module):
+    """Has a weight without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.none = mlp(), nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) + self.none.sum()
+
+
+def filed(folder: str, level: int) -> tuple[list[float], list[float]]:
+    away = pdrun.Offload(optimizer=True, disk=folder, activations=True, least=0)
+    plain, run = (
+        pdrun.parallelize(Hollow(), adam, loss, optimizer_level=level, accumulate=2, clip=0.5, **options)
+        for options in ({}, {"offload": away})
+    )
+    return tuple([each.step(rows(step)).loss for step in range(4)] for each in (plain, run))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_state_in_files_has_the_same_numbers(level: int, worlds: Worlds, tmp_path: Any) -> None:
+    for plain, run in [filed(str(tmp_path), level), *worlds(2).run(filed, str(tmp_path), level)]:
+        assert plain == run
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_no_room_for_state_is_told(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written to a mapped file without room ends the process."""
+
+    def full(handle: int, start: int, size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("os.posix_fallocate", full)
+    for folder, told in (("disk", "No space left on device"), ("file", "Not a directory")):
+        away = pdrun.Offload(optimizer=True, disk=tmp_path / folder)
+        run = pdrun.parallelize(mlp(), adam, loss, offload=away)
+        with pytest.raises(ConfigError, match=rf"there is no room for 240 bytes of the optimizer's state \({told}\)"):
+            run.step(rows())

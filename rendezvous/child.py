@@ -25,7 +25,7 @@ from pdrun.attempt import Attempt
 from pdrun.errors import ConfigError, RendezvousError
 from pdrun.net import Endpoint, parse_endpoint
 from pdrun.rendezvous.codec import to_plain
-from pdrun.rendezvous.events import SchedulerConfig
+from pdrun.rendezvous.events import FAREWELL, SchedulerConfig
 from pdrun.rendezvous.listen import bind_listener
 from pdrun.rendezvous.ready import readable
 from pdrun.rendezvous.security import Secret
@@ -139,7 +139,7 @@ class SchedulerChild:
             self._answer_by = None
         return ""
 
-    def close(self, timeout: float = 5.0) -> None:
+    def close(self, timeout: float = FAREWELL + 2.0) -> None:
         """
         Let it go. After the verdict it ends by itself as soon as every node has left; before, this ends the job.
 

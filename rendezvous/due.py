@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pdrun.rendezvous import elastic, generations, loss, reports
+from pdrun.rendezvous.events import FAREWELL
 from pdrun.rendezvous.job import SIGTERM, Job
 from pdrun.rendezvous.members import MOST_NAMES, Phase, missing
 from pdrun.rendezvous.transitions import JobState, Trigger
 from pdrun.rendezvous.wording import count
-
-FAREWELL = 3.0
-"""Seconds that agents get to hear the verdict and leave."""
 
 
 def tick(job: Job, now: float) -> None:

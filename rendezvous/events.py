@@ -15,6 +15,12 @@ from pdrun.rendezvous.messages import Message
 Peer = str
 """Name that a transport gives to one connection; never used twice."""
 
+FAREWELL = 10.0
+"""
+Seconds that agents get to hear the verdict and leave. Whoever does not hear it waits for a scheduler that is gone, and
+calls the job lost: on a network that loses a third of all packets a message may take as long.
+"""
+
 
 @dataclass(frozen=True)
 class SchedulerConfig:

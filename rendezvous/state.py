@@ -8,7 +8,7 @@ Rules of the machine, whose rooms `job.py` lists
    changed; only then it acts. State changes go through `Job.move`, whose table is in `transitions.py`.
 2. Nothing waits for ever: gathering and assigning end by ``start_timeout``, stopping and restarting by ``grace`` plus
    LATE and the longest back-off, a silent node by ``dead``, a hang by `hangs.WITHIN`, and the end itself by
-   `due.FAREWELL`. Running is bounded by ``time_limit`` only.
+   `events.FAREWELL`. Running is bounded by ``time_limit`` only.
 3. A repeated message changes nothing, so that an agent whose connection was cut may say everything again.
 4. One verdict: once `verdict` is set it never changes.
 5. The same events at the same times lead to the same state: nothing depends on chance, or on the order of a set. Only

@@ -129,11 +129,12 @@ def test_the_end_of_a_log_on_a_disk_that_hangs_is_bounded_and_said(tmp_path: Pat
 
 
 def test_a_line_is_in_the_file_when_append_returns(tmp_path: Path) -> None:
+    others = {thread.ident for thread in threading.enumerate()}  # other tests' may be on their way out
     log = EventLog(tmp_path / "events.jsonl")
-    def none() -> bool:
-        return not any(thread.name == "pdrun-events" for thread in threading.enumerate())
 
-    until(none, "the threads of other tests are on their way out", 10)
+    def none() -> bool:
+        return all(thread.ident in others for thread in threading.enumerate() if thread.name == "pdrun-events")
+
     log._lines._waited()
     assert none(), "begun with the first event"
     for count, event in enumerate(STORY, 1):

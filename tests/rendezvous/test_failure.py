@@ -409,9 +409,10 @@ def test_the_scheduler_goes_when_all_know_or_had_time() -> None:
     machine = running("a", "b")
     machine.finish("a", "b")
     machine.cut("a")
-    machine.beat(2.0, "b")
-    assert not machine.done
-    machine.beat(1.5, "b")
+    for _ in range(5):  # on a bad network it may take several seconds; whoever has not heard it calls the job lost
+        machine.beat(1.9, "b")
+        assert not machine.done
+    machine.beat(1.0, "b")
     assert machine.done == [0]
 
 

@@ -17,7 +17,7 @@ import pytest
 torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 
 LAUNCHERS = ("PDRUN_", "MS_", "TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_", "MASTER_")
-SINGLE = ("RANK", "WORLD_SIZE", "NODE_RANK", "PYTHONUNBUFFERED")
+SINGLE = ("RANK", "WORLD_SIZE", "NODE_RANK", "PYTHONUNBUFFERED", "GLOO_SOCKET_IFNAME")
 REPORT = """
 def report(ctx, **more):
     import dataclasses, json

@@ -108,7 +108,8 @@ def init(
     """
     Return this worker's context; make its device the current one and torch's default process group.
 
-    A second call returns the same context. The group is left when the process ends, or by `Context.close`.
+    With a group it returns when all ranks have come. A second call returns the same context. The group is left when the
+    process ends, or by `Context.close`.
 
     Args:
         backend: kind of device (cpu, cuda, rocm, npu, xpu, mps); default: the launcher's choice, else what torch has.

@@ -57,8 +57,8 @@ class Overlap(CustomGraphPass):
             _part(graph, node, others, [each for each in readers(node) if each not in taken])
 
     def uuid(self) -> Any:
-        """Return what compiled code is stored under: it depends on this file."""
-        return get_hash_for_files((__file__, joining.__file__, traced.__file__))
+        """Return what compiled code is stored under: it depends on these files, and on what counts as worth it."""
+        return get_hash_for_files((__file__, joining.__file__, traced.__file__), str(joining.WORTH))
 
 
 OVERLAP = Overlap()

@@ -21,6 +21,7 @@ import ctypes
 import hashlib
 import os
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -119,7 +120,7 @@ class Peers:
         return found
 
     def tell(self, stream: torch.cuda.Stream, receiver: int, counter: int, number: int) -> None:
-        """Set another device's counter to a number, once the stream has come this far."""
+        """Set another device's counter to the number of an exchange, once the stream has come this far."""
         there = self._address(receiver, counter)
         self._check(self._driver.cuStreamWriteValue32_v2(stream.cuda_stream, there, number, 0))
 
@@ -151,15 +152,15 @@ class Peers:
             raise RuntimeError(f"CUDA's driver: error {code} of an operation of a stream on memory")
 
     def ready(self, sender: int) -> int:
-        """Return the counter of the sums of which this sender's part has come."""
+        """Return the counter of the exchanges in which this sender's part has come."""
         return sender
 
     def done(self, receiver: int) -> int:
-        """Return the counter of the sums that this receiver has added up."""
+        """Return the counter of the exchanges in which this receiver has taken what it got."""
         return self.axis.size + receiver
 
 
-class Exchange:
+class Exchange(ABC):
     """
     Every device sends something to every other, and takes what these have sent.
 
@@ -184,15 +185,16 @@ class Exchange:
         peers.tell(stream, place, peers.ready(peers.axis.index), self._number)
         self._kept.append(part)
 
-    def wait(self, timeout: Any = None) -> None:
+    def wait(self) -> None:
         """Have the result, for what the current stream does from now on."""
         stream = torch.cuda.current_stream(self._out.device)
         self._take(stream)
         stream.wait_stream(self._peers.going)  # what was given may be overwritten from now on
         self._kept.clear()
 
+    @abstractmethod
     def _take(self, stream: torch.cuda.Stream) -> None:
-        raise NotImplementedError
+        """Put what has come where it belongs, on a stream."""
 
 
 class Sum(Exchange):

@@ -35,21 +35,20 @@ def gathered(
     """
     lead, inner = math.prod(whole.shape[:dim]), math.prod(whole.shape[dim + 1 : -1])
     size, width = whole.shape[dim], whole.shape[-1]
-    low, high = cut(size, axis.size, axis.index)
-    low, high = (low, high) if part.shape[dim] == high - low else (0, 0)
-    results = [whole.new_empty(lead, size * inner, weight.shape[1]) for weight in weights]
-    bounds = [each * inner for each in (0, low, high, size)]
-    mine = part.reshape(lead, -1, width)
+    low, high = (bound * inner for bound in cut(size, axis.size, axis.index))
     rows = whole.view(lead, size * inner, width)
-    if high > low:
+    results = [rows.new_empty(lead, size * inner, weight.shape[1]) for weight in weights]
+
+    def multiply(some: torch.Tensor, begin: int, end: int) -> None:
         for weight, result in zip(weights, results, strict=True):
-            _multiply(mine, weight, result[:, bounds[1] : bounds[2]])
+            _multiply(some, weight, result[:, begin:end])
+
+    multiply(part.reshape(lead, high - low, width), low, high)
     if coming is not None:
         coming.wait()
-    for begin, end in ((bounds[0], bounds[1]), (bounds[2], bounds[3])):
+    for begin, end in ((0, low), (high, size * inner)):
         if end > begin:
-            for weight, result in zip(weights, results, strict=True):
-                _multiply(rows[:, begin:end], weight, result[:, begin:end])
+            multiply(rows[:, begin:end], begin, end)
     return [result.view(-1, result.shape[-1]) for result in results]
 
 

@@ -68,7 +68,7 @@ def test_products_of_what_is_gathered(worlds: Any, world: int, shape: tuple[int,
     worlds(world).run(gathering, shape, dim, late)
 
 
-class Sent(peers.Exchange):
+class Sent:
     """A sum whose parts go through gloo: which parts there are, and where they belong, is the same as with devices."""
 
     def __init__(self, axis: Any, out: torch.Tensor, part: Callable[[int], torch.Tensor]) -> None:
@@ -76,7 +76,7 @@ class Sent(peers.Exchange):
         self._parts = {place: part(place).clone() for place in order}
         self._axis, self._out = axis, out
 
-    def wait(self, timeout: Any = None) -> None:
+    def wait(self) -> None:
         parts = [self._parts[place] for place in range(self._axis.size)]
         came = self._axis.all_to_all(parts, [tuple(self._out.shape)] * self._axis.size)
         self._out.copy_(torch.stack(came).sum(0))

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from pdrun.parallel.axes import Axis
+from pdrun.parallel.axis import Axis
 from pdrun.parallel.layouts.layout import cut
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from pdrun.parallel import compat
-from pdrun.parallel.axes import Axis
+from pdrun.parallel.axis import Axis
 
 
 class Pending:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from pdrun.errors import UsageError
-from pdrun.parallel.axes import Axis
+from pdrun.parallel.axis import Axis
 from pdrun.parallel.tiles import Ranges
 from pdrun.parallel.weights import WHERE, Weight
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from pdrun.errors import UsageError
-from pdrun.parallel.axes import Axis
+from pdrun.parallel.axis import Axis
 
 
 class _SumOverRanks(torch.autograd.Function):

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from pdrun.parallel import compat
 
 if TYPE_CHECKING:
-    from pdrun.parallel.axes import Axis
+    from pdrun.parallel.axis import Axis
 
 SWITCH = "NCCL_P2P_DISABLE"
 """Environment variable by which users keep devices out of each other's memory."""

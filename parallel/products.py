@@ -19,7 +19,7 @@ from pdrun.parallel.layouts.layout import cut
 from pdrun.parallel.peers import Sum
 
 if TYPE_CHECKING:
-    from pdrun.parallel.axes import Axis, Pending
+    from pdrun.parallel.axis import Axis, Pending
 
 
 def gathered(

@@ -19,7 +19,7 @@ from pdrun.parallel import products
 from pdrun.parallel.layouts.layout import cut
 
 if TYPE_CHECKING:
-    from pdrun.parallel.axes import Axis
+    from pdrun.parallel.axis import Axis
 
 _LIBRARY = torch.library.Library("pdrun_axis", "DEF")
 _count = itertools.count()

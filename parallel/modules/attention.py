@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from pdrun.parallel.axes import Axis
+from pdrun.parallel.axis import Axis
 from pdrun.parallel.modules import linear, multihead
 from pdrun.parallel.modules.regions import make_region
 from pdrun.parallel.modules.style import (

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from pdrun.errors import UsageError
-from pdrun.parallel.axes import Axis
+from pdrun.parallel.axis import Axis
 
 WHERE = "cross_entropy"
 

@@ -28,7 +28,8 @@ from torch.nn import functional
 
 from pdrun.errors import UsageError
 from pdrun.parallel import collectives
-from pdrun.parallel.axes import Axes, Axis
+from pdrun.parallel.axes import Axes
+from pdrun.parallel.axis import Axis
 from pdrun.parallel.layouts.layout import L, cut
 from pdrun.parallel.modules.linear import out_dim
 from pdrun.parallel.modules.style import WHERE, Entry, Seat, Style, become, refuse

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from pdrun.parallel import collectives
-from pdrun.parallel.axes import Axis
+from pdrun.parallel.axis import Axis
 from pdrun.parallel.modules.style import (
     Entry,
     Names,

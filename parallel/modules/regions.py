@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from pdrun.parallel import collectives, dice
-from pdrun.parallel.axes import Axis
+from pdrun.parallel.axis import Axis
 from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.modules.style import (
     Cuts,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from pdrun.errors import UsageError
-from pdrun.parallel.axes import Axis
+from pdrun.parallel.axis import Axis
 from pdrun.parallel.compat import untraced
 from pdrun.parallel.layouts.order import ZIGZAG, Block, Ranges, blocks, count, part, within
 from pdrun.parallel.modules import kernels

@@ -13,7 +13,7 @@ from math import prod
 
 import torch
 
-from pdrun.parallel.axes import Axis, Pending
+from pdrun.parallel.axis import Axis, Pending
 from pdrun.parallel.layouts.order import Block, Ranges, count, within
 from pdrun.parallel.modules.kernels import Extra
 

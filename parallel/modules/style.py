@@ -18,7 +18,7 @@ from torch import nn
 
 from pdrun.errors import UsageError
 from pdrun.parallel import collectives
-from pdrun.parallel.axes import Axis
+from pdrun.parallel.axis import Axis
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.tiles import Tile, tile

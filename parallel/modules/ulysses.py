@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from pdrun.errors import UsageError
 from pdrun.parallel import collectives
-from pdrun.parallel.axes import Axis
+from pdrun.parallel.axis import Axis
 from pdrun.parallel.layouts.layout import cut
 from pdrun.parallel.modules.kernels import spread
 

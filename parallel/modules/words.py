@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from pdrun.parallel import collectives
-from pdrun.parallel.axes import Axis
+from pdrun.parallel.axis import Axis
 from pdrun.parallel.layouts.layout import cut
 from pdrun.parallel.modules import linear
 from pdrun.parallel.modules.entropy import Words, mark

@@ -16,7 +16,8 @@ import torch
 from torch import fx, nn
 
 from pdrun.parallel import collectives
-from pdrun.parallel.axes import Axes, Axis
+from pdrun.parallel.axes import Axes
+from pdrun.parallel.axis import Axis
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.modules.entropy import Words

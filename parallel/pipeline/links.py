@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from pdrun.parallel import compat
-from pdrun.parallel.axes import Axes, Count
+from pdrun.parallel.axes import Axes
+from pdrun.parallel.axis import Count
 from pdrun.parallel.pipeline.records import Record
 
 AXIS = "pp"

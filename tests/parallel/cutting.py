@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from pdrun.parallel import collectives as c
 from pdrun.parallel import dice
-from pdrun.parallel.axes import Axes, Axis
+from pdrun.parallel.axes import Axes
+from pdrun.parallel.axis import Axis
 from pdrun.parallel.layouts.layout import L, cut
 from pdrun.parallel.tiles import set_tile, tile, tile_of
 from tests.parallel.zoo import LENGTH, WIDTH, WORDS, Block

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 from pdrun.errors import UsageError
-from pdrun.parallel.axes import Axis, Pending
+from pdrun.parallel.axis import Axis, Pending
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.order import ORDERS, blocks, count, part, within
 from pdrun.parallel.modules import kernels

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import pdrun
-from pdrun.parallel import axes, joining
+from pdrun.parallel import axis, joining
 from tests.parallel import mixed
 from tests.parallel.mixed import Place, Task
 
@@ -97,7 +97,7 @@ def work(cases: list[tuple[Task, Place]], folder: str, kind: str) -> list[str]:
     """Prove, train, save, and take up again; return what went wrong."""
     wrong = []
     if kind == "joined":  # however little it is worth with tensors of these sizes
-        axes.LEAST = axes.ROW = joining.WORTH = 0
+        axis.LEAST = axis.ROW = joining.WORTH = 0
     for number, (task, place) in enumerate(cases):
         try:
             before = mixed.first(task, place, f"{folder}/{number}")

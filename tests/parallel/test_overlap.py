@@ -11,7 +11,8 @@ from torch import fx
 from torch._dynamo.utils import counters
 
 from pdrun.parallel import collectives, traced
-from pdrun.parallel.axes import Axes, Axis
+from pdrun.parallel.axes import Axes
+from pdrun.parallel.axis import Axis
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.overlap import OVERLAP
 from pdrun.parallel.watch import Watch

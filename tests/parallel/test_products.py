@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from pdrun.parallel import joining, peers, products, traced
-from pdrun.parallel.axes import Axis
+from pdrun.parallel.axis import Axis
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import cut
 from pdrun.parallel.overlap import OVERLAP

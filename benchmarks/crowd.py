@@ -26,11 +26,22 @@ from typing import Protocol
 
 import zmq
 
-from pdrun.net import Endpoint
-from pdrun.rendezvous import pace, security
-from pdrun.rendezvous.codec import encode
-from pdrun.rendezvous.messages import PROTOCOL, Envelope, Finished, Heartbeat, Hello, Join, Leave, Message, Ready
-from pdrun.rendezvous.security import Secret
+from pdrun.endpoint import Endpoint
+from pdrun.rendezvous.protocol import security
+from pdrun.rendezvous.protocol.codec import encode
+from pdrun.rendezvous.protocol.messages import (
+    PROTOCOL,
+    Envelope,
+    Finished,
+    Heartbeat,
+    Hello,
+    Join,
+    Leave,
+    Message,
+    Ready,
+)
+from pdrun.rendezvous.protocol.security import Secret
+from pdrun.rendezvous.transport import timeouts as pace
 
 AT_ONCE = 2000
 """Connections of one process that have not been greeted yet: two processes stay within the kernel's queue of 4096."""

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.operators.explain import explain, moves
+from pdrun.parallel.operators.graph.export import trace
 from pdrun.parallel.operators.module import Operators
-from pdrun.parallel.operators.trace import trace
 
 
 class Layer(nn.Module):

@@ -27,10 +27,10 @@ from pathlib import Path
 
 import psutil
 
+from pdrun.endpoint import Endpoint
 from pdrun.errors import PdrunError
-from pdrun.net import Endpoint
-from pdrun.rendezvous.security import Secret, token_text
-from pdrun.rendezvous.viewer import query_status
+from pdrun.rendezvous.clients.viewer import query_status
+from pdrun.rendezvous.protocol.security import Secret, token_text
 
 WORKER = """
 import os, time
@@ -46,7 +46,7 @@ child.WINDOW = 0.0  # so many kills in a minute are wanted here
 from pdrun.__main__ import main
 sys.exit(main())
 """
-FLOOR = "import pdrun.rendezvous.server, pdrun.rendezvous.zmq_server, pdrun.rendezvous.replay"
+FLOOR = "import pdrun.rendezvous.scheduler.child_main, pdrun.rendezvous.transport.zmq_server, pdrun.rendezvous.journal.replay"
 
 
 class Cluster:
@@ -77,7 +77,7 @@ class Cluster:
     def kill(self) -> float:
         """Kill the scheduler's process; return when."""
         children = psutil.Process(self.nodes[0].pid).children()
-        (found,) = (each for each in children if "pdrun.rendezvous.server" in each.cmdline())
+        (found,) = (each for each in children if "pdrun.rendezvous.scheduler.child_main" in each.cmdline())
         found.send_signal(signal.SIGKILL)
         return time.monotonic()
 

@@ -30,10 +30,10 @@ import zmq
 from crowd import crowd
 
 from pdrun import eventlog
-from pdrun.net import Endpoint
-from pdrun.rendezvous.child import SchedulerChild
-from pdrun.rendezvous.events import SchedulerConfig
-from pdrun.rendezvous.security import Secret
+from pdrun.endpoint import Endpoint
+from pdrun.rendezvous.protocol.events import SchedulerConfig
+from pdrun.rendezvous.protocol.security import Secret
+from pdrun.rendezvous.scheduler.child import SchedulerChild
 
 
 class Incomplete(Exception):

@@ -25,9 +25,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 
 import pdrun
-from pdrun.parallel.axes import Axes
+from pdrun.parallel.comm.groups import Axes
+from pdrun.parallel.comm.watchdog import Watch
 from pdrun.parallel.layouts.grid import Grid
-from pdrun.parallel.watch import Watch
 
 Step = Callable[[Tensor, Tensor], float]
 

@@ -1,1 +1,1 @@
-"""The runtime half, loaded in workers: it meets the launcher only through `pdrun.env.WorkerEnv`."""
+"""The runtime half, loaded in workers: it meets the launcher only through `pdrun.worker_env.WorkerEnv`."""

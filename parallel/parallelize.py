@@ -15,27 +15,36 @@ import torch.distributed as dist
 from torch import nn
 
 from pdrun.errors import UsageError
-from pdrun.parallel import compat, compiling, hooks, norm_sync, retarget
-from pdrun.parallel import precision as precisions
-from pdrun.parallel import recompute as recomputing
-from pdrun.parallel.agree import Agreement, of_model, of_optimizer, of_scheduler
-from pdrun.parallel.axes import Axes
-from pdrun.parallel.comm import Comm
-from pdrun.parallel.context import Context
-from pdrun.parallel.context import init as join
-from pdrun.parallel.dice import Dice
-from pdrun.parallel.driver import Pipeline
-from pdrun.parallel.engine import Engine
-from pdrun.parallel.interleave import Interleaved
-from pdrun.parallel.loss import Forward, Loss, Objective
-from pdrun.parallel.mesh import DATA, Mesh, solve
-from pdrun.parallel.meta import Filler, move
-from pdrun.parallel.offload import Saver
-from pdrun.parallel.offload import parse as parse_offload
+from pdrun.parallel import torch_compat as compat
+from pdrun.parallel.comm.groups import Axes
+from pdrun.parallel.comm.mesh import DATA, Mesh, solve
+from pdrun.parallel.comm.rank_groups import place_on
+from pdrun.parallel.comm.sharded import Comm
+from pdrun.parallel.comm.watchdog import start as start_watch
+from pdrun.parallel.compiler import compile as compiling
+from pdrun.parallel.data.batch_slicing import parse as parse_strategy
+from pdrun.parallel.model import param_hooks as hooks
+from pdrun.parallel.model import recompute as recomputing
+from pdrun.parallel.model import sync_batchnorm as norm_sync
+from pdrun.parallel.model.meta_init import Filler, move
+from pdrun.parallel.model.shards import Cutter, SequenceCutter
+from pdrun.parallel.model.weights import Weight, collect, parse_fusion
 from pdrun.parallel.partition import Cuts, cut_up
-from pdrun.parallel.place import place_on
+from pdrun.parallel.rng.step_rng import Dice
 from pdrun.parallel.run import Run
-from pdrun.parallel.settings import (
+from pdrun.parallel.startup.init import Context
+from pdrun.parallel.startup.init import init as join
+from pdrun.parallel.training.driver import Pipeline
+from pdrun.parallel.training.interleave import Interleaved
+from pdrun.parallel.training.loss import Forward, Loss, Objective
+from pdrun.parallel.training.rank_agreement import Agreement, of_model, of_optimizer, of_scheduler
+from pdrun.parallel.zero import optimizer as retarget
+from pdrun.parallel.zero import precision as precisions
+from pdrun.parallel.zero.engine import Engine
+from pdrun.parallel.zero.full_tensors import storages
+from pdrun.parallel.zero.offload import Saver
+from pdrun.parallel.zero.offload import parse as parse_offload
+from pdrun.parallel.zero.settings import (
     WHERE,
     Settings,
     check_above_zero,
@@ -49,11 +58,6 @@ from pdrun.parallel.settings import (
     check_scheduler,
     check_wire,
 )
-from pdrun.parallel.slicing import parse as parse_strategy
-from pdrun.parallel.tiles import Cutter, SequenceCutter
-from pdrun.parallel.watch import start as start_watch
-from pdrun.parallel.weights import Weight, collect, parse_fusion
-from pdrun.parallel.wholes import storages
 
 WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 """What torch makes models parallel with: names of classes, which this way need not be imported."""
@@ -111,7 +115,7 @@ def parallelize(
         pipeline: how the model is cut into stages over pp, and their schedule.
         context: how attention sees the whole sequence where each rank along cp has a part of it.
         sample: a batch, for a strategy that has to see shapes.
-        forward: ``forward(model, batch) -> output``; default: see `pdrun.parallel.loss.call_model`.
+        forward: ``forward(model, batch) -> output``; default: see `pdrun.parallel.training.loss.call_model`.
         scheduler: ``lambda optimizer: LRScheduler``; steps once a step, and is saved and resumed with the run. One
             whose step wants a number (ReduceLROnPlateau) is made of ``run.optimizer`` and called by the loop.
         optimizer_level: 0 every rank trains all weights; 1 the optimizer's state is cut over the ranks; 2 gradients

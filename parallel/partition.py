@@ -13,12 +13,12 @@ from typing import Any
 from torch import nn
 
 from pdrun.errors import UsageError
-from pdrun.parallel.copies import blank
-from pdrun.parallel.driver import Driver, Pipeline, Plain, Splitting
-from pdrun.parallel.holders import Catalogue, Holders, tell
-from pdrun.parallel.place import Place
-from pdrun.parallel.tiles import Cutter, SequenceCutter, StagedCutter
-from pdrun.parallel.weights import WHERE, Weight, find_units
+from pdrun.parallel.comm.rank_groups import Place
+from pdrun.parallel.model.copies import blank
+from pdrun.parallel.model.shard_map import Catalogue, Holders, tell
+from pdrun.parallel.model.shards import Cutter, SequenceCutter, StagedCutter
+from pdrun.parallel.model.weights import WHERE, Weight, find_units
+from pdrun.parallel.training.driver import Driver, Pipeline, Plain, Splitting
 
 
 @dataclass(frozen=True)

@@ -16,27 +16,31 @@ import torch
 from torch import nn
 
 from pdrun.errors import ConfigError, UsageError
-from pdrun.parallel import exporting, norm_sync, saving, storage, wholes
-from pdrun.parallel.agree import Agreement, of_batch
-from pdrun.parallel.context import Context
-from pdrun.parallel.dice import Dice
-from pdrun.parallel.driver import Driver, MicroBatch, Plain
-from pdrun.parallel.engine import Engine
-from pdrun.parallel.explain import Plan, explain, plan_of
-from pdrun.parallel.feeding import Feed
-from pdrun.parallel.guard import Guard
-from pdrun.parallel.loader import Loader, Position
-from pdrun.parallel.loss import Objective
-from pdrun.parallel.memory import Estimate, estimate
-from pdrun.parallel.mesh import Mesh
-from pdrun.parallel.metrics import Metrics
-from pdrun.parallel.norms import square_sum
-from pdrun.parallel.offload import Offload, Saver, to_files
-from pdrun.parallel.precision import LossScale
-from pdrun.parallel.saving import Saving
-from pdrun.parallel.slicing import Strategy, count_rows, cut_rows, cut_sizes, take, to_device
-from pdrun.parallel.tiles import SequenceCutter
-from pdrun.parallel.verify import Report, verify
+from pdrun.parallel.checkpoint import export as exporting
+from pdrun.parallel.checkpoint import save_load as saving
+from pdrun.parallel.checkpoint import storage
+from pdrun.parallel.checkpoint.save_load import Saving
+from pdrun.parallel.comm.mesh import Mesh
+from pdrun.parallel.data.batch_slicing import Strategy, count_rows, cut_rows, cut_sizes, take, to_device
+from pdrun.parallel.data.feed import Feed
+from pdrun.parallel.data.loader import Loader, Position
+from pdrun.parallel.model import sync_batchnorm as norm_sync
+from pdrun.parallel.model.shards import SequenceCutter
+from pdrun.parallel.report.explain import Plan, explain, plan_of
+from pdrun.parallel.report.memory import Estimate, estimate
+from pdrun.parallel.report.verify import Report, verify
+from pdrun.parallel.rng.step_rng import Dice
+from pdrun.parallel.startup.init import Context
+from pdrun.parallel.training.driver import Driver, MicroBatch, Plain
+from pdrun.parallel.training.guard import Guard
+from pdrun.parallel.training.loss import Objective
+from pdrun.parallel.training.metrics import Metrics
+from pdrun.parallel.training.rank_agreement import Agreement, of_batch
+from pdrun.parallel.zero import full_tensors as wholes
+from pdrun.parallel.zero.engine import Engine
+from pdrun.parallel.zero.grad_norm import square_sum
+from pdrun.parallel.zero.offload import Offload, Saver, to_files
+from pdrun.parallel.zero.precision import LossScale
 
 NOTHING, ITSELF = -1, -2
 """What rank 0 finds in a folder instead of the step of a checkpoint."""

@@ -19,7 +19,6 @@ if TYPE_CHECKING:  # typing itself would take longer than all else here
 
     from pdrun import elastic as elastic
     from pdrun.elastic import progress as progress
-    from pdrun.env import WorkerEnv as WorkerEnv
     from pdrun.errors import ConfigError as ConfigError
     from pdrun.errors import DeadlineExceeded as DeadlineExceeded
     from pdrun.errors import JobFailed as JobFailed
@@ -27,40 +26,41 @@ if TYPE_CHECKING:  # typing itself would take longer than all else here
     from pdrun.errors import PeerLost as PeerLost
     from pdrun.errors import RendezvousError as RendezvousError
     from pdrun.errors import UsageError as UsageError
-    from pdrun.launcher.function import launch as launch
-    from pdrun.parallel.context import Context as Context
-    from pdrun.parallel.context import init as init
-    from pdrun.parallel.layouts.bound import Layout as Layout
+    from pdrun.launcher.function.launch import launch as launch
+    from pdrun.parallel.comm.mesh import mesh as mesh
+    from pdrun.parallel.context_parallel.context import ContextParallel as ContextParallel
+    from pdrun.parallel.context_parallel.context import positions as positions
+    from pdrun.parallel.data.loader import Loader as Loader
+    from pdrun.parallel.layouts.device_matrix import Layout as Layout
     from pdrun.parallel.layouts.layout import L as L
-    from pdrun.parallel.loader import Loader as Loader
-    from pdrun.parallel.mesh import mesh as mesh
-    from pdrun.parallel.meta import empty_init as empty_init
-    from pdrun.parallel.modules import Strategy as Strategy
-    from pdrun.parallel.modules import col as col
-    from pdrun.parallel.modules import cross_entropy as cross_entropy
-    from pdrun.parallel.modules import heads as heads
-    from pdrun.parallel.modules import replicate as replicate
-    from pdrun.parallel.modules import row as row
-    from pdrun.parallel.modules import seq as seq
-    from pdrun.parallel.modules import strategy_for as strategy_for
-    from pdrun.parallel.modules import vocab as vocab
-    from pdrun.parallel.modules.context import ContextParallel as ContextParallel
-    from pdrun.parallel.modules.context import positions as positions
-    from pdrun.parallel.offload import Offload as Offload
-    from pdrun.parallel.operators.constraints import constrain as constrain
-    from pdrun.parallel.operators.constraints import shard as shard
+    from pdrun.parallel.model.meta_init import empty_init as empty_init
+    from pdrun.parallel.operators.graph.constraints import constrain as constrain
+    from pdrun.parallel.operators.graph.constraints import shard as shard
     from pdrun.parallel.operators.module import Operators as Operators
     from pdrun.parallel.operators.strategy import Cut as Cut
     from pdrun.parallel.parallelize import parallelize as parallelize
     from pdrun.parallel.pipeline.pipeline import Pipeline as Pipeline
-    from pdrun.parallel.precision import Precision as Precision
     from pdrun.parallel.run import Run as Run
+    from pdrun.parallel.startup.init import Context as Context
+    from pdrun.parallel.startup.init import init as init
+    from pdrun.parallel.tensor import Strategy as Strategy
+    from pdrun.parallel.tensor import col as col
+    from pdrun.parallel.tensor import cross_entropy as cross_entropy
+    from pdrun.parallel.tensor import heads as heads
+    from pdrun.parallel.tensor import replicate as replicate
+    from pdrun.parallel.tensor import row as row
+    from pdrun.parallel.tensor import seq as seq
+    from pdrun.parallel.tensor import strategy_for as strategy_for
+    from pdrun.parallel.tensor import vocab as vocab
+    from pdrun.parallel.zero.offload import Offload as Offload
+    from pdrun.parallel.zero.precision import Precision as Precision
+    from pdrun.worker_env import WorkerEnv as WorkerEnv
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "ConfigError": "pdrun.errors",
-    "Context": "pdrun.parallel.context",
+    "Context": "pdrun.parallel.startup.init",
     "Cut": "pdrun.parallel.operators.strategy",
     "DeadlineExceeded": "pdrun.errors",
     "PeerLost": "pdrun.errors",
@@ -68,35 +68,35 @@ _HOMES = {
     "PdrunError": "pdrun.errors",
     "RendezvousError": "pdrun.errors",
     "UsageError": "pdrun.errors",
-    "WorkerEnv": "pdrun.env",
-    "ContextParallel": "pdrun.parallel.modules.context",
+    "WorkerEnv": "pdrun.worker_env",
+    "ContextParallel": "pdrun.parallel.context_parallel.context",
     "L": "pdrun.parallel.layouts.layout",
-    "Layout": "pdrun.parallel.layouts.bound",
-    "Loader": "pdrun.parallel.loader",
-    "Offload": "pdrun.parallel.offload",
+    "Layout": "pdrun.parallel.layouts.device_matrix",
+    "Loader": "pdrun.parallel.data.loader",
+    "Offload": "pdrun.parallel.zero.offload",
     "Operators": "pdrun.parallel.operators.module",
     "Pipeline": "pdrun.parallel.pipeline.pipeline",
-    "Precision": "pdrun.parallel.precision",
+    "Precision": "pdrun.parallel.zero.precision",
     "Run": "pdrun.parallel.run",
-    "Strategy": "pdrun.parallel.modules",
-    "col": "pdrun.parallel.modules",
-    "constrain": "pdrun.parallel.operators.constraints",
-    "cross_entropy": "pdrun.parallel.modules",
-    "heads": "pdrun.parallel.modules",
-    "replicate": "pdrun.parallel.modules",
-    "row": "pdrun.parallel.modules",
-    "seq": "pdrun.parallel.modules",
-    "strategy_for": "pdrun.parallel.modules",
-    "vocab": "pdrun.parallel.modules",
+    "Strategy": "pdrun.parallel.tensor",
+    "col": "pdrun.parallel.tensor",
+    "constrain": "pdrun.parallel.operators.graph.constraints",
+    "cross_entropy": "pdrun.parallel.tensor",
+    "heads": "pdrun.parallel.tensor",
+    "replicate": "pdrun.parallel.tensor",
+    "row": "pdrun.parallel.tensor",
+    "seq": "pdrun.parallel.tensor",
+    "strategy_for": "pdrun.parallel.tensor",
+    "vocab": "pdrun.parallel.tensor",
     "elastic": "pdrun.elastic",
-    "empty_init": "pdrun.parallel.meta",
-    "init": "pdrun.parallel.context",
-    "launch": "pdrun.launcher.function",
-    "mesh": "pdrun.parallel.mesh",
+    "empty_init": "pdrun.parallel.model.meta_init",
+    "init": "pdrun.parallel.startup.init",
+    "launch": "pdrun.launcher.function.launch",
+    "mesh": "pdrun.parallel.comm.mesh",
     "parallelize": "pdrun.parallel.parallelize",
-    "positions": "pdrun.parallel.modules.context",
+    "positions": "pdrun.parallel.context_parallel.context",
     "progress": "pdrun.elastic",
-    "shard": "pdrun.parallel.operators.constraints",
+    "shard": "pdrun.parallel.operators.graph.constraints",
 }
 
 __all__ = ["__version__", *_HOMES]

@@ -6,7 +6,7 @@ import os
 import sys
 
 import pdrun
-from pdrun.searching import standard_library_first
+from pdrun.sys_path import standard_library_first
 
 
 def main() -> None:
@@ -17,13 +17,13 @@ def main() -> None:
     waiting for 20 ms or more.
     """
     standard_library_first(sys.path)  # before anything is imported that a file of the user's could be taken for
-    from pdrun import early
+    from pdrun import process_setup as early
 
     early.begin()
     try:
-        ahead = pdrun._load("pdrun.launcher.ahead")
+        ahead = pdrun._load("pdrun.launcher.launch.prestart")
         ahead.begin(sys.argv[1:])
-        cli = pdrun._load("pdrun.launcher.cli")
+        cli = pdrun._load("pdrun.launcher.cli.main")
     except ImportError as error:
         if isinstance(error, ModuleNotFoundError):
             raise
@@ -31,7 +31,7 @@ def main() -> None:
         sys.exit(78)
     code = cli.main(sys.argv[1:])
     ahead.drop()
-    from pdrun import lane
+    from pdrun import async_writer as lane
 
     lane.flush()
     for stream in (sys.stdout, sys.stderr):

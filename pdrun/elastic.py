@@ -48,7 +48,7 @@ MOST = 1 << 53
 PATIENCE = 1.0
 """Seconds for which the report of a saved step waits for an agent whose queue is full."""
 STACKS_SIGNAL = 51
-"""Asks a worker for its stacks: a real-time signal that programs rarely use. `launcher/forked.py` has it too."""
+"""Asks a worker for its stacks: a real-time signal that programs rarely use. `launcher/stdlib_only/forked_worker.py` has it too."""
 
 
 class _Worker:

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pdrun.linewriter import CLOSING, LineWriter
+from pdrun.async_file import CLOSING, LineWriter
 
 KINDS = (
     "created", "joined", "refused", "assigned", "started", "exited", "stopping", "restarting",

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from pdrun import early
+from pdrun import process_setup as early
 
 _HIDES = {
     "/dev/nvidia0": "CUDA_VISIBLE_DEVICES",

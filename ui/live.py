@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pdrun import lane
+from pdrun import async_writer as lane
 from pdrun.eventlog import JobStatus
 from pdrun.ui.status import facts, failed_lines, render, safe
 

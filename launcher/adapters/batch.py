@@ -12,9 +12,8 @@ pbsdsh and blaunch start one command a host; their tasks know their host and no 
 from __future__ import annotations
 
 from pdrun.errors import ConfigError, PdrunError
-from pdrun.launcher import hostfile
-from pdrun.launcher.adapters.found import Found, FoundHost, Kind, Probes
-from pdrun.launcher.adapters.reading import (
+from pdrun.launcher.adapters.model import Found, FoundHost, Kind, Probes
+from pdrun.launcher.adapters.parsing import (  # fmt: skip
     LONGEST,
     Environ,
     Launcher,
@@ -22,7 +21,8 @@ from pdrun.launcher.adapters.reading import (
     named_hosts,
     number,
     place_of,
-)  # fmt: skip
+)
+from pdrun.launcher.hosts import hostfile
 
 _OPERATOR = ("OMPI_MCA_orte_default_hostfile", "I_MPI_HYDRA_HOST_FILE", "HYDRA_HOST_FILE")
 
@@ -73,7 +73,7 @@ def _lsf(environ: Environ, probes: Probes) -> Found:
 
 
 def _file_hosts(variable: str, environ: Environ, probes: Probes) -> tuple[FoundHost, ...]:
-    """The hosts of a file in one of the grammars of `pdrun.launcher.hostfile`."""
+    """The hosts of a file in one of the grammars of `pdrun.launcher.hosts.hostfile`."""
     text = "\n".join(lines_of(environ[variable], variable, probes))
     try:
         return tuple(FoundHost(host.name, host.devices) for host in hostfile.parse(text, environ[variable]))

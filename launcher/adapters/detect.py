@@ -12,9 +12,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pdrun.errors import PdrunError, UsageError, did_you_mean
-from pdrun.launcher.adapters import batch, mpi, pods, services, slurm
-from pdrun.launcher.adapters.found import Found, Ignored, Probes
-from pdrun.launcher.adapters.reading import Environ, Launcher
+from pdrun.launcher.adapters import batch, mpi, slurm
+from pdrun.launcher.adapters import cloud as services
+from pdrun.launcher.adapters import kubernetes as pods
+from pdrun.launcher.adapters.model import Found, Ignored, Probes
+from pdrun.launcher.adapters.parsing import Environ, Launcher
 
 LAUNCHERS: tuple[Launcher, ...] = (
     *(row.launcher() for row in (*mpi.WORKERS, *mpi.MPI)),

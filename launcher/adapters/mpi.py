@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import re
 
-from pdrun.launcher.adapters.found import Probes
-from pdrun.launcher.adapters.reading import Environ, Row
+from pdrun.launcher.adapters.model import Probes
+from pdrun.launcher.adapters.parsing import Environ, Row
 
 ORTE = ("orted", "mpirun", "mpiexec", "orterun", "mpirun.openmpi", "mpiexec.openmpi", "prted", "prterun", "prte")
 INTEL = ("mpiexec.hydra",)

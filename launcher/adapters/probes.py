@@ -1,4 +1,4 @@
-"""What `pdrun.launcher.adapters.found.Probes` asks, answered by this machine: /proc, open descriptors, small files."""
+"""What `pdrun.launcher.adapters.model.Probes` asks, answered by this machine: /proc, open descriptors, small files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from pdrun.launcher.adapters.found import Probes
+from pdrun.launcher.adapters.model import Probes
 
 LIMIT = 8 << 20
 """Bytes of a file that a launcher names, at most."""
@@ -35,7 +35,7 @@ def real(environ: Mapping[str, str] | None = None, root: Path = Path("/")) -> Pr
 
 
 def _is_here(host: str) -> bool:
-    from pdrun.launcher import network
+    from pdrun.launcher.common import network
 
     return network.is_here(host, os.uname().nodename, network.addresses())
 

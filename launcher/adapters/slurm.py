@@ -19,10 +19,10 @@ import re
 from dataclasses import replace
 
 from pdrun.errors import ConfigError
-from pdrun.launcher.adapters.found import Found, FoundHost, Probes
-from pdrun.launcher.adapters.reading import Environ, Launcher, below, listed, needed, number, one_a_node
-from pdrun.launcher.hostlist import MOST
-from pdrun.launcher.values import quoted
+from pdrun.launcher.adapters.model import Found, FoundHost, Probes
+from pdrun.launcher.adapters.parsing import Environ, Launcher, below, listed, needed, number, one_a_node
+from pdrun.launcher.common.parsers import quoted
+from pdrun.launcher.hosts.nodelist import MOST
 
 TASK = ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
 DAEMON = ("slurmstepd",)

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path as FilePath
 
 from pdrun.errors import ConfigError, DeadlineExceeded
+from pdrun.launcher.common.textfile import read_text
 from pdrun.launcher.ranktables import jsontext
 from pdrun.launcher.ranktables.check import check
 from pdrun.launcher.ranktables.model import Fault, RankTable
 from pdrun.launcher.ranktables.read import read
-from pdrun.launcher.textfile import read_text
 
 LIMIT = 64 << 20
 """Bytes of a table, at most; 65,536 ranks of dialect 1.2 take about 12 MB."""

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from pdrun.errors import ConfigError, UsageError
-from pdrun.launcher.hosts import Host
+from pdrun.launcher.hosts.selection import Host
 from pdrun.launcher.ranktables.model import Device, RankTable, Server, SuperPod
 
 _LINE = re.compile(r"\s*address_([0-9]{1,3})\s*=\s*(\S*)\s*")

@@ -13,11 +13,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from pdrun.errors import ConfigError, UsageError
-from pdrun.parallel.layouts.bound import from_tensor_map, to_tensor_map
+from pdrun.parallel.layouts.common_grid import common_grid, spans, split_at
+from pdrun.parallel.layouts.device_matrix import from_tensor_map, to_tensor_map
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.layouts.placement import STAGES, Placement, WeightLayout
-from pdrun.parallel.layouts.unify import common_grid, spans, split_at
 
 LAYOUTS, STRATEGIES = "parallel_layout_item", "parallel_strategy_item"
 

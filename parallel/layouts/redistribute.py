@@ -22,6 +22,7 @@ import math
 from dataclasses import dataclass, field
 
 from pdrun.errors import UsageError
+from pdrun.parallel.layouts.common_grid import Pair, unify
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.layouts.search import Move, cheapest, is_roundabout
@@ -38,7 +39,6 @@ from pdrun.parallel.layouts.steps import (
     Plan,
     Step,
 )
-from pdrun.parallel.layouts.unify import Pair, unify
 from pdrun.parallel.layouts.view import View
 
 WHERE = "redistribute"

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pdrun.parallel.layouts.layout import L
-from pdrun.parallel.operators.convert import Move, count, way
-from pdrun.parallel.operators.graph import Ref
+from pdrun.parallel.operators.graph.graph import Ref
 from pdrun.parallel.operators.plan import Plan
+from pdrun.parallel.operators.redistribute import Move, count, way
 from pdrun.parallel.operators.stages import Part, parts
 
 

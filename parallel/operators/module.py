@@ -23,20 +23,20 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from pdrun.errors import UsageError
-from pdrun.parallel.axes import Axes
+from pdrun.parallel.comm.groups import Axes
+from pdrun.parallel.comm.mesh import FIXED
 from pdrun.parallel.layouts.grid import Grid
-from pdrun.parallel.mesh import FIXED
-from pdrun.parallel.modules.entropy import mark
+from pdrun.parallel.model.shards import set_tile, tile
 from pdrun.parallel.operators import rules as rules  # registers them
-from pdrun.parallel.operators.constraints import Said
-from pdrun.parallel.operators.engine import Engine, inner, meta_copy, on_meta
-from pdrun.parallel.operators.graph import Graph
+from pdrun.parallel.operators.compiler import Engine, inner, meta_copy, on_meta
+from pdrun.parallel.operators.graph.constraints import Said
+from pdrun.parallel.operators.graph.export import trace
+from pdrun.parallel.operators.graph.graph import Graph
 from pdrun.parallel.operators.plan import Plan
 from pdrun.parallel.operators.propagate import propagate
 from pdrun.parallel.operators.segments import derived, prepare
 from pdrun.parallel.operators.strategy import WHERE, Entry, resolve
-from pdrun.parallel.operators.trace import trace
-from pdrun.parallel.tiles import set_tile, tile
+from pdrun.parallel.tensor.vocab_cross_entropy import mark
 
 if TYPE_CHECKING:
     from pdrun.parallel.pipeline.split import Split
@@ -107,7 +107,7 @@ class Operators:
         return self._apply(model, axes, sample, None)
 
     def apply_in_stages(self, model: nn.Module, axes: Axes, sample: Any, split: Split) -> nn.Module:
-        """Cut a model that a pipeline will cut besides: see `pdrun.parallel.tiles.StagedCutter`."""
+        """Cut a model that a pipeline will cut besides: see `pdrun.parallel.model.shards.StagedCutter`."""
         return self._apply(model, axes, sample, split)
 
     def _apply(self, model: nn.Module, axes: Axes, sample: Any, split: Split | None) -> nn.Module:
@@ -184,7 +184,7 @@ def tensor_grid(mesh: Grid) -> Grid:
 
 
 def arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return how `parallelize` calls a model on a batch; see `pdrun.parallel.loss.call_model`."""
+    """Return how `parallelize` calls a model on a batch; see `pdrun.parallel.training.loss.call_model`."""
     if isinstance(batch, Mapping):
         known = inspect.signature(model.forward).parameters
         takes_all = any(found.kind is found.VAR_KEYWORD for found in known.values())

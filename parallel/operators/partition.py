@@ -15,19 +15,19 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from pdrun.parallel import collectives
-from pdrun.parallel.axes import Axes
-from pdrun.parallel.axis import Axis
+from pdrun.parallel.comm import autograd as collectives
+from pdrun.parallel.comm.communicator import Axis
+from pdrun.parallel.comm.groups import Axes
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
-from pdrun.parallel.modules.entropy import Words
-from pdrun.parallel.operators import convert
-from pdrun.parallel.operators.convert import Move, way
-from pdrun.parallel.operators.graph import Operator, Ref, refs, substitute
+from pdrun.parallel.operators import redistribute as convert
+from pdrun.parallel.operators.graph.graph import Operator, Ref, refs, substitute
 from pdrun.parallel.operators.plan import Plan
-from pdrun.parallel.operators.rule import Place, call_of
+from pdrun.parallel.operators.redistribute import Move, way
+from pdrun.parallel.operators.rules.rule import Place, call_of
 from pdrun.parallel.operators.segments import UNIT, item, segmented, tensor_at, unit_of
 from pdrun.parallel.operators.stages import Part
+from pdrun.parallel.tensor.vocab_cross_entropy import Words
 
 NOTHING = ("constrain", "stop", "detach")
 """Kinds that a rank has nothing to compute for; the last two end gradients."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
-from pdrun.parallel.operators.graph import Graph, Ref
-from pdrun.parallel.operators.rule import PARTIAL, WHOLE, Split, State
+from pdrun.parallel.operators.graph.graph import Graph, Ref
+from pdrun.parallel.operators.rules.rule import PARTIAL, WHOLE, Split, State
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from collections import deque
 
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
-from pdrun.parallel.operators.graph import Graph
+from pdrun.parallel.operators.graph.graph import Graph
 from pdrun.parallel.operators.plan import Choice, Plan, layout_of, states_of
-from pdrun.parallel.operators.rule import PARTIAL, WHOLE, Split, State, splits_of, view_of
+from pdrun.parallel.operators.rules.rule import PARTIAL, WHOLE, Split, State, splits_of, view_of
 from pdrun.parallel.operators.strategy import Wishes, missing
 
 

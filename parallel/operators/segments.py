@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from pdrun.parallel.operators.constraints import Sharding
+from pdrun.parallel.operators.graph.constraints import Sharding
 
 UNIT = "pdrun_unit"
 """Key of ``node.meta``: path of the module that is called, or the empty string."""

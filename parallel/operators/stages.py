@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from pdrun.errors import UsageError
 from pdrun.parallel.layouts.layout import L
-from pdrun.parallel.operators.convert import way
-from pdrun.parallel.operators.graph import Graph, Operator, Ref
+from pdrun.parallel.operators.graph.graph import Graph, Operator, Ref
 from pdrun.parallel.operators.plan import Plan
+from pdrun.parallel.operators.redistribute import way
 
 if TYPE_CHECKING:
     from pdrun.parallel.pipeline.split import Split

@@ -21,14 +21,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdrun.errors import UsageError
-from pdrun.parallel.layouts.bound import BoundLayout, match, onto
+from pdrun.parallel.layouts.device_matrix import BoundLayout, match, onto
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
-from pdrun.parallel.modules.regions import Replicate
-from pdrun.parallel.operators.constraints import Said, decode, is_layout
-from pdrun.parallel.operators.graph import Graph, Operator
+from pdrun.parallel.operators.graph.constraints import Said, decode, is_layout
+from pdrun.parallel.operators.graph.graph import Graph, Operator
 from pdrun.parallel.operators.plan import Choice, states_of
-from pdrun.parallel.operators.rule import PARTIAL, WHOLE, Split, splits_of, view_of
+from pdrun.parallel.operators.rules.rule import PARTIAL, WHOLE, Split, splits_of, view_of
+from pdrun.parallel.tensor.sequence_parallel import Replicate
 
 WHERE = "pdrun.Operators"
 Counts = tuple[int, ...]

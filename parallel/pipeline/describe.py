@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pdrun.parallel.pipeline.schedule import Schedule
+from pdrun.parallel.pipeline.schedules.schedule import Schedule
+from pdrun.parallel.pipeline.schedules.timeline import Costs, bubble, picture
+from pdrun.parallel.pipeline.schedules.validate import validate
 from pdrun.parallel.pipeline.split import Split
-from pdrun.parallel.pipeline.timeline import Costs, bubble, picture
-from pdrun.parallel.pipeline.validate import validate
 
 WIDTH = 140
 """Characters of a line of the picture."""

@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from pdrun.errors import UsageError
-from pdrun.parallel.loss import call_model
-from pdrun.parallel.pipeline.partition import WHERE
+from pdrun.parallel.pipeline.balance import WHERE
+from pdrun.parallel.training.loss import call_model
 
 _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """The kernel that attention takes on the CPU, which torch counts as nothing."""

@@ -12,14 +12,14 @@ from typing import Any
 from torch import nn
 
 from pdrun.errors import UsageError
-from pdrun.parallel.axes import Axes
-from pdrun.parallel.pipeline.links import AXIS, Links
+from pdrun.parallel.comm.groups import Axes
+from pdrun.parallel.pipeline.p2p import AXIS, Links
 from pdrun.parallel.pipeline.runner import Runner
-from pdrun.parallel.pipeline.schedule import WHERE, Schedule, parse
-from pdrun.parallel.pipeline.schedules import DEFAULT_CHUNKS, make
+from pdrun.parallel.pipeline.schedules.builders import DEFAULT_CHUNKS, make
+from pdrun.parallel.pipeline.schedules.schedule import WHERE, Schedule, parse
+from pdrun.parallel.pipeline.schedules.validate import ends, validate
 from pdrun.parallel.pipeline.split import BALANCE, Split, split
 from pdrun.parallel.pipeline.stage import Graphed, Stages
-from pdrun.parallel.pipeline.validate import ends, validate
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Pipeline:
 
     def split(self, model: nn.Module, axes: Axes, sample: Any) -> Split:
         """
-        Return which module belongs to which stage; see `pdrun.parallel.driver.Splitting`.
+        Return which module belongs to which stage; see `pdrun.parallel.training.driver.Splitting`.
 
         Raises:
             UsageError: the model can't be cut as was said.
@@ -109,7 +109,7 @@ class Pipeline:
 
     def apply(self, model: nn.Module, axes: Axes, sample: Any) -> tuple[nn.Module, Runner]:
         """
-        Return this rank's stage of a model and what drives it; see `pdrun.parallel.driver.Pipeline`.
+        Return this rank's stage of a model and what drives it; see `pdrun.parallel.training.driver.Pipeline`.
 
         Raises:
             UsageError: the model can't be cut as was said.

@@ -15,24 +15,24 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from pdrun.errors import UsageError
-from pdrun.parallel.loss import check_trains
-from pdrun.parallel.norms import wide_type
-from pdrun.parallel.pipeline import deferred
+from pdrun.parallel.pipeline import split_backward as deferred
 from pdrun.parallel.pipeline.describe import describe
-from pdrun.parallel.pipeline.links import Links
-from pdrun.parallel.pipeline.records import WHERE, Record
-from pdrun.parallel.pipeline.schedule import Action, Schedule
+from pdrun.parallel.pipeline.exchange import Came, Traffic, Work
+from pdrun.parallel.pipeline.metadata import WHERE, Record
+from pdrun.parallel.pipeline.p2p import Links
+from pdrun.parallel.pipeline.schedules.schedule import Action, Schedule
 from pdrun.parallel.pipeline.stage import Pass, Stages
-from pdrun.parallel.pipeline.traffic import Came, Traffic, Work
+from pdrun.parallel.training.loss import check_trains
+from pdrun.parallel.zero.grad_norm import wide_type
 
 if TYPE_CHECKING:
-    from pdrun.parallel.driver import MicroBatch
     from pdrun.parallel.run import Run
+    from pdrun.parallel.training.driver import MicroBatch
 
 
 class Runner:
     """
-    What drives a pipeline: see `pdrun.parallel.driver.Driver`.
+    What drives a pipeline: see `pdrun.parallel.training.driver.Driver`.
 
     Args:
         schedule: a sound one.

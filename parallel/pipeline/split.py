@@ -19,7 +19,7 @@ from torch import nn
 
 from pdrun.errors import UsageError, did_you_mean
 from pdrun.parallel.pipeline import flops
-from pdrun.parallel.pipeline.partition import WHERE, balanced, even
+from pdrun.parallel.pipeline.balance import WHERE, balanced, even
 
 Globs = Mapping[str, int]
 

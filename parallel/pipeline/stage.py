@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 
 from pdrun.errors import UsageError
-from pdrun.parallel.pipeline.records import WHERE, Form, Record, Sent, build, form_of
+from pdrun.parallel.pipeline.metadata import WHERE, Form, Record, Sent, build, form_of
 from pdrun.parallel.pipeline.split import Split
 from pdrun.parallel.pipeline.units import Unit, absent, staged
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from pdrun.errors import UsageError
-from pdrun.parallel.pipeline.records import WHERE
+from pdrun.parallel.pipeline.metadata import WHERE
 
 if TYPE_CHECKING:
     from pdrun.parallel.pipeline.stage import Stages

@@ -25,7 +25,7 @@ import yaml
 
 from pdrun.errors import PdrunError
 from pdrun.launcher.adapters.detect import detect
-from pdrun.launcher.adapters.found import Found, Probes
+from pdrun.launcher.adapters.model import Found, Probes
 
 HERE = Path(__file__).parent
 MARK = "expect: |\n"

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from pdrun.endpoint import port_for
 from pdrun.errors import PdrunError
 from pdrun.launcher.adapters.detect import LAUNCHERS, detect
-from pdrun.launcher.adapters.found import Found, Probes
-from pdrun.launcher.outer import around
-from pdrun.launcher.wishes import Wish
+from pdrun.launcher.adapters.model import Found, Probes
+from pdrun.launcher.config.detected import around
+from pdrun.launcher.config.settings import Wish
 from pdrun.names import check_name
-from pdrun.net import port_for
 from tests.adapters.helpers import HERE, environ_of, load, outcome, probes, recorded, rewrite
 
 CASES = sorted((HERE / "cases").glob("*.yaml"))

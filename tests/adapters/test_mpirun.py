@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from pdrun.launcher.spec import JobSpec, Program, Reach
-from pdrun.launcher.starters import look
+from pdrun.launcher.config.spec import JobSpec, Program, Reach
+from pdrun.launcher.plan.find_launchers import look
 from tests.adapters.conftest import Cluster
 from tests.adapters.test_ssh import SLEEP, up
 

@@ -18,15 +18,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrun.errors import ConfigError, RendezvousError, UsageError
-from pdrun.launcher import frames, mpicommand, order, ship, sshcommand, through
-from pdrun.launcher.fan import forwarded
-from pdrun.launcher.frames import Frames, Outbox, frame
-from pdrun.launcher.hosts import Host
-from pdrun.launcher.mpicommand import Mpi, recognise
-from pdrun.launcher.signals import STOP
-from pdrun.launcher.spec import JobSpec, Program
-from pdrun.launcher.through import Through
-from pdrun.launcher.throughrun import _Tending
+from pdrun.launcher.adapters import mpirun_command as mpicommand
+from pdrun.launcher.adapters import ssh_command as sshcommand
+from pdrun.launcher.adapters.mpirun_command import Mpi, recognise
+from pdrun.launcher.common.signals import STOP
+from pdrun.launcher.config.spec import JobSpec, Program
+from pdrun.launcher.controller import bundle as ship
+from pdrun.launcher.controller import frames
+from pdrun.launcher.controller import payload as order
+from pdrun.launcher.controller.external import _Tending
+from pdrun.launcher.controller.frames import Frames, Outbox, frame
+from pdrun.launcher.hosts.selection import Host
+from pdrun.launcher.plan import external as through
+from pdrun.launcher.plan.external import Through
+from pdrun.launcher.plan.hosts import forwarded
 
 ANY_TEXT = st.text(st.characters(), max_size=40)  # lone surrogates too: bytes of a file name that are no UTF-8
 
@@ -114,7 +119,7 @@ def test_the_command_of_a_connection() -> None:
         "ssh", ("-i", "key"), Host("h1", user="alice", port=2222), sshcommand.remote_command("/a b/python")
     )
     assert argv[:3] == ("ssh", "-i", "key")
-    assert argv[-7:] == ("-p", "2222", "-l", "alice", "--", "h1", "exec '/a b/python' -P -m pdrun.launcher.remote_main")
+    assert argv[-7:] == ("-p", "2222", "-l", "alice", "--", "h1", "exec '/a b/python' -P -m pdrun.launcher.launch.remote_main")
     assert "BatchMode=yes" in argv and argv.index("-i") < argv.index("BatchMode=yes")
 
 
@@ -170,7 +175,7 @@ def test_options_of_ssh_that_are_none(text: str) -> None:
         (255, "", "says nothing"),
         (127, "bash: line 1: exec: /x/python: not found", "there is no /x/python there"),
         (126, "permission denied: /x/python", "there is no /x/python there"),
-        (1, "/x/python: Error while finding module specification for 'pdrun.launcher.remote_main'"
+        (1, "/x/python: Error while finding module specification for 'pdrun.launcher.launch.remote_main'"
             " (ModuleNotFoundError: No module named 'pdrun')", "has no pdrun there"),
         (2, "Unknown option: -P\nusage: /x/python [option] ...", "older than Python 3.11"),
         (1, "far end: pyzmq and psutil are needed there (zmq is missing; ...)", "cannot be taken along"),
@@ -184,10 +189,10 @@ def test_what_failures_mean(code: int | None, said: str, what: str) -> None:
 
 def test_not_more_connections_at_once_than_the_window(tmp_path: Path) -> None:
     """A program in place of ssh notes when it begins and ends; 30 hosts go through a window of 4."""
-    from pdrun.launcher.fan import plan_hosts
-    from pdrun.launcher.fanout import Reaching
-    from pdrun.launcher.model import Facts
-    from pdrun.launcher.spec import JobSpec, Place, Program, Reach
+    from pdrun.launcher.config.spec import JobSpec, Place, Program, Reach
+    from pdrun.launcher.controller.ssh import Reaching
+    from pdrun.launcher.plan.hosts import plan_hosts
+    from pdrun.launcher.plan.model import Facts
     from pdrun.topology import CpuSet
 
     fake = tmp_path / "ssh"
@@ -212,7 +217,7 @@ def test_not_more_connections_at_once_than_the_window(tmp_path: Path) -> None:
 
 
 def test_nodes_have_names_of_their_own() -> None:
-    from pdrun.launcher.fan import named
+    from pdrun.launcher.plan.hosts import named
 
     hosts = [Host("n.a"), Host("n_a"), Host("fd00::1"), Host("fd00--1"), Host("n.a-1")]
     names = [name for _, name in named(hosts)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from pdrun.launcher.cli_env import report
+from pdrun.launcher.cli.env import report
 from tests.adapters.helpers import HERE, environ_of, load, probes
 
 

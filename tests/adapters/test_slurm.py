@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrun.errors import UsageError
-from pdrun.launcher import slurmjobs, through
-from pdrun.launcher.slurmjobs import Batch
-from pdrun.launcher.spec import JobSpec, Policy, Program
+from pdrun.launcher.config.spec import JobSpec, Policy, Program
+from pdrun.launcher.jobs import sbatch as slurmjobs
+from pdrun.launcher.jobs.sbatch import Batch
+from pdrun.launcher.plan import external as through
 from tests.adapters.conftest import Cluster, until
 from tests.adapters.slurm import Slurm
 

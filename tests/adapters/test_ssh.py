@@ -117,7 +117,7 @@ def test_a_killed_front_leaves_nothing_anywhere(cluster: Cluster) -> None:
     cluster.nothing_left(10.0)
 
 
-@pytest.mark.parametrize("victim", ["pdrun.launcher.agent_main", "pdrun.launcher.remote_main"])
+@pytest.mark.parametrize("victim", ["pdrun.launcher.launch.agent_main", "pdrun.launcher.launch.remote_main"])
 def test_a_killed_agent_ends_the_job_everywhere(cluster: Cluster, victim: str) -> None:
     job = cluster.start(*ALL, "--grace", "2", cluster.script(SLEEP))
     up(cluster, 3)
@@ -276,9 +276,9 @@ def test_a_dry_run_shows_every_command_and_reaches_nobody(cluster: Cluster) -> N
     )  # fmt: skip
     assert code == 0
     assert "variables  A_NAME=v A_TOKEN=(hidden)" in out
-    assert f"here, no ssh: {sys.executable} -P -m pdrun.launcher.remote_main" in out
+    assert f"here, no ssh: {sys.executable} -P -m pdrun.launcher.launch.remote_main" in out
     assert re.search(
-        r"  ssh -p 2222 -o BatchMode=yes .* -T -l alice -- h9 'exec \S+ -P -m pdrun.launcher.remote_main'\n", out
+        r"  ssh -p 2222 -o BatchMode=yes .* -T -l alice -- h9 'exec \S+ -P -m pdrun.launcher.launch.remote_main'\n", out
     )
     assert "h9: node rank 1, 4 worker(s)" in out
 

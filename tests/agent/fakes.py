@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 
-from pdrun.launcher.model import KeeperEvent, LaunchPlan, WorkerCommand, WorkerPlan
-from pdrun.launcher.spec import JobSpec, Output, Place, Policy, Program, Resources
-from pdrun.net import Endpoint
-from pdrun.rendezvous.messages import Assign, Message
+from pdrun.endpoint import Endpoint
+from pdrun.launcher.config.spec import JobSpec, Output, Place, Policy, Program, Resources
+from pdrun.launcher.plan.model import KeeperEvent, LaunchPlan, WorkerCommand, WorkerPlan
+from pdrun.rendezvous.protocol.messages import Assign, Message
 
 
 class FakeKeeper:

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pdrun.launcher.keeper_client import KeeperProcess
-from pdrun.launcher.model import KeeperEvent, WorkerCommand
-from pdrun.launcher.warm import Lent
-from pdrun.rendezvous.ready import readable
+from pdrun.launcher.plan.model import KeeperEvent, WorkerCommand
+from pdrun.launcher.supervisor.client import KeeperProcess
+from pdrun.launcher.supervisor.warm_client import Lent
+from pdrun.rendezvous.transport.ready import readable
 
 T = TypeVar("T")
 REPOSITORY = Path(__file__).resolve().parents[2]

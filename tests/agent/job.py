@@ -12,7 +12,7 @@ import os
 import sys
 
 from pdrun.errors import PdrunError
-from pdrun.launcher.run import execute
+from pdrun.launcher.launch.execute import execute
 from tests.agent.fakes import make_plan
 
 

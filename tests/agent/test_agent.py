@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pdrun.launcher import keeper
+from pdrun.launcher.stdlib_only import supervisor as keeper
 from tests.agent.helpers import alive, until
 from tests.timing import compared, in_starts
 
@@ -334,7 +334,7 @@ def test_nothing_heavy_is_imported_for_one_node(jobs):
     heavy = {"zmq", "rich", "yaml", "psutil", "asyncio", "torch", "numpy"}
     found, job = jobs.run("/bin/true", prefix=("env", "PYTHONPROFILEIMPORTTIME=1"))
     imported = {line.rpartition("|")[2].strip() for line in job.err.splitlines() if line.startswith("import time:")}
-    assert found == 0 and "pdrun.launcher.agent" in imported
+    assert found == 0 and "pdrun.launcher.agent.agent" in imported
     assert not heavy & imported
 
 

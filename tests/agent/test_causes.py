@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrun.errors import PeerLost
-from pdrun.launcher.causes import Evidence, cause_of
-from pdrun.launcher.model import SpawnFailed
-from pdrun.rendezvous.messages import Failure
-from pdrun.rendezvous.verdict import Reported, first_cause
+from pdrun.launcher.diagnosis.causes import Evidence, cause_of
+from pdrun.launcher.plan.model import SpawnFailed
+from pdrun.rendezvous.policies.verdict import Reported, first_cause
+from pdrun.rendezvous.protocol.messages import Failure
 
 
 def trace(error: str, *frames: tuple[str, str]) -> str:

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdrun.launcher import channel as module
-from pdrun.launcher.channel import BATCH, LONGEST, Channel, Told, parse
-from pdrun.rendezvous.ready import readable
+from pdrun.launcher.agent import channel as module
+from pdrun.launcher.agent.channel import BATCH, LONGEST, Channel, Told, parse
+from pdrun.rendezvous.transport.ready import readable
 
 SENDER = """
 import os, socket, sys

@@ -10,12 +10,12 @@ from dataclasses import replace
 import pytest
 
 from pdrun.errors import PdrunError, RendezvousError
-from pdrun.launcher import leaving as module
-from pdrun.launcher.agent import Agent
-from pdrun.launcher.model import Exited, Spawned, Swept
-from pdrun.launcher.signals import Signals
-from pdrun.launcher.surroundings import Surroundings
-from pdrun.rendezvous import messages as m
+from pdrun.launcher.agent import shutdown as module
+from pdrun.launcher.agent.agent import Agent
+from pdrun.launcher.agent.surroundings import Surroundings
+from pdrun.launcher.common.signals import Signals
+from pdrun.launcher.plan.model import Exited, Spawned, Swept
+from pdrun.rendezvous.protocol import messages as m
 from tests.agent.fakes import FakeKeeper, FakeLink, FakeOutput, make_assign, make_plan
 
 WELCOME = m.Welcome("demo", "demo-run", "", "s" * 32, 1.0, 10.0)

@@ -10,10 +10,10 @@ import sys
 import pytest
 
 from pdrun.clock import FakeClock
-from pdrun.launcher import group as module
-from pdrun.launcher import procfs
-from pdrun.launcher.group import Group
-from pdrun.launcher.model import Exited, Spawned, SpawnFailed, Swept
+from pdrun.launcher.agent import worker_group as module
+from pdrun.launcher.agent.worker_group import Group
+from pdrun.launcher.common import procfs
+from pdrun.launcher.plan.model import Exited, Spawned, SpawnFailed, Swept
 from tests.agent.fakes import FakeKeeper, FakeOutput, make_assign, make_plan
 from tests.agent.helpers import until
 

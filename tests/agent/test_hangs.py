@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdrun.launcher.hangs import TRACEBACK, Seen, Watch
+from pdrun.launcher.diagnosis.hangs import TRACEBACK, Seen, Watch
 
 QUIET = Seen(cpu=1.0)
 

@@ -17,10 +17,11 @@ from pathlib import Path
 import pytest
 
 from pdrun.errors import PdrunError
-from pdrun.launcher import boot, keeper_client
-from pdrun.launcher.keeper import STUCK, kill, process
-from pdrun.launcher.model import Exited, Spawned, SpawnFailed, StarterState, Swept, WorkerCommand
-from pdrun.rendezvous.ready import readable
+from pdrun.launcher.plan.model import Exited, Spawned, SpawnFailed, StarterState, Swept, WorkerCommand
+from pdrun.launcher.stdlib_only.supervisor import STUCK, kill, process
+from pdrun.launcher.supervisor import boot
+from pdrun.launcher.supervisor import client as keeper_client
+from pdrun.rendezvous.transport.ready import readable
 from tests.agent.helpers import REPOSITORY, alive, keeper_driver, python, read_pid, until
 from tests.timing import in_starts
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from pdrun.launcher.leaving import MARGIN, STOP_ANSWER, STOP_ANSWER_WAITING, Leaving, answer_time
-from pdrun.rendezvous.messages import Welcome
+from pdrun.launcher.agent.shutdown import MARGIN, STOP_ANSWER, STOP_ANSWER_WAITING, Leaving, answer_time
+from pdrun.rendezvous.protocol.messages import Welcome
 
 WELCOME = Welcome("demo", "run", "", "s" * 32, 1.0, 10.0, lease=6.5)
 

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 
-from pdrun.launcher import procfs
+from pdrun.launcher.common import procfs
 from tests.agent.helpers import until
 
 BURN = "import os\npid = os.fork()\nwhile os.times().user < 0.3: pass\nif pid == 0: os._exit(0)\n"

@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 
 from pdrun.clock import FakeClock
-from pdrun.launcher import hangs, procfs
-from pdrun.launcher.reports import Reports
-from pdrun.launcher.stacks import Inquiry
-from pdrun.rendezvous.messages import Hung, Progress, ShowStacks, Stacks, Step
+from pdrun.launcher.agent.monitor import Reports
+from pdrun.launcher.common import procfs
+from pdrun.launcher.diagnosis import hangs
+from pdrun.launcher.diagnosis.stack_collector import Inquiry
+from pdrun.rendezvous.protocol.messages import Hung, Progress, ShowStacks, Stacks, Step
 from tests.agent.fakes import FakeKeeper, FakeOutput
 from tests.agent.helpers import until
 

@@ -10,16 +10,16 @@ from dataclasses import replace
 import pytest
 
 from pdrun.clock import FakeClock
-from pdrun.env import WorkerEnv
-from pdrun.launcher.model import WorkerPlan
-from pdrun.launcher.oom import oom_kills
-from pdrun.launcher.preflight import preflight
-from pdrun.launcher.run import joined_spec, run_name
-from pdrun.launcher.signals import Signals
-from pdrun.launcher.voice import PATIENCE, Voice
-from pdrun.launcher.worker_env import worker_env
-from pdrun.net import Endpoint
-from pdrun.rendezvous.messages import StopWorkers, Verdict
+from pdrun.endpoint import Endpoint
+from pdrun.launcher.agent.announcer import PATIENCE, Voice
+from pdrun.launcher.agent.preflight import preflight
+from pdrun.launcher.common.oom import oom_kills
+from pdrun.launcher.common.signals import Signals
+from pdrun.launcher.launch.execute import joined_spec, run_name
+from pdrun.launcher.plan.model import WorkerPlan
+from pdrun.launcher.plan.worker_env import worker_env
+from pdrun.rendezvous.protocol.messages import StopWorkers, Verdict
+from pdrun.worker_env import WorkerEnv
 from tests.agent.fakes import FakeOutput, make_assign, make_plan
 from tests.agent.helpers import until
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pdrun.launcher.stacktext import LONGEST, at_work, comparable, cut, grouped, threads
-from pdrun.rendezvous.codec import encode
-from pdrun.rendezvous.messages import Envelope, StackGroup, Stacks
+from pdrun.launcher.diagnosis.stacks import LONGEST, at_work, comparable, cut, grouped, threads
+from pdrun.rendezvous.protocol.codec import encode
+from pdrun.rendezvous.protocol.messages import Envelope, StackGroup, Stacks
 
 FAULTHANDLER = """Thread 0x00007f2b6ffff640 (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 324 in wait
@@ -14,7 +14,7 @@ Current thread 0x00007f2b7ffff740 (most recent call first):
   File "/site-packages/torch/distributed/distributed_c10d.py", line 3252 in all_reduce
   File "train.py", line 11 in train_step
   File "train.py", line 15 in <module>
-  File "/x/launcher/starter_main.py", line 300 in <module>
+  File "/x/launcher/stdlib_only/fork_server.py", line 300 in <module>
 """
 MAIN = """File "/site-packages/torch/distributed/distributed_c10d.py", line 3252 in all_reduce
 File "train.py", line 11 in train_step

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from pdrun.launcher.model import Exited, Spawned
-from pdrun.launcher.store import Stores, StoreSocket
-from pdrun.rendezvous import storehost
-from pdrun.rendezvous.ready import readable
+from pdrun.launcher.agent.store import Stores, StoreSocket
+from pdrun.launcher.plan.model import Exited, Spawned
+from pdrun.rendezvous import tcpstore_main as storehost
+from pdrun.rendezvous.transport.ready import readable
 from tests.agent.helpers import keeper_driver, until
 
 ENV = {"PATH": os.environ["PATH"]}
@@ -101,7 +101,7 @@ def test_the_store_serves_on_the_held_socket_only(store):
 def test_the_c_library_alone_is_enough():
     pytest.importorskip("torch", reason="torch is not installed")
     code = (
-        "import sys; from pdrun.rendezvous import storehost as s\n"
+        "import sys; from pdrun.rendezvous import tcpstore_main as s\n"
         "print(s.light_store_class(s.torch_root()).__name__, 'torch.nn' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pdrun.launcher.summary import LINES, duration, hints, plain, summary
-from pdrun.rendezvous.messages import Cause, Failure, Verdict
-from pdrun.rendezvous.wording import ended_well
+from pdrun.launcher.agent.summary import LINES, duration, hints, plain, summary
+from pdrun.rendezvous.policies.texts import ended_well
+from pdrun.rendezvous.protocol.messages import Cause, Failure, Verdict
 
 TRACE = """Traceback (most recent call last):
   File "/home/me/train.py", line 9, in <module>

@@ -7,8 +7,8 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdrun.launcher import traces
-from pdrun.launcher.traces import launcher_file, raised, users_part
+from pdrun.launcher.diagnosis import tracebacks as traces
+from pdrun.launcher.diagnosis.tracebacks import launcher_file, raised, users_part
 
 PLAIN = """Traceback (most recent call last):
   File "/home/me/train.py", line 9, in <module>

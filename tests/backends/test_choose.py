@@ -8,7 +8,7 @@ import pytest
 
 from pdrun.backends import detect
 from pdrun.errors import ConfigError, UsageError
-from pdrun.launcher.model import BackendFacts
+from pdrun.launcher.plan.model import BackendFacts
 from tests.backends.helpers import EVERYTHING, Tool, amd, nvidia
 
 

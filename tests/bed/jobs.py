@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from pdrun import eventlog
-from pdrun.rendezvous.security import Secret, token_text
+from pdrun.rendezvous.protocol.security import Secret, token_text
 from tests.bed.cluster import Cluster
 from tests.bed.host import Host, words_of
 from tests.bed.processes import BedError, pid_of
@@ -44,7 +44,7 @@ class NodeJob(Job):
 
     def scheduler(self) -> int:
         """Machine-wide pid of the scheduler process of this agent; 0: it has none."""
-        found = (pid for pid, words in self.host.processes().items() if "pdrun.rendezvous.server" in words)
+        found = (pid for pid, words in self.host.processes().items() if "pdrun.rendezvous.scheduler.child_main" in words)
         return next(found, 0)
 
 

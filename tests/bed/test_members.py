@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pdrun.rendezvous.security import Secret, token_text
+from pdrun.rendezvous.protocol.security import Secret, token_text
 from tests.bed.jobs import PORT, Bed
 from tests.bed.processes import BedError
 from tests.e2e.conftest import until

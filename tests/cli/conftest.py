@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from pdrun.launcher import cli
+from pdrun.launcher.cli import main as cli
 
 
 class Outcome(NamedTuple):
@@ -28,7 +28,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def pdrun(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
     """Run the command line in this process; anything that would start a job fails the test."""
-    from pdrun.launcher import run
+    from pdrun.launcher.launch import execute as run
 
     def started(*args: object) -> int:
         raise AssertionError(f"a job was started: {args}")

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from pdrun.launcher import cli, run
-from pdrun.launcher.model import LaunchPlan
-from pdrun.searching import standard_library_first
+from pdrun.launcher.cli import main as cli
+from pdrun.launcher.launch import execute as run
+from pdrun.launcher.plan.model import LaunchPlan
+from pdrun.sys_path import standard_library_first
 from tests.cli.conftest import Outcome
 
 Call = Callable[..., Outcome]

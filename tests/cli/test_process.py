@@ -143,7 +143,7 @@ def test_a_reader_that_goes_away(tmp_path: Path) -> None:
 def test_neither_torch_nor_anything_slow_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import torch\n")
     program = (
-        "import sys; from pdrun.launcher import cli; code = cli.main(['--dry-run', 'train.py']);"
+        "import sys; from pdrun.launcher.cli import main as cli; code = cli.main(['--dry-run', 'train.py']);"
         "heavy = {'torch', 'numpy', 'zmq', 'rich', 'yaml', 'psutil', 'asyncio', 'socket', 'importlib.metadata'};"
         "print(sorted(heavy & set(sys.modules)), file=sys.stderr); sys.exit(code)"
     )

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from pdrun.endpoint import Endpoint
 from pdrun.errors import ConfigError
-from pdrun.launcher import specfile
-from pdrun.launcher.derive import build
-from pdrun.launcher.spec import JobSpec, field_paths
-from pdrun.net import Endpoint
+from pdrun.launcher.config import job_file as specfile
+from pdrun.launcher.config.resolve import build
+from pdrun.launcher.config.spec import JobSpec, field_paths
 from tests.cli.conftest import Outcome
 
 Call = Callable[..., Outcome]

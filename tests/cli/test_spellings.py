@@ -8,11 +8,11 @@ from collections.abc import Mapping
 import pytest
 
 from pdrun.errors import PdrunError
-from pdrun.launcher.aliases import ALIASES, MSRUN, TORCHRUN
-from pdrun.launcher.cli_commands import build as commands
-from pdrun.launcher.cli_run import request
-from pdrun.launcher.derive import Asked
-from pdrun.launcher.options import RUN
+from pdrun.launcher.cli.commands import build as commands
+from pdrun.launcher.cli.run import request
+from pdrun.launcher.config.aliases import ALIASES, MSRUN, TORCHRUN
+from pdrun.launcher.config.options import RUN
+from pdrun.launcher.config.resolve import Asked
 
 
 def ask(line: str, environ: Mapping[str, str] | None = None) -> Asked:

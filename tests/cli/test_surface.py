@@ -9,14 +9,14 @@ from typing import get_args
 
 import pdrun
 from pdrun import errors, eventlog
-from pdrun.env import WorkerEnv
-from pdrun.launcher import derive
-from pdrun.launcher.aliases import ALIASES, MSRUN, TORCHRUN
-from pdrun.launcher.cli_commands import JOINERS, build
-from pdrun.launcher.options import OTHER_VARIABLES, RUN, Option
-from pdrun.launcher.spec import field_paths
-from pdrun.launcher.wishes import Level, Source, Wish
-from pdrun.rendezvous import messages
+from pdrun.launcher.cli.commands import JOINERS, build
+from pdrun.launcher.config import resolve as derive
+from pdrun.launcher.config.aliases import ALIASES, MSRUN, TORCHRUN
+from pdrun.launcher.config.options import OTHER_VARIABLES, RUN, Option
+from pdrun.launcher.config.settings import Level, Source, Wish
+from pdrun.launcher.config.spec import field_paths
+from pdrun.rendezvous.protocol import messages
+from pdrun.worker_env import WorkerEnv
 
 
 def words(text: str) -> set[str]:

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdrun.endpoint import Endpoint
 from pdrun.errors import UsageError
-from pdrun.launcher import values
-from pdrun.net import Endpoint
+from pdrun.launcher.common import parsers as values
 
 
 @given(st.text(max_size=12))

@@ -42,7 +42,7 @@ def scheduler_of(job: Job) -> psutil.Process | None:
     """The scheduler process that this pdrun runs."""
     try:
         found = psutil.Process(job.process.pid).children()
-        return next((each for each in found if "pdrun.rendezvous.server" in each.cmdline()), None)
+        return next((each for each in found if "pdrun.rendezvous.scheduler.child_main" in each.cmdline()), None)
     except psutil.Error:
         return None
 
@@ -78,7 +78,7 @@ def stamps(shell: Shell, rank: int) -> list[float]:
 
 def start_of_a_process() -> float:
     """Seconds that the start of a scheduler's process takes here and now, with all that other tests do beside it."""
-    code = "import pdrun.rendezvous.server, pdrun.rendezvous.zmq_server, pdrun.rendezvous.replay"
+    code = "import pdrun.rendezvous.scheduler.child_main, pdrun.rendezvous.transport.zmq_server, pdrun.rendezvous.journal.replay"
     begin = time.monotonic()
     subprocess.run([sys.executable, "-P", "-c", code], check=True)
     return time.monotonic() - begin
@@ -154,7 +154,7 @@ def test_simulated_nodes_and_a_job_without_files(shell: Shell) -> None:
     running(shell)
     assert len(list(temporary.glob("pdrun-*/scheduler.journal"))) == 1
     found = [each for each in psutil.Process(job.process.pid).children(recursive=True)
-             if "pdrun.rendezvous.server" in each.cmdline()]  # fmt: skip
+             if "pdrun.rendezvous.scheduler.child_main" in each.cmdline()]  # fmt: skip
     assert len(found) == 1
     found[0].send_signal(signal.SIGKILL)
     back(job, 1)

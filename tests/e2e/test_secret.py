@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pdrun.rendezvous.security import Secret, token_text
+from pdrun.rendezvous.protocol.security import Secret, token_text
 from tests.e2e.conftest import Shell, free_port
 
 TOKEN = token_text(Secret(b"s" * 32))

@@ -9,9 +9,9 @@ from pathlib import Path
 import click
 import pytest
 
-from pdrun.launcher.aliases import ALIASES
-from pdrun.launcher.cli_commands import build
-from pdrun.launcher.options import RUN
+from pdrun.launcher.cli.commands import build
+from pdrun.launcher.config.aliases import ALIASES
+from pdrun.launcher.config.options import RUN
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [

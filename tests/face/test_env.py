@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdrun.env import WorkerEnv, refuse_owned
 from pdrun.errors import ConfigError, UsageError
+from pdrun.worker_env import WorkerEnv, refuse_owned
 
 
 @st.composite

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from pdrun.async_file import LineWriter
 from pdrun.eventlog import KINDS, Event, EventLog, JobStatus, read, replay
-from pdrun.launcher.control import to_json
-from pdrun.linewriter import LineWriter
+from pdrun.launcher.jobs.control import to_json
 from pdrun.ui.status import plain
 from tests.e2e.conftest import until
 

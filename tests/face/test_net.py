@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdrun.endpoint import Endpoint, check_host, parse_endpoint, parse_port
 from pdrun.errors import UsageError
-from pdrun.net import Endpoint, check_host, parse_endpoint, parse_port
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_the_installed_command_runs_from_anywhere(built: Path, tmp_path: Path) -
     for name in ("launcher", "backends", "rendezvous"):
         (tmp_path / "work" / name).mkdir(parents=True)
         (tmp_path / "work" / name / "__init__.py").write_text("raise RuntimeError('shadowed')\n")
-    code = "import pdrun, pdrun.launcher.spec as s; print(pdrun.__file__, s.__file__)"
+    code = "import pdrun, pdrun.launcher.config.spec as s; print(pdrun.__file__, s.__file__)"
     where = subprocess.run(
         [python, "-c", code], cwd=tmp_path / "work", capture_output=True, text=True, check=True
     ).stdout

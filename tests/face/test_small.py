@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 import pdrun
 from pdrun import errors
+from pdrun.async_file import LineWriter
 from pdrun.clock import FakeClock, SystemClock
-from pdrun.folders import make_private
-from pdrun.linewriter import LineWriter
 from pdrun.names import check_name, name_from, natural_key
+from pdrun.private_folder import make_private
 
 
 def test_exit_codes_are_the_documented_ones() -> None:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import pdrun.templates
 from pdrun.errors import ConfigError, PdrunError, UsageError
-from pdrun.launcher import hostfile
-from pdrun.launcher.hosts import Host
+from pdrun.launcher.hosts import hostfile
+from pdrun.launcher.hosts.selection import Host
 from tests.hosts.test_hosts import said
 
 GRAMMARS = {

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrun.errors import UsageError
-from pdrun.launcher.hostlist import MOST, compress, expand
+from pdrun.launcher.hosts.nodelist import MOST, compress, expand
 
 SAME_AS_SLURM = (
     "node[01-03,07]", "a[1-2],b[3-4]", "rack[0-1]node[2-3]", "n[1-2][3-4]", "n[9-11]", "n[09-11]", "n[008-010,1]",

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrun.errors import UsageError
-from pdrun.launcher.hosts import Host, exclude, include, parse_choice, parse_hosts
+from pdrun.launcher.hosts.selection import Host, exclude, include, parse_choice, parse_hosts
 
 
 def said(hosts: tuple[Host, ...]) -> list[str]:

@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrun.errors import UsageError
-from pdrun.parallel.layouts.bound import REPEAT, Layout, as_layout, counts, from_tensor_map, match, to_tensor_map
+from pdrun.parallel.layouts.device_matrix import (
+    REPEAT,
+    Layout,
+    as_layout,
+    counts,
+    from_tensor_map,
+    match,
+    to_tensor_map,
+)
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.layouts.view import VIRTUAL, View

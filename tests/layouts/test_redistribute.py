@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdrun.errors import UsageError
-from pdrun.parallel.layouts.bound import Layout
+from pdrun.parallel.layouts.common_grid import unify
+from pdrun.parallel.layouts.device_matrix import Layout
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.layouts.redistribute import _searched, fall_back, redistribute, route
-from pdrun.parallel.layouts.unify import unify
 from pdrun.parallel.layouts.view import VIRTUAL, View
 from tests.layouts import simulate
 

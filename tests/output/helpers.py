@@ -10,10 +10,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from pdrun.launcher import spec
-from pdrun.launcher.console import Console
-from pdrun.launcher.logfiles import LogFiles
-from pdrun.launcher.output import Output
+from pdrun.launcher.config import spec
+from pdrun.launcher.output.console import Console
+from pdrun.launcher.output.log_files import LogFiles
+from pdrun.launcher.output.router import Output
 
 
 def make_output(

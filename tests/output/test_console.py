@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from pdrun.lane import HIGH, Speaker
-from pdrun.launcher.console import ERR, OUT, Console
-from pdrun.rendezvous.ready import readable
+from pdrun.async_writer import HIGH, Speaker
+from pdrun.launcher.output.console import ERR, OUT, Console
+from pdrun.rendezvous.transport.ready import readable
 from tests.output.helpers import make_output, pump, start_worker
 
 

@@ -18,9 +18,11 @@ import pytest
 
 from pdrun.errors import UsageError
 from pdrun.eventlog import Event, EventLog, JobStatus
-from pdrun.launcher import control, follow, jobs
-from pdrun.launcher.console import Console
-from pdrun.launcher.follow import LogReader
+from pdrun.launcher.jobs import control
+from pdrun.launcher.jobs import log_reader as follow
+from pdrun.launcher.jobs import registry as jobs
+from pdrun.launcher.jobs.log_reader import LogReader
+from pdrun.launcher.output.console import Console
 
 TERM_ONCE = (
     "import signal, sys, time\nsignal.signal(15, lambda n, f: sys.exit(143))\nprint('up', flush=True)\ntime.sleep(60)"

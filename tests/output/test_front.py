@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from pdrun.launcher import front
-from pdrun.launcher.adapters.local import AgentStart, agent_starts, bind_scheduler
-from pdrun.launcher.front import Patience, verdict_code
-from pdrun.launcher.model import LaunchPlan
-from pdrun.launcher.remote_agent import RemoteAgent
-from pdrun.launcher.spec import JobSpec, Program, Resources
-from pdrun.launcher.started import LocalAgent, agent_command
-from pdrun.rendezvous.security import Secret
+from pdrun.launcher.config.spec import JobSpec, Program, Resources
+from pdrun.launcher.controller import controller as front
+from pdrun.launcher.controller.agent_handle import LocalAgent, agent_command
+from pdrun.launcher.controller.controller import Patience, verdict_code
+from pdrun.launcher.controller.local import AgentStart, agent_starts, bind_scheduler
+from pdrun.launcher.controller.ssh_agent import RemoteAgent
+from pdrun.launcher.plan.model import LaunchPlan
+from pdrun.rendezvous.protocol.security import Secret
 
 RUN = """
 import json, os, sys
@@ -309,7 +309,7 @@ def test_a_connection_that_was_cut_in_the_same_moment_is_not_read(tmp_path: Path
 
 
 def test_a_command_that_cannot_be_started_leaves_nothing_behind() -> None:
-    from pdrun.launcher.console import Console
+    from pdrun.launcher.output.console import Console
 
     before = signal.getsignal(signal.SIGTERM)
     fds = set(os.listdir("/proc/self/fd"))

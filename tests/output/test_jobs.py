@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from pdrun.errors import UsageError
-from pdrun.launcher import jobs
-from pdrun.launcher.jobs import Job, describe, find, find_running, is_alive, prune, register, start_ticks
+from pdrun.launcher.jobs import registry as jobs
+from pdrun.launcher.jobs.registry import Job, describe, find, find_running, is_alive, prune, register, start_ticks
 
 
 def entry(run: str, job: str = "train", **changes: object) -> Job:

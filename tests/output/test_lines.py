@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdrun.launcher.lines import LIMIT, Line, LineSplitter
+from pdrun.launcher.output.line_splitter import LIMIT, Line, LineSplitter
 
 PIECES = st.sampled_from([b"a", b"bc", b"\n", b"\r", b"\r\n", "é".encode(), "█".encode(), b"\xff", b"x" * 9, b" "])
 STREAMS = st.lists(PIECES, max_size=40).map(b"".join)

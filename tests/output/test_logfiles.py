@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrun.errors import ConfigError
-from pdrun.launcher.logfiles import LogFiles, size_text
-from pdrun.launcher.lognames import check_template, file_stem, prepare_root, stem_pattern
+from pdrun.launcher.output.log_files import LogFiles, size_text
+from pdrun.launcher.output.log_names import check_template, file_stem, prepare_root, stem_pattern
 
 
 def test_what_is_written_is_there_when_closed(tmp_path: Path) -> None:

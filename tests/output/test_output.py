@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from pdrun.errors import ConfigError, UsageError
-from pdrun.launcher.logfiles import LogFiles
-from pdrun.launcher.ranks import RankSet
+from pdrun.launcher.common.ranks import RankSet
+from pdrun.launcher.output.log_files import LogFiles
 from tests.output.helpers import log, make_output, pump, pump_once, start_worker
 
 FLOOD = """
@@ -325,7 +325,7 @@ def test_sets_of_ranks() -> None:
 
 def test_the_agent_s_side_loads_nothing_heavy() -> None:
     code = (
-        "import sys, pdrun.launcher.output, pdrun.launcher.jobs, pdrun.launcher.front\n"
+        "import sys, pdrun.launcher.output.router, pdrun.launcher.jobs.registry, pdrun.launcher.controller.controller\n"
         "heavy = ('zmq', 'rich', 'yaml', 'psutil', 'asyncio', 'torch', 'logging', 'tempfile')\n"
         "print([name for name in heavy if name in sys.modules])"
     )

@@ -16,16 +16,16 @@ from pathlib import Path
 
 import pytest
 
+from pdrun.endpoint import Endpoint
 from pdrun.errors import AuthenticationError, UsageError
 from pdrun.eventlog import JobStatus
-from pdrun.launcher import control
-from pdrun.launcher.control import Remote
-from pdrun.net import Endpoint
-from pdrun.rendezvous.child import SchedulerChild
-from pdrun.rendezvous.events import SchedulerConfig
-from pdrun.rendezvous.messages import Finished, Leave, StopWorkers, Verdict
-from pdrun.rendezvous.security import Secret, load_cookie, token_text
-from pdrun.rendezvous.viewer import Viewer
+from pdrun.launcher.jobs import control
+from pdrun.launcher.jobs.control import Remote
+from pdrun.rendezvous.clients.viewer import Viewer
+from pdrun.rendezvous.protocol.events import SchedulerConfig
+from pdrun.rendezvous.protocol.messages import Finished, Leave, StopWorkers, Verdict
+from pdrun.rendezvous.protocol.security import Secret, load_cookie, token_text
+from pdrun.rendezvous.scheduler.child import SchedulerChild
 from tests.rendezvous.helpers import Agent, agents, start_all, until
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdrun.launcher.shaping import BAR_PERIOD, PrefixShaper, StraightShaper, clean
+from pdrun.launcher.output.formatting import BAR_PERIOD, PrefixShaper, StraightShaper, clean
 
 COLOUR = re.compile(rb"\x1b\[[0-9;:]*m")
 

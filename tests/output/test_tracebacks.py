@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdrun.launcher.tracebacks import LAST_WORD_LINES, LIMIT, Found, TracebackFinder
+from pdrun.launcher.diagnosis.traceback_parser import LAST_WORD_LINES, LIMIT, Found, TracebackFinder
 
 PLAIN = b"""Traceback (most recent call last):
   File "train.py", line 3, in <module>

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pdrun.parallel import collectives as c
-from pdrun.parallel import dice
-from pdrun.parallel.axes import Axes
-from pdrun.parallel.axis import Axis
+from pdrun.parallel.comm import autograd as c
+from pdrun.parallel.comm.communicator import Axis
+from pdrun.parallel.comm.groups import Axes
 from pdrun.parallel.layouts.layout import L, cut
-from pdrun.parallel.tiles import set_tile, tile, tile_of
+from pdrun.parallel.model.shards import set_tile, tile, tile_of
+from pdrun.parallel.rng import step_rng as dice
 from tests.parallel.zoo import LENGTH, WIDTH, WORDS, Block
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pdrun.parallel.axes import Axes
+from pdrun.parallel.comm.groups import Axes
+from pdrun.parallel.comm.watchdog import Watch
 from pdrun.parallel.layouts.grid import Grid
-from pdrun.parallel.modules import Strategy, col, heads, row, seq, vocab
-from pdrun.parallel.tiles import tile_of
-from pdrun.parallel.watch import Watch
+from pdrun.parallel.model.shards import tile_of
+from pdrun.parallel.tensor import Strategy, col, heads, row, seq, vocab
 
 WIDTH, LENGTH, ROWS = 32, 8, 3
 

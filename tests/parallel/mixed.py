@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 import pdrun
 from pdrun.errors import UsageError
-from pdrun.parallel import mesh
+from pdrun.parallel.comm import mesh
 from pdrun.parallel.layouts.layout import L
-from pdrun.parallel.modules import Strategy, col, cross_entropy, heads, replicate, row, seq, vocab
-from pdrun.parallel.modules.highdim import linear2d
+from pdrun.parallel.model.shards import Cutter
 from pdrun.parallel.operators.module import Operators
 from pdrun.parallel.parallelize import parallelize
 from pdrun.parallel.run import Run
-from pdrun.parallel.tiles import Cutter
+from pdrun.parallel.tensor import Strategy, col, cross_entropy, heads, replicate, row, seq, vocab
+from pdrun.parallel.tensor.linear_2d_3d import linear2d
 from tests.parallel.decoder import WIDTH, Block, strategy
 
 WORDS, LENGTH, HIDDEN = 37, 8, 50

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import checkpoint as checkpoint
 
-from pdrun.parallel.axes import Axes
+from pdrun.parallel.comm.groups import Axes
+from pdrun.parallel.comm.watchdog import Watch
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
-from pdrun.parallel.operators.constraints import constrain, shard
+from pdrun.parallel.model.shards import tile_of
+from pdrun.parallel.operators.graph.constraints import constrain, shard
 from pdrun.parallel.operators.module import Operators
-from pdrun.parallel.tiles import tile_of
-from pdrun.parallel.watch import Watch
 from tests.parallel import zoo
 
 

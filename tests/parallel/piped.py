@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pdrun.errors import UsageError
-from pdrun.parallel import memory, volume
+from pdrun.parallel.comm.mesh import solve
 from pdrun.parallel.layouts.layout import L
-from pdrun.parallel.mesh import solve
 from pdrun.parallel.operators.module import Operators
 from pdrun.parallel.operators.strategy import Cut
 from pdrun.parallel.parallelize import parallelize
 from pdrun.parallel.pipeline.pipeline import Pipeline
+from pdrun.parallel.report import memory
+from pdrun.parallel.report import traffic as volume
 from pdrun.parallel.run import Run
 from tests.parallel.zoo import LENGTH, WIDTH, WORDS, Block, Tiny, batch_of, token_loss
 

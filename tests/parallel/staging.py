@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pdrun.parallel.axes import Axes
-from pdrun.parallel.driver import MicroBatch
+from pdrun.parallel.comm.groups import Axes
 from pdrun.parallel.layouts.layout import cut
-from pdrun.parallel.norms import wide_type
 from pdrun.parallel.run import Run
+from pdrun.parallel.training.driver import MicroBatch
+from pdrun.parallel.zero.grad_norm import wide_type
 from tests.parallel.zoo import WIDTH, Tiny
 
 
@@ -31,7 +31,7 @@ class Stage(Tiny):
 
 
 class Stages:
-    """See `pdrun.parallel.driver.Pipeline`."""
+    """See `pdrun.parallel.training.driver.Pipeline`."""
 
     def __init__(self, microbatches: int) -> None:
         self.microbatches = microbatches
@@ -54,7 +54,7 @@ class Stages:
 
 
 class Fill:
-    """See `pdrun.parallel.driver.Driver`."""
+    """See `pdrun.parallel.training.driver.Driver`."""
 
     splits = False
 

@@ -14,12 +14,12 @@ from torch import nn
 
 from pdrun import L, Operators, Pipeline
 from pdrun.errors import DeadlineExceeded, UsageError
-from pdrun.parallel import agree as module
-from pdrun.parallel.agree import Agreement, of_batch, of_model, of_optimizer, of_scheduler, text
-from pdrun.parallel.mesh import of
-from pdrun.parallel.modules import Strategy, col
+from pdrun.parallel.comm.mesh import of
+from pdrun.parallel.model.weights import collect
 from pdrun.parallel.parallelize import parallelize
-from pdrun.parallel.weights import collect
+from pdrun.parallel.tensor import Strategy, col
+from pdrun.parallel.training import rank_agreement as module
+from pdrun.parallel.training.rank_agreement import Agreement, of_batch, of_model, of_optimizer, of_scheduler, text
 from tests.parallel.worlds import Worlds
 
 pytestmark = pytest.mark.torch

@@ -8,7 +8,7 @@ from torch import nn
 
 import pdrun
 from pdrun.errors import UsageError
-from pdrun.parallel.layouts.bound import counts
+from pdrun.parallel.layouts.device_matrix import counts
 from pdrun.parallel.layouts.grid import Grid
 
 L = pdrun.L

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from pdrun.parallel.baton import Baton
+from pdrun.parallel.training.turn_taking import Baton
 
 
 def test_threads_run_one_at_a_time_in_the_order_of_the_round() -> None:

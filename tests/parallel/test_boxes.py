@@ -14,12 +14,13 @@ from hypothesis import settings as settings_
 from hypothesis import strategies as st
 
 from pdrun.errors import ConfigError
-from pdrun.parallel import dice, storage
-from pdrun.parallel.boxes import Box, common, everything, runs
+from pdrun.parallel.checkpoint import storage
+from pdrun.parallel.checkpoint.regions import Box, common, everything, runs
+from pdrun.parallel.checkpoint.storage import Piece, Reader
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L, cut
-from pdrun.parallel.storage import Piece, Reader
-from pdrun.parallel.tiles import Tile, tile
+from pdrun.parallel.model.shards import Tile, tile
+from pdrun.parallel.rng import step_rng as dice
 
 pytestmark = pytest.mark.torch
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from pdrun.errors import ConfigError
-from pdrun.parallel import saving, storage
+from pdrun.parallel.checkpoint import save_load as saving
+from pdrun.parallel.checkpoint import storage
 from tests.parallel import zoo
 from tests.parallel.test_transparency import same
 from tests.parallel.worlds import RankError, Worlds

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from pdrun.parallel import collectives as c
-from pdrun.parallel.axes import Axes
+from pdrun.parallel.comm import autograd as c
+from pdrun.parallel.comm.groups import Axes
+from pdrun.parallel.comm.watchdog import Watch
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L, cut
-from pdrun.parallel.watch import Watch
 
 pytestmark = pytest.mark.torch
 

@@ -16,9 +16,9 @@ from torch import nn
 
 import pdrun
 from pdrun.errors import UsageError
-from pdrun.parallel import compiling
-from pdrun.parallel.copies import plain_copy
-from pdrun.parallel.modules.style import Entry
+from pdrun.parallel.compiler import compile as compiling
+from pdrun.parallel.model.copies import plain_copy
+from pdrun.parallel.tensor.style import Entry
 from tests.parallel import mixed
 from tests.parallel.mixed import Place, Task
 

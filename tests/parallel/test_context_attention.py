@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 from pdrun.errors import UsageError
-from pdrun.parallel.axis import Axis, Pending
+from pdrun.parallel.comm.communicator import Axis, Pending
+from pdrun.parallel.context_parallel import block_attention as kernels
+from pdrun.parallel.context_parallel.ring import ring_attention
+from pdrun.parallel.context_parallel.ulysses import ulysses_attention
 from pdrun.parallel.layouts.grid import Grid
-from pdrun.parallel.layouts.order import ORDERS, blocks, count, part, within
-from pdrun.parallel.modules import kernels
-from pdrun.parallel.modules.ring import ring_attention
-from pdrun.parallel.modules.ulysses import ulysses_attention
+from pdrun.parallel.layouts.sequence_order import ORDERS, blocks, count, part, within
 from tests.parallel.test_collectives import axes_of
 
 pytestmark = pytest.mark.torch

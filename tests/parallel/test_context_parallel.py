@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.nn import functional as f
 
-import pdrun.parallel.modules.context as context
+import pdrun.parallel.context_parallel.context as context
 from pdrun.errors import UsageError
-from pdrun.parallel import dice
-from pdrun.parallel.dice import Dice
+from pdrun.parallel.context_parallel.context import ContextParallel
 from pdrun.parallel.layouts.grid import Grid
-from pdrun.parallel.modules.context import ContextParallel
+from pdrun.parallel.rng import step_rng as dice
+from pdrun.parallel.rng.step_rng import Dice
 from tests.parallel.test_collectives import axes_of
 
 pytestmark = pytest.mark.torch

@@ -10,11 +10,11 @@ from torch import nn
 from torch.nn import functional as f
 
 from pdrun.errors import ConfigError, UsageError
-from pdrun.parallel.mesh import of, solve
-from pdrun.parallel.modules.context import ContextParallel
+from pdrun.parallel.comm.mesh import of, solve
+from pdrun.parallel.context_parallel.context import ContextParallel
 from pdrun.parallel.parallelize import parallelize
-from pdrun.parallel.precision import Precision
 from pdrun.parallel.run import Run
+from pdrun.parallel.zero.precision import Precision
 from tests.parallel import zoo
 from tests.parallel.cutting import Megatron
 from tests.parallel.test_context_parallel import TABLES, VOCABULARY, Lm

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from pdrun.errors import UsageError
-from pdrun.parallel import mesh
-from pdrun.parallel.offload import Offload
+from pdrun.parallel.comm import mesh
 from pdrun.parallel.pipeline.pipeline import Pipeline
 from pdrun.parallel.run import Run
+from pdrun.parallel.zero.offload import Offload
 from tests.parallel import piped, zoo
 from tests.parallel import test_context_runs as long
 from tests.parallel.cutting import Megatron

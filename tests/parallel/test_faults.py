@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from pdrun.parallel.parallelize import parallelize
-from pdrun.parallel.precision import Precision
+from pdrun.parallel.zero.precision import Precision
 from tests.parallel import zoo
 from tests.parallel.test_transparency import check
 from tests.parallel.worlds import Worlds

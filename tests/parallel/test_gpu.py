@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 import pdrun
-from pdrun.parallel import axis, joining
+from pdrun.parallel.comm import communicator as axis
+from pdrun.parallel.compiler import matmul_pass as joining
 from tests.parallel import mixed
 from tests.parallel.mixed import Place, Task
 

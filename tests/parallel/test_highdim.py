@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pdrun.errors import UsageError
-from pdrun.parallel.axes import Axes
+from pdrun.parallel.comm.groups import Axes
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
-from pdrun.parallel.modules import Strategy
-from pdrun.parallel.modules.highdim import linear2d, linear3d
+from pdrun.parallel.tensor import Strategy
+from pdrun.parallel.tensor.linear_2d_3d import linear2d, linear3d
 from tests.parallel import decoder
 
 pytestmark = pytest.mark.torch

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdrun.parallel.lanes import Lane
+from pdrun.parallel.zero.gather_order import Lane
 
 pytestmark = pytest.mark.torch
 

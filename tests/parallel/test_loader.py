@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import pdrun
 from pdrun.errors import UsageError
-from pdrun.parallel import loader
-from pdrun.parallel.loader import Loader, Position
+from pdrun.parallel.data import loader
+from pdrun.parallel.data.loader import Loader, Position
 from tests.parallel import zoo
 from tests.parallel.worlds import Worlds
 from tests.parallel.zoo import Case

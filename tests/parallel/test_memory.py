@@ -14,8 +14,12 @@ from torch import Tensor, nn
 
 import pdrun
 from pdrun.errors import ConfigError, UsageError
-from pdrun.parallel import compat, memory, meta, offload, safetensors
+from pdrun.parallel import torch_compat as compat
+from pdrun.parallel.checkpoint import safetensors
+from pdrun.parallel.model import meta_init as meta
 from pdrun.parallel.parallelize import parallelize
+from pdrun.parallel.report import memory
+from pdrun.parallel.zero import offload
 from tests.parallel import zoo
 from tests.parallel.test_faults import LEVELS, pair, sgd, square_loss
 from tests.parallel.test_transparency import check

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor, nn
 
 import pdrun
-from pdrun.parallel import collectives as c
-from pdrun.parallel import mesh, storage
-from pdrun.parallel.axes import Axes
+from pdrun.parallel.checkpoint import storage
+from pdrun.parallel.comm import autograd as c
+from pdrun.parallel.comm import mesh
+from pdrun.parallel.comm.groups import Axes
 from pdrun.parallel.layouts.layout import L, cut
+from pdrun.parallel.model.shards import set_tile, tile
 from pdrun.parallel.parallelize import parallelize
-from pdrun.parallel.precision import Precision
 from pdrun.parallel.run import Run
-from pdrun.parallel.tiles import set_tile, tile
+from pdrun.parallel.zero.precision import Precision
 from tests.parallel import zoo
 from tests.parallel.cutting import Megatron
 from tests.parallel.staging import Stages

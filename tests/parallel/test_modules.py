@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 from pdrun.errors import UsageError
 from pdrun.parallel.layouts.grid import Grid
-from pdrun.parallel.meta import empty_init
-from pdrun.parallel.modules import Strategy, col, cross_entropy, heads, replicate, row, seq, vocab
-from pdrun.parallel.tiles import tile_of
+from pdrun.parallel.model.meta_init import empty_init
+from pdrun.parallel.model.shards import tile_of
+from pdrun.parallel.tensor import Strategy, col, cross_entropy, heads, replicate, row, seq, vocab
 from tests.parallel import decoder
 from tests.parallel.decoder import LENGTH, ROWS, WIDTH, axes_of, build, compare, strategy, tokens, whole_gradients
 

@@ -13,15 +13,17 @@ import pytest
 import torch
 
 from pdrun.errors import ConfigError, UsageError
-from pdrun.parallel import mesh as meshes
-from pdrun.parallel import offline, offline_words, storage
-from pdrun.parallel.boxes import Box, everything, volume
+from pdrun.parallel.checkpoint import describe as offline_words
+from pdrun.parallel.checkpoint import storage
+from pdrun.parallel.checkpoint import transform as offline
+from pdrun.parallel.checkpoint.regions import Box, everything, volume
+from pdrun.parallel.checkpoint.storage import Piece, Reader
+from pdrun.parallel.comm import mesh as meshes
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.layouts.placement import Placement, WeightLayout
 from pdrun.parallel.layouts.redistribute import route
 from pdrun.parallel.layouts.view import View
-from pdrun.parallel.storage import Piece, Reader
 from tests.parallel import piped, zoo
 from tests.parallel.cutting import Megatron
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pdrun.parallel.operators.engine import meta_copy
-from pdrun.parallel.operators.fold import equal_members, folding
-from pdrun.parallel.operators.trace import trace
+from pdrun.parallel.operators.compiler import meta_copy
+from pdrun.parallel.operators.graph.export import trace
+from pdrun.parallel.operators.graph.fold_layers import equal_members, folding
 from tests.parallel import mixed, piped
 from tests.parallel.zoo import Block, Tiny
 

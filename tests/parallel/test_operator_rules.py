@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from pdrun.parallel.operators import checker
-from pdrun.parallel.operators.examples import Example, examples
+from pdrun.parallel.operators import rule_checker as checker
 from pdrun.parallel.operators.plan import Choice
-from pdrun.parallel.operators.rule import PARTIAL, RULES, RUNS, WHOLE, Split
+from pdrun.parallel.operators.rules.examples import Example, examples
+from pdrun.parallel.operators.rules.rule import PARTIAL, RULES, RUNS, WHOLE, Split
 
 pytestmark = pytest.mark.torch
 

@@ -16,10 +16,10 @@ from pdrun.errors import UsageError
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.operators.explain import explain
+from pdrun.parallel.operators.graph.export import trace
 from pdrun.parallel.operators.module import Operators
 from pdrun.parallel.operators.plan import Plan
 from pdrun.parallel.operators.stages import holders, locate, parts
-from pdrun.parallel.operators.trace import trace
 from pdrun.parallel.pipeline.split import Split, split
 from tests.parallel import mixed, piped
 from tests.parallel.mixed import Place, Task

@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from pdrun.errors import UsageError
-from pdrun.parallel import mesh
-from pdrun.parallel.layouts.bound import Layout
+from pdrun.parallel.comm import mesh
+from pdrun.parallel.layouts.device_matrix import Layout
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
-from pdrun.parallel.modules.styles import replicate
-from pdrun.parallel.operators.constraints import decode, encode
+from pdrun.parallel.operators.graph.constraints import decode, encode
 from pdrun.parallel.operators.module import Operators
 from pdrun.parallel.operators.plan import Plan
 from pdrun.parallel.operators.strategy import Cut
 from pdrun.parallel.parallelize import parallelize
+from pdrun.parallel.tensor.styles import replicate
 from tests.parallel import nets
 
 pytestmark = pytest.mark.torch

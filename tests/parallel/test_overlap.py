@@ -10,12 +10,13 @@ import torch
 from torch import fx
 from torch._dynamo.utils import counters
 
-from pdrun.parallel import collectives, traced
-from pdrun.parallel.axes import Axes
-from pdrun.parallel.axis import Axis
+from pdrun.parallel.comm import autograd as collectives
+from pdrun.parallel.comm import custom_ops as traced
+from pdrun.parallel.comm.communicator import Axis
+from pdrun.parallel.comm.groups import Axes
+from pdrun.parallel.comm.watchdog import Watch
+from pdrun.parallel.compiler.overlap_pass import OVERLAP
 from pdrun.parallel.layouts.grid import Grid
-from pdrun.parallel.overlap import OVERLAP
-from pdrun.parallel.watch import Watch
 
 pytestmark = pytest.mark.torch
 ATEN, OURS = torch.ops.aten, torch.ops.pdrun_axis

@@ -16,7 +16,7 @@ import pytest
 from pdrun.errors import UsageError
 from pdrun.parallel.pipeline.describe import describe
 from pdrun.parallel.pipeline.pipeline import Pipeline
-from pdrun.parallel.pipeline.schedules import make
+from pdrun.parallel.pipeline.schedules.builders import make
 from pdrun.parallel.pipeline.split import split
 from tests.parallel import piped
 from tests.parallel.piped import Case

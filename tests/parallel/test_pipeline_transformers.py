@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from pdrun.parallel.comm.mesh import solve
 from pdrun.parallel.layouts.layout import L
-from pdrun.parallel.mesh import solve
 from pdrun.parallel.operators.module import Operators
 from pdrun.parallel.parallelize import parallelize
 from pdrun.parallel.pipeline.pipeline import Pipeline

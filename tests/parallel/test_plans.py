@@ -12,8 +12,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pdrun.errors import UsageError
-from pdrun.parallel import flat, grads, loader, loss, mesh, recompute, retarget, settings, slicing, weights
-from pdrun.parallel.dice import mix, uniform31
+from pdrun.parallel.comm import mesh
+from pdrun.parallel.data import batch_slicing as slicing
+from pdrun.parallel.data import loader
+from pdrun.parallel.model import recompute, weights
+from pdrun.parallel.rng.step_rng import mix, uniform31
+from pdrun.parallel.training import loss
+from pdrun.parallel.zero import flat_layout as flat
+from pdrun.parallel.zero import gradients as grads
+from pdrun.parallel.zero import optimizer as retarget
+from pdrun.parallel.zero import settings
 from tests.parallel import zoo
 
 pytestmark = pytest.mark.torch

@@ -11,7 +11,7 @@ from torch import nn
 
 from pdrun.errors import UsageError
 from pdrun.parallel.layouts.grid import Grid
-from pdrun.parallel.modules import cross_entropy, strategy_for
+from pdrun.parallel.tensor import cross_entropy, strategy_for
 from tests.parallel.decoder import compare
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -84,7 +84,7 @@ def test_a_cut_model_of_transformers_equals_the_whole(four: Any, kind: str, sequ
 
 
 def dropped(kind: str, sequence: bool) -> str:
-    from pdrun.parallel import mesh
+    from pdrun.parallel.comm import mesh
     from pdrun.parallel.parallelize import parallelize
 
     model = build(kind).float()

@@ -10,11 +10,14 @@ import pytest
 import torch
 from torch import fx
 
-from pdrun.parallel import joining, peers, products, traced
-from pdrun.parallel.axis import Axis
+from pdrun.parallel.comm import custom_ops as traced
+from pdrun.parallel.comm import overlapped_matmul as products
+from pdrun.parallel.comm import p2p_copy as peers
+from pdrun.parallel.comm.communicator import Axis
+from pdrun.parallel.compiler import matmul_pass as joining
+from pdrun.parallel.compiler.overlap_pass import OVERLAP
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import cut
-from pdrun.parallel.overlap import OVERLAP
 from tests.parallel.test_collectives import axes_of
 from tests.parallel.test_overlap import ATEN, OURS, TWO, Draft
 
@@ -288,7 +291,7 @@ def compiled() -> list[str]:
 
 
 def run(axis: Axis, backend: Any) -> list[torch.Tensor]:
-    from pdrun.parallel import collectives
+    from pdrun.parallel.comm import autograd as collectives
 
     def perceptron(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
         whole = collectives.collect(torch.tanh(x), axis, 1)

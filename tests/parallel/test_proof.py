@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pdrun.parallel.loader import Loader
+from pdrun.parallel.data.loader import Loader
 from pdrun.parallel.parallelize import parallelize
 from tests.parallel import zoo
 from tests.parallel.test_faults import LEVELS, pair, sgd, square_loss

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from pdrun.errors import UsageError
-from pdrun.parallel.axes import Axes
-from pdrun.parallel.layouts.bound import Layout
+from pdrun.parallel.comm.groups import Axes
+from pdrun.parallel.comm.redistribute import follow, redistribute
+from pdrun.parallel.comm.watchdog import Watch
+from pdrun.parallel.layouts.device_matrix import Layout
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.layouts.redistribute import fall_back, route
 from pdrun.parallel.layouts.view import VIRTUAL, View
-from pdrun.parallel.reshard import follow, redistribute
-from pdrun.parallel.watch import Watch
 from tests.layouts import simulate
 
 pytestmark = pytest.mark.torch

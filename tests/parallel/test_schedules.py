@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrun.errors import UsageError
-from pdrun.parallel.pipeline.partition import balanced, even
-from pdrun.parallel.pipeline.schedule import parse
-from pdrun.parallel.pipeline.schedules import make
-from pdrun.parallel.pipeline.timeline import Costs, bubble, picture, simulate
-from pdrun.parallel.pipeline.validate import messages, validate
+from pdrun.parallel.pipeline.balance import balanced, even
+from pdrun.parallel.pipeline.schedules.builders import make
+from pdrun.parallel.pipeline.schedules.schedule import parse
+from pdrun.parallel.pipeline.schedules.timeline import Costs, bubble, picture, simulate
+from pdrun.parallel.pipeline.schedules.validate import messages, validate
 
 SIZES = [(1, 1), (1, 3), (2, 2), (2, 5), (3, 7), (4, 4), (4, 8), (8, 32)]
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from pdrun.errors import UsageError
 from pdrun.parallel.layouts.grid import Grid
-from pdrun.parallel.modules import Strategy, col, cross_entropy, heads, replicate, row, seq, vocab
+from pdrun.parallel.tensor import Strategy, col, cross_entropy, heads, replicate, row, seq, vocab
 from tests.parallel.decoder import build, strategy
 
 pytestmark = pytest.mark.torch

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from pdrun.errors import UsageError
-from pdrun.parallel import mesh
-from pdrun.parallel.meta import empty_init
-from pdrun.parallel.modules import Strategy, col, cross_entropy, row
+from pdrun.parallel.comm import mesh
+from pdrun.parallel.model.meta_init import empty_init
 from pdrun.parallel.parallelize import parallelize
 from pdrun.parallel.run import Run
+from pdrun.parallel.tensor import Strategy, col, cross_entropy, row
 from tests.parallel.decoder import Decoder, build, strategy, tokens
 
 pytestmark = pytest.mark.torch

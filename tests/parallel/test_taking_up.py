@@ -16,10 +16,10 @@ from torch.optim import lr_scheduler as rates
 
 import pdrun
 from pdrun.errors import ConfigError, PdrunError, UsageError
-from pdrun.parallel import storage
-from pdrun.parallel.boxes import Box
+from pdrun.parallel.checkpoint import storage
+from pdrun.parallel.checkpoint.regions import Box
+from pdrun.parallel.checkpoint.storage import Piece, Reader
 from pdrun.parallel.run import Run
-from pdrun.parallel.storage import Piece, Reader
 from tests.parallel.test_traps import adam, loss, mlp, rows, sgd
 from tests.parallel.worlds import Worlds
 from tests.runtime.helpers import clean

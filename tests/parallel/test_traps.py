@@ -11,9 +11,9 @@ from torch import nn
 
 import pdrun
 from pdrun.errors import ConfigError, UsageError
-from pdrun.parallel import retarget
-from pdrun.parallel.flat import lay_out
-from pdrun.parallel.norms import square_sum
+from pdrun.parallel.zero import optimizer as retarget
+from pdrun.parallel.zero.flat_layout import lay_out
+from pdrun.parallel.zero.grad_norm import square_sum
 from tests.parallel.worlds import Worlds
 
 pytestmark = pytest.mark.torch

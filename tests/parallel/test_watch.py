@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pdrun.errors import DeadlineExceeded, PeerLost
-from pdrun.parallel.watch import Watch
+from pdrun.parallel.comm.watchdog import Watch
 
 pytestmark = pytest.mark.torch
 

@@ -41,7 +41,7 @@ def _serve(rank: int, world: int, store: str, link: Connection) -> None:
     )
     import torch
 
-    from pdrun.parallel import compat
+    from pdrun.parallel import torch_compat as compat
     from pdrun.parallel.parallelize import parallelize
 
     parallelize.__kwdefaults__["timeout"] = 30.0  # a hang names the ranks before the test's own bound

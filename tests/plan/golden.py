@@ -23,13 +23,13 @@ from pdrun.backends import detect
 from pdrun.backends.affinity import parse_cpu_list
 from pdrun.backends.base import Answer, TorchBuild
 from pdrun.errors import PdrunError
-from pdrun.launcher import show
-from pdrun.launcher.cli_commands import build
-from pdrun.launcher.cli_run import request
-from pdrun.launcher.model import BackendFacts, Facts
-from pdrun.launcher.mpicommand import recognise
-from pdrun.launcher.plan import plan, simulated
-from pdrun.launcher.through import Starter
+from pdrun.launcher.adapters.mpirun_command import recognise
+from pdrun.launcher.cli.commands import build
+from pdrun.launcher.cli.run import request
+from pdrun.launcher.plan import render as show
+from pdrun.launcher.plan.external import Starter
+from pdrun.launcher.plan.model import BackendFacts, Facts
+from pdrun.launcher.plan.plan import plan, simulated
 from pdrun.topology import CpuSet
 from tests.adapters.helpers import probes
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from pdrun.launcher import facts, network, program
-from pdrun.launcher.spec import JobSpec, Output, Place, Program, Resources
-from pdrun.net import Endpoint
+from pdrun.endpoint import Endpoint
+from pdrun.launcher.common import network
+from pdrun.launcher.config.spec import JobSpec, Output, Place, Program, Resources
+from pdrun.launcher.plan import facts, program
 
 
 @pytest.fixture

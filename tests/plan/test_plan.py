@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrun.backends.base import Backend
+from pdrun.endpoint import Endpoint
 from pdrun.errors import PdrunError
-from pdrun.launcher.hosts import Host
-from pdrun.launcher.model import BackendFacts, Facts
-from pdrun.launcher.plan import LONGEST_SPEC, command_text, job_key, node_name, plan, program_argv, simulated
-from pdrun.launcher.scrub import scrub, shown
-from pdrun.launcher.spec import JobSpec, Place, Program, Resources
-from pdrun.net import Endpoint
-from pdrun.rendezvous.codec import encode
-from pdrun.rendezvous.messages import Envelope, Welcome
+from pdrun.launcher.config.spec import JobSpec, Place, Program, Resources
+from pdrun.launcher.hosts.selection import Host
+from pdrun.launcher.plan.environment import scrub, shown
+from pdrun.launcher.plan.model import BackendFacts, Facts
+from pdrun.launcher.plan.plan import LONGEST_SPEC, command_text, job_key, node_name, plan, program_argv, simulated
+from pdrun.rendezvous.protocol.codec import encode
+from pdrun.rendezvous.protocol.messages import Envelope, Welcome
 from pdrun.topology import CpuSet, Device
 
 FACTS = Facts(

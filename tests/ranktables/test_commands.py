@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pdrun.eventlog import JobStatus, NodeStatus
-from pdrun.launcher import control
+from pdrun.launcher.jobs import control
 from tests.cli.conftest import Outcome
 from tests.cli.conftest import folder as folder  # a fixture, which the next one needs
 from tests.cli.conftest import pdrun as pdrun

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pdrun.errors import ConfigError, UsageError
-from pdrun.launcher.hosts import parse_hosts
+from pdrun.launcher.hosts.selection import parse_hosts
 from pdrun.launcher.ranktables import write
 from pdrun.launcher.ranktables.check import check
 from pdrun.launcher.ranktables.make import addresses, make, merge

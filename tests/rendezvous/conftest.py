@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from pdrun import eventlog
-from pdrun.net import Endpoint
-from pdrun.rendezvous.child import SchedulerChild
-from pdrun.rendezvous.security import Secret
+from pdrun.endpoint import Endpoint
+from pdrun.rendezvous.protocol.security import Secret
+from pdrun.rendezvous.scheduler.child import SchedulerChild
 
 from .helpers import config
 

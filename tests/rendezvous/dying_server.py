@@ -14,8 +14,8 @@ import signal
 import sys
 from pathlib import Path
 
-from pdrun.rendezvous import server
-from pdrun.rendezvous.journal import Journal
+from pdrun.rendezvous.journal.file import Journal
+from pdrun.rendezvous.scheduler import child_main as server
 
 moment, number, marker = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 commit, count = Journal.commit, 0

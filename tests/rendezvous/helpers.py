@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from pdrun.net import Endpoint
-from pdrun.rendezvous.client import ZmqLink
-from pdrun.rendezvous.events import (
+from pdrun.endpoint import Endpoint
+from pdrun.rendezvous.membership.invariants import check
+from pdrun.rendezvous.membership.machine import Membership, Tick
+from pdrun.rendezvous.protocol.events import (
     Action,
     Close,
     Disconnected,
@@ -23,8 +24,7 @@ from pdrun.rendezvous.events import (
     SchedulerConfig,
     Send,
 )
-from pdrun.rendezvous.invariants import check
-from pdrun.rendezvous.messages import (
+from pdrun.rendezvous.protocol.messages import (
     PROTOCOL,
     Assign,
     Cause,
@@ -39,8 +39,8 @@ from pdrun.rendezvous.messages import (
     Welcome,
     WorkerExit,
 )
-from pdrun.rendezvous.ready import readable
-from pdrun.rendezvous.state import Membership, Tick
+from pdrun.rendezvous.scheduler.local_link import ZmqLink
+from pdrun.rendezvous.transport.ready import readable
 
 CONFIG = SchedulerConfig(job="job", run="run-1", nodes=2, host="head", grace=2.0, start_timeout=60.0)
 M = TypeVar("M", bound=Message)
@@ -122,7 +122,7 @@ class Machine:
 
     def beat(self, seconds: float, *peers: str) -> None:
         """Let time pass while ``peers`` go on talking."""
-        from pdrun.rendezvous.messages import Heartbeat
+        from pdrun.rendezvous.protocol.messages import Heartbeat
 
         end = self.now + seconds
         while self.now < end:

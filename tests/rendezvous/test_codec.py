@@ -12,8 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdrun.rendezvous.codec import LONGEST, CodecError, decode, encode
-from pdrun.rendezvous.messages import Cause, Envelope, Failure, Heartbeat, Join, Message, StatusReply, Verdict, Welcome
+from pdrun.rendezvous.protocol.codec import LONGEST, CodecError, decode, encode
+from pdrun.rendezvous.protocol.messages import (
+    Cause,
+    Envelope,
+    Failure,
+    Heartbeat,
+    Join,
+    Message,
+    StatusReply,
+    Verdict,
+    Welcome,
+)
 
 text = st.text(st.characters(codec="utf-8"), max_size=20)
 st.register_type_strategy(str, text)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pdrun.net import Endpoint
-from pdrun.rendezvous.patience import ASK, Patience
+from pdrun.endpoint import Endpoint
+from pdrun.rendezvous.transport.reconnect import ASK, Patience
 
 
 def turned(patience: Patience, begin: float, end: float) -> float:

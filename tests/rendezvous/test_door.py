@@ -13,15 +13,16 @@ from pathlib import Path
 import pytest
 import zmq
 
-from pdrun.net import Endpoint
-from pdrun.rendezvous import door, security
-from pdrun.rendezvous.codec import encode
-from pdrun.rendezvous.door import Door
-from pdrun.rendezvous.messages import Envelope, Leave
-from pdrun.rendezvous.security import Secret
-from pdrun.rendezvous.transport import Arrived, Complaint
-from pdrun.rendezvous.zmq_end import end_context, monitor, monitor_event
-from pdrun.rendezvous.zmq_server import ZmqServer
+from pdrun.endpoint import Endpoint
+from pdrun.rendezvous.protocol import security
+from pdrun.rendezvous.protocol.codec import encode
+from pdrun.rendezvous.protocol.messages import Envelope, Leave
+from pdrun.rendezvous.protocol.security import Secret
+from pdrun.rendezvous.transport import zap as door
+from pdrun.rendezvous.transport.base import Arrived, Complaint
+from pdrun.rendezvous.transport.zap import Door
+from pdrun.rendezvous.transport.zmq_server import ZmqServer
+from pdrun.rendezvous.transport.zmq_util import end_context, monitor, monitor_event
 
 from .helpers import until
 

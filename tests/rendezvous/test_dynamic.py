@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from pdrun.endpoint import Endpoint
 from pdrun.errors import ConfigError
-from pdrun.net import Endpoint
-from pdrun.rendezvous.dynamic import DynamicSpec, from_environ
-from pdrun.rendezvous.listen import bind_listener
+from pdrun.rendezvous.clients.dynamic import DynamicSpec, from_environ
+from pdrun.rendezvous.transport.listen import bind_listener
 
 OURS = {"PDRUN_ROLE": "worker", "PDRUN_SCHEDULER": "10.0.0.1:7077", "PDRUN_WORKERS": "4"}
 THEIRS = {"MS_ROLE": "MS_WORKER", "MS_SCHED_HOST": "10.0.0.1", "MS_SCHED_PORT": "7077", "MS_WORKER_NUM": "4"}

@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from pdrun.rendezvous.messages import (
+from pdrun.rendezvous.membership.machine import JobState
+from pdrun.rendezvous.protocol.messages import (
     Assign,
     Depart,
     Finished,
@@ -24,7 +25,6 @@ from pdrun.rendezvous.messages import (
     Waiting,
     Welcome,
 )
-from pdrun.rendezvous.state import JobState
 
 from .helpers import Machine, config, hello
 

@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from pdrun.rendezvous.messages import (
+from pdrun.rendezvous.membership.machine import JobState, Orphaned, StopOrdered
+from pdrun.rendezvous.policies.verdict import Reported, first_cause, worded
+from pdrun.rendezvous.protocol.messages import (
     Assign,
     Cause,
     CauseKind,
@@ -24,8 +26,6 @@ from pdrun.rendezvous.messages import (
     Welcome,
     WorkerExit,
 )
-from pdrun.rendezvous.state import JobState, Orphaned, StopOrdered
-from pdrun.rendezvous.verdict import Reported, first_cause, worded
 
 from .helpers import Machine, cause, config, hello
 
@@ -153,8 +153,8 @@ def test_inside_a_node_its_clock_counts_between_nodes_the_arrival() -> None:
 
 
 def test_a_verdict_fits_in_a_message() -> None:
-    from pdrun.rendezvous.codec import encode
-    from pdrun.rendezvous.messages import Envelope
+    from pdrun.rendezvous.protocol.codec import encode
+    from pdrun.rendezvous.protocol.messages import Envelope
 
     worst = replace(cause(), traceback="\x1b" * 65536, tail=("\x1b" * 500,) * 20)
     verdict = worded([Reported(Failure(i, "n" * 60, worst), i, 0.0) for i in range(100)], restarts=0)

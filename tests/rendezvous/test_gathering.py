@@ -6,8 +6,10 @@ import itertools
 
 import pytest
 
-from pdrun.rendezvous.events import Received, Report, Send
-from pdrun.rendezvous.messages import (
+from pdrun.rendezvous.membership.machine import IllegalEvent, JobState, StopOrdered
+from pdrun.rendezvous.membership.transitions import TRANSITIONS, Trigger, after
+from pdrun.rendezvous.protocol.events import Received, Report, Send
+from pdrun.rendezvous.protocol.messages import (
     Assign,
     Echo,
     Finished,
@@ -25,8 +27,6 @@ from pdrun.rendezvous.messages import (
     Welcome,
     WorkerExit,
 )
-from pdrun.rendezvous.state import IllegalEvent, JobState, StopOrdered
-from pdrun.rendezvous.transitions import TRANSITIONS, Trigger, after
 
 from .helpers import Machine, cause, config, hello
 

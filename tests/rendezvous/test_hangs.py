@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdrun.rendezvous.codec import LONGEST
-from pdrun.rendezvous.hangs import Inquiry, named
-from pdrun.rendezvous.messages import (
+from pdrun.rendezvous.membership.machine import IllegalEvent, JobState
+from pdrun.rendezvous.policies.hang_report import Inquiry, named
+from pdrun.rendezvous.protocol.codec import LONGEST
+from pdrun.rendezvous.protocol.messages import (
     Cause,
     Hung,
     Notice,
@@ -20,7 +21,6 @@ from pdrun.rendezvous.messages import (
     StopWorkers,
     WorkerExit,
 )
-from pdrun.rendezvous.state import IllegalEvent, JobState
 
 from .helpers import Machine, config, hello
 

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 import pytest
 import zmq
 
-from pdrun.net import Endpoint
-from pdrun.rendezvous import security
-from pdrun.rendezvous.codec import encode
-from pdrun.rendezvous.messages import (
+from pdrun.endpoint import Endpoint
+from pdrun.rendezvous.protocol import security
+from pdrun.rendezvous.protocol.codec import encode
+from pdrun.rendezvous.protocol.messages import (
     PROTOCOL,
     Envelope,
     Heartbeat,
@@ -27,11 +27,11 @@ from pdrun.rendezvous.messages import (
     Waiting,
     Welcome,
 )
-from pdrun.rendezvous.ready import readable
-from pdrun.rendezvous.security import Secret
-from pdrun.rendezvous.transport import Arrived, Complaint, Gone, Incoming
-from pdrun.rendezvous.zmq_end import FAR_AWAY
-from pdrun.rendezvous.zmq_server import ZmqServer
+from pdrun.rendezvous.protocol.security import Secret
+from pdrun.rendezvous.transport.base import Arrived, Complaint, Gone, Incoming
+from pdrun.rendezvous.transport.ready import readable
+from pdrun.rendezvous.transport.zmq_server import ZmqServer
+from pdrun.rendezvous.transport.zmq_util import FAR_AWAY
 
 from .conftest import Scheduler
 from .helpers import Agent, agents, connect, until

@@ -20,10 +20,14 @@ from pdrun import eventlog
 from pdrun.clock import FakeClock
 from pdrun.errors import ConfigError, RendezvousError
 from pdrun.eventlog import Event, EventLog
-from pdrun.rendezvous import journal as journals
-from pdrun.rendezvous import messages as m
-from pdrun.rendezvous.codec import CodecError, event_from_plain, event_to_plain
-from pdrun.rendezvous.events import (
+from pdrun.rendezvous.journal import file as journals
+from pdrun.rendezvous.journal.file import Header, Journal, Past, create, digest, reopen
+from pdrun.rendezvous.journal.recovery import begin, enter, of_same_run, resume
+from pdrun.rendezvous.journal.replay import Keeper, Restored, not_written, replay
+from pdrun.rendezvous.membership.machine import IllegalEvent, JobState, Membership
+from pdrun.rendezvous.protocol import messages as m
+from pdrun.rendezvous.protocol.codec import CodecError, event_from_plain, event_to_plain
+from pdrun.rendezvous.protocol.events import (
     Disconnected,
     GivenUp,
     Happening,
@@ -36,12 +40,8 @@ from pdrun.rendezvous.events import (
     StopOrdered,
     Tick,
 )
-from pdrun.rendezvous.journal import Header, Journal, Past, create, digest, reopen
-from pdrun.rendezvous.recovery import begin, enter, of_same_run, resume
-from pdrun.rendezvous.replay import Keeper, Restored, not_written, replay
-from pdrun.rendezvous.service import Service
-from pdrun.rendezvous.state import IllegalEvent, JobState, Membership
-from pdrun.rendezvous.transport import MemoryHub
+from pdrun.rendezvous.scheduler.service import Service
+from pdrun.rendezvous.transport.base import MemoryHub
 
 from .helpers import cause, config, hello, until
 
@@ -151,7 +151,7 @@ def test_entries_cannot_be_taken_out_or_exchanged(tmp_path: Path) -> None:
 
 
 def test_a_journal_has_one_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdrun.rendezvous.journal.LOCK_WAIT", 0.1)
+    monkeypatch.setattr("pdrun.rendezvous.journal.file.LOCK_WAIT", 0.1)
     journal = create(tmp_path / "j", header(config()))
     with pytest.raises(ConfigError, match="another scheduler writes this journal"):
         reopen(tmp_path / "j")

@@ -11,8 +11,7 @@ import pytest
 
 from pdrun import eventlog
 from pdrun.clock import FakeClock
-from pdrun.rendezvous.client import LocalLink
-from pdrun.rendezvous.messages import (
+from pdrun.rendezvous.protocol.messages import (
     Assign,
     Cause,
     Finished,
@@ -30,8 +29,9 @@ from pdrun.rendezvous.messages import (
     Welcome,
     WorkerExit,
 )
-from pdrun.rendezvous.service import MOST_LINES, Service
-from pdrun.rendezvous.transport import MemoryHub
+from pdrun.rendezvous.scheduler.local_link import LocalLink
+from pdrun.rendezvous.scheduler.service import MOST_LINES, Service
+from pdrun.rendezvous.transport.base import MemoryHub
 
 from .helpers import cause, config
 
@@ -135,7 +135,7 @@ def test_status_is_cut_to_the_newest_lines() -> None:
     link = LocalLink(config(nodes=1))
     link._service, link._end = service, hub.connect()
     link._sequence = 0
-    from pdrun.rendezvous.messages import PROTOCOL, Hello
+    from pdrun.rendezvous.protocol.messages import PROTOCOL, Hello
 
     link.send(Hello(PROTOCOL, "agent", "job", link._agent, 0, "h", 1))
     link.send(StatusQuery())

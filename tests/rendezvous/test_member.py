@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from pdrun.endpoint import Endpoint
 from pdrun.errors import RendezvousError
-from pdrun.net import Endpoint
-from pdrun.rendezvous import member as module
-from pdrun.rendezvous.member import DynamicMember
-from pdrun.rendezvous.messages import Finished, Leave, Message, Verdict, WorkerExit
-from pdrun.rendezvous.zmq_end import end_context
+from pdrun.rendezvous.clients import member as module
+from pdrun.rendezvous.clients.member import DynamicMember
+from pdrun.rendezvous.protocol.messages import Finished, Leave, Message, Verdict, WorkerExit
+from pdrun.rendezvous.transport.zmq_util import end_context
 
 
 class SlowLink:

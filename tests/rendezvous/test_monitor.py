@@ -8,7 +8,7 @@ import time
 import pytest
 import zmq
 
-from pdrun.rendezvous.zmq_end import monitor, monitor_event
+from pdrun.rendezvous.transport.zmq_util import monitor, monitor_event
 
 CONNECTIONS = 1200
 """Each has three events or more; libzmq's own limit is 2,000 of them."""

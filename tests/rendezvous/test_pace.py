@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdrun.rendezvous import pace
+from pdrun.rendezvous.transport import timeouts as pace
 
 
 @pytest.mark.parametrize(("crowd", "handshake", "probe"), [

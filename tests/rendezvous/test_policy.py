@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdrun.rendezvous.messages import Cause, CauseKind, Notice, Progress, Ready, Step, WorkerExit
-from pdrun.rendezvous.policy import Attempts, blanked, budget, counted, delay, hopeless
-from pdrun.rendezvous.state import JobState, StopOrdered
+from pdrun.rendezvous.membership.machine import JobState, StopOrdered
+from pdrun.rendezvous.policies.restart import Attempts, blanked, budget, counted, delay, hopeless
+from pdrun.rendezvous.protocol.messages import Cause, CauseKind, Notice, Progress, Ready, Step, WorkerExit
 
 from .helpers import Machine, cause, config
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pdrun.rendezvous.messages import Assign, Notice, Progress, Ready, Step
-from pdrun.rendezvous.progress import ProgressBook
-from pdrun.rendezvous.state import IllegalEvent, JobState
+from pdrun.rendezvous.membership.machine import IllegalEvent, JobState
+from pdrun.rendezvous.policies.progress import ProgressBook
+from pdrun.rendezvous.protocol.messages import Assign, Notice, Progress, Ready, Step
 
 from .helpers import Machine, config
 
@@ -121,7 +121,7 @@ def test_who_catches_up_or_is_one_step_behind_or_has_ended_is_no_straggler() -> 
         if second < 4:
             report(machine, "b", (3, 0))
         if second == 4:
-            from pdrun.rendezvous.messages import Cause, WorkerExit
+            from pdrun.rendezvous.protocol.messages import Cause, WorkerExit
 
             machine.say("b", WorkerExit(0, 3, Cause("ok", 0)))
         machine.tick(1.0)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdrun.rendezvous.ready import readable
+from pdrun.rendezvous.transport.ready import readable
 
 
 @pytest.fixture

@@ -17,14 +17,9 @@ from typing import Any, TypeVar
 import pytest
 
 from pdrun import eventlog
+from pdrun.endpoint import Endpoint
 from pdrun.errors import RendezvousError
-from pdrun.net import Endpoint
-from pdrun.rendezvous import child as children
-from pdrun.rendezvous import relaychild
-from pdrun.rendezvous.child import SchedulerChild
-from pdrun.rendezvous.client import LocalLink, ZmqLink
-from pdrun.rendezvous.listen import bind_listener
-from pdrun.rendezvous.messages import (
+from pdrun.rendezvous.protocol.messages import (
     Assign,
     Cause,
     Finished,
@@ -41,8 +36,13 @@ from pdrun.rendezvous.messages import (
     Welcome,
     WorkerExit,
 )
-from pdrun.rendezvous.ready import readable
-from pdrun.rendezvous.security import Secret
+from pdrun.rendezvous.protocol.security import Secret
+from pdrun.rendezvous.scheduler import child as children
+from pdrun.rendezvous.scheduler import relay_processes as relaychild
+from pdrun.rendezvous.scheduler.child import SchedulerChild
+from pdrun.rendezvous.scheduler.local_link import LocalLink, ZmqLink
+from pdrun.rendezvous.transport.listen import bind_listener
+from pdrun.rendezvous.transport.ready import readable
 
 from .conftest import Scheduler
 from .helpers import Agent, agents, config, start_all, until
@@ -305,7 +305,7 @@ def killing(monkeypatch: pytest.MonkeyPatch, marker: Path, times: int) -> None:
     code = ("import os, pathlib, signal, sys; path = pathlib.Path(sys.argv[1]); "
             "done = len(path.read_text()) if path.exists() else 0; "
             "done < int(sys.argv[2]) and (path.write_text('x' * (done + 1)), os.kill(os.getpid(), signal.SIGKILL)); "
-            "from pdrun.rendezvous import server; sys.exit(server.main())")  # fmt: skip
+            "from pdrun.rendezvous.scheduler import child_main; sys.exit(child_main.main())")  # fmt: skip
     monkeypatch.setattr(SchedulerChild, "COMMAND", (sys.executable, "-P", "-c", code, str(marker), str(times)))
 
 
@@ -602,7 +602,7 @@ def test_workers_of_a_dynamic_cluster_survive_their_scheduler(secret: Secret, tm
 
 
 def test_zmq_link_is_a_link(secret: Secret) -> None:
-    from pdrun.launcher.ports import Link
+    from pdrun.launcher.agent.interfaces import Link
 
     for name in ("fileno", "send", "poll", "deadline", "silent_for", "renew", "close"):
         assert callable(getattr(Link, name)) and callable(getattr(ZmqLink, name)) and callable(getattr(LocalLink, name))

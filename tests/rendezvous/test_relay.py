@@ -18,14 +18,14 @@ from typing import Any
 import psutil
 import pytest
 
+from pdrun.endpoint import Endpoint
 from pdrun.errors import AuthenticationError
-from pdrun.net import Endpoint
-from pdrun.rendezvous.child import SchedulerChild
-from pdrun.rendezvous.listen import bind_listener
-from pdrun.rendezvous.messages import Finished, Leave, StopWorkers, Verdict, WorkerExit
-from pdrun.rendezvous.relay import serve, serve_alone
-from pdrun.rendezvous.relaychild import FROM, wanted
-from pdrun.rendezvous.security import Secret
+from pdrun.rendezvous.protocol.messages import Finished, Leave, StopWorkers, Verdict, WorkerExit
+from pdrun.rendezvous.protocol.security import Secret
+from pdrun.rendezvous.scheduler.child import SchedulerChild
+from pdrun.rendezvous.scheduler.relay_main import serve, serve_alone
+from pdrun.rendezvous.scheduler.relay_processes import FROM, wanted
+from pdrun.rendezvous.transport.listen import bind_listener
 
 from .helpers import Agent, agents, cause, config, connect, start_all, until
 
@@ -212,7 +212,7 @@ def alone(scheduler_port: str, port: str, secret: str) -> None:
 
 
 def test_a_relay_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdrun.rendezvous.relay.STATUS_EVERY", 0.3)
+    monkeypatch.setattr("pdrun.rendezvous.scheduler.relay_main.STATUS_EVERY", 0.3)
     with bind_listener(Endpoint("127.0.0.1", 0)) as probe:
         nowhere = Endpoint("127.0.0.1", probe.getsockname()[1])
     said: list[str] = []

@@ -6,11 +6,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdrun.rendezvous.codec import CodecError, encode
-from pdrun.rendezvous.messages import Echo, Envelope, Heartbeat, Ready
-from pdrun.rendezvous.relayed import BESIDE, FULL, LIMIT, MAGIC, Ended, Heard, Item, Pulse, Said, pack, unpack
-from pdrun.rendezvous.relays import Relays
-from pdrun.rendezvous.transport import Alive, Arrived, Complaint, Gone, Incoming
+from pdrun.rendezvous.protocol.codec import CodecError, encode
+from pdrun.rendezvous.protocol.messages import Echo, Envelope, Heartbeat, Ready
+from pdrun.rendezvous.transport.base import Alive, Arrived, Complaint, Gone, Incoming
+from pdrun.rendezvous.transport.relay_frames import (
+    BESIDE,
+    FULL,
+    LIMIT,
+    MAGIC,
+    Ended,
+    Heard,
+    Item,
+    Pulse,
+    Said,
+    pack,
+    unpack,
+)
+from pdrun.rendezvous.transport.relay_table import Relays
 
 from .helpers import hello
 
@@ -128,7 +140,7 @@ def test_a_relay_cannot_say_a_pulse() -> None:
 
 
 def test_the_relay_knows_heartbeats_and_echoes_as_the_codec_writes_them() -> None:
-    from pdrun.rendezvous.relay import _HEARTBEAT, ECHO
+    from pdrun.rendezvous.scheduler.relay_main import _HEARTBEAT, ECHO
 
     assert ECHO % BESIDE.encode() % 12 == encode(Envelope(BESIDE, 0, 0, Echo(12)))
     found = _HEARTBEAT.fullmatch(encode(Envelope("0f" * 16, 3, 0, Heartbeat(12, 11))))

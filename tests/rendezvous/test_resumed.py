@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pdrun.rendezvous.events import GivenUp, Received, Resumed
-from pdrun.rendezvous.messages import (
+from pdrun.rendezvous.membership.machine import JobState, Tick
+from pdrun.rendezvous.protocol.events import GivenUp, Received, Resumed
+from pdrun.rendezvous.protocol.messages import (
     Assign,
     Depart,
     Finished,
@@ -27,7 +28,6 @@ from pdrun.rendezvous.messages import (
     Verdict,
     Welcome,
 )
-from pdrun.rendezvous.state import JobState, Tick
 
 from .helpers import Machine, config, durable, hello
 

@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 
-from pdrun.rendezvous.events import Action, Disconnected, Received, SchedulerConfig, Send
-from pdrun.rendezvous.members import Member
-from pdrun.rendezvous.messages import (
+from pdrun.rendezvous.membership.failure_detector import times
+from pdrun.rendezvous.membership.machine import JobState, Membership, Tick
+from pdrun.rendezvous.membership.nodes import Member
+from pdrun.rendezvous.protocol.events import Action, Disconnected, Received, SchedulerConfig, Send
+from pdrun.rendezvous.protocol.messages import (
     Assign,
     Cause,
     Finished,
@@ -31,8 +33,6 @@ from pdrun.rendezvous.messages import (
     Waiting,
     WorkerExit,
 )
-from pdrun.rendezvous.state import JobState, Membership, Tick
-from pdrun.rendezvous.watch import times
 
 from .helpers import config, hello
 
@@ -203,8 +203,8 @@ def test_heartbeats_grow_rarer_with_the_size(nodes: int, expected: tuple[float, 
 
 
 def test_a_hundred_thousand_failures_need_little_memory() -> None:
-    from pdrun.rendezvous.messages import Failure
-    from pdrun.rendezvous.verdict import Failures, first_cause
+    from pdrun.rendezvous.policies.verdict import Failures, first_cause
+    from pdrun.rendezvous.protocol.messages import Failure
 
     failures = Failures()
     for rank in range(3000):

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdrun.errors import ConfigError
-from pdrun.rendezvous.security import (
+from pdrun.rendezvous.protocol.security import (
     KeyPair,
     Secret,
     cookie_path,
@@ -158,7 +158,7 @@ def test_the_cookie_is_made_private(tmp_path: Path) -> None:
 
 def test_processes_that_race_get_one_cookie(tmp_path: Path) -> None:
     code = (
-        "import sys, hashlib; from pathlib import Path; from pdrun.rendezvous.security import load_cookie\n"
+        "import sys, hashlib; from pathlib import Path; from pdrun.rendezvous.protocol.security import load_cookie\n"
         "sys.stdin.read(1); print(hashlib.sha256(load_cookie(Path(sys.argv[1])).reveal()).hexdigest())"
     )
     racers = [

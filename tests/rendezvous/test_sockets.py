@@ -17,13 +17,10 @@ from types import SimpleNamespace
 import pytest
 
 from pdrun import eventlog
+from pdrun.endpoint import Endpoint
 from pdrun.errors import AuthenticationError, ConfigError, RendezvousError
-from pdrun.net import Endpoint
-from pdrun.rendezvous import zmq_server
-from pdrun.rendezvous.child import SchedulerChild
-from pdrun.rendezvous.client import ZmqLink
-from pdrun.rendezvous.listen import bind_listener
-from pdrun.rendezvous.messages import (
+from pdrun.rendezvous.clients.viewer import Viewer, query_status
+from pdrun.rendezvous.protocol.messages import (
     Cause,
     Finished,
     Join,
@@ -38,10 +35,13 @@ from pdrun.rendezvous.messages import (
     Welcome,
     WorkerExit,
 )
-from pdrun.rendezvous.ready import readable
-from pdrun.rendezvous.security import Secret
-from pdrun.rendezvous.transport import Incoming
-from pdrun.rendezvous.viewer import Viewer, query_status
+from pdrun.rendezvous.protocol.security import Secret
+from pdrun.rendezvous.scheduler.child import SchedulerChild
+from pdrun.rendezvous.scheduler.local_link import ZmqLink
+from pdrun.rendezvous.transport import zmq_server
+from pdrun.rendezvous.transport.base import Incoming
+from pdrun.rendezvous.transport.listen import bind_listener
+from pdrun.rendezvous.transport.ready import readable
 
 from .conftest import Scheduler
 from .helpers import Agent, agents, config, start_all, until
@@ -523,7 +523,8 @@ def test_a_viewer_cannot_stop(scheduler: Start, secret: Secret) -> None:
 def test_the_key_decides_the_role_not_the_word(
     scheduler: Start, secret: Secret, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pdrun.rendezvous import security, zmq_client
+    from pdrun.rendezvous.protocol import security
+    from pdrun.rendezvous.transport import zmq_client
 
     child = scheduler()
     view = security.key_pair(secret, "view")

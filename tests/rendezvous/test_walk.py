@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdrun.rendezvous.messages import (
+from pdrun.rendezvous.membership.machine import StopOrdered
+from pdrun.rendezvous.protocol.messages import (
     Assign,
     Cause,
     CauseKind,
@@ -40,7 +41,6 @@ from pdrun.rendezvous.messages import (
     Verdict,
     WorkerExit,
 )
-from pdrun.rendezvous.state import StopOrdered
 
 from .helpers import Machine, config, durable, hello
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pdrun.env import WorkerEnv
+from pdrun.worker_env import WorkerEnv
 from tests.runtime.helpers import clean, finish, free_port, reports, start, torch, write
 
 pytestmark = pytest.mark.torch
@@ -129,7 +129,7 @@ def test_dynamic_cluster_by_mindspores_names_ends_with_the_failing_code(tmp_path
 
 
 def _token(folder: Path) -> str:
-    from pdrun.rendezvous.security import Secret, token_text
+    from pdrun.rendezvous.protocol.security import Secret, token_text
 
     path = folder / "token"
     path.write_text(token_text(Secret.random()) + "\n")
@@ -291,7 +291,7 @@ def test_uncaught_exceptions_end_at_once_with_their_traceback(tmp_path: Path) ->
 def test_torch_is_imported_before_anybody_counts_on_heartbeats(tmp_path: Path, environ: dict[str, str]) -> None:
     """An import from a slow disk holds the interpreter for longer than the scheduler bears to hear nothing."""
     body = (
-        "import sys\nfrom pdrun.parallel import tasks\nfrom pdrun.rendezvous import dynamic\n"
+        "import sys\nfrom pdrun.parallel.startup import mpi_tasks as tasks\nfrom pdrun.rendezvous.clients import dynamic\n"
         "def seen(*_): print('there', 'torch' in sys.modules); sys.exit(0)\n"
         "dynamic.join = tasks._meet = seen\npdrun.init(group=False)\n"
     )

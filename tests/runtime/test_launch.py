@@ -15,7 +15,7 @@ import pytest
 
 import pdrun
 from pdrun.errors import ConfigError, DeadlineExceeded, JobFailed, PdrunError, UsageError
-from pdrun.launcher import jobs
+from pdrun.launcher.jobs import registry as jobs
 from tests.runtime.helpers import clean, torch
 
 

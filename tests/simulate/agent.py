@@ -1,5 +1,5 @@
 """
-An agent as `pdrun.launcher.agent` behaves, over the simulated network, with workers that are only numbers.
+An agent as `pdrun.launcher.agent.agent` behaves, over the simulated network, with workers that are only numbers.
 
 It uses the product's own `Memory` and `Filter`, so that what is repeated after a cut is what real agents repeat.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pdrun.rendezvous.messages import (
+from pdrun.rendezvous.protocol.messages import (
     PROTOCOL,
     Assign,
     Cause,
@@ -39,7 +39,7 @@ from pdrun.rendezvous.messages import (
     Welcome,
     WorkerExit,
 )
-from pdrun.rendezvous.resume import Filter, Memory
+from pdrun.rendezvous.transport.resend import Filter, Memory
 
 from .network import Connection, Network
 from .world import World

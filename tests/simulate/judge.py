@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from pdrun.rendezvous.messages import Verdict
+from pdrun.rendezvous.protocol.messages import Verdict
 
 if TYPE_CHECKING:
     from .agent import Run, SimAgent

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pdrun.rendezvous.events import SchedulerConfig
-from pdrun.rendezvous.messages import Verdict
+from pdrun.rendezvous.protocol.events import SchedulerConfig
+from pdrun.rendezvous.protocol.messages import Verdict
 
 from .agent import Job, Run, SimAgent
 from .judge import Judge, Violation

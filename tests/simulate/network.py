@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from pdrun.rendezvous.events import Peer
-from pdrun.rendezvous.messages import Envelope
-from pdrun.rendezvous.transport import Arrived, Gone, Incoming
+from pdrun.rendezvous.protocol.events import Peer
+from pdrun.rendezvous.protocol.messages import Envelope
+from pdrun.rendezvous.transport.base import Arrived, Gone, Incoming
 
 from .world import World
 
@@ -65,7 +65,7 @@ class Connection:
 
 
 class Network:
-    """Implements `pdrun.rendezvous.transport.ServerTransport`; ``wake`` is called when something lies in the box."""
+    """Implements `pdrun.rendezvous.transport.base.ServerTransport`; ``wake`` is called when something lies in the box."""
 
     def __init__(self, world: World, wake: Callable[[], None]) -> None:
         self.world = world

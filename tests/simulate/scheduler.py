@@ -8,13 +8,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pdrun.eventlog import Event
-from pdrun.rendezvous import journal, recovery
-from pdrun.rendezvous.events import SchedulerConfig
-from pdrun.rendezvous.invariants import check
-from pdrun.rendezvous.messages import Heartbeat, Verdict
-from pdrun.rendezvous.service import Service
-from pdrun.rendezvous.state import Membership
-from pdrun.rendezvous.transport import Arrived
+from pdrun.rendezvous.journal import file as journal
+from pdrun.rendezvous.journal import recovery
+from pdrun.rendezvous.membership.invariants import check
+from pdrun.rendezvous.membership.machine import Membership
+from pdrun.rendezvous.protocol.events import SchedulerConfig
+from pdrun.rendezvous.protocol.messages import Heartbeat, Verdict
+from pdrun.rendezvous.scheduler.service import Service
+from pdrun.rendezvous.transport.base import Arrived
 
 from .judge import Violation
 from .network import Network, SchedulerDied
@@ -37,7 +38,7 @@ def quick_disk() -> Iterator[None]:
 
 
 class _Inline:
-    """As `pdrun.attempt.Attempt`: what it was given has been tried."""
+    """As `pdrun.background_call.Attempt`: what it was given has been tried."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._error: BaseException | None = None

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from pdrun.launcher import warm
-from pdrun.launcher.model import Exited, Spawned, SpawnFailed, StarterState, Starting, Warm, WorkerCommand
-from pdrun.launcher.starting import PLAIN, starter_command
+from pdrun.launcher.plan.model import Exited, Spawned, SpawnFailed, StarterState, Starting, Warm, WorkerCommand
+from pdrun.launcher.plan.start_method import PLAIN, starter_command
+from pdrun.launcher.supervisor import warm_client as warm
 from tests.agent.fakes import make_plan
 from tests.agent.helpers import KeeperDriver, keeper_driver
 

@@ -16,12 +16,15 @@ import click
 import pytest
 
 from pdrun.errors import PdrunError
-from pdrun.launcher import ahead, aliases, boot, cli_run, options
-from pdrun.launcher import keeper as proc
-from pdrun.launcher.cli_commands import build
-from pdrun.launcher.keeper_client import KeeperProcess
-from pdrun.launcher.model import LaunchPlan, StarterState, WorkerCommand
-from pdrun.launcher.starting import starter_command
+from pdrun.launcher.cli import run as cli_run
+from pdrun.launcher.cli.commands import build
+from pdrun.launcher.config import aliases, options
+from pdrun.launcher.launch import prestart as ahead
+from pdrun.launcher.plan.model import LaunchPlan, StarterState, WorkerCommand
+from pdrun.launcher.plan.start_method import starter_command
+from pdrun.launcher.stdlib_only import supervisor as proc
+from pdrun.launcher.supervisor import boot
+from pdrun.launcher.supervisor.client import KeeperProcess
 from tests.e2e.conftest import until
 
 TORCH = "import torch\n"

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from pdrun.errors import UsageError
-from pdrun.launcher.importtime import frozen, importing, late_assignment, needs_exec
-from pdrun.launcher.model import Facts
-from pdrun.launcher.sources import told
-from pdrun.launcher.spec import JobSpec, Program
-from pdrun.launcher.starting import starting
+from pdrun.launcher.config.spec import JobSpec, Program
+from pdrun.launcher.plan.model import Facts
+from pdrun.launcher.plan.script_scan import told
+from pdrun.launcher.plan.start_method import starting
+from pdrun.launcher.stdlib_only.import_env import frozen, importing, late_assignment, needs_exec
 from pdrun.topology import CpuSet
 
 FIT = Facts(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pdrun.launcher.model import Exited, Spawned, StarterState, Swept
+from pdrun.launcher.plan.model import Exited, Spawned, StarterState, Swept
 from tests.agent.helpers import alive, keeper_driver, until
 from tests.starter.conftest import Bench, starter_of
 

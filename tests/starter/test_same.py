@@ -190,7 +190,7 @@ def test_what_cannot_become_a_worker_is_told_as_for_exec(bench: Bench, script: P
         failures = []
         for cwd, cpus in (("/no/such/folder", ()), ("/", (4000,))):
             slot = bench.start((sys.executable, str(script)), null, null, start=start, cwd=cwd, cpus=cpus)
-            from pdrun.launcher.model import SpawnFailed
+            from pdrun.launcher.plan.model import SpawnFailed
 
             failed = bench.driver.wait(SpawnFailed, slot)
             failures.append((failed.errno, failed.message))

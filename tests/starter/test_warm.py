@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from pdrun.errors import ConfigError, DeadlineExceeded
-from pdrun.launcher import warm as warm_module
-from pdrun.launcher.model import Warm
-from pdrun.launcher.starting import unfit
+from pdrun.launcher.plan.model import Warm
+from pdrun.launcher.plan.start_method import unfit
+from pdrun.launcher.supervisor import warm_client as warm_module
 from tests.agent.helpers import alive, until
 from tests.starter.conftest import plain_environment
 from tests.starter.test_decision import FIT, decided

@@ -18,10 +18,11 @@ from pathlib import Path
 import pytest
 
 from pdrun.errors import ConfigError, PdrunError
-from pdrun.launcher import inherited, warm
-from pdrun.launcher.model import Exited, Spawned, StarterState, Warm
-from pdrun.launcher.starting import unfit
-from pdrun.rendezvous.ready import readable
+from pdrun.launcher.plan.model import Exited, Spawned, StarterState, Warm
+from pdrun.launcher.plan.start_method import unfit
+from pdrun.launcher.stdlib_only import inherited_state as inherited
+from pdrun.launcher.supervisor import warm_client as warm
+from pdrun.rendezvous.transport.ready import readable
 from tests.agent.helpers import alive, keeper_driver, until
 from tests.starter.conftest import Bench, plain_environment, said, warm_process
 from tests.starter.test_hazards import SLEEPER, pids

@@ -1,4 +1,9 @@
-"""One rule per kind of ATen operator; importing this package registers all of them."""
+"""
+One rule per kind of ATen operator; importing this package registers all of them.
+
+May import: operators/graph, layouts.
+Start reading here: rule.py.
+"""
 
 from pdrun.parallel.operators.rules import (
     attention,

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 
 import torch
 
-from pdrun.parallel.operators.rule import Call, Labels, Place, Split, View, by_labels, rule
+from pdrun.parallel.operators.rules.rule import Call, Labels, Place, Split, View, by_labels, rule
 
 CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "convolution")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdrun.parallel.operators.rule import Call, Place, Split, View, by_labels, rule
+from pdrun.parallel.operators.rules.rule import Call, Place, Split, View, by_labels, rule
 
 
 def _run_new(place: Place) -> Call:

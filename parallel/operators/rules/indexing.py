@@ -8,7 +8,18 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from pdrun.parallel.operators.rule import PARTIAL, WHOLE, Call, Labels, Place, Split, View, by_labels, linear, rule
+from pdrun.parallel.operators.rules.rule import (
+    PARTIAL,
+    WHOLE,
+    Call,
+    Labels,
+    Place,
+    Split,
+    View,
+    by_labels,
+    linear,
+    rule,
+)
 
 
 def masked_embedding(weight: torch.Tensor, index: torch.Tensor, low: int, padding: int) -> torch.Tensor:

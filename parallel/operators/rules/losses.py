@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from pdrun.parallel.operators.rule import Call, Labels, Place, Split, View, by_labels, numel, rule
+from pdrun.parallel.operators.rules.rule import Call, Labels, Place, Split, View, by_labels, numel, rule
 
 NONE, MEAN, SUM = 0, 1, 2
 """ATen's numbers for reductions."""

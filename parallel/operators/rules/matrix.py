@@ -10,7 +10,7 @@ from collections.abc import Hashable
 import torch
 from torch.nn import functional
 
-from pdrun.parallel.operators.rule import Call, Labels, Place, Split, View, aligned, by_labels, linear, rule
+from pdrun.parallel.operators.rules.rule import Call, Labels, Place, Split, View, aligned, by_labels, linear, rule
 
 
 @rule("mm", "bmm", "matmul", "mv", "dot")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdrun.parallel.operators.rule import Labels, Split, View, by_labels, dims, rule
+from pdrun.parallel.operators.rules.rule import Labels, Split, View, by_labels, dims, rule
 
 
 @rule("layer_norm", "rms_norm", "native_layer_norm", "_fused_rms_norm")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from pdrun.parallel.operators.rule import Call, Place, Split, View, aligned, by_labels, linear, rule
+from pdrun.parallel.operators.rules.rule import Call, Place, Split, View, aligned, by_labels, linear, rule
 
 UNARY = (
     "abs", "acos", "acosh", "asin", "asinh", "atan", "atanh", "bitwise_not", "ceil", "celu", "clamp", "clamp_max",

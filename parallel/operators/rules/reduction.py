@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pdrun.parallel.operators.rule import Call, Labels, Place, Split, View, by_labels, dims, linear, numel, rule
+from pdrun.parallel.operators.rules.rule import Call, Labels, Place, Split, View, by_labels, dims, linear, numel, rule
 
 
 def _over(view: View | Place) -> tuple[int, ...]:

@@ -7,7 +7,18 @@ from math import gcd
 
 import torch
 
-from pdrun.parallel.operators.rule import Call, Labels, Place, Split, View, by_labels, dims, groups, linear, rule
+from pdrun.parallel.operators.rules.rule import (
+    Call,
+    Labels,
+    Place,
+    Split,
+    View,
+    by_labels,
+    dims,
+    groups,
+    linear,
+    rule,
+)
 
 
 def _every(

@@ -1,0 +1,149 @@
+"""
+Managed services: one container or machine a node, described in a variable.
+
+    SageMaker  SM_HOSTS=["algo-1","algo-2"] SM_CURRENT_HOST=algo-2 TRAINING_JOB_NAME=job-7
+    AzureML    AZUREML_RUN_ID=run_1 MASTER_ADDR=10.0.0.4 NODE_RANK=1 AZUREML_NODE_COUNT=2 (in mode MPI mpirun counts)
+    Vertex AI  CLUSTER_SPEC={"cluster":{"workerpool0":["cmle-0:2222"],"workerpool1":["cmle-1:2222"]},
+                             "task":{"type":"workerpool1","index":0}} CLOUD_ML_JOB_ID=7
+    TPU VM     TPU_WORKER_ID=1 TPU_WORKER_HOSTNAMES=t1v-0,t1v-1; several slices: MEGASCALE_SLICE_ID,
+               MEGASCALE_NUM_SLICES, MEGASCALE_COORDINATOR_ADDRESS=t1v-0:8080
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pdrun.errors import ConfigError
+from pdrun.launcher.adapters.model import Found, FoundHost, Probes
+from pdrun.launcher.adapters.parsing import (  # fmt: skip
+    Environ,
+    Launcher,
+    below,
+    listed,
+    named_hosts,
+    needed,
+    number,
+    structure,
+)
+from pdrun.launcher.common.parsers import quoted
+
+
+def _sagemaker(environ: Environ, probes: Probes) -> Found:
+    names = structure(environ, "SM_HOSTS")
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise ConfigError("is not a JSON list of host names", where="SM_HOSTS")
+    hosts = tuple(FoundHost(host.name) for host in named_hosts(names, "SM_HOSTS"))
+    current = environ.get("SM_CURRENT_HOST", "")
+    if current not in names:
+        raise ConfigError(f"{quoted(current)} is none of SM_HOSTS", where="SM_CURRENT_HOST")
+    rank = names.index(current)
+    return Found(
+        "sagemaker", "SageMaker", "task", rank, len(hosts), None, 1, rank, len(hosts), hosts,
+        job_id=environ.get("TRAINING_JOB_NAME", ""),
+        sources={"rank": "SM_CURRENT_HOST", "node_rank": "SM_CURRENT_HOST", "world": "SM_HOSTS", "nodes": "SM_HOSTS",
+                 "hosts": "SM_HOSTS", "job_id": "TRAINING_JOB_NAME"},
+    )  # fmt: skip
+
+
+def _azureml(environ: Environ, probes: Probes) -> Found:
+    rank = needed(environ, "NODE_RANK", "AZUREML_RUN_ID")
+    nodes = number(environ, "AZUREML_NODE_COUNT", 1)
+    below(rank, nodes, "NODE_RANK", "AZUREML_NODE_COUNT")
+    local = number(environ, "LOCAL_RANK") or 0
+    if local:
+        raise ConfigError(
+            f"{local}: AzureML starts several processes on this node, and each would start workers of its own",
+            where="LOCAL_RANK", hint="set process_count_per_instance: 1",
+        )  # fmt: skip
+    return Found(
+        "azureml", "AzureML (mode PyTorch)", "task", rank, nodes, 0, 1, rank, nodes, head=environ["MASTER_ADDR"],
+        job_id=environ["AZUREML_RUN_ID"],
+        sources={"rank": "NODE_RANK", "node_rank": "NODE_RANK", "nodes": "AZUREML_NODE_COUNT",
+                 "local_rank": "LOCAL_RANK", "world": "AZUREML_NODE_COUNT", "head": "MASTER_ADDR",
+                 "job_id": "AZUREML_RUN_ID"},
+    )  # fmt: skip
+
+
+_POOLS = ("chief", "master", "workerpool0", "worker", "workerpool1", "workerpool2", "workerpool3")
+"""In rank order; parameter servers and evaluators are no nodes of a job."""
+
+
+def _cluster(environ: Environ, probes: Probes) -> Found:
+    """Vertex AI's CLUSTER_SPEC, or TF_CONFIG, which has the same shape."""
+    name = _cluster_variable(environ)
+    data = structure(environ, name)
+    cluster, task = (data.get(key) if isinstance(data, dict) else None for key in ("cluster", "task"))
+    if not isinstance(cluster, dict) or not isinstance(task, dict):
+        raise ConfigError("has no objects cluster and task", where=name)
+    names: list[str] = []
+    rank = None
+    for pool in _POOLS:
+        members = cluster.get(pool, [])
+        if not isinstance(members, list) or not all(isinstance(member, str) for member in members):
+            raise ConfigError(f"cluster.{pool} is no list of addresses", where=name)
+        if task.get("type") == pool:
+            rank = len(names) + _task_index(task, len(members), name)
+        names += [member.rpartition(":")[0] or member for member in members]
+    if rank is None:
+        raise ConfigError(f"task.type {quoted(str(task.get('type')))} is none of {', '.join(_POOLS)}", where=name)
+    hosts = tuple(FoundHost(host.name) for host in named_hosts(names, name))
+    if len(hosts) != len(names):
+        raise ConfigError("names a host twice", where=name)
+    return Found(
+        "vertex", "Vertex AI" if name == "CLUSTER_SPEC" else "TF_CONFIG", "task", rank, len(hosts), None, 1, rank,
+        len(hosts), hosts, job_id=environ.get("CLOUD_ML_JOB_ID", ""),
+        sources={"rank": name, "node_rank": name, "world": name, "nodes": name, "hosts": name,
+                 "job_id": "CLOUD_ML_JOB_ID"},
+    )  # fmt: skip
+
+
+def _task_index(task: dict[str, Any], count: int, name: str) -> int:
+    index = task.get("index", 0)
+    if isinstance(index, str) and index.isascii() and index.isdigit() and len(index) < 9:
+        index = int(index)
+    if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < count:
+        raise ConfigError(f"task.index {quoted(str(index))} is no place among {count}", where=name)
+    return index
+
+
+def _cluster_variable(environ: Environ) -> str:
+    """CLUSTER_SPEC on Vertex AI; TF_CONFIG of a job with more than one address."""
+    if "CLUSTER_SPEC" in environ and "CLOUD_ML_JOB_ID" in environ:
+        return "CLUSTER_SPEC"
+    return "TF_CONFIG" if '"cluster"' in environ.get("TF_CONFIG", "")[:1000] else ""
+
+
+def _tpu(environ: Environ, probes: Probes) -> Found:
+    index = needed(environ, "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES")
+    hosts = listed(environ, "TPU_WORKER_HOSTNAMES")
+    below(index, len(hosts), "TPU_WORKER_ID", "the hosts of TPU_WORKER_HOSTNAMES")
+    slices = number(environ, "MEGASCALE_NUM_SLICES", 1) or 1
+    nodes, rank, head = len(hosts), index, ""
+    sources = {"rank": "TPU_WORKER_ID", "node_rank": "TPU_WORKER_ID", "nodes": "TPU_WORKER_HOSTNAMES",
+               "world": "TPU_WORKER_HOSTNAMES", "hosts": "TPU_WORKER_HOSTNAMES"}  # fmt: skip
+    if slices > 1:
+        part = needed(environ, "MEGASCALE_SLICE_ID", "MEGASCALE_NUM_SLICES")
+        below(part, slices, "MEGASCALE_SLICE_ID", "MEGASCALE_NUM_SLICES")
+        nodes, rank = slices * len(hosts), part * len(hosts) + index
+        head, hosts = environ.get("MEGASCALE_COORDINATOR_ADDRESS", "").rpartition(":")[0], ()
+        sources |= {"rank": "MEGASCALE_SLICE_ID, TPU_WORKER_ID", "node_rank": "MEGASCALE_SLICE_ID, TPU_WORKER_ID",
+                    "nodes": "MEGASCALE_NUM_SLICES, TPU_WORKER_HOSTNAMES", "hosts": "",
+                    "head": "MEGASCALE_COORDINATOR_ADDRESS"}  # fmt: skip
+    return Found(
+        "tpu", "a TPU VM", "task", rank, nodes, None, 1, rank, nodes, hosts, head,
+        job_id=environ.get("CLOUD_TPU_TASK_ID", ""), sources={**sources, "job_id": "CLOUD_TPU_TASK_ID"},
+    )  # fmt: skip
+
+
+SERVICES = (
+    Launcher("sagemaker", "SageMaker", lambda environ: "SM_HOSTS" in environ, _sagemaker, beginnings=("SM_",)),
+    Launcher(
+        "azureml", "AzureML",
+        lambda environ: all(name in environ for name in ("AZUREML_RUN_ID", "NODE_RANK", "MASTER_ADDR")), _azureml,
+        beginnings=("AZUREML_", "AZ_BATCH"),
+    ),
+    Launcher("vertex", "Vertex AI, TF_CONFIG", lambda environ: bool(_cluster_variable(environ)), _cluster,
+             beginnings=("CLUSTER_SPEC", "TF_CONFIG", "CLOUD_ML_")),
+    Launcher("tpu", "TPU", lambda environ: "TPU_WORKER_HOSTNAMES" in environ, _tpu,
+             beginnings=("TPU_", "MEGASCALE_", "CLOUD_TPU_")),
+)  # fmt: skip

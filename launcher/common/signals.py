@@ -1,0 +1,82 @@
+"""
+Signals as events: they wake the agent's loop through a descriptor and are acted on there, never inside a handler.
+
+    SIGINT SIGTERM SIGQUIT SIGHUP    stop the job: once with grace, again at once
+    SIGUSR1 SIGUSR2 SIGWINCH SIGCONT passed on to the workers, the job goes on
+    SIGTSTP                          Ctrl-Z: see `Agent`
+    SIGPIPE                          ignored: a closed terminal is an error of `write`, not the end
+
+What was inherited as ignored stays so (nohup's SIGHUP, a background job's SIGINT). Limit: Python lets only the main
+thread receive signals; elsewhere (`launch` called from a thread) none are taken and the caller's handlers stay.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+
+from pdrun import process_setup as early
+
+STOP = early.STOP
+FORWARD = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH, signal.SIGCONT)
+_TAKEN = (*STOP, *FORWARD, signal.SIGTSTP)
+
+
+class Signals:
+    """Takes the signals over inside a ``with`` block; gives them back after it, or lets nothing disturb the exit."""
+
+    def __init__(self) -> None:
+        self._read, self._write = -1, -1
+        self._previous: dict[int, object] = {}
+        self._wakeup = -1
+
+    def __enter__(self) -> Signals:
+        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        for number in _TAKEN:
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                self._previous[number] = signal.signal(number, _note)
+        self._previous[signal.SIGPIPE] = signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, early.afterwards(handler))  # type: ignore[arg-type]
+        if self._previous:
+            signal.set_wakeup_fd(self._wakeup)
+        os.close(self._read)
+        os.close(self._write)
+
+    def fileno(self) -> int:
+        """Readable when `read` has something."""
+        return self._read
+
+    def read(self) -> list[int]:
+        """Return the numbers of the signals that have come, oldest first; never blocks."""
+        try:
+            return [number for number in os.read(self._read, 512) if number in _TAKEN]
+        except BlockingIOError:
+            return []
+
+    @staticmethod
+    def suspend() -> None:
+        """Stop this process as Ctrl-Z would; returns when it is continued."""
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    """The wake-up descriptor has it already."""
+
+
+def signal_name(number: int) -> str:
+    """Return ``SIGSEGV`` for 11; real-time and unknown ones by number."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,183 @@
+"""
+What the launcher around this process means for the job: wishes of the lowest rank, which everything that the user says
+overrides.
+
+A task that stands alone on its node becomes an agent: number of nodes, node rank, where the nodes meet and the job's
+name follow. An allocation gives hosts. What would start a smaller job than was meant, or several in the place of one,
+is refused with what to do instead. Pure: environment and probes are arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from pdrun.endpoint import port_for
+from pdrun.errors import ConfigError, UsageError
+from pdrun.launcher.adapters import detect, mpi
+from pdrun.launcher.adapters.model import Found, Probes
+from pdrun.launcher.adapters.names import STARTERS
+from pdrun.launcher.config.settings import Level, Source, Wish
+from pdrun.launcher.hosts.selection import Host, host_name
+
+_MPI = tuple(row.name for row in mpi.MPI)
+_WORKERS = tuple(row.name for row in mpi.WORKERS)
+_ONE = {
+    "openmpi": "mpirun --map-by ppr:1:node", "mpich": "mpiexec -ppn 1", "intelmpi": "mpirun -ppn 1",
+    "slurm-step": "srun --ntasks-per-node=1", "jsrun": "jsrun -r 1", "pals": "mpiexec --ppn 1",
+    "flux": "flux run --tasks-per-node=1",
+}  # fmt: skip
+"""How to start one task a node."""
+_FREE = ("place.local", "torchrun.standalone", "hosts.all", "hosts.file", "place.rank_table")
+"""What makes every other launcher's words needless."""
+
+
+def around(
+    wishes: Iterable[Wish], environ: Mapping[str, str], probes: Probes
+) -> tuple[tuple[Wish, ...], tuple[str, ...], tuple[str, ...]]:
+    """
+    Return the wishes that the launcher around us amounts to, notes, and warnings.
+
+    Raises:
+        ConfigError: its words are malformed, contradict what the user said, or would start another job than was meant.
+        UsageError: ``--launcher`` names one that says nothing here.
+    """
+    said: dict[str, Wish] = {}
+    for wish in sorted(wishes, key=lambda wish: wish.source.level):
+        said.setdefault(wish.path, wish)
+    launcher = said["place.launcher"].value if "place.launcher" in said else ""
+    if any(path in said and said[path].value for path in _FREE):
+        return (), (), ()
+    found = detect.detect(environ, probes, to_detect(launcher))
+    notes = tuple(f"{item.launcher} is ignored: {item.why}" for item in found.ignored)
+    if found.kind == "none":
+        return (), notes, found.notes
+    made = _allocation(found, said) if found.kind == "allocation" else _task(found, said, probes)
+    here = () if found.launcher == "pet" else (f"{found.title}: {_summary(found)}",)
+    return tuple(made), (*here, *notes), found.notes
+
+
+def to_detect(launcher: str) -> str:
+    """Return what ``--launcher`` has `detect` look for: nothing in particular where it names what starts the hosts."""
+    return "" if launcher == "auto" or launcher in STARTERS else launcher
+
+
+def _summary(found: Found) -> str:
+    parts = [
+        f"node {found.node_rank}" if found.node_rank is not None else "",
+        f"{found.nodes} node(s)" if found.nodes is not None else "",
+        f"job {found.job_id}" if found.job_id else "",
+    ]
+    return ", ".join(filter(None, parts)) or "read"
+
+
+def _wish(path: str, value: object, found: Found, key: str) -> Wish:
+    return Wish(path, value, Source(found.sources.get(key) or found.title, Level.FOUND, str(value)[:60]))
+
+
+def _allocation(found: Found, said: Mapping[str, Wish]) -> list[Wish]:
+    """Hosts, unless the user says where this node stands: then the nodes are started one by one."""
+    if found.launcher == "ascend":
+        # every pod is started by the operator, or every host by hand: nobody is started by us
+        return [_wish("place.rank_table", found.path, found, "hosts"), _wish("place.launcher", "none", found, "hosts")]
+    if any(path in said for path in ("scheduler.host", "place.node_rank", "place.serve")):
+        return []
+    hosts = tuple(Host(host.name, where=found.sources.get("hosts", "")) for host in found.hosts)
+    made = [_wish("hosts.all", hosts, found, "hosts")] if hosts else []
+    return [*made, *_named(found)] if len(hosts) > 1 else []
+
+
+def _named(found: Found) -> list[Wish]:
+    name = found.job_name
+    return [_wish("job", name, found, "job_id")] if name else []
+
+
+def _task(found: Found, said: Mapping[str, Wish], probes: Probes) -> list[Wish]:
+    """The agent of one node of a job that the outer launcher has started everywhere."""
+    if found.launcher in _WORKERS or found.launcher == "pet":
+        return []  # inside a worker: a job of its own; PET_* are options, read as such
+    if found.launcher == "variables":
+        return _by_hand(found, said)
+    if (found.local_size or 1) > 1 or (found.local_rank or 0) > 0:
+        raise _crowded(found)
+    nodes = found.nodes
+    if nodes is None:
+        if "resources.nodes" not in said:
+            raise ConfigError(
+                f"{found.title} does not say how many nodes there are", where=found.sources.get("node_rank", ""),
+                hint="say --nodes (PDRUN_NODES), or --launcher none for a job of this node alone",
+            )  # fmt: skip
+        nodes = int(said["resources.nodes"].value)
+    elif "resources.nodes" in said and said["resources.nodes"].value != nodes:
+        source = said["resources.nodes"].source
+        raise source.error(
+            f"{said['resources.nodes'].value} node(s), but {found.title} started {nodes}"
+            f" ({found.sources.get('nodes')})",
+            "leave it out, or say --launcher none for a job apart from it",
+        )
+    made = [_wish("resources.nodes", nodes, found, "nodes"), *_named(found)]
+    if nodes == 1:
+        return made
+    if found.node_rank is not None:
+        made.append(_wish("place.node_rank", found.node_rank, found, "node_rank"))
+    if found.launcher == "mindspore":
+        made.append(_wish("place.serve", False, found, "head"))  # the scheduler is a pod of its own
+    if "scheduler.host" not in said:
+        made += _scheduler(found, probes)
+    return made
+
+
+def _by_hand(found: Found, said: Mapping[str, Wish]) -> list[Wish]:
+    """A rank of several without a launcher: does it count nodes or workers? Only the user knows."""
+    if found.world == 1 or any(path in said for path in ("resources.nodes", "scheduler.host", "place.node_rank")):
+        return []
+    raise ConfigError(
+        f"{found.rank} of WORLD_SIZE={found.world}: set by hand, and pdrun gives ranks itself",
+        where="RANK",
+        hint="say --nodes, --node-rank and --scheduler; --launcher none starts a job of this node alone",
+    )
+
+
+def _crowded(found: Found) -> ConfigError:
+    count = f"{found.local_size} tasks" if found.local_size else "several tasks"
+    one = f"start one a node ({_ONE[found.launcher]})" if found.launcher in _ONE else "start one a node"
+    return ConfigError(
+        f"{found.title} started {count} on this node, and each would start workers of its own",
+        where=found.sources.get("local_size") or found.sources.get("local_rank", ""),
+        hint=f"{one}, or the script itself with pdrun.init() in it; --launcher none makes each a job of its own",
+    )
+
+
+def _first(found: Found) -> str:
+    """The first host; LSF puts the host of the batch script in front of those on which jsrun starts tasks."""
+    names = [host.name for host in found.hosts]
+    if found.launcher == "jsrun" and len(names) > 1:
+        apart = found.nodes is not None and len(names) == found.nodes + 1
+        return names[1] if apart or names[0].startswith(("batch", "login")) else names[0]
+    return names[0]
+
+
+def _scheduler(found: Found, probes: Probes) -> list[Wish]:
+    """The first host, else where mpirun itself runs; its port, else one from the job's name."""
+    key = "hosts" if found.hosts else "head"
+    host = _first(found) if found.hosts else found.head
+    if not host:
+        raise ConfigError(
+            f"{found.title} does not say where node 0 is", where=found.sources.get("node_rank", ""),
+            hint="say --scheduler HOST:PORT (PDRUN_SCHEDULER), the same for all nodes",
+        )  # fmt: skip
+    try:
+        host_name(host, found.sources.get(key, ""))
+    except UsageError as error:
+        raise ConfigError(error.what, where=error.where, hint=error.hint) from None
+    if found.launcher in _MPI and found.node_rank == 0 and not probes.is_here(host):
+        raise ConfigError(
+            f"node 0 is {probes.hostname}, but the other nodes will look for it at {host}",
+            where=found.sources.get(key, ""),
+            hint="say --scheduler HOST:PORT (PDRUN_SCHEDULER), the same for all nodes",
+        )  # fmt: skip
+    name = found.job_name or f"{found.launcher}-{found.world}"
+    port = found.port if found.port is not None else port_for(name)
+    return [
+        _wish("scheduler.host", host, found, key),
+        _wish("scheduler.port", port, found, "port" if found.port is not None else "job_id"),
+    ]

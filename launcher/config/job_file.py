@@ -1,0 +1,257 @@
+"""
+Job files: ``pdrun run job.yaml``, read strictly, every complaint with file and line.
+
+YAML guesses types, and its guesses have started jobs of the wrong size: ``no`` is false, ``22:30`` is 1350. So only
+the structure is taken from YAML; each scalar is read as the text that stands in the file, by the same parsers as the
+command line, and what YAML would have turned into something else must be quoted. Anchors, tags, duplicate and unknown
+keys, several documents and deep nesting are refused. templates/job.yaml shows every key.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import yaml
+
+from pdrun.errors import ConfigError, UsageError, did_you_mean
+from pdrun.launcher.adapters import names
+from pdrun.launcher.adapters.ssh_command import ssh_options, words
+from pdrun.launcher.common import parsers as values
+from pdrun.launcher.common.parsers import Parser, quoted
+from pdrun.launcher.common.textfile import read_text
+from pdrun.launcher.config.settings import Level, Source, Wish
+from pdrun.launcher.config.spec import BACKENDS
+from pdrun.launcher.hosts import selection as hosts
+
+LIMIT = 1 << 18
+"""Bytes of a job file, at most."""
+DEPTH = 8
+EVENTS = 5_000
+"""Depth and number of a file's items, at most; a job file has a depth of 3."""
+
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+"""Numbers that mean the same as text; ``010``, ``0x10``, ``1_000`` and ``22:30`` do not."""
+
+
+def _text(text: str, where: str) -> str:
+    return text
+
+
+def _yes_no(text: str, where: str) -> bool:
+    if text in ("true", "false"):
+        return text == "true"
+    raise UsageError(f"{quoted(text)} is neither true nor false", where=where, hint="write true or false")
+
+
+GROUPS: Mapping[str, Mapping[str, Parser]] = {
+    "program": {
+        "script": values.plain, "module": values.plain, "command": values.plain, "python": values.path,
+        "start": values.choice("auto", "fork", "exec"), "warm": _yes_no,
+    },
+    "resources": {
+        "nodes": values.node_range, "spares": values.whole(0), "devices": values.whole_or_auto(),
+        "backend": values.choice(*BACKENDS), "threads": values.whole_or_auto(),
+        "bind": values.choice("auto", "cores", "numa", "none"),
+    },
+    "policy": {
+        "start_timeout": values.duration, "grace": values.duration_or_zero, "max_restarts": values.whole(0),
+        "restart_window": values.duration, "restart_on": values.exit_codes, "no_restart_on": values.exit_codes,
+        "backoff": values.duration_or_zero, "gather": values.duration_or_zero, "grow": values.duration_or_zero,
+        "scheduler_loss": values.scheduler_loss, "hang_timeout": values.duration, "time_limit": values.duration,
+    },
+    "output": {
+        "log_dir": values.path, "log_name": values.log_name, "files": _yes_no, "show_ranks": values.ranks,
+        "prefix": values.choice("auto", "rank", "none"),
+    },
+    "place": {
+        "scheduler": values.endpoint(), "node_rank": values.whole(0), "node_name": values.node_name, "local": _yes_no,
+        "interface": values.interface, "serve": _yes_no, "token_file": values.path,
+        "hosts": hosts.parse_hosts, "hostfile": values.path, "include": hosts.parse_choice,
+        "exclude": hosts.parse_choice, "rank_table": values.path, "launcher": names.check,
+    },
+    "reach": {
+        "ssh": values.path, "ssh_opts": ssh_options, "forward": values.patterns, "ship": _yes_no,
+        "mpirun": values.path, "mpirun_opts": words, "srun_opts": words,
+    },
+}  # fmt: skip
+"""Every key of a job file but ``program.args``, ``env``, ``job`` and ``chdir``."""
+PATHS = {"place.hosts": "hosts.all", "place.hostfile": "hosts.file", "place.include": "hosts.include",
+         "place.exclude": "hosts.exclude"}  # fmt: skip
+"""Keys whose values `pdrun.launcher.config.resolve` puts together."""
+SINGLE: Mapping[str, Parser] = {"job": values.name, "chdir": values.path}
+REASONS = {
+    "place.insecure": "must be said on the command line (--insecure), so that nobody inherits it from a file",
+    "place.simulated": "is pdrun's own; use local: true",
+    "resources.min_nodes": "is the lower number of nodes: 'MIN:MAX'",
+    "resources.indices": "follows from place: write hosts and include there",
+    "program.kind": "follows from the key: write script, module or command",
+    "program.target": "is written as script, module or command",
+}
+
+
+def load(path: str) -> tuple[Wish, ...]:
+    """
+    Read a job file.
+
+    Raises:
+        UsageError: there is no such file.
+        ConfigError: the file cannot be read as a job; names file and line.
+    """
+    text = read_text(path, LIMIT)
+    name = Path(path).name
+    try:
+        _check_events(text, name)
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        raise _broken(error, name) from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"is not YAML: {_one_line(error)}", where=name) from None
+    return tuple(_File(name).job(root))
+
+
+def _broken(error: yaml.MarkedYAMLError, name: str) -> ConfigError:
+    mark = error.problem_mark or error.context_mark
+    where = f"{name}:{mark.line + 1}" if mark else name
+    problem = error.problem or "cannot be read"
+    if "'\\t'" in problem:
+        return ConfigError("a tab, which YAML does not allow in indentation", where=where, hint="use spaces")
+    return ConfigError(f"is not YAML: {_one_line(problem)}", where=where)
+
+
+def _one_line(what: object) -> str:
+    return " ".join(str(what).split())[:200]
+
+
+def _check_events(text: str, name: str) -> None:
+    """Refuse, before anything is built, what a job file never needs; this pass does not recurse."""
+    depth = documents = 0
+    for count, event in enumerate(yaml.parse(text, Loader=yaml.SafeLoader)):
+        where = f"{name}:{event.start_mark.line + 1}" if event.start_mark else name
+        if isinstance(event, yaml.DocumentStartEvent):
+            documents += 1
+            if documents > 1:
+                raise ConfigError("a second document begins here", where=where, hint="a file holds one job")
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+            raise ConfigError("anchors and aliases (& and *) are not allowed", where=where, hint="write it out")
+        if tag := getattr(event, "tag", None):
+            raise ConfigError(f"a tag ({quoted(str(tag))}) is not allowed", where=where, hint="leave it out")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEPTH or count > EVENTS:
+            raise ConfigError("is nested too deeply or too large", where=where)
+
+
+class _File:
+    """Walks the nodes of one file and yields wishes."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def where(self, node: yaml.Node) -> str:
+        return f"{self.name}:{node.start_mark.line + 1}"
+
+    def source(self, node: yaml.Node, text: str = "") -> Source:
+        return Source(self.where(node), Level.FILE, text)
+
+    def job(self, root: yaml.Node | None) -> Iterator[Wish]:
+        if root is None:
+            raise ConfigError("is empty", where=self.name)
+        known = (*GROUPS, "env", *SINGLE)
+        for key, value in self.items(root, "the file"):
+            name = self.key(key, known, "")
+            if name == "env":
+                yield from self.env(value)
+            elif name in SINGLE:
+                yield self.value(name, value, SINGLE[name])
+            else:
+                yield from self.group(name, value)
+
+    def group(self, group: str, node: yaml.Node) -> Iterator[Wish]:
+        keys = GROUPS[group]
+        for key, value in self.items(node, group):
+            name = self.key(key, (*keys, "args") if group == "program" else tuple(keys), group)
+            if name == "args":
+                yield self.args(value)
+            elif name in ("script", "module", "command"):
+                yield self.value("program.target", value, keys[name])
+                yield Wish("program.kind", name, self.source(key, name))
+            elif name == "nodes":
+                both = self.value("resources.nodes", value, keys[name])
+                yield Wish("resources.nodes", both.value[1], both.source)
+                yield Wish("resources.min_nodes", both.value[0], both.source)
+            else:
+                path = f"{group}.{name}"
+                yield self.value(PATHS.get(path, path), value, keys[name])
+
+    def items(self, node: yaml.Node, what: str) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:
+        """Yield the pairs of a mapping; each key once."""
+        if not isinstance(node, yaml.MappingNode):
+            raise ConfigError(f"{what} must be written as KEY: VALUE lines", where=self.where(node))
+        lines: dict[str, int] = {}
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise ConfigError("a key must be a word", where=self.where(key))
+            if key.value in lines:
+                raise ConfigError(
+                    f"{quoted(key.value)} stands twice", where=self.where(key), hint=f"first on line {lines[key.value]}"
+                )
+            lines[key.value] = key.start_mark.line + 1
+            yield key, value
+
+    def key(self, node: yaml.ScalarNode, known: tuple[str, ...], group: str) -> str:
+        name = str(node.value)
+        if name in known:
+            return name
+        reason = REASONS.get(f"{group}.{name}")
+        if reason:
+            raise ConfigError(f"{name} {reason}", where=self.where(node))
+        home = next((group for group, keys in GROUPS.items() if name in keys), "") if not group else ""
+        hint = f"it belongs under {home}" if home else did_you_mean(name, known) or f"known: {', '.join(known)}"
+        raise ConfigError(
+            f"unknown key {quoted(name)}{f' in {group}' if group else ''}", where=self.where(node), hint=hint
+        )
+
+    def value(self, path: str, node: yaml.Node, parser: Parser) -> Wish:
+        flag = parser is _yes_no
+        text = self.scalar(node, path.rpartition(".")[2], flag=flag)
+        source = self.source(node, text)
+        try:
+            return Wish(path, parser(text, source.label), source)
+        except UsageError as error:
+            raise source.blame(error) from None
+
+    def scalar(self, node: yaml.Node, what: str, *, flag: bool = False) -> str:
+        """Return the text of a scalar as it stands in the file, where YAML would not read something else into it."""
+        if not isinstance(node, yaml.ScalarNode):
+            raise ConfigError(f"{what} must be one value", where=self.where(node))
+        text, kind = str(node.value), node.tag.rpartition(":")[2]
+        if node.style is not None or kind == "str" or (flag and text in ("true", "false")):
+            return text
+        if kind in ("int", "float") and _NUMBER.fullmatch(text):
+            return text
+        if kind == "null":
+            raise ConfigError(f"{what} has no value", where=self.where(node), hint="leave the line out")
+        if flag and kind == "bool":
+            raise ConfigError(f"{what}: {quoted(text)} must be written true or false", where=self.where(node))
+        read = {"bool": "true or false", "int": "another number", "float": "another number"}.get(kind, f"a {kind}")
+        raise ConfigError(
+            f"{what}: YAML reads {text} as {read}", where=self.where(node), hint=f"write '{text}' in quotes"
+        )
+
+    def args(self, node: yaml.Node) -> Wish:
+        if not isinstance(node, yaml.SequenceNode):
+            raise ConfigError("args must be a list", where=self.where(node), hint="write [--lr, 3e-4]")
+        return Wish("program.args", tuple(self.scalar(item, "an argument") for item in node.value), self.source(node))
+
+    def env(self, node: yaml.Node) -> Iterator[Wish]:
+        for key, value in self.items(node, "env"):
+            if "=" in str(key.value):  # it would be cut there
+                raise ConfigError(f"{quoted(str(key.value))} is not a variable's name", where=self.where(key))
+            text = self.scalar(value, str(key.value))
+            source = self.source(key, f"{key.value}={text}")
+            try:
+                name, text = values.assignment(f"{key.value}={text}", source.label)
+            except UsageError as error:
+                raise source.blame(error) from None
+            yield Wish(f"env.{name}", text, source)

@@ -1,0 +1,127 @@
+"""
+Python tracebacks as text: what was raised, where, and the user's part of it. Pure functions, no input or output.
+
+The text is what `pdrun.launcher.diagnosis.traceback_parser` found in a worker's stderr: chained or not, with notes and carets, or the
+report of a SyntaxError. Nothing here fails on text that is no traceback; it then finds nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+HEADER = "Traceback (most recent call last):"
+_HEADS = (HEADER, "Exception Group Traceback", "Original Traceback")
+MOST = 64 * 1024
+"""Bytes of a traceback that travel, at most; the end is kept."""
+
+_RANK_PREFIX = re.compile(r"^\[(?:default|rank)\d+\]:\s?", re.MULTILINE)
+_FRAME = re.compile(r'^\s*(?:\|\s*)*File "(?P<file>[^"]*)", line \d+(?:, in (?P<function>.*))?$')
+_RAISED = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?::\s?(?P<text>.*))?$", re.DOTALL)
+_SYNTAX = ("SyntaxError", "IndentationError", "TabError")
+_STARTERS = re.compile(r"^<frozen (?:runpy|importlib[\w.]*)>$|/lib/python[\d.]+/runpy\.py$")
+_OURS = __file__.rpartition("/diagnosis/")[0] + "/"
+
+
+@dataclass(frozen=True)
+class Raised:
+    """The exception at the end of a traceback."""
+
+    type: str
+    """Its name without the module: ``ValueError``, ``DistBackendError``."""
+    lines: Sequence[str]
+    """Its message."""
+    files: tuple[str, ...]
+    """Files of the frames of its own traceback, outermost first."""
+    functions: tuple[str, ...]
+    """Functions of the same frames; ``<module>`` at a file's top level."""
+
+    @property
+    def text(self) -> str:
+        """Its message as one string."""
+        return "\n".join(self.lines).strip()
+
+    @property
+    def summary(self) -> str:
+        """One line: ``ValueError: boom``."""
+        first = self.text.split("\n", 1)[0].strip()
+        return (f"{self.type}: {first}" if first else self.type)[:500]
+
+
+def unprefixed(text: str) -> str:
+    """Return the text without the ``[rank3]: `` that torch puts before each line of a traceback."""
+    return _RANK_PREFIX.sub("", text)
+
+
+def raised(traceback: str) -> list[Raised]:
+    """Return the exceptions of a chain in the order printed: the last one is what ended the program."""
+    found: list[Raised] = []
+    frames: list[re.Match[str]] = []
+    message: list[str] | None = None
+    lines = unprefixed(traceback).rstrip().split("\n")
+    for line in lines:
+        if line.lstrip(" +|").startswith(_HEADS):
+            frames, message = [], None
+        elif frame := _FRAME.match(line):
+            frames.append(frame)
+        elif message is not None:
+            message.append(line)
+        elif (match := _RAISED.match(line.strip(" |"))) and (not line.startswith("  ") or "|" in line):
+            message = [match["text"] or ""]
+            found.append(Raised(
+                match["type"].rpartition(".")[2], message, tuple(frame["file"] for frame in frames),
+                tuple(frame["function"] or "" for frame in frames),
+            ))  # fmt: skip
+    return found
+
+
+def hopeless(error: Raised) -> bool:
+    """Whether the program could not even be loaded: nothing that another attempt could change."""
+    if error.type in _SYNTAX:
+        return True
+    own = [function for file, function in zip(error.files, error.functions, strict=True) if not launcher_file(file)]
+    return error.type == "ModuleNotFoundError" and all(function == "<module>" for function in own)
+
+
+def launcher_file(file: str) -> bool:
+    """Whether a frame's file is how a worker is started, not what the user runs."""
+    return file.startswith(_OURS) or bool(_STARTERS.search(file))
+
+
+def users_part(traceback: str) -> str:
+    """Return the traceback without the frames that only started the user's program, cut to MOST bytes of its end."""
+    lines = unprefixed(traceback).rstrip("\n").split("\n")
+    kept: list[str] = []
+    for block in _blocks(lines):
+        match = _FRAME.match(block[0])
+        if match and launcher_file(match["file"]) and kept and kept[-1].strip() == HEADER:
+            continue
+        kept += block
+    text = "\n".join(kept) if _frames(kept) or not _frames(lines) else "\n".join(lines)
+    if len(text) > MOST:
+        text = "...\n" + text[-MOST:].partition("\n")[2]
+    return text + "\n"
+
+
+def _frames(lines: Sequence[str]) -> int:
+    return sum(bool(_FRAME.match(line)) for line in lines)
+
+
+def _blocks(lines: Sequence[str]) -> Iterator[list[str]]:
+    """Group each File line with the code and carets below it; other lines stand alone."""
+    block: list[str] = []
+    for line in lines:
+        indent = len(line) - len(line.lstrip())
+        if block and indent >= 4 and not _FRAME.match(line):
+            block.append(line)
+            continue
+        if block:
+            yield block
+            block = []
+        if _FRAME.match(line):
+            block = [line]
+        else:
+            yield [line]
+    if block:
+        yield block

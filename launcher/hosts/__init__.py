@@ -1,0 +1,6 @@
+"""
+Lists of hosts in every grammar.
+
+May import: common.
+Start reading here: hostfile.py.
+"""

@@ -1,0 +1,260 @@
+"""
+Files of hosts, in every grammar that users have, line by line and mixed as they like.
+
+    node1 slots=8 max_slots=8     Open MPI, DeepSpeed, Horovod; blanks around = are fine; cpu, cpus, count and gpus too
+    node[01-16,20]:8              MPICH and Intel MPI's HOST:N, with Slurm's ranges
+    node1 4 node2 8               LSF's pairs;  node1 4 all.q@node1 UNDEFINED   is SGE's PE_HOSTFILE
+    node1                         one slot a line where a host has several lines (PBS_NODEFILE), else all its devices
+    rank 0=node1 slot=0-3         a rankfile's host part
+    ^node3                        taken out again (PRRTE)
+    user@node4 devices=0,2 port=2222 addr=10.0.0.4      which devices, ssh's port, where the others reach it
+
+Comments are ``#``, ``//`` and ``/* */``. Slots count workers. The order of the file is the order of node ranks. An
+empty file, a missing one or one without a host left is an error: never a job on this machine instead.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from pdrun.errors import ConfigError, UsageError, did_you_mean
+from pdrun.launcher.common import parsers as values
+from pdrun.launcher.common.parsers import quoted
+from pdrun.launcher.common.textfile import decoded, read_text
+from pdrun.launcher.hosts import nodelist as hostlist
+from pdrun.launcher.hosts import selection as hosts
+from pdrun.launcher.hosts.selection import Host
+
+LIMIT = 8 << 20
+"""Bytes of a file, at most."""
+LINE = 1 << 16
+"""Characters of a line, at most."""
+_COUNTS = ("slots", "cpu", "cpus", "count", "gpus")
+_MOST = ("max_slots", "max-slots", "slots-max", "slots_max")
+_KEYS = (*_COUNTS, *_MOST, "devices", "port", "user", "username", "addr")
+
+
+def read_hostfile(path: str, stdin: Callable[[int], bytes] | None = None) -> tuple[Host, ...]:
+    """
+    Return the hosts of a file; ``-`` is standard input, read with ``stdin(limit)``.
+
+    Raises:
+        UsageError: there is no such file, or it is no regular one.
+        ConfigError: the first thing that is wrong in it, with ``file:line``, and the lines of the next ones.
+    """
+    if path == "-" and stdin is not None:
+        return parse(decoded(stdin(LIMIT + 1), "standard input", LIMIT), "standard input")
+    return parse(read_text(path, LIMIT, instead="give it on standard input: --hostfile -"), Path(path).name)
+
+
+@dataclass
+class _Entry:
+    """What the lines about one host say together."""
+
+    host: Host
+    lines: int = 0
+    """Lines that name it and give no count."""
+    counted: str = ""
+    """The line that gives its count."""
+
+
+@dataclass
+class _State:
+    entries: dict[str, _Entry] = field(default_factory=dict)
+    removed: dict[str, str] = field(default_factory=dict)
+    ranks: dict[int, tuple[str, str]] = field(default_factory=dict)
+    """Rank of a rankfile -> (host, where)."""
+
+
+def parse(text: str, name: str) -> tuple[Host, ...]:
+    """Return the hosts of a file's text; as `read_hostfile`."""
+    state, errors = _State(), []
+    for number, line in _lines(text, name):
+        where = f"{name}:{number}"
+        try:
+            _line(line, where, state)
+        except UsageError as error:
+            errors.append(error)
+            if len(errors) > 20:
+                break
+    if not errors:
+        try:
+            return _result(state, name)
+        except UsageError as error:
+            errors.append(error)
+    first = errors[0]
+    more = ", ".join(error.where for error in errors[1:6])
+    hint = f"{first.hint}; also wrong: {more}" if more and first.hint else f"also wrong: {more}" if more else first.hint
+    raise ConfigError(first.what, where=first.where, hint=hint)
+
+
+def _lines(text: str, name: str) -> Iterator[tuple[int, str]]:
+    """Yield the numbers and the texts of lines that say something, comments taken out."""
+    inside = False
+    number = 0
+    for number, raw in enumerate(re.split(r"\r\n|\n|\r", text), 1):
+        if len(raw) > LINE:
+            raise ConfigError(f"a line of {len(raw)} characters is too long", where=f"{name}:{number}")
+        line = raw
+        if inside:
+            _, closed, line = line.partition("*/")
+            if not closed:
+                continue
+            inside = False
+        line = re.sub(r"/\*.*?\*/", " ", line)
+        line = re.split(r"#|//", line, maxsplit=1)[0]
+        head, opened, _ = line.partition("/*")
+        inside = bool(opened)
+        if head.strip():
+            yield number, head.strip()
+    if inside:
+        raise ConfigError("a comment /* is not closed", where=f"{name}:{number}")
+
+
+def _line(line: str, where: str, state: _State) -> None:
+    """Read one line into ``state``."""
+    if match := re.fullmatch(r"rank\s+([0-9]{1,7})\s*=\s*(\S+)(?:\s+slots?\s*=\s*\S+)?", line):
+        return _rank(int(match[1]), match[2], where, state)
+    if match := re.fullmatch(r"\^\s*(\S+)", line):
+        for host in hosts.item(match[1], where):
+            state.removed[host.name] = where
+        return None
+    if line.startswith("+"):
+        raise UsageError(
+            f"{quoted(line)}: relative names are not supported", where=where, hint="write the hosts' names"
+        )
+    if line.startswith("-"):
+        hosts.host_name(line.split()[0], where)
+    words = re.sub(r"\s*=\s*", "=", line).split()
+    plain = [word for word in words if "=" not in word]
+    if len(plain) > 1 and re.fullmatch("[0-9]+", plain[1]):
+        return _pairs(words, plain, where, state)
+    if len(plain) > 1 and plain != words[: len(plain)]:
+        raise UsageError(f"{quoted(plain[-1])} stands behind key=value", where=where)
+    settings = _settings([word for word in words if "=" in word], where)
+    for word in plain:
+        for host in hosts.item(word, where):
+            _add(_configured(host, settings, where), where, state)
+    if not plain:
+        raise UsageError(f"{quoted(line)} names no host", where=where)
+    return None
+
+
+def _pairs(words: list[str], plain: list[str], where: str, state: _State) -> None:
+    """LSF's ``h n h n``, or SGE's ``h n queue cores``."""
+    if plain != words:
+        raise UsageError("a count behind the name and key=value do not go together", where=where)
+    if len(words) == 4 and not words[3].isdigit():
+        words = words[:2]
+    if len(words) % 2:
+        raise UsageError(f"{quoted(words[-1])} has no number behind it", where=where, hint="write HOST N HOST N")
+    for name, count in zip(words[::2], words[1::2], strict=True):
+        _add(Host(hosts.host_name(name, where), hosts.device_count(count, where), None, where), where, state)
+
+
+def _settings(words: list[str], where: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for word in words:
+        key, _, value = word.partition("=")
+        if key not in _KEYS:
+            hint = did_you_mean(key, _KEYS) or f"known: {', '.join(_KEYS)}"
+            raise UsageError(f"unknown key {quoted(key)}", where=where, hint=hint)
+        name = "slots" if key in _COUNTS else "max_slots" if key in _MOST else "user" if key == "username" else key
+        if name in found:
+            raise UsageError(f"{name} is given twice", where=where)
+        found[name] = value
+    return found
+
+
+def _configured(host: Host, settings: dict[str, str], where: str) -> Host:
+    """Return the host with what its line says about it."""
+    if not settings:
+        return host
+    count = host.devices
+    if "slots" in settings:
+        if count is not None:
+            raise UsageError(f"{host.name}:{count} and slots= both count", where=where, hint="write one of them")
+        count = hosts.device_count(settings["slots"], where, least=0)
+    if "max_slots" in settings and (count or 0) > hosts.device_count(settings["max_slots"], where):
+        raise UsageError(f"slots={count} is more than max_slots={settings['max_slots']}", where=where)
+    indices = None
+    if "devices" in settings:
+        indices = values.rank_set(settings["devices"], where)
+        if len(indices) > hosts.MOST_DEVICES or (count is not None and count != len(indices)):
+            raise UsageError(f"slots={count} and devices={settings['devices']} differ in number", where=where)
+        count = len(indices)
+    address = hosts.host_name(settings["addr"], where) if "addr" in settings else ""
+    user = settings.get("user", host.user)
+    if user and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.-]{0,31}", user):
+        raise UsageError(f"{quoted(user)} is no user's name", where=where)
+    port = values.port(settings["port"], where) if "port" in settings else None
+    return replace(host, devices=count, indices=indices, address=address, user=user, port=port)
+
+
+def _add(host: Host, where: str, state: _State) -> None:
+    """Add a line about a host: lines without a count add up, a count stands alone."""
+    entry = state.entries.setdefault(host.name, _Entry(host))
+    if len(state.entries) > hostlist.MOST:
+        raise UsageError(f"more than {hostlist.MOST} hosts", where=where)
+    if host.devices is None:
+        entry.lines += 1
+    if entry.counted or (entry.lines and host.devices is not None):
+        before = entry.counted or entry.host.where
+        raise UsageError(
+            f"{host.name} has a line already ({before})", where=where,
+            hint="write it once with slots=N, or once a slot without a number",
+        )  # fmt: skip
+    if host.devices is not None:
+        entry.counted = where
+
+
+def _rank(rank: int, name: str, where: str, state: _State) -> None:
+    if rank in state.ranks:
+        raise UsageError(f"rank {rank} stands twice (first in {state.ranks[rank][1]})", where=where)
+    state.ranks[rank] = hosts.host_name(name, where), where
+
+
+def _result(state: _State, name: str) -> tuple[Host, ...]:
+    found = _ranked(state, name) if state.ranks else _listed(state)
+    left = tuple(host for host in found if host.name not in state.removed and host.devices != 0)
+    known = {host.name for host in found}
+    for gone, where in state.removed.items():
+        if gone not in known:
+            raise UsageError(f"^{gone} takes out a host that is not listed", where=where)
+    if not left:
+        raise UsageError("names no host" if not found else "leaves no host", where=name, hint="write one host a line")
+    return left
+
+
+def _listed(state: _State) -> tuple[Host, ...]:
+    """Return the hosts of lines without ranks; where any host has several lines, a line is a slot for all of them."""
+    slots = any(entry.lines > 1 for entry in state.entries.values())
+    return tuple(
+        replace(entry.host, devices=entry.lines) if slots and entry.lines else entry.host
+        for entry in state.entries.values()
+    )
+
+
+def _ranked(state: _State, name: str) -> tuple[Host, ...]:
+    """Return the hosts of a rankfile: ranks 0 to n-1, those of a host in one run."""
+    if state.entries:
+        where = next(iter(state.entries.values())).host.where
+        raise UsageError("a host without a rank among lines with ranks", where=where)
+    found: dict[str, Host] = {}
+    last = ""
+    for expected, rank in enumerate(sorted(state.ranks)):
+        host, where = state.ranks[rank]
+        if rank != expected:
+            raise UsageError(f"rank {expected} is missing", where=where)
+        if host in found and host != last:
+            raise UsageError(
+                f"rank {rank} returns to {host}, but the ranks of a host are one run in pdrun", where=where,
+                hint="number the ranks host by host",
+            )  # fmt: skip
+        before = found.get(host)
+        found[host] = replace(before, devices=(before.devices or 0) + 1) if before else Host(host, 1, None, where)
+        last = host
+    return tuple(found.values())

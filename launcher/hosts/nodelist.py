@@ -1,0 +1,136 @@
+"""
+Compressed lists of host names, as Slurm writes them: ``node[01-03,07],login`` and back. A real parser, no pattern.
+
+The grammar: names separated by commas or blanks; brackets anywhere in a name and more than once (Slurm itself takes no
+text behind the last bracket); in brackets numbers and ranges ``LOW-HIGH``, zero-padded to the width of LOW. Order and
+repetitions are kept. What ``scontrol show hostnames`` reads differently from what was meant (an open bracket, a blank
+in brackets) is refused here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from pdrun.errors import UsageError
+from pdrun.launcher.common.parsers import quoted
+
+MOST = 1 << 16
+"""Hosts of a list, at most: ``n[1-999999999]`` must not take the machine's memory."""
+LONGEST = 1 << 20
+"""Characters of a list, at most."""
+_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
+
+
+def expand(text: str, where: str, most: int = MOST) -> tuple[str, ...]:
+    """
+    Return the names of a compressed list, in order.
+
+    Args:
+        most: names that there may be, at most.
+
+    Raises:
+        UsageError: the list is malformed or too long; names the character (counted from 1).
+    """
+    if len(text) > LONGEST:
+        raise UsageError(f"a list of {len(text)} characters is too long", where=where, hint=f"at most {LONGEST}")
+    names: list[str] = []
+    for word, at in split(text, where):
+        names += _expand_word(word, at, text, where, most - len(names))
+    return tuple(names)
+
+
+def split(text: str, where: str) -> Iterator[tuple[str, int]]:
+    """Yield the items of a list and where each begins: commas and blanks inside brackets do not separate."""
+    begin, inside = 0, False
+    for at, char in enumerate(text):
+        if char == "[":
+            if inside:
+                raise _error("a bracket inside brackets", text, at, where)
+            inside = True
+        elif char == "]":
+            if not inside:
+                raise _error("a closing bracket without an opening one", text, at, where)
+            inside = False
+        elif char in ", \t\r\n" and not inside:
+            if at > begin:
+                yield text[begin:at], begin
+            begin = at + 1
+    if inside:
+        raise _error("the bracket is not closed", text, text.rindex("["), where)
+    if begin < len(text):
+        yield text[begin:], begin
+
+
+def _expand_word(word: str, at: int, text: str, where: str, most: int) -> list[str]:
+    """Return the names of one item: the product of its brackets, the last one running fastest."""
+    names = [""]
+    for part in re.finditer(r"\[([^]]*)\]|[^\[]+", word):
+        if not part[0].startswith("["):
+            names = [name + part[0] for name in names]
+            continue
+        runs = list(_runs(part[1], at + part.start() + 1, text, where))
+        count = sum(high - low + 1 for low, high, _ in runs)
+        if count * len(names) > most:
+            raise _error(f"more than {MOST} hosts", text, at, where)
+        numbers = [f"{number:0{width}d}" for low, high, width in runs for number in range(low, high + 1)]
+        names = [name + number for name in names for number in numbers]
+    if len(names) > most:
+        raise _error(f"more than {MOST} hosts", text, at, where)
+    return names
+
+
+def _runs(inner: str, at: int, text: str, where: str) -> Iterator[tuple[int, int, int]]:
+    """Yield (low, high, width) of ``01-03,07``; ``at`` is where it begins."""
+    for part in inner.split(","):
+        match = _RANGE.fullmatch(part)
+        if match is None:
+            what = "nothing" if not part else quoted(part)
+            raise _error(f"{what} stands where a number or LOW-HIGH belongs", text, at, where)
+        low, high = int(match[1]), int(match[2] or match[1])
+        if high < low:
+            raise _error(f"the range {part} runs backwards", text, at, where)
+        yield low, high, len(match[1])
+        at += len(part) + 1
+
+
+def _error(what: str, text: str, at: int, where: str) -> UsageError:
+    return UsageError(f"{quoted(text)}: {what} (character {at + 1})", where=where)
+
+
+def compress(names: list[str] | tuple[str, ...]) -> str:
+    """
+    Return a list that `expand` turns into exactly these names: order and repetitions are kept.
+
+    Neighbours with the same text before and behind their last number share brackets, as with
+    ``scontrol show hostlist``: ``node[3,1-2]``.
+    """
+    parts: list[str] = []
+    group: list[tuple[int, str]] = []
+    key: tuple[str, str] | None = None
+    for name in names:
+        match = re.fullmatch(r"(.*?)([0-9]{1,18})([^0-9]*)", name, re.DOTALL)
+        found = (match[1], match[3]) if match else None
+        if found is None or found != key:
+            parts += _written(key, group)
+            group, key = [], found
+        if match is None:
+            parts.append(name)
+        else:
+            group.append((int(match[2]), match[2]))
+    return ",".join([*parts, *_written(key, group)])
+
+
+def _written(key: tuple[str, str] | None, group: list[tuple[int, str]]) -> list[str]:
+    if key is None or not group:
+        return []
+    if len(group) == 1:
+        return [key[0] + group[0][1] + key[1]]
+    runs: list[tuple[str, str]] = []
+    for number, digits in group:
+        if runs and number == int(runs[-1][1]) + 1 and digits == f"{number:0{len(runs[-1][0])}d}":
+            runs[-1] = (runs[-1][0], digits)
+        else:
+            runs.append((digits, digits))
+    inner = ",".join(low if low == high else f"{low}-{high}" for low, high in runs)
+    return [f"{key[0]}[{inner}]{key[1]}"]

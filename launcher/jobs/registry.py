@@ -1,0 +1,235 @@
+"""
+The registry: which jobs this user has, running and past, so that `pdrun status|logs|stop` need no address.
+
+    $XDG_STATE_HOME/pdrun/jobs/RUN.json      (default ~/.local/state), folder 0700, files 0600, one a run
+
+A convenience, never needed by a job: a home that cannot be written costs the three commands, nothing else. An entry
+names a process by pid *and* start time *and* host, so that a number that was used again is never taken for the job.
+Limits: jobs of this user whose first node's home is this one. Start times come from /proc; elsewhere a pid must do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from pdrun.errors import UsageError, did_you_mean
+from pdrun.launcher.common.places import state_folder
+from pdrun.names import check_name
+from pdrun.private_folder import make_private
+
+KEPT = 200
+"""Entries of ended jobs that are kept, the newest."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of one job, as its first node wrote it down."""
+
+    run: str
+    job: str
+    pid: int
+    """Of the process that `pdrun stop` signals: the front's, or the first node's agent."""
+    ticks: int
+    """When that process started, in clock ticks since boot; 0 when it is not known."""
+    host: str
+    events: str
+    """Path of the event log; empty when none is written."""
+    log_dir: str
+    """Folder that holds the run's folder."""
+    scheduler: str = ""
+    """``HOST:PORT``, or empty when nothing listens."""
+    log_name: str = "rank_{rank}"
+    """Template of the log files' names."""
+    made: float = 0.0
+    """Wall clock, for order and people."""
+
+
+def registry_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the folder of the registry; it need not exist. Raises OSError where there is neither home nor variable."""
+    return state_folder(environ) / "jobs"
+
+
+def describe(run: str, job: str, *, events: str, log_dir: str, made: float, pid: int | None = None, **more: str) -> Job:
+    """Return the entry of process ``pid`` (this one by default) on this host; paths are made absolute."""
+    pid = os.getpid() if pid is None else pid
+    return Job(
+        run=run, job=job, pid=pid, ticks=start_ticks(pid) or 0, host=socket.gethostname(),
+        events=str(Path(events).absolute()) if events else "", log_dir=str(Path(log_dir).absolute()), made=made, **more,
+    )  # fmt: skip
+
+
+def register(job: Job, folder: Path | None = None) -> bool:
+    """Write an entry, whole or not at all, and forget the oldest ended ones; False where that is impossible."""
+    try:
+        folder = folder or registry_folder()
+        make_private(folder)
+        draft = folder / f".draft-{os.getpid()}-{os.urandom(6).hex()}"
+        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            with os.fdopen(fd, "w", encoding="utf-8") as file:
+                json.dump(asdict(job), file)
+            draft.replace(folder / f"{check_name(job.run, where='run')}.json")
+        finally:
+            draft.unlink(missing_ok=True)
+        prune(folder)
+    except (OSError, UsageError):
+        return False
+    return True
+
+
+def forget(log_dir: Path, folder: Path | None = None) -> None:
+    """Remove the entries of runs whose logs lay in ``log_dir``, which is no more: nothing could be shown of them."""
+    try:
+        folder = folder or registry_folder()
+        for job in jobs(folder):
+            if job.log_dir == str(log_dir):
+                (folder / f"{job.run}.json").unlink(missing_ok=True)
+    except OSError:
+        pass
+
+
+def jobs(folder: Path | None = None) -> list[Job]:
+    """Return every entry, the newest first; what is no entry of this user is passed over."""
+    try:
+        found = [_read(path) for path in (folder or registry_folder()).glob("*.json")]
+    except OSError:
+        return []
+    return sorted((job for job in found if job), key=lambda job: (job.made, job.run), reverse=True)
+
+
+def prune(folder: Path, kept: int = KEPT) -> None:
+    """Forget the oldest ended jobs above ``kept``."""
+    paths = list(folder.iterdir())
+    if len(paths) <= kept:
+        return
+    ended = [job for job in jobs(folder) if not is_alive(job)]
+    for job in ended[kept:]:
+        (folder / f"{job.run}.json").unlink(missing_ok=True)
+    for path in paths:
+        if path.name.startswith(".draft-") and _age_days(path) > 1:
+            path.unlink(missing_ok=True)
+
+
+def find(name: str, known: Iterable[Job], *, newest: bool = False) -> Job:
+    """
+    Return the job that ``name`` means: a run, a job's name (its running or else newest run), or a prefix of one only.
+
+    Args:
+        newest: several runs of one job that run at once are no question: the newest is meant.
+
+    Raises:
+        UsageError: there is none, or more than one; names those that there are. Or the name is empty, as an unset
+            variable of a shell leaves it: that is no prefix of every job.
+    """
+    known = list(known)
+    if not name:
+        raise UsageError("the job's name is empty", hint=_listed(known))
+    for matches in (
+        [job for job in known if job.run == name],
+        [job for job in known if job.job == name],
+        [job for job in known if job.run.startswith(name) or job.job.startswith(name)],
+    ):
+        if matches:
+            return _one(name, matches, newest)
+    hint = did_you_mean(name, [word for job in known for word in (job.job, job.run)])
+    raise UsageError(f"no job {name!r}", hint=" ".join(part for part in (hint, _listed(known)) if part))
+
+
+def find_running(known: Iterable[Job]) -> Job:
+    """
+    Return the one job that runs.
+
+    Raises:
+        UsageError: none does, or several do; names them.
+    """
+    running = [job for job in known if is_alive(job)]
+    if len(running) == 1:
+        return running[0]
+    what = f"{len(running)} jobs are running" if running else "no job of yours is running here"
+    raise UsageError(what, hint=_listed(running, "name one:") if running else "")
+
+
+def is_alive(job: Job) -> bool:
+    """Whether the process of an entry runs; False for one of another host, of which nothing is known here."""
+    if job.host != socket.gethostname():
+        return False
+    ticks = start_ticks(job.pid)
+    if ticks is not None:
+        return ticks == job.ticks or job.ticks == 0
+    return not Path("/proc/self/stat").exists() and _signal_reaches(job.pid)
+
+
+def start_ticks(pid: int) -> int | None:
+    """Return when a process started, in clock ticks since boot; None when it is gone, a zombie, or unknown."""
+    try:
+        after_name = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return None if after_name[0] in "ZX" else int(after_name[19])
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def _one(name: str, matches: list[Job], newest: bool) -> Job:
+    """Of several runs of one job, the running one or the newest; several jobs, or several that run, are a question."""
+    running = [job for job in matches if is_alive(job)]
+    if len(matches) == 1 or len(running) == 1:
+        return (running or matches)[0]
+    one_job = len({job.job for job in running or matches}) == 1
+    if running and one_job and newest:
+        return max(running, key=lambda job: job.made)
+    if running or not one_job:
+        raise UsageError(f"{name!r} means more than one job", hint=_listed(running or matches, "name one run:"))
+    return matches[0]
+
+
+def _listed(known: list[Job], label: str = "known:") -> str:
+    if not known:
+        return "none is known here"
+    names = [f"{job.job} (run {job.run})" for job in known[:8]]
+    more = f" and {len(known) - 8} more" if len(known) > 8 else ""
+    return f"{label} {', '.join(names)}{more}"
+
+
+def _read(path: Path) -> Job | None:
+    """Return an entry, or None for a file that is somebody else's or no entry."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(fd, encoding="utf-8") as file:
+            if os.fstat(fd).st_uid != os.geteuid():
+                return None
+            data: dict[str, Any] = json.loads(file.read(1 << 16))
+        known = {item.name: data[item.name] for item in fields(Job) if item.name in data}
+        job = Job(**known)
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None
+    return job if _plain(job) and f"{job.run}.json" == path.name else None
+
+
+def _plain(job: Job) -> bool:
+    """Whether every field has its type: the file may be of another version, or damaged."""
+    numbers = (job.pid, job.ticks)
+    texts = (job.run, job.job, job.host, job.events, job.log_dir, job.scheduler, job.log_name)
+    whole = all(type(number) is int for number in numbers) and 0 < job.pid < 1 << 31
+    texts_whole = all(isinstance(text, str) and "\0" not in text for text in texts)
+    return whole and texts_whole and isinstance(job.made, int | float) and abs(job.made) < 1e15  # which no NaN is
+
+
+def _age_days(path: Path) -> float:
+    try:
+        return (time.time() - path.stat().st_mtime) / 86400
+    except OSError:
+        return 0.0
+
+
+def _signal_reaches(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,213 @@
+"""
+Batch jobs of Slurm: the script that runs pdrun in an allocation, and what becomes of it.
+
+    pdrun slurm render --nodes 2 --time 1:00:00 --devices 8 train.py      prints the script
+    pdrun slurm submit ... / status JOB / cancel JOB                      sbatch, scontrol, scancel
+
+A directive is one line of the script: values are held to characters that neither end it nor begin a comment, and the
+command of the body is quoted word by word. The script reaches sbatch on stdin, never by way of a shell.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pdrun import process_setup as early
+from pdrun.errors import ConfigError, RendezvousError, UsageError
+from pdrun.launcher.common.parsers import quoted
+
+TIMEOUT = 60.0
+MARGIN = 15.0
+"""Seconds beside the grace between the SIGTERM that is asked for and the end of the time limit."""
+_VALUE = re.compile(r"[A-Za-z0-9_.,:+@%/=\[\]()*^&|!-]{1,512}")
+_KEY = re.compile(r"[a-z][a-z0-9-]{1,40}")
+_JOB = re.compile(r"[0-9]{1,12}(?:_[0-9]{1,9})?(?:\+[0-9]{1,4})?")
+OWN = ("ntasks-per-node", "ntasks", "signal", "requeue", "no-requeue", "open-mode", "wrap")
+"""Directives that pdrun writes itself."""
+SAID = {"nodes": "--nodes", "job-name": "--name"}
+"""Directives that pdrun writes as its own options say."""
+FOREIGN = ("uid", "gid")
+"""Directives that have the job run as somebody else."""
+_SPELLINGS = {
+    "time": (
+        r"(?i:[0-9]+(?::[0-9]+){0,2}|[0-9]+-[0-9]+(?::[0-9]+){0,2}|infinite|unlimited)",
+        "time limit", "write MINUTES, H:MM:SS, D-HH:MM:SS or UNLIMITED",
+    ),
+    "mem": (r"[0-9]+(?i:[kmgt]b?)?", "size", "write it as 64G"),
+    "cpus-per-task": (r"[1-9][0-9]*", "number of CPUs", "write a number from 1 on"),
+    "gpus-per-node": (
+        r"(?:[A-Za-z][A-Za-z0-9_.-]*:)?[0-9]+(?:,(?:[A-Za-z][A-Za-z0-9_.-]*:)?[0-9]+)*",
+        "number of accelerators", "write 8, or TYPE:8",
+    ),
+}  # fmt: skip
+_SPELLINGS["time-min"] = _SPELLINGS["time"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What is asked of Slurm."""
+
+    nodes: int = 1
+    name: str = ""
+    directives: tuple[tuple[str, str], ...] = ()
+    """(key, value) of further ``#SBATCH --key=value`` lines, in order."""
+    grace: float = 30.0
+    """Seconds that the job needs to save: Slurm sends SIGTERM that long, and MARGIN, before its time is over."""
+    requeue: bool = True
+    setup: tuple[str, ...] = field(default=())
+    """Lines of the user's own before the command (``--setup 'module load cuda'``): shell, as it stands."""
+
+
+def directive(key: str, value: str, where: str) -> tuple[str, str]:
+    """
+    Return a directive whose line says exactly this.
+
+    Raises:
+        UsageError: the key is none, the value holds white space, a quote, ``#``, ``$`` or a line's end, or is not what
+            Slurm takes for a time, a size or a number.
+    """
+    if not _KEY.fullmatch(key):
+        raise UsageError(
+            f"{quoted(key)} is no option of sbatch", where=where, hint="write KEY=VALUE, constraint=gpu say"
+        )
+    if value and not _VALUE.fullmatch(value):
+        raise UsageError(
+            f"{quoted(value)} cannot stand in a directive", where=where,
+            hint="it takes letters, digits and _ . , : + @ % / = [ ] ( ) * ^ & | ! -",
+        )  # fmt: skip
+    pattern, title, hint = _SPELLINGS.get(key, ("", "", ""))
+    if pattern and not re.fullmatch(pattern, value):
+        raise UsageError(f"{quoted(value)} is no {title}", where=where, hint=hint)
+    return key, value
+
+
+def _check(batch: Batch) -> None:
+    """Refuse directives that are not the user's to give, abbreviated (sbatch takes that) or not, and doubles."""
+    given: set[str] = set()
+    for key, _ in batch.directives:
+        whole = next((name for name in (*OWN, *SAID, *FOREIGN) if name.startswith(key)), key)
+        if whole in FOREIGN:
+            raise UsageError(
+                f"--{whole} has the job run as another user", where="--sbatch", hint="submit it as that user"
+            )
+        if whole in SAID:
+            raise UsageError(
+                f"{whole} has an option of its own", where="--sbatch", hint=f"write {SAID[whole]} instead"
+            )
+        if whole in OWN:
+            raise UsageError(f"--{whole} is written by pdrun itself", where="--sbatch", hint="leave it out")
+        if key in given:
+            raise UsageError(f"--{key} is said twice", where="--sbatch", hint="leave one of them out")
+        given.add(key)
+
+
+def script(batch: Batch, command: Sequence[str]) -> str:
+    """
+    Return the batch script. Pure.
+
+    Args:
+        command: the words of the body: pdrun and its arguments, which go to the shell quoted.
+
+    Raises:
+        UsageError: a directive is one that pdrun writes itself, is there twice or has the job run as another user, or a
+            line of the set-up ends another.
+    """
+    _check(batch)
+    if any("\n" in line for line in batch.setup):
+        raise UsageError("holds a line's end", where="--setup", hint="give it once for each line")
+    lines = ["#!/bin/bash"]
+    if batch.name:
+        lines.append("#SBATCH --job-name={1}".format(*directive("job-name", batch.name, "--name")))
+    lines += [f"#SBATCH --nodes={batch.nodes}", "#SBATCH --ntasks-per-node=1"]
+    lines += [f"#SBATCH --{key}={value}" if value else f"#SBATCH --{key}" for key, value in batch.directives]
+    lines += [
+        "# SIGTERM that long before the time limit: the workers save and end by themselves.",
+        f"#SBATCH --signal=TERM@{round(batch.grace + MARGIN)}",
+        f"#SBATCH --{'requeue' if batch.requeue else 'no-requeue'}", "#SBATCH --open-mode=append", "",
+        *batch.setup, *([""] if batch.setup else []), f"exec {shlex.join(command)}",
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def submit(text: str) -> str:
+    """
+    Give a script to sbatch; return the job's number.
+
+    Raises:
+        ConfigError: there is no sbatch here. RendezvousError: Slurm refuses the job; says its reason.
+    """
+    done = _slurm(["sbatch", "--parsable"], text, early.with_token(os.environ))  # the nodes of the job need it
+    job = done.stdout.strip().partition(";")[0]
+    if done.returncode or not _JOB.fullmatch(job):
+        raise RendezvousError(f"the job was not taken: {_reason(done)}", where="sbatch")
+    return job
+
+
+def status(job: str) -> dict[str, str]:
+    """
+    Return the fields of a job, as Slurm names them.
+
+    Raises:
+        UsageError: that is no job's number, or Slurm knows none of it any more.
+    """
+    done = _slurm(["scontrol", "show", "job", _number(job), "--oneliner"])
+    if done.returncode or "JobId=" not in done.stdout:
+        raise UsageError(f"Slurm knows no job {job} (any more): {_reason(done)}", hint="see sacct for older ones")
+    pairs = re.findall(r"(?:^| )([A-Z][A-Za-z/:]*)=(.*?)(?= [A-Z][A-Za-z/:]*=|$)", done.stdout.splitlines()[0])
+    return dict(pairs)
+
+
+def status_text(found: dict[str, str]) -> str:
+    """Return a job's state for people: state, where, how long, how often, and why it waits."""
+    parts = [f"job {found.get('JobId', '?')} ({found.get('JobName', '?')}): {found.get('JobState', '?')}"]
+    wanted = (
+        ("NodeList", "on {}"), ("RunTime", "for {}"), ("TimeLimit", "of {}"), ("Reason", "reason {}"),
+        ("Restarts", "requeued {} time(s)"), ("ExitCode", "exit code {}"), ("StdOut", "output in {}"),
+    )  # fmt: skip
+    nothing = ("", "(null)", "None", "0", "0:0")
+    parts += [text.format(found[key]) for key, text in wanted if found.get(key, "") not in nothing]
+    return ", ".join(parts)
+
+
+def cancel(job: str) -> None:
+    """
+    Have Slurm end a job: SIGTERM, so that the workers save, and SIGKILL after KillWait.
+
+    Raises:
+        UsageError: that is no job's number. RendezvousError: Slurm refuses; says its reason.
+    """
+    done = _slurm(["scancel", _number(job)])
+    if done.returncode:
+        raise RendezvousError(f"job {job} was not cancelled: {_reason(done)}", where="scancel")
+
+
+def _number(job: str) -> str:
+    if not _JOB.fullmatch(job):
+        raise UsageError(f"{quoted(job)} is no number of a Slurm job", hint="pdrun slurm submit prints it")
+    return job
+
+
+def _slurm(
+    argv: Sequence[str], text: str = "", environ: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    program = shutil.which(argv[0])
+    if program is None:
+        raise ConfigError(f"there is no {argv[0]} here", hint="run this where Slurm's commands are")
+    try:
+        return subprocess.run(
+            [program, *argv[1:]], input=text, text=True, capture_output=True, timeout=TIMEOUT, check=False,
+            encoding="utf-8", errors="surrogateescape", env=environ,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise RendezvousError(f"did not answer within {TIMEOUT:g} s", where=argv[0]) from None
+
+
+def _reason(done: subprocess.CompletedProcess[str]) -> str:
+    lines = (done.stderr or done.stdout).strip().splitlines()
+    return lines[-1][:300] if lines else f"exit code {done.returncode}"

@@ -1,0 +1,196 @@
+"""
+One command that has another launcher start the agents: mpirun, or srun in an allocation of Slurm. Pure.
+
+    pdrun --launcher mpirun --hostfile H --devices 8 train.py          pdrun train.py     in the body of a batch script
+
+This process runs the scheduler and starts ``mpirun ... task_main``, one task a node; each task takes what it is to do
+from PDRUN_ORDER and the secret from PDRUN_TOKEN, both passed by name, and joins. The job's end is the scheduler's
+verdict; what mpirun makes of exit codes does not matter.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from pdrun import process_setup as early
+from pdrun.endpoint import Endpoint
+from pdrun.errors import ConfigError, UsageError
+from pdrun.launcher.adapters import mpirun_command as mpicommand
+from pdrun.launcher.adapters.mpirun_command import Mpi
+from pdrun.launcher.config.spec import JobSpec, Place, Reach, Sources, said
+from pdrun.launcher.hosts import nodelist as hostlist
+from pdrun.launcher.hosts.selection import Host
+from pdrun.launcher.plan.environment import scrub, shown
+from pdrun.launcher.plan.hosts import forwarded
+from pdrun.launcher.plan.model import Facts, LaunchPlan
+from pdrun.launcher.plan.placement import on_host
+
+TASK = ("-P", "-m", "pdrun.launcher.launch.task_main")
+ORDER, TOKEN = "PDRUN_ORDER", early.TOKEN
+KILL_MARGIN = 5.0
+"""Seconds of Slurm's KillWait that are kept for the last words, before its SIGKILL."""
+
+
+@dataclass(frozen=True)
+class Starter:
+    """The launcher that starts the agents, as it was found on this machine."""
+
+    how: Literal["mpirun", "srun"]
+    program: str = ""
+    mpi: Mpi | None = None
+    kill_wait: float | None = None
+    """Seconds between Slurm's SIGTERM and its SIGKILL; None: not known."""
+    binds: bool = True
+    """Whether this Slurm binds tasks to CPUs, which has to be switched off."""
+    fault: str = ""
+    """Why it cannot be used, or empty."""
+
+
+@dataclass(frozen=True)
+class Through:
+    """What is started."""
+
+    how: Literal["mpirun", "srun"]
+    title: str
+    python: str
+    """Interpreter of the agents."""
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    """Variables of this process that the agents get."""
+    extra: Mapping[str, str]
+    """Variables for the launcher itself."""
+
+    def __repr__(self) -> str:
+        return f"Through(argv={self.argv!r}, env={sorted(self.env)!r})"
+
+
+def starter_for(spec: JobSpec, sources: Sources) -> Literal["", "mpirun", "srun"]:
+    """Return which other launcher starts the agents: the one that was named, or srun for an allocation of Slurm."""
+    place = spec.place
+    seat = place.scheduler, place.node_rank, place.serve, place.simulated
+    if place.local or any(value is not None for value in seat):
+        return ""
+    if place.launcher in ("mpirun", "srun"):
+        return "mpirun" if place.launcher == "mpirun" else "srun"
+    if place.launcher in ("", "auto") and place.hosts and sources.get("place.hosts", "") in (
+        "SLURM_JOB_NODELIST", "SLURM_NODELIST"
+    ):  # fmt: skip
+        return "srun"
+    return ""
+
+
+def plan_through(spec: JobSpec, facts: Facts, sources: Sources, job: str, notes: tuple[str, ...]) -> LaunchPlan:
+    """
+    Decide what is started.
+
+    Raises:
+        ConfigError: the launcher is not there, or is none that is known.
+        UsageError: a host or a variable cannot be passed on.
+    """
+    starter = facts.starter
+    assert starter is not None
+    if starter.fault:
+        raise ConfigError(starter.fault, where=f"--launcher {starter.how}")
+    nodes = len(spec.place.hosts) or spec.resources.nodes
+    where = said(sources, "resources.nodes", "")
+    if where and spec.resources.nodes != nodes:
+        raise UsageError(
+            f"{spec.resources.nodes} node(s), but {nodes} host(s) are named", where=where, hint="leave it out"
+        )
+    from pdrun.launcher.plan.plan import listen_address  # which itself looks here
+
+    for host in spec.place.hosts:
+        on_host(spec.resources, host, "--devices")
+    listen = listen_address(spec, facts, sources)
+    python = spec.program.python or facts.python
+    env = forwarded(spec.reach.forward, facts.environ, said(sources, "reach.forward", "--forward"))
+    spec, more = within(spec, starter.kill_wait, sources)
+    build = _mpirun if starter.how == "mpirun" else _srun
+    _, scrubbed = scrub(facts.environ)
+    return LaunchPlan(
+        mode="through", job=job, node="", nodes=nodes, spec=spec, sources=sources, workers=(),
+        backend=spec.resources.backend, backend_reason="each node decides", visibility={}, collective="", base_env={},
+        scrubbed=scrubbed, scheduler=Endpoint(listen, 0), listen=listen, cwd=facts.cwd,
+        facts={"host": facts.hostname}, notes=tuple(filter(None, (*notes, more))),
+        through=build(spec, starter, nodes, (python, *TASK), env, facts),
+    )  # fmt: skip
+
+
+def within(spec: JobSpec, wait: float | None, sources: Sources) -> tuple[JobSpec, str]:
+    """
+    Return the specification whose grace ends before Slurm's patience does, and why; the user's own choice is kept.
+
+    Args:
+        wait: seconds from Slurm's SIGTERM to its SIGKILL; None: not known.
+    """
+    grace = spec.policy.grace
+    if wait is None or wait - KILL_MARGIN >= grace:
+        return spec, ""
+    killed = f"Slurm kills {wait:g} s after its SIGTERM"
+    if sources.get("policy.grace", "default") != "default":
+        return spec, f"{killed}, before the grace of {grace:g} s is over"
+    fits = max(1.0, wait - KILL_MARGIN)
+    return replace(spec, policy=replace(spec.policy, grace=fits)), f"grace {fits:g} s: {killed}"
+
+
+def _mpirun(
+    spec: JobSpec, starter: Starter, nodes: int, task: tuple[str, ...], env: Mapping[str, str], facts: Facts
+) -> Through:
+    assert starter.mpi is not None
+    mpi = starter.mpi
+    names = (ORDER,) if spec.place.insecure else (ORDER, TOKEN)
+    argv = mpicommand.command(
+        mpi, spec.place.hosts, nodes, names, spec.reach.mpirun_opts, task, root=facts.uid == 0
+    )
+    title = f"{mpicommand.TITLES[mpi.family]} ({mpi.version})"
+    return Through("mpirun", title, task[0], argv, env, mpicommand.environment(mpi))
+
+
+def _srun(
+    spec: JobSpec, starter: Starter, nodes: int, task: tuple[str, ...], env: Mapping[str, str], facts: Facts
+) -> Through:
+    names = [host.name for host in spec.place.hosts]
+    listed = hostlist.compress(names)
+    if re.search(r"\][^,]", listed):  # Slurm takes no text behind a bracket
+        listed = ",".join(names)
+    argv = (
+        starter.program, f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1",
+        *([f"--nodelist={listed}"] if names else []), "--distribution=block", "--export=ALL",
+        *(["--cpu-bind=none"] if starter.binds else []), "--mpi=none", "--kill-on-bad-exit=0", "--wait=0",
+        "--unbuffered", f"--chdir={facts.cwd}", *spec.reach.srun_opts, *task,
+    )  # fmt: skip
+    return Through("srun", "srun, one task a node", task[0], argv, env, {})
+
+
+def task_spec(plan: LaunchPlan, scheduler: Endpoint) -> JobSpec:
+    """Return what every task is asked for; its node rank it finds itself (`pdrun.launcher.launch.task_main`)."""
+    place = Place(
+        scheduler=scheduler, serve=False, interface=plan.spec.place.interface, insecure=plan.spec.place.insecure,
+        hosts=plan.spec.place.hosts,
+    )  # fmt: skip
+    resources = replace(plan.spec.resources, nodes=plan.nodes)
+    return replace(plan.spec, resources=resources, place=place, reach=Reach(), job=plan.job, chdir="")
+
+
+def host_index(hosts: tuple[Host, ...], here: tuple[str, ...], rank: int) -> int:
+    """Return the node rank of a task: its host's place in the list, or the launcher's rank where that says nothing."""
+    names = [host.name for host in hosts]
+    mine = [names.index(name) for name in here if name in names]
+    return mine[0] if len(mine) == 1 else rank
+
+
+def through_text(plan: LaunchPlan) -> str:
+    """Return what a plan starts as lines for a terminal."""
+    assert plan.through is not None
+    through = plan.through
+    env = " ".join(f"{name}={shown(name, value)}" for name, value in through.env.items())
+    command = "".join(f"{name}={value} " for name, value in through.extra.items()) + shlex.join(through.argv)
+    lines = [f"{'variables':<10} {env or '-'}", f"{'starts by':<10} {through.title}", "", command]
+    for rank, host in enumerate(plan.spec.place.hosts):
+        count = on_host(plan.spec.resources, host, "--devices").devices
+        lines += [*([""] if rank == 0 else []), f"{host.name}: node rank {rank}, {count} worker(s)"]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,77 @@
+"""Which mpirun and which srun this machine has, and how long Slurm waits: the only questions that run a program."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from pdrun.errors import ConfigError
+from pdrun.launcher.adapters.mpirun_command import Mpi, recognise
+from pdrun.launcher.config.spec import JobSpec
+from pdrun.launcher.plan.external import Starter
+
+MPIRUNS = ("mpirun", "mpiexec", "jsrun")
+TIMEOUT = 20.0
+
+
+def look(how: str, spec: JobSpec, environ: Mapping[str, str]) -> Starter | None:
+    """Return what starts the agents, or why it cannot; None where nothing but pdrun does."""
+    if how == "mpirun":
+        return _mpirun(spec.reach.mpirun, environ)
+    if how == "srun":
+        program = shutil.which("srun", path=environ.get("PATH"))
+        if program is None:
+            return Starter("srun", fault="there is no srun here: use --launcher ssh")
+        config = slurm_config(environ)
+        return Starter("srun", program, kill_wait=kill_wait(config), binds="TaskPlugin task/none" not in config)
+    return None
+
+
+def _mpirun(named: str, environ: Mapping[str, str]) -> Starter:
+    names = (named,) if named else MPIRUNS
+    found = [path for name in names if (path := shutil.which(name, path=environ.get("PATH")))]
+    if not found:
+        return Starter("mpirun", fault=f"there is no {' or '.join(names)} here: say which with --mpirun PROGRAM")
+    try:
+        mpi = recognise(found[0], _output([found[0], "--version"], environ))
+        return Starter("mpirun", found[0], _beside(mpi, environ) if mpi.family == "mpich" else mpi)
+    except ConfigError as error:
+        return Starter("mpirun", found[0], fault=f"{error.what}; {error.hint}")
+
+
+def _beside(mpi: Mpi, environ: Mapping[str, str]) -> Mpi:
+    """Return Intel MPI's own mpiexec.hydra where an mpirun is Intel's script: that runs any which PATH has."""
+    path = shutil.which("mpiexec.hydra", path=str(Path(mpi.program).parent))
+    said = _output([path, "--version"], environ) if path else ""
+    return recognise(path, said) if path and "Intel(R) MPI Library" in said else mpi
+
+
+def slurm_config(environ: Mapping[str, str]) -> frozenset[str]:
+    """Return Slurm's configuration as ``NAME VALUE`` lines; empty when it cannot be asked."""
+    program = shutil.which("scontrol", path=environ.get("PATH"))
+    text = _output([program, "show", "config"], environ) if program else ""
+    return frozenset(f"{name.strip()} {value.strip()}" for name, _, value in (
+        line.partition("=") for line in text.splitlines() if "=" in line
+    ))  # fmt: skip
+
+
+def kill_wait(config: Iterable[str]) -> float | None:
+    """Return Slurm's KillWait in seconds, or None when it is not known."""
+    for line in config:
+        if match := re.fullmatch(r"KillWait ([0-9]{1,6}) sec", line):
+            return float(match[1])
+    return None
+
+
+def _output(argv: list[str], environ: Mapping[str, str]) -> str:
+    try:
+        done = subprocess.run(
+            argv, env=dict(environ), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            timeout=TIMEOUT, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.decode("utf-8", "replace")

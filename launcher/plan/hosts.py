@@ -1,0 +1,161 @@
+"""
+One command for the whole cluster: which hosts it starts agents on, and with which words. Pure.
+
+    pdrun --hosts a,b --devices 8 train.py
+
+Node ranks follow the list. The first host runs the scheduler. A host that is this machine needs no ssh; the others get
+the connection of `pdrun.launcher.adapters.ssh_command`. What is sent to them stands in the plan that ``--dry-run`` prints.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from pdrun.endpoint import Endpoint
+from pdrun.errors import UsageError
+from pdrun.launcher.adapters.ssh_command import FAR_END, check_python, remote_command, ssh_argv
+from pdrun.launcher.config.spec import JobSpec, Place, Reach, Sources, said
+from pdrun.launcher.hosts.selection import Host
+from pdrun.launcher.plan.environment import is_launchers, scrub, shown
+from pdrun.launcher.plan.model import Facts, LaunchPlan
+from pdrun.launcher.plan.placement import on_host
+from pdrun.names import name_from
+
+WINDOW = 64
+"""Connections that are being made at once."""
+
+
+@dataclass(frozen=True)
+class FanHost:
+    """One host of a fan."""
+
+    node: str
+    """Its name in the job."""
+    host: Host
+    here: bool
+    """Whether it is this machine, which needs no ssh."""
+    argv: tuple[str, ...]
+    """What starts its far end."""
+
+
+@dataclass(frozen=True)
+class Fan:
+    """What is started where."""
+
+    hosts: tuple[FanHost, ...]
+    python: str
+    """Interpreter of the agents on other machines."""
+    env: Mapping[str, str]
+    """Variables of this process that the agents get."""
+
+    def __repr__(self) -> str:
+        return f"Fan(hosts={self.hosts!r}, python={self.python!r}, env={sorted(self.env)!r})"
+
+
+def fans_out(spec: JobSpec) -> bool:
+    """Whether one command starts all nodes: hosts are named, and nothing says that this node is one of them."""
+    place = spec.place
+    seat = place.scheduler, place.node_rank, place.serve, place.simulated
+    return bool(place.hosts) and all(value is None for value in seat) and not place.local
+
+
+def plan_hosts(spec: JobSpec, facts: Facts, sources: Sources, job: str, notes: tuple[str, ...]) -> LaunchPlan:
+    """
+    Decide what is started on which host.
+
+    Args:
+        job: key of the job.
+
+    Raises:
+        UsageError: a host's name, the interpreter or a name to forward cannot be used.
+    """
+    python = check_python(spec.program.python or facts.python, where=said(sources, "program.python", "--python"))
+    _, scrubbed = scrub(facts.environ)
+    nodes, count = said(sources, "resources.nodes", ""), len(spec.place.hosts)
+    if nodes and spec.resources.nodes != count:
+        raise UsageError(
+            f"{spec.resources.nodes} node(s), but {count} host(s) are named", where=nodes, hint="leave it out"
+        )
+    for host in spec.place.hosts:
+        where = said(sources, "resources.devices", "--devices")
+        on_host(spec.resources, host, where, exact=bool(spec.place.rank_table))
+    return LaunchPlan(
+        mode="hosts", job=job, node="", nodes=len(spec.place.hosts), spec=spec, sources=sources, workers=(),
+        backend=spec.resources.backend, backend_reason="each host decides", visibility={}, collective="",
+        base_env={}, scrubbed=scrubbed, scheduler=None, listen="", cwd=facts.cwd,
+        notes=tuple(filter(None, notes)),
+        fan=Fan(
+            tuple(_fan_host(host, node, spec, facts, python) for host, node in named(spec.place.hosts)),
+            python, forwarded(spec.reach.forward, facts.environ, said(sources, "reach.forward", "--forward")),
+        ),
+    )  # fmt: skip
+
+
+def named(hosts: Sequence[Host]) -> list[tuple[Host, str]]:
+    """Return each host with its name in the job: different for each, and fit for a path."""
+    taken: set[str] = set()
+    chosen = []
+    for index, host in enumerate(hosts):
+        name = name_from(host.name)
+        while name in taken:
+            name = name_from(f"{host.name[:40]}-{index}")
+            index += len(hosts)
+        taken.add(name)
+        chosen.append((host, name))
+    return chosen
+
+
+def _fan_host(host: Host, node: str, spec: JobSpec, facts: Facts, python: str) -> FanHost:
+    here = host.name in facts.hosts_here and not host.user and host.port is None
+    if here:
+        return FanHost(node, host, True, (facts.python, *FAR_END))
+    return FanHost(node, host, False, ssh_argv(spec.reach.ssh, spec.reach.ssh_opts, host, remote_command(python)))
+
+
+def forwarded(patterns: Sequence[str], environ: Mapping[str, str], where: str) -> dict[str, str]:
+    """
+    Return the variables that the patterns name; the token and launchers' own words never go anywhere.
+
+    Raises:
+        UsageError: a name without ``*`` or ``?`` is not set, or is one that is never forwarded.
+    """
+    chosen: dict[str, str] = {}
+    for pattern in patterns:
+        if not set("*?") & set(pattern):
+            if is_launchers(pattern):
+                raise UsageError(f"{pattern} is never forwarded: each launcher sets its own", where=where)
+            if pattern not in environ:
+                raise UsageError(f"{pattern} is not set here", where=where, hint="set it, or use --env NAME=VALUE")
+        chosen |= {name: value for name, value in environ.items() if fnmatch.fnmatchcase(name, pattern)}
+    return {name: value for name, value in sorted(chosen.items()) if not is_launchers(name)}
+
+
+def node_spec(plan: LaunchPlan, index: int, scheduler: Endpoint | None) -> JobSpec:
+    """Return what the agent of host ``index`` is asked for; ``scheduler`` is None for the only node of a job."""
+    assert plan.fan is not None
+    spec, one = plan.spec, plan.fan.hosts[index]
+    many = scheduler is not None
+    place = Place(
+        scheduler=scheduler, node_rank=index if many else None, node_name=one.node,
+        serve=(index == 0) if many else None, interface=spec.place.interface, insecure=spec.place.insecure,
+        rank_table=spec.place.rank_table,
+    )  # fmt: skip
+    resources = on_host(spec.resources, one.host, said(plan.sources, "resources.devices", "--devices"))
+    resources = replace(resources, nodes=plan.nodes)
+    return replace(spec, resources=resources, place=place, reach=Reach(), job=plan.job, chdir="")
+
+
+def fan_text(plan: LaunchPlan) -> str:
+    """Return the fan of a plan as lines for a terminal."""
+    assert plan.fan is not None
+    spec, fan = plan.spec, plan.fan
+    lines = [f"{'variables':<10} {' '.join(f'{name}={shown(name, value)}' for name, value in fan.env.items()) or '-'}"]
+    for rank, one in enumerate(fan.hosts):
+        count = on_host(spec.resources, one.host, "--devices").devices
+        what = "runs the scheduler, " if rank == 0 and len(fan.hosts) > 1 else ""
+        lines += ["", f"{one.node}: node rank {rank}, {what}{count} worker(s)"]
+        lines += [f"  {'here, no ssh: ' if one.here else ''}{shlex.join(one.argv)}"]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,312 @@
+"""
+What a person, or a program, is told about a plan: text and JSON of the very object that is executed.
+
+Values of variables whose names tell of a secret are hidden; the inherited environment is not repeated, only what was
+taken out of it and what the user added.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from pdrun.launcher.common.parsers import rank_text
+from pdrun.launcher.config.spec import JobSpec, Policy, field_paths
+from pdrun.launcher.plan.environment import is_launchers, shown
+from pdrun.launcher.plan.external import through_text
+from pdrun.launcher.plan.hosts import fan_text
+from pdrun.launcher.plan.model import Facts, LaunchPlan, WorkerPlan
+from pdrun.launcher.plan.program import program_argv
+
+_MODES = {
+    "alone": "one node, nothing listens",
+    "local": "all nodes are simulated on this machine",
+    "first": "this node runs the scheduler",
+    "join": "this node joins the scheduler",
+    "hosts": "this process starts an agent on each host",
+    "through": "this process runs the scheduler, another launcher starts the agents",
+}
+
+
+def plan_text(plan: LaunchPlan, nodes: Sequence[LaunchPlan] = ()) -> str:
+    """Return a plan as lines for a terminal; ``nodes`` are the plans of the nodes that a local one simulates."""
+    rows = [
+        ("job", plan.job),
+        ("mode", f"{plan.mode}: {_MODES[plan.mode]}"),
+        ("nodes", _nodes(plan)),
+        ("scheduler", _scheduler(plan)),
+        ("listen", plan.listen),
+        ("program", shlex.join(_argv(plan, nodes))),
+        ("start", f"{plan.starting.how}: {plan.starting.reason}" if plan.starting.reason else ""),
+        ("", plan.starting.unused),
+        ("folder", plan.cwd),
+        ("backend", _backend(plan)),
+        ("logs", _logs(plan.spec)),
+        ("policy", _policy(plan.spec)),
+        ("changes", _changes(plan.spec)),
+        ("restarts", _restarts(plan.spec.policy)),
+        ("hangs", f"no progress for {seconds(hang)}" if (hang := plan.spec.policy.hang_timeout) is not None else ""),
+        *(("set", f"{name}={shown(name, value)}") for name, value in plan.spec.env.items()),
+        ("removed", ", ".join(plan.scrubbed) or "-"),
+    ]
+    lines = [f"{name:<10} {value}" for name, value in rows if value]
+    if plan.fan is not None:
+        return "\n".join(lines) + "\n" + fan_text(plan)
+    if plan.through is not None:
+        return "\n".join(lines) + "\n" + through_text(plan)
+    for node in nodes or (plan,):
+        lines += ["", f"{node.node}: {len(node.workers)} worker(s)", *_workers(node)]
+    return "\n".join(lines) + "\n"
+
+
+def _nodes(plan: LaunchPlan) -> str:
+    resources = plan.spec.resources
+    count = f"{resources.least} to {plan.nodes}" if resources.least < plan.nodes else str(plan.nodes)
+    spares = f" and {resources.spares} that stand{'s' * (resources.spares == 1)} by" if resources.spares else ""
+    return count + spares + (f"; this one is {plan.node}" if plan.node and plan.mode != "local" else "")
+
+
+def _changes(spec: JobSpec) -> str:
+    """How an elastic job forms and changes; empty for one of a fixed size."""
+    policy, resources = spec.policy, spec.resources
+    if not resources.elastic:
+        return ""
+    loss = "a lost node is replaced by one that stands by"
+    if resources.least == resources.nodes:
+        return loss
+    late = f"takes late nodes in after {seconds(policy.grow)}" if policy.grow is not None else "late nodes wait"
+    least = f"{resources.least} node{'s' * (resources.least > 1)}"
+    return f"goes on with {least}, begins after {seconds(policy.gather)} of quiet, {late}"
+
+
+def _restarts(policy: Policy) -> str:
+    """What counts as a restart, where there may be any and that was said."""
+    window = f"within {seconds(policy.restart_window)}" if policy.restart_window is not None else ""
+    only = f"after {rank_text(policy.restart_on)} only" if policy.restart_on else ""
+    never = f"never after {rank_text(policy.no_restart_on)}" if policy.no_restart_on else ""
+    return ", ".join(filter(None, (window, only, never))) if policy.max_restarts else ""
+
+
+def _scheduler(plan: LaunchPlan) -> str:
+    if plan.scheduler is None:
+        return ""
+    return f"{plan.scheduler} (the system chooses the port)" if plan.scheduler.port == 0 else str(plan.scheduler)
+
+
+def _backend(plan: LaunchPlan) -> str:
+    by = f", collectives by {plan.collective}" if plan.collective else ""
+    return f"{plan.backend}{by} ({plan.backend_reason.partition(';')[0]})"
+
+
+def _argv(plan: LaunchPlan, nodes: Sequence[LaunchPlan]) -> tuple[str, ...]:
+    if plan.fan is not None:
+        return program_argv(plan.spec.program, plan.fan.python)
+    if plan.through is not None:
+        return program_argv(plan.spec.program, plan.through.python)
+    return next(worker.argv for node in (plan, *nodes) for worker in node.workers)
+
+
+def _logs(spec: JobSpec) -> str:
+    output = spec.output
+    files = f"{output.log_dir}/RUN/GENERATION/{output.log_name}.out and .err" if output.files else "no files"
+    return f"{files}; shown: {output.show_ranks}, prefix {output.prefix}"
+
+
+def _policy(spec: JobSpec) -> str:
+    policy = spec.policy
+    limit = f", at most {seconds(policy.time_limit)}" if policy.time_limit is not None else ""
+    wait, grace = seconds(policy.start_timeout), seconds(policy.grace)
+    return f"wait {wait} for all nodes, grace {grace}, {policy.max_restarts} restart(s){limit}"
+
+
+def seconds(value: float) -> str:
+    """Return a duration as one would type it: ``90s``, ``10m``, ``2h``."""
+    for size, unit in ((3600.0, "h"), (60.0, "m")):
+        if value >= size and value % size == 0:
+            return f"{value / size:g}{unit}"
+    return f"{value:g}s"
+
+
+def _workers(node: LaunchPlan) -> list[str]:
+    table = [("local rank", "device", "cpus", "threads", "sees")]
+    table += [_worker(worker, node.visibility.get(worker.local_rank, {})) for worker in node.workers]
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    padded = (zip(row, widths, strict=True) for row in table)
+    return ["  " + "  ".join(cell.ljust(width) for cell, width in row).rstrip() for row in padded]
+
+
+def _worker(worker: WorkerPlan, variables: Mapping[str, str]) -> tuple[str, str, str, str, str]:
+    device = f"{worker.device.kind}:{worker.device_index}" if worker.device else "cpu"
+    sees = " ".join(f"{name}={value}" for name, value in variables.items())
+    return (
+        str(worker.local_rank), device, rank_text(worker.cpus) if worker.cpus else "not bound", str(worker.threads),
+        sees or "-",
+    )  # fmt: skip
+
+
+def plan_json(plan: LaunchPlan, nodes: Sequence[LaunchPlan] = ()) -> str:
+    """Return a plan as JSON, keys in a fixed order."""
+    data = _data(plan)
+    if nodes:
+        data["simulated"] = [_data(node) for node in nodes]
+    return json.dumps(data, indent=2) + "\n"
+
+
+def _data(plan: LaunchPlan) -> dict[str, Any]:
+    spec = asdict(plan.spec)
+    spec["env"] = {name: shown(name, value) for name, value in plan.spec.env.items()}
+    spec["place"]["scheduler"] = str(plan.spec.place.scheduler) if plan.spec.place.scheduler else None
+    return {
+        "mode": plan.mode,
+        "job": plan.job,
+        "node": plan.node,
+        "nodes": plan.nodes,
+        "scheduler": str(plan.scheduler) if plan.scheduler else None,
+        "listen": plan.listen,
+        "cwd": plan.cwd,
+        "backend": plan.backend,
+        "backend_reason": plan.backend_reason,
+        "collective": plan.collective,
+        "workers": [
+            {
+                "local_rank": worker.local_rank,
+                "argv": list(worker.argv),
+                "device": worker.device.name if worker.device else None,
+                "device_index": worker.device_index,
+                "cpus": list(worker.cpus),
+                "threads": worker.threads,
+                "visibility": dict(plan.visibility.get(worker.local_rank, {})),
+            }
+            for worker in plan.workers
+        ],
+        "starting": asdict(plan.starting),
+        "removed": list(plan.scrubbed),
+        "compared": dict(plan.facts),
+        "notes": list(plan.notes),
+        "spec": spec,
+        "sources": dict(plan.sources),
+    }
+
+
+def explain(plan: LaunchPlan, facts: Facts) -> str:
+    """Return every effective value with its source, what was taken out, and why each thing was decided."""
+    rows = [(path, _value(plan.spec, path, facts.python), plan.sources.get(path, "default")) for path in field_paths()]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    lines = [f"{path:<{widths[0]}}  {value:<{min(widths[1], 40)}}  {source}" for path, value, source in rows]
+    lines += ["", "why:", *(f"  {note}" for note in plan.notes)]
+    lines += [f"  start {plan.starting.how}: {plan.starting.reason}"]
+    lines += [f"  {plan.starting.unused}"] if plan.starting.unused else []
+    lines += [f"  backend {plan.backend}: {plan.backend_reason.partition(';')[0]}"]
+    lines += _backends(facts, plan.backend)
+    lines += [f"  {name} is taken out of the workers' environment" for name in plan.scrubbed]
+    return "\n".join(lines) + "\n"
+
+
+def _backends(facts: Facts, chosen: str = "") -> Iterable[str]:
+    for found in facts.backends:
+        if found.name != chosen:
+            yield f"  backend {found.name}: {'usable' if found.present else 'refused'}: {found.reason}"
+
+
+_DEVICES = {
+    "auto": "auto (accelerators, else one worker)", "accelerators": "every accelerator", "cpus": "one a usable CPU",
+    "accelerators-or-cpus": "accelerators, else one a usable CPU",
+}  # fmt: skip
+
+
+def _value(spec: JobSpec, path: str, python: str) -> str:
+    group, _, name = path.rpartition(".")
+    value = getattr(getattr(spec, group) if group else spec, name)
+    if path == "env":
+        return " ".join(f"{key}={shown(key, text)}" for key, text in value.items()) or "-"
+    if path == "program.python" and spec.program.kind != "command":
+        return spec.program.python or python
+    if path in ("policy.restart_on", "policy.no_restart_on"):
+        return rank_text(value) if value else "-"
+    if path == "resources.min_nodes":
+        return str(spec.resources.least)
+    if path == "resources.devices":
+        return _DEVICES.get(str(value), str(value))
+    if path == "program.args":
+        return shlex.join(value) or "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return seconds(value)
+    return "-" if value in (None, "") else str(value)
+
+
+# what this environment says -------------------------------------------------------------------------------------------
+
+FAMILIES = (
+    ("pdrun", r"PDRUN_"),
+    ("torchrun's options", r"PET_"),
+    (
+        "torchrun's workers",
+        r"TORCHELASTIC_|(?:LOCAL_|GROUP_|ROLE_)?(?:RANK|WORLD_SIZE)$|ROLE_NAME$|NODE_RANK$|MASTER_(?:ADDR|PORT)$",
+    ),
+    ("MindSpore, Ascend", r"MS_|MSRUN_|RANK_(?:ID|SIZE|TABLE_FILE)$|DEVICE_ID$|ASCEND_"),
+    ("Open MPI, PRRTE, MVAPICH", r"OMPI_|PRTE_|MV2_"),
+    ("PMI, PMIx, MPICH, Intel MPI", r"PMI2?_|PMIX_|HYDRA_|HYDI_|I_MPI_|MPI_LOCAL"),
+    ("Slurm", r"SLURM_"),
+    ("PBS, LSF, SGE, Flux, PALS", r"PBS_|LSB_|LSF_|JSM_|PE_HOSTFILE$|SGE_|NSLOTS$|FLUX_|PALS_"),
+    (
+        "Kubernetes",
+        r"KUBERNETES_SERVICE_HOST$|JOB_(?:COMPLETION_)?INDEX$|REPLICATED_JOB_|GLOBAL_REPLICAS$|PODS_PER_JOB$|V[CK]_|K_MPI_",
+    ),
+    (
+        "SageMaker, AzureML, Vertex AI, TPU",
+        r"SM_|TRAINING_JOB_NAME$|AZUREML_|AZ_BATCH|CLUSTER_SPEC$|TF_CONFIG$|CLOUD_ML_|TPU_|MEGASCALE_",
+    ),
+    ("device visibility", r"(?:CUDA|NVIDIA|HIP|ROCR)_VISIBLE_DEVICES$|ZE_AFFINITY_MASK$"),
+    ("threads", r"(?:OMP|MKL|OPENBLAS|KMP)_"),
+)
+"""Who speaks in an environment, and a pattern for the beginnings of their names; the first that fits counts."""
+
+
+def families(environ: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the variables of launchers and schedulers that are set, by who set them."""
+    found: dict[str, list[str]] = {}
+    for family, pattern in FAMILIES:
+        taken = {name for names in found.values() for name in names}
+        names = [name for name in sorted(environ) if name not in taken and re.match(pattern, name)]
+        if names:
+            found[family] = names
+    return found
+
+
+def environment_text(facts: Facts, chosen: str) -> str:
+    """Return what ``pdrun env`` says: who speaks in the environment, devices, CPUs, versions, addresses."""
+    cpus = facts.cpus
+    quota = "no limit" if cpus.quota is None else f"limited to {cpus.quota:g} by the cgroup"
+    lines = [
+        f"pdrun      {facts.pdrun_version}",
+        f"python     {facts.python_version} ({facts.python})",
+        f"torch      {facts.torch_version or 'not installed for this python'}",
+        f"host       {facts.hostname}, user id {facts.uid}",
+        f"addresses  {', '.join(f'{address} ({name})' for name, address in facts.addresses)}",
+        f"route      {facts.route_address or 'none to other machines'}",
+        f"cpus       {rank_text(cpus.cpus)}: {cpus.usable} usable, {quota}",
+        f"topology   {len(cpus.cores) or 'unknown'} core(s), {len(cpus.numa) or 'unknown'} memory node(s)",
+        f"use        {chosen}",
+        "",
+        "backends:",
+    ]
+    lines += [
+        f"  {found.name:<5} {len(found.devices)} device(s): {found.reason}" if found.present
+        else f"  {found.name:<5} refused: {found.reason}"
+        for found in facts.backends
+    ]  # fmt: skip
+    lines += ["", "environment:"]
+    for family, names in families(facts.environ).items():
+        lines.append(f"  {family}")
+        for name in names:
+            removed = "   (not passed on to workers)" if is_launchers(name) else ""
+            lines.append(f"    {name}={shown(name, facts.environ[name])}{removed}")
+    if lines[-1] == "environment:":
+        lines.append("  no variable of any launcher or scheduler is set")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,809 @@
+"""
+The keeper: a small process between the agent and the workers, so that nothing outlives a job.
+
+It is the parent of every worker and a sub-reaper: whatever a worker leaves behind, `setsid` or not, comes back to it.
+The agent holds the other end of a socket; when that end closes, for whatever reason (SIGKILL included), the keeper
+kills every descendant and leaves; a keeper that was stopped is woken for that (its own PDEATHSIG is SIGCONT). Workers
+die with the keeper by PR_SET_PDEATHSIG, and what they had started comes to the agent. Should both be killed in one
+instant, a child of the keeper stands by, forked at the start: it ends every process that carries this keeper's mark.
+No root and no cgroup is needed.
+
+Where there is a starter (`starter_main`: a child of the keeper that has imported torch), workers are forked from it and
+come to the keeper as to the nearest sub-reaper, so that nothing of this differs. A starter that is not fit, or dies
+before it has forked a worker, costs its speed only: the keeper still holds the command, and executes it.
+
+Started as ``python -I -S -c BOOT supervisor.py FD TOKEN`` (`boot`), or forked from a warm process (`warm_server`):
+standard library only, nothing of pdrun is imported (so all is in one file), and nothing slow: dataclasses, typing and
+pathlib would double the 20 ms of its start, which every launch waits for. Messages are JSON, one a SOCK_SEQPACKET
+packet; descriptors come with SCM_RIGHTS; a command lies in the first of them.
+
+Limits. The one that stands by does not find a process that has emptied its environment, nor helps when it is killed in
+the same instant too. A set-user-ID worker loses its PDEATHSIG (the kernel clears it), not the sweep. A process in
+uninterruptible sleep cannot be killed by anybody: it is named, and waited for no longer than STUCK seconds. Only what
+descends from this process is ever signalled: each is pinned by a pidfd and known by its start time before it is.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import errno
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import time
+from collections import deque
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Any, NoReturn
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+MARKER = "PDRUN_WORKER_OF"
+"""Variable in every worker's environment: ``TOKEN.SLOT``, by which a leftover that left its session is known."""
+SETTLE = 0.1
+"""Seconds in which what a worker left behind may end by itself (multiprocessing's resource tracker cleans up then)."""
+STUCK = 5.0
+"""Seconds after which a process that SIGKILL does not end is given up."""
+RETRY = 0.02
+PACKET = 1 << 16
+LISTED = 32
+STARTER = -(1 << 30)
+"""The slot of the starter, by which leftovers of itself (not of its workers) are known."""
+SLOT_WIDTH = 12
+"""Digits of a slot in MARKER: a forked worker overwrites the starter's in place."""
+
+
+def prctl(option: int, value: int) -> None:
+    """Linux's prctl with one argument."""
+    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def _read(path: str) -> bytes:
+    with open(path, "rb", buffering=0) as file:
+        return file.readall()
+
+
+class Process:
+    """What /proc/PID/stat says. ``start`` is in ticks since boot: with the pid, the identity of a process."""
+
+    __slots__ = ("pid", "ppid", "session", "start", "state")
+
+    def __init__(self, pid: int, stat: bytes) -> None:
+        words = stat[stat.rindex(b")") + 2:].split()
+        self.pid, self.state, self.start = pid, words[0].decode(), words[19]
+        self.ppid, self.session = int(words[1]), int(words[3])
+
+    def __str__(self) -> str:
+        try:
+            words = _read(f"/proc/{self.pid}/cmdline").rstrip(b"\0").replace(b"\0", b" ")
+            return f"{self.pid} {words[:200].decode(errors='replace') or '(no command)'}"
+        except OSError:
+            return f"{self.pid} (ended)"
+
+
+def process(pid: int) -> Process | None:
+    """Return what /proc knows of a process, or None when there is none."""
+    try:
+        return Process(pid, _read(f"/proc/{pid}/stat"))
+    except OSError:
+        return None
+
+
+def _numbers(folder: str) -> list[int]:
+    try:
+        with os.scandir(folder) as entries:
+            return [int(entry.name) for entry in entries if entry.name.isdecimal()]
+    except OSError:
+        return []
+
+
+def _child_pids(pid: int) -> list[int]:
+    """Pids of the children of all threads of a process; of all processes there are where that file is missing."""
+    pids: list[int] = []
+    for thread in _numbers(f"/proc/{pid}/task"):
+        try:
+            pids += map(int, _read(f"/proc/{pid}/task/{thread}/children").split())
+        except FileNotFoundError:
+            if thread == pid and process(pid) is not None:
+                return _numbers("/proc")
+        except OSError:
+            continue
+    return pids
+
+
+def children(parent: Process) -> list[Process]:
+    """Children of exactly that process: nothing is returned when its pid has meanwhile been given to another."""
+    found = [child for child in map(process, _child_pids(parent.pid)) if child and child.ppid == parent.pid]
+    now = process(parent.pid)
+    return found if now is not None and now.start == parent.start else []
+
+
+def family(roots: list[Process]) -> Iterator[Process]:
+    """Yield the roots and all their descendants, parents first."""
+    todo = deque(roots)
+    while todo:
+        member = todo.popleft()
+        yield member
+        todo.extend(children(member))
+
+
+def kill(target: Process) -> None:
+    """SIGKILL that very process, never one that has taken over its pid, as far as this machine can tell them apart."""
+    try:
+        handle = os.pidfd_open(target.pid)
+    except ProcessLookupError:
+        return
+    except OSError:  # no descriptor is left, or the kernel has no pidfds
+        handle = -1
+    try:
+        now = process(target.pid)  # None, too, where no descriptor is left to read it by
+        if now is not None and now.start == target.start and handle >= 0:
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+        elif handle < 0 and (now is None or now.start == target.start):
+            os.kill(target.pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass
+    finally:
+        if handle >= 0:
+            os.close(handle)
+
+
+class Child:
+    """
+    A process that the keeper has started. ``report``: read end of the pipe that closes at exec or brings the error.
+
+    ``waiting``: signals that came before exec, when the child does not yet stand as its program would. ``order``: what
+    the starter was asked to fork, until it has; ``pid`` is 0 so long.
+    """
+
+    __slots__ = ("error", "order", "pid", "report", "slot", "waiting")
+
+    def __init__(self, slot: int, pid: int, report: int, order: Order | None = None) -> None:
+        self.slot, self.pid, self.report, self.order = slot, pid, report, order
+        self.waiting: list[tuple[int, bool]] = []
+        self.error = ""
+
+
+class Order:
+    """A command with its descriptors, kept until a process has them; the first descriptor holds the command's text."""
+
+    __slots__ = ("command", "descriptors", "strict")
+
+    def __init__(self, command: dict[str, Any], descriptors: list[int], strict: bool) -> None:
+        self.command, self.descriptors, self.strict = command, descriptors, strict
+
+    def close(self) -> None:
+        """Let go of the descriptors; once."""
+        for number in self.descriptors:
+            os.close(number)
+        self.descriptors = []
+
+
+class Starter:
+    """The process that forks workers. ``waiting``: those that it will be asked for once it says that it is ready."""
+
+    __slots__ = ("pid", "ready", "socket", "waiting")
+
+    def __init__(self, pid: int, connection: socket.socket, ready: bool = False) -> None:
+        self.pid, self.socket, self.ready = pid, connection, ready
+        self.waiting: list[Child] = []
+
+
+class Sweep:
+    """A request to end what a slot (None: every slot) has left; ``ended`` maps the pids killed so far to their text."""
+
+    __slots__ = ("ended", "give_up_at", "kill_at", "slot")
+
+    def __init__(self, slot: int | None, now: float) -> None:
+        self.slot, self.kill_at, self.give_up_at = slot, now + SETTLE, now + STUCK
+        self.ended: dict[int, str] = {}
+
+
+def exec_program(argv: list[bytes], env: dict[bytes, bytes]) -> NoReturn:
+    """As execvpe, with PATH of the new environment; EACCES on the way is reported rather than a later ENOENT."""
+    if b"/" in argv[0]:
+        os.execve(argv[0], argv, env)
+    refused: OSError | None = None
+    for folder in env.get(b"PATH", b"/usr/local/bin:/usr/bin:/bin").split(b":"):
+        try:
+            os.execve((folder or b".") + b"/" + argv[0], argv, env)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except PermissionError as error:
+            refused = error
+    raise refused or FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+
+def place_descriptors(descriptors: list[int], report: int) -> int:
+    """Give the descriptors the numbers 0, 1, 2, ..., and ``report`` the next one, which is returned; close the rest."""
+    count = len(descriptors)
+    high = max([*descriptors, report]) + count + 1
+    for offset, number in enumerate([*descriptors, report]):
+        os.dup2(number, high + offset, inheritable=False)
+    for number in range(count):
+        os.dup2(high + number, number, inheritable=True)
+    os.dup2(high + count, count, inheritable=False)
+    os.closerange(count + 1, high + count + 1)
+    return count
+
+
+def become(command: dict[str, Any], descriptors: list[int], report: int, keeper: int, hangup: bool) -> NoReturn:
+    """The child's side of a fork: take the command's surroundings, then its program; an error goes to ``report``."""
+    stage = "session"
+    try:
+        signal.set_wakeup_fd(-1)
+        os.setsid()
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != keeper:
+            os._exit(127)
+        plain = {signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ}
+        for number in plain if hangup else plain | {signal.SIGHUP}:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        report = place_descriptors(descriptors, report)
+        stage = command["cwd"]
+        os.chdir(_bytes(command["cwd"]))
+        if command["cpus"]:
+            stage = f"CPUs {command['cpus']}"
+            os.sched_setaffinity(0, command["cpus"])
+        stage = command["argv"][0]
+        env = {_bytes(name): _bytes(value) for name, value in command["env"].items()}
+        if command["nofile"]:  # the user's own limit: this process has a higher one
+            resource.setrlimit(resource.RLIMIT_NOFILE, tuple(command["nofile"]))
+        exec_program([_bytes(word) for word in command["argv"]], env)
+    except OSError as error:
+        os.write(report, f"{error.errno} {stage}: {os.strerror(error.errno or 0)}"[:4000].encode("utf-8", "replace"))
+    except ValueError as error:
+        os.write(report, f"{errno.EINVAL} {stage}: {error}"[:4000].encode("utf-8", "replace"))
+    finally:
+        os._exit(127)
+
+
+def survive_notices() -> None:
+    """
+    Have the notices of a batch system do nothing here: Slurm signals every process of a job, the workers' keeper too.
+
+    A handler, unlike SIG_IGN, does not outlive exec: workers have the default, or what they inherit as ignored.
+    """
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, lambda *_: None)
+
+
+def marker(token: str, slot: int) -> str:
+    """The value of MARKER for the starter and what it forks: of one width, so that each can write its own in place."""
+    return f"{token}.{slot:0{SLOT_WIDTH}d}"
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")
+
+
+class Keeper:
+    """One loop over the agent's socket, SIGCHLD and the pipes of children on their way to exec."""
+
+    def __init__(self, agent: socket.socket, token: str) -> None:
+        self.agent, self.token = agent, token
+        self.standby = 0
+        """Pid of the child that stands by; 0: none."""
+        self.myself = process(os.getpid())
+        self.children: dict[int, Child] = {}
+        self.unborn: list[Child] = []
+        self.starter: Starter | None = None
+        self.no_starter = "it was never asked for"
+        self.dismissed = False
+        self.sessions: dict[int, int] = {}  # pid of a worker, ended ones too until swept -> slot
+        self.sweeps: list[Sweep] = []
+        self.outbox: deque[bytes] = deque()
+        self.hangup_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        self.wake, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        os.set_blocking(write, False)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_IGN)
+        survive_notices()
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+    def run(self) -> None:
+        """Serve the agent until its end of the socket closes, then end everything."""
+        try:
+            while self.turn():
+                pass
+        finally:
+            self.end_everything()
+
+    def turn(self) -> bool:
+        """Wait for one thing to happen and deal with it; False when the agent is gone."""
+        poll = select.poll()
+        poll.register(self.agent, select.POLLIN | (select.POLLOUT if self.outbox else 0))
+        poll.register(self.wake, select.POLLIN)
+        execs = {child.report: child for child in (*self.children.values(), *self.unborn) if child.report >= 0}
+        for number in execs:
+            poll.register(number, select.POLLIN)
+        starter = self.starter
+        if starter is not None:
+            poll.register(starter.socket, select.POLLIN)
+        for number, event in poll.poll(RETRY * 1000 if self.sweeps else None):
+            if number == self.agent.fileno():
+                if event & select.POLLOUT:
+                    self.flush()
+                if event & ~select.POLLOUT and not self.receive():
+                    return False
+            elif number in execs:
+                self.after_exec(execs[number])
+            elif starter is not None and starter is self.starter and number == starter.socket.fileno():
+                self.hear_starter(starter)
+        self.reap()
+        self.sweeps = [sweep for sweep in self.sweeps if not self.advance(sweep)]
+        return True
+
+    def receive(self) -> bool:
+        """Take one message of the agent; False at the end of the connection."""
+        descriptors = array.array("i")
+        try:
+            data, ancillary, _, _ = self.agent.recvmsg(
+                PACKET, socket.CMSG_SPACE(64 * 4), socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+            )
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        for _, _, block in ancillary:
+            descriptors.frombytes(block[: len(block) - len(block) % descriptors.itemsize])
+        if not data:
+            return False
+        message = json.loads(data)
+        if message["op"] == "spawn":
+            self.spawn(message, list(descriptors))
+        elif message["op"] == "prepare":
+            self.prepare(list(descriptors))
+        elif message["op"] == "dismiss":
+            self.dismissed = True
+            self.dismiss_starter()
+        elif message["op"] == "signal":
+            self.signal(message["slot"], message["number"], message["group"])
+        elif message["op"] == "sweep":
+            self.sweeps.append(Sweep(message["slot"], time.monotonic()))
+        elif message["op"] == "ping":
+            self.send(ev="pong")
+        return True
+
+    def send(self, **event: Any) -> None:
+        """Queue an event for the agent; never blocks, so that the agent may block in its own sending."""
+        self.outbox.append(json.dumps(event).encode())
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what the socket takes."""
+        while self.outbox:
+            try:
+                self.agent.send(self.outbox[0], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                return
+            except OSError:
+                self.outbox.clear()  # the agent is gone: `receive` sees it next
+                return
+            self.outbox.popleft()
+
+    def spawn(self, message: dict[str, Any], descriptors: list[int]) -> None:
+        """Start a process in a slot; whether that went well is known when its report pipe closes."""
+        slot, order = message["slot"], Order({}, descriptors, message.get("start") == "fork")
+        try:
+            if len(descriptors) != message["count"]:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            if any(child.slot == slot for child in (*self.children.values(), *self.unborn)):
+                raise OSError(errno.EBUSY, f"slot {slot} is taken")
+            order.command = json.loads(_read(f"/proc/self/fd/{descriptors[0]}"))
+            order.command["env"][MARKER] = f"{self.token}.{slot}"
+            if message.get("start") and self.starter is not None:
+                self.order_fork(Child(slot, 0, -1, order))
+            else:
+                self.without_starter(slot, order)
+        except OSError as error:
+            self.refuse(slot, order, error)
+
+    def refuse(self, slot: int, order: Order, error: OSError) -> None:
+        """Say that a process could not be started."""
+        order.close()
+        self.send(ev="failed", slot=slot, errno=error.errno, message=error.strerror)
+
+    def execute(self, slot: int, order: Order) -> int:
+        """Fork and exec the order's command; return the pid."""
+        report, write = os.pipe2(os.O_CLOEXEC)
+        try:
+            keeper, pid = os.getpid(), os.fork()
+            if pid == 0:
+                become(order.command, order.descriptors[1:], write, keeper, self.hangup_ignored)
+        except OSError:
+            os.close(report)
+            raise
+        finally:
+            os.close(write)
+        order.close()
+        self.children[pid] = Child(slot, pid, report)
+        self.sessions[pid] = slot
+        return pid
+
+    # The starter ------------------------------------------------------------------------------------------------------
+
+    def prepare(self, descriptors: list[int]) -> None:
+        """Start the starter; its command is in the first descriptor, and it gets a socket to this process as fd 3."""
+        order, ours = Order({}, descriptors, False), None
+        try:
+            if not descriptors:  # the kernel could not give them to this process
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            order.command = json.loads(_read(f"/proc/self/fd/{descriptors[0]}"))
+            order.command["env"][MARKER] = marker(self.token, STARTER)
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs, open(os.devnull, "r+b", buffering=0) as null:
+                for _ in range(2):
+                    order.descriptors.append(os.dup(null.fileno()))
+                order.descriptors.append(os.memfd_create("pdrun-starter", os.MFD_CLOEXEC))
+                order.descriptors.append(os.dup(theirs.fileno()))
+                self.starter = Starter(self.execute(STARTER, order), ours)
+        except OSError as error:
+            order.close()
+            if ours is not None:
+                ours.close()
+            self.no_starter = f"the starter could not be started: {error.strerror}"
+            self.send(ev="starter", slot=STARTER, why=self.no_starter)
+
+    def adopt_starter(self, pid: int, connection: socket.socket) -> None:
+        """Take a child that was forked before this object was made for the starter; it will say that it is ready."""
+        self.starter = Starter(pid, connection)
+        self.children[pid] = Child(STARTER, pid, -1)
+        self.sessions[pid] = STARTER
+
+    def hear_starter(self, starter: Starter) -> None:
+        """It is ready, or says why it is not, or is gone; what waits for it is forked or executed."""
+        try:
+            said = starter.socket.recv(PACKET, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError:
+            said = b""
+        why = json.loads(said)["why"] if said else f"the starter ended{'' if starter.ready else ' before it was ready'}"
+        if said and not why:
+            starter.ready = True
+            self.send(ev="starter", slot=STARTER, why="")
+            for child in starter.waiting:
+                self.order_waiting(child)
+            starter.waiting = []
+            self.dismiss_starter()
+            return
+        if not starter.ready or said:
+            self.send(ev="starter", slot=STARTER, why=why)
+        self.no_starter = why
+        self.lose_starter(starter)
+
+    def lose_starter(self, starter: Starter) -> None:
+        """There is no starter from here on: execute what waited for it."""
+        starter.socket.close()
+        self.starter = None
+        for child in starter.waiting:
+            self.instead(child)
+
+    def dismiss_starter(self) -> None:
+        """No more workers will be wanted: the end of its socket, behind the last order, ends a starter."""
+        if self.dismissed and self.starter is not None and self.starter.ready:
+            self.starter.socket.close()
+            self.starter, self.no_starter = None, "it was dismissed"
+
+    def order_fork(self, child: Child) -> None:
+        """Ask the starter for a worker, now or as soon as it is ready; it is known by its pid when that has come."""
+        starter, order = self.starter, child.order
+        assert order is not None
+        if starter is None:
+            self.instead(child)
+            return
+        if starter.ready:  # first what may fail: then the slot is not taken
+            child.report, write = os.pipe2(os.O_CLOEXEC)
+        if child not in self.unborn:
+            self.unborn.append(child)
+        if not starter.ready:
+            starter.waiting.append(child)
+            return
+        try:
+            facts = {"token": self.token, "slot": child.slot, "keeper": os.getpid()}
+            socket.send_fds(starter.socket, [json.dumps(facts).encode()], [write, *order.descriptors])
+        except OSError:
+            pass  # it is gone: the report's end says so
+        finally:
+            os.close(write)
+
+    def order_waiting(self, child: Child) -> None:
+        """Ask for what waited until the starter was ready; where that fails its slot is free again."""
+        try:
+            self.order_fork(child)
+        except OSError as error:
+            self.unborn.remove(child)
+            assert child.order is not None
+            self.refuse(child.slot, child.order, error)
+
+    def instead(self, child: Child) -> None:
+        """Execute what could not be forked."""
+        self.unborn.remove(child)
+        order, child.order = child.order, None
+        assert order is not None
+        try:
+            self.without_starter(child.slot, order)
+        except OSError as error:
+            self.refuse(child.slot, order, error)
+        for number, group in child.waiting:
+            self.signal(child.slot, number, group)
+
+    def without_starter(self, slot: int, order: Order) -> None:
+        """Execute the order, unless it was to be a fork or nothing."""
+        if order.strict:
+            raise OSError(errno.EPERM, f"cannot be forked: {self.no_starter}")
+        self.execute(slot, order)
+
+    def born(self, child: Child, text: str) -> str:
+        """The starter's word on a worker: its pid, or why there is none; return what follows it."""
+        if not text:
+            os.close(child.report)
+            self.instead(child)
+            return ""
+        self.unborn.remove(child)
+        assert child.order is not None
+        child.order.close()
+        child.order = None
+        head, _, rest = text.partition("\n")
+        if not head.startswith("pid "):
+            os.close(child.report)
+            number, _, message = head.partition(" ")
+            self.send(ev="failed", slot=child.slot, errno=int(number), message=message)
+            return ""
+        child.pid = int(head[4:])
+        self.children[child.pid] = child
+        self.sessions[child.pid] = child.slot
+        for waiting, group in child.waiting:
+            if waiting == signal.SIGKILL:
+                self.deliver(child, waiting, group)
+        return rest
+
+    def look_for_newborns(self) -> None:
+        """Read every pid that is there to be read: what ends may be a worker whose pid is not known yet."""
+        poll = select.poll()
+        reports = {child.report: child for child in self.unborn if child.report >= 0}
+        for number in reports:
+            poll.register(number, select.POLLIN)
+        for number, _ in poll.poll(0):
+            self.after_exec(reports[number])
+
+    def after_exec(self, child: Child) -> None:
+        """The report pipe has something: nothing but its end means that exec (or becoming a worker) went well."""
+        text = os.read(child.report, 4096).decode("utf-8", "replace")
+        if child.order is not None:
+            text = self.born(child, text)
+            if not text:
+                return
+        os.close(child.report)
+        child.report = -1
+        if text:
+            child.error = text  # sent when it has been reaped: then its slot is free again
+            return
+        if child.slot == STARTER:
+            return
+        self.send(ev="spawned", slot=child.slot, pid=child.pid)
+        for signal_number, group in child.waiting:
+            self.deliver(child, signal_number, group)
+
+    def signal(self, slot: int, number: int, group: bool) -> None:
+        """Send a signal to the process of a slot; before exec only SIGKILL goes at once."""
+        for child in [*self.children.values(), *self.unborn]:
+            if child.slot == slot:
+                if child.pid == 0:
+                    self.signal_unborn(child, number, group)
+                elif child.report >= 0 and number != signal.SIGKILL:
+                    child.waiting.append((number, group))
+                else:
+                    self.deliver(child, number, group)
+
+    def signal_unborn(self, child: Child, number: int, group: bool) -> None:
+        """A deadly signal for what the starter was not yet asked for ends it unstarted; others wait for the worker."""
+        starter, deadly = self.starter, (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+        if starter is None or child not in starter.waiting or number not in deadly:
+            child.waiting.append((number, group))
+            return
+        starter.waiting.remove(child)
+        self.unborn.remove(child)
+        if child.order is not None:
+            child.order.close()
+        self.send(ev="exited", slot=child.slot, pid=0, status=number, at=time.monotonic())
+
+    @staticmethod
+    def deliver(child: Child, number: int, group: bool) -> None:
+        """Send now. Its pid cannot be another's: it has not been reaped."""
+        try:
+            (os.killpg if group else os.kill)(child.pid, number)
+        except ProcessLookupError:
+            if group:  # before its setsid
+                os.kill(child.pid, number)
+        except PermissionError:
+            pass
+
+    def reap(self) -> None:
+        """Collect every child that has ended; those of slots are reported with the time of this moment."""
+        try:
+            while os.read(self.wake, 512):
+                pass
+        except BlockingIOError:
+            pass
+        try:
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    return
+                at = time.monotonic()
+                if pid not in self.children:
+                    self.look_for_newborns()
+                child = self.children.pop(pid, None)
+                if child is None:
+                    continue
+                if child.slot == STARTER:
+                    if child.report >= 0:
+                        os.close(child.report)
+                    continue
+                if child.report >= 0:
+                    self.after_exec(child)
+                if child.error:
+                    number, _, message = child.error.partition(" ")
+                    self.send(ev="failed", slot=child.slot, errno=int(number), message=message)
+                else:
+                    self.send(ev="exited", slot=child.slot, pid=pid, status=status, at=at)
+        except ChildProcessError:
+            return
+
+    def owner(self, root: Process) -> int | None:
+        """The slot that a direct child belongs to: by itself, by session, by the marker in its environment."""
+        slot = self.sessions.get(root.pid, self.sessions.get(root.session))
+        if slot is not None:
+            return slot
+        try:
+            environment = _read(f"/proc/{root.pid}/environ")
+        except OSError:
+            return None
+        found = environment.partition(f"{MARKER}={self.token}.".encode())[2].partition(b"\0")[0]
+        return int(found) if found.lstrip(b"-").isdigit() else None
+
+    def advance(self, sweep: Sweep) -> bool:
+        """Take a sweep one step further; True when it is done and answered."""
+        roots = [root for root in children(self.myself) if root.pid != self.standby] if self.myself else []
+        if sweep.slot is not None:
+            everybody = (*self.children.values(), *self.unborn)
+            others = any(child.slot >= 0 and child.slot != sweep.slot for child in everybody)
+            mine = {sweep.slot} if others else {sweep.slot, None}  # whose owner is unknown goes with the last worker
+            roots = [root for root in roots if self.owner(root) in mine]
+        now = time.monotonic()
+        if roots and now < sweep.give_up_at:
+            leaders = self.children.keys()
+            if now >= sweep.kill_at or any(root.pid in leaders for root in roots):
+                for member in family(roots):
+                    if member.state != "Z" and member.pid not in leaders:
+                        sweep.ended.setdefault(member.pid, str(member))
+                    kill(member)
+            return False
+        stuck = [member for member in family(roots) if member.state != "Z"]
+        swept = {pid: text for pid, text in sweep.ended.items() if pid not in {member.pid for member in stuck}}
+        self.send(
+            ev="swept", slot=sweep.slot, processes=_shortened(list(swept.values())),
+            stuck=_shortened([f"{member} {member.state}" for member in stuck]),
+        )  # fmt: skip
+        alive = self.children.keys()
+        done = [pid for pid, slot in self.sessions.items() if sweep.slot in (None, slot) and pid not in alive]
+        for pid in done:
+            del self.sessions[pid]
+        return True
+
+    def end_everything(self) -> None:
+        """SIGKILL all descendants until there is no child left, for at most STUCK seconds."""
+        give_up_at = time.monotonic() + STUCK
+        poll = select.poll()
+        poll.register(self.wake, select.POLLIN)
+        while self.myself is not None and time.monotonic() < give_up_at:
+            for member in family(children(self.myself)):
+                kill(member)
+            try:
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            except ChildProcessError:
+                return
+            poll.poll(RETRY * 1000)
+
+
+def _shortened(lines: list[str]) -> list[str]:
+    return lines if len(lines) <= LISTED else [*lines[:LISTED], f"... and {len(lines) - LISTED} more"]
+
+
+def marked(token: str) -> Iterator[Process]:
+    """Yield every living process that a worker of this keeper has started, or that is one."""
+    mark = f"{MARKER}={token}.".encode()
+    for pid in _numbers("/proc"):
+        try:
+            found = process(pid) if mark in _read(f"/proc/{pid}/environ") else None
+        except OSError:
+            continue
+        if found is not None and found.state not in "ZX":
+            yield found
+
+
+def end_marked(token: str) -> None:
+    """SIGKILL every process that is marked as one of this keeper's, for at most STUCK seconds."""
+    give_up_at, empty = time.monotonic() + STUCK, 0
+    while empty < 3 and time.monotonic() < give_up_at:  # what is being forked is not seen yet
+        empty += 1
+        for member in marked(token):
+            kill(member)
+            empty = 0
+        time.sleep(RETRY)
+
+
+def stand_by(token: str, keeper: int, agent: int = -1) -> NoReturn:
+    """
+    Wait for the end of pipe ``keeper``: the keeper was killed, for in order it ends this process first.
+
+    ``agent``: its pidfd, where the keeper is no child of it and so has no PDEATHSIG: one that was stopped is woken.
+    """
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_IGN)
+        survive_notices()
+        parent, poll = os.getppid(), select.poll()
+        for descriptor in (keeper, agent):
+            if descriptor >= 0:
+                poll.register(descriptor, select.POLLIN)
+        while keeper not in {number for number, _ in poll.poll()}:
+            poll.unregister(agent)
+            if os.getppid() == parent:
+                os.kill(parent, signal.SIGCONT)
+        end_marked(token)
+    finally:
+        os._exit(0)
+
+
+def start_standby(sockets: tuple[int, ...], token: str, agent: int = -1) -> int:
+    """Fork the process that stands by; return its pid, 0 where there can be none. It must not hold the ``sockets``."""
+    try:
+        read, write = os.pipe2(os.O_CLOEXEC)
+    except OSError:
+        return 0
+    try:
+        pid = os.fork()
+    except OSError:
+        os.close(read)
+        os.close(write)
+        return 0
+    if pid == 0:
+        os.close(write)
+        for number in sockets:
+            os.close(number)
+        stand_by(token, read, agent)
+    os.close(read)  # the other end stays open, here alone, for as long as this process lives
+    return pid
+
+
+def main(argv: list[str]) -> NoReturn:
+    """Take the socket's descriptor and the token from the command line, and serve."""
+    number = int(argv[1])
+    prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
+    if os.getsid(0) != os.getpid():  # `boot` has begun the session: a Ctrl-C must not meet the start of this process
+        os.setsid()
+    with open(os.devnull, "r+b", buffering=0) as null:
+        os.dup2(null.fileno(), 0)
+        os.dup2(null.fileno(), 1)
+    os.set_inheritable(number, False)
+    os.closerange(3, number)
+    os.closerange(number + 1, 1 << 20)
+    standby = start_standby((number,), argv[2])
+    keeper = Keeper(socket.socket(fileno=number), argv[2])
+    keeper.standby = standby
+    keeper.run()
+    os._exit(0)

@@ -1,0 +1,309 @@
+"""
+The agent's handle of the keeper process: starts it, speaks to it, and cleans up should the keeper itself be killed.
+
+The agent makes itself a sub-reaper as well: when the keeper dies, its workers die with it (PR_SET_PDEATHSIG) and what
+they had started comes to the agent, which ends it. Everything here is bounded; nothing waits for a keeper that hangs:
+it is asked for a sign of life every PING seconds (`beat`), and one that leaves PINGS of them unanswered is ended. What
+counts are questions that it had PING seconds to answer, not time, so that a stall of the agent itself ends nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from pdrun import process_setup as early
+from pdrun.errors import PdrunError
+from pdrun.launcher.plan.model import Exited, KeeperEvent, Spawned, SpawnFailed, StarterState, Swept, WorkerCommand
+from pdrun.launcher.stdlib_only import supervisor as proc
+from pdrun.launcher.supervisor import boot
+
+if TYPE_CHECKING:
+    from pdrun.launcher.launch.prestart import Ahead
+    from pdrun.launcher.supervisor.warm_client import Lent
+
+CLOSING = proc.STUCK + 1.0
+PING = 2.0
+PINGS = 5
+PONG = json.dumps({"ev": "pong"}).encode()
+ENDED = json.dumps({"ev": "ended"}).encode()
+
+
+class KeeperProcess:
+    """
+    Implements `pdrun.launcher.agent.interfaces.Keeper`.
+
+    Args:
+        python: interpreter to run the keeper with.
+        spare: children of this process that are not the keeper's and must outlive it (the scheduler, say);
+            those that exist now are spared anyway. May be added to later.
+        lent: one that was forked from a warm process, its starter ready (`warm.borrow`); none is started then.
+        ahead: one that was started beforehand, and its starter (`ahead.take`).
+
+    Raises:
+        PdrunError: the keeper could not be started.
+    """
+
+    def __init__(
+        self, *, python: str = sys.executable, spare: Iterable[int] = (), lent: Lent | None = None,
+        ahead: Ahead | None = None,
+    ) -> None:  # fmt: skip
+        if sys.platform != "linux":
+            raise PdrunError(f"workers cannot be started on {sys.platform}", hint="pdrun's keeper needs Linux")
+        self._dead: str = ""
+        self._unanswered, self._ping_at, self._frozen = 0, 0.0, False
+        self._lent, self._has_starter = lent, lent is not None or ahead is not None
+        if lent is None:
+            proc.prctl(proc.PR_SET_CHILD_SUBREAPER, 1)
+        if lent is not None:
+            self.pid, self.spare, ours = lent.pid, set(spare), lent.socket
+        elif ahead is not None:
+            self.pid, self.spare, ours = ahead.pid, {*spare, *_others(ahead.pid)}, ahead.socket
+        else:
+            self.spare = {*spare, *_others(0)}
+            self.pid, ours = self._start(python)
+        self._socket: socket.socket | None = ours
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(PING * PINGS), 0))
+
+    @staticmethod
+    def _start(python: str) -> tuple[int, socket.socket]:
+        try:
+            return boot.start_keeper(python)
+        except OSError as error:
+            if early.no_more_processes(error):
+                raise early.too_many_processes("pdrun") from error
+            raise PdrunError(f"could not start the keeper: {error.strerror}", where=python) from error
+
+    def fileno(self) -> int:
+        """Readable when `events` may have something; -1 after `close`."""
+        return self._socket.fileno() if self._socket else -1
+
+    def spawn(self, command: WorkerCommand, stdin: int, stdout: int, stderr: int, pass_fds: Sequence[int] = ()) -> None:
+        """Ask for a process; the descriptors may be closed after the call."""
+        body = _body(command)
+        try:
+            descriptors = [body, stdin, stdout, stderr, *pass_fds]
+            start = "" if command.start == "exec" else command.start
+            message = {"op": "spawn", "slot": command.slot, "count": len(descriptors), "start": start}
+            self._send(message, descriptors)
+        finally:
+            os.close(body)
+
+    def prepare(self, command: WorkerCommand) -> None:
+        """Start the starter, where there is none yet; answered by one StarterState."""
+        if self._has_starter:
+            return
+        self._has_starter = True
+        body = _body(command)
+        try:
+            self._send({"op": "prepare"}, [body])
+        finally:
+            os.close(body)
+
+    def dismiss(self) -> None:
+        """Let the starter go once it has forked what it was asked for."""
+        self._send({"op": "dismiss"})
+
+    def signal(self, slot: int, number: int, *, group: bool) -> None:
+        """Send a signal to the process of a slot, or to its process group."""
+        self._send({"op": "signal", "slot": slot, "number": int(number), "group": group})
+
+    def sweep(self, slot: int | None) -> None:
+        """SIGKILL every descendant of a slot (None: of all slots) that is left; answered by one Swept."""
+        self._send({"op": "sweep", "slot": slot})
+
+    def events(self) -> Iterable[KeeperEvent]:
+        """
+        Return what has happened since the last call.
+
+        Raises:
+            PdrunError: the keeper died; its workers and their descendants have been ended.
+        """
+        found: list[KeeperEvent] = []
+        while self._socket is not None:
+            try:
+                data = self._socket.recv(1 << 17, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                if self._frozen and not found:
+                    raise self._bury() from None
+                return found
+            except OSError:
+                data = b""
+            if data:
+                self._unanswered, self._frozen = 0, False
+                if data != PONG:
+                    found.append(_event(json.loads(data)))
+            elif found:
+                return found  # the end of the connection is seen again by the next call
+            else:
+                raise self._bury()
+        if self._dead:
+            raise PdrunError(self._dead)
+        return found
+
+    def beat(self) -> float:
+        """Ask for a sign of life, when that is due; return when it is due next. Call after `events`, which hears it."""
+        now = time.monotonic()
+        if now >= self._ping_at and not self._frozen:
+            self._frozen = self._unanswered >= PINGS
+            if not self._frozen:
+                self._unanswered, self._ping_at = self._unanswered + 1, now + PING
+                self._send({"op": "ping"})
+        return now if self._frozen else self._ping_at
+
+    def close(self) -> None:
+        """End all descendants, the keeper with them, and wait for it (at most 6 s, then it is killed)."""
+        if self._socket is None:
+            return
+        ours, self._socket = self._socket, None
+        with suppress(OSError):
+            ours.shutdown(socket.SHUT_WR)
+        self._signal(signal.SIGCONT)  # one that was stopped would not see the end of the connection
+        code = self._ended(CLOSING)
+        if code != 0 or (self._lent is not None and not _says_that_it_ended(ours)):
+            self._end_orphans()
+        ours.close()
+        self._let_go()
+
+    def _send(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
+        if self._socket is None:
+            return
+        try:
+            socket.send_fds(self._socket, [json.dumps(message).encode()], descriptors, socket.MSG_NOSIGNAL)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # `events` says so
+        except BlockingIOError:  # it has read nothing for as long as SO_SNDTIMEO says
+            self._frozen = True
+
+    def _signal(self, number: int) -> None:
+        """Signal the keeper; its pid cannot be another's: as a child it was not reaped, else there is a pidfd."""
+        try:
+            if self._lent is not None:
+                signal.pidfd_send_signal(self._lent.handle, number)
+            else:
+                os.kill(self.pid, number)
+        except ProcessLookupError:
+            pass
+
+    def _let_go(self) -> None:
+        """Close the pidfd of a keeper that is no child."""
+        if self._lent is not None:
+            os.close(self._lent.handle)
+
+    def _ended(self, seconds: float) -> int:
+        """
+        Wait for the keeper's end, kill it after that many seconds, and return how it ended, as waitpid does.
+
+        How one that is no child ended is not known: 0 then, and it says itself that all is in order ("ended").
+        """
+        handle = self._lent.handle if self._lent is not None else None
+        if not _ends_within(self.pid, seconds, handle):
+            self._signal(signal.SIGKILL)
+            if not _ends_within(self.pid, proc.STUCK, handle):
+                return int(signal.SIGKILL)
+        return _reap(self.pid) if handle is None else 0
+
+    def _bury(self) -> PdrunError:
+        """The keeper is gone without having been asked: end what it had started, and say how it went."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        code = os.waitstatus_to_exitcode(self._ended(0.0 if self._frozen else 1.0))
+        self._end_orphans()
+        self._let_go()
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        if self._lent is not None:
+            how = "ended or was killed"
+        if self._frozen:
+            how = f"did not answer for {PING * PINGS:g} s (was it stopped?) and was ended"
+        self._dead = f"the keeper process {self.pid} {how}; every worker on this node has been ended"
+        return PdrunError(self._dead, hint="nothing of the job is left here; start it again")
+
+    def _end_orphans(self) -> None:
+        """SIGKILL and reap what came to this process when the keeper died, for at most STUCK seconds."""
+        if self._lent is not None:
+            return proc.end_marked(self._lent.mark)
+        myself, give_up_at = proc.process(os.getpid()), time.monotonic() + proc.STUCK
+        while myself is not None and time.monotonic() < give_up_at:
+            orphans = [child for child in proc.children(myself) if child.pid not in self.spare]
+            if not orphans:
+                return None
+            for member in proc.family(orphans):
+                proc.kill(member)
+            for orphan in orphans:
+                try:
+                    os.waitpid(orphan.pid, os.WNOHANG)
+                except ChildProcessError:
+                    pass
+            time.sleep(proc.RETRY / 4)
+        return None
+
+
+def _others(keeper: int) -> list[int]:
+    """Return the children that this process has beside a keeper."""
+    myself = proc.process(os.getpid())
+    return [child.pid for child in (proc.children(myself) if myself else ()) if child.pid != keeper]
+
+
+def _says_that_it_ended(connection: socket.socket) -> bool:
+    """Whether the last word of a keeper that has ended was that nothing is left of its workers."""
+    try:
+        while data := connection.recv(1 << 17, socket.MSG_DONTWAIT):
+            if data == ENDED:
+                return True
+    except OSError:
+        pass
+    return False
+
+
+def _event(message: dict[str, Any]) -> KeeperEvent:
+    kind, slot = message["ev"], message["slot"]
+    if kind == "spawned":
+        return Spawned(slot, message["pid"])
+    if kind == "failed":
+        return SpawnFailed(slot, message["errno"], message["message"])
+    if kind == "exited":
+        return Exited(slot, message["pid"], message["status"], message["at"])
+    if kind == "starter":
+        return StarterState(slot, message["why"])
+    return Swept(slot, tuple(message["processes"]), tuple(message["stuck"]))
+
+
+def _body(command: WorkerCommand) -> int:
+    return boot.lay(command.argv, command.env, command.cwd, command.cpus, early.users_limit())
+
+
+def _ends_within(pid: int, seconds: float, known: int | None = None) -> bool:
+    """Wait until a child, or one whose pidfd is known, has ended (not reaped here); False: it has not in that time."""
+    try:
+        handle = os.pidfd_open(pid) if known is None else known
+    except OSError:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                return True
+            time.sleep(0.005)
+        return False
+    try:
+        poll = select.poll()
+        poll.register(handle, select.POLLIN)
+        return bool(poll.poll(seconds * 1000))
+    finally:
+        if known is None:
+            os.close(handle)
+
+
+def _reap(pid: int) -> int:
+    try:
+        return os.waitpid(pid, 0)[1]
+    except ChildProcessError:
+        return 0

@@ -1,0 +1,6 @@
+"""
+Save, load, transform, export.
+
+May import: training.state (type), zero, model, comm, layouts.
+Start reading here: save_load.py.
+"""

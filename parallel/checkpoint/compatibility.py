@@ -1,0 +1,76 @@
+"""
+Whether a checkpoint belongs to a run: looked at before anything of it is taken up.
+
+Weights, their state and buffers go by name and shape, groups of the optimizer by their place: a checkpoint of another
+model may have all that this one asks for, and one of another optimizer or of other groups would be taken up without a
+word, and train with other rates or from half a state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pdrun.errors import ConfigError
+from pdrun.parallel.checkpoint.storage import Reader
+
+if TYPE_CHECKING:
+    from pdrun.parallel.run import Run
+
+ALONE = "make the run as it was saved; run.export and run.load_weights carry weights alone"
+
+
+def made(run: Run) -> dict[str, Any]:
+    """Return what a run was made of, as a checkpoint tells it: kinds, and the names of the weights of each group."""
+    scheduler = run.scheduler
+    return {
+        "optimizer": type(run.optimizer).__qualname__,
+        "scheduler": None if scheduler is None else type(scheduler).__qualname__,
+        "members": run.members,
+    }
+
+
+def check(run: Run, reader: Reader) -> None:
+    """
+    Refuse a checkpoint of something else.
+
+    Raises:
+        ConfigError: it belongs to another model, optimizer or scheduler; names what differs.
+    """
+    for told in (*_names(run, reader), *_kinds(run, reader.run.get("made")), *_groups(run, reader.run)):
+        raise ConfigError(told, where=str(reader.folder), hint=ALONE)
+
+
+def _names(run: Run, reader: Reader) -> Iterator[str]:
+    whole = run.original or run.model
+    kept = set(whole.state_dict()) | run.persistent
+    known = {f"buffers/{name}" for name, _ in (*whole.named_buffers(), *run.model.named_buffers()) if name in kept}
+    for entry in run.engine.catalogue.entries:
+        names = [f"{entry.name}@{rank}" for rank in range(run.axis.world)] if entry.alone else [entry.name]
+        known.update(f"weights/{name}" for name in names)
+    for name in reader.names():
+        kind, _, rest = name.partition("/")
+        if kind in ("weights", "buffers") and name not in known:
+            yield f"has the {'weight' if kind == 'weights' else 'buffer'} {rest}, which this run lacks"
+
+
+def _kinds(run: Run, saved: Mapping[str, Any] | None) -> Iterator[str]:
+    mine = made(run)
+    for what in ("optimizer", "scheduler") if saved is not None else ():
+        here, there = mine[what], saved[what] if saved else None
+        if here != there:
+            yield f"was saved with {_called(what, there)}, and this run has {_called(what, here)}"
+
+
+def _called(what: str, kind: str | None) -> str:
+    return f"no {what}" if kind is None else f"the {what} {kind}"
+
+
+def _groups(run: Run, saved: Mapping[str, Any]) -> Iterator[str]:
+    here, there = len(run.optimizer.param_groups), len(saved["groups"])
+    if here != there:
+        yield f"has {there} groups of weights, the optimizer {here}"
+    members: Sequence[Sequence[str]] = saved.get("made", {}).get("members", ())
+    for index, (old, new) in enumerate(zip(members, run.members, strict=False)):
+        for name in sorted({*old} ^ {*new}):
+            yield f"has {name} {'' if name in old else 'not '}in the optimizer's group {index}, unlike this run"

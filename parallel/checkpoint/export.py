@@ -1,0 +1,64 @@
+"""A run's weights as one safetensors file, out and in."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from pdrun.errors import ConfigError, UsageError
+from pdrun.parallel.checkpoint import safetensors
+from pdrun.parallel.model.weights import tied_names
+from pdrun.parallel.zero import full_tensors as wholes
+
+if TYPE_CHECKING:
+    from pdrun.parallel.run import Run
+
+
+def export(run: Run, path: Path) -> None:
+    """Write whole weights and buffers; tied weights have the first of their names."""
+    weights = {weight.name: (weight.dtype, weight.shape) for weight in wholes.in_order(run.engine)}
+    saved = set((run.original or run.model).state_dict())
+    buffers = {name: buffer for name, buffer in wholes.buffers(run).items() if name in saved}
+    shapes = {**weights, **{name: (buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()}}
+    for name, (dtype, _) in shapes.items():
+        if dtype not in safetensors.NAMES:
+            what = f"{name} has the type {str(dtype).removeprefix('torch.')}, which a safetensors file does not"
+            raise UsageError(what, where="pdrun.Run.export", hint="run.save, or run.full_weights()")
+    tensors = chain(wholes.full_weights(run.engine), buffers.items())
+    if run.context.is_main:
+        safetensors.write(path, shapes, tensors)
+        return
+    for _ in tensors:  # gathered by all ranks
+        pass
+
+
+def load_weights(run: Run, path: Path) -> None:
+    """
+    Read this rank's ranges of the weights, and the buffers; tied weights may have any of their names.
+
+    Raises:
+        ConfigError: the file lacks a weight, or one has another shape.
+    """
+    file = safetensors.File(path)
+    other = {name: group for group in tied_names(run.original or run.model) for name in group}
+    run.engine.settle()
+    with torch.no_grad():
+        for held in wholes.held(run.engine):
+            plain, tile = held.weight.name, held.tile
+            name = next((name for name in other.get(plain, ()) if name in file.entries), plain)
+            value = file.read(name)
+            if tuple(value.shape) != tile.shape:
+                raise ConfigError(f"{name} is {tuple(value.shape)} there and {tile.shape} here", where=str(path))
+            value = value if tile.is_whole else tile.take(value)
+            held.part.copy_(value.reshape(-1)[held.start : held.stop].view(held.part.shape))
+        for name, buffer in run.model.named_buffers():
+            if name in run.persistent and name in file.entries:
+                found = file.read(name)
+                if found.shape != buffer.shape:
+                    what = f"{name} is {tuple(found.shape)} there and {tuple(buffer.shape)} here"
+                    raise ConfigError(what, where=str(path))
+                buffer.copy_(found)
+    run.engine.publish()

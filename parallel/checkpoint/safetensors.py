@@ -1,0 +1,95 @@
+"""
+Weights in the safetensors format: eight bytes of length, a JSON header, the tensors' bytes. Read and written without
+the library, which holds a file whole in memory.
+
+Format: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pdrun.errors import ConfigError
+from pdrun.parallel.checkpoint.storage import buffer_of
+
+NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+TYPES = {name: dtype for dtype, name in NAMES.items()}
+LIMIT = 100_000_000
+"""Bytes of a header, as in the library."""
+
+
+def write(
+    path: Path, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], tensors: Iterable[tuple[str, torch.Tensor]]
+) -> None:
+    """Write tensors one after the other, in the order of ``shapes``; the file appears when it is complete."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, (dtype, shape) in shapes.items():
+        size = torch.Size(shape).numel() * dtype.itemsize
+        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    part = path.with_name(path.name + ".part")
+    with open(part, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for (name, tensor), wanted in zip(tensors, shapes, strict=True):
+            assert name == wanted
+            data = tensor.detach().to("cpu").contiguous()
+            file.write(buffer_of(data))
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+class File:
+    """
+    A safetensors file.
+
+    Raises:
+        ConfigError: it isn't one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            size = path.stat().st_size
+            with open(path, "rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                if not 0 < length <= min(LIMIT, size - 8):
+                    raise ValueError(f"a header of {length} bytes")
+                header = json.loads(file.read(length))
+            self._start = 8 + length
+            self.entries = {name: self._entry(value, size) for name, value in header.items() if name != "__metadata__"}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"is no safetensors file ({error})", where=str(path)) from None
+
+    def _entry(self, value: Any, size: int) -> tuple[torch.dtype, tuple[int, ...], int]:
+        dtype, shape = TYPES[value["dtype"]], tuple(int(count) for count in value["shape"])
+        low, high = value["data_offsets"]
+        if high - low != torch.Size(shape).numel() * dtype.itemsize or not 0 <= low <= high <= size - self._start:
+            raise ValueError("offsets and shape differ")
+        return dtype, shape, low
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a tensor, on the host; ConfigError where there is none of that name."""
+        if name not in self.entries:
+            raise ConfigError(f"has no {name}", where=str(self.path))
+        dtype, shape, offset = self.entries[name]
+        out = torch.empty(shape, dtype=dtype)
+        with open(self.path, "rb") as file:
+            file.seek(self._start + offset)
+            if file.readinto(buffer_of(out)) != out.numel() * out.element_size():
+                raise ConfigError("is too short", where=str(self.path))
+        return out

@@ -1,0 +1,252 @@
+"""
+Checkpoints without a job: what is in one, which ranks' files a rank needs, and laying one out for another mesh.
+
+Any mesh loads any checkpoint, as long as every rank sees all files. A checkpoint that has been transformed has in each
+rank's own file what that rank saves by itself, so that files can be handed out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pdrun.errors import ConfigError, UsageError, did_you_mean
+from pdrun.parallel.checkpoint import storage
+from pdrun.parallel.checkpoint.regions import Box, everything, volume
+from pdrun.parallel.checkpoint.storage import Piece, Reader
+from pdrun.parallel.comm import mesh as meshes
+from pdrun.parallel.layouts.grid import Grid
+from pdrun.parallel.layouts.mindspore import from_mindspore, is_mindspore
+from pdrun.parallel.layouts.placement import Part, Placement
+
+MOST = 2**16
+"""More ranks than a job has; every one of them is looked at."""
+WEIGHTS, STATE = "weights/", "state/"
+
+
+# ---- what is given -----------------------------------------------------------------------------------------------
+
+
+def find(folder: Path) -> Path:
+    """
+    Return a checkpoint's folder: the one given, or the newest whole one in it.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if (folder / "run.json").is_file():
+        return folder
+    found = storage.whole(folder)
+    if not found:
+        what = "holds no whole checkpoint" if folder.is_dir() else "is no folder"
+        raise ConfigError(what, where=str(folder), hint="a folder that run.save was given, or a step in it")
+    return found[-1]
+
+
+def read_placement(path: Path) -> Placement:
+    """
+    Return the placement that a file says: a run's plan, or a strategy file of MindSpore's in JSON.
+
+    Raises:
+        ConfigError: it cannot be read, or is neither.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"cannot be read as JSON ({error})", where=str(path)) from None
+    return from_mindspore(value, str(path)) if is_mindspore(value) else Placement.from_plain(value, str(path))
+
+
+def read_mesh(text: str) -> Grid:
+    """
+    Return the mesh of words such as ``dp=2,tp=4``.
+
+    Raises:
+        UsageError: it is no such list, or a degree is no count.
+    """
+    degrees: dict[str, int] = {}
+    for word in text.split(","):
+        matched = re.fullmatch(r"\s*([A-Za-z_]\w*)\s*=\s*(\d+)\s*", word)
+        if matched is None or int(matched[2]) < 1:
+            raise UsageError(f"{word!r} is not AXIS=COUNT", where="--mesh", hint="as in --mesh dp=2,tp=4")
+        if matched[1] in degrees:
+            raise UsageError(f"{matched[1]} is given twice", where="--mesh")
+        degrees[matched[1]] = int(matched[2])
+    return meshes.of(**degrees).grid
+
+
+def placement_for(mesh: str, strategy: str) -> Placement:
+    """
+    Return the placement of a mesh, with the layouts of a file.
+
+    Args:
+        mesh: as in `read_mesh`; empty: the file's.
+        strategy: path of the file; empty: all weights are whole on every rank.
+
+    Raises:
+        UsageError: neither is given, or the mesh has more ranks than a job has.
+        ConfigError: the file names an axis that the mesh lacks.
+    """
+    if not mesh and not strategy:
+        raise UsageError("neither a mesh nor a file of layouts is given", hint="--mesh dp=2,tp=2 or --strategy FILE")
+    found = read_placement(Path(strategy)) if strategy else None
+    grid = read_mesh(mesh) if mesh or found is None else found.grid
+    if grid.size > MOST:
+        raise UsageError(f"({grid}) has {grid.size} ranks, more than {MOST}", where="--mesh" if mesh else strategy)
+    return Placement(grid, found.weights if found is not None else {})
+
+
+# ---- what is where -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Share:
+    """A part of a tensor, the ranks of the new mesh that hold it, and the one of them that saves it."""
+
+    name: str
+    box: Box
+    ranks: tuple[int, ...]
+    saver: int
+
+
+def shares(reader: Reader, placement: Placement) -> Iterator[Share]:
+    """
+    Yield all parts of all tensors of a checkpoint as they lie on another mesh.
+
+    Equal parts are saved by one rank, a different one for each weight, as a run does.
+
+    Raises:
+        ConfigError: the placement has weights that the checkpoint lacks, or of another shape.
+    """
+    shapes = weight_shapes(reader)
+    for name in placement.weights:
+        if name not in shapes:
+            hint = did_you_mean(name, shapes) or "the file belongs to another model"
+            raise ConfigError(f"has no weight {name}", where=str(reader.folder), hint=hint)
+    ranks = tuple(range(placement.grid.size))
+    turns = {weight: turn for turn, weight in enumerate(shapes)}
+    held: dict[str, dict[Part, list[int]]] = {}
+    for name in reader.names():
+        shape, weight = reader.shape(name), weight_of(name)
+        if weight not in shapes:  # a buffer or a random state: one for all, the latter kept by its own rank
+            number = name.rpartition("/")[2]
+            yield Share(name, everything(shape), ranks, int(number) % len(ranks) if number.isdigit() else 0)
+            continue
+        if weight not in held:
+            held[weight] = placement.holders(weight, shapes[weight])
+        if shape != shapes[weight]:  # a count of steps: with the first part
+            yield Share(name, everything(shape), ranks, next(iter(held[weight].values()))[0])
+            continue
+        for part, alike in held[weight].items():
+            box = Box(shape, part, 0, volume(part))
+            yield Share(name, box, tuple(alike), alike[turns[weight] % len(alike)])
+
+
+def weight_of(name: str) -> str:
+    """Return the weight that a tensor of a checkpoint is of; empty for none."""
+    if name.startswith(WEIGHTS):
+        return name.removeprefix(WEIGHTS)
+    return name.removeprefix(STATE).rpartition("/")[0] if name.startswith(STATE) else ""
+
+
+def weight_shapes(reader: Reader) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all whole weights of a checkpoint."""
+    return {weight_of(name): reader.shape(name) for name in reader.names() if name.startswith(WEIGHTS)}
+
+
+def rank_lists(reader: Reader, placement: Placement) -> dict[int, list[int]]:
+    """
+    Return for each rank of another mesh the ranks whose files it needs, and no others.
+
+    That is for weights, their state and buffers; random states are of use on the same number of ranks only.
+    """
+    found: dict[int, set[int]] = {rank: set() for rank in range(placement.grid.size)}
+    for share in shares(reader, placement):
+        if share.name.startswith("rng/"):
+            continue
+        files = {rank_of(piece) for piece, _ in storage.sources(reader.pieces(share.name), share.box)}
+        for rank in share.ranks:
+            found[rank] |= files
+    return {rank: sorted(ranks) for rank, ranks in found.items()}
+
+
+def rank_of(piece: Piece) -> int:
+    """Return the rank that has written a piece."""
+    return int(re.sub(r"\D", "", Path(piece.file).stem))
+
+
+# ---- what is done ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Done:
+    """
+    A checkpoint that has been laid out anew.
+
+    Attributes:
+        folder: where it is.
+        nbytes: of tensors in each rank's file.
+        needed: the ranks of the old one whose files each rank's part came from.
+    """
+
+    folder: Path
+    nbytes: dict[int, int]
+    needed: dict[int, list[int]]
+
+
+def transform(source: Path, target: Path, placement: Placement) -> Done:
+    """
+    Lay a checkpoint out for another mesh; one tensor's part is in memory at a time.
+
+    Args:
+        source: a checkpoint, or a folder whose newest one is meant.
+        target: the folder in which the new one appears, under the same name and only when it is whole.
+        placement: the new ranks, and where weights lie on them.
+
+    Raises:
+        ConfigError: there is no whole checkpoint, or it belongs to another model.
+        UsageError: the target has one of that name.
+    """
+    reader = Reader(find(source))
+    final = target / reader.folder.name.removeprefix(".old-")
+    if final.exists():
+        raise UsageError(f"{final} exists", hint="give another folder, or remove it")
+    dealt: dict[int, list[Share]] = {rank: [] for rank in range(placement.grid.size)}
+    for share in shares(reader, placement):
+        dealt[share.saver].append(share)
+    needed = rank_lists(reader, placement)
+    hidden = target / f".new-{final.name}"
+    shutil.rmtree(hidden, ignore_errors=True)
+    try:
+        hidden.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"no folder can be made in it ({error.strerror})", where=str(target)) from None
+    try:
+        for rank, own in dealt.items():
+            storage.write_rank(hidden, rank, _read(reader, own))
+        names = [f"rank-{rank:05d}.json" for rank in dealt]
+        storage.write_json(hidden / "run.json", {**reader.run, "format": storage.FORMAT, "indices": names})
+        storage.publish(hidden, final)
+    except BaseException as error:
+        shutil.rmtree(hidden, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise ConfigError(f"cannot be written ({error.strerror})", where=str(final)) from None
+        raise
+    nbytes = {rank: sum(_size(reader, share) for share in own) for rank, own in dealt.items()}
+    return Done(final, nbytes, needed)
+
+
+def _read(reader: Reader, own: list[Share]) -> Iterator[tuple[Piece, torch.Tensor]]:
+    for share in own:
+        data = reader.read(share.name, share.box)
+        yield Piece.of(share.name, data.dtype, share.box), data
+
+
+def _size(reader: Reader, share: Share) -> int:
+    return share.box.numel * int(storage.TYPES[reader.pieces(share.name)[0].dtype].itemsize)

@@ -1,0 +1,147 @@
+"""
+Collectives that gradients flow through, for modules and programs that place their tensors by hand.
+
+One convention holds throughout: *a tensor that all ranks of an axis hold alike has a gradient that all hold alike*.
+
+    forward                             backward
+    fan_out     replicated, used cut    sum over the ranks       what each computes from it is another part
+    add_up      partial -> replicated   nothing
+    gather      cut -> replicated       this rank's part
+    part        replicated -> cut       gather
+    scatter     partial -> cut          gather                   reduce-scatter
+    collect     cut, used cut           reduce-scatter           gather + fan_out
+    swap        cut elsewhere           the way back             all-to-all
+
+``collect`` is `gather` followed by `fan_out`, in one; a replicated tensor that goes into a computation whose result is
+cut or partial must pass `fan_out` (or `collect`) once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pdrun.parallel.comm.communicator import Axis
+from pdrun.parallel.layouts.layout import cut
+
+
+def fan_out(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Return ``x``, a replicated tensor that each rank uses for another part; gradients are summed."""
+    return x if axis.size == 1 else _FanOut.apply(x, axis)
+
+
+def add_up(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Return the sum over the ranks, on all of them."""
+    return x if axis.size == 1 else _AddUp.apply(x, axis)
+
+
+def gather(x: torch.Tensor, axis: Axis, dim: int, total: int | None = None) -> torch.Tensor:
+    """Return the whole of a tensor that is cut along ``dim``, of ``total`` elements, for what all compute alike."""
+    return x if axis.size == 1 else _Gather.apply(x, axis, dim, total)
+
+
+def collect(x: torch.Tensor, axis: Axis, dim: int, total: int | None = None) -> torch.Tensor:
+    """Return the whole of a tensor that is cut along ``dim``, of which each rank computes another part."""
+    return x if axis.size == 1 else _Collect.apply(x, axis, dim, total)
+
+
+def part(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    """Return this rank's part along ``dim`` of a replicated tensor."""
+    return x if axis.size == 1 else _Part.apply(x, axis, dim)
+
+
+def scatter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    """Return this rank's part along ``dim`` of the sum over the ranks."""
+    return x if axis.size == 1 else _Scatter.apply(x, axis, dim)
+
+
+def swap(x: torch.Tensor, axis: Axis, cut_dim: int, whole_dim: int, total: int) -> torch.Tensor:
+    """
+    Return a tensor that is cut along ``whole_dim``, of ``total`` elements, cut along ``cut_dim`` instead (all-to-all).
+    """
+    return x if axis.size == 1 else _Swap.apply(x, axis, cut_dim, whole_dim, total)
+
+
+# ---- inside ------------------------------------------------------------------------------------------------------
+
+
+def _own(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    low, high = cut(x.shape[dim], axis.size, axis.index)
+    return x.narrow(dim, low, high - low)
+
+
+class _FanOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return ctx.axis.all_reduce(grad), None
+
+
+class _AddUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        return axis.all_reduce(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int, total: int | None) -> torch.Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return axis.all_gather(x, dim, total)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return _own(grad, ctx.axis, ctx.dim), None, None, None
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int, total: int | None) -> torch.Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return axis.all_gather(x, dim, total)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return ctx.axis.reduce_scatter(grad, ctx.dim), None, None, None
+
+
+class _Part(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+        ctx.axis, ctx.dim, ctx.total = axis, dim, x.shape[dim]
+        return _own(x, axis, dim).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return ctx.axis.all_gather(grad, ctx.dim, ctx.total), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+        ctx.axis, ctx.dim, ctx.total = axis, dim, x.shape[dim]
+        return axis.reduce_scatter(x, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return ctx.axis.all_gather(grad, ctx.dim, ctx.total), None, None
+
+
+class _Swap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, cut_dim: int, whole_dim: int, total: int) -> torch.Tensor:
+        ctx.axis, ctx.cut_dim, ctx.whole_dim, ctx.total = axis, cut_dim, whole_dim, x.shape[cut_dim]
+        return axis.swap(x, cut_dim, whole_dim, total)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return ctx.axis.swap(grad, ctx.whole_dim, ctx.cut_dim, ctx.total), None, None, None, None

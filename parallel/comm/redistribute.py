@@ -1,0 +1,128 @@
+"""
+Going from one layout to another with real tensors, and gradients back along the same way.
+
+    y = redistribute(x, L("dp", None), L(None, "dp"), axes, shape=(64, 512))
+
+``x`` is what this rank holds; so is ``y``. Each step is one of `collectives`: all-to-alls are true ones on every back
+end. By their convention the gradient of ``y``, held as ``y`` is (and alike by ranks whose parts add up), becomes the
+gradient of ``x``, held as ``x`` is.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from pdrun.errors import UsageError
+from pdrun.parallel.comm import autograd as collectives
+from pdrun.parallel.comm.groups import Axes
+from pdrun.parallel.layouts.layout import L
+from pdrun.parallel.layouts.redistribute import route
+from pdrun.parallel.layouts.steps import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    FIRST,
+    PAD,
+    REDUCE_SCATTER,
+    RESHAPE,
+    SLICE,
+    Plan,
+    Step,
+)
+from pdrun.parallel.layouts.view import View
+
+WHERE = "redistribute"
+_route = lru_cache(maxsize=4096)(route)
+
+
+def redistribute(
+    x: torch.Tensor,
+    source: L | View,
+    target: L | View,
+    axes: Axes,
+    shape: tuple[int, ...] | None = None,
+) -> torch.Tensor:
+    """
+    Return what this rank holds of a tensor in another layout; every rank of the mesh takes part.
+
+    Args:
+        x: what this rank holds now.
+        source, target: layouts by ``axes``, or views with a grid of their own over the same ranks, and for ``target``
+            another shape of the same elements.
+        axes: the ranks.
+        shape: of the whole tensor, for layouts that don't say it.
+
+    Raises:
+        UsageError: ``x`` is not this rank's part, or the two ends do not belong together.
+    """
+    start = _view(source, axes, shape)
+    return follow(_route(start, _view(target, axes, shape or start.shape)), x, axes)
+
+
+def follow(plan: Plan, x: torch.Tensor, axes: Axes) -> torch.Tensor:
+    """
+    Carry out the steps of a plan on what this rank holds.
+
+    Raises:
+        UsageError: ``x`` is not what the plan starts from.
+    """
+    expected = plan.source.local_shape(axes.rank)
+    if tuple(x.shape) != expected:
+        what = f"rank {axes.rank} has {list(x.shape)}, which is not its part {list(expected)} of {plan.source}"
+        raise UsageError(what, where=WHERE)
+    for step in plan.steps:
+        x = _taken(step, x, axes)
+    return x
+
+
+def _view(end: L | View, axes: Axes, shape: tuple[int, ...] | None) -> View:
+    if isinstance(end, View):
+        return end
+    if shape is None:
+        raise UsageError(f"the shape of the whole tensor is missing for {end}", where=WHERE)
+    return View(axes.grid, end, tuple(shape))
+
+
+def _taken(step: Step, x: torch.Tensor, axes: Axes) -> torch.Tensor:
+    local = step.after.local_shape(axes.rank)
+    if step.kind == RESHAPE:
+        return x.reshape(local)
+    axis = axes.on(step.after.grid)[step.axes]
+    if step.kind == SLICE:
+        return collectives.part(x, axis, step.dim)
+    if step.kind == ALL_TO_ALL:
+        return collectives.swap(x, axis, step.dim, step.origin, local[step.origin])
+    if step.kind == ALL_GATHER:
+        return collectives.gather(x, axis, step.dim, local[step.dim])
+    if step.kind == ALL_REDUCE:
+        return collectives.add_up(x, axis)
+    if step.kind == REDUCE_SCATTER:
+        return collectives.scatter(x, axis, step.dim)
+    if step.kind == FIRST:
+        return x if axis.size == 1 else _First.apply(x, axis.index == 0)
+    assert step.kind == PAD, step.kind
+    return _padded(x, step, axes.rank)
+
+
+def _padded(x: torch.Tensor, step: Step, rank: int) -> torch.Tensor:
+    """Return a part at its place among zeros."""
+    low, high = step.before.ranges(rank)[step.dim][0]
+    first, last = step.after.ranges(rank)[step.dim][0]
+    around = [0, 0] * (x.dim() - 1 - step.dim) + [low - first, last - high]
+    return F.pad(x, around)
+
+
+class _First(torch.autograd.Function):
+    """A replicated tensor as terms of a sum, all of them zero but the first; each term has the sum's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, first: bool) -> torch.Tensor:
+        return x.view_as(x) if first else torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad, None

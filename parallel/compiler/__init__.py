@@ -1,0 +1,6 @@
+"""
+torch.compile and the passes over its graphs.
+
+May import: zero.settings, model, comm.
+Start reading here: compile.py.
+"""

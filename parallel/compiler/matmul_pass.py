@@ -1,0 +1,159 @@
+"""
+Products of matrices joined with the collective beside them, in the graphs that torch.compile makes: see `products`.
+
+    whole = all_gather(x)   y = mm(whole, w)          y = gathered_products(x, whole on its way, w)
+    part = reduce_scatter(mm(h, w) + mm(g, v))        part = product_scatter([h, g], [w, v])
+
+`overlap` does it where it parts collectives into start and wait.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from pdrun.parallel.comm import custom_ops as traced
+
+WORTH = 1 << 22
+"""Bytes of the whole from which on a product is taken apart for a collective."""
+ATEN = torch.ops.aten
+VIEWS = (ATEN.view.default, ATEN.reshape.default, ATEN._unsafe_view.default)
+MOVED = (*VIEWS, ATEN.permute.default, ATEN.t.default, ATEN.transpose.int)
+"""What a weight goes through before a product."""
+TAKEN = (ATEN.mm.default, ATEN.addmm.default)
+
+
+def value_of(node: Any) -> torch.Tensor | None:
+    """Return the tensor without contents that a node's result is known to be like."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def nbytes(value: torch.Tensor) -> float:
+    """Return the bytes of a tensor, about."""
+    return numel(value) * float(value.element_size())
+
+
+def numel(value: torch.Tensor) -> float:
+    """Return the elements of a tensor, about."""
+    return math.prod(hint(size) for size in value.shape)
+
+
+def hint(size: Any) -> float:
+    """Return a size; one that is a symbol counts as large."""
+    return float(size) if isinstance(size, int) else float(getattr(size.node, "hint", None) or 1024)
+
+
+def worth(node: fx.Node) -> bool:
+    """Whether a product is taken apart for a collective: on an accelerator, where it may hide enough."""
+    value = value_of(node)
+    return value is not None and value.is_cuda and nbytes(value) >= WORTH
+
+
+def readers(node: fx.Node) -> list[fx.Node]:
+    """
+    Return the products that read what a node gathers, and could begin before it has come.
+
+    These have it as rows of their left side, and a weight on the right.
+    """
+    value = value_of(node)
+    if node.target is not traced.GATHER or value is None or not worth(node) or not 0 <= node.args[2] < value.dim() - 1:
+        return []
+    views = [user for user in node.users if user.target in VIEWS] if value.dim() > 2 else [node]
+    found = []
+    for view in views:
+        rows = value_of(view)
+        if rows is not None and rows.dim() == 2 and hint(rows.shape[1]) == hint(value.shape[-1]):
+            found += [user for user in view.users if user.target in TAKEN and user.args[-2] is view]
+    return [each for each in found if weight_of(each.args[-1]) and not each.kwargs and _is_row(each)]
+
+
+def _is_row(product: fx.Node) -> bool:
+    """Whether what a product is added to, if anything, is a bias."""
+    return len(product.args) == 2 or getattr(value_of(product.args[0]), "ndim", 0) == 1
+
+
+def weight_of(node: Any) -> list[fx.Node]:
+    """Return a node and what it is a view of, up to an input of the graph; empty: it is something else."""
+    chain = []
+    while isinstance(node, fx.Node):
+        chain.append(node)
+        if node.op == "placeholder":
+            return chain
+        if node.target not in MOVED:
+            break
+        node = node.args[0]
+    return []
+
+
+def join_gather(graph: fx.Graph, started: fx.Node, products: list[fx.Node], first: fx.Node) -> list[fx.Node]:
+    """Have products begin with this rank's part, before ``first``; return what has their results."""
+    part, axis, dim = started.args[:3]
+    with graph.inserting_before(first):
+        weights = [product.args[-1] for product in products]
+        joint = graph.call_function(traced.PRODUCTS, (part, started, axis, dim, weights))
+        joint.meta["val"] = [product.meta["val"] for product in products]
+        made = [graph.call_function(operator.getitem, (joint, number)) for number in range(len(products))]
+    for product, result in zip(products, made, strict=True):
+        _describe(result, product)
+        if product.target is ATEN.addmm.default:
+            with graph.inserting_before(product):
+                result = graph.call_function(ATEN.add.Tensor, (result, product.args[0]))
+            _describe(result, product)
+        product.replace_all_uses_with(result)
+        graph.erase_node(product)
+    return made
+
+
+def join_scatters(graph: fx.Graph) -> None:
+    """Have sums over the ranks of products, of which nobody needs the whole, made part by part."""
+    for node in list(graph.nodes):
+        if node.target is not traced.SCATTER or not worth(node.args[0]):
+            continue
+        terms = _terms(node.args[0], node)
+        value = value_of(node.args[0])
+        if not terms or value is None or not 0 <= node.args[2] < value.dim() - 1:
+            continue
+        shape = next((way[0].args[1] for way, _ in terms if way), [-1, value.shape[-1]])
+        inputs, weights = zip(*(product.args for _, product in terms), strict=True)
+        with graph.inserting_before(node):
+            axis, dim = node.args[1:3]
+            joint = graph.call_function(traced.PRODUCT_SCATTER, (list(inputs), axis, list(weights), shape, dim))
+            _describe(joint, node)
+        whole = node.args[0]
+        node.replace_all_uses_with(joint)
+        graph.erase_node(node)
+        for each in (*_sums(whole), *(each for way, product in terms for each in (*way, product))):
+            graph.erase_node(each)
+
+
+def _describe(node: fx.Node, other: fx.Node) -> None:
+    """Say of a node's result what is known of another's; what is known of its arguments is another matter."""
+    node.meta.update({key: other.meta[key] for key in ("val", "stack_trace") if key in other.meta})
+
+
+def _sums(node: Any) -> list[fx.Node]:
+    """Return a sum and the sums that it is of, outer ones first."""
+    if node.target is not ATEN.add.Tensor:
+        return []
+    return [node, *(each for arg in node.args[:2] for each in _sums(arg))]
+
+
+def _terms(node: Any, user: fx.Node) -> list[tuple[list[fx.Node], fx.Node]]:
+    """Return the products that a node is the sum of, each with the view of it; empty: it is something else."""
+    if not isinstance(node, fx.Node) or list(node.users) != [user]:
+        return []
+    if node.target is ATEN.mm.default:
+        return [([], node)]
+    if node.target in VIEWS and isinstance(node.args[0], fx.Node) and node.args[0].target is ATEN.mm.default:
+        return [([node], node.args[0])] if list(node.args[0].users) == [node] else []
+    if node.target is ATEN.add.Tensor and not node.kwargs and node.args[0] is not node.args[1]:
+        terms = [_terms(each, node) for each in node.args[:2]]
+        left, right = map(value_of, node.args[:2])
+        if all(terms) and left is not None and right is not None and left.shape == right.shape:
+            return [term for some in terms for term in some]
+    return []

@@ -1,0 +1,205 @@
+"""
+Collectives of compiled layers beside computation: a pass over the graphs that torch.compile makes.
+
+    before      dx = mm(dy, w)   dw = mm(dy.t, x)   part = reduce_scatter(dx)   ... part ...
+    after       dx = mm(dy, w)   part = start(dx)   dw = mm(dy.t, x)   wait(part)   ... part ...
+
+In the backward of a cut layer gradients of weights wait for nothing and nothing in the layer waits for them. So they
+are put off until a collective is on its way, as many as it takes to hide it; each collective is started as soon as its
+input is there, and waited for where its result is first used. (Megatron-LM does so by hand for its linear layers.)
+Nothing passes a node that writes into a tensor.
+
+    before      whole = all_gather(x)   y = mm(whole, w)        y = mm(h, w)   part = reduce_scatter(y)
+    after       whole = start(x)   y = gathered_products(x, whole, w)          part = product_scatter(h, w)
+
+In a forward little can be put off. There the product that reads what is gathered begins with this rank's part, and the
+product that is added up over the ranks ends with it: `products`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, cast
+
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+from pdrun.parallel.comm import custom_ops as traced
+from pdrun.parallel.compiler import matmul_pass as joining
+from pdrun.parallel.compiler.matmul_pass import (
+    hint,
+    join_gather,
+    join_scatters,
+    nbytes,
+    numel,
+    readers,
+    value_of,
+    weight_of,
+)
+
+COMPUTE, NETWORK = 7e14, 2e11
+"""
+Operations a second and device, and bytes a second between two, at which the balance is struck: those seen of an H200.
+
+A collective that finds all processors taken starts when the product before it ends: rather a product too many beside
+it than one too few.
+"""
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+
+
+class Overlap(CustomGraphPass):
+    """The pass; see `torch._inductor.config.post_grad_custom_post_pass`."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Reorder a graph, and part its collectives into start and wait."""
+        if not any(node.target in traced.STARTS for node in graph.nodes):
+            return
+        join_scatters(graph)
+        collectives = [node for node in graph.nodes if node.target in traced.STARTS]
+        beside: dict[fx.Node, list[fx.Node]] = {node: [] for node in collectives}
+        order = list(_ordered(graph, beside))
+        for before, after in pairwise(order):
+            before.append(after)
+        taken = {other for others in beside.values() for other in others}
+        for node, others in beside.items():
+            _part(graph, node, others, [each for each in readers(node) if each not in taken])
+
+    def uuid(self) -> Any:
+        """Return what compiled code is stored under: it depends on these files, and on what counts as worth it."""
+        return get_hash_for_files((__file__, joining.__file__, traced.__file__), str(joining.WORTH))
+
+
+OVERLAP = Overlap()
+"""The one that all compiled modules have: what was compiled with it is found again."""
+
+
+def _ordered(graph: fx.Graph, collectives: dict[fx.Node, list[fx.Node]]) -> Iterator[fx.Node]:
+    """
+    Yield the nodes in their new order: each as before, but what can wait beside a collective, or at the end.
+
+    Args:
+        collectives: of each, what is computed beside it is put into the list.
+    """
+    nodes = list(graph.nodes)
+    loose = _loose(nodes)
+    waiting: list[fx.Node] = []
+    on_way: dict[fx.Node, float] = {}
+    """Collectives that nobody has waited for yet, and the seconds that they may take."""
+
+    def beside(enough: float) -> Iterator[fx.Node]:
+        spent, blocked = 0.0, set(on_way)
+        for node in list(waiting):
+            if spent >= enough or blocked.intersection(node.all_input_nodes):
+                blocked.add(node)
+                continue
+            spent += _seconds(node)
+            waiting.remove(node)
+            yield node
+
+    for node in nodes:
+        if node in loose:
+            waiting.append(node)
+            continue
+        for started in [each for each in node.all_input_nodes if each in on_way]:
+            collectives[started] += beside(on_way[started])
+            yield from collectives[started]
+            del on_way[started]
+        if node.op == "output" or _writes(node):  # which may change what a product reads
+            on_way.clear()
+            yield from beside(math.inf)
+        yield node
+        if node in collectives:
+            on_way[node] = _on_way(node, readers(node))
+
+
+def _loose(nodes: list[fx.Node]) -> set[fx.Node]:
+    """Return the products that only the output needs, with what they are made into, and what only they need."""
+    needed: set[fx.Node] = set()
+    for node in reversed(nodes):
+        if node.op == "output":
+            continue  # it needs everything
+        if node.op != "call_function" or node.target in traced.STARTS or _writes(node) or needed & set(node.users):
+            needed.add(node)
+    loose: set[fx.Node] = set()
+    for node in nodes:
+        if node not in needed and node.op != "output" and (_is_product(node) or loose & set(node.all_input_nodes)):
+            loose.add(node)
+    for node in reversed(nodes):
+        if node not in needed and node.op != "output" and node.users and set(node.users) <= loose:
+            loose.add(node)
+    return loose
+
+
+def _writes(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return bool(schema is not None and schema.is_mutable)
+
+
+def _is_product(node: fx.Node) -> bool:
+    return getattr(getattr(node.target, "overloadpacket", None), "__name__", "") in PRODUCTS
+
+
+def _seconds(node: fx.Node) -> float:
+    if not _is_product(node):
+        return 0.0
+    value, out = value_of(node.args[-2]), value_of(node)
+    if value is None or out is None:
+        return 0.0
+    return 2 * numel(out) * hint(value.shape[-1]) / COMPUTE
+
+
+def _on_way(node: fx.Node, products: list[fx.Node]) -> float:
+    """
+    Return the seconds of a collective that something else has to hide.
+
+    Args:
+        products: those that begin before it has come, with this rank's part.
+    """
+    size = traced.size_of(cast(int, node.args[1]))
+    if node.target is traced.PRODUCT_SCATTER:  # its last product, for this rank, hides some of it
+        out = value_of(node)
+        widths = [value_of(each) for each in cast(list[fx.Node], node.args[0])]
+        if out is None:
+            return 0.0
+        own = sum(2 * numel(out) * hint(each.shape[-1]) for each in widths if each is not None)
+        return (size - 1) * nbytes(out) / NETWORK - own / COMPUTE
+    values = [value_of(each) for each in (node, node.args[0])]
+    most = max((nbytes(one) for one in values if one is not None), default=0.0)
+    return most / NETWORK - sum(map(_seconds, products)) / size
+
+
+def _part(graph: fx.Graph, node: fx.Node, beside: list[fx.Node], products: list[fx.Node]) -> None:
+    """
+    Replace a collective by its start, and wait before its first use, after what is computed beside it.
+
+    Args:
+        products: those that are to begin before its result has come.
+    """
+    position = {each: place for place, each in enumerate(graph.nodes)}
+    first = min(node.users, key=position.__getitem__, default=None)
+    if first is None:
+        return
+    with graph.inserting_before(node):
+        started = graph.call_function(traced.STARTS[node.target], node.args, node.kwargs)
+        started.meta.update(node.meta)
+    for product in products:
+        for each in reversed(weight_of(product.args[-1])):
+            if position[each] > position[first]:
+                first.prepend(each)
+    made = join_gather(graph, started, products, first) if products else []
+    # What is sent has to stay as it is until then. The code's own order is made anew, by what needs what: the
+    # wait is said to need the products, since kernels that need it may be put before them.
+    after = [*_sent(node), *made, *(each for each in beside if value_of(each) is not None)]
+    with graph.inserting_before(first):
+        graph.call_function(traced.WAIT, (started, after, node.args[1]))
+    node.replace_all_uses_with(started)
+    graph.erase_node(node)
+
+
+def _sent(node: fx.Node) -> list[Any]:
+    """Return what a collective reads."""
+    if node.target is traced.PRODUCT_SCATTER:
+        return [*cast(list[fx.Node], node.args[0]), *cast(list[fx.Node], node.args[2])]
+    return [node.args[0]]

@@ -1,0 +1,226 @@
+"""
+Context parallel: ``parallelize(..., mesh=pdrun.mesh(cp=4), context=pdrun.ContextParallel())``.
+
+Each rank along cp computes its part of every sequence. What a model does position by position needs nothing else;
+attention has to see the whole sequence, and does: while the run computes,
+``torch.nn.functional.scaled_dot_product_attention`` is a ring, an all-to-all, or both.
+
+What else knows about positions has to be told, and `tables`, batches and `positions` are how:
+
+    tables={"wpe.weight": 0, "*.rope.cos": 0}     rows of a table that a model takes from the front: table[:t]
+    {"tokens": ..., "position_ids": ...}          position ids in the batch are cut as the tokens are
+    pdrun.positions(t)                            in a model's own code; arange(t) in one process
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+
+from pdrun.errors import UsageError
+from pdrun.parallel.comm.groups import Axes
+from pdrun.parallel.context_parallel.sequences import WHERE, Sequences
+from pdrun.parallel.layouts.sequence_order import ORDERS, count
+from pdrun.parallel.rng import step_rng as dice
+
+_current: Sequences | None = None
+"""What the forward or backward that is computed now works on."""
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """
+    How sequences are cut over the axis cp.
+
+    Attributes:
+        ulysses: how many ranks exchange heads for positions (all-to-all); they divide the heads. The others, cp /
+            ulysses, are a ring, in which keys and values go round. 1: a ring; -1: all-to-all only.
+        order: "zigzag" or "contiguous"; None: zigzag where there is a ring, so that all ranks have the same to do under
+            a causal mask.
+        dims: which dim of each tensor of a batch is the sequence: by key for a dict, in order otherwise, None for one
+            that is not cut. Default: dim 1 of the first tensor that has one, and of all that have the same size there.
+        tables: globs of buffers and weights that hold a row for each position, and the dim of their rows. A model
+            that takes its first rows gets those of this rank's positions.
+        elsewhere: compute attention whose sizes are not those of the cut sequences as it is, on each rank; without it,
+            it is refused.
+    """
+
+    ulysses: int = 1
+    order: str | None = None
+    dims: Any = None
+    tables: Mapping[str, int] = field(default_factory=dict)
+    elsewhere: bool = False
+    _bound: WeakKeyDictionary[Axes, Sequences] = field(
+        default_factory=WeakKeyDictionary, init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        whole = isinstance(self.ulysses, int) and not isinstance(self.ulysses, bool)
+        if not whole or (self.ulysses != -1 and self.ulysses < 1):
+            raise UsageError(f"ulysses={self.ulysses!r} is neither -1 nor at least 1", where=WHERE)
+        if self.order not in (None, *ORDERS):
+            raise UsageError(f"order={self.order!r}", where=WHERE, hint=" or ".join(ORDERS))
+        if not isinstance(self.tables, Mapping):
+            what = f"tables={self.tables!r} is no dict"
+            raise UsageError(what, where=WHERE, hint='{"places.weight": 0}: the dim of the rows')
+
+    def sequences(self, axes: Axes) -> Sequences:
+        """Return how sequences lie on the ranks of a run."""
+        if axes not in self._bound:
+            ulysses = axes["cp"].size if self.ulysses == -1 else self.ulysses
+            self._bound[axes] = Sequences(axes, ulysses, self.order, self.elsewhere)
+        return self._bound[axes]
+
+    def apply(self, model: nn.Module, axes: Axes, sample: Any = None) -> nn.Module:
+        """
+        Return the model, whose tables give this rank's rows while a run computes.
+
+        Raises:
+            UsageError: a glob that matches nothing, or a degree that doesn't divide.
+        """
+        sequences = self.sequences(axes)
+        for pattern, dim in self.tables.items():
+            found = [name for name, _ in _tensors(model) if fnmatchcase(name, pattern)]
+            if not found:
+                raise UsageError(f"tables: {pattern!r} matches no weight and no buffer", where=WHERE)
+            for name in found:
+                owner, _, attribute = name.rpartition(".")
+                module = model.get_submodule(owner)
+                shape = list(getattr(module, attribute).shape)
+                if not isinstance(dim, int) or not -len(shape) <= dim < len(shape):
+                    what = f"tables: the rows of {name}, {shape}, are not along dim {dim!r}"
+                    raise UsageError(what, where=WHERE, hint=f"0 to {len(shape) - 1}")
+                _make_table(module, attribute, dim, name)
+                sequences.tables.append((module, attribute, name))
+        return model
+
+    def part(self, batch: Any, axes: Axes) -> Any:
+        """
+        Return this rank's part of the sequences of a batch; tensors without positions are passed on.
+
+        Raises:
+            UsageError: there is no sequence to cut, or sequences have different lengths.
+        """
+        sequences = self.sequences(axes)
+        if sequences.axis.size == 1:
+            return batch
+        leaves, form = pytree.tree_flatten(batch)
+        dims = _dims(batch, leaves, self.dims)
+        lengths = {leaf.shape[dim] for leaf, dim in zip(leaves, dims, strict=True) if dim is not None}
+        if len(lengths) != 1:
+            told = f"lengths {sorted(lengths)}" if lengths else "no tensor has a dim 1"
+            raise UsageError(f"the batch has no sequence to cut: {told}", where=WHERE, hint="dims= says which they are")
+        sequences.begin(lengths.pop())
+        pairs = zip(leaves, dims, strict=True)
+        cut = [leaf if dim is None else sequences.take(leaf, dim) for leaf, dim in pairs]
+        return pytree.tree_unflatten(cut, form)
+
+    def told(self, axes: Axes) -> str:
+        """Return in words what a run does to sequences."""
+        return str(self.sequences(axes))
+
+    @contextmanager
+    def running(self, axes: Axes) -> Iterator[None]:
+        """While this lasts, attention is over whole sequences and tables give this rank's rows."""
+        global _current
+        sequences, before = self.sequences(axes), _current
+        if before is sequences or sequences.axis.size == 1:
+            yield
+            return
+        attention, heads = functional.scaled_dot_product_attention, functional.multi_head_attention_forward
+        _current = sequences
+        functional.scaled_dot_product_attention = sequences.stands_in(attention)
+        functional.multi_head_attention_forward = _without_weights(heads)
+        try:
+            with dice.sequence(lambda: (sequences.mine, sequences.length)):
+                yield
+        finally:
+            _current = before
+            functional.scaled_dot_product_attention = attention
+            functional.multi_head_attention_forward = heads
+        if not sequences.calls and axes["pp"].size == 1:
+            told = "the model did not call torch.nn.functional.scaled_dot_product_attention on its sequences"
+            raise UsageError(told, where=WHERE, hint="attention in the open would see this rank's positions only")
+
+
+def positions(count_here: int, device: Any = None) -> torch.Tensor:
+    """
+    Return the positions of the ``count_here`` ones that a tensor has here: 0 to n - 1 in one process.
+
+    Raises:
+        UsageError: sequences are cut, and this rank's part is another number of positions.
+    """
+    if _current is None:
+        return torch.arange(count_here, device=device)
+    mine = count(_current.mine)
+    if count_here != mine:
+        told = f"positions of {count_here} tokens, where this rank has {mine} of {_current.length}"
+        raise UsageError(told, where="pdrun.positions", hint="positions(x.shape[1]), of a tensor of the sequence")
+    return _current.positions(device)
+
+
+# ---- batches -------------------------------------------------------------------------------------------------------
+
+
+def _dims(batch: Any, leaves: list[Any], given: Any) -> list[int | None]:
+    """Return along which dim each leaf of a batch is cut."""
+    if isinstance(given, Mapping):
+        if not isinstance(batch, Mapping) or set(given) - set(batch):
+            unknown = ", ".join(map(str, set(given) - set(batch if isinstance(batch, Mapping) else ())))
+            raise UsageError(f"dims= names what the batch lacks: {unknown}", where=WHERE)
+        return [given.get(key) for key, value in batch.items() for _ in pytree.tree_leaves(value)]
+    if given is not None:
+        if not isinstance(given, Sequence) or len(given) != len(leaves):
+            raise UsageError(f"dims={given!r} for a batch of {len(leaves)} leaves", where=WHERE)
+        return list(given)
+    sizes = [leaf.shape[1] if isinstance(leaf, torch.Tensor) and leaf.dim() > 1 else None for leaf in leaves]
+    length = next((size for size in sizes if size is not None), None)
+    return [1 if size is not None and size == length else None for size in sizes]
+
+
+# ---- tables --------------------------------------------------------------------------------------------------------
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _make_table(module: nn.Module, attribute: str, dim: int, name: str) -> None:
+    """Have an attribute of a module give this rank's rows while a run computes; what the module holds stays whole."""
+
+    def rows(self: nn.Module) -> torch.Tensor:
+        held: Any = self._parameters.get(attribute)
+        held = self._buffers[attribute] if held is None else held
+        if _current is None:
+            return held
+        if held.shape[dim] < _current.length:
+            told = f"the table {name} has {held.shape[dim]} rows along dim {dim}, sequences {_current.length} positions"
+            raise UsageError(told, where=WHERE)
+        return _current.take(held, dim)
+
+    kind = type(module)
+    module.__class__ = type(kind.__name__, (kind,), {attribute: property(rows), "__module__": kind.__module__})
+
+
+@functools.cache  # one function for one: compiled code relies on its identity
+def _without_weights(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse what `nn.MultiheadAttention` computes in the open."""
+
+    def forward(*args: Any, need_weights: bool = True, **kwargs: Any) -> Any:
+        if need_weights:
+            told = "MultiheadAttention returns weights, which no rank has whole"
+            raise UsageError(told, where=WHERE, hint="need_weights=False")
+        return original(*args, need_weights=False, **kwargs)
+
+    return forward

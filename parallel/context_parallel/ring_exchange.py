@@ -1,0 +1,139 @@
+"""
+What goes round in ring attention: keys and values, and behind them their gradients.
+
+A rank sends what it has as soon as it has it and waits for what comes when it needs it, so that both travel while it
+computes. Everything is flat: two tensors are one message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+
+from pdrun.parallel.comm.communicator import Axis, Pending
+from pdrun.parallel.context_parallel.block_attention import Extra
+from pdrun.parallel.layouts.sequence_order import Block, Ranges, count, within
+
+Drop = Callable[[Ranges, Ranges], torch.Tensor]
+"""(positions of queries, positions of keys) -> what their weights are multiplied by, 0 or 1 / (1 - p)."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One attention over a ring: who holds what, and how it is computed."""
+
+    axis: Axis
+    parts: tuple[Ranges, ...]
+    """Positions of each rank of the axis, by index."""
+    causal: bool
+    scale: float
+    drop: Drop | None = None
+
+    @property
+    def mine(self) -> Ranges:
+        """This rank's positions."""
+        return self.parts[self.axis.index]
+
+    def source(self, step: int) -> int:
+        """Return whose keys this rank holds in a step."""
+        return (self.axis.index - step) % self.axis.size
+
+    def extra(self, block: Block, source: int, bias: torch.Tensor | None) -> Extra:
+        """Return what belongs to a block of the bias (this rank's rows, all columns) and of dropout."""
+        if bias is None and self.drop is None:
+            return Extra()
+        q = within(self.mine, *block.q)
+        k = within(self.parts[source], *block.k)
+        if bias is not None:
+            rows = bias if bias.shape[-2] == 1 else bias[..., block.q[0] : block.q[1], :]
+            bias = torch.cat([rows[..., low:high] for low, high in k], -1)
+        return Extra(bias, None if self.drop is None else self.drop(q, k))
+
+
+@dataclass
+class Pair:
+    """Two tensors that travel as one flat one: keys and values, or their gradients."""
+
+    first: tuple[int, ...]
+    second: tuple[int, ...]
+    """Shapes for one position: [batch, heads, 1, size]."""
+
+    def size(self, positions: int) -> int:
+        """Return the number of elements for so many positions."""
+        return (prod(self.first) + prod(self.second)) * positions
+
+    def pack(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        """Return both as one."""
+        return torch.cat([first.reshape(-1), second.reshape(-1)])
+
+    def unpack(self, flat: torch.Tensor, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return views of both."""
+        shapes = [(*shape[:2], positions, shape[3]) for shape in (self.first, self.second)]
+        border = prod(shapes[0])
+        return flat[:border].view(shapes[0]), flat[border:].view(shapes[1])
+
+
+def pair_of(k: torch.Tensor, v: torch.Tensor) -> Pair:
+    """Return how these keys and values travel."""
+    return Pair((*k.shape[:2], 1, k.shape[3]), (*v.shape[:2], 1, v.shape[3]))
+
+
+class Round:
+    """Keys and values on their way round; the next ones are sent for when these are handed out."""
+
+    def __init__(self, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> None:
+        self.plan, self.pair = plan, pair_of(k, v)
+        self._next: Pending | None = None
+        self._here = (k, v)
+        self._flat = self.pair.pack(k, v) if plan.axis.size > 1 else k
+
+    def take(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values of a step, and send them on."""
+        if self._next is not None:
+            self._flat = self._next.wait()
+            self._here = self.pair.unpack(self._flat, count(self.plan.parts[self.plan.source(step)]))
+            self._next = None
+        if step < self.plan.axis.size - 1:
+            coming = self.pair.size(count(self.plan.parts[self.plan.source(step + 1)]))
+            self._next = self.plan.axis.start_shift(self._flat, shape=(coming,))
+        return self._here
+
+
+@dataclass
+class Gradients:
+    """Gradients of keys and values: those of this rank's own stay here, all others travel behind what they are of."""
+
+    plan: Plan
+    pair: Pair
+    own: torch.Tensor | None = None
+    _travelling: torch.Tensor | None = None
+    _pending: Pending | None = field(default=None)
+
+    def expect(self, step: int) -> None:
+        """Before a step's computation: send on what the step before gave, and begin to receive what belongs here."""
+        if step >= 2:
+            assert self._travelling is not None
+            self._pending = self._send(count(self.plan.parts[self.plan.source(step)]))
+
+    def put(self, step: int, grads: torch.Tensor) -> None:
+        """After a step's computation: its gradients, added to what came with the keys and values."""
+        if step == 0:
+            self.own = grads
+            return
+        if self._pending is not None:
+            grads += self._pending.wait()
+        self._travelling, self._pending = grads, None
+
+    def home(self) -> torch.Tensor:
+        """Return all gradients of this rank's own keys and values."""
+        assert self.own is not None
+        if self._travelling is not None:
+            self.own += self._send(count(self.plan.mine)).wait()
+        return self.own
+
+    def _send(self, positions: int) -> Pending:
+        assert self._travelling is not None
+        return self.plan.axis.start_shift(self._travelling, shape=(self.pair.size(positions),))

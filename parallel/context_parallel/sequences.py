@@ -1,0 +1,219 @@
+"""
+How the sequences of one run lie on the ranks along cp, and the attention over them.
+
+Rank ``r * ulysses + u`` of cp is member r of a ring and member u of an all-to-all group: the ring cuts a sequence in
+its order (see `placement`), and each part is cut once more over u.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from pdrun.errors import UsageError
+from pdrun.parallel.comm.groups import Axes
+from pdrun.parallel.context_parallel import block_attention as kernels
+from pdrun.parallel.context_parallel.ring import ring_attention
+from pdrun.parallel.context_parallel.ring_exchange import Drop
+from pdrun.parallel.context_parallel.ulysses import heads_of, ulysses_attention
+from pdrun.parallel.layouts.layout import cut
+from pdrun.parallel.layouts.sequence_order import CONTIGUOUS, ZIGZAG, Ranges, count, part, within
+from pdrun.parallel.rng import step_rng as dice
+from pdrun.parallel.torch_compat import untraced
+
+WHERE = "ContextParallel"
+Original = Callable[..., torch.Tensor]
+"""torch's scaled_dot_product_attention."""
+
+
+class Sequences:
+    """
+    The sequences of a run.
+
+    Args:
+        axes: this rank's places; those along cp hold one sequence together.
+        ulysses: how many of them are an all-to-all group; the others are its ring.
+        order: "zigzag" or "contiguous"; None: zigzag where there is a ring.
+        elsewhere: attention over something else is computed as it is.
+
+    Attributes:
+        length: positions of the sequences of the current step, 0 before the first.
+    """
+
+    def __init__(self, axes: Axes, ulysses: int, order: str | None, elsewhere: bool) -> None:
+        self.axis, self.elsewhere = axes["cp"], elsewhere
+        degree = self.axis.size
+        if degree % ulysses:
+            told = f"ulysses={ulysses} does not divide the {degree} ranks along cp"
+            raise UsageError(told, where=WHERE, hint="what Ulysses leaves is the ring's")
+        self.order = order or (ZIGZAG if ulysses < degree else CONTIGUOUS)
+        place, member = divmod(self.axis.index, ulysses)
+        ring = axes.among("cp", tuple(r * ulysses + member for r in range(degree // ulysses)))
+        group = axes.among("cp", tuple(place * ulysses + u for u in range(ulysses)))
+        assert ring is not None and group is not None  # both hold this rank
+        self.ring, self.ulysses = ring, group
+        self.length, self.calls = 0, 0
+        self._stand_in: tuple[Original, Original] | None = None
+        self.parts: tuple[Ranges, ...] = ()
+        """Positions of each rank along cp, by index."""
+        self.sizes: list[int] = []
+        """How many positions each rank has."""
+        self.tables: list[tuple[nn.Module, str, str]] = []
+        """Modules whose attribute gives this rank's rows, and the name of what that is."""
+
+    # ---- positions -----------------------------------------------------------------------------------------------
+
+    def begin(self, length: int) -> None:
+        """
+        Note how long the sequences of the step are.
+
+        Raises:
+            UsageError: a rank would have none of their positions, or what else cuts the model has undone a table.
+        """
+        for module, attribute, name in self.tables:
+            if not isinstance(getattr(type(module), attribute, None), property):
+                told = f"the table {name} is in a module that strategy= has replaced by {type(module).__name__}"
+                raise UsageError(told, where=WHERE, hint="leave that module out of the strategy")
+        if length == self.length:
+            return
+        parts = tuple(self._part(length, index) for index in range(self.axis.size))
+        sizes = [count(ranges) for ranges in parts]
+        if min(sizes) == 0:
+            told = f"sequences of {length} positions leave some of {self.axis.size} ranks along cp without any"
+            raise UsageError(told, where=WHERE, hint="a smaller cp, or longer sequences")
+        self.length, self.parts, self.sizes = length, parts, sizes
+
+    @property
+    def mine(self) -> Ranges:
+        """This rank's positions."""
+        return self.parts[self.axis.index]
+
+    def _part(self, length: int, index: int) -> Ranges:
+        """Return the positions of a rank along cp."""
+        place, member = divmod(index, self.ulysses.size)
+        ranges = part(length, self.ring.size, place, self.order)
+        return within(ranges, *cut(count(ranges), self.ulysses.size, member))
+
+    def positions(self, device: Any = None) -> torch.Tensor:
+        """Return this rank's positions as integers, in the order in which it holds them."""
+        return torch.cat([torch.arange(low, high, device=device) for low, high in self.mine])
+
+    def take(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return this rank's positions of a tensor that has all of them along a dim."""
+        return torch.cat([x.narrow(dim, low, high - low) for low, high in self.mine], dim)
+
+    def whole(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return all positions of a tensor that has this rank's along a dim, in their order; without gradients."""
+        sizes, most = self.sizes, max(self.sizes)
+        front = x.detach().transpose(0, dim)
+        padded = torch.cat([front, front.new_zeros(most - front.shape[0], *front.shape[1:])]).contiguous()
+        parts = self.axis.all_gather(padded, 0).unflatten(0, (self.axis.size, most))
+        held = torch.cat([parts[index, :size] for index, size in enumerate(sizes)])
+        order = [torch.arange(low, high, device=x.device) for ranges in self.parts for low, high in ranges]
+        found = torch.empty_like(held)
+        found[torch.cat(order)] = held
+        return found.transpose(0, dim)
+
+    def __str__(self) -> str:
+        ways = [f"a ring of {self.ring.size}, {self.order}"] if self.ring.size > 1 else []
+        ways += [f"all-to-all over {self.ulysses.size}"] if self.ulysses.size > 1 else []
+        return f"each sequence is cut over {self.axis.size} ranks; attention by {' and '.join(ways) or 'itself'}"
+
+    # ---- attention -----------------------------------------------------------------------------------------------
+
+    def stands_in(self, original: Original) -> Original:
+        """Return what stands in for torch's function: the same one each time, which compiled code only calls."""
+        if self._stand_in is None or self._stand_in[0] is not original:
+
+            def attend(*args: Any, **kwargs: Any) -> torch.Tensor:
+                return self.attention(original, *args, **kwargs)
+
+            self._stand_in = original, untraced(attend)
+        return self._stand_in[1]
+
+    def attention(
+        self,
+        original: Original,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        """Stand in for torch's scaled_dot_product_attention, whose arguments these are, on cut sequences."""
+        if not self._is_ours(query.shape[-2], key.shape[-2], is_causal):
+            return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        self.calls += 1
+        mask = None if attn_mask is None else self.mask(attn_mask)
+        drop = self._drop(query, dropout_p) if dropout_p else None
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, m: torch.Tensor | None) -> torch.Tensor:
+            if self.ring.size == 1 and drop is None:
+                grouped = q.shape[-3] != k.shape[-3]
+                return original(q, k, v, m, 0.0, is_causal, scale=scale, enable_gqa=grouped)
+            return ring_attention(
+                q, k, v, self.ring, length=self.length, order=self.order, causal=is_causal, scale=scale, mask=m,
+                drop=drop,
+            )  # fmt: skip
+
+        if self.ulysses.size == 1:
+            return attend(query, key, value, mask)
+        held = count(part(self.length, self.ring.size, self.axis.index // self.ulysses.size, self.order))
+        return ulysses_attention(query, key, value, self.ulysses, length=held, mask=mask, attend=attend)
+
+    def _drop(self, query: torch.Tensor, p: float) -> Drop:
+        """Return the dropout of the weights of one attention: for any block what it is for the whole sequences."""
+        run = dice.current()
+        if run is None:
+            what = "dropout of attention over cut sequences is that of a run"
+            raise UsageError(what, where=WHERE, hint="pdrun.parallelize(..., context=...)")
+        drawn, here = run.draw(), query.shape[-3]
+        # of the heads here, which may be some of the model's (tensor parallel), an all-to-all leaves this rank a part
+        shape = (*query.shape[:-1], query.shape[-2])
+        ranges, heads = dice.cuts_of(shape).get(len(shape) - 3, (((0, here),), here))
+        low, high = heads_of(self.ulysses, here)
+        outer = (*query.shape[:-3], high - low)
+
+        def drop(queries: Ranges, keys: Ranges) -> torch.Tensor:
+            dims = (within(ranges, low, high), heads), (queries, self.length), (keys, self.length)
+            cuts = {len(outer) - 1 + place: cut for place, cut in enumerate(dims)}
+            keep = run.mask(drawn, p, (*outer, count(queries), count(keys)), cuts, query.device)
+            return keep.to(kernels.wide(query.dtype)).mul_(0.0 if p >= 1 else 1 / (1 - p))
+
+        return drop
+
+    def _is_ours(self, queries: int, keys: int, causal: bool) -> bool:
+        """Return whether an attention is one over the cut sequences, by its sizes; the same on all ranks."""
+        mine, sizes = count(self.mine), set(self.sizes)
+        if queries == keys == mine:
+            return True
+        if self.elsewhere and keys not in sizes and (queries not in sizes or (queries == mine and not causal)):
+            return False
+        told = f"attention of {queries} queries over {keys} keys, where this rank has {mine} positions of {self.length}"
+        hint = "elsewhere=True computes attention over other things as it is; run.verify() shows whether that is right"
+        raise UsageError(told, where=WHERE, hint=hint)
+
+    def mask(self, mask: torch.Tensor) -> torch.Tensor:
+        """
+        Return a model's mask with this rank's rows, or one for all, and all columns.
+
+        Raises:
+            UsageError: it can't be told what it means for the whole sequence.
+        """
+        mask = mask if mask.dim() > 1 else mask[None]
+        rows, columns, mine = mask.shape[-2], mask.shape[-1], count(self.mine)
+        if columns == self.length and rows in (1, mine):
+            return mask
+        if columns == self.length and rows == self.length:
+            return self.take(mask, mask.dim() - 2)
+        if columns == mine and rows == 1 and not mask.requires_grad:
+            return self.whole(mask, mask.dim() - 1)
+        told = f"a mask of {rows} rows and {columns} columns, where this rank has {mine} positions of {self.length}"
+        hint = "is_causal=True; a mask of the whole sequence, of this rank's rows of it; or one row for the keys here"
+        raise UsageError(told, where=WHERE, hint=hint)

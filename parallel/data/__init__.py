@@ -1,0 +1,6 @@
+"""
+Batches: loader, slicing, position.
+
+May import: rng.
+Start reading here: loader.py.
+"""

@@ -1,0 +1,147 @@
+"""
+What `Run.data` yields: the batches of sources, one after the other, and the run's position in its training data.
+
+A batch of a `Loader` holds this rank's rows only. That is known of the very object that a loop has yielded last;
+`Feed.check` refuses another one in a step of that loop, for its rows would be cut a second time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from pdrun.errors import UsageError
+from pdrun.parallel.data.batch_slicing import Strategy
+from pdrun.parallel.data.loader import Loader, Position, Shard, from_torch, read, same_source
+
+LOOPS = 4
+"""Loops over Loaders that may lie in one another, each with a batch that can still be computed."""
+EVALUATE = "run.data(source, training=False) is for loops that evaluate: they leave the position alone"
+WHERE = "pdrun.Run.data"
+
+
+class Feed:
+    """
+    The sources of one run.
+
+    Attributes:
+        position: where the run stands in its training data.
+        source: the loader that was last given for training.
+    """
+
+    def __init__(self) -> None:
+        self.position = Position()
+        self.source: Loader | None = None
+        self._bound: Any = None
+        """What the position is one of: what was last given for training, as it was given."""
+        self._loop: object | None = None
+        """The loop over training data that is under way."""
+        self._before: Position | None = None
+        """Where the batch at hand lies, as long as no step has used it: a run that is resumed begins with it."""
+        self._handed: deque[tuple[object, Any, Shard]] = deque(maxlen=LOOPS)
+        """The last batch of each loop over a Loader, and what of it is this rank's."""
+
+    def data(
+        self, source: Any, training: bool, seed: int, ranks: tuple[int, int], accumulate: int, strategy: Strategy
+    ) -> Iterator[Any]:
+        """
+        Yield the batches of one epoch (see `Run.data`).
+
+        Args:
+            seed: of the order.
+            ranks: how many share the rows of a batch, and which of them this is.
+            accumulate: micro-batches of each.
+            strategy: how the user's batches are cut.
+
+        Raises:
+            UsageError: an epoch of another source is under way, or another loop has gone on with this one.
+        """
+        loader = from_torch(source) if isinstance(source, DataLoader) else source
+        if isinstance(loader, Loader) and strategy != Strategy():
+            raise UsageError("a Loader cuts along rows: it takes no dataset_strategy", where=WHERE)
+        batches = source if loader is None else loader
+        if not training:
+            yield from self._epoch(batches, Position(), object(), seed, ranks, accumulate)
+            return
+        self._bind(source, loader)
+        loop = self._loop = object()
+        try:
+            before = replace(self.position)
+            for batch in self._epoch(batches, self.position, loop, seed, ranks, accumulate):
+                self._before = before
+                yield batch
+                if self._loop is not loop:
+                    what = "another loop over training data has begun inside this one, and has moved its position"
+                    raise UsageError(what, where=WHERE, hint=EVALUATE)
+                before, self._before = replace(self.position), None
+        finally:
+            if self._loop is loop:  # left with a batch that no step has used: the next loop begins with it
+                self._loop = None
+                self.position.epoch, self.position.batch = self.standing()
+                self._before = None
+
+    def shard(self, batch: Any) -> Shard | None:
+        """Return which rows a batch has that was read for this rank; None of any other."""
+        return next((shard for _, handed, shard in self._handed if handed is batch), None)
+
+    def check(self, batch: Any) -> None:
+        """
+        Refuse to step on another batch than the one that the loop over a training Loader has just yielded.
+
+        Raises:
+            UsageError: it was changed, kept for later, or comes from elsewhere.
+        """
+        if self.shard(batch) is None and any(loop is self._loop for loop, _, _ in self._handed):
+            raise UsageError(
+                "this is not the batch that run.data has just yielded: of that one each rank has its own rows, and of "
+                "any other they would be cut once more", where="pdrun.Run.step",
+                hint="give step the very batch; what changes it belongs into the dataset, collate or forward=",
+            )  # fmt: skip
+
+    def used(self) -> None:
+        """Note that a step has used the batch at hand."""
+        self._before = None
+
+    def stand(self, epoch: int, batch: int) -> None:
+        """Take up a position, of a source that is yet to be given."""
+        self.position.epoch, self.position.batch = epoch, batch
+        self._bound = self._before = None
+
+    def standing(self) -> tuple[int, int]:
+        """Return epoch and batch of the first batch that no step has used."""
+        at = self._before or self.position
+        return at.epoch, at.batch
+
+    def _bind(self, source: Any, loader: Any) -> None:
+        """Have the position be one of a source; refuse it while an epoch of another one is under way."""
+        middle = self.position.batch or self._loop is not None
+        if middle and self._bound is not None and not same_source(self._bound, source):
+            at = self.position
+            what = f"another source's epoch is under way (epoch {at.epoch}, batch {at.batch})"
+            hint = f"{EVALUATE}; run.position.batch = 0 after the loop leaves the rest of that epoch out"
+            raise UsageError(what, where=WHERE, hint=hint)
+        self._bound = source
+        if isinstance(loader, Loader):
+            self.source = loader
+
+    def _epoch(
+        self, source: Any, position: Position, loop: object, seed: int, ranks: tuple[int, int], accumulate: int
+    ) -> Iterator[Any]:
+        """Yield the batches of one epoch from a position, which moves on."""
+        if isinstance(source, Loader):
+            for batch, shard in read(source, seed, position, *ranks, accumulate):
+                for old in [entry for entry in self._handed if entry[0] is loop]:
+                    self._handed.remove(old)
+                self._handed.append((loop, batch, shard))
+                yield batch
+            return
+        epoch, skip = position.epoch, position.batch
+        for index, batch in enumerate(source):
+            if index >= skip:
+                position.epoch, position.batch = epoch, index + 1
+                yield batch
+        position.epoch, position.batch = epoch + 1, 0

@@ -1,0 +1,173 @@
+"""
+Models too large to be made whole: parameters without memory, filled where they are needed and cut at once.
+
+Inside `empty_init` modules are built with parameters on torch's meta device. Buffers are left alone, so that tables
+computed in a constructor (rotary positions, masks) hold what they should. `parallelize` then makes one module after
+the other real, has it initialise itself, and keeps this rank's part. Each module draws from a generator seeded by
+(seed, place in the model): the same weights on any number of ranks, at any level, in whatever order they are made.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from pdrun.errors import UsageError
+from pdrun.parallel.model.shards import set_tile
+from pdrun.parallel.model.weights import Weight
+from pdrun.parallel.rng.step_rng import mix
+
+WHERE = "pdrun.parallelize"
+
+
+@contextmanager
+def empty_init() -> Iterator[None]:
+    """While this lasts, modules get parameters without memory; buffers are as ever."""
+    original = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and param.device.type != "meta" and not isinstance(param, nn.UninitializedParameter):
+            param = nn.Parameter(param.detach().to("meta"), param.requires_grad)
+        original(module, name, param)
+
+    nn.Module.register_parameter = register
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original
+
+
+def _own_memory(model: nn.Module) -> None:
+    """Give each element of a buffer a place of its own: an expanded one (a mask, positions) can't be written to."""
+    copies: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and any(
+                stride == 0 and size > 1 for size, stride in zip(buffer.shape, _strides(buffer), strict=False)
+            ):
+                module._buffers[name] = copies.setdefault(id(buffer), buffer.detach().contiguous())
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tensor.stride() if tensor.layout == torch.strided else ()
+
+
+def move(model: nn.Module, device: torch.device) -> bool:
+    """
+    Move what has memory to a device; return whether some parameter has none.
+
+    Raises:
+        UsageError: a buffer has none: what it should hold can't be known.
+    """
+    for name, buffer in model.named_buffers():
+        if buffer.device.type == "meta":
+            raise UsageError(
+                f"nobody knows what the buffer {name} should hold: it is on the meta device", where=WHERE,
+                hint="build the model inside pdrun.empty_init(), which leaves buffers alone",
+            )  # fmt: skip
+    _own_memory(model)
+    empty = any(param.device.type == "meta" for param in model.parameters())
+    if not empty:
+        model.to(device)
+        return False
+    for module in model.modules():
+        for key, buffer in module.named_buffers(recurse=False):
+            module._buffers[key] = buffer.to(device)
+        for param in module.parameters(recurse=False):
+            if param.device.type != "meta":
+                param.data = param.data.to(device)
+    return True
+
+
+class Filler:
+    """
+    Makes weights real.
+
+    Args:
+        model: whole; what is made of it later may hold tiles of its weights, under the same names.
+        init: fills a module's own parameters; default: the module's ``reset_parameters``.
+    """
+
+    def __init__(
+        self, model: nn.Module, device: torch.device, seed: int, init: Callable[[nn.Module], Any] | None = None
+    ) -> None:
+        self._device, self._seed, self._init = device, seed, init
+        self._owners: dict[str, tuple[int, str, nn.Module]] = {}
+        self._parts: dict[str, Weight] | None = None
+        seen: dict[int, str] = {}
+        for place, (name, module) in enumerate(model.named_modules()):
+            for key, param in module.named_parameters(recurse=False):
+                if param.device.type == "meta":
+                    first = seen.setdefault(id(param), f"{name}.{key}" if name else key)
+                    self._owners.setdefault(first, (place, name, module))
+
+    def adopt(self, weights: Sequence[Weight]) -> None:
+        """Have these be filled with the parts that they are of the model's weights; the model itself stays empty."""
+        self._parts = {weight.name: weight for weight in weights}
+
+    def fill(self, weights: Sequence[Weight]) -> None:
+        """
+        Have these weights hold their first values; those that do already are left alone.
+
+        Raises:
+            UsageError: their module does not initialise itself, or leaves a part out.
+        """
+        for weight in weights:
+            if weight.param.device.type == "meta":
+                place, name, module = self._owners[weight.name]
+                if self._parts is None:
+                    self._fill_module(place, name, module)
+                else:
+                    self._fill_parts(place, name, module)
+
+    def _fill_module(self, place: int, name: str, module: nn.Module) -> None:
+        made = {}
+        for key, param in module.named_parameters(recurse=False):
+            if param.device.type == "meta":
+                torch.utils.swap_tensors(param, self._blank(param))
+                made[key] = param
+        self._initialise(place, name, module, made)
+
+    def _fill_parts(self, place: int, name: str, module: nn.Module) -> None:
+        """Fill a stand-in of a module and take from it what this rank has."""
+        stand_in = copy.copy(module)
+        made = {key: self._blank(param) for key, param in module.named_parameters(recurse=False)}
+        stand_in.__dict__["_parameters"] = {**module._parameters, **made}
+        self._initialise(place, name, stand_in, made)
+        for key, whole in made.items():
+            weight = (self._parts or {}).get(f"{name}.{key}" if name else key)
+            if weight is not None and weight.param.device.type == "meta":
+                part = nn.Parameter(weight.tile.take(whole.detach()), weight.trained)
+                torch.utils.swap_tensors(weight.param, part)
+                set_tile(weight.param, weight.tile)
+
+    def _blank(self, param: nn.Parameter) -> nn.Parameter:
+        real = torch.empty(param.shape, dtype=param.dtype, device=self._device)
+        return nn.Parameter(real.fill_(float("nan") if param.is_floating_point() else 0), param.requires_grad)
+
+    def _initialise(self, place: int, name: str, module: nn.Module, made: dict[str, nn.Parameter]) -> None:
+        """Have a module fill its parameters, drawing from a generator of its own."""
+        init = (
+            self._init
+            or getattr(type(module), "reset_parameters", None)
+            or getattr(type(module), "_reset_parameters", None)
+        )
+        if init is None:
+            what = f"{name or 'the model'} ({type(module).__name__}) has no reset_parameters"
+            raise UsageError(what, where=WHERE, hint="init=lambda module: ... fills a module's own parameters")
+        kept = torch.get_rng_state()
+        seed = mix(self._seed, place, 6)
+        torch.default_generator.manual_seed(seed)
+        if self._device.type != "cpu":
+            getattr(torch, self._device.type).manual_seed(seed)
+        with torch.no_grad():
+            init(module)
+        torch.set_rng_state(kept)
+        for key, param in made.items():
+            if param.is_floating_point() and bool(torch.isnan(param).any()):
+                raise UsageError(f"initialising {name} left {key} unfilled", where=WHERE)

@@ -1,0 +1,173 @@
+"""
+Tiles: what a rank holds of a weight that is cut over the model axes of a mesh (tensor axes and pipeline stages).
+
+Whoever cuts a model (module styles, the operator engine) replaces a parameter by this rank's part and tells with
+`set_tile` what part of which whole it is. Everything that deals in whole weights (gradient sums, norms, checkpoints,
+proofs) reads that with `tile_of` and knows nothing else of how the model was cut.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from pdrun.parallel.layouts.grid import Grid
+from pdrun.parallel.layouts.layout import L
+
+if TYPE_CHECKING:
+    from pdrun.parallel.comm.groups import Axes
+    from pdrun.parallel.pipeline.split import Split
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+class Cutter(Protocol):
+    """What ``parallelize(strategy=...)`` takes: cuts a model over the tensor axes."""
+
+    def apply(self, model: nn.Module, axes: Axes, sample: Any) -> nn.Module:
+        """
+        Return the model to run; its parameters have the names that they had, and tiles (`set_tile`) where they are cut.
+
+        Args:
+            model: equal on all ranks; its weights may be on the meta device, and are filled afterwards.
+            axes: this rank's places; tensor axes are those that are none of pp, dp and cp.
+            sample: a batch as the user gave it to ``parallelize(sample=...)``, or None.
+        """
+        ...
+
+
+@runtime_checkable
+class StagedCutter(Cutter, Protocol):
+    """A `Cutter` that sees across modules, and so has to know on which stages of a pipeline these are."""
+
+    def apply_in_stages(self, model: nn.Module, axes: Axes, sample: Any, split: Split) -> nn.Module:
+        """
+        Do what `Cutter.apply` does, of the whole model; the pipeline takes what it needs of it afterwards.
+
+        Args:
+            split: which module is on which stage.
+        """
+        ...
+
+
+class SequenceCutter(Protocol):
+    """What ``parallelize(context=...)`` takes: has attention see the whole sequence where each rank has a part."""
+
+    def apply(self, model: nn.Module, axes: Axes, sample: Any) -> nn.Module:
+        """Return the model to run; see `Cutter.apply`."""
+        ...
+
+    def part(self, batch: Any, axes: Axes) -> Any:
+        """Return this rank's part along cp of every sequence of a micro-batch; losses are summed over these parts."""
+        ...
+
+    def told(self, axes: Axes) -> str:
+        """Return in words what becomes of sequences."""
+        ...
+
+    def running(self, axes: Axes) -> AbstractContextManager[None]:
+        """Return what forwards and backwards on parts run in; it may be entered again inside."""
+        ...
+
+
+@dataclass(frozen=True)
+class Tile:
+    """
+    A part of a weight.
+
+    Attributes:
+        shape: of the whole weight.
+        layout: the axes that cut each dim; over all others the tile is replicated.
+        ranges: for each dim the (low, high) ranges that this rank holds, in order. One each, as a rule; more where a
+            weight holds several matrices side by side (fused q, k and v), each of which is cut.
+        sums: tensor axes over which the ranks' gradients of this weight have to be added up (norms under sequence
+            parallel). Data axes go without saying.
+    """
+
+    shape: tuple[int, ...]
+    layout: L
+    ranges: tuple[Ranges, ...]
+    sums: tuple[str, ...] = ()
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of the part."""
+        return tuple(sum(high - low for low, high in dim) for dim in self.ranges)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the part is everything."""
+        return self.local_shape == self.shape
+
+    def take(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this part of a whole tensor, contiguous and with memory of its own."""
+        found = whole
+        for dim, ranges in enumerate(self.ranges):
+            if sum(high - low for low, high in ranges) != whole.shape[dim] or len(ranges) > 1:
+                found = torch.cat([found.narrow(dim, low, high - low) for low, high in ranges], dim)
+        return found.clone(memory_format=torch.contiguous_format)
+
+    def put(self, part: torch.Tensor, whole: torch.Tensor) -> None:
+        """Write this part where it belongs in a whole tensor."""
+        views = [(part, whole)]
+        for dim, ranges in enumerate(self.ranges):
+            cut_up = []
+            for source, target in views:
+                at = 0
+                for low, high in ranges:
+                    cut_up.append((source.narrow(dim, at, high - low), target.narrow(dim, low, high - low)))
+                    at += high - low
+            views = cut_up
+        for source, target in views:
+            target.copy_(source)
+
+
+def tile(
+    shape: tuple[int, ...],
+    layout: L,
+    grid: Grid,
+    rank: int,
+    sums: tuple[str, ...] = (),
+    blocks: dict[int, tuple[int, ...]] | None = None,
+) -> Tile:
+    """
+    Return what a rank holds of a weight.
+
+    Args:
+        shape: of the whole weight.
+        layout: how it is cut.
+        sums: see `Tile`.
+        blocks: dims that hold several matrices side by side, with the size of each: every one of them is cut, as
+            ``{0: (512, 128, 128)}`` for fused q, k and v. The sizes add up to the dim.
+    """
+    return Tile(shape, layout, layout.ranges(grid, shape, rank, blocks), sums)
+
+
+def whole(param: torch.Tensor) -> Tile:
+    """Return the tile that is all of a tensor."""
+    shape = tuple(param.shape)
+    return Tile(shape, L(*[None] * len(shape)), tuple(((0, size),) for size in shape))
+
+
+def set_tile(param: nn.Parameter, tile: Tile) -> nn.Parameter:
+    """Note on a parameter which part of which weight it is; its shape must be the tile's local one."""
+    if tuple(param.shape) != tile.local_shape:
+        raise ValueError(f"a parameter of {tuple(param.shape)} is no tile of {tile.local_shape}")
+    param._pdrun_tile = tile
+    return param
+
+
+def tile_of(param: torch.Tensor) -> Tile:
+    """Return what part a parameter is; one that nobody has cut is whole."""
+    found: Tile | None = getattr(param, "_pdrun_tile", None)
+    return found if found is not None else whole(param)
+
+
+def count(tile: Tile) -> int:
+    """Return the number of elements of a tile."""
+    return prod(tile.local_shape)

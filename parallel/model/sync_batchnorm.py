@@ -1,0 +1,173 @@
+"""
+Batch normalisation over the whole micro-batch of all ranks.
+
+Statistics of a batch are a sum over its rows, so ranks that normalise by their own rows compute another model than one
+process does. Either the sums are taken over all ranks, or pdrun refuses. Works on every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+
+from pdrun.errors import UsageError
+from pdrun.parallel.comm.communicator import Axis
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum over all ranks of the data axes, whose gradient is the sum of all their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return _rows().all_reduce(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return _rows().all_reduce(grads[0])
+
+
+class SyncedBatchNorm(_BatchNorm):
+    """
+    `torch.nn.BatchNorm*d` with the statistics of all rows; parameters and buffers have the same names.
+
+    ``weight_of_rows`` is 0 while a rank computes a row that isn't part of the batch.
+    """
+
+    weight_of_rows = 1.0
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2 dims, got {input.dim()}")
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalise ``[rows, channels, ...]`` by channel."""
+        if not self.training and self.running_mean is not None:
+            return super().forward(input)
+        dims = [0, *range(2, input.dim())]
+        shape = (1, -1, *[1] * (input.dim() - 2))
+        wide = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+        rows = wide.new_full((1,), input.numel() / input.shape[1] * self.weight_of_rows)
+        sums = torch.cat([wide.sum(dims) * self.weight_of_rows, rows])
+        sums = _sum(sums)
+        mean = sums[:-1] / sums[-1]
+        centred = wide - mean.view(shape)
+        var = _sum((centred * centred).sum(dims) * self.weight_of_rows) / sums[-1]
+        if self.training and self.track_running_stats:
+            self._track(mean.detach(), var.detach(), float(sums[-1].detach()))
+        result = centred * torch.rsqrt(var + self.eps).view(shape)
+        if self.affine:
+            result = result * self.weight.view(shape) + self.bias.view(shape)
+        return result.to(input.dtype)
+
+    def _track(self, mean: torch.Tensor, var: torch.Tensor, count: float) -> None:
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        self.num_batches_tracked.add_(1)
+        share = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+        self.running_var.lerp_((var * count / max(count - 1, 1)).to(self.running_var.dtype), share)
+
+
+_alone = False
+_axis: Axis | None = None
+
+
+def place(axis: Axis) -> None:
+    """Have statistics be those of the rows of all ranks along some axes, from now on in this process."""
+    global _axis
+    _axis = axis
+
+
+def _rows() -> Axis:
+    assert _axis is not None
+    return _axis
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """While this lasts, a rank has all rows itself."""
+    global _alone
+    _alone = True
+    try:
+        yield
+    finally:
+        _alone = False
+
+
+def _sum(value: torch.Tensor) -> torch.Tensor:
+    if _alone or _axis is None or _axis.size == 1:
+        return value
+    return _SumOverRanks.apply(value)
+
+
+def synchronise(model: nn.Module) -> int:
+    """Turn the batch normalisations inside a model into synchronised ones; return how many."""
+    count = 0
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and not isinstance(module, SyncedBatchNorm):
+            if not isinstance(module, nn.SyncBatchNorm):
+                module.__class__ = _like(type(module))
+            else:
+                module.__class__ = SyncedBatchNorm
+            count += 1
+    return count
+
+
+def _like(kind: type[_BatchNorm]) -> type[SyncedBatchNorm]:
+    if kind not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+        raise UsageError(f"{kind.__name__} can't be synchronised", where="sync_batchnorm")
+    return SyncedBatchNorm
+
+
+def own_weights(model: nn.Module) -> set[int]:
+    """
+    Return the ids of the parameters of modules that normalise with running statistics.
+
+    These stay in the type that they have, and torch wants weights of the same one beside them, or of the input's
+    where the statistics have that too.
+    """
+    return {
+        id(param)
+        for module in model.modules()
+        if isinstance(module, _NormBase) and module.running_mean is not None
+        for param in module.parameters(recurse=False)
+    }
+
+
+def find(model: nn.Module) -> list[str]:
+    """Return the names of the modules that normalise by the statistics of their own rows."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if (_is_local(module) and (module.training or not module.track_running_stats))
+        or (isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats)
+    ]
+
+
+def resting(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the modules that would normalise by the statistics of their own rows if they were put into training."""
+    return [(name, module) for name, module in model.named_modules() if _is_local(module)]
+
+
+def check_resting(modules: list[tuple[str, nn.Module]]) -> None:
+    """
+    Refuse modules that `resting` has found and that have been put into training since.
+
+    Raises:
+        UsageError: one has.
+    """
+    for name, module in modules:
+        if module.training:
+            raise UsageError(
+                f"{name} is in training since parallelize, and would normalise by its own rank's rows",
+                where="pdrun.Run.step", hint="sync_batchnorm=True, or .eval() on it after each model.train()",
+            )  # fmt: skip
+
+
+def _is_local(module: nn.Module) -> bool:
+    return isinstance(module, _BatchNorm) and not isinstance(module, (SyncedBatchNorm, nn.SyncBatchNorm))

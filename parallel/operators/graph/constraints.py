@@ -1,0 +1,191 @@
+"""
+What a user says about layouts inside a model: identity in one process, and seen by the operator engine.
+
+    x = pdrun.constrain(x, L("dp", "tp", None))             in a forward: here the tensor lies so
+    pdrun.shard(model.mlp, in_=(L("dp", None, None),), out=L("dp", None, None), weight=L("tp", None))
+    attend = pdrun.shard(attend, in_=(L("dp", "tp"), None))   a function: its arguments and its result
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from pdrun.errors import UsageError
+from pdrun.parallel.layouts.device_matrix import BoundLayout, is_counts
+from pdrun.parallel.layouts.grid import Grid
+from pdrun.parallel.layouts.layout import L
+
+Said = L | BoundLayout | tuple[int, ...]
+"""A layout as a user says it: by axes of the mesh, on a device matrix of its own, or as counts a dim."""
+T = TypeVar("T", bound=Callable[..., Any])
+
+LIBRARY = torch.library.Library("pdrun", "DEF")
+LIBRARY.define("constrain(Tensor x, str layout) -> Tensor")
+LIBRARY.define("stop(Tensor x) -> Tensor")
+
+
+def _copied(x: torch.Tensor, *layout: str) -> torch.Tensor:
+    return x.clone()
+
+
+LIBRARY.impl("constrain", _copied, "CompositeExplicitAutograd")
+LIBRARY.impl("stop", _copied, "CompositeExplicitAutograd")
+torch.library.register_autograd("pdrun::constrain", lambda ctx, gradient: (gradient, None), lib=LIBRARY)
+torch.library.register_autograd("pdrun::stop", lambda ctx, gradient: gradient, lib=LIBRARY)
+
+
+def is_layout(value: Any) -> bool:
+    """Return whether something is a layout as `Said` has them."""
+    return isinstance(value, (L, BoundLayout)) or (is_counts(value) and len(value) > 0)
+
+
+def encode(layout: Said) -> str:
+    """Return a layout as text, which is how it gets through an export."""
+    if isinstance(layout, tuple):
+        return json.dumps({"counts": layout})
+    plain = layout.layout if isinstance(layout, BoundLayout) else layout
+    found: dict[str, Any] = {"dims": plain.dims, "sums": plain.sums}
+    if isinstance(layout, BoundLayout):
+        found["grid"] = [layout.grid.names, layout.grid.sizes]
+    return json.dumps(found)
+
+
+def decode(text: str) -> Said:
+    """Return the layout of a text (see `encode`)."""
+    found = json.loads(text)
+    if "counts" in found:
+        return tuple(found["counts"])
+    layout = L(*map(tuple, found["dims"]), sums=tuple(found["sums"]))
+    if "grid" not in found:
+        return layout
+    names, sizes = found["grid"]
+    return BoundLayout(Grid(tuple(names), tuple(sizes)), layout)
+
+
+def _dims(layout: Said) -> int:
+    if isinstance(layout, BoundLayout):
+        return len(layout.layout.dims)
+    return len(layout.dims) if isinstance(layout, L) else len(layout)
+
+
+def constrain(x: torch.Tensor, layout: Said) -> torch.Tensor:
+    """
+    Return ``x``; the operator engine lays it out so. Without the engine nothing happens.
+
+    Raises:
+        UsageError: ``layout`` is no layout, or is for another number of dims.
+    """
+    if not is_layout(layout):
+        raise UsageError(f"{layout!r} is no layout", where="pdrun.constrain", hint='for example L("dp", None, "tp")')
+    if not isinstance(x, torch.Tensor):
+        raise UsageError(
+            f"a {type(x).__name__} has no layout", where="pdrun.constrain", hint="constrain(tensor, L(...))"
+        )
+    if _dims(layout) != x.dim():
+        what = f"{layout} is for {_dims(layout)} dims, the tensor is {list(x.shape)}"
+        raise UsageError(what, where="pdrun.constrain")
+    if not torch.compiler.is_exporting():
+        return x
+    result: torch.Tensor = torch.ops.pdrun.constrain(x, encode(layout))
+    return result
+
+
+@dataclass
+class Sharding:
+    """
+    What `shard` says of a module.
+
+    Attributes:
+        in_: a layout for each tensor argument; None leaves it open.
+        out: of the result, or one for each of several.
+        weights: by name of the parameter, from the module on.
+    """
+
+    in_: tuple[Said | None, ...] = ()
+    out: tuple[Said | None, ...] | None = None
+    weights: dict[str, Said] = field(default_factory=dict)
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Forward hook: constrain the arguments."""
+        return _each(args, self.in_) if torch.compiler.is_exporting() else args
+
+    def leave(self, module: nn.Module | None, args: tuple[Any, ...], result: Any) -> Any:
+        """Forward hook: constrain the result."""
+        if self.out is None or not torch.compiler.is_exporting():
+            return result
+        return _each(result, self.out)
+
+
+def _each(values: Any, layouts: tuple[Said | None, ...]) -> Any:
+    """Return nested values with the tensors among them constrained, in order."""
+    flat, structure = pytree.tree_flatten(values)
+    wanted = iter(layouts)
+    found = []
+    for value in flat:
+        layout = next(wanted, None) if isinstance(value, torch.Tensor) else None
+        found.append(value if layout is None else constrain(value, layout))
+    return pytree.tree_unflatten(found, structure)
+
+
+def _tuple(value: Any) -> tuple[Said | None, ...]:
+    """Return a layout for each tensor; a tuple of counts is one layout, as anywhere."""
+    return () if value is None else (value,) if is_layout(value) else tuple(value)
+
+
+def shard(
+    target: T,
+    in_: Said | tuple[Said | None, ...] | None = None,
+    out: Said | tuple[Said | None, ...] | None = None,
+    **weights: Said,
+) -> T:
+    """
+    Say how a module's or a function's tensors lie; what is left open follows from what is said.
+
+    Args:
+        target: a module, which is marked and returned, or a function, of which a new one is returned.
+        in_: a layout for each tensor argument, in order; None leaves one open.
+        out: the same for results.
+        weights: a module's parameters by name (``weight=L("tp", None)``).
+
+    Raises:
+        UsageError: a module lacks such a parameter, or a function was given one.
+    """
+    for name, value in (("in_", in_), ("out", out), *weights.items()):
+        several = isinstance(value, (tuple, list)) and name in ("in_", "out") and not is_layout(value)
+        each: Any = value if several else (value,)
+        if not all(one is None or is_layout(one) for one in each):
+            what = f"{name}={value!r} is no layout"
+            raise UsageError(what, where="pdrun.shard", hint='L("dp", None, "tp"), or a tuple of them')
+    if not callable(target):
+        raise UsageError(f"{target!r} is neither a module nor a function", where="pdrun.shard")
+    sharding = Sharding(_tuple(in_), None if out is None else _tuple(out), dict(weights))
+    if isinstance(target, nn.Module):
+        known = dict(target.named_parameters())
+        for name in weights:
+            if name not in known:
+                told = ", ".join(known) or "none"
+                what = f"{type(target).__name__} has no parameter {name!r}"
+                raise UsageError(what, where="pdrun.shard", hint=f"it has {told}")
+        target.register_forward_pre_hook(sharding.enter)
+        target.register_forward_hook(sharding.leave)
+        target._pdrun_sharding = sharding
+        return target
+    if weights:
+        raise UsageError(f"a function has no parameters ({', '.join(weights)})", where="pdrun.shard")
+
+    @functools.wraps(target)
+    def sharded(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_exporting():
+            return target(*args, **kwargs)
+        args, kwargs = _each((args, kwargs), sharding.in_)
+        return sharding.leave(None, args, target(*args, **kwargs))
+
+    return cast(T, sharded)

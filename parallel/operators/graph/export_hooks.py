@@ -1,0 +1,64 @@
+"""
+A program's hooks on modules while a model is exported.
+
+Those of the model itself run around its forward, whatever that computes, and stay out of the graph. Those of a
+submodule are called with what goes in and out of its stretch of the graph (`segments`), and may look at it: what they
+changed would be changed in the graph and around the stretch. The backward of a graph has no submodules.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from pdrun.errors import UsageError
+from pdrun.parallel.operators.graph.constraints import Sharding
+
+WHERE = "pdrun.Operators"
+FORWARD = ("_forward_pre_hooks", "_forward_hooks")
+BACKWARD = ("_backward_pre_hooks", "_backward_hooks")
+
+
+@contextmanager
+def looked_at(model: nn.Module) -> Iterator[None]:
+    """
+    While this lasts, a model may be called to be exported: its own hooks are away, those of submodules are watched.
+
+    Raises:
+        UsageError: a submodule has a backward hook, or a hook that changes what goes in or out.
+    """
+    kept: list[tuple[nn.Module, str, Any]] = []
+    changed: list[str] = []
+    try:
+        for name, module in model.named_modules():
+            for kind in (*FORWARD, *BACKWARD):
+                hooks = getattr(module, kind)
+                if name and hooks and kind in BACKWARD:
+                    what = f"{name} has a backward hook; the backward of operators has no modules"
+                    raise UsageError(what, where=WHERE, hint="a hook on a tensor in forward, or pdrun.Strategy")
+                kept.append((module, kind, hooks))
+                ours = {key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), Sharding)}
+                some = ((key, hook) for key, hook in hooks.items() if name or key in ours)
+                watched = ((key, hook if key in ours else _watched(hook, name, changed)) for key, hook in some)
+                setattr(module, kind, OrderedDict(watched))
+        yield
+    finally:
+        for module, kind, hooks in kept:
+            setattr(module, kind, hooks)
+    if changed:
+        what = f"{changed[0]} has a hook that changes what it is given or returns: operators call hooks around theirs"
+        raise UsageError(what, where=WHERE, hint="write it into forward; hooks may look at tensors")
+
+
+def _watched(hook: Callable[..., Any], name: str, changed: list[str]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found = hook(*args, **kwargs)
+        if found is not None:
+            changed.append(name)
+        return found
+
+    return call

@@ -1,0 +1,229 @@
+"""
+The proof of every rule: the operator on parts, put together, is the operator on the whole.
+
+For each example of each kind, and each way in which its rule may cut it, the ranks along one axis (2 or 3 of them, so
+that parts are uneven too) are played through in one process: inputs are cut, or made terms of a sum; each rank computes
+what `rule.call_of` says; results are joined or added up and compared with the operator's own, and so are the gradients
+of all inputs. All pairs of ways are tried on two axes as well.
+
+    python -m pdrun.parallel.operators.rule_checker        prints a line for each kind; its exit code is 1 if a rule is wrong
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pdrun.parallel.layouts.grid import Grid
+from pdrun.parallel.operators import rules as rules  # registers them
+from pdrun.parallel.operators.graph.graph import Operator, Ref, substitute
+from pdrun.parallel.operators.plan import Choice
+from pdrun.parallel.operators.rules.examples import Example, examples
+from pdrun.parallel.operators.rules.rule import PARTIAL, RULES, Place, Split, State, View, call_of, splits_of
+from pdrun.parallel.operators.strategy import describe
+
+
+@dataclass(frozen=True)
+class Case:
+    """One example, cut in one way."""
+
+    example: Example
+    grid: Grid
+    choice: Choice
+
+    def __str__(self) -> str:
+        ways = ", ".join(f"{axis}: {describe(split)}" for axis, split in self.choice.splits.items())
+        shapes = [list(one.shape) for one in _tensors(self.example)]
+        return f"{self.example.kind}{shapes} on ({self.grid}), {ways}"
+
+
+def cases(example: Example) -> Iterator[Case]:
+    """Return every way to cut an example: along one axis of 2 and of 3, and every pair of ways along two of 2."""
+    _, view = _viewed(example)
+    splits = [split for split in splits_of(view) or [] if not split.is_whole]
+    for split, size in itertools.product(splits, (2, 3)):
+        if not split.divides or split.divides % size == 0:
+            yield Case(example, Grid(("a",), (size,)), Choice({"a": split}, ("a",)))
+    for first, second in itertools.combinations_with_replacement(splits, 2):
+        if first != second or not first.divides or first.divides % 4 == 0:
+            yield Case(example, Grid(("a", "b"), (2, 2)), Choice({"a": first, "b": second}, ("a", "b")))
+
+
+def check(case: Case) -> str:
+    """Return what is wrong with a rule in one case; the empty string where it is right."""
+    try:
+        return _check(case)
+    except (RuntimeError, TypeError, IndexError, AssertionError) as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _check(case: Case) -> str:
+    operator, view = _viewed(case.example)
+    leaves = [
+        one.detach().clone().requires_grad_(one.is_floating_point() and place < case.example.grads)
+        for place, one in enumerate(_tensors(case.example))
+    ]
+    torch.manual_seed(0)
+    whole = _flat(_run(operator.target, operator.args, operator.kwargs, leaves))
+    others = [one.detach().clone().requires_grad_(one.requires_grad) for one in leaves]
+    held = [_cut(one, case, place) for place, one in enumerate(others)]
+    results: list[list[torch.Tensor]] = []
+    for rank in range(case.grid.size):
+        target, args, kwargs = call_of(_place(operator, view, case, rank))
+        torch.manual_seed(0)
+        results.append(_flat(_run(target, args, kwargs, [one[rank] for one in held])))
+    for place, wanted in enumerate(whole):
+        states = {axis: split.outs[place] for axis, split in case.choice.splits.items()}
+        found = _joined([one[place] for one in results], case, states)
+        told = _differ(found, wanted, f"result {place}")
+        if told:
+            return told
+        whole[place], results[0][place] = wanted, found
+    return _gradients(whole, results[0], leaves, others)
+
+
+def _gradients(whole: list[Any], found: list[Any], leaves: list[Any], others: list[Any]) -> str:
+    pairs = [(a, b) for a, b in zip(whole, found, strict=True) if a.requires_grad]
+    if not pairs:
+        return ""
+    for a, b in pairs:
+        if not b.requires_grad:
+            return "a result lost its gradient"
+        weight = torch.linspace(0.5, 1.5, a.numel(), dtype=a.dtype).view(a.shape)
+        try:
+            (a * weight).sum().backward(retain_graph=True)
+        except RuntimeError:  # the operator itself has no derivative
+            return ""
+        (b * weight).sum().backward(retain_graph=True)
+    for place, (a, b) in enumerate(zip(leaves, others, strict=True)):
+        if a.grad is not None:
+            told = _differ(torch.zeros_like(b) if b.grad is None else b.grad, a.grad, f"gradient of input {place}")
+            if told:
+                return told
+    return ""
+
+
+def _differ(found: torch.Tensor, wanted: torch.Tensor, what: str) -> str:
+    if found.shape != wanted.shape:
+        return f"{what} is {list(found.shape)}, not {list(wanted.shape)}"
+    found, wanted = found.detach(), wanted.detach()
+    tight = 1e-5 if wanted.dtype == torch.float32 else 1e-9
+    if torch.allclose(found.double(), wanted.double(), rtol=tight, atol=tight, equal_nan=True):
+        return ""
+    return f"{what} differs by {float((found.double() - wanted.double()).abs().max()):.3g}"
+
+
+def _viewed(example: Example) -> tuple[Operator, View]:
+    """Return an example as an operator of a graph."""
+    tensors = _tensors(example)
+    count = itertools.count()
+    mark = lambda _: Ref(next(count))  # noqa: E731
+    args, kwargs = _replace(example.args, mark), _replace(example.kwargs, mark)
+    torch.manual_seed(0)
+    outs = _flat(_run(example.target, args, kwargs, tensors))
+    places = tuple(range(len(tensors)))
+    made = tuple(range(len(tensors), len(tensors) + len(outs)))
+    operator = Operator(example.kind, example.kind, example.target, args, kwargs, places, made, len(outs) > 1)
+    return operator, View(operator, tuple(tuple(x.shape) for x in tensors), tuple(tuple(x.shape) for x in outs))
+
+
+def _tensors(example: Example) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    _replace((example.args, example.kwargs), found.append)
+    return found
+
+
+def _replace(value: Any, take: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return take(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_replace(one, take) for one in value)
+    if isinstance(value, dict):
+        return {key: _replace(one, take) for key, one in value.items()}
+    return value
+
+
+def _run(target: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
+    def take(ref: Ref) -> torch.Tensor:
+        return tensors[ref.index]
+
+    return target(*substitute(args, take), **substitute(kwargs, take))
+
+
+def _flat(value: Any) -> list[torch.Tensor]:
+    return [value] if isinstance(value, torch.Tensor) else list(value)
+
+
+def _place(operator: Operator, view: View, case: Case, rank: int) -> Place:
+    choice, here = case.choice, case.grid.coordinate(rank)
+    ins = [choice.layout_in(at, len(shape)).box(case.grid, shape, rank) for at, shape in enumerate(view.ins)]
+    outs = [choice.layout_out(at, len(shape)).box(case.grid, shape, rank) for at, shape in enumerate(view.outs)]
+    sizes = {axis: case.grid.degree(axis) for axis in choice.splits}
+    return Place(operator, choice.splits, view.ins, view.outs, tuple(ins), tuple(outs), here, sizes)
+
+
+_SHARES = {2: (2.5, -1.5), 3: (2.5, -2.0, 0.5)}
+"""What the ranks hold of a sum, of both signs; together 1."""
+
+
+def _cut(x: torch.Tensor, case: Case, place: int) -> list[torch.Tensor]:
+    """Return what each rank holds of an input; sums are made of shares that differ."""
+    layout, found = case.choice.layout_in(place, x.dim()), []
+    for rank in range(case.grid.size):
+        share, here = 1.0, case.grid.coordinate(rank)
+        for axis in layout.sums:
+            share *= _SHARES[case.grid.degree(axis)][here[axis]]
+        part = x * share if layout.sums else x
+        found.append(part[tuple(slice(low, high) for low, high in layout.box(case.grid, tuple(x.shape), rank))])
+    return found
+
+
+def _joined(parts: list[torch.Tensor], case: Case, states: dict[str, State]) -> torch.Tensor:
+    """Return the whole of what the ranks hold, the inner axes first."""
+    for axis in reversed(case.grid.names):
+        n = case.grid.degree(axis)
+        groups = [parts[start : start + n] for start in range(0, len(parts), n)]
+        parts = [_together(group, states.get(axis)) for group in groups]
+    return parts[0]
+
+
+def _together(group: list[torch.Tensor], state: State) -> torch.Tensor:
+    if state == PARTIAL:
+        return torch.stack(group).sum(0)
+    if state is not None:
+        return torch.cat(group, state)
+    for other in group[1:]:
+        if not torch.allclose(other.double(), group[0].double(), equal_nan=True):
+            return other * float("nan")
+    return torch.stack([one / len(group) for one in group]).sum(0) if group[0].requires_grad else group[0]
+
+
+def main() -> int:
+    """Print what is proven of each kind; return 1 if some rule is wrong."""
+    table: dict[str, list[str]] = {kind: [] for kind in RULES}
+    counts = dict.fromkeys(RULES, 0)
+    ways: dict[str, dict[Split, None]] = {kind: {} for kind in RULES}
+    for example in examples():
+        for case in cases(example):
+            counts[example.kind] += 1
+            ways[example.kind].update(dict.fromkeys(case.choice.splits.values()))
+            told = check(case)
+            if told:
+                table[example.kind].append(f"{case}: {told}")
+    for kind in sorted(RULES):
+        said = "WRONG" if table[kind] else "proven" if ways[kind] else "whole only"
+        print(f"{kind:40} {len(ways[kind]):3} ways {counts[kind]:5} cases  {said}")
+        for line in table[kind]:
+            print(f"    {line}")
+    wrong = sum(bool(lines) for lines in table.values())
+    print(f"{len(RULES)} kinds, {sum(counts.values())} cases, {wrong} wrong")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

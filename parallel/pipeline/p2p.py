@@ -1,0 +1,124 @@
+"""
+Point-to-point connections along pp: tensors go from rank to rank in an order that both ends know.
+
+Each pair of neighbours has two process groups, one for each direction. So what goes up never waits for what comes down,
+on NCCL too, where all transfers of a group pass through one stream; and within a direction the receiver posts its
+receives in the order of the sender's sends. The groups form a ring, or join all with all where a schedule needs it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pdrun.parallel import torch_compat as compat
+from pdrun.parallel.comm.communicator import Count
+from pdrun.parallel.comm.groups import Axes
+from pdrun.parallel.pipeline.metadata import Record
+
+AXIS = "pp"
+
+
+@dataclass
+class Arriving:
+    """Tensors that are on their way."""
+
+    tensors: list[torch.Tensor]
+    works: list[Any]
+
+
+class Links:
+    """
+    The connections of one rank; every rank of the job makes its own at the same time.
+
+    Args:
+        axes: places along the mesh.
+        wanted: pairs of places that have to be joined.
+    """
+
+    def __init__(self, axes: Axes, wanted: Iterable[tuple[int, int]]) -> None:
+        self.axes, self.axis = axes, axes[AXIS]
+        self._groups: dict[tuple[int, int], Any] = {}
+        self._sending: list[tuple[Any, torch.Tensor, str]] = []
+        size = self.axis.size
+        pairs = sorted({(min(at, (at + 1) % size), max(at, (at + 1) % size)) for at in range(size)})
+        if not {(min(pair), max(pair)) for pair in wanted} <= set(pairs):
+            pairs = list(itertools.combinations(range(size), 2))
+        for low, high in pairs if size > 1 else ():
+            if self.axis.index in (low, high):
+                ranks = sorted((self.axis.ranks[low], self.axis.ranks[high]))
+                for way in ((low, high), (high, low)):
+                    self._groups[way] = compat.new_group(ranks, axes.watch.seconds, self)
+        self._meet()
+
+    def _meet(self) -> None:
+        """
+        Have each pair exchange an element, in one order on all ranks.
+
+        NCCL joins a pair at its first transfer, and holds both processes up until then: inside a schedule, where either
+        may be waiting for somebody else, that could be for ever.
+        """
+        one = torch.zeros(1, device=self.axes.device)
+        for (source, target), group in self._groups.items():
+            mine = source == self.axis.index
+            other = self.axis.ranks[target if mine else source]
+            work = (dist.isend if mine else dist.irecv)(one, other, group=group)
+            self.axes.watch.wait(work, f"first contact along {AXIS}")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Links:
+        """Return itself."""
+        return self
+
+    def send(self, tensors: list[torch.Tensor], place: int, label: str) -> None:
+        """Send tensors to a place along pp, without waiting; `settle` ends it."""
+        self._sending = [one for one in self._sending if not one[0].is_completed()]
+        for tensor in tensors:
+            if tensor.numel():
+                plain = tensor.detach().contiguous()
+                work = dist.isend(plain, self.axis.ranks[place], group=self._groups[self.axis.index, place])
+                self._sending.append((work, plain, label))
+                self._count(plain)
+
+    def post(self, shapes: list[tuple[tuple[int, ...], torch.dtype]], place: int) -> Arriving:
+        """Begin to receive tensors from a place; `wait` ends it. Receives are posted in the order of the sends."""
+        found = Arriving([], [])
+        for shape, dtype in shapes:
+            tensor = torch.empty(shape, dtype=dtype, device=self.axes.device)
+            found.tensors.append(tensor)
+            if tensor.numel():
+                group = self._groups[place, self.axis.index]
+                found.works.append(dist.irecv(tensor, self.axis.ranks[place], group=group))
+        return found
+
+    def wait(self, arriving: Arriving, label: str) -> list[torch.Tensor]:
+        """Return the tensors when they are there."""
+        for work in arriving.works:
+            self.axes.watch.wait(work, label)
+        return arriving.tensors
+
+    def send_record(self, record: Record, place: int, label: str) -> None:
+        """Send a record: its length, then its text."""
+        text = record.encode().to(self.axes.device)
+        self.send([torch.tensor([len(text)], device=self.axes.device), text], place, label)
+
+    def receive_record(self, place: int, label: str) -> Record:
+        """Wait for a record from a place."""
+        (length,) = self.wait(self.post([((1,), torch.int64)], place), label)
+        (text,) = self.wait(self.post([((int(length),), torch.uint8)], place), label)
+        return Record.decode(text)
+
+    def settle(self) -> None:
+        """Wait until everything has been sent."""
+        for work, _, label in self._sending:
+            self.axes.watch.wait(work, label)
+        self._sending.clear()
+
+    def _count(self, x: torch.Tensor) -> None:
+        count = self.axes.counts.setdefault(("send", self.axis.names), Count())
+        count.calls += 1
+        count.nbytes += x.numel() * x.element_size()

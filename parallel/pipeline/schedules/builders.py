@@ -1,0 +1,149 @@
+"""
+The usual pipeline schedules, for any number of ranks, micro-batches and chunks.
+
+    gpipe           all forwards, then all backwards: micro-batches live all at once  Huang et al. 2019, 1811.06965
+    1f1b            one forward, one backward: a rank keeps as many as stages follow  Narayanan et al. 2021, 2006.09503
+    interleaved     the same over several chunks a rank, the bubble divided by them   Narayanan et al. 2021, 2104.04473
+    zero-bubble     backward for weights fills what would be bubble; memory of 1f1b   Qi et al. 2023, 2401.10241 (ZB-H1)
+    zero-bubble-v   the same with two chunks a rank, in a V                           Qi et al. 2024, 2405.15362 (ZB-V)
+
+All but the last follow from counts. The last comes from a list scheduler: time goes on, and each free rank takes the
+most urgent thing that is ready and that its memory allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+from pdrun.errors import UsageError
+from pdrun.parallel.pipeline.schedules.schedule import WHERE, Action, Kind, Schedule, needs
+
+DEFAULT_CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1, "zero-bubble-v": 2}
+
+
+def make(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
+    """
+    Return a schedule by its name.
+
+    Args:
+        name: one of `DEFAULT_CHUNKS`.
+        ranks: along pp.
+        chunks: stages a rank; default: 2 where there are several, else 1.
+
+    Raises:
+        UsageError: an unknown name, or chunks that it doesn't have; `pdrun.Pipeline` refuses other misfits.
+    """
+    if name not in DEFAULT_CHUNKS:
+        raise UsageError(f"there is no schedule {name!r}", where=WHERE, hint=f"one of {', '.join(DEFAULT_CHUNKS)}")
+    chunks = DEFAULT_CHUNKS[name] if chunks is None else chunks
+    if (name != "interleaved" and chunks != DEFAULT_CHUNKS[name]) or chunks < 1:
+        what = f"chunks={chunks}, and {name} has {DEFAULT_CHUNKS[name]} a rank"
+        raise UsageError(what, where=WHERE, hint='schedule="interleaved" takes any number of chunks')
+    rows: Callable[[int, int], list[list[Action]]] = {
+        "gpipe": gpipe, "1f1b": one_forward_one_backward, "zero-bubble": zero_bubble, "zero-bubble-v": zero_bubble_v,
+        "interleaved": lambda ranks, microbatches: interleaved(ranks, microbatches, chunks),
+    }[name]  # fmt: skip
+    return Schedule(name, tuple(tuple(row) for row in rows(ranks, microbatches)))
+
+
+def gpipe(ranks: int, microbatches: int) -> list[list[Action]]:
+    """Return each rank's actions: all forwards, then all backwards."""
+    micros = range(microbatches)
+    return [[Action(r, "F", m) for m in micros] + [Action(r, "B", m) for m in micros] for r in range(ranks)]
+
+
+def one_forward_one_backward(ranks: int, microbatches: int) -> list[list[Action]]:
+    """Return each rank's actions: as many forwards as stages follow, then one of each in turn."""
+    micros = range(microbatches)
+    return [
+        _in_turn([Action(r, "F", m) for m in micros], [Action(r, "B", m) for m in micros], ranks - 1 - r)
+        for r in range(ranks)
+    ]
+
+
+def interleaved(ranks: int, microbatches: int, chunks: int) -> list[list[Action]]:
+    """
+    Return each rank's actions with stage ``c * ranks + r`` as chunk c of rank r.
+
+    Micro-batches go through the chunks in groups of about ``ranks``: a group through chunk 0, then through chunk 1, ...
+    """
+    if chunks == 1:
+        return one_forward_one_backward(ranks, microbatches)
+    count = max(1, microbatches // ranks)
+    bounds = [microbatches * i // count for i in range(count + 1)]
+    groups = [range(low, high) for low, high in pairwise(bounds)]
+    longest = max(len(group) for group in groups)
+
+    def order(rank: int, kind: Kind, turn: range) -> list[Action]:
+        return [Action(c * ranks + rank, kind, m) for group in groups for c in turn for m in group]
+
+    return [
+        _in_turn(
+            order(rank, "F", range(chunks)), order(rank, "B", range(chunks)[::-1]),
+            (chunks - 1) * longest + 2 * (ranks - 1 - rank),
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+
+
+def _in_turn(forwards: list[Action], backwards: list[Action], ahead: int) -> list[Action]:
+    """Return ``ahead`` forwards, then one forward and one backward in turn, then what is left."""
+    ahead = min(ahead, len(forwards))
+    found = forwards[:ahead]
+    for place, forward in enumerate(forwards[ahead:]):
+        found += [forward, backwards[place]]
+    return found + backwards[len(forwards) - ahead :]
+
+
+def zero_bubble(ranks: int, microbatches: int) -> list[list[Action]]:
+    """
+    Return each rank's actions with split backwards: rank r is r micro-batches late with the weights, so that their work
+    lies where 1f1b would wait. No rank keeps more micro-batches than rank 0 does under 1f1b.
+    """
+    rows = []
+    for r in range(ranks):
+        forwards = [Action(r, "F", m) for m in range(microbatches)]
+        weights = [Action(r, "W", m) for m in range(microbatches)]
+        row = forwards[: ranks - r]
+        for m in range(microbatches):
+            row += [Action(r, "I", m), *weights[max(m - r, 0) : m - r + 1 if m >= r else 0]]
+            row += forwards[ranks - r + m : ranks - r + m + 1]
+        rows.append(row + weights[max(microbatches - r, 0) :])
+    return rows
+
+
+def zero_bubble_v(ranks: int, microbatches: int) -> list[list[Action]]:
+    """
+    Return each rank's actions with stages r and ``2 * ranks - 1 - r`` on rank r, and split backwards.
+
+    Every action taken to last one unit, each rank always does the most urgent thing that is ready: the forward of its
+    later stage, of its earlier one, a backward, and weights when there is nothing else, or when as many micro-batches
+    live as memory is for (those of rank 0 under 1f1b: ``2 * ranks``, of half a stage each).
+    """
+    stages, keep = 2 * ranks, 2 * ranks
+    ended: dict[Action, int] = {}
+    done = {(stage, kind): 0 for stage in range(stages) for kind in _KINDS}
+    rows: list[list[Action]] = [[] for _ in range(ranks)]
+    now = 0
+    while len(ended) < len(done) * microbatches:
+        chosen = []
+        for rank in range(ranks):
+            mine = (stages - 1 - rank, rank)
+            full = sum(done[stage, "F"] - done[stage, "W"] for stage in mine) >= keep
+            for kind in _KINDS:
+                actions = [Action(stage, kind, done[stage, kind]) for stage in mine if done[stage, kind] < microbatches]
+                ready = (a for a in actions if all(ended.get(need, now + 1) <= now for need in needs(a, stages, True)))
+                action = None if kind == "F" and full else next(ready, None)
+                if action is not None:
+                    chosen.append((rank, action))
+                    break
+        now += 1
+        for rank, action in chosen:
+            rows[rank].append(action)
+            ended[action] = now
+            done[action.stage, action.kind] += 1
+    return rows
+
+
+_KINDS: tuple[Kind, ...] = ("F", "I", "W")

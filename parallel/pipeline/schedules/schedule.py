@@ -1,0 +1,129 @@
+"""
+A pipeline schedule is data: for each rank the list of what it does, in order.
+
+    2F5     stage 2 goes forward through micro-batch 5
+    2B5     and backward
+    2I5     backward for its input only
+    2W5     and later for its weights (with 2I5 in the place of 2B5)
+
+Stages are numbered along the model from 0; a rank may hold several (*chunks*). What is sent and received follows from
+the list: the output of ``2F5`` goes to the rank of stage 3, the gradient of its input (``2B5``, ``2I5``) to that of
+stage 1. `pdrun.parallel.pipeline.schedules.builders` makes the usual ones; `parse` reads one of the user's own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, cast
+
+from pdrun.errors import UsageError
+
+Kind = Literal["F", "B", "I", "W"]
+WHERE = "pdrun.Pipeline"
+_FORM = re.compile(r"(\d+)([FBIW])(\d+)")
+
+
+class Action(NamedTuple):
+    """One piece of work: a stage's forward (F), backward (B), or backward for input (I) or weights (W) alone."""
+
+    stage: int
+    kind: Kind
+    micro: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """
+    Who does what, in which order.
+
+    Attributes:
+        name: as the user says it.
+        rows: each rank's actions.
+    """
+
+    name: str
+    rows: tuple[tuple[Action, ...], ...]
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks along the axis pp."""
+        return len(self.rows)
+
+    @property
+    def stages(self) -> int:
+        """Number of stages: ranks times chunks."""
+        return 1 + max((action.stage for row in self.rows for action in row), default=-1)
+
+    @property
+    def microbatches(self) -> int:
+        """Number of micro-batches."""
+        return 1 + max((action.micro for row in self.rows for action in row), default=-1)
+
+    @property
+    def splits(self) -> bool:
+        """Whether some backward is split into input and weights."""
+        return any(action.kind in "IW" for row in self.rows for action in row)
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The rank of each stage; -1 for a stage that nobody has."""
+        found = [-1] * self.stages
+        for rank, row in enumerate(self.rows):
+            for action in row:
+                found[action.stage] = rank
+        return tuple(found)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages that a rank holds, in the order of the model."""
+        return tuple(sorted({action.stage for action in self.rows[rank]}))
+
+    def __str__(self) -> str:
+        return "\n".join(" ".join(map(str, row)) for row in self.rows)
+
+
+def parse(value: str | Sequence[Sequence[str | tuple[int, str, int]]], name: str = "custom") -> Schedule:
+    """
+    Return the schedule that a user wrote down.
+
+    Args:
+        value: one line of actions a rank, ``"0F0 0F1 0B0 0B1"``; or one list a rank, of ``"0F0"`` or ``(0, "F", 0)``.
+
+    Raises:
+        UsageError: an action that isn't one, with its rank and place. `validate` finds what is wrong with the whole.
+    """
+    lines = [line.split() for line in value.splitlines() if line.strip()] if isinstance(value, str) else value
+    rows = [tuple(_action(one, rank, place) for place, one in enumerate(line)) for rank, line in enumerate(lines)]
+    if not any(rows):
+        raise UsageError("the schedule has no actions", where=WHERE, hint='one line a rank, such as "0F0 0B0"')
+    return Schedule(name, tuple(rows))
+
+
+def _action(value: str | tuple[int, str, int], rank: int, place: int) -> Action:
+    text = value if isinstance(value, str) else "".join(map(str, value))
+    found = _FORM.fullmatch(text)
+    if found is None:
+        what = f"{value!r}, action {place} of rank {rank}, is none"
+        raise UsageError(what, where=WHERE, hint="STAGE, then F, B, I or W, then MICROBATCH, as in 2F5")
+    return Action(int(found[1]), cast(Kind, found[2]), int(found[3]))
+
+
+def needs(action: Action, stages: int, splits: bool) -> list[Action]:
+    """
+    Return what must have happened before an action.
+
+    Args:
+        stages: of the schedule.
+        splits: whether the next stage has I instead of B for this micro-batch.
+    """
+    stage, kind, micro = action
+    if kind == "F":
+        return [Action(stage - 1, "F", micro)] if stage else []
+    if kind == "W":
+        return [Action(stage, "I", micro)]
+    after = [Action(stage + 1, "I" if splits else "B", micro)] if stage + 1 < stages else []
+    return [Action(stage, "F", micro), *after]

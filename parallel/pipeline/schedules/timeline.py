@@ -1,0 +1,122 @@
+"""
+When each action of a schedule happens, given what actions cost: the bubble, and a picture.
+
+Pure arithmetic on the schedule's own order: an action starts when its rank is free and what it needs has arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pdrun.parallel.pipeline.schedules.schedule import Action, Schedule, needs
+
+
+@dataclass(frozen=True)
+class Costs:
+    """
+    What actions take, in any one unit of time.
+
+    Attributes:
+        forward, input, weight: of a stage of average size; a whole backward takes input + weight.
+        send: from one rank to another.
+        shares: relative size of each stage; empty: all alike.
+    """
+
+    forward: float = 1.0
+    input: float = 1.0
+    weight: float = 1.0
+    send: float = 0.0
+    shares: tuple[float, ...] = ()
+
+    def of(self, action: Action) -> float:
+        """Return how long an action takes."""
+        plain = {"F": self.forward, "B": self.input + self.weight, "I": self.input, "W": self.weight}[action.kind]
+        return plain * (self.shares[action.stage] * len(self.shares) / sum(self.shares) if self.shares else 1.0)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """
+    A schedule in time.
+
+    Attributes:
+        spans: (begin, end) of each action.
+        stuck: for each rank that could not go on: its next action, and what that waits for. Empty for a sound one.
+    """
+
+    schedule: Schedule
+    spans: dict[Action, tuple[float, float]]
+    stuck: dict[int, tuple[Action, Action]]
+
+    @property
+    def total(self) -> float:
+        """The time from the first action to the end of the last."""
+        return max((end for _, end in self.spans.values()), default=0.0)
+
+    @property
+    def bubble(self) -> float:
+        """Share of the ranks' time in which they wait, from 0 to 1."""
+        busy = sum(end - begin for begin, end in self.spans.values())
+        return 1 - busy / (self.total * self.schedule.ranks) if self.total else 0.0
+
+
+def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+    """Return when each action happens; where ranks wait for each other for ever, `Timeline.stuck` says for what."""
+    costs = costs or Costs()
+    places, split = schedule.places, {(a.stage, a.micro) for row in schedule.rows for a in row if a.kind == "I"}
+    spans: dict[Action, tuple[float, float]] = {}
+    clock, at = [0.0] * schedule.ranks, [0] * schedule.ranks
+    stuck: dict[int, tuple[Action, Action]] = {}
+    moved = True
+    while moved:
+        moved, stuck = False, {}
+        for rank, row in enumerate(schedule.rows):
+            while at[rank] < len(row):
+                action = row[at[rank]]
+                wanted = needs(action, schedule.stages, (action.stage + 1, action.micro) in split)
+                missing = next((one for one in wanted if one not in spans), None)
+                if missing is not None:
+                    stuck[rank] = (action, missing)
+                    break
+                ready = [spans[one][1] + costs.send * (places[one.stage] != rank) for one in wanted]
+                begin = max([clock[rank], *ready])
+                clock[rank] = begin + costs.of(action)
+                spans[action] = (begin, clock[rank])
+                at[rank] += 1
+                moved = True
+    return Timeline(schedule, spans, stuck)
+
+
+def bubble(schedule: Schedule, costs: Costs | None = None) -> float:
+    """Return the share of the ranks' time in which they wait."""
+    return simulate(schedule, costs).bubble
+
+
+def picture(schedule: Schedule, costs: Costs | None = None) -> str:
+    """
+    Draw a schedule: one line a rank, time to the right, a dot for each unit of time in which the rank waits.
+
+    A backward is drawn over its whole length (``B3 -``); with several chunks a rank, letters tell them apart: ``Fa3``.
+    """
+    costs = costs or Costs()
+    found = simulate(schedule, costs)
+    unit = min((end - begin for begin, end in found.spans.values() if end > begin), default=1.0)
+    width = 1 + max((len(_label(schedule, action)) for action in found.spans), default=1)
+    lines = []
+    for rank, row in enumerate(schedule.rows):
+        cells: list[str] = ["."] * round(found.total / unit)
+        for action in row:
+            if action not in found.spans:
+                break
+            begin, end = (round(value / unit) for value in found.spans[action])
+            cells[begin:end] = [_label(schedule, action), *["-"] * (end - begin - 1)]
+        lines.append(f"rank {rank}  " + "".join(cell.ljust(width) for cell in cells).rstrip())
+    return "\n".join(lines)
+
+
+def _label(schedule: Schedule, action: Action) -> str:
+    """Return an action's name on its rank: the chunk as a letter where there are several."""
+    mine: Sequence[int] = schedule.stages_of(schedule.places[action.stage])
+    chunk = chr(ord("a") + mine.index(action.stage)) if len(mine) > 1 else ""
+    return f"{action.kind}{chunk}{action.micro}"

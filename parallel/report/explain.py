@@ -1,0 +1,174 @@
+"""What a run does to a model, in words for its user and as data for a file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pdrun.parallel.model.weights import MIB, tied_names
+from pdrun.parallel.report import memory
+from pdrun.parallel.report import traffic as volume
+from pdrun.parallel.report.placement import weights_of
+
+if TYPE_CHECKING:
+    from pdrun.parallel.run import Run
+
+LEVELS = (
+    "nothing is cut over the data",
+    "optimizer state is cut",
+    "optimizer state and gradients are cut",
+    "state, gradients and weights are cut",
+)
+
+GATHERS = {
+    "pass": "a unit's weights are gathered for each forward and each backward through it",
+    "step": "weights are gathered once a step, and stay from a unit's first forward to its last backward",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where everything goes: plain data, the same on every rank of a pipeline's stage."""
+
+    mesh: dict[str, int]
+    """Degrees of all axes, outer to inner."""
+    level: int
+    shard_group: int
+    accumulate: int
+    weights: dict[str, Any]
+    """Where each one lies: shape, layout, stages and blocks, which `pdrun checkpoint` reads."""
+    copies: int
+    """How many micro-batches are computed at a time."""
+    exact: bool
+    gather: str | None
+    """How long weights that level 3 gathers stay: for a "pass" or a "step"; None at the other levels."""
+    recompute: tuple[str, ...]
+    transfers: tuple[dict[str, Any], ...]
+    """What is summed together: names of weights, bytes, into how many shards it is cut, over which axes besides."""
+    layerwise: tuple[str, ...]
+    tiles: dict[str, dict[str, Any]]
+    """Weights that are cut over tensor axes: shape of the whole, layout, and axes over which gradients are summed."""
+    shared: dict[str, tuple[int, ...]]
+    """Weights that several stages hold, and these stages."""
+
+    def to_json(self) -> str:
+        """Return the plan as indented JSON."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a file."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+
+def plan_of(run: Run) -> Plan:
+    """Return a run's plan."""
+    settings = run.settings
+    transfers = tuple(
+        {
+            "weights": [w.name for w in part.weights],
+            "bytes": part.layout.numel * part.dtype.itemsize,
+            "shards": part.comm.shards,
+            "sums": [*run.mesh.data_axes, *part.weights[0].sums],
+        }
+        for part in run.engine.bundles
+    )
+    mesh = {axis: run.mesh.degree(axis) for axis in run.mesh.grid.names}
+    tiles = {
+        w.name: {"shape": list(w.tile.shape), "layout": str(w.tile.layout), "sums": list(w.sums)}
+        for w in run.engine.weights
+        if w.sums or w.tile.shape != w.shape
+    }
+    alone = tuple(weight.name for weight in run.engine.weights if weight.alone)
+    return Plan(
+        mesh,
+        settings.level,
+        settings.shard_group,
+        settings.accumulate,
+        weights_of(run),
+        run.copies,
+        settings.exact,
+        settings.gather if settings.level == 3 else None,
+        tuple(run.recomputed),
+        transfers,
+        alone,
+        tiles,
+        {weight.name: weight.stages for weight in run.engine.weights if weight.stages},
+    )
+
+
+def explain(run: Run, batch: Any = None) -> str:
+    """Return what the run does, a fact a line."""
+    settings, plan = run.settings, plan_of(run)
+    world, rows = run.axis.world, run.rows.size
+    trained = [weight for weight in run.engine.weights if weight.trained]
+    total = sum(weight.numel for weight in trained)
+    slices = f"{rows} x {settings.accumulate} = {rows * settings.accumulate} slices"
+    lines = [
+        f"{run.mesh} on {run.context.backend}: each batch is cut into {slices}",
+        f"level {settings.level}: {LEVELS[settings.level]}"
+        + (f" over groups of {settings.shard_group} of {world} ranks" if settings.level else ""),
+        f"{total:,} trained elements in {len(trained)} weights, summed in {len(plan.transfers)} transfers of up to "
+        f"{max((part['bytes'] for part in plan.transfers), default=0) / MIB:.1f} MiB",
+    ]
+    lines += [GATHERS[settings.gather]] if settings.level == 3 else []
+    lines += _model_axes(run, plan)
+    lines += [told] if (told := run.driver.explain()) else []
+    lines += [f"tied, counted once: {' = '.join(names)}" for names in tied_names(run.original or run.model)]
+    if plan.layerwise:
+        lines.append(f"each rank trains by itself: {', '.join(plan.layerwise)}")
+    if run.recomputed:
+        lines.append(f"computed again in the backward pass: {', '.join(run.recomputed)}")
+    if run.compiled:
+        lines.append(f"compiled: {', '.join(run.compiled)}")
+    lines.append(_numbers(run))
+    if run.objective.plain:
+        lines.append("the loss returns one number: it is taken for the mean over the rows of its slice")
+    if run.buffers:
+        lines.append(f"{len(run.buffers)} buffers; those that a forward pass changes are rank 0's")
+    lines += [sent] if (sent := volume.told(run)) else []
+    found = memory.estimate(run, batch)
+    lines.append(str(found) + ("; activations are not counted: this is a stage" if run.mesh.pp > 1 else ""))
+    return "\n".join(lines)
+
+
+def _model_axes(run: Run, plan: Plan) -> list[str]:
+    """Return what is cut over the model axes, and what is summed there: layouts with the weights that have them."""
+    lines = []
+    if run.mesh.pp > 1:
+        here = sum(weight.nbytes for weight in run.engine.weights)
+        stage = f"stage {run.axes['pp'].index} of {run.mesh.pp}"
+        lines.append(f"{stage}: {len(run.engine.weights)} weights, {here / MIB:.1f} MiB on this rank")
+    if run.sequences is not None and run.mesh.cp > 1:
+        lines.append(run.sequences.told(run.axes))
+    by_layout: dict[str, list[str]] = {}
+    by_sums: dict[str, list[str]] = {}
+    for weight in run.engine.weights:
+        if weight.tile.shape != weight.shape:
+            by_layout.setdefault(str(weight.tile.layout), []).append(weight.name)
+        if weight.sums:
+            by_sums.setdefault(" and ".join(weight.sums), []).append(weight.name)
+    lines += [f"cut by {layout}: {', '.join(names)}" for layout, names in by_layout.items()]
+    if run.mesh.tensor_axes and by_layout:
+        rest = [weight.name for weight in run.engine.weights if weight.tile.shape == weight.shape]
+        lines.append(f"whole on every rank along the tensor axes: {', '.join(rest) or 'nothing'}")
+    lines += [f"gradients summed over {axes} too: {', '.join(names)}" for axes, names in by_sums.items()]
+    for name, stages in plan.shared.items():
+        lines.append(f"shared by stages {', '.join(map(str, stages))}: {name}")
+    return lines
+
+
+def _numbers(run: Run) -> str:
+    settings = run.settings
+    low = settings.precision.compute or settings.precision.reduce or settings.wire
+    if settings.exact and not low:
+        if run.mesh.size > run.mesh.dp:
+            return "exact over dp: the same bits every time; what the other axes cut has other last bits in one process"
+        return "exact: the bits of one process that works through the same slices in order"
+    reason = (
+        "narrow types are rounded"
+        if low
+        else "sums over ranks are in the network's order (exact=True adds in the ranks')"
+    )
+    return f"the same mathematics as one process, other last bits: {reason}"

@@ -1,0 +1,231 @@
+"""
+How much memory a step will take on this rank's device, before it is made.
+
+What stays (weights, masters, gradients, optimizer state) follows from the layouts. What comes and goes is found by
+running one micro-batch on fake tensors, which have shapes and no data, and counting the storages that live at each
+moment.
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pdrun.parallel.data.batch_slicing import Strategy, count_rows, cut_rows, take
+from pdrun.parallel.model.copies import shell
+from pdrun.parallel.zero.offload import AHEAD
+from pdrun.parallel.zero.optimizer import state_bytes
+
+if TYPE_CHECKING:
+    from pdrun.parallel.run import Run
+
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes on one device."""
+
+    weights: int
+    """What the model computes with; at level 3 the most that is gathered at once."""
+    masters: int
+    gradients: int
+    """Totals, and the flat buffers on their way."""
+    state: int
+    activations: int | None
+    """Most that one micro-batch's passes hold besides; None where no batch was given, and for a pipeline's stage."""
+
+    @property
+    def peak(self) -> int:
+        """All of it together."""
+        return sum(getattr(self, field.name) or 0 for field in fields(self))
+
+    def __str__(self) -> str:
+        parts = [f"{field.name} {(getattr(self, field.name) or 0) / MIB:,.1f}" for field in fields(self)]
+        return f"peak {self.peak / MIB:,.1f} MiB a device: {', '.join(parts)}"
+
+
+class Ledger(TorchDispatchMode):
+    """
+    Counts the bytes of all storages that operators make while it is on: ``now``, and the most at any moment,
+    ``peak``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: dict[int, Any] = {}
+
+    def forget(self, tensors: Any) -> None:
+        """Leave out storages that were there before."""
+        for tensor in tensors:
+            self._known[id(tensor.untyped_storage())] = tensor.untyped_storage()
+
+    def was_there(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's storage was there before."""
+        return self._known.get(id(tensor.untyped_storage())) is not None
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._count(leaf.untyped_storage())
+        return result
+
+    def _count(self, storage: Any) -> None:
+        key, size = id(storage), storage.nbytes()
+        if key in self._known:
+            return
+        self._known[key] = None
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._gone, key, size)
+
+    def _gone(self, key: int, size: int) -> None:
+        self._known.pop(key, None)
+        self.now -= size
+
+
+class Away:
+    """
+    Stands in for `pdrun.parallel.zero.offload.Saver` where tensors are fake: what would go to the host is let go.
+
+    Args:
+        least: bytes below which a tensor stays.
+    """
+
+    def __init__(self, ledger: Ledger, least: int) -> None:
+        self._ledger, self._least = ledger, least
+        self._largest = 0
+
+    @property
+    def ahead(self) -> int:
+        """Bytes that are on their way back at most while one tensor is used."""
+        return AHEAD * self._largest
+
+    def around(self) -> AbstractContextManager[Any]:
+        """Return what the forward pass runs in."""
+        hooks: AbstractContextManager[Any] = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        return hooks
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        size = tensor.numel() * tensor.element_size()
+        if size < self._least or not tensor.is_floating_point() or self._ledger.was_there(tensor):
+            return tensor
+        self._largest = max(self._largest, size)
+        return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+
+    @staticmethod
+    def _unpack(saved: Any) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        shape, stride, dtype, device = saved
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+
+def passes(run: Run, batch: Any, away: bool | None = None) -> int:
+    """
+    Return the most bytes that passes hold at once, weights and gradients left out: those of the largest micro-batch,
+    as often as there are copies.
+
+    Args:
+        away: whether what autograd saves leaves the device; default: where it is offloaded and the host is another.
+    """
+    if away is None:
+        away = run.offload.activations and run.device.type != "cpu"
+    times = run.settings.accumulate
+    rows = count_rows(batch, run.strategy)
+    pieces = [
+        piece
+        for rank in cut_rows(rows, 1 if run.strategy.whole or run.strategy.local else run.rows.size, times)
+        for piece in rank
+    ]
+    largest = max(pieces, key=len)
+    with run.dice.apart(run.device), FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        model = shell(run, fake)
+        part = pytree.tree_map(
+            lambda leaf: fake.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf,
+            take(batch, largest, Strategy(dims=run.strategy.dims)),
+        )
+        if run.sequences is not None:
+            part = run.sequences.part(part, run.axes)
+        ledger = Ledger()
+        ledger.forget(
+            [
+                *model.parameters(),
+                *model.buffers(),
+                *(x for x in pytree.tree_leaves(part) if isinstance(x, torch.Tensor)),
+            ]
+        )
+        for param in model.parameters():
+            if param.requires_grad:
+                param.register_post_accumulate_grad_hook(_drop)
+        host = Away(ledger, run.offload.least) if away else None
+        with ledger, run.engine.paused(), run.axes.pretending():
+            with run.computing():
+                with host.around() if host is not None else nullcontext():
+                    total, _ = run.objective_of(model, part, largest, 0)
+                total.backward()
+        return (ledger.peak + (host.ahead if host is not None else 0)) * run.copies
+
+
+def _drop(param: torch.Tensor) -> None:
+    param.grad = None
+
+
+def estimate(run: Run, batch: Any = None) -> Estimate:
+    """Return what a step will take; without a batch, what stays only."""
+    engine = run.engine
+    cut = {weight.name for part in engine.cuts for weight in part.weights}
+    policy = run.settings.precision
+    kept = sum(w.numel * policy.weights(w.dtype, w.wide).itemsize for w in engine.weights if w.name not in cut)
+    whole = [part.full.numel() * part.full.element_size() for part in engine.cuts if not part.released]
+    gathered = _gathered(run)
+    here = run.device.type  # what is offloaded lives elsewhere
+    wide = [part.master for part in engine.cuts if not part.shared] + list(engine.masters.values())
+    masters = sum(master.numel() * master.element_size() for master in wide if master.device.type == here)
+    params = [param for group in run.optimizer.param_groups for param in group["params"]]
+    trained = sum(param.numel() for param in params if param.device.type == here)
+    state = int(trained * state_bytes(run.optimizer, run.device))
+    activations = passes(run, batch) if batch is not None and run.mesh.pp == 1 else None  # a stage's depend on others
+    return Estimate(kept + sum(whole) + gathered, masters, _gradients(run), state, activations)
+
+
+def _gathered(run: Run) -> int:
+    """
+    Return the bytes of what lies outside of units and of the two largest units: one computes while the next is on its
+    way. Where units are kept for a step, all are there at once.
+    """
+    sizes: dict[str, int] = {}
+    for part in run.engine.cuts:
+        if part.released:
+            unit = part.weights[0].unit
+            sizes[unit] = sizes.get(unit, 0) + part.full.numel() * part.full.element_size()
+    root, units = sizes.pop("", 0), sorted(sizes.values())
+    return root + sum(units if run.settings.keeps else units[-2:])
+
+
+def _gradients(run: Run) -> int:
+    """Return the bytes of totals and of what is on the way: flat buffers, and gradients that wait for their bundle."""
+    totals = flats = waiting = 0
+    on_way: list[int] = []
+    policy = run.settings.precision
+    for part in run.engine.bundles:
+        size = part.layout.numel * part.dtype.itemsize
+        waiting = max(waiting, sum(w.numel * policy.weights(w.dtype, w.wide).itemsize for w in part.weights))
+        if part.comm.shards == 1:
+            totals += size
+            continue
+        totals += size // part.comm.shards
+        if run.settings.accumulate > 1 and not part.each:
+            flats += size
+        else:
+            on_way.append(size)
+    return totals + flats + sum(sorted(on_way)[-3:]) + waiting

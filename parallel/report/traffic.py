@@ -1,0 +1,73 @@
+"""
+What a step sends over the data axes, as a closed form: how often each collective runs, and the bytes given to it.
+
+With P passes a step (micro-batches, or groups of copies), for every bundle of weights
+
+    gathers of weights   levels 1 and 2: 1.  Level 3: 1 where weights stay for a step and for what lies outside of
+                         units; 2 P for a unit that is gathered for each forward and each backward
+    sums of gradients    P where every micro-batch is summed over the ranks (`Policy.each`), else 1
+
+Transfers between stages and collectives of tensor axes are counted elsewhere (`Axes.counts`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pdrun.parallel.zero.gradients import GradBundle
+from pdrun.parallel.zero.shards import Cut
+
+if TYPE_CHECKING:
+    from pdrun.parallel.run import Run
+
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Volume:
+    """Collectives of one kind in a step."""
+
+    calls: int = 0
+    nbytes: int = 0
+    """That this rank gives to them."""
+
+    def __add__(self, other: Volume) -> Volume:
+        """Return both together."""
+        return Volume(self.calls + other.calls, self.nbytes + other.nbytes)
+
+
+def volumes(run: Run) -> dict[str, Volume]:
+    """Return what a step sends over the data axes, by the collectives' names in `Comm.calls` and `Comm.nbytes`."""
+    found: dict[str, Volume] = {}
+    passes = run.settings.accumulate // run.copies
+    for cut in run.engine.cuts:
+        if cut.comm.shards > 1:
+            times = 2 * passes if cut.released and cut.weights[0].unit and not run.settings.keeps else 1
+            _add(found, "all_gather", times, _shard(cut))
+    for part in run.engine.bundles:
+        if part.comm.world > 1:
+            _sums(found, part, passes if part.each else 1)
+    return found
+
+
+def told(run: Run) -> str:
+    """Return the volumes in words; nothing where there is one rank on the data axes."""
+    kinds = [f"{one.calls} x {name} of {one.nbytes / MIB:,.1f} MiB" for name, one in sorted(volumes(run).items())]
+    return f"a step sends over the data axes, on this rank: {', '.join(kinds)}" if kinds else ""
+
+
+def _shard(cut: Cut) -> int:
+    return cut.layout.length * int(cut.compute.itemsize)
+
+
+def _sums(found: dict[str, Volume], part: GradBundle, times: int) -> None:
+    numel, wire = part.layout.numel, part.policy.wire or part.dtype
+    name = "all_to_all" if part.ordered else "all_reduce" if part.comm.shards == 1 else "reduce_scatter"
+    _add(found, name, times, numel * wire.itemsize)
+    if part.ordered and part.comm.copies > 1:
+        _add(found, "join", 1, numel // part.comm.world * part.dtype.itemsize)
+
+
+def _add(found: dict[str, Volume], name: str, times: int, nbytes: int) -> None:
+    found[name] = found.get(name, Volume()) + Volume(times, times * nbytes)

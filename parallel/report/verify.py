@@ -1,0 +1,233 @@
+"""
+`run.verify()`: the same batches once more in one process, and nothing may differ.
+
+Each rank makes a copy of the whole model, computes every slice of the global batch by itself, in order, in plain torch
+(no hooks, no shards, no recomputation), and compares loss, norm and every whole gradient with what the run computes.
+Weights and optimizer stay as they are; the run goes on afterwards as if nothing had happened.
+
+A run and one process that work through the same slices agree also where a loss looks across rows, as a contrastive one
+does, or has a penalty of weights that each slice adds: it would be another on another number of ranks. So two slices
+are computed as one, too, and the report says where that makes a difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pdrun.errors import ConfigError, UsageError
+from pdrun.parallel.data.batch_slicing import Strategy, count_rows, cut_rows, take, to_device
+from pdrun.parallel.data.loader import Loader
+from pdrun.parallel.model import sync_batchnorm as norm_sync
+from pdrun.parallel.model.copies import plain_copy
+from pdrun.parallel.zero.grad_norm import square_sum
+
+if TYPE_CHECKING:
+    from pdrun.parallel.run import Run
+
+FINE, COARSE = 1e-5, 3e-2
+"""Largest relative difference of a gradient in fp32 and fp64, and in narrower types."""
+ROWS = 1e-4
+"""From which on two slices that are computed at once have another loss than one after the other."""
+TENSOR, STAGES = 1e-6, 2e-6
+"""Largest relative difference of a loss where operators are cut, and where there are stages."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One step in both ways."""
+
+    loss: float
+    alone: float
+    norm: float
+    norm_alone: float
+    worst: float
+    """
+    Largest relative difference of a weight's gradient: the norm of the difference over its norm and a hundredth of
+    all's.
+    """
+    name: str
+    """The weight that has it."""
+    rows: float = 0.0
+    """Relative difference of the loss of two slices in one process, at once and one after the other."""
+
+    def __str__(self) -> str:
+        bits = (
+            "the same bits"
+            if self.loss == self.alone and self.worst == 0
+            else f"gradients within {self.worst:.1e} ({self.name})"
+        )
+        norms = f"norm {self.norm:.9g} and {self.norm_alone:.9g}"
+        return f"loss {self.loss:.9g} and {self.alone:.9g} in one process, {norms}, {bits}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `Run.verify` has found."""
+
+    steps: tuple[Compared, ...]
+
+    @property
+    def same_bits(self) -> bool:
+        """Whether losses and all gradients agree to the last bit."""
+        return all(step.loss == step.alone and step.worst == 0 for step in self.steps)
+
+    across: float = 0.0
+    """Where rows are not computed each by itself: how much the loss of two slices depends on whether they are one."""
+
+    def __str__(self) -> str:
+        lines = [f"step {place}: {step}" for place, step in enumerate(self.steps, 1)]
+        if self.across:
+            lines.append(
+                f"two slices at once have another loss ({self.across:.1e} of it): something looks across rows, is "
+                "added once a slice, or draws random numbers, and depends on the number of slices (ranks x accumulate)"
+            )
+        return "\n".join(lines)
+
+
+def verify(run: Run, source: Iterable[Any] | None, steps: int) -> Report:
+    """
+    Compare the run with one process on some global batches.
+
+    Raises:
+        ConfigError: they differ by more than rounding; names the batch and the weight.
+        UsageError: there is no batch to compare on.
+    """
+    found = []
+    buffers = [buffer.clone() for buffer in run.model.buffers()]
+    for batch in _batches(run, source, steps):
+        run.steps += 1  # for the dice
+        try:
+            with run.dice.apart(run.device):
+                numbers, norm, grads = _probe(run, batch)
+            _put_back(run, buffers)
+            with run.engine.paused(), run.dice.apart(run.device):
+                found.append(_compare(numbers, norm, grads, _alone(run, batch)))
+        finally:
+            run.steps -= 1
+            _put_back(run, buffers)
+    if not found:
+        raise UsageError("there is no batch to compare on", where="pdrun.Run.verify")
+    limit, of_loss = _limits(run)
+    across = max(step.rows for step in found)
+    report = Report(tuple(found), across if across > (ROWS if limit < COARSE else COARSE) else 0.0)
+    for place, step in enumerate(found, 1):
+        close = abs(step.loss - step.alone) <= of_loss * max(abs(step.alone), 1e-6)
+        # weights are each within the limit, plus a hundredth of the norm for those that vanish: so is the norm, nearly
+        if not (step.worst <= limit and close and abs(step.norm - step.norm_alone) <= 2 * limit * step.norm_alone):
+            hint = (
+                "is there something in the model that depends on which rank it runs on, or on other rows of the batch?"
+            )
+            raise ConfigError(
+                f"batch {place} is not what one process computes: {step}", where="pdrun.Run.verify", hint=hint
+            )
+    return report
+
+
+def _limits(run: Run) -> tuple[float, float]:
+    """Return how far gradients and losses may be off."""
+    if run.settings.precision.compute or run.settings.wire:
+        return COARSE, COARSE
+    if run.mesh.pp > 1:
+        return FINE, STAGES
+    return FINE, FINE if run.mesh.size == run.mesh.dp else TENSOR
+
+
+def _probe(run: Run, batch: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Return what `Run.probe` does; in fp16 with a loss scale that does not overflow, as training would find it."""
+    if run.scale is None:
+        return run.probe(batch)
+    before = run.scale.value
+    try:
+        while True:
+            found = run.probe(batch)
+            if bool(torch.isfinite(found[1])) or run.scale.value < 1:
+                return found
+            run.scale.value /= 2
+    finally:
+        run.scale.value = before
+
+
+def _batches(run: Run, source: Any, steps: int) -> Iterable[Any]:
+    """Yield global batches."""
+    source = run.source if source is None else source
+    if isinstance(source, Loader):
+        order = source.order(run.seed, run.position.epoch)
+        starts = range(0, min(len(source), steps) * source.batch, source.batch)
+        for start in starts:
+            yield source.collate([source.dataset[index] for index in order[start : start + source.batch]])
+        return
+    if source is None or run.strategy.local:
+        raise UsageError("no global batches are known", where="pdrun.Run.verify", hint="run.verify([batch, ...])")
+    for _, batch in zip(range(steps), source, strict=False):
+        yield batch
+
+
+def _put_back(run: Run, buffers: list[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for buffer, old in zip(run.model.buffers(), buffers, strict=True):
+            buffer.copy_(old)
+
+
+def _alone(run: Run, batch: Any) -> tuple[float, float, dict[str, torch.Tensor], float]:
+    """
+    Return loss, norm and gradients of a batch, computed slice by slice in this process, and how much the loss of the
+    first two slices changes where they are one.
+    """
+    model = plain_copy(run)
+    world, times = run.rows.size, run.settings.accumulate
+    strategy = Strategy(dims=run.strategy.dims)
+    pieces = cut_rows(count_rows(batch, strategy), world, times)
+    if run.strategy.whole:
+        pieces = [cut_rows(count_rows(batch, strategy), 1, times)[0]] * world
+    order = [(place * world + rank, pieces[rank][place]) for place in range(times) for rank in range(world)]
+    joined = any(isinstance(module, norm_sync.SyncedBatchNorm) for module in model.modules())
+    if joined:
+        order = [(place, _joined([pieces[rank][place] for rank in range(world)])) for place in range(times)]
+    totals, counts, rows_of = [], [], []
+    with norm_sync.alone():
+        for index, rows in order:
+            if len(rows):
+                part = to_device(take(batch, rows, strategy), run.device, run.settings.precision.inputs)
+                total, count = run.objective_of(model, part, rows, index)
+                total.backward()
+                totals.append(float(total.detach()))
+                counts.append(float(count))
+                rows_of.append(rows)
+        across = 0.0
+        if len(rows_of) > 1 and not joined:
+            both = _joined(rows_of[:2])
+            part = to_device(take(batch, both, strategy), run.device, run.settings.precision.inputs)
+            with torch.no_grad():
+                at_once, apart = float(run.objective_of(model, part, both, 0)[0]), totals[0] + totals[1]
+            across = abs(at_once - apart) / max(abs(apart), 1e-6)
+    grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    by = sum(counts) if run.settings.mean else 1.0
+    grads = {name: grad.float().div_(by) if grad.dtype.itemsize < 4 else grad.div_(by) for name, grad in grads.items()}
+    norm = float(square_sum(list(grads.values()), exact=True).sqrt())
+    if run.settings.clip:
+        for grad in grads.values():
+            grad.mul_(min(1.0, run.settings.clip / (norm + 1e-6)))
+    return sum(totals) / sum(counts), norm, grads, across
+
+
+def _joined(ranges: list[range]) -> range:
+    return range(min(part.start for part in ranges), max(part.stop for part in ranges))
+
+
+def _compare(numbers: Any, norm: Any, grads: dict[str, torch.Tensor], want: Any) -> Compared:
+    worst, name = 0.0, ""
+    for key, expected in want[2].items():
+        mine = grads.get(key)
+        # a gradient that should vanish is rounding alone: it is held against the whole model's
+        size = float(expected.double().norm()) + 1e-2 * want[1]
+        off = float("inf") if mine is None else float((mine.double() - expected.double()).norm()) / max(size, 1e-12)
+        if not off <= worst:
+            worst, name = off, key
+    for key in set(grads) - set(want[2]):
+        worst, name = float("inf"), key
+    total, count = numbers.tolist()
+    return Compared(total / count, want[0], float(norm), want[1], worst, name, want[3])

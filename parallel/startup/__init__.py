@@ -1,0 +1,6 @@
+"""
+`pdrun.init()`.
+
+May import: torch_compat; rendezvous.clients; launcher.adapters (the one door to the other half).
+Start reading here: init.py.
+"""

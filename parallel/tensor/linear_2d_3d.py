@@ -1,0 +1,218 @@
+"""
+Linear modules that are cut over two or three tensor axes (Xu and You, "An Efficient 2D Method for Training Super-Large
+Deep Learning Models", 2021; Bian et al., "Maximizing Parallelism in Distributed Training for Huge Neural Networks",
+2021; the layouts are MindSpore's).
+
+    style                    input               weight, as [in, out]    output
+    linear2d("x", "y")       (None, ("x","y"))   ("x", "y")              (None, ("y","x"))
+    linear3d("x", "y", "z")  (("z","y"), "x")    (("x","z"), "y")        (("z","x"), "y")
+
+The input is gathered over y, in 3D the weight over z, and the sums are scattered over x. The output lies as the input
+does with x and y exchanged: the next module is ``linear2d("y", "x")``. With b*s rows, h inputs and e outputs a rank
+sends, forward and backward together,
+
+    2D   2 * b*s * (e*(x-1) + h*(y-1)) / (x*y)
+    3D   2 * (b*s*e*(x-1) + b*s*h*(y-1) + h*e*(z-1)) / (x*y*z)
+
+elements, where one axis of P ranks takes 2 * (P-1) * b*s*h / P.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from pdrun.errors import UsageError
+from pdrun.parallel.comm import autograd as collectives
+from pdrun.parallel.comm.communicator import Axis
+from pdrun.parallel.comm.groups import Axes
+from pdrun.parallel.comm.redistribute import redistribute
+from pdrun.parallel.layouts.layout import L, cut
+from pdrun.parallel.model.shards import Tile, tile
+from pdrun.parallel.tensor.linear import out_dim
+from pdrun.parallel.tensor.style import WHERE, Entry, Seat, Style, become, refuse
+
+
+def linear2d(x: str, y: str, *, cut: bool = False, gather: bool = False) -> HighDim:
+    """
+    Cut a linear module over two axes: its input's last dim over both, its weight over one each way.
+
+    Args:
+        x: the axis over which sums are scattered; the input is cut over it first.
+        y: the axis over which the input is gathered.
+        cut: the input is whole on every rank, and is cut here; default: a module before has left it cut.
+        gather: return all of the output on every rank.
+
+    Raises:
+        UsageError: an axis that is given twice.
+    """
+    return HighDim(_distinct("linear2d", x, y), None, cut, gather)
+
+
+def linear3d(x: str, y: str, z: str, *, rows: int = 0, cut: bool = False, gather: bool = False) -> HighDim:
+    """
+    Cut a linear module over three axes: rows and columns of its input, and its weight.
+
+    Args:
+        x: the axis over which sums are scattered.
+        y: the axis over which rows are gathered.
+        z: the axis over which the weight is gathered.
+        rows: the dim of the input that is cut over z and y (z and x afterwards); it must divide by these.
+        cut: the input is whole on every rank, and is cut here; default: a module before has left it cut.
+        gather: return all of the output on every rank.
+
+    Raises:
+        UsageError: an axis that is given twice, or ``rows`` is no dim.
+    """
+    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 0:
+        raise UsageError(f"rows={rows!r} is no dim", where=f"{WHERE}, linear3d", hint="0 for the first")
+    return HighDim(_distinct("linear3d", x, y, z), rows, cut, gather)
+
+
+def _distinct(style: str, *axes: str) -> tuple[str, ...]:
+    if len(set(axes)) != len(axes) or not all(isinstance(axis, str) and axis for axis in axes):
+        raise UsageError(f"{axes} are not different axes", where=f"{WHERE}, {style}", hint=f'{style}("x", "y", ...)')
+    return axes
+
+
+@dataclass(frozen=True)
+class HighDim(Style):
+    """See `linear2d` and `linear3d`; ``rows`` is None in two dims."""
+
+    axis: tuple[str, ...]
+    rows: int | None
+    cut: bool
+    gather: bool
+
+    def __str__(self) -> str:
+        return f"{len(self.axis)}D over {' x '.join(self.axis)}"
+
+    @property
+    def weight(self) -> L:
+        """Layout of a weight as torch stores it, ``[out, in]``."""
+        x, y, *z = self.axis
+        return L(y, (x, *z))
+
+    def bias(self) -> tuple[L, tuple[str, ...]]:
+        """Return the layout of a bias, and the axes over which its gradient is partial: those that cut the rows."""
+        x, y, *z = self.axis
+        return (L(y), (*z, x)) if z else (L((y, x)), ())
+
+    def tensor(self, dims: int, after: bool = False) -> L:
+        """Return the layout of an input of that many dims, or of the output."""
+        x, y, *z = self.axis
+        if after:
+            x, y = y, x
+        found: list[Any] = [None] * dims
+        if self.rows is None:
+            found[-1] = (x, y)
+        else:
+            found[self.rows], found[-1] = (*z, y), x
+        return L(*found)
+
+    def tiles(self, name: str, module: nn.Module, seat: Seat) -> dict[str, Tile]:
+        """Cut the weight over all axes, and the bias as the output is."""
+        if out_dim(name, module) != 0:
+            raise refuse(name, "its weight is [in, out]", "an nn.Linear")
+        layouts: dict[str, tuple[L, tuple[str, ...]]] = {"weight": (self.weight, ()), "bias": self.bias()}
+        found = {}
+        for key, param in module.named_parameters(recurse=False):
+            layout, sums = layouts[key]
+            for size, axes in zip(param.shape, layout.dims, strict=True):
+                if size < seat.parts(axes):
+                    raise refuse(name, f"{size} cannot be cut into {seat.parts(axes)} parts over {' x '.join(axes)}")
+            found[key] = tile(tuple(param.shape), layout, seat.grid, seat.rank, sums=sums)
+        return found
+
+    def change(self, name: str, module: nn.Module, axis: Axis, entry: Entry) -> None:
+        """Gather, multiply and scatter."""
+        into, out = int(module.in_features), int(module.out_features)
+        become(module, HighDimLinear, Cube(self, axis.axes, name, into, out))
+
+
+@dataclass(frozen=True)
+class Cube:
+    """
+    What a changed module knows.
+
+    Attributes:
+        style: how it is cut.
+        axes: this rank's place.
+        name: of the module.
+        into, out: sizes of the whole input and output.
+    """
+
+    style: HighDim
+    axes: Axes
+    name: str
+    into: int
+    out: int
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Cube:
+        return self
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x``, cut first where it is whole, gathered over y."""
+        style, y = self.style, self.axes[self.style.axis[1]]
+        if style.cut:
+            whole = L(*[None] * x.dim())
+            layout = style.tensor(x.dim())
+            if style.rows is not None:
+                self._check(x, style.rows, layout.dims[style.rows])
+            x = redistribute(x, whole, layout, self.axes, tuple(x.shape))
+        if style.rows is not None:
+            return collectives.collect(x, y, style.rows)
+        return collectives.collect(x, y, -1, self._part(self.into, style.axis[0]))
+
+    def whole_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return the weight gathered over z."""
+        x, _, *z = self.style.axis
+        return collectives.collect(weight, self.axes[z[0]], 1, self._part(self.into, x)) if z else weight
+
+    def leave(self, y: torch.Tensor) -> torch.Tensor:
+        """Return the sums over x, scattered."""
+        style, x = self.style, self.axes[self.style.axis[0]]
+        if style.rows is not None:
+            self._check(y, style.rows, (style.axis[0],))
+        return collectives.scatter(y, x, -1 if style.rows is None else style.rows)
+
+    def finish(self, y: torch.Tensor) -> torch.Tensor:
+        """Return the output, whole where that was asked for."""
+        style = self.style
+        if not style.gather:
+            return y
+        layout, shape = style.tensor(y.dim(), after=True), list(y.shape)
+        shape[-1] = self.out
+        if style.rows is not None:
+            shape[style.rows] *= self.axes.grid.extent(layout.dims[style.rows])
+        return redistribute(y, layout, L(*[None] * y.dim()), self.axes, tuple(shape))
+
+    def _part(self, size: int, axis: str) -> int:
+        """Return the length of this rank's part along one axis."""
+        low, high = cut(size, self.axes.grid.degree(axis), self.axes.coordinate[axis])
+        return high - low
+
+    def _check(self, x: torch.Tensor, dim: int, axes: tuple[str, ...]) -> None:
+        if dim >= x.dim() - 1:
+            raise refuse(self.name, f"rows={dim} is no dim before the last of {list(x.shape)}")
+        parts = self.axes.grid.extent(axes)
+        if x.shape[dim] % parts:
+            what = f"dim {dim} of {list(x.shape)} does not divide into {parts} parts over {' x '.join(axes)}"
+            raise refuse(self.name, what, "choose another dim with rows=, or another number of rows")
+
+
+class HighDimLinear:
+    """A linear module over two or three axes."""
+
+    _place: Cube
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the output for its part of the input, or whole ones where that was asked for."""
+        place, bias = self._place, self.bias  # type: ignore[attr-defined]
+        weight = place.whole_weight(self.weight)  # type: ignore[attr-defined]
+        y = place.leave(functional.linear(place.enter(x), weight))
+        return place.finish(y if bias is None else y + bias)

@@ -1,0 +1,124 @@
+"""torch's own `nn.MultiheadAttention` by heads: it keeps q, k and v in one matrix and computes in one function."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from pdrun.errors import UsageError
+from pdrun.parallel.comm import autograd as collectives
+from pdrun.parallel.model.shards import Tile
+from pdrun.parallel.rng import step_rng as dice
+from pdrun.parallel.tensor.style import WHERE, Names, Place, Seat, refuse
+
+
+class MultiheadParallel:
+    """`nn.MultiheadAttention` that computes this rank's heads; the output is the sum over the ranks."""
+
+    _place: Place
+    _heads: tuple[int, int]
+    """The first of this rank's heads, and how many there are in all."""
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        key_padding_mask: torch.Tensor | None = None, need_weights: bool = True,
+        attn_mask: torch.Tensor | None = None, average_attn_weights: bool = True, is_causal: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        """Return what `nn.MultiheadAttention` returns, with the same arguments."""
+        if query.is_nested:
+            hint = "nn.TransformerEncoder(..., enable_nested_tensor=False)"
+            raise UsageError("heads of nested tensors are not cut", where=WHERE, hint=hint)
+        if is_causal and attn_mask is None:
+            raise UsageError("is_causal says what attn_mask is, which is missing", where=WHERE)
+        axis, module = self._place.axis, _plain(self)
+        entered = {id(x): collectives.fan_out(x, axis) for x in (query, key, value)}
+        inputs = [_rows_first(entered[id(x)], module.batch_first) for x in (query, key, value)]
+        q, k, v = (
+            functional.linear(x, weight, bias).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
+            for x, (weight, bias) in zip(inputs, _projections(module), strict=True)
+        )
+        mask = self._mask(q, attn_mask, key_padding_mask)
+        drop = module.dropout if module.training else 0.0
+        with dice.region(self._place.cuts(query)):
+            if need_weights:
+                scores = q @ k.transpose(-2, -1) * module.head_dim**-0.5
+                weights = (scores if mask is None else scores + mask).softmax(-1)
+                weights = functional.dropout(weights, drop, module.training)
+                mixed = weights @ v
+            else:
+                mixed = functional.scaled_dot_product_attention(q, k, v, mask, drop)
+        out = collectives.add_up(functional.linear(mixed.transpose(1, 2).flatten(2), module.out_proj.weight), axis)
+        out = out if module.out_proj.bias is None else out + module.out_proj.bias
+        out = out.squeeze(0) if query.dim() == 2 else out if module.batch_first else out.transpose(0, 1)
+        if not need_weights:
+            return out, None
+        if average_attn_weights:
+            weights = collectives.add_up(weights.sum(1), axis) / self._heads[1]
+        else:
+            weights = collectives.gather(weights, axis, 1)
+        return out, weights.squeeze(0) if query.dim() == 2 else weights
+
+    def _mask(
+        self, q: torch.Tensor, attn_mask: torch.Tensor | None, key_padding_mask: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Return what is added to the scores ``[rows, heads, queries, keys]`` of this rank's heads."""
+        low, heads = self._heads
+        found = None
+        if attn_mask is not None:
+            found = _additive(attn_mask, q.dtype)
+            if found.dim() == 3:
+                found = found.unflatten(0, (-1, heads))[:, low : low + q.shape[1]]
+        if key_padding_mask is not None:
+            padding = _additive(key_padding_mask, q.dtype)
+            padding = padding.view(-1, 1, 1, padding.shape[-1])
+            found = padding if found is None else found + padding
+        return found
+
+
+def tiles(name: str, module: nn.MultiheadAttention, axis: Names, seat: Seat) -> dict[str, Tile]:
+    """
+    Return this rank's part of each weight, the output projection's included.
+
+    Raises:
+        UsageError: the module has keys and values of its own, or a forward.
+    """
+    if type(module).forward is not nn.MultiheadAttention.forward:
+        raise refuse(name, f"{type(module).__name__} has a forward of its own, which a cut one would not call")
+    if module.bias_k is not None or module.add_zero_attn:
+        raise refuse(name, "an attention with add_bias_kv or add_zero_attn is not cut", "replicate() keeps it whole")
+    found: dict[str, Tile] = {}
+    for key, param in module.named_parameters():
+        shape, blocks = tuple(param.shape), (module.embed_dim,) * 3 if key.startswith("in_proj") else ()
+        if key == "out_proj.bias":
+            found[key] = seat.kept(shape)
+        else:
+            found[key] = seat.tile(name, shape, 1 if key == "out_proj.weight" else 0, axis, blocks)
+    return found
+
+
+def _plain(module: object) -> nn.MultiheadAttention:
+    assert isinstance(module, nn.MultiheadAttention)  # it has become a subclass of what it was
+    return module
+
+
+def _projections(module: nn.MultiheadAttention) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Return weight and bias of q, k and v."""
+    if module.in_proj_weight is not None:
+        weights = module.in_proj_weight.chunk(3)
+    else:
+        weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+    biases = (None, None, None) if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
+    return list(zip(weights, biases, strict=True))
+
+
+def _rows_first(x: torch.Tensor, batch_first: bool) -> torch.Tensor:
+    """Return ``[rows, length, width]``."""
+    return x.unsqueeze(0) if x.dim() == 2 else x if batch_first else x.transpose(0, 1)
+
+
+def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a mask as numbers to add; True means that a key is not seen."""
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, float("-inf"))

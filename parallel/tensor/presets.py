@@ -1,0 +1,89 @@
+"""Strategies for models of the transformers library, by the names that their modules have."""
+
+from __future__ import annotations
+
+import fnmatch
+
+from torch import nn
+
+from pdrun.errors import UsageError, did_you_mean
+from pdrun.parallel.tensor.strategy import Strategy
+from pdrun.parallel.tensor.style import WHERE, Names, Style
+from pdrun.parallel.tensor.styles import col, heads, replicate, row, seq, vocab
+
+
+def llama(axis: Names = "tp", sequence: bool = False, gather: bool = True) -> Strategy:
+    """
+    Return Megatron's cut of a Llama with a language-modelling head, and of models built like it.
+
+    Args:
+        axis: the tensor axis, or several, major first.
+        sequence: cut the sequence between the cut modules; the layers begin with it, since positions come from whole
+            sequences. Its length has to divide.
+        gather: False leaves logits cut, for `pdrun.cross_entropy`.
+    """
+    dim = 1 if sequence else None
+    rules: dict[str, Style] = {
+        "model.embed_tokens": vocab(axis),
+        "model.layers.*.self_attn": heads(axis),
+        "model.layers.*.self_attn.[qkv]_proj": col(axis, sequence=dim),
+        "model.layers.*.mlp.gate_proj|model.layers.*.mlp.up_proj": col(axis, sequence=dim),
+        "model.layers.*.self_attn.o_proj|model.layers.*.mlp.down_proj": row(axis, sequence=dim),
+        "lm_head": vocab(axis, gather=gather, sequence=dim),
+    }
+    if sequence:
+        rules["model.layers.0"] = seq(axis, cut=True)
+        rules["model.layers.*.*_layernorm|model.norm"] = seq(axis)
+    return Strategy(rules)
+
+
+def gpt2(axis: Names = "tp", sequence: bool = False, gather: bool = True) -> Strategy:
+    """
+    Return Megatron's cut of a GPT-2 with a language-modelling head, which is tied to the embedding.
+
+    Args:
+        axis, sequence, gather: see `llama`.
+    """
+    dim = 1 if sequence else None
+    rules: dict[str, Style] = {
+        "transformer.wte|lm_head": vocab(axis, gather=gather),
+        "transformer.wpe": replicate(),
+        "transformer.h.*.attn": heads(axis),
+        "transformer.h.*.attn.c_attn": col(axis, sequence=dim, blocks=3),
+        "transformer.h.*.mlp.c_fc": col(axis, sequence=dim),
+        "transformer.h.*.c_proj": row(axis, sequence=dim),
+    }
+    if sequence:
+        rules["transformer.h.0"] = seq(axis, cut=True)
+        rules["transformer.h.*.ln_[12]"] = seq(axis)
+        rules["transformer.h.*.resid_dropout|transformer.h.*.mlp.dropout"] = seq(axis)
+        rules["transformer.ln_f"] = seq(axis, gather=True)
+    else:
+        rules["transformer.h.*.resid_dropout"] = replicate()
+    return Strategy(rules)
+
+
+KNOWN = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma"), llama) | {"gpt2": gpt2}
+"""By the ``model_type`` of a configuration."""
+
+
+def strategy_for(model: nn.Module, axis: Names = "tp", sequence: bool = False, gather: bool = True) -> Strategy:
+    """
+    Return the strategy for a causal language model of transformers.
+
+    Args:
+        model: of which the configuration tells the kind.
+        axis, sequence, gather: see `llama`.
+
+    Raises:
+        UsageError: no strategy is known for this kind.
+    """
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    if kind not in KNOWN:
+        hint = did_you_mean(str(kind), KNOWN) or f"known are {', '.join(KNOWN)}; Strategy({{...}}) says it by hand"
+        raise UsageError(f"no strategy is known for {kind or type(model).__name__}", where=WHERE, hint=hint)
+    found = KNOWN[kind](axis, sequence, gather)
+    inner = "model.layers.*.self_attn.[qk]_norm"
+    if fnmatch.filter((name for name, _ in model.named_modules()), inner):
+        return Strategy({**found.rules, inner: replicate(axis)})  # a norm over the width of a head
+    return found

@@ -1,0 +1,255 @@
+"""
+A strategy: which modules of a model are cut how, by globs of their names.
+
+    Strategy({
+        "layers.*.attn.w[qkv]": col("tp"), "layers.*.attn.wo": row("tp"), "layers.*.attn": heads("tp"),
+        "emb|head": vocab("tp"),
+    })
+
+A plan is made first, and holds the strategy against the model without changing anything; every mistake is found there.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from pdrun.errors import UsageError, did_you_mean
+from pdrun.parallel.comm.groups import Axes
+from pdrun.parallel.comm.mesh import FIXED
+from pdrun.parallel.layouts.grid import Grid
+from pdrun.parallel.model.shards import Tile, set_tile, whole
+from pdrun.parallel.tensor.attention import Heads
+from pdrun.parallel.tensor.linear import Col, Shared
+from pdrun.parallel.tensor.sequence_parallel import Replicate, Seq
+from pdrun.parallel.tensor.style import WHERE, Entry, Names, Seat, Style, names, refuse
+
+
+@dataclass(frozen=True)
+class Site:
+    """A module, or a weight by itself, and the style that it gets."""
+
+    name: str
+    style: Style
+    module: nn.Module | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """
+    What a strategy does to a model.
+
+    Attributes:
+        sites: what is matched, in the model's order.
+        tiles: this rank's part of each weight that is matched, by its full name.
+        unmatched: weights that nothing was said of: they are whole on every rank.
+    """
+
+    sites: tuple[Site, ...]
+    tiles: dict[str, Tile]
+    unmatched: tuple[str, ...]
+
+    def lines(self) -> Iterator[str]:
+        """Yield the plan in words, a kind of cut a line."""
+        groups: dict[str, list[str]] = {}
+        for site in self.sites:
+            groups.setdefault(str(site.style), []).append(site.name)
+        for style, found in groups.items():
+            yield f"{style}: {', '.join(folded(found))}"
+        if self.unmatched:
+            yield f"not matched, whole on every rank: {', '.join(folded(self.unmatched))}"
+
+
+class Strategy:
+    """
+    Styles by globs of module names.
+
+    Args:
+        rules: glob, or several with ``|`` between them, to style. ``*`` stands for anything, dots too. Where a glob
+            matches no module it may name weights, for ``replicate`` and ``seq``.
+    """
+
+    def __init__(self, rules: Mapping[str, Style]) -> None:
+        if not isinstance(rules, Mapping) or not all(isinstance(glob, str) for glob in rules):
+            raise UsageError(f"{rules!r} is no dict of styles by glob", where=WHERE, hint='{"blocks.*.up": col("tp")}')
+        for glob, style in rules.items():
+            if not isinstance(style, Style):
+                hint = "col, row, vocab, heads, seq or replicate of pdrun.parallel.tensor"
+                raise UsageError(f"{glob!r} has {style!r}, which is no style", where=WHERE, hint=hint)
+        self.rules = dict(rules)
+
+    def plan(self, model: nn.Module, grid: Grid, rank: int = 0) -> Plan:
+        """
+        Return what the strategy does to a model, which stays as it is.
+
+        Raises:
+            UsageError: a glob that matches nothing, a module with two styles or none that it can have, tied weights
+                that would be cut differently, heads that do not divide, weights of which more has to be said.
+        """
+        for style in self.rules.values():
+            for axis in names(style.axis):
+                grid.degree(axis)
+                if axis in FIXED:
+                    raise UsageError(f"{axis} is no tensor axis: weights are not cut over it", where=WHERE)
+        seat = Seat(grid, rank)
+        sites = _with_heads(_match(self.rules, model), seat)
+        tiles: dict[str, Tile] = {}
+        for site in sites:
+            found = _tiles(site, model, seat)
+            tiles.update({f"{site.name}.{key}" if key else site.name: tile for key, tile in found.items()})
+        _check_ties(model, tiles)
+        unmatched = tuple(name for name, _ in model.named_parameters() if name not in tiles)
+        _check_said(sites, unmatched)
+        return Plan(tuple(sites), tiles, unmatched)
+
+    def apply(self, model: nn.Module, axes: Axes, sample: Any = None) -> nn.Module:
+        """
+        Cut a model in place: its weights become tiles, its modules compute with them. Return the model.
+
+        Args:
+            model: whole, with the same weights on all ranks; weights on the meta device are cut as well.
+            axes: this rank's place.
+            sample: not needed here; what cuts by operators traces it.
+
+        Raises:
+            UsageError: see `plan`.
+        """
+        plan = self.plan(model, axes.grid, axes.rank)
+        cut: set[int] = set()
+        with torch.no_grad():
+            for name, tile in plan.tiles.items():
+                owner, _, key = name.rpartition(".")
+                param = model.get_submodule(owner)._parameters[key]
+                if param is None or id(param) in cut:
+                    continue  # tied: one tile
+                cut.add(id(param))
+                if not tile.is_whole:
+                    param.grad, param.data = None, tile.take(param.data)
+                set_tile(param, tile)
+        entries = _entries(plan.sites, axes)
+        for site in plan.sites:
+            if site.module is not None:
+                site.style.change(site.name, site.module, axes[names(site.style.axis)], entries[site.name])
+        return model
+
+
+# ---- inside ------------------------------------------------------------------------------------------------------
+
+
+def _match(rules: Mapping[str, Style], model: nn.Module) -> list[Site]:
+    """Return the sites in the model's order."""
+    modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
+    params = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    found: dict[str, tuple[str, Style]] = {}
+    for rule, style in rules.items():
+        for glob in rule.split("|"):
+            hits = fnmatch.filter(modules, glob)
+            if not hits and isinstance(style, (Replicate, Seq)):
+                hits = fnmatch.filter(params, glob)
+            if not hits:
+                alike = [re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in modules] if "*" in glob else modules
+                raise UsageError(f"{glob!r} matches no module", where=WHERE, hint=did_you_mean(glob, alike))
+            for name in hits:
+                other = found.setdefault(name, (glob, style))
+                if other[1] != style:
+                    what = f"it is matched by {other[0]!r} ({other[1]}) and by {glob!r} ({style})"
+                    raise refuse(name, what, "make one of the globs narrower")
+    sites: list[Site] = []
+    seen: dict[int, Site] = {}
+    for name in [*modules, *params]:
+        if name not in found:
+            continue
+        site = Site(name, found[name][1], modules.get(name))
+        first = seen.setdefault(id(site.module), site) if site.module is not None else site
+        if first.style != site.style:
+            raise refuse(name, f"it is the same module as {first.name}, which has another style")
+        if first is site:
+            sites.append(site)
+    return sites
+
+
+def _with_heads(sites: list[Site], seat: Seat) -> list[Site]:
+    """Return the sites with what attentions decide about the linear modules in them."""
+    changed: dict[str, Style] = {}
+    for site in sites:
+        if isinstance(site.style, Heads) and site.module is not None:
+            front = f"{site.name}."
+            inside = {other.name[len(front) :]: other.style for other in sites if other.name.startswith(front)}
+            found = site.style.within(site.name, site.module, inside, seat)
+            changed.update({(front + key).rstrip("."): style for key, style in found.items()})
+    return [Site(site.name, changed.get(site.name, site.style), site.module) for site in sites]
+
+
+def _tiles(site: Site, model: nn.Module, seat: Seat) -> dict[str, Tile]:
+    if site.module is not None:
+        return site.style.tiles(site.name, site.module, seat)
+    return {"": seat.kept(tuple(model.get_parameter(site.name).shape), site.style.axis)}
+
+
+def _check_ties(model: nn.Module, tiles: dict[str, Tile]) -> None:
+    """Refuse a weight of several names that would not be cut alike under all of them."""
+    first: dict[int, str] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        other = first.setdefault(id(param), name)
+        if tiles.get(name, whole(param)) != tiles.get(other, whole(param)):
+            what = f"it is tied to {other}, which is cut otherwise"
+            raise refuse(name, what, "one style for both: vocab(axis) for an embedding and its head")
+
+
+def _check_said(sites: list[Site], unmatched: tuple[str, ...]) -> None:
+    """Refuse weights whose gradients may be partial without anybody having said so."""
+    attentions = [site for site in sites if isinstance(site.style, Heads)]
+    for name in unmatched:
+        for site in attentions:
+            if name.startswith(f"{site.name}."):
+                hint = f"replicate({site.style.axis!r}) where it works on a rank's heads, replicate() where on all"
+                raise refuse(name, f"it belongs to {site.name}, which is cut by heads, and nothing is said of it", hint)
+    region = next((site for site in sites if _has_region(site.style)), None)
+    if region is not None and unmatched:
+        hint = "seq(axis) where it works on parts of the sequence, replicate() where on all of it"
+        raise refuse(unmatched[0], f"{region.name} cuts the sequence, and nothing is said of this weight", hint)
+
+
+def _has_region(style: Style) -> bool:
+    return getattr(style, "sequence", None) is not None or (isinstance(style, Seq) and style.cut)
+
+
+def _entries(sites: tuple[Site, ...], axes: Axes) -> dict[str, Entry]:
+    """
+    Return each site's way in: linear modules of one parent that are cut alike share one.
+
+    Those whose attention brings the input in use none, and must not be counted: an entry keeps what it made until the
+    last of its members has come.
+    """
+    groups: dict[tuple[str, Names, int | None], list[str]] = {}
+    for site in sites:
+        style, parent = site.style, site.name.rpartition(".")[0]
+        shares = isinstance(style, (Col, Shared))
+        sequence: int | None = getattr(style, "sequence", None)
+        brought = site.name if getattr(style, "entered", False) else ""
+        group = brought or (parent if shares else f"{site.name}.")
+        groups.setdefault((group, style.axis, sequence), []).append(site.name)
+    found = {}
+    for (_, axis, dim), members in groups.items():
+        found.update(dict.fromkeys(members, Entry(axes[names(axis)], dim, len(members))))
+    return found
+
+
+def folded(found: Iterable[str]) -> list[str]:
+    """Return names with those that differ by their first number written once: layers.0-3.wq."""
+    ranges: dict[tuple[str, str], list[str]] = {}
+    for name in found:
+        pieces = name.split(".")
+        at = next((place for place, piece in enumerate(pieces) if piece.isdigit()), len(pieces))
+        ranges.setdefault((".".join(pieces[:at]), ".".join(pieces[at + 1 :])), []).extend(pieces[at : at + 1])
+    told = []
+    for (front, back), numbers in ranges.items():
+        span = "-".join(dict.fromkeys((numbers[0], numbers[-1]))) if numbers else ""
+        told.append(".".join(piece for piece in (front, span, back) if piece))
+    return told

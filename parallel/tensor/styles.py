@@ -1,0 +1,137 @@
+"""
+The styles that a user says.
+
+    col        linear, cut along its output                   replicated -> cut
+    row        linear, cut along its input                    cut -> replicated
+    vocab      embedding or head, cut by words                replicated -> replicated
+    heads      attention, with col and row inside             replicated -> replicated
+    seq        anything that works on parts of the sequence   cut along the sequence -> the same
+    replicate  anything, whole on every rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pdrun.errors import UsageError
+from pdrun.parallel.tensor.attention import Heads
+from pdrun.parallel.tensor.linear import Col, Row
+from pdrun.parallel.tensor.sequence_parallel import Replicate, Seq
+from pdrun.parallel.tensor.style import WHERE, Names
+from pdrun.parallel.tensor.vocabulary import Vocab
+
+
+def col(axis: Names, *, gather: bool = False, sequence: int | None = None, blocks: int | Sequence[int] = 1) -> Col:
+    """
+    Cut a linear module by columns: each rank computes a part of the output.
+
+    Modules of one parent that are called with the same tensor (q, k and v; gate and up) share one collective.
+
+    Args:
+        axis: the tensor axis, or several, major first.
+        gather: return all of the output on every rank.
+        sequence: the dim along which the input is cut over the same axis: it is gathered first.
+        blocks: how many matrices of one size lie side by side in the output, each of which is cut (3 for fused q, k
+            and v, 2 for fused gate and up), or their sizes.
+
+    Raises:
+        UsageError: ``blocks`` is no such thing, or goes with ``gather``.
+    """
+    checked = _blocks(blocks)
+    if gather and checked != 1:
+        raise UsageError(
+            "parts of several blocks are not gathered", where=f"{WHERE}, col", hint="leave out one of both"
+        )
+    return Col(_axis(axis, "col"), gather, _dim(sequence, "col"), checked)
+
+
+def row(axis: Names, *, cut: bool = False, sequence: int | None = None) -> Row:
+    """
+    Cut a linear module by rows: each rank takes its part of the input, and the results are added up.
+
+    Args:
+        axis: the tensor axis, or several, major first.
+        cut: the input is whole on every rank, and is cut here; default: a column-parallel module has left it cut.
+        sequence: the dim along which the sum is cut over the same axis; default: every rank gets all of it.
+    """
+    return Row(_axis(axis, "row"), cut, _dim(sequence, "row"))
+
+
+def vocab(axis: Names, *, gather: bool = True, sequence: int | None = None) -> Vocab:
+    """
+    Cut an embedding or a head by words.
+
+    Args:
+        axis: the tensor axis, or several, major first.
+        gather: False leaves a head's logits cut, for `pdrun.parallel.tensor.cross_entropy`.
+        sequence: the dim along which an embedding's result is cut, and a head's input is.
+    """
+    return Vocab(_axis(axis, "vocab"), gather, _dim(sequence, "vocab"))
+
+
+def heads(
+    axis: Names, *, heads: int | str | None = None, kv_heads: int | str | None = None, divide: Sequence[str] = ()
+) -> Heads:
+    """
+    Cut an attention by heads: its linear modules have styles of their own, this one has it count a rank's heads.
+
+    Attributes of the module that hold a number of heads get the rank's number; the usual names are known, as is the
+    configuration of models of transformers. Fewer key and value heads than ranks stay whole on every rank.
+
+    Args:
+        axis: the tensor axis, or several, major first.
+        heads: the attribute that holds the number of query heads, or the number.
+        kv_heads: the same for keys and values; default: as many as query heads.
+        divide: further attributes that the number of ranks divides, as the width of all heads together.
+    """
+    return Heads(_axis(axis, "heads"), heads, kv_heads, tuple(divide))
+
+
+def seq(axis: Names, *, dim: int = 1, cut: bool = False, gather: bool = False, total: int | None = None) -> Seq:
+    """
+    Have a module work on parts of the sequence: norms and dropouts between row-parallel and column-parallel modules.
+
+    Dropouts get the masks of the whole tensor. One between a column-parallel and a row-parallel module has its parts
+    along ``dim=-1``.
+
+    Args:
+        axis: the tensor axis, or several, major first.
+        dim: along which its tensors are cut.
+        cut: its first argument is whole on every rank, and is cut here: where the parts begin.
+        gather: its result is made whole: where they end.
+        total: size of the whole dim, for a dropout on parts that differ by one; default: all have one size.
+    """
+    return Seq(_axis(axis, "seq"), dim, cut, gather, total)
+
+
+def replicate(axis: Names = ()) -> Replicate:
+    """
+    Keep weights whole on every rank.
+
+    Args:
+        axis: axes over which each rank uses them for another part (a norm over a head's width): gradients are summed.
+            Default: all ranks do the same with them.
+    """
+    return Replicate(_axis(axis, "replicate") if axis else ())
+
+
+def _axis(axis: Any, style: str) -> Names:
+    given = (axis,) if isinstance(axis, str) else axis
+    if not isinstance(given, (tuple, list)) or not given or not all(isinstance(name, str) for name in given):
+        raise UsageError(f"{axis!r} is not the name of an axis", where=f"{WHERE}, {style}", hint=f'{style}("tp")')
+    return given[0] if len(given) == 1 else tuple(given)
+
+
+def _dim(dim: Any, style: str) -> int | None:
+    if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int)):
+        hint = "the dim that is cut: 1 for [rows, length, width]"
+        raise UsageError(f"sequence={dim!r} is no dim", where=f"{WHERE}, {style}", hint=hint)
+    return dim
+
+
+def _blocks(blocks: Any) -> int | tuple[int, ...]:
+    sizes = [blocks] if isinstance(blocks, int) else list(blocks)
+    if not sizes or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
+        raise UsageError(f"blocks={blocks!r} is neither a count nor sizes", where=f"{WHERE}, col", hint="blocks=3")
+    return blocks if isinstance(blocks, int) else tuple(sizes)

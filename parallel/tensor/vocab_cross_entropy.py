@@ -1,0 +1,137 @@
+"""Cross entropy of logits that are cut by words: whole ones would take rows times vocabulary on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch.nn import functional
+
+from pdrun.errors import UsageError
+from pdrun.parallel.comm.communicator import Axis
+
+WHERE = "cross_entropy"
+
+
+@dataclass(frozen=True, eq=False)
+class Words:
+    """This rank's words of a vocabulary of ``total``: ``low`` up to ``high``."""
+
+    axis: Axis
+    total: int
+    low: int
+    high: int
+
+    def local(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """
+        Return ids counted from this rank's first word, and which of them are other ranks' (these are 0 here).
+
+        What no rank has, below 0 or beyond the last word, is left as it is at the first or the last rank, so that a
+        look-up there fails as it does in one process.
+        """
+        if self.axis.size == 1:
+            return ids, None
+        below = ids < self.low if self.low > 0 else torch.zeros_like(ids, dtype=torch.bool)
+        foreign = below | (ids >= self.high) if self.high < self.total else below
+        return (ids - self.low).masked_fill(foreign, 0), foreign
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Words:
+        return self
+
+
+_CUT: WeakSet[Words] = WeakSet()
+"""Vocabularies whose logits stay cut: to tell a part of logits that has lost its mark from whole ones."""
+
+
+def mark(logits: torch.Tensor, words: Words) -> torch.Tensor:
+    """Note on logits which words they are of."""
+    _CUT.add(words)
+    logits._pdrun_words = words
+    return logits
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    """
+    Return what `torch.nn.functional.cross_entropy` returns, for logits that are whole or cut by words.
+
+    Of logits in bf16 or fp16 it is computed and returned in fp32.
+    A head with ``vocab(axis, gather=False)`` leaves its logits cut. Its output itself is wanted here, not a view of it.
+
+    Args:
+        logits: ``[..., words]``, from the model as it comes; words are the last dim.
+        targets: ``[...]``, class indices.
+        ignore_index: targets that count nothing.
+        label_smoothing: share of the target that is spread evenly over the whole vocabulary.
+        reduction: "mean" over the targets that count, "sum", or "none", which has the shape of ``targets``.
+
+    Raises:
+        UsageError: shapes don't fit, or these are a part of the logits that has lost its mark.
+    """
+    if logits.shape[:-1] != targets.shape:
+        what = f"logits are {list(logits.shape)}, targets {list(targets.shape)}"
+        raise UsageError(what, where=WHERE, hint="one target for each row of logits, the words along the last dim")
+    if reduction not in ("mean", "sum", "none"):
+        raise UsageError(f"reduction={reduction!r} is none of mean, sum and none", where=WHERE)
+    words: Words | None = getattr(logits, "_pdrun_words", None)
+    rows, flat = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
+    if words is None or words.axis.size == 1:
+        if words is None and any(cut.axis.size > 1 and cut.high - cut.low == logits.shape[-1] for cut in _CUT):
+            raise UsageError(
+                f"whether logits of {logits.shape[-1]} words are whole or one rank's part cannot be seen", where=WHERE,
+                hint="give it the head's output itself, neither reshaped nor converted",
+            )  # fmt: skip
+        wide = rows if rows.dtype == torch.float64 else rows.float()  # a sum of halves has no figures left
+        found = functional.cross_entropy(
+            wide, flat, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction
+        )
+        return found.view(targets.shape) if reduction == "none" else found
+    losses: torch.Tensor = _CrossEntropy.apply(rows, flat, words, ignore_index, label_smoothing)
+    if reduction == "none":
+        return losses.view(targets.shape)
+    return losses.sum() if reduction == "sum" else losses.sum() / (flat != ignore_index).sum()
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """
+    Losses ``[rows]`` of this rank's logits ``[rows, words]``; all ranks get the same.
+
+    With s of smoothing and V words the loss is log(sum(exp x)) - (1 - s) x[target] - s / V sum(x). Two collectives:
+    the largest logit, then the three sums together. Halves are computed in fp32.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, words: Words, ignore_index: int, smoothing: float
+    ) -> torch.Tensor:
+        axis = words.axis
+        x = logits if logits.dtype == torch.float64 else logits.float()
+        x = x - axis.all_reduce(x.amax(-1), "max").unsqueeze(-1)
+        exps = x.exp()
+        counted = targets != ignore_index
+        local, foreign = words.local(targets.masked_fill(~counted, words.low))
+        assert foreign is not None  # of several ranks
+        hit = x.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(foreign, 0)
+        sums = [exps.sum(-1), hit] + ([x.sum(-1)] if smoothing else [])
+        total, hit, *rest = axis.all_reduce(torch.stack(sums)).unbind()
+        losses = total.log() - (1 - smoothing) * hit - sum(smoothing / words.total * every for every in rest)
+        ctx.save_for_backward(exps.div_(total.unsqueeze(-1)), local, foreign, counted)
+        ctx.smoothing, ctx.total, ctx.dtype = smoothing, words.total, logits.dtype
+        return losses.masked_fill_(~counted, 0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        softmax, local, foreign, counted = ctx.saved_tensors
+        found = softmax - ctx.smoothing / ctx.total
+        own = (~foreign).to(found.dtype) * (ctx.smoothing - 1)
+        found.scatter_add_(-1, local.unsqueeze(-1), own.unsqueeze(-1))
+        found *= (grad * counted).unsqueeze(-1)
+        return found.to(ctx.dtype), None, None, None, None

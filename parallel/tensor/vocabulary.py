@@ -1,0 +1,103 @@
+"""Embeddings and heads cut by words of the vocabulary; parts may differ by one word."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from pdrun.parallel.comm import autograd as collectives
+from pdrun.parallel.comm.communicator import Axis
+from pdrun.parallel.layouts.layout import cut
+from pdrun.parallel.model.shards import Tile, tile_of
+from pdrun.parallel.tensor import linear
+from pdrun.parallel.tensor.style import (
+    Entry,
+    Names,
+    Place,
+    Seat,
+    Style,
+    become,
+    check_forward,
+    refuse,
+    scatter_parts,
+    shown,
+)
+from pdrun.parallel.tensor.vocab_cross_entropy import Words, mark
+
+
+class VocabularyParallelEmbedding:
+    """An embedding that looks up this rank's words; the sum over the ranks has all."""
+
+    _place: Place
+    _words: Words
+    _padding: int | None
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return ``[..., width]`` of ids ``[...]``."""
+        words = self._words
+        local, foreign = words.local(ids)
+        found = functional.embedding(local, self.weight, self._padding)  # type: ignore[attr-defined]
+        if foreign is not None:
+            found = found.masked_fill(foreign.unsqueeze(-1), 0)
+        return self._place.leave(found)
+
+
+class VocabularyParallelHead(linear.ColumnParallel):
+    """A head that computes this rank's logits: ``[..., words]`` of ``[..., width]``, or its own words only."""
+
+
+@dataclass(frozen=True)
+class Vocab(Style):
+    """See `pdrun.parallel.tensor.styles.vocab`."""
+
+    axis: Names
+    gather: bool = True
+    sequence: int | None = None
+
+    def __str__(self) -> str:
+        return f"words over {shown(self.axis)}" + ("" if self.gather else ", logits stay cut")
+
+    def tiles(self, name: str, module: nn.Module, seat: Seat) -> dict[str, Tile]:
+        """Cut weight and bias along the words."""
+        if isinstance(module, nn.Embedding):
+            _check_embedding(name, module)
+        elif linear.out_dim(name, module):
+            raise refuse(name, f"a {type(module).__name__} is neither an embedding nor a head")
+        found = module.named_parameters(recurse=False)
+        return {key: seat.tile(name, tuple(param.shape), 0, self.axis) for key, param in found}
+
+    def change(self, name: str, module: nn.Module, axis: Axis, entry: Entry) -> None:
+        """Look up or compute this rank's words."""
+        total = tile_of(module.weight).shape[0]
+        words = Words(axis, total, *cut(total, axis.size, axis.index))
+        if isinstance(module, nn.Embedding):
+            leave: Callable[[torch.Tensor], torch.Tensor] = functools.partial(collectives.add_up, axis=axis)
+            if self.sequence is not None:
+                leave = functools.partial(scatter_parts, axis=axis, dim=self.sequence, name=name)
+            module._words = words
+            padding = module.padding_idx
+            mine = padding is not None and words.low <= padding < words.high
+            module._padding = padding - words.low if mine else None
+            become(module, VocabularyParallelEmbedding, Place(axis, entry, leave))
+            return
+        if self.gather:
+            leave = functools.partial(collectives.gather, axis=axis, dim=-1, total=total)
+        else:
+            leave = functools.partial(mark, words=words)
+            module.out_features = words.high - words.low
+        become(module, VocabularyParallelHead, Place(axis, entry, leave))
+
+
+def _check_embedding(name: str, module: nn.Embedding) -> None:
+    check_forward(name, module)
+    kind = type(module).__name__
+    if type(module).forward is not nn.Embedding.forward:
+        raise refuse(name, f"{kind} has a forward of its own, which a cut one would not call")
+    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if getattr(module, option):
+            raise refuse(name, f"an embedding with {option} cannot be cut by words", "replicate() keeps it whole")

@@ -1,0 +1,70 @@
+"""What a run relies on between its steps, and a program may change behind its back: looked at before each step."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from pdrun.errors import UsageError
+from pdrun.parallel.model import param_hooks as hooks
+from pdrun.parallel.model import sync_batchnorm as norm_sync
+from pdrun.parallel.zero.engine import Engine
+
+WHERE = "pdrun.Run.step"
+
+
+class Guard:
+    """
+    Remembers what is in order, and refuses a step where it no longer is.
+
+    Args:
+        model: what this rank computes with.
+        ranks: on the data axes: those that see other rows.
+    """
+
+    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, model: nn.Module, ranks: int) -> None:
+        self._engine, self._optimizer = engine, optimizer
+        self._resting = norm_sync.resting(model) if ranks > 1 else []
+        """Batch normalisations that may not be put into training."""
+        self._hooks = hooks.counts(engine.weights)
+        self._own = [after for _, after in self._hooks]
+        self.torn = ""
+        """The checkpoint of which only a part may have been taken up."""
+        self.note()
+
+    def note(self) -> None:
+        """Remember weights and groups as they are now."""
+        self.torn = ""
+        self._versions = [weight.param._version for weight in self._engine.copied]
+        self._groups = [len(group["params"]) for group in self._optimizer.param_groups]
+
+    def check(self) -> None:
+        """
+        Look whether all is as it was noted.
+
+        Raises:
+            UsageError: a change that would be lost (weights that are copies, tensors that no gradient reaches), or that
+                would make each rank compute by its own rows.
+        """
+        self.check_whole(WHERE)
+        norm_sync.check_resting(self._resting)
+        found = hooks.counts(self._engine.weights)
+        if found != self._hooks:
+            hooks.check(self._engine.weights, self._own, WHERE)
+            self._hooks = found
+        for weight, version in zip(self._engine.copied, self._versions, strict=True):
+            if weight.param._version != version:
+                what = f"{weight.name} was changed in place; it is a copy of what the optimizer trains, and would be "
+                what += "overwritten"
+                raise UsageError(what, where=WHERE, hint="run.load_weights(FILE), or run.load(FOLDER)")
+        sizes = [len(group["params"]) for group in self._optimizer.param_groups]
+        if sizes != self._groups and self._engine.turned:
+            what = f"the optimizer has {sum(sizes)} tensors in {len(sizes)} groups, {sum(self._groups)} in "
+            what += f"{len(self._groups)} when the run was made"
+            raise UsageError(what, where=WHERE, hint="form all groups in optimizer= of parallelize")
+
+    def check_whole(self, where: str) -> None:
+        """Refuse to go on with weights of which some are a checkpoint's that could not be read to its end."""
+        if self.torn:
+            what = f"a part of {self.torn} has been taken up, the rest of which could not be read"
+            raise UsageError(what, where=where, hint="run.load another checkpoint, or make a new run")

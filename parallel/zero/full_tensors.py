@@ -1,0 +1,231 @@
+"""
+Weights and gradients of an engine as wholes, and the ranges of them that this rank has.
+
+A whole is put together in two steps: shards are gathered over the data axes into this rank's tile, a bundle at a time,
+and tiles are sent over the model axes by the first rank that holds each. Every rank goes through the same weights in
+the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from pdrun.parallel.layouts.layout import L
+from pdrun.parallel.model.shard_map import Entry
+from pdrun.parallel.model.shards import Tile
+from pdrun.parallel.model.weights import Weight
+from pdrun.parallel.zero.flat_layout import FlatLayout
+from pdrun.parallel.zero.shards import Cut
+
+if TYPE_CHECKING:
+    from pdrun.parallel.run import Run
+    from pdrun.parallel.zero.engine import Engine
+
+
+@dataclass(frozen=True)
+class Held:
+    """A range of a tile that this rank trains, or keeps where it isn't trained."""
+
+    name: str
+    weight: Weight
+    start: int
+    stop: int
+    part: torch.Tensor
+    mine: bool
+    """Whether this rank is the one of those that hold the same which saves it."""
+    first: bool
+    """Whether this rank saves what a weight has once, such as step counts."""
+
+    @property
+    def tile(self) -> Tile:
+        """The tile of which it is elements ``start`` to ``stop``."""
+        return self.weight.tile
+
+
+def held(engine: Engine) -> Iterator[Held]:
+    """Yield every range of a weight that is on this rank."""
+    cut_names = set()
+    for cut in engine.cuts:
+        cut_names |= {weight.name for weight in cut.weights}
+        owner = cut.comm.rank % cut.comm.shards  # the first copy
+        for segment, part in zip(cut.segments, cut.parts, strict=True):
+            yield _held(engine, cut.weights[segment.slot], segment.start, segment.stop, part, owner)
+    for weight in engine.weights:
+        if weight.name not in cut_names:
+            part = engine.masters.get(weight.index, weight.param)
+            yield _held(engine, weight, 0, weight.numel, part, engine.whole.rank if weight.alone else None)
+
+
+def _held(engine: Engine, weight: Weight, start: int, stop: int, part: torch.Tensor, owner: int | None) -> Held:
+    """
+    Return a range with who saves it: the work is dealt out among the ranks that hold the same.
+
+    Args:
+        owner: the only rank on the data axes that does; None: all hold the same.
+    """
+    holders = engine.holders
+    alike = holders.alike(weight.index)
+    turn, place = divmod(weight.index, len(alike))
+    data = turn % engine.whole.world if owner is None else owner
+    mine = engine.whole.rank == data and holders.axis.index == alike[place]
+    name = f"{weight.name}@{engine.whole.rank}" if weight.alone else weight.name
+    return Held(name, weight, start, stop, part, mine, mine and start == 0 and holders.leads(weight.index))
+
+
+# ---- wholes ------------------------------------------------------------------------------------------------------
+
+
+def full_weights(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each weight's name and whole value in the optimizer's type; every rank must read all of them."""
+    bundles = [_Bundle(cut.weights, cut.layout, _gathering(cut)) for cut in engine.cuts]
+    cut = {weight.index for bundle in bundles for weight in bundle.weights}
+    device = engine.whole.device
+    rest = {
+        weight.index: engine.masters.get(weight.index, weight.param).detach().to(device)
+        for weight in engine.weights if weight.index not in cut
+    }  # fmt: skip
+    parts = _Parts(bundles, rest)
+    for entry in in_order(engine):
+        yield entry.name, _assembled(engine, entry, parts.take(entry.index), entry.dtype)
+
+
+def in_order(engine: Engine) -> list[Entry]:
+    """Return the weights of the whole model in the order of `full_weights`."""
+    entries = engine.catalogue.entries
+    if engine.place.model.world > 1:
+        return entries[::-1]  # as bundles are filled
+    cut = [weight.index for part in engine.cuts for weight in part.weights]
+    return [entries[index] for index in cut] + [entry for entry in entries if entry.index not in set(cut)]
+
+
+def gradients(engine: Engine) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """
+    Yield each trained weight's name and whole gradient, between `finish` and `step`; every rank must read all of them.
+    """
+    bundles = [_Bundle(b.weights, b.layout, _totalling(engine, index)) for index, b in enumerate(engine.bundles)]
+    rest = {}
+    for weight in engine.alone:
+        grad = engine.masters.get(weight.index, weight.param).grad
+        if grad is not None:
+            rest[weight.index] = grad.to(engine.whole.device)
+    parts = _Parts(bundles, rest)
+    entries = engine.catalogue.entries
+    if engine.place.model.world == 1:
+        mine = [weight for bundle in bundles for weight in bundle.weights] + engine.alone
+        entries = [entries[weight.index] for weight in mine]
+    for entry in entries if engine.place.model.world == 1 else entries[::-1]:
+        if entry.alone:
+            if entry.index in rest:
+                yield entry.name, rest[entry.index]
+        elif entry.trained:
+            part = parts.take(entry.index)
+            dtype = engine.settings.precision.sums(entry.dtype)
+            yield entry.name, _assembled(engine, entry, part, dtype) if engine.used[entry.index] else None
+
+
+def buffers(run: Run) -> dict[str, torch.Tensor]:
+    """Return the buffers of the whole model, those of other stages too; every rank must call this."""
+    mine = dict(run.model.named_buffers())
+    if run.original is None or run.mesh.pp == 1:
+        return mine
+    axis, found = run.axes["pp"], {}
+    names = dict(run.original.named_buffers())
+    flags = torch.tensor([[int(name in mine) for name in names]], device=run.device)
+    holds = axis.all_gather(flags, 0)
+    for place, (name, like) in enumerate(names.items()):
+        stages = holds[:, place].nonzero().flatten().tolist()
+        if stages:
+            value = (mine[name].detach() if name in mine else torch.empty_like(like)).clone(
+                memory_format=torch.contiguous_format
+            )
+            found[name] = axis.broadcast(value, stages[0])
+    return found
+
+
+def storages(engine: Engine) -> set[int]:
+    """Return the identities of the storages in which the model's weights lie."""
+    cuts = {cut.full.untyped_storage()._cdata for cut in engine.cuts}
+    return cuts | {weight.param.untyped_storage()._cdata for weight in engine.weights}
+
+
+# ---- inside ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Bundle:
+    """Weights that lie in one flat buffer, and how to have all of it."""
+
+    weights: list[Weight]
+    layout: FlatLayout
+    gather: Callable[[], torch.Tensor]
+
+
+def _gathering(cut: Cut) -> Callable[[], torch.Tensor]:
+    def gather() -> torch.Tensor:
+        full = torch.empty(cut.layout.numel, dtype=cut.master.dtype, device=cut.comm.device)
+        cut.comm.gather(full, cut.master.detach().to(full.device), cut.label).wait()
+        return full
+
+    return gather
+
+
+def _totalling(engine: Engine, index: int) -> Callable[[], torch.Tensor]:
+    def gather() -> torch.Tensor:
+        part = engine.bundles[index]
+        total = part.finish()
+        if index not in engine.cut_of:
+            return total
+        full = total.new_empty(part.layout.numel)
+        part.comm.gather(full, total, "the gradients").wait()
+        return full
+
+    return gather
+
+
+class _Parts:
+    """This rank's tiles, which are asked for once each; a bundle is in memory from its first one to its last."""
+
+    def __init__(self, bundles: list[_Bundle], rest: dict[int, torch.Tensor]) -> None:
+        self._rest = rest
+        self._where = {w.index: (bundle, slot) for bundle in bundles for slot, w in enumerate(bundle.weights)}
+        self._left = {id(bundle): len(bundle.weights) for bundle in bundles}
+        self._open: dict[int, torch.Tensor] = {}
+
+    def take(self, index: int) -> torch.Tensor | None:
+        """Return the tile of a weight; None where this rank has none."""
+        if index not in self._where:
+            return self._rest.get(index)
+        bundle, place = self._where[index]
+        if id(bundle) not in self._open:
+            self._open[id(bundle)] = bundle.gather()
+        slot = bundle.layout.slots[place]
+        found = self._open[id(bundle)][slot.start : slot.stop].view(slot.shape)
+        self._left[id(bundle)] -= 1
+        if not self._left[id(bundle)]:
+            del self._open[id(bundle)]
+        return found
+
+
+def _assembled(engine: Engine, entry: Entry, part: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Return a whole weight of its parts on the model axes; ``part`` is this rank's."""
+    holders, comm = engine.holders, engine.place.model
+    sources = holders.sources(entry.index)
+    if part is not None and len(sources) == 1 and holders.everywhere(entry.index):
+        return part
+    received = []
+    for place, box in sources:
+        shape = tuple(sum(high - low for low, high in ranges) for ranges in box)
+        if place == comm.rank:
+            assert part is not None
+            data = part.contiguous()
+        else:
+            data = torch.empty(shape, dtype=dtype, device=comm.device)
+        received.append((box, comm.give(data, place, f"a part of {entry.name}")))
+    out = torch.empty(entry.shape, dtype=dtype, device=comm.device)
+    for box, pending in received:
+        Tile(entry.shape, L(*[None] * len(entry.shape)), box).put(pending.wait(), out)
+    return out

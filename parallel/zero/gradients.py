@@ -1,0 +1,246 @@
+"""
+The gradients of one bundle: collected from autograd, added up over micro-batches, summed over the ranks.
+
+    autograd's .grad  --take-->  flat  --launch-->  on the network  --settle-->  total
+
+`take` moves a micro-batch's gradients into the flat buffer with one fused call, so that no gradient lives longer than
+its bundle's backward. Where every micro-batch is summed over the ranks (levels 2 and 3, and `exact`) the flat buffer is
+needed for that long only, and what remains is this rank's part of the total. Where level 3 keeps weights for a step it
+keeps gradients too: they are added up here, and summed over the ranks after the last micro-batch (see `Policy.keeps`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pdrun.parallel.comm.sharded import Comm, Pending
+from pdrun.parallel.model.weights import Weight
+from pdrun.parallel.zero.flat_layout import FlatLayout, Segment, lay_out
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How gradients are summed."""
+
+    level: int = 0
+    """Optimizer level, 0 to 3."""
+    exact: bool = True
+    """Add slice by slice in the order of the slices, so that no bit depends on the number of ranks or on the level."""
+    accumulate: int = 1
+    """Micro-batches a step."""
+    wire: torch.dtype | None = None
+    """Type on the network; None: the type in which they are added."""
+    keeps: bool = False
+    """Add the micro-batches up here and sum over the ranks once, where that gives the right bits."""
+
+    @property
+    def each(self) -> bool:
+        """Whether every micro-batch is summed over the ranks, not only the last."""
+        return self.accumulate > 1 and (self.exact or (self.level >= 2 and not self.keeps))
+
+
+class Pool:
+    """
+    Flat buffers that wait for their next use: as many as were ever needed at once.
+
+    On an accelerator nothing waits here: torch's own allocator hands memory out again without delay, and to anybody.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[int, torch.dtype, torch.device], list[tuple[FlatLayout, torch.Tensor]]] = {}
+
+    def take(self, layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a buffer; its padding is zero, the rest is whatever was there."""
+        waiting = self._free.get((layout.numel, dtype, device))
+        if not waiting:
+            return torch.zeros(layout.numel, dtype=dtype, device=device)
+        used, flat = waiting.pop()
+        return flat if used.extents == layout.extents else flat.zero_()  # norms look at all of a buffer
+
+    def give(self, layout: FlatLayout, flat: torch.Tensor) -> None:
+        """Take a buffer back."""
+        if flat.device.type == "cpu":
+            self._free.setdefault((flat.numel(), flat.dtype, flat.device), []).append((layout, flat))
+
+    def clear(self) -> None:
+        """Forget the buffers."""
+        self._free.clear()
+
+
+class GradBundle:
+    """
+    Gradients of weights that travel together.
+
+    Args:
+        weights: of one type, all trained, in the order in which their gradients are expected.
+        comm: the axis, with as many shards as the bundle is cut into.
+        dtype: type in which gradients are added.
+        across: further axes over which the total is added up, one after the other, at the end of the step.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[Weight],
+        comm: Comm,
+        policy: Policy,
+        pool: Pool,
+        dtype: torch.dtype,
+        label: str,
+        across: Sequence[Comm] = (),
+    ) -> None:
+        self.weights, self.comm, self.policy, self.dtype, self.label = list(weights), comm, policy, dtype, label
+        self.across = list(across)
+        self.layout: FlatLayout = lay_out([(w.name, w.shape) for w in weights], comm.shards, comm.world)
+        self.segments: list[Segment] = self.layout.segments(comm.shard)
+        alone, several = comm.world == 1, policy.accumulate > 1
+        self.each = not alone and policy.each
+        """Whether every micro-batch is summed over the ranks, not only the last."""
+        self.ordered = not alone and policy.exact and (several or comm.world > 2 or comm.shards > 1)
+        """Whether ranks are added in their order; two numbers have one order only."""
+        self.missing = 0
+        """Gradients of this micro-batch that have not come yet."""
+        self.used = [False] * len(self.weights)
+        """Which weights have had a gradient in this step, here."""
+        self._pool = pool
+        self._flat: torch.Tensor | None = None
+        self._views: list[torch.Tensor] = []
+        self._pending: Pending | None = None
+        self._total: torch.Tensor | None = None
+        self._keep = comm.shards == 1
+        """The total is as large as the flat buffer, which then stays and holds it."""
+        self._cached: list[torch.Tensor] = []
+        self._padding: torch.Tensor | None = None
+        """Where the padding lies, once that was asked."""
+
+    # ---- one micro-batch -------------------------------------------------------------------------------------------
+
+    def begin(self, first: bool, times: int = 1) -> None:
+        """Prepare for the backward of a micro-batch, in which each weight gets its gradient in so many parts."""
+        self.missing = len(self.weights) * times
+        if first:
+            self.used = [False] * len(self.weights)
+            self._total = None
+
+    def take(self, first: bool) -> None:
+        """Move the gradients that came into the flat buffer; weights without one count as zero."""
+        fresh = first or self.each
+        self.settle()
+        self._open()
+        came = [weight.param.grad for weight in self.weights]
+        here = [i for i, grad in enumerate(came) if grad is not None]
+        views, grads = [self._views[i] for i in here], [_dense(came[i], self.weights[i]) for i in here]
+        if grads:
+            (torch._foreach_copy_ if fresh else torch._foreach_add_)(views, grads)
+        for i, weight in enumerate(self.weights):
+            if came[i] is not None:
+                weight.param.grad = None
+                self.used[i] = True
+            elif fresh:
+                self._views[i].zero_()
+
+    def launch(self) -> None:
+        """Start summing the flat buffer over the ranks."""
+        assert self._flat is not None
+        flat, wire = self._flat, self.policy.wire
+        send = flat if wire is None or self.comm.world == 1 else flat.to(wire)
+        if self.ordered:
+            self._pending = self.comm.sum_parts(send, self.label, self._total, self.dtype)
+        else:
+            self._pending = self.comm.sum_shards(send, self.label)
+
+    def settle(self) -> None:
+        """Wait for the sum that is on its way, if any, and add it to the total."""
+        if self._pending is None:
+            return
+        result: torch.Tensor = self._pending.wait().to(self.dtype)
+        self._pending = None
+        flat = self._flat
+        aliased = result is flat
+        if self.ordered:
+            self._total = result  # it was added on by the collective
+        elif not self.each:
+            self._total = flat.copy_(result) if self._keep and flat is not None and result is not flat else result
+        elif self._total is None:
+            self._total = result.clone() if aliased else result
+        else:
+            self._total.add_(result)
+        if not self._keep:
+            self._close()
+
+    # ---- the step's end ----------------------------------------------------------------------------------------------
+
+    def join(self) -> None:
+        """Start bringing the parts of an ordered sum together."""
+        self.settle()
+        if self.ordered:
+            assert self._total is not None
+            self._pending = self.comm.join_parts(self._total, self.label, self._flat if self._keep else None)
+
+    def finish(self) -> torch.Tensor:
+        """Return this rank's shard of the total: its segments are at their offsets, padding is zero."""
+        if self._pending is not None:
+            self._total, self._pending = self._pending.wait(), None
+        assert self._total is not None
+        return self._total
+
+    def clear_padding(self) -> None:
+        """Zero the padding again, where the total stays and may have been multiplied with what is no number."""
+        if not self._keep or self._total is None or not self.layout.gaps:
+            return
+        if self._padding is None:
+            places = [torch.arange(low, high, device=self._total.device) for low, high in self.layout.gaps]
+            self._padding = torch.cat(places)
+        self._total.index_fill_(0, self._padding, 0)
+
+    def spread(self, place: int) -> None:
+        """Start adding the total up over one of the further axes; `finish` ends it."""
+        self._pending = self.across[place].sum_shards(self.finish(), self.label)
+
+    def pieces(self) -> list[torch.Tensor]:
+        """Return the total's segments, flat; where a segment is a whole weight, in its shape."""
+        total = self._total
+        assert total is not None
+        if self._cached and total is self._flat:
+            return self._cached
+        self._cached = []
+        for segment in self.segments:
+            slot = self.layout.slots[segment.slot]
+            piece = total.narrow(0, segment.offset, segment.numel)
+            self._cached.append(piece.view(slot.shape) if segment.numel == slot.numel else piece)
+        return self._cached
+
+    def forget(self) -> None:
+        """Forget a step that did not end; what is on its way ends first, since others have started it too."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget the total; what stays is what the next step uses again."""
+        if self._total is not self._flat:
+            self._cached = []
+        self._total = None
+        if not self._keep:
+            self._close()
+
+    def _open(self) -> None:
+        if self._flat is not None:
+            return
+        device = self.comm.device
+        self._flat = self._pool.take(self.layout, self.dtype, device)
+        self._views = [self._flat.narrow(0, slot.start, slot.numel).view(slot.shape) for slot in self.layout.slots]
+
+    def _close(self) -> None:
+        if self._flat is not None:
+            self._pool.give(self.layout, self._flat)
+            self._flat, self._views = None, []
+
+
+def _dense(grad: Any, weight: Weight) -> torch.Tensor:
+    """Return a gradient as a dense tensor; an embedding with ``sparse=True`` gives another kind."""
+    return grad.to_dense() if grad.is_sparse else grad

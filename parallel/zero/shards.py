@@ -1,0 +1,137 @@
+"""
+The weights of one bundle under optimizer parallelism: what computes, what is trained, and how one becomes the other.
+
+    master   this rank's shard, in the type in which the optimizer works
+    full     every weight of the bundle, in the type in which the model computes; the model's parameters are views of it
+
+At levels 1 and 2 ``full`` stays, and the ranks' shards are gathered into it after each optimizer step. Where the two
+types are equal the master is a part of ``full`` itself and takes no memory. At level 3 ``full`` has memory only while
+it is needed (see `gatherer`): its storage is given back and taken again underneath the tensors that autograd has saved,
+so that a backward pass finds the weights where it left them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from pdrun.parallel.comm.sharded import Comm, Pending
+from pdrun.parallel.model.weights import Weight
+from pdrun.parallel.zero.flat_layout import FlatLayout, Segment, lay_out
+
+
+class Cut:
+    """
+    Sharded weights.
+
+    Args:
+        weights: of one type, all or none of them trained.
+        comm: the axis, with as many shards as the bundle is cut into.
+        compute: type in which the model computes with them.
+        train: type of the master.
+        released: whether ``full`` has memory only while it is needed (level 3).
+        home: where the master lives; the device of the axis, or the host.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[Weight],
+        comm: Comm,
+        *,
+        compute: torch.dtype,
+        train: torch.dtype,
+        released: bool,
+        home: torch.device,
+        label: str,
+    ) -> None:
+        self.weights, self.comm, self.compute, self.released, self.label = list(weights), comm, compute, released, label
+        self.chunks = tuple(sorted({chunk for weight in weights for chunk in weight.chunks}))
+        """The parts of a pipeline's stage that compute with any of them."""
+        self.layout: FlatLayout = lay_out([(w.name, w.shape) for w in weights], comm.shards, comm.world)
+        self.segments: list[Segment] = self.layout.segments(comm.shard)
+        self.home = home
+        self._pending: Pending | None = None
+        self.full = torch.zeros(self.layout.numel, dtype=compute, device=comm.device)
+        self._own = self.full.narrow(0, comm.shard * self.layout.length, self.layout.length)
+        self.shared = compute == train and not released and home == comm.device
+        """Whether the master is a part of ``full``."""
+        self.master = self._own if self.shared else torch.zeros(self.layout.length, dtype=train, device=home)
+        self._views = self._fill()
+        self.parts = [nn.Parameter(self._part(segment), weights[segment.slot].trained) for segment in self.segments]
+        """What the optimizer trains: a segment each."""
+        self._blank = torch.full((), float("nan"), dtype=compute, device=comm.device)
+        self.open = True
+        """Whether ``full`` has memory."""
+        if released:
+            self.close()
+
+    def _fill(self) -> list[torch.Tensor]:
+        """Copy the weights in and make the model's parameters views; return the views."""
+        views = [self.full.narrow(0, slot.start, slot.numel).view(slot.shape) for slot in self.layout.slots]
+        with torch.no_grad():
+            if not self.shared:
+                for segment in self.segments:
+                    whole = self.weights[segment.slot].param.detach().reshape(-1)
+                    part = whole.narrow(0, segment.start, segment.numel)
+                    self.master.narrow(0, segment.offset, segment.numel).copy_(part)
+            for weight, view in zip(self.weights, views, strict=True):
+                view.copy_(weight.param.detach())
+                weight.param.data = view
+        return views
+
+    def _part(self, segment: Segment) -> torch.Tensor:
+        """Return a segment of the master; where it is a whole weight, in its shape."""
+        slot = self.layout.slots[segment.slot]
+        piece = self.master.narrow(0, segment.offset, segment.numel)
+        return piece.view(slot.shape) if segment.numel == slot.numel else piece
+
+    # ---- from the masters to the model -------------------------------------------------------------------------------
+
+    def publish(self) -> None:
+        """Start giving every rank of the shard group the new weights, after an optimizer step (levels 1 and 2)."""
+        if not self.released:
+            self._gather()
+
+    def start(self) -> None:
+        """Start gathering the weights of a unit that is about to compute (level 3)."""
+        if not self.open and self._pending is None:
+            self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
+            self._gather()
+
+    def ready(self) -> None:
+        """Wait until the model's parameters hold the weights."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+            if not self.open:
+                self.open = True
+                for weight, view in zip(self.weights, self._views, strict=True):
+                    weight.param.data = view
+
+    def close(self) -> None:
+        """
+        Give the memory of ``full`` back; the model's parameters keep their shapes and read as NaN.
+
+        An access outside of the unit that owns a weight shows as NaN, not as a read of memory that is someone else's.
+        """
+        if self._pending is not None:
+            self.ready()
+        if not self.open:
+            return
+        self.open = False
+        for weight in self.weights:
+            weight.param.data = self._blank.expand(weight.shape)
+        self.full.untyped_storage().resize_(0)
+
+    def _gather(self) -> None:
+        with torch.no_grad():
+            shard = self.master
+            if shard.device != self.comm.device or shard.dtype != self.compute:
+                shard = shard.to(device=self.comm.device, dtype=self.compute, non_blocking=True)
+            if self.comm.shards == 1 or not self.released:  # gathered in place
+                if shard.data_ptr() != self._own.data_ptr():
+                    self._own.copy_(shard)
+                shard = self._own
+            self._pending = self.comm.gather(self.full, shard, self.label)

@@ -1,0 +1,192 @@
+"""
+What a process of pdrun does before anything else, so that no moment of its life is without an answer.
+
+    descriptors 0-2    one that was closed (``>&-``) becomes /dev/null; else the next file would get its number
+    SIGINT and others  until somebody takes them (`pdrun.launcher.common.signals`), they end the process quietly with 128 + N
+    RLIMIT_NOFILE      raised towards the hard limit for pdrun itself; workers get back what the user had
+    PDRUN_TOKEN        taken out of the environment and kept (`token`): no child has it that is not handed it
+
+Only the mains call `begin`, never a library: handlers and limits are the process's own. No import of it takes time.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # nothing that takes time comes before the handlers
+    from collections.abc import Mapping
+    from types import FrameType
+
+    from pdrun.errors import ConfigError
+
+STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP)
+MOST = 1 << 16
+"""Descriptors that pdrun gives itself at most; far more than any node needs."""
+FEWEST_FILES = 64
+"""Descriptors with which anything small can be done."""
+TOKEN = "PDRUN_TOKEN"
+
+_users: list[tuple[int, int]] = []
+_token: list[str] = []
+
+
+def begin() -> None:
+    """Do what the module says. What was inherited as ignored (nohup's SIGHUP, a background job's SIGINT) stays so."""
+    for number in STOP:
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, leave)
+    token()
+    _open_closed()
+    _raise_limit()
+
+
+def leave(number: int, frame: FrameType | None) -> None:
+    """The handler: nothing has begun that would have to be ended, and what was started notices the end by itself."""
+    os._exit(128 + number)
+
+
+def give_back() -> None:
+    """From here on Ctrl-C is a KeyboardInterrupt again: for a command that wants to tidy up its screen."""
+    for number in STOP:
+        if signal.getsignal(number) is leave:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+def afterwards(before: object) -> object:
+    """
+    Return the handler for the time after somebody has taken a signal, given the one from before.
+
+    In a process that began with `begin` the job is over then, and its exit code stands: nothing may change it any more.
+    """
+    return signal.SIG_IGN if before is leave else before
+
+
+def _open_closed() -> None:
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            got = os.open(os.devnull, os.O_RDWR)  # the lowest free number: this one, since those below it are open
+            os.set_inheritable(got, True)
+            if getattr(sys, name) is None:
+                setattr(sys, name, os.fdopen(got, "w" if number else "r", closefd=False))
+
+
+# The token ------------------------------------------------------------------------------------------------------------
+
+
+def token() -> str | None:
+    """
+    Return what PDRUN_TOKEN said, the same at every call; the first one takes it out of the environment.
+
+    The one place that reads the variable: mains call this before they start anything, libraries when they need the
+    secret. A token that was set since then counts.
+    """
+    if (text := os.environ.pop(TOKEN, None)) is not None:
+        _token[:] = [text]
+    return _token[-1] if _token else None
+
+
+def without_token(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment for a child of a process whose own is the user's affair (`pdrun.launch`)."""
+    return {name: value for name, value in environ.items() if name != TOKEN}
+
+
+def with_token(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment for a child that needs the token itself, or hands it on to one that does."""
+    text = token()
+    return {**environ, **({TOKEN: text} if text is not None else {})}
+
+
+# Descriptors ----------------------------------------------------------------------------------------------------------
+
+
+def users_limit() -> tuple[int, int] | None:
+    """RLIMIT_NOFILE (soft, hard) as the user had it; None where this process has not changed it."""
+    return _users[-1] if _users else None
+
+
+def remember_limit(soft: int, hard: int) -> None:
+    """The user's limit, told by the process that has raised this one's."""
+    _users[:] = [(soft, hard)]
+
+
+def _raise_limit() -> None:
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (OSError, ValueError):
+        return
+    remember_limit(soft, hard)
+
+
+def need_descriptors(count: int, what: str) -> None:
+    """
+    Complain when this process may not open ``count`` files.
+
+    Raises:
+        ConfigError: it may not.
+    """
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < count:
+        raise too_few(what, count)
+
+
+def too_few(what: str, count: int) -> ConfigError:
+    """The error for EMFILE: ``what`` needs about ``count`` descriptors in one process."""
+    import resource
+
+    from pdrun.errors import ConfigError
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return ConfigError(
+        f"a process may open {soft} files here, and {what} needs about {count}", where="RLIMIT_NOFILE",
+        hint=f"raise the limit: ulimit -n {max(1024, count)}",
+    )  # fmt: skip
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether an error (of the system, or of zmq) means that no descriptor was left."""
+    return getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE)
+
+
+# Processes and threads ------------------------------------------------------------------------------------------------
+
+
+def no_more_processes(error: BaseException) -> bool:
+    """Whether an error means that no process and no thread may be started any more."""
+    if isinstance(error, RuntimeError):
+        return "can't start new thread" in str(error)
+    return isinstance(error, BlockingIOError) and error.errno == errno.EAGAIN
+
+
+def too_many_processes(what: str) -> ConfigError:
+    """The error for that: ``what`` could not start one more."""
+    import resource
+
+    from pdrun.errors import ConfigError
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    limit = "no limit" if soft == resource.RLIM_INFINITY else str(soft)
+    return ConfigError(
+        f"{what} could start no further process or thread here (ulimit -u: {limit})", where="RLIMIT_NPROC",
+        hint="raise that limit, or pids.max of the control group (a container's --pids-limit); or end other processes",
+    )  # fmt: skip
+
+
+def explained(error: BaseException, what: str, files: int) -> ConfigError | None:
+    """Return what an error says of this machine's limits, or None: ``what`` needs about ``files`` descriptors."""
+    if ran_out(error):
+        return too_few(what, files)
+    return too_many_processes(what) if no_more_processes(error) else None

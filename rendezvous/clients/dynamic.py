@@ -1,0 +1,215 @@
+"""
+The dynamic cluster: processes started by hand, or by another tool, meet at a scheduler and get ranks. No launcher.
+
+    PDRUN_ROLE=scheduler PDRUN_SCHEDULER=10.0.0.1:7077 PDRUN_WORKERS=2 python train.py     # waits for the workers
+    PDRUN_ROLE=worker    PDRUN_SCHEDULER=10.0.0.1:7077 PDRUN_WORKERS=2 python train.py     # twice, anywhere
+
+MindSpore's names (MS_ROLE, MS_SCHED_HOST, MS_SCHED_PORT, MS_WORKER_NUM, MS_NODE_ID, MS_TOPO_TIMEOUT) are read too.
+Each worker is a node of its own with one worker. This file reads the environment; `pdrun.rendezvous.clients.member` joins.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from pdrun.endpoint import Endpoint, check_host, parse_endpoint, parse_port
+from pdrun.errors import ConfigError, PdrunError, UsageError
+from pdrun.names import check_name
+from pdrun.rendezvous.clients.member import DynamicMember, join_scheduler
+from pdrun.rendezvous.policies.texts import count
+from pdrun.rendezvous.protocol.events import SchedulerConfig
+from pdrun.rendezvous.protocol.security import Secret, find_secret
+
+__all__ = ["DynamicMember", "DynamicSpec", "from_environ", "join", "run_scheduler"]
+
+_T = TypeVar("_T")
+Role = Literal["scheduler", "worker"]
+_OURS = ("PDRUN_ROLE", "PDRUN_WORKERS")
+"""PDRUN_SCHEDULER, PDRUN_NODE_RANK and PDRUN_JOB mean something to the launcher, too: alone they say nothing here."""
+_MINDSPORE = ("MS_ROLE", "MS_SCHED_HOST", "MS_SCHED_PORT", "MS_WORKER_NUM")
+_ROLES: Mapping[str, Role] = {
+    "scheduler": "scheduler", "worker": "worker", "MS_SCHED": "scheduler", "MS_WORKER": "worker",
+}  # fmt: skip
+_NO_SERVERS = "pdrun has no parameter servers, only a scheduler and workers"
+
+
+@dataclass(frozen=True)
+class DynamicSpec:
+    """What the environment of one process of a dynamic cluster says."""
+
+    role: Role
+    scheduler: Endpoint
+    workers: int
+    """Processes of role worker in the job."""
+    rank: int | None = None
+    """The rank that this worker asks for (PDRUN_NODE_RANK, or MS_NODE_ID where it is a number)."""
+    name: str = ""
+    """Name of this worker (PDRUN_WORKER_ID, or MS_NODE_ID); empty: made from host and process id."""
+    job: str = "dynamic"
+    timeout: float = 600.0
+    """Seconds for all to come together."""
+    journal: str = ""
+    """File from which a scheduler that died is resumed by starting it again (PDRUN_JOURNAL); empty: none."""
+
+
+def from_environ(environ: Mapping[str, str]) -> DynamicSpec | None:
+    """
+    Read the dynamic cluster's variables; None where there are none.
+
+    Raises:
+        ConfigError: a variable is missing, wrong, or PDRUN_* and MS_* contradict each other; names the variable.
+    """
+    if not any(environ.get(name) for name in (*_OURS, *_MINDSPORE)):
+        return None
+    try:
+        return _read(environ)
+    except UsageError as error:  # of a parser that the command line has, too
+        raise ConfigError(error.what, where=error.where, hint=error.hint) from None
+
+
+def _read(environ: Mapping[str, str]) -> DynamicSpec:
+    ours = any(environ.get(name) for name in _OURS)
+    role: Role | None = _agreed(
+        "role", _role(environ, "PDRUN_ROLE"), _role(environ, "MS_ROLE"), "PDRUN_ROLE", "MS_ROLE"
+    )
+    if role is None:
+        raise _missing("PDRUN_ROLE" if ours else "MS_ROLE", environ)
+    scheduler = _agreed(
+        "scheduler", _our_scheduler(environ), _their_scheduler(environ),
+        "PDRUN_SCHEDULER", "MS_SCHED_HOST with MS_SCHED_PORT",
+    )  # fmt: skip
+    if scheduler is None:
+        raise _missing("PDRUN_SCHEDULER" if ours else "MS_SCHED_HOST", environ)
+    workers = _agreed(
+        "workers", _count(environ, "PDRUN_WORKERS", 1), _count(environ, "MS_WORKER_NUM", 1),
+        "PDRUN_WORKERS", "MS_WORKER_NUM",
+    )  # fmt: skip
+    if workers is None:
+        raise _missing("PDRUN_WORKERS" if ours else "MS_WORKER_NUM", environ)
+    rank, name = _identity(environ)
+    if rank is not None and rank >= workers:
+        raise ConfigError(
+            f"rank {rank} is not below the {count(workers, 'worker')}", where="PDRUN_NODE_RANK or MS_NODE_ID"
+        )
+    job = environ.get("PDRUN_JOB") or "dynamic"
+    timeout = _count(environ, "MS_TOPO_TIMEOUT", 1)
+    return DynamicSpec(
+        role, scheduler, workers, rank, name, check_name(job, where="PDRUN_JOB"), float(timeout or 600),
+        environ.get("PDRUN_JOURNAL", ""),
+    )
+
+
+def run_scheduler(
+    spec: DynamicSpec, *, secret: Secret | None = None, grace: float = 30.0, say: Callable[[str], None] | None = None
+) -> int:
+    """Serve the job of a ``scheduler`` process until it is over; return the job's code."""
+    from pdrun.rendezvous.journal.recovery import of_same_run
+    from pdrun.rendezvous.scheduler.standalone import serve_standalone
+
+    journal = Path(spec.journal) if spec.journal else None
+    secret = secret or find_secret()[0]
+    config = SchedulerConfig(
+        job=spec.job, run=f"{spec.job}-{secrets.token_hex(4)}", nodes=spec.workers, start_timeout=spec.timeout,
+        grace=grace, host=socket.gethostname(), unit="worker",
+    )  # fmt: skip
+    how = f"start each worker with PDRUN_ROLE=worker PDRUN_SCHEDULER={spec.scheduler} PDRUN_WORKERS={spec.workers}"
+    return serve_standalone(
+        of_same_run(config, journal), secret, spec.scheduler, say=say, how_to_join=how, journal=journal
+    )
+
+
+def join(
+    spec: DynamicSpec, *, secret: Secret | None = None, say: Callable[[str], None] | None = None
+) -> DynamicMember:
+    """
+    Take part as a worker: returns when all are here, with this process's rank.
+
+    From then on a thread keeps the connection; when the job is stopped because a peer failed, it prints the cause and
+    ends this process by SIGTERM, after the grace by SIGKILL.
+
+    Raises:
+        RendezvousError, AuthenticationError, ConfigError: the job did not come together; says why.
+    """
+    if spec.role != "worker":
+        raise ConfigError("is not worker", where="PDRUN_ROLE", hint="a scheduler calls run_scheduler")
+    member = join_scheduler(
+        spec.scheduler, secret or find_secret()[0], job=spec.job, name=spec.name, rank=spec.rank, timeout=spec.timeout,
+        say=say,
+    )  # fmt: skip
+    if member.world_size != spec.workers:
+        found = member.world_size
+        member.finish(78)
+        raise ConfigError(
+            f"this process expects {count(spec.workers, 'worker')}, the scheduler has {found}", where="PDRUN_WORKERS"
+        )
+    return member
+
+
+# Reading variables ----------------------------------------------------------------------------------------------------
+
+
+def _role(environ: Mapping[str, str], variable: str) -> Role | None:
+    text = environ.get(variable)
+    if not text:
+        return None
+    if text in ("MS_PSERVER", "MS_SERVER"):
+        raise ConfigError(f"{text} is not supported: {_NO_SERVERS}", where=variable)
+    known = [name for name in _ROLES if name.startswith("MS_") == variable.startswith("MS_")]
+    if text not in known:
+        raise ConfigError(f"{text!r} is not one of {', '.join(known)}", where=variable)
+    return _ROLES[text]
+
+
+def _our_scheduler(environ: Mapping[str, str]) -> Endpoint | None:
+    text = environ.get("PDRUN_SCHEDULER")
+    return parse_endpoint(text, where="PDRUN_SCHEDULER") if text else None
+
+
+def _their_scheduler(environ: Mapping[str, str]) -> Endpoint | None:
+    host, port = environ.get("MS_SCHED_HOST"), environ.get("MS_SCHED_PORT")
+    if not host and not port:
+        return None
+    for name, value in (("MS_SCHED_HOST", host), ("MS_SCHED_PORT", port)):
+        if not value:
+            raise _missing(name, environ)
+    return Endpoint(
+        check_host(host or "", where="MS_SCHED_HOST"), parse_port(port or "", where="MS_SCHED_PORT")
+    )
+
+
+def _identity(environ: Mapping[str, str]) -> tuple[int | None, str]:
+    theirs = environ.get("MS_NODE_ID") or ""
+    numeric = bool(re.fullmatch(r"[0-9]{1,9}", theirs))
+    rank = _agreed(
+        "rank", _count(environ, "PDRUN_NODE_RANK", 0), int(theirs) if numeric else None, "PDRUN_NODE_RANK", "MS_NODE_ID"
+    )
+    name = environ.get("PDRUN_WORKER_ID") or ("" if numeric else theirs)
+    return rank, check_name(name, where="PDRUN_WORKER_ID or MS_NODE_ID") if name else ""
+
+
+def _count(environ: Mapping[str, str], variable: str, least: int) -> int | None:
+    text = environ.get(variable)
+    if not text:
+        return None
+    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < least:
+        raise ConfigError(f"{text!r} is not a whole number of at least {least}", where=variable)
+    return int(text)
+
+
+def _agreed(what: str, ours: _T | None, theirs: _T | None, our_name: str, their_name: str) -> _T | None:
+    """Return the one value that is there; two that differ are an error with both."""
+    if ours is not None and theirs is not None and ours != theirs:
+        raise ConfigError(f"two values for the {what}: {our_name} says {ours}, {their_name} says {theirs}")
+    return theirs if ours is None else ours
+
+
+def _missing(variable: str, environ: Mapping[str, str]) -> PdrunError:
+    there = ", ".join(name for name in (*_OURS, "PDRUN_SCHEDULER", *_MINDSPORE) if environ.get(name))
+    return ConfigError(f"is not set, though {there} is" if "," not in there else f"is not set, though {there} are",
+                       where=variable)  # fmt: skip

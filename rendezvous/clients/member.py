@@ -1,0 +1,329 @@
+"""
+One process of a dynamic cluster: joins as a node with one worker, beats from a thread, and leaves with its outcome.
+
+Limits. The exit code is known when the process ends by `sys.exit`, by an uncaught exception or by running to its end;
+``raise SystemExit(n)`` and ``os._exit`` pass Python's hooks by. A process that is killed is noticed by its connection.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from pdrun import async_writer as lane
+from pdrun.endpoint import Endpoint, parse_endpoint
+from pdrun.errors import AuthenticationError, ConfigError, PdrunError, PeerLost, RendezvousError
+from pdrun.rendezvous.protocol.messages import (
+    Assign,
+    Cause,
+    CauseKind,
+    Finished,
+    Join,
+    Leave,
+    Message,
+    Ready,
+    Refuse,
+    Start,
+    StopWorkers,
+    Verdict,
+    Waiting,
+    Welcome,
+    WorkerExit,
+)
+from pdrun.rendezvous.protocol.security import Secret
+from pdrun.rendezvous.scheduler.local_link import ZmqLink
+from pdrun.rendezvous.transport.listen import bind_listener
+from pdrun.rendezvous.transport.ready import readable
+
+FAREWELL = 10.0
+"""Seconds that the end of the process waits, at most, until the scheduler has read its last words."""
+LINGER = 1.0
+"""Seconds that the connection has to hand over the very last word, which nobody depends on."""
+
+
+def join_scheduler(
+    scheduler: Endpoint, secret: Secret, *, job: str, name: str = "", rank: int | None = None, timeout: float = 600.0,
+    say: Callable[[str], None] | None = None,
+) -> DynamicMember:  # fmt: skip
+    """
+    Join the job at ``scheduler`` and wait until all are there.
+
+    Args:
+        name: of this worker, unique in the job; empty: made from host name and process id.
+        rank: the rank to ask for.
+        timeout: seconds to reach the scheduler; how long it then gathers is its own affair.
+
+    Raises:
+        RendezvousError, AuthenticationError, ConfigError: with the scheduler's reason, if it gave one.
+    """
+    say = say or lane.say
+    host = socket.gethostname()
+    store = bind_listener(Endpoint(_local_address(scheduler), 0))
+    link = ZmqLink(scheduler, secret, job=job, host=host, start_timeout=timeout, on_status=say)
+    address = Endpoint(*store.getsockname()[:2])
+    # A number of fixed width, so that workers of one host stand in the order of their process ids.
+    wish = Join(
+        name or f"{host}-{os.getpid():08d}", rank, 1, {"host": f"{host}:{_boot_id()}", **_facts()}, str(address)
+    )
+    try:
+        welcome, assign = _take_part(link, wish, say)
+    except BaseException:
+        link.close(0.5)
+        store.close()
+        raise
+    if assign.first_rank != 0:
+        store.close()
+    return DynamicMember(
+        rank=assign.first_rank, world_size=assign.world_size, local_rank=assign.local_rank,
+        local_world_size=assign.local_world_size, master=parse_endpoint(assign.master, where="master"),
+        job=welcome.job, run=welcome.run, generation=assign.generation, name=wish.node, host=host,
+        store_socket=store if assign.first_rank == 0 else None, _link=link, _say=say,
+    )  # fmt: skip
+
+
+@dataclass
+class DynamicMember:
+    """This process's place in a dynamic cluster, and its connection."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    """Among the workers on this host, in the order of their ranks."""
+    local_world_size: int
+    master: Endpoint
+    """Where the store of rank 0 is, or will be: its socket is already listening."""
+    job: str
+    run: str
+    generation: int
+    name: str
+    host: str
+    store_socket: socket.socket | None
+    """On rank 0: the listening socket behind `master`, to be given to the store. The caller owns it."""
+    _link: ZmqLink
+    _say: Callable[[str], None]
+    _outcome: Cause | None = None
+    _finished: bool = False
+    _words: queue.SimpleQueue[Message | None] = field(default_factory=queue.SimpleQueue)
+
+    def __post_init__(self) -> None:
+        self._pid = os.getpid()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+        self._thread = threading.Thread(target=self._live, name="pdrun-member", daemon=True)
+        self._thread.start()
+        self._watch_exit()
+
+    def finish(self, code: int = 0) -> None:
+        """
+        Report the end of this worker and leave; returns when the scheduler has read that (bounded). Only the first
+        call counts.
+
+        Called by itself when the interpreter exits.
+        """
+        if self._finished or os.getpid() != self._pid:
+            return
+        self._finished = True
+        cause = self._outcome or Cause("exit" if code else "ok", code, summary=f"exit code {code}" if code else "")
+        for message in (WorkerExit(self.generation, self.rank, cause), Finished(self.generation), None):
+            self._words.put(message)
+        self._wake()
+        self._thread.join(FAREWELL + 2 * LINGER)
+
+    # At the end of the process ----------------------------------------------------------------------------------------
+
+    def _watch_exit(self) -> None:
+        hook, leave = sys.excepthook, sys.exit
+
+        def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
+            if os.getpid() == self._pid and self._outcome is None:
+                self._outcome = _cause_of(kind, error, trace)
+            return hook(kind, error, trace)
+
+        def on_exit(status: Any = None, /) -> Any:
+            if os.getpid() == self._pid and threading.current_thread() is threading.main_thread():
+                code = status & 0xFF if isinstance(status, int) else int(status is not None)
+                self._outcome = Cause("exit", code, summary=f"exit code {code}") if code else None
+            return leave(status)
+
+        sys.excepthook = on_exception
+        sys.exit = on_exit  # the only place where the code of sys.exit can be seen
+        atexit.register(self.finish)
+
+    # The thread -------------------------------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        try:
+            os.write(self._wake_write, b"x")
+        except OSError:
+            pass
+
+    def _live(self) -> None:
+        """Keep the connection until the end of the process or of the job."""
+        try:
+            while self._turn():
+                pass
+        except PdrunError as error:
+            if not self._finished:
+                self._die(f"job stopped: {error}", signal.SIGTERM, 5.0)
+        finally:
+            self._link.close(LINGER)
+
+    def _turn(self) -> bool:
+        due = self._link.deadline()
+        wait = 0.5 if due is None else max(0.0, due - time.monotonic())
+        ready = readable(self._link.fileno(), self._wake_read, wait=wait)
+        if self._wake_read in ready:
+            os.read(self._wake_read, 64)
+        while not self._words.empty():
+            message = self._words.get()
+            if message is None:
+                self._depart()
+                return False
+            self._link.send(message)
+        for message in self._link.poll():
+            if isinstance(message, StopWorkers) and not self._finished:
+                self._die(f"job stopped: {message.reason}", message.signal, message.grace)
+                return False
+            if isinstance(message, Verdict | Refuse) and message.code and not self._finished:
+                self._die(f"job stopped: {message.reason}", signal.SIGTERM, 5.0)
+                return False
+        return True
+
+    def _depart(self, patience: float = FAREWELL) -> None:
+        """Leave, but not before the scheduler has read what was said: a node that is cut off earlier counts as lost."""
+        deadline = time.monotonic() + patience
+        self._link.confirm()
+        while not self._link.confirmed and time.monotonic() < deadline:
+            due = min(self._link.deadline() or deadline, deadline)
+            readable(self._link.fileno(), wait=due - time.monotonic())
+            if any(isinstance(message, Verdict | Refuse) for message in self._link.poll()):
+                break
+        self._link.send(Leave())
+
+    def _die(self, why: str, number: int, grace: float) -> None:
+        """
+        End this process: by the signal, and by SIGKILL after ``grace`` seconds.
+
+        The scheduler is told first when the signal is certain to end it; else `finish` tells after the handler.
+        """
+        self._say(f"{why} (rank {self.rank} ends by signal {number})")
+        stopped = Cause("stopped", 128 + number, number, summary="ended because the job was stopped")
+        certain = signal.getsignal(number) is signal.SIG_DFL if number != signal.SIGKILL else True
+        if certain:
+            self._finished = True
+            for message in (WorkerExit(self.generation, self.rank, stopped), Finished(self.generation)):
+                self._link.send(message)
+            with contextlib.suppress(PdrunError):
+                self._depart(min(grace, LINGER))
+            self._link.close(0.5)
+            lane.flush(min(grace, LINGER))
+            os.kill(self._pid, number)
+        else:
+            self._outcome = self._outcome or stopped
+            os.kill(self._pid, number)
+        self._outlive(time.monotonic() + grace)
+
+    def _outlive(self, deadline: float) -> None:
+        """Wait for the end of the process; pass its last words on; kill it when its time is over."""
+        while time.monotonic() < deadline:
+            try:
+                message = self._words.get(timeout=min(0.5, max(0.01, deadline - time.monotonic())))
+            except queue.Empty:
+                if not self._finished:
+                    with contextlib.suppress(PdrunError):  # a scheduler that is lost does not lift the deadline
+                        self._link.poll()
+                continue
+            if message is None:
+                with contextlib.suppress(PdrunError):
+                    self._depart()
+                return
+            self._link.send(message)
+        os.kill(self._pid, signal.SIGKILL)
+
+
+def _take_part(link: ZmqLink, wish: Join, say: Callable[[str], None]) -> tuple[Welcome, Assign]:
+    """Go from Hello to Start."""
+    welcome: Welcome | None = None
+    assign: Assign | None = None
+    while True:
+        due = link.deadline()
+        readable(link.fileno(), wait=0.5 if due is None else due - time.monotonic())
+        for message in link.poll():
+            match message:
+                case Welcome():
+                    welcome = message
+                    link.send(wish)
+                case Waiting(present, missing, expected):
+                    say(f"{len(present)} of {expected} workers are here, missing: {', '.join(missing)}")
+                case Assign(generation=generation):
+                    assign = message
+                    link.send(Ready(generation))
+                case Start() if welcome and assign:
+                    return welcome, assign
+                case Refuse(code, reason) | Verdict(code, reason):
+                    raise _error(code, reason, str(link.endpoint))
+                case _:
+                    pass
+
+
+def _error(code: int, reason: str, where: str) -> PdrunError:
+    kinds = {kind.exit_code: kind for kind in (ConfigError, AuthenticationError)}
+    error = kinds.get(code, RendezvousError)(reason, where=where)
+    error.exit_code = code or RendezvousError.exit_code
+    return error
+
+
+def _local_address(scheduler: Endpoint) -> str:
+    """Return this machine's address on the way to the scheduler; asks the kernel, sends nothing."""
+    try:
+        found = socket.getaddrinfo(scheduler.host, scheduler.port, type=socket.SOCK_DGRAM)
+        family, kind, _, _, address = found[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"{scheduler.host} cannot be reached from here: {reason}", where=str(scheduler)) from None
+
+
+def _boot_id() -> str:
+    """Tell two machines apart that call themselves by one name."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def _facts() -> dict[str, str]:
+    import importlib.metadata
+    import platform
+
+    return {"pdrun": importlib.metadata.version("pdrun"), "python": platform.python_version()}
+
+
+def _cause_of(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Cause:
+    text = "".join(traceback.format_exception(kind, error, trace))
+    lines = "".join(traceback.format_exception_only(kind, error)).splitlines()
+    # not the last: a message may have several lines, and notes; a SyntaxError's place stands indented above it
+    summary = next((line for line in lines if line[:1] not in ("", " ")), kind.__name__)
+    how: CauseKind = "exception"
+    if isinstance(error, KeyboardInterrupt):
+        return Cause("signal", 130, signal.SIGINT, time.monotonic(), "interrupted (SIGINT)", text[-65536:])
+    signs = ("Connection closed by peer", "Connection reset")
+    if isinstance(error, ConnectionError | PeerLost) or any(sign in text for sign in signs):
+        how = "communication"
+    code = error.exit_code if isinstance(error, PdrunError) else 1  # as `pdrun.init` ends a process
+    return Cause(how, code, 0, time.monotonic(), summary[:500], text[-65536:])

@@ -1,0 +1,149 @@
+"""
+Somebody who looks at a job from outside, or ends it: one connection from the first question to the last answer.
+
+What is learned by staying connected cannot be learned by asking anew each time: that the scheduler which answered is
+still the same, and whether one that says nothing is out of reach (then it is waited for) or has gone (its port refuses
+connections). Whoever has asked once is told the last status unasked when the job is over (`pdrun.rendezvous.scheduler.service`).
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, TypeVar
+
+from pdrun.endpoint import Endpoint
+from pdrun.errors import AuthenticationError, PdrunError, RendezvousError
+from pdrun.rendezvous.protocol.messages import Leave, Refuse, StatusQuery, StatusReply, StopRequest, Welcome
+from pdrun.rendezvous.transport.ready import readable
+from pdrun.rendezvous.transport.zmq_client import ZmqLink
+
+if TYPE_CHECKING:
+    from pdrun.rendezvous.protocol.security import Secret
+
+FIRST = 5.0
+"""Seconds for the first word of a scheduler."""
+AGAIN = 1.0
+"""Seconds after which a question is asked once more: it may have gone with a connection that was cut."""
+PROBE = 1.0
+"""Seconds that an attempt to connect may take."""
+_Kind = TypeVar("_Kind", Welcome, StatusReply)
+
+
+class Viewer:
+    """See the module. A context manager: the connection ends with it."""
+
+    def __init__(
+        self, endpoint: Endpoint, secret: Secret | None, *, insecure: bool = False, stops: bool = False,
+        timeout: float = FIRST, patience: float = 0.0,
+    ) -> None:  # fmt: skip
+        """
+        Connect, and wait for the scheduler's welcome.
+
+        Args:
+            stops: `stop` will be called; a viewer's key does not open that.
+            timeout: seconds for the welcome.
+            patience: seconds for which a scheduler that is lost later is waited for at least; the job's own by default.
+
+        Raises:
+            AuthenticationError: the token differs. RendezvousError: nobody answered, or it refused.
+        """
+        self.endpoint = endpoint
+        self._link = ZmqLink(
+            endpoint, secret, role="agent" if stops else "view", start_timeout=timeout, insecure=insecure,
+            patience=patience,
+        )  # fmt: skip
+        try:
+            welcome = self._next(Welcome, time.monotonic() + timeout)
+            if welcome is None:
+                raise RendezvousError(f"no answer within {timeout:g} s: {self._link.absence}", where=str(endpoint))
+        except BaseException:
+            self._link.close(0.0)
+            raise
+        self.job, self.run = welcome.job, welcome.run
+        """Names of the job, empty where no node has named it yet, and of its run."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Say good-bye."""
+        self._link.send(Leave())
+        self._link.close(0.5)
+
+    def lines(self, timeout: float = FIRST) -> list[str] | None:
+        """
+        Ask for the job's event lines, oldest first; None: no answer within ``timeout`` seconds, which may yet come.
+
+        Raises:
+            RendezvousError: the scheduler was out of reach for longer than the job bears that, or another one answers.
+        """
+        reply = self._next(StatusReply, time.monotonic() + timeout, asking=True)
+        return None if reply is None else list(reply.lines)
+
+    def stop(self, signal: int, by: str, *, force: bool = False) -> None:
+        """Ask that the job be stopped; what `lines` returns afterwards is the answer of one who has heard that."""
+        self._link.send(StopRequest(signal, by, force))
+
+    @property
+    def gone(self) -> bool:
+        """Whether the scheduler is not merely out of reach: nobody listens at its address any more, or another one."""
+        return self._link.replaced or (self._link.nobody_there and _refuses(self.endpoint))
+
+    def _next(self, kind: type[_Kind], deadline: float, *, asking: bool = False) -> _Kind | None:
+        ask_at = time.monotonic() if asking else math.inf
+        while True:
+            found: _Kind | None = None
+            for message in self._link.poll():
+                if isinstance(message, Refuse):
+                    raise _refused(message, self.endpoint)
+                if isinstance(message, kind):
+                    found = message  # of several answers the last
+            now = time.monotonic()
+            if found is not None or now >= deadline:
+                return found
+            if now >= ask_at:
+                self._link.send(StatusQuery())
+                ask_at = now + AGAIN
+            due = min(self._link.deadline() or deadline, deadline, ask_at)
+            readable(self._link.fileno(), wait=due - time.monotonic())
+
+
+def query_status(
+    endpoint: Endpoint, secret: Secret | None, *, insecure: bool = False, timeout: float = FIRST
+) -> list[str]:
+    """
+    Return the event lines of the job at ``endpoint``, oldest first: one question.
+
+    Raises:
+        AuthenticationError: the token differs. RendezvousError: nobody answered within ``timeout`` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    with Viewer(endpoint, secret, insecure=insecure, timeout=timeout) as viewer:
+        lines = viewer.lines(deadline - time.monotonic())
+    if lines is None:
+        raise RendezvousError(f"no answer within {timeout:g} s", where=str(endpoint))
+    return lines
+
+
+def _refuses(endpoint: Endpoint) -> bool:
+    """Whether the machine at ``endpoint`` says that nobody listens at the port; one that says nothing tells nothing."""
+    try:
+        socket.create_connection((endpoint.host, endpoint.port), PROBE).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _refused(message: Refuse, endpoint: Endpoint) -> PdrunError:
+    kind = AuthenticationError if message.code == AuthenticationError.exit_code else RendezvousError
+    return kind(message.reason, where=str(endpoint))

@@ -1,0 +1,6 @@
+"""
+What a successor needs.
+
+May import: membership, protocol.
+Start reading here: file.py.
+"""

@@ -1,0 +1,182 @@
+"""
+A scheduler's way into the job: begin it with a fresh journal, without one, or go on from where a predecessor died.
+
+A scheduler inside the agent has no journal, and loads none of what deals with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pdrun import eventlog
+from pdrun.clock import Clock
+from pdrun.errors import ConfigError, RendezvousError
+from pdrun.eventlog import Event
+from pdrun.rendezvous.membership.machine import Membership
+from pdrun.rendezvous.protocol.events import Happening, SchedulerConfig
+
+if TYPE_CHECKING:
+    from pdrun.rendezvous.journal.replay import Keeper
+
+
+TAIL = 1 << 18
+"""Bytes at the end of an event log that may have come after what a journal's last commit led to."""
+
+
+@dataclass
+class Recovery:
+    """The machine, and what keeps its successor able to go on."""
+
+    machine: Membership
+    scheduler: str
+    """Incarnation of this scheduler."""
+    shift: float = 0.0
+    """To be added to the clock: after a start of the whole host it begins anew, and time never goes back."""
+    resumed: bool = False
+    said: tuple[Event, ...] = ()
+    """What predecessors had said for the event log, and"""
+    unwritten: tuple[Event, ...] = ()
+    """those at its end which are missing in the log."""
+    warning: str = ""
+    """What the user should know: a half-written end, or no journal at all."""
+    _keeper: Keeper | None = None
+    on_lost: Callable[[], None] = field(default=lambda: None)
+    """Called when the journal is given up, before anything is done that it does not hold."""
+
+    def before(self, event: Happening) -> None:
+        """Called before each step of the machine."""
+        if self._keeper is not None:
+            self._keeper.before(self.machine, event)
+
+    def after(self, now: float) -> None:
+        """Called after each step, before its actions are carried out."""
+        if self._keeper is not None:
+            self._keeper.after(self.machine, now)
+
+    def commit(self) -> str:
+        """
+        Make the steps since the last call safe; return a warning when that is not possible any more.
+
+        A disk that is full, gone or silent does not end a healthy job: it loses only its way back from a second fault.
+        """
+        if self._keeper is None:
+            return ""
+        try:
+            self._keeper.journal.commit()
+            return ""
+        except OSError as error:
+            path = self._keeper.journal.path
+            self.on_lost()
+            self.forget()
+            return _without(path, error)
+
+    def forget(self) -> None:
+        """Remove the journal: the job is over, or nobody is to go on from it."""
+        if self._keeper is not None:
+            self._keeper.journal.discard()
+            self._keeper = None
+
+    def close(self) -> None:
+        """Let the journal go; a successor may go on from it."""
+        if self._keeper is not None:
+            self._keeper.journal.close()
+            self._keeper = None
+
+
+def begin(config: SchedulerConfig, clock: Clock, journal: Path | None = None) -> Recovery:
+    """Begin a job. A journal that cannot be written is a warning, not an error."""
+    now, scheduler = clock.monotonic(), os.urandom(16).hex()
+    found = Recovery(Membership(config, scheduler, now), scheduler)
+    if journal is not None:
+        from pdrun.rendezvous.journal.file import Header, create, digest
+        from pdrun.rendezvous.journal.replay import Keeper
+
+        header = Header(config.job, config.run, digest(config), scheduler, now, clock.wall())
+        try:
+            found._keeper = Keeper(create(journal, header))
+        except OSError as error:
+            found.warning = _without(journal, error)
+    return found
+
+
+def resume(config: SchedulerConfig, clock: Clock, journal: Path, events: Path | None = None) -> Recovery:
+    """
+    Go on with the job of a journal.
+
+    Args:
+        config: as the predecessor's.
+        events: the event log, to complete it.
+
+    Raises:
+        FileNotFoundError: the journal was removed just now: the job is over.
+        ConfigError: the journal is another job's, or another scheduler writes it.
+        RendezvousError: it is damaged, or cannot be read; names file and place.
+    """
+    from pdrun.rendezvous.journal.file import digest, reopen
+    from pdrun.rendezvous.journal.replay import Keeper, not_written, replay
+
+    writer, past = reopen(journal)
+    header = past.header
+    if (header.job, header.run) != (config.job, config.run) or header.config != digest(config):
+        writer.close()
+        named = f"job '{header.job}', " if header.job else ""  # a scheduler that stands alone may not know it yet
+        raise ConfigError(
+            f"the journal is of {named}run {header.run}, or of other settings than these",
+            where=str(journal), hint="start the scheduler with the same options, or name another journal",
+        )  # fmt: skip
+    restored = replay(config, past, journal)
+    unsure = sum(len(event.to_line()) + 1 for event in restored.said[len(restored.said) - restored.unsure :])
+    end = list(eventlog.tail(events, unsure + TAIL)) if events is not None and events.exists() else []
+    last = past.entries[-1].now if past.entries else header.now
+    torn = f"the end of the scheduler's journal was half-written: {past.torn} bytes of it were cut off"
+    return Recovery(
+        restored.machine, os.urandom(16).hex(), max(0.0, last - clock.monotonic()), True, restored.said,
+        tuple(not_written(restored, end)), torn if past.torn else "", Keeper(writer),
+    )  # fmt: skip
+
+
+def enter(config: SchedulerConfig, clock: Clock, journal: Path | None, events: Path | None = None) -> Recovery:
+    """Resume where there is a journal, begin where there is none or nothing stands in it. Raises as `resume`."""
+    if journal is not None and _tells(journal):
+        with contextlib.suppress(FileNotFoundError):  # while its lock was waited for
+            return resume(config, clock, journal, events)
+    return begin(config, clock, journal)
+
+
+def of_same_run(config: SchedulerConfig, journal: Path | None) -> SchedulerConfig:
+    """
+    Return the configuration with the run of an existing journal: for a scheduler that makes up its run's name.
+
+    Raises:
+        RendezvousError: the journal is damaged, or cannot be read (a folder, say).
+    """
+    from pdrun.rendezvous.journal.file import read_header
+
+    try:
+        if journal is None or not _tells(journal):
+            return config
+        return replace(config, run=read_header(journal).run)
+    except FileNotFoundError:  # a moment ago it was there
+        return config
+    except OSError as error:
+        raise RendezvousError(
+            f"the scheduler's journal cannot be read: {error.strerror}", where=str(journal)
+        ) from None  # fmt: skip
+
+
+def _tells(journal: Path) -> bool:
+    from pdrun.rendezvous.journal.file import is_blank
+
+    return journal.exists() and not is_blank(journal)
+
+
+def _without(path: Path, error: OSError) -> str:
+    return (
+        f"the scheduler's journal {path} cannot be written ({error.strerror or error}): the job goes on, but it ends "
+        "should the scheduler die"
+    )

@@ -1,0 +1,118 @@
+"""What is true of a membership after every step, whatever happened. For tests, and for reading as a specification."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+
+from pdrun.rendezvous.membership import sizing as elastic
+from pdrun.rendezvous.membership.machine import JobState, Membership
+from pdrun.rendezvous.membership.nodes import Phase
+from pdrun.rendezvous.policies.verdict import first_cause
+
+IDLE = (JobState.GATHERING, JobState.DONE)
+
+
+class InvariantError(AssertionError):
+    """The machine is in a state that must not exist."""
+
+
+def check(machine: Membership) -> None:
+    """Raise InvariantError when something is true of ``machine`` that never may be."""
+    for about in (_about_job, _about_waits, _about_nodes, _about_ranks, _about_connections):
+        for problem in about(machine):
+            raise InvariantError(f"{problem} (job is {machine.state.value}, generation {machine.generation})")
+
+
+def _about_job(machine: Membership) -> Iterator[str]:
+    if (machine.state is JobState.DONE) != (machine.verdict is not None):
+        yield "a job is done exactly when it has a verdict"
+    if machine.done and machine.verdict is None:
+        yield "the scheduler goes before the verdict"
+    config, attempts = machine.config, machine.attempts
+    if config.restart_window is None and machine.restarts > config.max_restarts:
+        yield f"{machine.restarts} restarts of {config.max_restarts}"
+    if len(attempts.times) > config.max_restarts:
+        yield f"{len(attempts.times)} restarts of {config.max_restarts} in the window"
+    if machine.state in (JobState.ASSIGNING, JobState.RUNNING) and machine.failures:
+        yield "a failure is known and nobody was told to stop"
+    if machine.failures.first != first_cause(machine.failures):
+        yield "the first cause that was kept is not the first cause"
+
+
+def _about_waits(machine: Membership) -> Iterator[str]:
+    """Whatever is waited for has an end."""
+    ending = machine.state in (JobState.RESTARTING, JobState.STOPPING)
+    if ending and machine.ending is None:
+        yield "workers are being ended without a deadline"
+    if not ending and machine.ending is not None and machine.state is not JobState.DONE:
+        yield "nobody is being ended, and there is a deadline for it"
+    if machine.inquiry is not None and machine.state is not JobState.RUNNING:
+        yield "a hang is looked into and nothing runs"
+    if machine.changed or machine.fenced:
+        yield "what was decided has not been done"
+
+
+def _about_nodes(machine: Membership) -> Iterator[str]:
+    config, members = machine.config, machine.members
+    if len(members) - len(machine.departing) > config.nodes + config.spares:
+        yield f"{len(members)} nodes of {config.nodes} and {config.spares} spares"
+    if {member.name: member for member in members.values()} != machine.names or len(machine.names) != len(members):
+        yield "two nodes have one name"
+    claims = {m.join.node_rank: m for m in members.values() if m.join.node_rank is not None}
+    if claims != machine.claims:
+        yield "two nodes asked for one place"
+    phases = Counter(member.phase for member in members.values())
+    if any(phases[phase] != count for phase, count in machine.counts.items()):
+        yield "the phases are not counted right"
+    if machine.cut != {agent: member for agent, member in members.items() if member.peer is None}:
+        yield "the nodes that are cut off are not those without a connection"
+    if machine.departing != {agent: member for agent, member in members.items() if member.departs}:
+        yield "the departing nodes are not those that have a reason"
+    if any(agent in machine.gone for agent in members):
+        yield "a node that was given up is here"
+    allowed = {
+        JobState.GATHERING: {Phase.JOINED},
+        JobState.ASSIGNING: {Phase.STANDBY, Phase.JOINED, Phase.READY},
+    }.get(machine.state, {Phase.STANDBY, Phase.RUNNING, Phase.FINISHED})
+    if machine.state is not JobState.DONE and not set(phases) <= allowed:
+        yield f"nodes are {', '.join(phase.value for phase in phases)}"
+
+
+def _about_ranks(machine: Membership) -> Iterator[str]:
+    """One generation at a time, each rank in it once, and none on a node that stands by."""
+    assigns = sorted(machine.assigns.values(), key=lambda assign: assign.node_rank)
+    if machine.state not in IDLE and not elastic.least(machine.config) <= len(assigns) <= machine.config.nodes:
+        yield f"a generation of {len(assigns)} nodes"
+    if assigns and {assign.generation for assign in assigns} != {machine.generation}:
+        yield "two generations at a time"
+    if [assign.node_rank for assign in assigns] != list(range(len(assigns))):
+        yield "node indices are not 0 to n-1"
+    if len({(assign.world_size, assign.master, assign.restarts, assign.agreed_step) for assign in assigns}) > 1:
+        yield "nodes of one generation were told different things"
+    firsts = [assign.first_rank for assign in assigns] + [assign.world_size for assign in assigns[:1]]
+    if any(lower >= upper for lower, upper in itertools.pairwise(firsts)) or firsts[:1] not in ([], [0]):
+        yield "ranks are not 0 to n-1, each once"
+    for agent, member in machine.members.items():
+        assign = machine.assigns.get(agent)
+        if assign is None and member.phase in (Phase.READY, Phase.RUNNING, Phase.FINISHED):
+            yield f"{member.name} runs without a place"
+        if assign is not None and (assign.node_rank != member.index or assign.first_rank != member.first_rank):
+            yield f"{member.name} was told another place than it has"
+        if member.phase is Phase.STANDBY and (assign is not None or member.ranks or member.exits):
+            yield f"{member.name} stands by and has ranks"
+        if member.exits and not set(member.exits) <= set(member.ranks):
+            yield "a worker ended on a node that does not have its rank"
+
+
+def _about_connections(machine: Membership) -> Iterator[str]:
+    for member in machine.members.values():
+        if member.peer is not None and member.peer not in machine.sessions:
+            yield f"{member.name} has a connection that is not open"
+    if machine.agents != {session.hello.agent: peer for peer, session in machine.sessions.items()}:
+        yield "the connections of the agents are not the open ones"
+    if len(machine.agents) != len(machine.sessions):
+        yield "one agent has two connections"
+    if any(session.hello.agent in machine.gone for session in machine.sessions.values()):
+        yield "an agent that was given up is still connected"

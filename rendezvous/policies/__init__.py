@@ -1,0 +1,6 @@
+"""
+Decisions that know no Job: restart or not, first cause, stragglers, hang report, texts.
+
+May import: protocol.
+Start reading here: verdict.py.
+"""

@@ -1,0 +1,122 @@
+"""
+Whether a job is tried again after a failure, and how soon. Pure: settings, what was tried before, and the failure.
+
+A restart is refused where it cannot help (the program is not there, an import fails everywhere, the same failure comes
+back at once), where the user's exit codes say so, and where the budget is used up. Membership changes of an elastic job
+are no restarts, and not asked for here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from pdrun.rendezvous.policies.verdict import Reported, own
+from pdrun.rendezvous.protocol.events import SchedulerConfig
+from pdrun.rendezvous.protocol.messages import Cause, Failure
+
+HOPELESS = frozenset({"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError"})
+"""What every attempt meets again, where it is all that the workers died of."""
+LOOP_LENGTH = 4
+"""So often the same failure in a row, each soon after the start, is a crash loop."""
+LOOP_WITHIN = 10.0
+QUICK = 60.0
+"""Seconds; the restart of a generation that lived for less follows quickly upon the one before."""
+LONGEST_DELAY = 30.0
+_CHANGING = re.compile(r"0x[0-9a-fA-F]+|\d+")
+
+
+@dataclass(frozen=True)
+class Attempts:
+    """What was tried before. `counted` and `after_failure` return the next one."""
+
+    restarts: int = 0
+    """All restarts of the job so far: what its workers see."""
+    times: tuple[float, ...] = ()
+    """When those were that the budget may still count."""
+    quick: int = 0
+    """Restarts in quick succession."""
+    signature: str = ""
+    """Of the last first cause, when it came soon after a start."""
+    alike: int = 0
+    """How often it has come in a row."""
+
+
+def budget(config: SchedulerConfig, attempts: Attempts, now: float) -> int:
+    """Return how many restarts are left."""
+    return config.max_restarts - len(_counting(config, attempts, now))
+
+
+def counted(config: SchedulerConfig, attempts: Attempts, lived: float, now: float) -> Attempts:
+    """Return the attempts with one restart more, of a generation that ``lived`` so many seconds."""
+    return replace(
+        attempts, restarts=attempts.restarts + 1, times=(*_counting(config, attempts, now), now),
+        quick=attempts.quick + 1 if lived < QUICK else 1,
+    )  # fmt: skip
+
+
+def delay(config: SchedulerConfig, attempts: Attempts) -> float:
+    """Return the seconds to wait before the restart that was just counted: 0, b, 2b, 4b ... in quick succession."""
+    if attempts.quick < 2:
+        return 0.0
+    return min(LONGEST_DELAY, config.backoff * 2.0 ** min(attempts.quick - 2, 16))
+
+
+def after_failure(attempts: Attempts, first: Failure, lived: float, progressed: bool) -> Attempts:
+    """Return the attempts with the first cause of the generation that has just failed noted."""
+    if lived >= LOOP_WITHIN or progressed:
+        return replace(attempts, signature="", alike=0)
+    signature = f"{first.rank} {first.cause.kind} {blanked(first.cause.summary)}"
+    return replace(attempts, signature=signature, alike=attempts.alike + 1 if signature == attempts.signature else 1)
+
+
+def refusal(
+    config: SchedulerConfig, attempts: Attempts, failures: Sequence[Reported], first: Failure, now: float
+) -> str | None:
+    """
+    Return None when the job is to be tried again, else why it is not, for the verdict; empty: nothing need be said.
+
+    Args:
+        attempts: with this failure noted (`after_failure`).
+        failures: all of the generation.
+        first: the one that explains them.
+    """
+    if not config.max_restarts:
+        return ""
+    code = first.cause.code or 1
+    if not first.cause.retry:
+        return "not restarted: another attempt cannot help"
+    if config.restart_on and code not in config.restart_on:
+        return f"not restarted: exit code {code} is not one of --restart-on"
+    if code in config.no_restart_on:
+        return f"not restarted: exit code {code} is one of --no-restart-on"
+    if hopeless([item.failure.cause for item in failures]):
+        return "not restarted: every worker that failed by itself met an import or syntax error"
+    if attempts.alike >= LOOP_LENGTH:
+        return f"not restarted: the same failure {attempts.alike} times in a row, each soon after the start"
+    if budget(config, attempts, now) <= 0:
+        if config.restart_window is not None:
+            return f"no restart is left: {config.max_restarts} within {config.restart_window:g} s"
+        return "no restart is left"
+    return None
+
+
+def hopeless(causes: Sequence[Cause]) -> bool:
+    """Whether every worker that failed by itself met an error that the next attempt meets again."""
+    mine = [cause for cause in causes if own(cause)]
+    return bool(mine) and all(
+        cause.kind == "exception" and re.split(r"[:\s]", cause.summary, maxsplit=1)[0].rsplit(".", 1)[-1] in HOPELESS
+        for cause in mine
+    )
+
+
+def blanked(text: str) -> str:
+    """Return a text without the numbers and addresses that differ from one attempt, or process, to the next."""
+    return _CHANGING.sub("#", text)
+
+
+def _counting(config: SchedulerConfig, attempts: Attempts, now: float) -> tuple[float, ...]:
+    if config.restart_window is None:
+        return attempts.times
+    return tuple(at for at in attempts.times if now - at < config.restart_window)

@@ -1,0 +1,166 @@
+"""
+Who was it? Ranks the failures of a job by kind first, by time second, and words the verdict.
+
+A process that dies because its peer died dies with a communication error, often *earlier* than the peer's own
+traceback is complete; so the kind of a cause says more than its time. Clocks of two nodes are never compared:
+inside a node `Cause.at` counts, between nodes the order in which the scheduler heard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pdrun.rendezvous.policies.texts import after_restarts
+from pdrun.rendezvous.protocol.messages import Cause, CauseKind, Failure, Verdict
+
+_RANKING: dict[CauseKind, int] = {
+    "exception": 0, "startup": 0, "hang": 0, "signal": 1, "oom": 1, "exit": 2, "lost": 3, "suspect": 4,
+    "communication": 5, "stopped": 6, "ok": 7,
+}  # fmt: skip
+
+MOST_OTHERS = 8
+_OTHER_TRACEBACK = 4096
+_OTHER_TAIL = 5
+
+
+@dataclass(frozen=True)
+class Reported:
+    """A failure, and when the scheduler heard of it."""
+
+    failure: Failure
+    order: int
+    """Place among the failures of its generation, as they arrived."""
+    at: float
+    """When it arrived, on the scheduler's clock."""
+    ended: str = ""
+    """Which ranks had ended without an error before, where this one says that a peer is gone."""
+
+
+class Failures(Sequence[Reported]):
+    """
+    The failures of one generation as they arrive, each in constant time and in little memory: only the first cause so
+    far keeps all of its text, a few others the end of theirs.
+    """
+
+    def __init__(self) -> None:
+        self._all: list[Reported] = []
+        self._first: int | None = None
+        self._own: set[int] = set()
+        """Ranks that failed by themselves and still have some text."""
+        self._own_since: float | None = None
+
+    def add(self, failure: Failure, now: float, ended: str = "") -> None:
+        """One more, at its arrival (see `Reported`); a rank that hung has failed already, whatever it ends with."""
+        if self.hung == failure.rank:
+            return
+        new = Reported(failure, len(self._all), now, ended)
+        mine = own(failure.cause)
+        if mine and self._own_since is None:
+            self._own_since = now
+        self._all.append(new)
+        before = self.first
+        if before is None or first_cause((before, new)) is new:
+            self._first, new = new.order, before or new
+        if new.order == self._first:
+            return
+        keep = own(new.failure.cause) and (new.failure.rank in self._own or len(self._own) < MOST_OTHERS)
+        if keep:
+            self._own.add(new.failure.rank)
+        self._all[new.order] = replace(new, failure=_trimmed(new.failure) if keep else _bare(new.failure))
+
+    @property
+    def first(self) -> Reported | None:
+        """The one that explains the others: the same as `first_cause` of all."""
+        return None if self._first is None else self._all[self._first]
+
+    @property
+    def hung(self) -> int | None:
+        """The rank that was given up because it hung."""
+        return self._all[0].failure.rank if self._all and self._all[0].failure.cause.kind == "hang" else None
+
+    def own_before(self, time: float) -> bool:
+        """Whether some worker had failed by itself before ``time``."""
+        return self._own_since is not None and self._own_since < time
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._all[index]
+
+    def __iter__(self) -> Iterator[Reported]:
+        return iter(self._all)
+
+
+def own(cause: Cause) -> bool:
+    """Whether a worker failed by itself, not because a peer or pdrun ended it."""
+    return _RANKING[cause.kind] <= _RANKING["exit"]
+
+
+def failed(cause: Cause) -> bool:
+    """Whether a worker ended in any way but well."""
+    return cause.kind != "ok" or cause.code != 0
+
+
+def first_cause(failures: Sequence[Reported]) -> Reported | None:
+    """Return the failure that explains the others, or None when there is none."""
+    if not failures:
+        return None
+    best = min(_RANKING[item.failure.cause.kind] for item in failures)
+    alike = [item for item in failures if _RANKING[item.failure.cause.kind] == best]
+    node = min(alike, key=lambda item: item.order).failure.node
+    there = [item for item in alike if item.failure.node == node]
+    return min(there, key=lambda item: (item.failure.cause.at, item.order))
+
+
+def describe(failure: Failure) -> str:
+    """Return ``rank 1 on node0 failed: ValueError: boom``, one line."""
+    cause = failure.cause
+    why = cause.summary.splitlines()[0] if cause.summary.strip() else f"exit code {cause.code}"
+    word = "hung" if cause.kind == "hang" else "failed"
+    return f"rank {failure.rank} on {failure.node} {word}: {why}"
+
+
+def worded(
+    failures: Sequence[Reported], *, restarts: int, code: int | None = None, reason: str = "", why_not: str = ""
+) -> Verdict:
+    """
+    Return the verdict over a job that failed.
+
+    Args:
+        failures: all that was reported in the last generation.
+        restarts: how often the job was started again before.
+        code, reason: given when something other than a worker ended the job (a signal, a lost node, a limit); a
+            worker's own code is used otherwise. After the last restart too: the reason then tells the count.
+        why_not: why the job is not tried again, where that needs saying.
+    """
+    first = first_cause(failures) if code is None else None
+    others = [item.failure for item in failures if item is not first and own(item.failure.cause)]
+    victims = sum(not own(item.failure.cause) for item in failures if item is not first)
+    if code is None:
+        code, reason = (first.failure.cause.code or 1, describe(first.failure)) if first else (70, reason)
+    if first and first.failure.cause.kind == "communication":
+        # known of the failure that arrived first, which need not be the first in time
+        ended = next((item.ended for item in failures if item.ended), "")
+        reason = f"{reason}; {ended}" if ended else reason
+    if why_not and first:
+        reason = f"{reason} ({why_not})"
+    return Verdict(
+        code=code, reason=after_restarts(reason, restarts), first=first.failure if first else None,
+        others=tuple(_trimmed(other) for other in others[:MOST_OTHERS]), victims=victims,
+    )  # fmt: skip
+
+
+def _trimmed(failure: Failure) -> Failure:
+    """Cut what a further failure carries, so that a verdict always fits in one message."""
+    cause = failure.cause
+    return replace(
+        failure, cause=replace(cause, traceback=cause.traceback[-_OTHER_TRACEBACK:], tail=cause.tail[-_OTHER_TAIL:])
+    )
+
+
+def _bare(failure: Failure) -> Failure:
+    """A failure without its text: one of a hundred thousand."""
+    return replace(failure, cause=replace(failure.cause, traceback="", tail=()))

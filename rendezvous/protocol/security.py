@@ -1,0 +1,268 @@
+"""
+One 32-byte secret a user, and everything that is derived from it: CURVE keys, and the token text that people copy.
+
+HKDF-SHA256 makes key pairs from the secret: the scheduler's, and one for each role of its clients (agent, view, relay).
+So the scheduler's public key is itself unknown to outsiders: without the secret there is not even a handshake.
+
+Where the secret comes from, first hit wins: a token file, PDRUN_TOKEN_FILE, PDRUN_TOKEN (`pdrun.process_setup` has taken it out
+of the environment and keeps it), the user's cookie, made on first need. The cookie is per user and not per job, so that
+two of a user's jobs that meet at one address can authenticate and be told about each other by name.
+
+Limits: root, and code that runs as the same user, can read the secret. It never appears on a command line.
+"""
+
+from __future__ import annotations
+
+import base64
+import errno
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NoReturn
+
+from pdrun import process_setup as early
+from pdrun.errors import ConfigError
+from pdrun.private_folder import make_private
+
+SIZE = 32
+"""Bytes of a secret."""
+_SALT = b"pdrun-v1"
+_PREFIX = "pdrun1"
+_LONGEST_FILE = 4096
+
+
+class Secret:
+    """32 bytes that never show: not in repr, str, pickles or copies by accident. `reveal` is the one way to them."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: bytes) -> None:
+        if len(value) != SIZE:
+            raise ConfigError(f"a secret has {SIZE} bytes, not {len(value)}")
+        self._value = bytes(value)
+
+    @classmethod
+    def random(cls) -> Secret:
+        """Return a fresh secret."""
+        return cls(secrets.token_bytes(SIZE))
+
+    @classmethod
+    def from_hex(cls, text: str) -> Secret:
+        """Inverse of ``reveal().hex()``: how it travels on a child's stdin."""
+        try:
+            return cls(bytes.fromhex(text))
+        except ValueError:
+            raise ConfigError("the secret is not hexadecimal") from None
+
+    def reveal(self) -> bytes:
+        """Return the bytes. Never log, format or pass them on a command line."""
+        return self._value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Secret) and hmac.compare_digest(self._value, other._value)
+
+    def __hash__(self) -> int:
+        return hash((Secret, self._value))
+
+    def __repr__(self) -> str:
+        return "Secret(...)"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Secret is not pickled")
+
+
+@dataclass(frozen=True)
+class KeyPair:
+    """A CURVE key pair in ZeroMQ's Z85 spelling."""
+
+    public: bytes
+    private: bytes
+
+    def __repr__(self) -> str:
+        return f"KeyPair(public={self.public!r})"
+
+
+def hkdf(secret: bytes, info: bytes, salt: bytes = _SALT) -> bytes:
+    """Return 32 bytes by HKDF-SHA256 (RFC 5869), one block of output."""
+    key = hmac.new(salt, secret, hashlib.sha256).digest()
+    return hmac.new(key, info + b"\x01", hashlib.sha256).digest()
+
+
+def key_pair(secret: Secret, who: Literal["server", "agent", "view", "relay"]) -> KeyPair:
+    """Return the CURVE keys of the scheduler or of a role of its clients."""
+    import zmq
+    from zmq.utils import z85
+
+    private = z85.encode(hkdf(secret.reveal(), who.encode()))
+    return KeyPair(public=zmq.curve_public(private), private=private)
+
+
+# Token text -----------------------------------------------------------------------------------------------------------
+
+
+def token_text(secret: Secret) -> str:
+    """Return the secret as text for copying: ``pdrun1-SECRET-SERVERKEYHASH-CRC``. It *is* the secret: never log it."""
+    body = f"{_PREFIX}-{_base32(secret.reveal())}-{_fingerprint(secret)}"
+    return f"{body}-{_checksum(body)}"
+
+
+def parse_token(text: str, *, where: str) -> Secret:
+    """
+    Return the secret in a token text; white space around it is allowed.
+
+    Raises:
+        ConfigError: truncated, mistyped or of another version; says which, and never shows the token.
+    """
+    parts = text.strip().split("-")
+    if parts[0].lower() != _PREFIX:
+        version = parts[0][:12] if parts[0].lower().startswith("pdrun") and len(parts) > 1 else ""
+        what = f"a token of another version ({version!r})" if version else "not a token"
+        raise ConfigError(what, where=where, hint=f"a token begins with {_PREFIX}-; `pdrun token create` makes one")
+    if len(parts) != 4 or len(parts[3]) < 8:
+        raise ConfigError("the token is cut off", where=where, hint="copy all of it, in one line")
+    body = f"{_PREFIX}-{parts[1].upper()}-{parts[2].upper()}"
+    if parts[3].lower() != _checksum(body):
+        raise ConfigError("the token is mistyped (its checksum does not fit)", where=where, hint="copy it again")
+    try:
+        secret = Secret(base64.b32decode(parts[1].upper() + "=" * (-len(parts[1]) % 8)))
+    except (ValueError, ConfigError):
+        raise ConfigError(f"the token does not hold {SIZE} bytes", where=where) from None
+    if parts[2].upper() != _fingerprint(secret):
+        raise ConfigError("the token names another scheduler key than its secret makes", where=where)
+    return secret
+
+
+def _base32(data: bytes) -> str:
+    return base64.b32encode(data).decode().rstrip("=")
+
+
+def _fingerprint(secret: Secret) -> str:
+    return _base32(hashlib.sha256(key_pair(secret, "server").public).digest()[:10])
+
+
+def _checksum(body: str) -> str:
+    return f"{zlib.crc32(body.encode()):08x}"
+
+
+# Where it comes from --------------------------------------------------------------------------------------------------
+
+
+def find_secret(token_file: str = "", *, environ: Mapping[str, str] | None = None) -> tuple[Secret, str]:
+    """
+    Return the secret and where it came from, for `--explain`; the same however often it is asked for.
+
+    Args:
+        token_file: from ``--token-file``; empty when it was not given.
+        environ: stands in for the process's environment, and for what was taken out of it.
+
+    Raises:
+        ConfigError: a source that was named is unusable; nothing weaker is tried instead.
+    """
+    environ = _environment() if environ is None else environ
+    token = environ.get(early.TOKEN)
+    if token_file:
+        return read_token_file(token_file, where="--token-file"), f"--token-file {token_file}"
+    if path := environ.get("PDRUN_TOKEN_FILE"):
+        return read_token_file(path, where="PDRUN_TOKEN_FILE"), f"PDRUN_TOKEN_FILE={path}"
+    if token is not None:
+        return parse_token(token, where=early.TOKEN), early.TOKEN
+    path_of_cookie = cookie_path(environ)
+    return load_cookie(path_of_cookie), f"cookie {path_of_cookie}"
+
+
+def is_named(token_file: str = "") -> bool:
+    """Whether the user has said which secret to take, so that `find_secret` need not come to the cookie."""
+    return bool(token_file) or early.TOKEN in (around := _environment()) or bool(around.get("PDRUN_TOKEN_FILE"))
+
+
+def _environment() -> dict[str, str]:
+    return early.with_token(os.environ)
+
+
+def read_token_file(name: str, *, where: str) -> Secret:
+    """Return the secret of a file that holds a token text; it must belong to the user (or root) and be private."""
+    data = _read_private(Path(name), where=where)
+    try:
+        return parse_token(data.decode("ascii"), where=f"{where} {name}")
+    except UnicodeDecodeError:
+        raise ConfigError("not a token", where=f"{where} {name}") from None
+
+
+def cookie_path(environ: Mapping[str, str]) -> Path:
+    """Return ``$XDG_CONFIG_HOME/pdrun/cookie``, by default below ``~/.config``."""
+    base = environ.get("XDG_CONFIG_HOME") or ""
+    if not base.startswith("/"):
+        home = environ.get("HOME") or ""
+        if not home.startswith("/"):
+            raise ConfigError("HOME is not set", where="cookie", hint="set HOME, or give --token-file or PDRUN_TOKEN")
+        base = f"{home}/.config"
+    return Path(base) / "pdrun" / "cookie"
+
+
+def load_cookie(path: Path) -> Secret:
+    """
+    Return the user's own secret, made on first need.
+
+    Of several processes that make it at once all get the same: each writes a file of its own and only the first to
+    link it to ``path`` wins, so that the file is whole from the moment at which it exists.
+    """
+    if not os.path.lexists(path):
+        _make_cookie(path)
+    data = _read_private(path, where="cookie", allow_root=False)
+    if len(data) != SIZE:
+        raise ConfigError(
+            f"{len(data)} bytes instead of {SIZE}", where=f"cookie {path}", hint=f"remove it: rm {path}"
+        )
+    return Secret(data)
+
+
+def _make_cookie(path: Path) -> None:
+    draft = path.with_name(f".cookie-{os.getpid()}-{secrets.token_hex(8)}")
+    try:
+        make_private(path.parent)
+        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            with open(fd, "wb", buffering=0) as file:
+                os.fchmod(fd, 0o600)
+                if file.write(secrets.token_bytes(SIZE)) != SIZE:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                os.fsync(fd)
+            try:
+                os.link(draft, path, follow_symlinks=False)
+            except FileExistsError:
+                pass  # another process was first: its cookie is the one
+        finally:
+            draft.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot be made: {error.strerror}", where=f"cookie {path}", hint="give --token-file or PDRUN_TOKEN"
+        ) from None
+
+
+def _read_private(path: Path, *, where: str, allow_root: bool = True) -> bytes:
+    """Return the bytes of a small regular file that nobody else can read or change; never follows a last symlink."""
+    place = f"{where} {path}"
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ConfigError("is a symbolic link", where=place, hint="name the file itself") from None
+        raise ConfigError(f"cannot be read: {error.strerror}", where=place) from None
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise ConfigError("is no regular file", where=place)
+        if status.st_uid != os.geteuid() and not (allow_root and status.st_uid == 0):
+            raise ConfigError(f"belongs to user {status.st_uid}, not to you", where=place, hint="make your own")
+        if status.st_mode & 0o077:
+            mode = stat.S_IMODE(status.st_mode)
+            raise ConfigError(f"others may use it (mode {mode:04o})", where=place, hint=f"chmod 600 {path}")
+        return os.read(fd, _LONGEST_FILE)
+    finally:
+        os.close(fd)

@@ -1,0 +1,6 @@
+"""
+The scheduler as a process or library, and its relays.
+
+May import: journal, transport, membership, policies, protocol.
+Start reading here: service.py.
+"""

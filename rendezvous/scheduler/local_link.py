@@ -1,0 +1,127 @@
+"""
+The agent's end: a link to a scheduler in this process (`LocalLink`) or over TCP (`ZmqLink`).
+
+Both links are `pdrun.launcher.agent.interfaces.Link` by shape. This module imports no ZeroMQ: `ZmqLink` does, when it is made
+(see `pdrun.rendezvous.transport.zmq_client`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pdrun import async_writer as lane
+from pdrun.clock import Clock, SystemClock
+from pdrun.eventlog import Event, EventLog
+from pdrun.rendezvous.protocol.events import SchedulerConfig
+from pdrun.rendezvous.protocol.messages import PROTOCOL, Envelope, Hello, Message
+from pdrun.rendezvous.scheduler.service import Service
+from pdrun.rendezvous.transport.base import MemoryHub
+
+if TYPE_CHECKING:
+    from pdrun.rendezvous.transport.zmq_client import ZmqLink as ZmqLink
+
+__all__ = ["LocalLink", "ZmqLink"]
+
+
+def __getattr__(name: str) -> object:
+    """Load `ZmqLink`, and ZeroMQ with it, on first use."""
+    if name == "ZmqLink":
+        from pdrun.rendezvous.transport.zmq_client import ZmqLink
+
+        return ZmqLink
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class LocalLink:
+    """A link to a scheduler that lives in this very process: for a job of one node. Nothing listens, nobody beats."""
+
+    def __init__(
+        self, config: SchedulerConfig, *, host: str = "", events_path: Path | str | None = None,
+        record: Callable[[Event], None] | None = None, clock: Clock | None = None,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            config: of the scheduler; its ``nodes`` should be 1.
+            host: name of this host, for messages.
+            events_path: file of the event log; None: none is written.
+            record: is given each event, too.
+        """
+        self._clock = clock or SystemClock()
+        self._log = EventLog(Path(events_path)) if events_path else None
+        self._also = record
+        self._service = Service(
+            replace(config, heartbeat=0.0), MemoryHub(), clock=self._clock, record=self._record
+        )
+        hub = self._service.transport
+        assert isinstance(hub, MemoryHub)
+        self._end = hub.connect()
+        self._agent = os.urandom(16).hex()
+        self._sequence = 0
+        self._job, self._host = config.job, host
+        self._inbox: list[Message] = []
+        self.send(self._hello())
+
+    def fileno(self) -> int:
+        """There is none: ask `deadline`."""
+        return -1
+
+    def send(self, message: Message) -> None:
+        """Hand a message to the scheduler; its answers are there at once."""
+        self._end.send(Envelope(self._agent, 0, self._sequence, message))
+        self._sequence += 1
+        self._turn()
+
+    def poll(self) -> Sequence[Message]:
+        """Let the scheduler work and return what it says."""
+        self._turn()
+        result, self._inbox = self._inbox, []
+        return result
+
+    def deadline(self) -> float | None:
+        """When `poll` is due: now when something lies there, else at the scheduler's next tick."""
+        now = self._clock.monotonic()
+        return now if self._inbox else now + self._service.machine.tick_every
+
+    def silent_for(self) -> float:
+        """A scheduler in this process is never out of reach."""
+        return 0.0
+
+    def cut_off_for(self) -> float:
+        """A scheduler in this process is never cut off."""
+        return 0.0
+
+    def renew(self) -> None:
+        """Begin again as a new agent, after the old one was given up."""
+        self._end.close()
+        self._service.poll_once(0.0)
+        hub = self._service.transport
+        assert isinstance(hub, MemoryHub)
+        self._end, self._inbox = hub.connect(), []
+        self._agent, self._sequence = os.urandom(16).hex(), 0
+        self.send(self._hello())
+
+    def close(self, timeout: float = 1.0) -> None:
+        """End the scheduler, too."""
+        self._end.close()
+        self._service.poll_once(0.0)
+        self._service.transport.close(0.0)
+        if self._log and (missing := self._log.close()):
+            lane.say(missing)
+
+    def _hello(self) -> Hello:
+        return Hello(PROTOCOL, "agent", self._job, self._agent, 0, self._host, os.getpid())
+
+    def _turn(self) -> None:
+        self._service.poll_once(0.0)
+        self._inbox += [envelope.body for envelope in self._end.take()]
+
+    def _record(self, events: Sequence[Event]) -> None:
+        if self._log:
+            self._log.extend(events)
+        if self._also:
+            for event in events:
+                self._also(event)

@@ -1,0 +1,133 @@
+"""
+Many conversations over one connection: the frames that a relay and the scheduler exchange. Pure.
+
+A frame is MAGIC, then items one after the other, each a kind (1 byte), a length (4, big-endian) and so many bytes:
+
+    1 said     number (4), role (1), an envelope as `codec` writes it     an agent's word, or one for an agent
+    2 ended    number (4)                                                 its connection is over, or is to be ended
+    3 heard    pulse (4), then numbers (4 each)                           these agents beat and hear our echoes
+    4 pulse    pulse (4)                                                  the scheduler's answer to heard
+
+Numbers name the connections of one relay and are never used twice. Envelopes travel as they are; whoever ends the
+conversation checks them, so that a relay costs little and can forge nothing that an agent could not say.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from pdrun.rendezvous.protocol.codec import CodecError
+from pdrun.rendezvous.protocol.messages import Envelope
+
+MAGIC = b"pdrun relay 1\n"
+LIMIT = Envelope.LIMIT + 4096
+"""Bytes of a frame, at most."""
+FULL = 1 << 18
+"""Bytes after which a frame takes no further item."""
+ROLES = ("", "agent", "view")
+BESIDE, ALONE = "relay", "relay-alone"
+"""Senders of the echoes that a relay answers itself: one beside the scheduler, one at an address of its own."""
+
+_HEAD = struct.Struct("!BI")
+_SAID = struct.Struct("!IB")
+_NUMBER = struct.Struct("!I")
+
+
+@dataclass(frozen=True)
+class Said:
+    """A word of, or for, one agent."""
+
+    number: int
+    role: str
+    """What the agent's key has proved to the relay; empty when nothing was proved, and towards the agent."""
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The connection of an agent is over (from the relay), or is to be ended (from the scheduler)."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Heard:
+    """These agents have beaten since the last time, and hear what they are answered."""
+
+    pulse: int
+    """Counts up; answered by Pulse."""
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """The scheduler is alive: it has read the Heard of that number."""
+
+    pulse: int
+
+
+Item = Said | Ended | Heard | Pulse
+
+
+def pack(items: Iterable[Item]) -> Iterator[bytes]:
+    """Yield as few frames as hold the items in their order."""
+    parts, size = [MAGIC], len(MAGIC)
+    for item in items:
+        kind, body = _body(item)
+        if size + len(body) > FULL and len(parts) > 1:
+            yield b"".join(parts)
+            parts, size = [MAGIC], len(MAGIC)
+        parts += (_HEAD.pack(kind, len(body)), body)
+        size += _HEAD.size + len(body)
+    if len(parts) > 1:
+        yield b"".join(parts)
+
+
+def unpack(frame: bytes) -> list[Item]:
+    """
+    Return the items of a frame.
+
+    Raises:
+        CodecError: it is none; names the offset.
+    """
+    if not frame.startswith(MAGIC):
+        raise CodecError("no frame of a relay")
+    found: list[Item] = []
+    at = len(MAGIC)
+    while at < len(frame):
+        if at + _HEAD.size > len(frame):
+            raise CodecError(f"an item is cut at {at}")
+        kind, length = _HEAD.unpack_from(frame, at)
+        start, at = at + _HEAD.size, at + _HEAD.size + length
+        if at > len(frame):
+            raise CodecError(f"an item of {length} bytes is cut at {start}")
+        found.append(_item(kind, frame[start:at], start))
+    return found
+
+
+def _body(item: Item) -> tuple[int, bytes]:
+    match item:
+        case Said(number, role, data):
+            return 1, _SAID.pack(number, ROLES.index(role)) + data
+        case Ended(number):
+            return 2, _NUMBER.pack(number)
+        case Heard(pulse, numbers):
+            return 3, struct.pack(f"!{len(numbers) + 1}I", pulse, *numbers)
+        case Pulse(pulse):
+            return 4, _NUMBER.pack(pulse)
+
+
+def _item(kind: int, body: bytes, at: int) -> Item:
+    if kind == 1 and _SAID.size < len(body) <= _SAID.size + Envelope.LIMIT and body[4] < len(ROLES):
+        number, role = _SAID.unpack_from(body)
+        return Said(number, ROLES[role], body[_SAID.size :])
+    if kind == 2 and len(body) == _NUMBER.size:
+        return Ended(_NUMBER.unpack(body)[0])
+    if kind == 3 and body and len(body) % 4 == 0:
+        pulse, *numbers = struct.unpack(f"!{len(body) // 4}I", body)
+        return Heard(pulse, tuple(numbers))
+    if kind == 4 and len(body) == _NUMBER.size:
+        return Pulse(_NUMBER.unpack(body)[0])
+    raise CodecError(f"an item of kind {kind} with {len(body)} bytes at {at} is none")

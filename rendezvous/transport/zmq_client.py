@@ -1,0 +1,402 @@
+"""
+The agent's link over TCP: one ZeroMQ DEALER a connection, CURVE, heartbeats, and coming back after a cut.
+
+Each attempt is a socket of its own: libzmq's own reconnection would continue a conversation that the scheduler has
+closed. All attempts share one epoll descriptor, so that `fileno` stays the same. ZeroMQ's descriptors only say that
+*something* happened since they were last read empty; so every call reads until there is nothing left.
+
+CURVE fails without a word; the socket monitor tells. Three handshakes refused, or one for LONGEST_HANDSHAKE: another
+token, or no pdrun. Nobody at the port at all: agents may start before their scheduler, so that is tried again until
+``start_timeout``. After the first welcome a lost scheduler is waited for (`pdrun.rendezvous.transport.reconnect`); a successor is
+known by job and run, and told again all that holds.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, Literal
+
+from pdrun.clock import Clock, SystemClock
+from pdrun.endpoint import Endpoint
+from pdrun.errors import ConfigError
+from pdrun.rendezvous.protocol import security
+from pdrun.rendezvous.protocol.codec import CodecError, decode, encode
+from pdrun.rendezvous.protocol.messages import (
+    BESIDE,
+    PROTOCOL,
+    Assign,
+    Echo,
+    Envelope,
+    Heartbeat,
+    Hello,
+    Message,
+    Refuse,
+    Verdict,
+    Welcome,
+)
+from pdrun.rendezvous.protocol.security import Secret
+from pdrun.rendezvous.transport import timeouts as pace
+from pdrun.rendezvous.transport.dns import Lookup
+from pdrun.rendezvous.transport.reconnect import MUTE, NOBODY, Patience
+from pdrun.rendezvous.transport.relay_frames import ALONE
+from pdrun.rendezvous.transport.resend import Filter, Memory
+from pdrun.rendezvous.transport.zmq_util import FAR_AWAY, end_context, monitor, monitor_event
+
+if TYPE_CHECKING:
+    import zmq
+
+RETRY, RETRY_UNNAMED, RETRY_REFUSED, RETRY_WELCOMED = 0.2, 1.0, 0.5, 0.1
+"""
+Seconds between two attempts: when nobody listens, when the host's name is not known (yet), after a refused handshake,
+and when one has succeeded before.
+"""
+
+
+class _Stage(Enum):
+    IDLE = "no socket"
+    CONNECTING = "TCP"
+    SHAKING = "handshake"
+    GREETING = "Hello sent"
+    UP = "welcomed"
+    OVER = "closed, refused or after the verdict"
+
+
+class ZmqLink:
+    """A Link to the scheduler at ``endpoint``. Connects by itself inside `poll`; never blocks."""
+
+    def __init__(
+        self, endpoint: Endpoint, secret: Secret | None, *, job: str = "", role: Literal["agent", "view"] = "agent",
+        host: str = "", start_timeout: float = 600.0, connect_timeout: float = 3.0, insecure: bool = False,
+        on_status: Callable[[str], None] | None = None, clock: Clock | None = None, command: str = "",
+        needs_spec: bool = False, hint: str = "", crowd: int = 0, patience: float = 0.0,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            job: key of the job; empty: whichever the scheduler serves.
+            start_timeout: seconds until a scheduler must have welcomed us.
+            connect_timeout: seconds of one TCP attempt.
+            on_status: is given a line every few seconds while nobody is there.
+            command: what the sender runs, for the refusal of another job.
+            hint: what to do where nobody listens, if this node knows better than to start the first one.
+            needs_spec: hold the welcome back until the scheduler knows what the job runs, for ``start_timeout`` too.
+            crowd: connections that may come at once, this one among them.
+            patience: seconds for which a lost scheduler is waited for at least, whatever it said itself.
+        """
+        import zmq
+
+        if (secret is None) != insecure:
+            raise ConfigError("either a secret or --insecure, not both and not neither", where=str(endpoint))
+        self._zmq = zmq
+        self.endpoint = endpoint
+        self._secret, self._insecure = secret, insecure
+        self._job, self._role, self._host = job, role, host
+        self._command, self._needs_spec = command, needs_spec
+        self._connect_timeout, self._crowd = connect_timeout, crowd
+        self._clock = clock or SystemClock()
+        self._agent, self._incarnation = secrets.token_hex(16), -1
+        self._context = zmq.Context()
+        self._epoll = select.epoll()
+        self._socket: zmq.Socket[bytes] | None = None
+        self._monitor: zmq.Socket[bytes] | None = None
+        self._stage = _Stage.IDLE
+        self._inbox: list[Message] = []
+        self._doubt = 0
+        """
+        Number of the heartbeat whose answer is awaited before anything else is believed: after a silence longer than
+        the lease an order may have lain here, as while this process was frozen, until it was given up; 0: none.
+        """
+        self._held: list[Message] = []
+        self._memory, self._filter = Memory(), Filter()
+        self._welcome: Welcome | None = None
+        self._beats = self._echo = self._mark = 0
+        now = self._clock.monotonic()
+        self._patience = Patience(endpoint, start_timeout, on_status, now, hint, crowd, least=patience)
+        self._retry_at = self._beat_at = self._attempt_at = now
+        self._lookup = Lookup(endpoint.host)
+        self._said = self._expected = 0
+        self.replaced = False
+        """Whether another scheduler, of another job or run, answers at the address now."""
+        self._connect(now)
+
+    # The Link protocol ------------------------------------------------------------------------------------------------
+
+    def fileno(self) -> int:
+        """A descriptor that becomes readable when `poll` may have something; the same for the link's whole life."""
+        return self._epoll.fileno()
+
+    def send(self, message: Message) -> None:
+        """Queue a message; what is said before the welcome, or while the connection is cut, goes out afterwards."""
+        self._memory.note(message)
+        if self._stage is _Stage.UP:
+            self._put(message)
+            self._read_socket(self._clock.monotonic())
+
+    def poll(self) -> Sequence[Message]:
+        """
+        Return what has arrived and keep the connection alive.
+
+        Raises:
+            AuthenticationError: the scheduler holds another token, or it is none.
+            RendezvousError: nobody answered, or the scheduler was lost.
+        """
+        now = self._clock.monotonic()
+        self._patience.turn(now)
+        self._read_monitor(now)
+        self._read_socket(now)
+        if self._stage is _Stage.IDLE and now >= self._retry_at:
+            self._connect(now)
+        if self._stage is _Stage.UP and self._welcome and now >= self._beat_at:
+            self._beats += 1
+            self._put(Heartbeat(self._beats, self._echo))
+            self._beat_at = now + (self._welcome.heartbeat or 1.0)
+            self._read_socket(now)
+        if self._stage is _Stage.UP and self._welcome and self._patience.deaf(self._welcome, now):
+            self._cut(now, 0.0)
+        result, self._inbox = self._inbox, []
+        if not result:
+            self._judge(now)
+        return result
+
+    def silent_for(self) -> float:
+        """Seconds since the scheduler was last heard, without those in which this process itself stood still."""
+        return self._patience.silent_for(self._clock.monotonic())
+
+    def cut_off_for(self) -> float:
+        """Seconds for which nothing of the scheduler's machine was heard, not even that it took a connection."""
+        return self._patience.cut_off_for(self._clock.monotonic())
+
+    def renew(self) -> None:
+        """
+        Begin again as a new agent, after the old one was given up: another name, nothing to repeat, nothing known.
+
+        The next `poll` has a Welcome, as the first one had. Only a scheduler of the same job and run is accepted.
+        """
+        now = self._clock.monotonic()
+        self._drop_socket()
+        self._agent, self._incarnation = secrets.token_hex(16), -1
+        self._memory, self._filter, self._inbox = Memory(), Filter(), []
+        self._beats = self._echo = self._mark = 0
+        self._stage, self._retry_at = _Stage.IDLE, now
+        self._patience.cut(now)
+
+    def confirm(self) -> None:
+        """Ask that the scheduler confirms all that was sent so far; `confirmed` tells, after some `poll`."""
+        self._mark = self._beats + 1
+        self._beat_at = self._clock.monotonic()
+
+    @property
+    def confirmed(self) -> bool:
+        """Whether the scheduler has read all that was sent before `confirm`: it answers heartbeats in their order."""
+        return self._echo >= self._mark
+
+    def deadline(self) -> float | None:
+        """Monotonic time at which `poll` wants to be called although nothing arrived."""
+        now = self._clock.monotonic()
+        if self._inbox:
+            return now
+        if self._stage is _Stage.OVER:
+            return None
+        if self._stage is _Stage.IDLE:
+            return self._retry_at
+        return min(self._beat_at, now + 1.0) if self._stage is _Stage.UP else now + 0.5
+
+    def close(self, timeout: float = 1.0) -> None:
+        """Hand over what is queued, for at most ``timeout`` seconds, and close."""
+        if self._epoll.closed:
+            return
+        linger = timeout if self._stage in (_Stage.UP, _Stage.OVER) else 0.0
+        self._stage = _Stage.OVER
+        self._drop_socket(int(linger * 1000))
+        end_context(self._context, linger)
+        self._epoll.close()
+
+    # One connection ---------------------------------------------------------------------------------------------------
+
+    def _connect(self, now: float) -> None:
+        zmq, probe = self._zmq, pace.probe(self._crowd)
+        self._incarnation += 1
+        sock = self._socket = self._context.socket(zmq.DEALER)
+        for option, value in (
+            (zmq.RECONNECT_IVL, FAR_AWAY), (zmq.LINGER, 0), (zmq.MAXMSGSIZE, Envelope.LIMIT), (zmq.SNDHWM, 0),
+            (zmq.HANDSHAKE_IVL, int(pace.handshake(self._crowd) * 1000)),
+            (zmq.CONNECT_TIMEOUT, int(self._connect_timeout * 1000)), *pace.keepalive(zmq),
+            (zmq.HEARTBEAT_IVL, probe), (zmq.HEARTBEAT_TIMEOUT, 3 * probe),
+        ):  # fmt: skip
+            sock.setsockopt(option, value)
+        # A name is looked up by libzmq, in its own thread, for one family an attempt.
+        name_again = self._patience.nobody_since is not None and self._incarnation % 2 == 1
+        sock.setsockopt(zmq.IPV6, int(":" in self.endpoint.host or name_again))
+        if self._secret:
+            keys = security.key_pair(self._secret, self._role)
+            sock.curve_publickey, sock.curve_secretkey = keys.public, keys.private
+            sock.curve_serverkey = security.key_pair(self._secret, "server").public
+        self._monitor = monitor(sock)
+        sock.connect(self.endpoint.zmq)
+        for one in (sock, self._monitor):
+            self._epoll.register(int(one.getsockopt(zmq.FD)), select.EPOLLIN)
+        self._stage, self._said, self._expected, self._attempt_at = _Stage.CONNECTING, 0, 0, now
+        self._doubt, self._held = 0, []
+        self._put(Hello(
+            PROTOCOL, self._role, self._job, self._agent, self._incarnation, self._host, os.getpid(), self._command
+        ))  # fmt: skip
+
+    def _drop_socket(self, linger: int = 0) -> None:
+        for one in (self._socket, self._monitor):
+            if one is not None:
+                self._epoll.unregister(int(one.getsockopt(self._zmq.FD)))
+        if self._socket is not None and self._monitor is not None:
+            self._socket.monitor(None, 0)
+            self._monitor.close(linger=0)
+            self._socket.close(linger=linger)
+        self._socket = self._monitor = None
+
+    def _cut(self, now: float, wait: float) -> None:
+        """The connection is over; try again in ``wait`` seconds, unless nothing is to be said any more."""
+        if self._stage is not _Stage.OVER:
+            if self._welcome is not None:
+                self._patience.cut(now)
+            self._drop_socket()
+            self._stage, self._retry_at = _Stage.IDLE, now + wait
+
+    def _put(self, message: Message) -> None:
+        if self._socket is not None:
+            counted = not isinstance(message, Heartbeat)
+            try:
+                data = encode(Envelope(self._agent, self._incarnation, self._said if counted else 0, message))
+            except CodecError as error:
+                if not isinstance(message, BESIDE):
+                    self._stage = _Stage.OVER
+                    self._inbox.append(Refuse(70, f"this node cannot say what comes next: {error}"))
+                return
+            self._said += counted
+            try:
+                self._socket.send(data, self._zmq.NOBLOCK)
+            except self._zmq.Again:
+                # Its pipe is gone already: a peer that closed at once. The monitor knows how; nothing said is lost.
+                now = self._clock.monotonic()
+                self._read_monitor(now)
+                if self._socket is not None:
+                    self._cut(now, RETRY)
+
+    # What happened ----------------------------------------------------------------------------------------------------
+
+    def _read_monitor(self, now: float) -> None:
+        zmq = self._zmq
+        failed = (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+                  zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)  # fmt: skip
+        while self._monitor is not None and self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            event, _ = monitor_event(self._monitor)
+            if event == zmq.EVENT_CONNECTED:
+                self._stage, self._attempt_at = _Stage.SHAKING, now
+                self._patience.somebody(now)
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._stage = _Stage.GREETING
+                self._patience.shaken()
+            elif event in failed:
+                self._refused(now)
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._disconnected(now)
+            elif event in (zmq.EVENT_CLOSED, zmq.EVENT_CONNECT_RETRIED) and self._stage is _Stage.CONNECTING:
+                self._patience.nobody(now)
+                self._lookup.begin()
+                named = event == zmq.EVENT_CLOSED  # else there was no address to open a connection to
+                self._cut(now, RETRY_WELCOMED if self._welcome else RETRY if named else RETRY_UNNAMED)
+
+    def _disconnected(self, now: float) -> None:
+        if self._stage is _Stage.SHAKING:
+            return self._refused(now)
+        self._read_socket(now)
+        if self._stage is _Stage.OVER:
+            return self._drop_socket()
+        return self._cut(now, 0.0 if self._stage is _Stage.UP else RETRY)
+
+    def _refused(self, now: float) -> None:
+        self._patience.refused(now, self._attempt_at)
+        self._cut(now, RETRY_REFUSED if self._welcome is None else RETRY_WELCOMED)
+
+    def _read_socket(self, now: float) -> None:
+        zmq = self._zmq
+        while self._socket is not None:
+            try:
+                data = self._socket.recv(zmq.NOBLOCK)
+                if self._socket.getsockopt(zmq.RCVMORE):
+                    raise CodecError("a message has one frame")
+                envelope = decode(data)
+            except zmq.Again:
+                return None
+            except CodecError:
+                return self._cut(now, RETRY)
+            counted = not isinstance(envelope.body, Echo)
+            if envelope.sequence != (self._expected if counted else 0):
+                return self._cut(now, RETRY)
+            self._expected += counted
+            stale = self._welcome and self._stage is _Stage.UP and self._patience.stale(self._welcome.lease, now)
+            if stale and not self._doubt:
+                self._doubt, self._beat_at = self._beats + 1, now
+            body = envelope.body
+            certain = not self._doubt or (isinstance(body, Echo) and body.number >= self._doubt)
+            self._patience.heard(now, certain=certain)  # else what lay there would renew a lease that is over
+            if not counted and envelope.sender == ALONE:
+                self._patience.through_relay = True
+            self._take(envelope.body, now)
+        return None
+
+    def _take(self, message: Message, now: float) -> None:
+        if isinstance(message, Echo):
+            self._echo = message.number
+            if self._doubt and self._echo >= self._doubt:
+                held, self._held, self._doubt = self._held, [], 0
+                for each in held:
+                    self._take(each, now)
+            return
+        if self._doubt and not isinstance(message, Welcome | Refuse):
+            self._held.append(message)
+            return
+        if isinstance(message, Welcome):
+            known = self._welcome
+            if known and (known.run != message.run or known.job not in ("", message.job)):
+                self._stage, self.replaced = _Stage.OVER, True
+                self._inbox.append(Refuse(69, f"the scheduler at {self.endpoint} is another one now"))
+                return
+            if self._welcome is None or message.spec:
+                self._welcome = message
+            if self._stage is not _Stage.UP:
+                self._stage, self._beat_at = _Stage.UP, now
+                self._patience.up(now)
+                for again in self._memory.to_repeat():
+                    self._put(again)
+            if self._needs_spec and not message.spec:
+                return
+        elif isinstance(message, Assign):
+            self._memory.forget_before(message.generation)
+        if self._filter.is_new(message):
+            self._inbox.append(message)
+        if isinstance(message, Refuse):
+            self._stage = _Stage.OVER
+
+    # Patience ---------------------------------------------------------------------------------------------------------
+
+    def _judge(self, now: float) -> None:
+        """Raise what time has made certain."""
+        if self._stage is _Stage.OVER or isinstance(self._filter.seen(Verdict), Verdict):
+            return
+        if self._welcome is None:
+            self._patience.judge_start(self._lookup.fault, now)
+            return
+        self._patience.judge_lost(self._welcome, now)
+        if self._needs_spec and not self._welcome.spec:
+            self._patience.judge_spec(now)
+
+    @property
+    def absence(self) -> str:
+        """Why nobody answers, as far as that is known."""
+        return self._lookup.fault or (NOBODY if self.nobody_there else MUTE)
+
+    @property
+    def nobody_there(self) -> bool:
+        """Whether the last attempt to connect was refused, or led nowhere."""
+        return self._patience.nobody_since is not None

@@ -1,0 +1,396 @@
+"""
+The scheduler's transport over TCP: one ZeroMQ ROUTER, with CURVE, whose keys are asked for in the same loop (`door`).
+
+Every limit is set: 1 MiB a frame, two frames a message, 1000 messages queued a connection, 3 s for a handshake (more
+where thousands come at once, see `pace`), a token bucket a connection. Whoever sends what is no envelope, or cannot
+take what is sent, is cut off; the service goes on. A connection's end is learned from the socket monitor within
+milliseconds, and its owner by the descriptor (SRCFD) from which its messages came. A relay's connection carries those
+of many agents (see `relayed`), each a peer of its own. Limits: ROUTER has no call that ends one connection, so its
+descriptor is shut down.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from pdrun.endpoint import Endpoint
+from pdrun.errors import ConfigError
+from pdrun.rendezvous.policies.texts import count
+from pdrun.rendezvous.protocol import security
+from pdrun.rendezvous.protocol.codec import CodecError, decode, encode
+from pdrun.rendezvous.protocol.events import Peer
+from pdrun.rendezvous.protocol.messages import Envelope
+from pdrun.rendezvous.protocol.security import Secret
+from pdrun.rendezvous.transport import relay_frames as relayed
+from pdrun.rendezvous.transport import timeouts as pace
+from pdrun.rendezvous.transport.base import Arrived, Complaint, Incoming, Woken
+from pdrun.rendezvous.transport.relay_table import Relays
+from pdrun.rendezvous.transport.zap import Door
+from pdrun.rendezvous.transport.zmq_util import end_context, monitor, monitor_event
+
+if TYPE_CHECKING:
+    import zmq
+
+HIGH_WATER = 1000
+BACKLOG = 4096
+RATE, BURST = 500.0, 4000.0
+"""Messages that a connection may send a second, and at once."""
+MOST_AT_ONCE = 2000
+REST, LONGEST_REST = 2e-6, 0.02
+"""
+Seconds that `poll` rests for each connection, and at most: of thousands who speak a word each, a hundred are heard at
+one waking, not one. A few dozen connections are heard at once.
+"""
+FEW = 200
+"""Connections for which it does not rest."""
+_ZERO_COPY_RECV = 10
+"""
+ZMQ_ZERO_COPY_RECV of zmq_ctx_set(3), which pyzmq does not name. With it each connection keeps counters for 249 messages
+beside its buffer: 5 KB, for words of 200 bytes that are copied anyway.
+"""
+FAREWELL = 1.0
+"""Seconds between the last word to a connection and its end."""
+
+
+@dataclass(slots=True)
+class _Connection:
+    identity: bytes
+    fd: int
+    inode: int
+    """The socket's, by which a descriptor is known to be still the same connection."""
+    role: str
+    tokens: float = BURST
+    refilled: float = field(default_factory=time.monotonic)
+
+    def allow(self, now: float) -> bool:
+        self.tokens = min(BURST, self.tokens + (now - self.refilled) * RATE) - 1
+        self.refilled = now
+        return self.tokens >= 0
+
+
+class ZmqServer:
+    """A ServerTransport over TCP. Not for use by several threads."""
+
+    roles: tuple[Literal["agent", "view", "relay"], ...] = ("agent", "view", "relay")
+    """Whose keys open the door."""
+
+    def __init__(
+        self, secret: Secret | None, *, endpoint: Endpoint | None = None, listen_fd: int | None = None,
+        insecure: bool = False, crowd: int = 0,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            secret: the user's secret; None only together with ``insecure``.
+            endpoint: where to listen; one address, never all of them.
+            listen_fd: a listening TCP socket to adopt instead; it belongs to this object from now on.
+            insecure: no CURVE at all: anybody who reaches the port is believed.
+            crowd: connections that may come at once.
+        """
+        import zmq
+
+        if (secret is None) != insecure:
+            raise ConfigError("either a secret or --insecure, not both and not neither", where="scheduler")
+        self._zmq = zmq
+        # Plain numbers: pyzmq's own constants are members of enumerations, whose every | and look-up costs as much as
+        # the call that they are for.
+        self._noblock, self._to, self._more = int(zmq.NOBLOCK), int(zmq.SNDMORE | zmq.NOBLOCK), int(zmq.RCVMORE)
+        _raise_nofile()
+        self._connections: dict[Peer, _Connection] = {}
+        self._by_fd: dict[int, Peer] = {}
+        self._closing: dict[Peer, tuple[float, _Connection]] = {}
+        self._relays = Relays(self._put)
+        self._pending: list[Incoming] = []
+        self._watched: list[int] = []
+        self._context = zmq.Context()
+        if crowd > pace.PROBED:
+            self._context.set(_ZERO_COPY_RECV, 0)
+        self._poller = zmq.Poller()
+        self._door = self._open_door(secret) if secret else None
+        self._router = self._context.socket(zmq.ROUTER)
+        self._configure(secret, crowd)
+        self._monitor = monitor(  # no other failure of a handshake: see `door`
+            self._router,
+            zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+        )
+        for one in (self._router, self._monitor):
+            self._poller.register(one, zmq.POLLIN)
+        try:
+            self.endpoint = self._listen(endpoint, listen_fd)
+        except BaseException:
+            self.close(0.0)
+            raise
+
+    # Opening ----------------------------------------------------------------------------------------------------------
+
+    def _open_door(self, secret: Secret) -> Door:
+        """Before any bind: a CURVE server without a ZAP handler lets every key in."""
+        return Door(
+            self._context, self._poller, {security.key_pair(secret, role).public: role for role in self.roles}
+        )
+
+    def _configure(self, secret: Secret | None, crowd: int) -> None:
+        zmq, router, probe = self._zmq, self._router, pace.probe(crowd)
+        for option, value in (
+            (zmq.ROUTER_MANDATORY, 1), (zmq.MAXMSGSIZE, relayed.LIMIT), (zmq.SNDHWM, HIGH_WATER),
+            (zmq.RCVHWM, HIGH_WATER), (zmq.HANDSHAKE_IVL, int(pace.handshake(crowd) * 1000)), (zmq.BACKLOG, BACKLOG),
+            (zmq.HEARTBEAT_IVL, probe), (zmq.HEARTBEAT_TIMEOUT, 3 * probe), (zmq.LINGER, 1000), *pace.keepalive(zmq),
+        ):  # fmt: skip
+            router.setsockopt(option, value)
+        if secret:
+            keys = security.key_pair(secret, "server")
+            router.curve_server = True
+            router.curve_secretkey = keys.private
+            assert self._door is not None
+            self._door.guard(router)
+
+    def _listen(self, endpoint: Endpoint | None, listen_fd: int | None) -> Endpoint:
+        if listen_fd is None:
+            from pdrun.rendezvous.transport.listen import bind_listener
+
+            if endpoint is None:
+                raise ConfigError("no address to listen on", where="scheduler")
+            listen_fd = bind_listener(endpoint, backlog=BACKLOG).detach()
+        listener = socket.socket(fileno=listen_fd)
+        listener.setblocking(False)
+        listener.listen(BACKLOG)
+        host, port = listener.getsockname()[:2]
+        found = Endpoint(host, port)
+        if ":" in host:
+            self._router.setsockopt(self._zmq.IPV6, 1)
+        self._router.setsockopt(self._zmq.USE_FD, listener.detach())
+        self._router.bind(found.zmq)
+        return found
+
+    # The protocol -----------------------------------------------------------------------------------------------------
+
+    def watch(self, fd: int) -> None:
+        """Report Woken when ``fd`` is readable (or at its end)."""
+        self._watched.append(fd)
+        self._poller.register(fd, self._zmq.POLLIN)
+
+    def unwatch(self, fd: int) -> None:
+        """Stop watching ``fd``."""
+        self._watched.remove(fd)
+        self._poller.unregister(fd)
+
+    def poll(self, timeout: float) -> Sequence[Incoming]:
+        """Wait for at most ``timeout`` seconds and return what came in."""
+        self._relays.flush()
+        if not self._pending:
+            timeout -= self._rest(timeout)
+        wait = 0 if self._pending else max(0, int(timeout * 1000))
+        ready = dict(self._poller.poll(wait))
+        if self._door is not None:
+            self._door.answer(ready)
+        result, self._pending = self._pending, []
+        # The monitor first: what a connection sent before its end is then already in the queue, and reported before it.
+        ended = self._read_monitor(result)
+        self._drain(result)
+        for fd in ended:
+            self._ended(fd, result)
+        self._end_closing()
+        result += [Woken(fd) for fd in self._watched if fd in ready]
+        return result
+
+    def _rest(self, most: float) -> float:
+        if len(self._connections) <= FEW or most <= 0:
+            return 0.0
+        rest = min(most, len(self._connections) * REST, LONGEST_REST)
+        time.sleep(rest)
+        return rest
+
+    def send(self, peer: Peer, envelope: Envelope) -> None:
+        """Send without waiting; a connection that cannot take it is ended and reported as Gone."""
+        if peer in self._relays:
+            self._relays.send(peer, encode(envelope))
+        else:
+            self._put(peer, encode(envelope))
+
+    def _put(self, peer: Peer, data: bytes) -> None:
+        connection = self._connections.get(peer)
+        if connection is None:
+            return
+        try:
+            self._router.send(connection.identity, self._to)
+            self._router.send(data, self._noblock)
+        except self._zmq.ZMQError as error:
+            slow = error.errno == self._zmq.EAGAIN
+            if slow:
+                self._pending.append(Complaint(f"{self._where(connection)} does not read: cut off"))
+            self._drop(peer)
+            self._pending += self._relays.ended(peer)
+
+    def close_peer(self, peer: Peer) -> None:
+        """End a connection after what was sent to it had time to leave; no Gone is reported for it."""
+        if peer in self._relays:
+            self._relays.close(peer)
+        elif connection := self._connections.pop(peer, None):
+            self._closing[peer] = (time.monotonic() + FAREWELL, connection)
+
+    def close(self, timeout: float) -> None:
+        """End everything, giving what was sent at most ``timeout`` seconds to leave."""
+        self._relays.flush()
+        self._router.monitor(None, 0)  # first: a socket that outlives its monitor waits for ever at its end
+        for one in (self._monitor, self._router):
+            one.close(linger=max(0, int(timeout * 1000)))
+        if self._door is not None:
+            self._door.close()
+        end_context(self._context, timeout)
+
+    # Reading ----------------------------------------------------------------------------------------------------------
+
+    def _read_monitor(self, result: list[Incoming]) -> list[int]:
+        zmq, ended, failed = self._zmq, [], 0
+        while self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            event, value = monitor_event(self._monitor)
+            if event == zmq.EVENT_DISCONNECTED:
+                ended.append(value)
+            elif event != zmq.EVENT_MONITOR_STOPPED:
+                failed += 1
+        if failed:
+            result.append(Complaint(
+                f"{count(failed, 'connection')} failed the handshake: another token, or not of pdrun"
+            ))  # fmt: skip
+        return ended
+
+    def _drain(self, result: list[Incoming]) -> None:
+        receive, noblock, now = self._router.recv, self._noblock, time.monotonic()
+        for _ in range(MOST_AT_ONCE):
+            try:
+                identity = receive(noblock)
+            except self._zmq.Again:
+                return
+            if not self._router.getsockopt(self._more):
+                continue
+            peer = identity.hex()
+            connection = self._connections.get(peer)
+            if connection is not None:
+                data = receive(noblock)
+            else:
+                frame = receive(noblock, copy=False)  # dearer, but only it tells over which connection it came
+                data = bytes(frame.buffer)
+                if peer not in self._closing:
+                    connection = self._admit(identity, frame)
+            extra = 0
+            while self._router.getsockopt(self._more):
+                receive(noblock)
+                extra += 1
+            if connection is not None:
+                self._take(peer, connection, data, extra, now, result)
+
+    def _take(
+        self, peer: Peer, connection: _Connection, data: bytes, extra: int, now: float, result: list[Incoming]
+    ) -> None:  # fmt: skip
+        try:
+            if extra:
+                raise CodecError("a message has one frame")
+            if connection.role != "relay" and not connection.allow(now):
+                raise CodecError(f"more than {RATE:g} messages a second")
+            result += self._open(peer, connection.role, data)
+        except CodecError as error:
+            result.append(Complaint(f"{self._where(connection)} was cut off: {error}"))
+            self._drop(peer)
+            result += self._relays.ended(peer)
+
+    def _open(self, peer: Peer, role: str, data: bytes) -> Sequence[Incoming]:
+        """Return what a frame of a connection means."""
+        if role == "relay" or (not role and data.startswith(relayed.MAGIC)):  # a role is proved unless --insecure
+            return self._relays.open(peer, data)
+        return (Arrived(peer, role, decode(data)),)
+
+    def _admit(self, identity: bytes, frame: zmq.Frame) -> _Connection:
+        fd = int(frame.get(self._zmq.SRCFD))
+        role = str(frame.get("User-Id")) if self._door else ""
+        connection = _Connection(identity, fd, _inode(fd), role)
+        self._connections[identity.hex()] = connection
+        self._by_fd[fd] = identity.hex()
+        return connection
+
+    # Ending one connection --------------------------------------------------------------------------------------------
+
+    def _ended(self, fd: int, result: list[Incoming]) -> None:
+        """
+        Report the end of the connection that had a descriptor.
+
+        Should the number have been used again, and the event be about an earlier connection that never spoke, the
+        wrong one is reported: it is shut down, too, so that its agent sees the cut and resumes within milliseconds.
+        """
+        peer = self._by_fd.pop(fd, None)
+        if peer is None:
+            return
+        self._closing.pop(peer, None)
+        if connection := self._connections.pop(peer, None):
+            _shut(connection)
+            result += self._relays.ended(peer)
+
+    def _drop(self, peer: Peer) -> None:
+        """End a connection now."""
+        if connection := self._connections.pop(peer, None):
+            self._closing[peer] = (0.0, connection)
+            self._end_closing()
+
+    def _end_closing(self) -> None:
+        now = time.monotonic()
+        for peer, (when, connection) in list(self._closing.items()):
+            if 0 <= when <= now:
+                _shut(connection)
+                self._closing[peer] = (-1.0, connection)
+
+    def _where(self, connection: _Connection) -> str:
+        name = _remote(connection.fd) if _inode(connection.fd) == connection.inode else None
+        return f"a connection from {name[0]}" if name else "a connection"
+
+
+def _inode(fd: int) -> int:
+    """Return the number of the socket that a descriptor is, never used twice at a time; 0: it is none (any more)."""
+    try:
+        return os.fstat(fd).st_ino
+    except OSError:
+        return 0
+
+
+def _remote(fd: int) -> Any:
+    """Return the remote address of a descriptor, or None when it is no connected socket (any more)."""
+    try:
+        copy = socket.socket(fileno=os.dup(fd))
+    except OSError:
+        return None
+    try:
+        return copy.getpeername()
+    except OSError:
+        return None
+    finally:
+        copy.close()
+
+
+def _shut(connection: _Connection) -> None:
+    """Shut a connection's descriptor down, unless the number means another connection by now."""
+    if not connection.inode or _inode(connection.fd) != connection.inode:
+        return
+    try:
+        copy = socket.socket(fileno=os.dup(connection.fd))
+    except OSError:
+        return
+    try:
+        copy.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass
+    finally:
+        copy.close()
+
+
+def _raise_nofile() -> None:
+    """Every agent is one descriptor: take all that the system grants."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        except (OSError, ValueError):
+            pass

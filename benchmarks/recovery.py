@@ -41,7 +41,7 @@ with open("stamps" + os.environ["RANK"], "w") as file:
 """
 RUNNER = """
 import sys
-from pdrun.rendezvous import child
+from pdrun.rendezvous.scheduler import child
 child.WINDOW = 0.0  # so many kills in a minute are wanted here
 from pdrun.__main__ import main
 sys.exit(main())

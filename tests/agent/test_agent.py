@@ -223,7 +223,7 @@ def test_a_killed_agent_leaves_nothing(jobs):
 def keeper_of(pid: int) -> int:
     myself = keeper.process(pid)
     assert myself is not None
-    return next(child.pid for child in keeper.children(myself) if "keeper.py" in str(child))
+    return next(child.pid for child in keeper.children(myself) if "stdlib_only/supervisor.py" in str(child))
 
 
 def test_a_killed_keeper_is_a_clear_failure_and_leaves_nothing(jobs):

@@ -238,7 +238,7 @@ AGENT = """
 import sys, time
 from pathlib import Path
 from tests.agent.helpers import KeeperDriver, python
-from pdrun.launcher.model import Spawned
+from pdrun.launcher.plan.model import Spawned
 driver = KeeperDriver()
 driver.start(0, ("/bin/sh", "-c", sys.argv[1]))
 print(driver.keeper.pid, driver.wait(Spawned).pid, flush=True)
@@ -419,7 +419,7 @@ def test_descriptor_refusal_is_a_failed_spawn(driver):
 FAILING = """
 import errno, os, sys
 sys.path.append(sys.argv.pop(1).rpartition('/')[0])
-import keeper
+import supervisor as keeper
 run, real, calls = keeper.Keeper.run, os.{name}, []
 def failing(*args):
     calls.append(args)

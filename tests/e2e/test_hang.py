@@ -64,7 +64,7 @@ def test_the_rank_that_is_elsewhere_is_named_with_all_stacks(shell: Shell, repor
         picture = err[err.index(" hangs: ") :]
         assert "ranks 0, 2 are here" in picture and "in reduce" in picture
         elsewhere = picture[picture.index("rank 1 is elsewhere") :]
-        assert "in stuck" in elsewhere and "starter_main" not in picture
+        assert "in stuck" in elsewhere and "fork_server" not in picture
 
 
 def test_a_stopped_rank_is_the_one(shell: Shell) -> None:

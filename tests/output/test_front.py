@@ -25,10 +25,10 @@ from pdrun.rendezvous.protocol.security import Secret
 
 RUN = """
 import json, os, sys
-from pdrun.launcher import front
-from pdrun.launcher.adapters.local import AgentStart
-from pdrun.launcher.console import Console
-from pdrun.launcher.started import LocalAgent
+from pdrun.launcher.controller import controller as front
+from pdrun.launcher.controller.local import AgentStart
+from pdrun.launcher.output.console import Console
+from pdrun.launcher.controller.agent_handle import LocalAgent
 front.AFTER_EXIT, front.AFTER_KILL, front.AFTER_CUT, front.AFTER_EARLY = 0.5, 0.5, 0.5, 0.5
 codes = json.loads(sys.argv[1])
 lines = [json.dumps({"code": code, "said": sys.argv[2]}) + "\\n" for code in codes]

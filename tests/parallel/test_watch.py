@@ -17,7 +17,7 @@ PROGRAM = """
 import sys, time
 from datetime import timedelta
 import torch.distributed as dist
-from pdrun.parallel import watch
+from pdrun.parallel.comm import watchdog as watch
 
 class Slow:
     "A store of torch's that takes its time: a call of C++ without the interpreter's lock."

@@ -79,7 +79,7 @@ def test_wrong_and_contradicting_values(changes: dict[str, str], words: list[str
 
 SCRIPT = """
 import os, sys, time
-from pdrun.rendezvous import dynamic
+from pdrun.rendezvous.clients import dynamic
 spec = dynamic.from_environ(os.environ)
 if os.environ.get("TEST_MANY"):
     import resource

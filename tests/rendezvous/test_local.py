@@ -37,9 +37,9 @@ from .helpers import cause, config
 
 ALONE = """
 import sys
-from pdrun.rendezvous.client import LocalLink
-from pdrun.rendezvous.messages import *
-from pdrun.rendezvous.state import SchedulerConfig
+from pdrun.rendezvous.scheduler.local_link import LocalLink
+from pdrun.rendezvous.protocol.messages import *
+from pdrun.rendezvous.membership.machine import SchedulerConfig
 link = LocalLink(SchedulerConfig(job="j", run="r", nodes=1), events_path=sys.argv[1])
 link.send(Join("n", None, 2, store="127.0.0.1:1"))
 link.send(Ready(0))
@@ -152,7 +152,7 @@ def test_lost_log_lines_do_not_stop_a_job(tmp_path: Path) -> None:
     link.close()
 
 
-@pytest.mark.parametrize("module", ["client", "server", "child", "dynamic", "security", "listen", "state", "codec"])
+@pytest.mark.parametrize("module", ["scheduler.local_link", "scheduler.child_main", "scheduler.child", "clients.dynamic", "protocol.security", "transport.listen", "membership.machine", "protocol.codec"])
 def test_importing_loads_no_zeromq(module: str) -> None:
     code = f"import sys, pdrun.rendezvous.{module}; print([m for m in ('zmq', 'torch', 'psutil') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)

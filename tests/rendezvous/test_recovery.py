@@ -546,9 +546,9 @@ def test_a_frozen_scheduler_kills_nobody(
 MEMBER = """
 import sys, time
 from pathlib import Path
-from pdrun.net import Endpoint
-from pdrun.rendezvous.member import join_scheduler
-from pdrun.rendezvous.security import Secret
+from pdrun.endpoint import Endpoint
+from pdrun.rendezvous.clients.member import join_scheduler
+from pdrun.rendezvous.protocol.security import Secret
 member = join_scheduler(Endpoint("127.0.0.1", int(sys.argv[1])), Secret.from_hex(sys.argv[2]), job="job",
                         name=sys.argv[3], timeout=30)
 print("rank", member.rank, flush=True)
@@ -557,8 +557,8 @@ while not Path(sys.argv[4]).exists():
 """
 STANDALONE = """
 import os, sys
-from pdrun.rendezvous.dynamic import from_environ, run_scheduler
-from pdrun.rendezvous.security import Secret
+from pdrun.rendezvous.clients.dynamic import from_environ, run_scheduler
+from pdrun.rendezvous.protocol.security import Secret
 spec = from_environ({"PDRUN_ROLE": "scheduler", "PDRUN_SCHEDULER": "127.0.0.1:" + sys.argv[1], "PDRUN_WORKERS": "2",
                      "PDRUN_JOB": "job", "PDRUN_JOURNAL": sys.argv[3]})
 sys.exit(run_scheduler(spec, secret=Secret.from_hex(sys.argv[2])))

@@ -178,9 +178,9 @@ def test_nobody_there_is_69_after_the_start_timeout(secret: Secret) -> None:
 
 AGENT = """
 import sys, time, select
-from pdrun.net import Endpoint
-from pdrun.rendezvous.security import Secret
-from pdrun.rendezvous.messages import Join, Assign, Ready, Start
+from pdrun.endpoint import Endpoint
+from pdrun.rendezvous.protocol.security import Secret
+from pdrun.rendezvous.protocol.messages import Join, Assign, Ready, Start
 sys.path.insert(0, sys.argv[3])
 from tests.rendezvous.helpers import *
 secret = Secret.from_hex(sys.stdin.readline().strip())
@@ -440,7 +440,7 @@ def test_all_interfaces_are_refused(secret: Secret, host: str) -> None:
 
 def test_a_port_in_use_names_its_holder(secret: Secret, scheduler: Start) -> None:
     child = scheduler()
-    words = rf"port {child.endpoint.port} is in use by pid {child.pid} .*rendezvous\.server"
+    words = rf"port {child.endpoint.port} is in use by pid {child.pid} .*scheduler\.child_main"
     with pytest.raises(ConfigError, match=words):
         SchedulerChild(config(), secret, endpoint=child.endpoint)
 

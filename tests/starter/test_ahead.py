@@ -139,7 +139,7 @@ def begun() -> tuple[int, int]:
     assert keeper is not None
 
     def starters() -> list[int]:
-        return [child.pid for child in proc.children(keeper) if "starter_main" in str(child)]
+        return [child.pid for child in proc.children(keeper) if "fork_server" in str(child)]
 
     until(lambda: len(starters()) == 1, "the starter runs", 20)
     return keeper.pid, starters()[0]

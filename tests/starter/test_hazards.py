@@ -281,7 +281,7 @@ def test_a_dead_starter_hurts_no_worker_and_the_next_is_executed(script: Path) -
         slot = bench.start((sys.executable, str(script)), write, write)
         assert driver.wait(Spawned, slot).pid > 0
         starter = next(int(child) for child in Path(f"/proc/{driver.keeper.pid}/task/{driver.keeper.pid}/children").read_text().split()
-                       if b"starter_main" in Path(f"/proc/{child}/cmdline").read_bytes())  # fmt: skip
+                       if b"fork_server" in Path(f"/proc/{child}/cmdline").read_bytes())  # fmt: skip
         os.kill(starter, signal.SIGKILL)
         assert os.waitstatus_to_exitcode(driver.wait(Exited, slot, 20).status) == 9
         assert os.read(read, 99) == b"True\n"

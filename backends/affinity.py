@@ -1,12 +1,14 @@
 """
-Which CPUs each worker of a node gets, and how many threads it should run: read once, then decided by a pure function.
+Which CPUs each worker of a node gets, and how many threads it should run: read once, then decided
+by a pure function.
 
-`read_cpus` looks at the affinity mask, at every cgroup bandwidth limit above this process and at the topology in /sys.
-`split` deals whole cores (hyper-thread siblings stay together) to the workers. Two workers never share a CPU: either
-all sets are disjoint and none is empty, or nobody is bound and the note says why.
+`read_cpus` looks at the affinity mask, at every cgroup bandwidth limit above this process and at
+the topology in /sys. `split` deals whole cores (hyper-thread siblings stay together) to the
+workers. Two workers never share a CPU: either all sets are disjoint and none is empty, or nobody is
+bound and the note says why.
 
-Limits: the distance between a core and an accelerator is not looked at; exclusive cpusets of other jobs are seen only
-through the mask.
+Limits: the distance between a core and an accelerator is not looked at; exclusive cpusets of other
+jobs are seen only through the mask.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ class Binding:
     """What `split` decided; position i belongs to the worker of local rank i."""
 
     sets: tuple[tuple[int, ...], ...]
-    """CPUs of each worker, ascending; an empty tuple means: not bound. Never a mixture of bound and unbound."""
+    """
+    CPUs of each worker, ascending; an empty tuple means: not bound. Never a mixture of bound and
+    unbound.
+    """
     threads: tuple[int, ...]
     """Threads that each worker should run, at least 1."""
     note: str
@@ -49,10 +54,11 @@ def split(cpus: CpuSet, workers: int, mode: Mode = "auto") -> Binding:
     """
     Deal the CPUs of a node to its workers.
 
-    auto: whole cores when there is at least one a worker, else unbound; one worker alone is left unbound, since it has
-    the whole mask anyway. cores: the same, one worker included. numa: as cores, but no worker reaches over a memory
-    node unless it owns it whole. Threads: the CPUs bound to the worker, or its share of what the mask and the
-    bandwidth limit allow, whichever is less; a remainder goes to the first workers (3 CPUs, 2 workers: 2 + 1).
+    auto: whole cores when there is at least one a worker, else unbound; one worker alone is left
+    unbound, since it has the whole mask anyway. cores: the same, one worker included. numa: as
+    cores, but no worker reaches over a memory node unless it owns it whole. Threads: the CPUs bound
+    to the worker, or its share of what the mask and the bandwidth limit allow, whichever is less; a
+    remainder goes to the first workers (3 CPUs, 2 workers: 2 + 1).
 
     Raises:
         UsageError: fewer than one worker, or an unknown mode.
@@ -73,24 +79,33 @@ def split(cpus: CpuSet, workers: int, mode: Mode = "auto") -> Binding:
     if mode == "numa":
         nodes = _memory_nodes(cpus, cores)
         if not nodes:
-            return _bound(cpus, _chunks(cores, workers), "cores dealt in order: memory nodes are unknown")
-        return _bound(cpus, _deal_nodes(nodes, workers), f"cores dealt inside {len(nodes)} memory node(s)")
-    return _bound(cpus, _chunks(cores, workers), f"{len(cores)} core(s) dealt to {workers} worker(s)")
+            return _bound(
+                cpus, _chunks(cores, workers), "cores dealt in order: memory nodes are unknown"
+            )
+        return _bound(
+            cpus, _deal_nodes(nodes, workers), f"cores dealt inside {len(nodes)} memory node(s)"
+        )
+    return _bound(
+        cpus, _chunks(cores, workers), f"{len(cores)} core(s) dealt to {workers} worker(s)"
+    )
 
 
 def share(cpus: CpuSet, index: int, count: int) -> CpuSet:
     """
     Return the part of a machine that simulated node ``index`` of ``count`` may use.
 
-    Whole cores where there is one a node; otherwise all nodes keep the whole mask and a limit of their share, in which
-    case no worker should be bound (`split` sees fewer cores than it needs only by that limit, so pass mode ``none``).
+    Whole cores where there is one a node; otherwise all nodes keep the whole mask and a limit of
+    their share, in which case no worker should be bound (`split` sees fewer cores than it needs
+    only by that limit, so pass mode ``none``).
     """
     if not 0 <= index < count:
         raise UsageError(f"{index} is not a place among {count} simulated node(s)", where="--local")
     quota = None if cpus.quota is None else cpus.quota / count
     cores = _cores(cpus)
     if len(cores) < count:
-        return CpuSet(cpus.cpus, cpus.usable / count if quota is None else quota, cpus.cores, cpus.numa)
+        return CpuSet(
+            cpus.cpus, cpus.usable / count if quota is None else quota, cpus.cores, cpus.numa
+        )
     mine = {cpu for core in _chunks(cores, count)[index] for cpu in core}
     return CpuSet(tuple(sorted(mine)), quota, _only(cpus.cores, mine), _only(cpus.numa, mine))
 
@@ -102,13 +117,19 @@ def _only(groups: Iterable[Group], wanted: set[int]) -> tuple[Group, ...]:
 
 
 def _is_partition(groups: Sequence[Group], cpus: set[int]) -> bool:
-    """Whether the groups hold each of the CPUs exactly once: a /sys that lies is treated as one that is silent."""
+    """
+    Whether the groups hold each of the CPUs exactly once: a /sys that lies is treated as one that
+    is silent.
+    """
     flat = [cpu for group in groups for cpu in group]
     return len(flat) == len(set(flat)) and set(flat) == cpus
 
 
 def _cores(cpus: CpuSet) -> tuple[Group, ...]:
-    """Return the cores of the mask, neighbours in memory next to each other; each CPU is a core when unknown."""
+    """
+    Return the cores of the mask, neighbours in memory next to each other; each CPU is a core when
+    unknown.
+    """
     mask = set(cpus.cpus)
     cores = _only(cpus.cores, mask)
     if not _is_partition(cores, mask):
@@ -118,7 +139,10 @@ def _cores(cpus: CpuSet) -> tuple[Group, ...]:
 
 
 def _memory_nodes(cpus: CpuSet, cores: Sequence[Group]) -> tuple[tuple[Group, ...], ...]:
-    """Return the cores of each memory node; empty when nodes are unknown or a core lies in two of them."""
+    """
+    Return the cores of each memory node; empty when nodes are unknown or a core lies in two of
+    them.
+    """
     numa = _only(cpus.numa, set(cpus.cpus))
     if not _is_partition(numa, set(cpus.cpus)):
         return ()
@@ -134,14 +158,26 @@ def _chunks(row: Sequence[T], parts: int) -> list[Sequence[T]]:
 
 
 def _deal_nodes(nodes: Sequence[Sequence[Group]], workers: int) -> list[Sequence[Group]]:
-    """Deal whole nodes when there are more of them than workers, else the cores inside each node."""
+    """
+    Deal whole nodes when there are more of them than workers, else the cores inside each node.
+    """
     if workers < len(nodes):
         return [[core for node in run for core in node] for run in _chunks(nodes, workers)]
     counts = [0] * len(nodes)
-    for _ in range(workers):  # each next worker goes where it gets most cores; equal nodes are filled in turn
-        best = max(range(len(nodes)), key=lambda number: (len(nodes[number]) / (counts[number] + 1), -number))
+    for _ in range(
+        workers
+    ):  # each next worker goes where it gets most cores; equal nodes are filled in turn
+        best = max(
+            range(len(nodes)),
+            key=lambda number: (len(nodes[number]) / (counts[number] + 1), -number),
+        )
         counts[best] += 1
-    return [part for node, count in zip(nodes, counts, strict=True) if count for part in _chunks(node, count)]
+    return [
+        part
+        for node, count in zip(nodes, counts, strict=True)
+        if count
+        for part in _chunks(node, count)
+    ]
 
 
 def _bound(cpus: CpuSet, parts: Sequence[Sequence[Group]], note: str) -> Binding:
@@ -159,7 +195,9 @@ def _unbound(cpus: CpuSet, workers: int, note: str) -> Binding:
 
 
 def _spread(total: int, parts: int) -> tuple[int, ...]:
-    """Share ``total`` threads among ``parts`` workers, the remainder to the first, at least 1 each."""
+    """
+    Share ``total`` threads among ``parts`` workers, the remainder to the first, at least 1 each.
+    """
     least, extra = divmod(total, parts)
     return tuple(max(1, least + (part < extra)) for part in range(parts))
 
@@ -177,16 +215,19 @@ def check_disjoint(sets: Sequence[Sequence[int]]) -> None:
             raise PdrunError(f"local rank {worker} would be bound to no CPU")
         for cpu in own:
             if cpu in owner:
-                raise PdrunError(f"CPU {cpu} would be given to local ranks {owner[cpu]} and {worker}")
+                raise PdrunError(
+                    f"CPU {cpu} would be given to local ranks {owner[cpu]} and {worker}"
+                )
             owner[cpu] = worker
 
 
-# --- reading the machine -------------------------------------------------------------------------------------------
+# --- reading the machine -----------------------------------------------------
 
 
 def read_cpus(root: Path = Path("/"), *, mask: Iterable[int] | None = None) -> CpuSet:
     """
-    Read what this process may use. ``mask`` stands in for the affinity mask (tests). Never fails: unknown is empty.
+    Read what this process may use. ``mask`` stands in for the affinity mask (tests). Never fails:
+    unknown is empty.
 
     Files (real samples)::
 
@@ -199,7 +240,9 @@ def read_cpus(root: Path = Path("/"), *, mask: Iterable[int] | None = None) -> C
     own = set(_affinity() if mask is None else mask)
     system = root / "sys/devices/system"
     numa = [parse_cpu_list(_text(path / "cpulist")) for path in _numbered(system / "node", "node")]
-    return CpuSet(tuple(sorted(own)), _quota(root), _read_cores(system / "cpu", own), _only(numa, own))
+    return CpuSet(
+        tuple(sorted(own)), _quota(root), _read_cores(system / "cpu", own), _only(numa, own)
+    )
 
 
 def _affinity() -> set[int]:
@@ -221,7 +264,7 @@ def _numbered(folder: Path, stem: str) -> list[Path]:
         names = [name for name in os.listdir(folder) if re.fullmatch(stem + "[0-9]+", name)]  # noqa: PTH208
     except OSError:
         return []
-    return [folder / name for name in sorted(names, key=lambda name: int(name[len(stem):]))]
+    return [folder / name for name in sorted(names, key=lambda name: int(name[len(stem) :]))]
 
 
 def parse_cpu_list(text: str) -> Group:
@@ -243,7 +286,14 @@ def _read_cores(folder: Path, own: set[int]) -> tuple[Group, ...]:
         if cpu in seen:
             continue
         place = folder / f"cpu{cpu}/topology"
-        siblings = set(parse_cpu_list(_text(place / "core_cpus_list") or _text(place / "thread_siblings_list"))) & own
+        siblings = (
+            set(
+                parse_cpu_list(
+                    _text(place / "core_cpus_list") or _text(place / "thread_siblings_list")
+                )
+            )
+            & own
+        )
         if cpu not in siblings or siblings & seen:
             return ()
         seen |= siblings
@@ -252,23 +302,36 @@ def _read_cores(folder: Path, own: set[int]) -> tuple[Group, ...]:
 
 
 def _quota(root: Path) -> float | None:
-    """Return the smallest bandwidth limit, in CPUs, of the cgroups from this process up to the mount, or None."""
+    """
+    Return the smallest bandwidth limit, in CPUs, of the cgroups from this process up to the mount,
+    or None.
+    """
     limits = [limit for folder in _cgroups(root) if (limit := _limit(folder)) is not None]
     return min(limits, default=None)
 
 
 def _limit(folder: Path) -> float | None:
-    """Return the limit of one cgroup of either version: ``cpu.max``, or ``cpu.cfs_quota_us / cpu.cfs_period_us``."""
+    """
+    Return the limit of one cgroup of either version: ``cpu.max``, or ``cpu.cfs_quota_us /
+    cpu.cfs_period_us``.
+    """
     words = _text(folder / "cpu.max").split()
     if not words:
         words = [_text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")]
-    if len(words) == 2 and all(re.fullmatch("[0-9]+", word) for word in words) and int(words[1]) > 0:
+    if (
+        len(words) == 2
+        and all(re.fullmatch("[0-9]+", word) for word in words)
+        and int(words[1]) > 0
+    ):
         return int(words[0]) / int(words[1]) or None
     return None  # "max", "-1", or a file that is not there
 
 
 def _cgroups(root: Path) -> list[Path]:
-    """Return the folders of the cgroups with a cpu controller that hold this process, leaf first, ancestors after."""
+    """
+    Return the folders of the cgroups with a cpu controller that hold this process, leaf first,
+    ancestors after.
+    """
     paths = {}
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
@@ -277,23 +340,30 @@ def _cgroups(root: Path) -> list[Path]:
     folders: list[Path] = []
     for kind, inner, mount in _cgroup_mounts(root):
         base = root / mount.lstrip("/")
-        # Without a cgroup namespace a container sees the host's path, while the mount shows only what is below `inner`.
+        # Without a cgroup namespace a container sees the host's path, while the mount shows only
+        # what is below `inner`.
         path = paths.get(kind, "/")
-        rest = path[len(inner):] if inner != "/" and (path + "/").startswith(inner + "/") else path
+        rest = path[len(inner) :] if inner != "/" and (path + "/").startswith(inner + "/") else path
         leaf = base / rest.strip("/")
         if ".." in leaf.parts or not leaf.is_dir():
             leaf = base
-        folders += [leaf, *(parent for parent in leaf.parents if parent == base or base in parent.parents)]
+        folders += [
+            leaf,
+            *(parent for parent in leaf.parents if parent == base or base in parent.parents),
+        ]
     return folders
 
 
 def _cgroup_mounts(root: Path) -> list[tuple[str, str, str]]:
-    """Return (file system, root inside it, mount point) of the cgroup mounts that may limit CPU time."""
+    """
+    Return (file system, root inside it, mount point) of the cgroup mounts that may limit CPU time.
+    """
     mounts = []
     for line in _text(root / "proc/self/mountinfo").splitlines():
         # 30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate
         left, _, right = line.partition(" - ")
-        fields, kind = left.split(), right.split()
+        fields = left.split()
+        kind = right.split()
         if len(fields) < 5 or len(kind) < 3:
             continue
         if kind[0] == "cgroup2" or (kind[0] == "cgroup" and "cpu" in kind[2].split(",")):

@@ -1,7 +1,8 @@
 """
 What a device kind is: one frozen table of facts, plus a probe that finds its devices without torch.
 
-Each kind is one small file beside this one. To add a kind, copy the nearest file and add it to `detect.KINDS`.
+Each kind is one small file beside this one. To add a kind, copy the nearest file and add it to
+`detect.KINDS`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from pdrun.topology import Device
 
 @dataclass(frozen=True)
 class Answer:
-    """What a vendor's tool said. It is asked only where files do not answer, and never for longer than 3 seconds."""
+    """
+    What a vendor's tool said. It is asked only where files do not answer, and never for longer than
+    3 seconds.
+    """
 
     state: Literal["ok", "missing", "failed", "hung"]
     text: str = ""
@@ -31,7 +35,10 @@ Run = Callable[[Sequence[str]], Answer]
 
 @dataclass(frozen=True)
 class TorchBuild:
-    """Which accelerators the installed torch was built for, read from its version file without importing it."""
+    """
+    Which accelerators the installed torch was built for, read from its version file without
+    importing it.
+    """
 
     version: str
     kinds: frozenset[str]
@@ -58,7 +65,10 @@ class Surroundings:
             return ""
 
     def numbered(self, folder: str, pattern: str) -> tuple[tuple[int, str], ...]:
-        """Return (number, path) of the entries whose whole name matches; the pattern's group is the number."""
+        """
+        Return (number, path) of the entries whose whole name matches; the pattern's group is the
+        number.
+        """
         try:
             names = os.listdir(self.root / folder)  # noqa: PTH208 - names are all that is needed
         except OSError:
@@ -98,9 +108,14 @@ class Search:
 
     found: tuple[Found, ...]
     reason: str
-    """``8 devices by /dev/nvidiaN, driver 580.159.04``, or why there is none. Names the file or tool."""
+    """
+    ``8 devices by /dev/nvidiaN, driver 580.159.04``, or why there is none. Names the file or tool.
+    """
     blind: bool = False
-    """Devices are there, but only a visibility variable can name them (MIG is on and its tool does not answer)."""
+    """
+    Devices are there, but only a visibility variable can name them (MIG is on and its tool does not
+    answer).
+    """
 
 
 @dataclass(frozen=True)
@@ -128,7 +143,10 @@ class Backend:
     title: str
     """For people: ``NVIDIA GPU (CUDA)``."""
     variables: tuple[Variable, ...]
-    """Outermost first: each one numbers what the one before has left. The last one is set for a worker."""
+    """
+    Outermost first: each one numbers what the one before has left. The last one is set for a
+    worker.
+    """
     torch_device: str
     """The type in ``torch.device(type, index)``."""
     collective: str
@@ -146,10 +164,18 @@ class Probe:
 
     name: str
     present: bool
-    """Whether `auto` may take it: at least one device is visible and the installed torch can use it."""
+    """
+    Whether `auto` may take it: at least one device is visible and the installed torch can use it.
+    """
     reason: str
     """What was found, or why it was refused."""
     devices: tuple[Device, ...] = ()
-    """Visible ones only, in the order of the visibility variable: what an outer scheduler hid stays hidden."""
+    """
+    Visible ones only, in the order of the visibility variable: what an outer scheduler hid stays
+    hidden.
+    """
     broken: bool = False
-    """The environment contradicts itself about this kind: an error for whoever wants it, never a reason to go on."""
+    """
+    The environment contradicts itself about this kind: an error for whoever wants it, never a
+    reason to go on.
+    """

@@ -1,7 +1,8 @@
 """
 The torch side of a device kind: its device, and the process group that moves its tensors.
 
-Loaded in workers only; this is the one file of the floor that imports torch, and only inside its functions.
+Loaded in workers only; this is the one file of the floor that imports torch, and only inside its
+functions.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def import_torch() -> Any:
 
 
 def native() -> Backend:
-    """Return the kind of device that the installed torch can use here: its accelerator, or the CPU."""
+    """
+    Return the kind of device that the installed torch can use here: its accelerator, or the CPU.
+    """
     torch = import_torch()
     if not torch.accelerator.is_available():
         return KINDS["cpu"]
@@ -54,15 +57,18 @@ def open_device(backend: Backend, index: int) -> torch.device:
         try:
             importlib.import_module(backend.plugin)
         except ModuleNotFoundError:
-            raise ConfigError(f"{backend.name} needs the package {backend.plugin}", where="pdrun.init") from None
+            raise ConfigError(
+                f"{backend.name} needs the package {backend.plugin}", where="pdrun.init"
+            ) from None
     if backend.name == "cpu":
         return torch.device("cpu")
     module = getattr(torch, backend.torch_device, None)
     if module is None or not module.is_available():
         raise ConfigError(
-            f"torch {torch.__version__} cannot use {backend.title} here", where="pdrun.init",
+            f"torch {torch.__version__} cannot use {backend.title} here",
+            where="pdrun.init",
             hint="install a build of torch with it, or choose --backend cpu",
-        )  # fmt: skip
+        )
     if not backend.indexed:
         return torch.device(backend.torch_device)
     count = module.device_count()
@@ -70,15 +76,17 @@ def open_device(backend: Backend, index: int) -> torch.device:
     if chosen >= count:
         raise ConfigError(
             f"this worker should use {backend.torch_device}:{index}, but torch sees {count} device(s)",
-            where="pdrun.init", hint="start fewer workers on this node",
-        )  # fmt: skip
+            where="pdrun.init",
+            hint="start fewer workers on this node",
+        )
     module.set_device(chosen)
     return torch.device(backend.torch_device, chosen)
 
 
 def group_backend(backend: Backend, collective: str = "") -> str:
     """
-    Return what `init_process_group` takes: ``gloo``, or ``cpu:gloo,cuda:nccl`` so that tensors of both kinds travel.
+    Return what `init_process_group` takes: ``gloo``, or ``cpu:gloo,cuda:nccl`` so that tensors of
+    both kinds travel.
 
     Raises:
         ConfigError: the installed torch lacks the collective; names it.
@@ -87,9 +95,13 @@ def group_backend(backend: Backend, collective: str = "") -> str:
     dist = torch.distributed
     wanted = collective or backend.collective
     if not dist.is_available():
-        raise ConfigError(f"torch {torch.__version__} is built without torch.distributed", where="pdrun.init")
+        raise ConfigError(
+            f"torch {torch.__version__} is built without torch.distributed", where="pdrun.init"
+        )
     if not dist.is_backend_available(wanted.lower()):
-        raise ConfigError(f"torch {torch.__version__} is built without {wanted}", where="pdrun.init")
+        raise ConfigError(
+            f"torch {torch.__version__} is built without {wanted}", where="pdrun.init"
+        )
     if backend.torch_device == "cpu" or wanted == "gloo" or not dist.is_backend_available("gloo"):
         return wanted
     return f"cpu:gloo,{backend.torch_device}:{wanted}"
@@ -105,10 +117,12 @@ def open_group(
     store: Any,
 ) -> None:
     """
-    Make torch's default process group; `store` is a torch store, or None for MASTER_ADDR and MASTER_PORT (``env://``).
+    Make torch's default process group; `store` is a torch store, or None for MASTER_ADDR and
+    MASTER_PORT (``env://``).
 
     Args:
-        timeout: seconds that a collective may take; None leaves torch's own (30 minutes, 10 for NCCL).
+        timeout: seconds that a collective may take; None leaves torch's own (30 minutes, 10 for
+            NCCL).
     """
     options: dict[str, Any] = {"rank": rank, "world_size": world_size}
     if store is not None:
@@ -117,5 +131,7 @@ def open_group(
         options["timeout"] = timedelta(seconds=timeout)
     name = group_backend(backend, collective)
     if "nccl" in name:
-        options["device_id"] = device  # ties the group to the device: errors show at once, and no collective guesses
+        options["device_id"] = (
+            device  # ties the group to the device: errors show at once, and no collective guesses
+        )
     import_torch().distributed.init_process_group(name, **options)

@@ -1,4 +1,7 @@
-"""The CPU: always there, one "device" that all workers share; how its cores are dealt is `affinity`'s matter."""
+"""
+The CPU: always there, one "device" that all workers share; how its cores are dealt is `affinity`'s
+matter.
+"""
 
 from __future__ import annotations
 
@@ -10,5 +13,11 @@ def _search(_: Surroundings) -> Search:
 
 
 BACKEND = Backend(
-    name="cpu", title="CPU", variables=(), torch_device="cpu", collective="gloo", search=_search, indexed=False
+    name="cpu",
+    title="CPU",
+    variables=(),
+    torch_device="cpu",
+    collective="gloo",
+    search=_search,
+    indexed=False,
 )

@@ -17,7 +17,8 @@ nvidia-smi -L is asked only where MIG is on, since nothing else has the instance
     GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77)
       MIG 3g.20gb     Device  0: (UUID: MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f)
 
-Limit: cards are numbered as CUDA numbers them; which card that is (fastest first, or by bus) is CUDA's choice.
+Limit: cards are numbered as CUDA numbers them; which card that is (fastest first, or by bus) is
+CUDA's choice.
 """
 
 from __future__ import annotations
@@ -36,14 +37,22 @@ def _search(here: Surroundings) -> Search:
         if here.exists("dev/dxg"):
             return _by_tool(here, "WSL 2")
         if driver:
-            return Search((), f"driver {driver[1]} is loaded, but there is no /dev/nvidiaN (a container without GPUs?)")
+            return Search(
+                (),
+                f"driver {driver[1]} is loaded, but there is no /dev/nvidiaN (a container without GPUs?)",
+            )
         return Search((), "no /dev/nvidiaN and no NVIDIA driver in /proc")
     if not driver:
-        return Search((), f"{len(nodes)} node(s) /dev/nvidiaN, but no driver is loaded (/proc/driver/nvidia/version)")
+        return Search(
+            (),
+            f"{len(nodes)} node(s) /dev/nvidiaN, but no driver is loaded (/proc/driver/nvidia/version)",
+        )
     usable = [number for number, path in nodes if here.usable(path)]
     if not usable:
         return Search((), f"{len(nodes)} node(s) /dev/nvidiaN, none of which this process may open")
-    if any(here.numbered(f"{_PROC}/capabilities/gpu{number}/mig", r"gi([0-9]+)") for number in usable):
+    if any(
+        here.numbered(f"{_PROC}/capabilities/gpu{number}/mig", r"gi([0-9]+)") for number in usable
+    ):
         return _by_tool(here, "MIG is on")
     known = _information(here)
     cards = [known.get(number, "") for number in usable if known.get(number) != "excluded"]
@@ -52,22 +61,43 @@ def _search(here: Surroundings) -> Search:
 
 
 def _information(here: Surroundings) -> dict[int, str]:
-    """Return minor number -> UUID of the cards, or the word ``excluded`` for one that the driver leaves alone."""
+    """
+    Return minor number -> UUID of the cards, or the word ``excluded`` for one that the driver
+    leaves alone.
+    """
     known = {}
     folder = here.root / _PROC / "gpus"
     for path in sorted(folder.glob("*/information")) if folder.is_dir() else ():
-        facts = dict(re.findall(r"^([^:\n]+):[ \t]*(.*?)[ \t]*$", here.text(str(path.relative_to(here.root))), re.M))
+        facts = dict(
+            re.findall(
+                r"^([^:\n]+):[ \t]*(.*?)[ \t]*$", here.text(str(path.relative_to(here.root))), re.M
+            )
+        )
         if (minor := facts.get("Device Minor", "")).isdigit():
             uuid = facts.get("GPU UUID", "")
-            known[int(minor)] = "excluded" if facts.get("GPU Excluded") == "Yes" else uuid if "?" not in uuid else ""
+            known[int(minor)] = (
+                "excluded"
+                if facts.get("GPU Excluded") == "Yes"
+                else uuid
+                if "?" not in uuid
+                else ""
+            )
     return known
 
 
 def _by_tool(here: Surroundings, why: str) -> Search:
     answer = here.run(("nvidia-smi", "-L"))
     if answer.state != "ok":
-        said = {"missing": "is not installed", "hung": "does not answer", "failed": f"failed: {answer.text}"}
-        return Search((), f"{why}, and nvidia-smi -L, which names the devices, {said[answer.state]}", blind=True)
+        said = {
+            "missing": "is not installed",
+            "hung": "does not answer",
+            "failed": f"failed: {answer.text}",
+        }
+        return Search(
+            (),
+            f"{why}, and nvidia-smi -L, which names the devices, {said[answer.state]}",
+            blind=True,
+        )
     found = parse_list(answer.text)
     return Search(found, f"{len(found)} device(s) by nvidia-smi -L ({why})")
 

@@ -1,8 +1,8 @@
 """
 Which device kinds are here: every table is asked, every refusal keeps its reason.
 
-Nothing is imported from torch and no tool is started where the files already answer: about a millisecond on a machine
-without accelerators.
+Nothing is imported from torch and no tool is started where the files already answer: about a
+millisecond on a machine without accelerators.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ def backend(name: str) -> Backend:
     """Return the table of a kind; UsageError for an unknown name."""
     if name not in KINDS:
         known = ", ".join(KINDS)
-        raise UsageError(f"{name!r} is not one of {known}", where="--backend", hint=did_you_mean(name, KINDS))
+        raise UsageError(
+            f"{name!r} is not one of {known}", where="--backend", hint=did_you_mean(name, KINDS)
+        )
     return KINDS[name]
 
 
@@ -80,7 +82,9 @@ def probe_all(
         run: asks a vendor's tool; the default starts it, for at most 3 seconds.
         build: tells what the installed torch was built for; called only where a device was found.
     """
-    here = Surroundings(root, environ, run or _run(environ), platform, machine or os.uname().machine)
+    here = Surroundings(
+        root, environ, run or _run(environ), platform, machine or os.uname().machine
+    )
     return tuple(_probe(table, here, build or installed_torch) for table in KINDS.values())
 
 
@@ -89,19 +93,24 @@ def choose(name: str, probes: Sequence[Result]) -> tuple[Backend, str]:
     Return the table to use and the reason, which names every kind that was refused on the way.
 
     Raises:
-        ConfigError: the kind that was asked for is not here, or what `auto` would take contradicts itself.
+        ConfigError: the kind that was asked for is not here, or what `auto` would take contradicts
+            itself.
         UsageError: no such kind.
     """
     if name != "auto":
         chosen = next((probe for probe in probes if probe.name == backend(name).name), None)
         if chosen is None or chosen.broken or not chosen.devices:
             reason = chosen.reason if chosen else "was not looked for"
-            raise ConfigError(f"{name} cannot be used: {reason}", where="--backend", hint=_instead(probes))
+            raise ConfigError(
+                f"{name} cannot be used: {reason}", where="--backend", hint=_instead(probes)
+            )
         return KINDS[name], f"asked for; {chosen.reason}"
     refused: list[str] = []
     for probe in probes:
         if probe.broken:
-            raise ConfigError(probe.reason, where=probe.name, hint="or choose another kind with --backend")
+            raise ConfigError(
+                probe.reason, where=probe.name, hint="or choose another kind with --backend"
+            )
         if probe.present:
             return KINDS[probe.name], "; ".join([probe.reason, *refused])
         refused.append(f"not {probe.name}: {probe.reason}")
@@ -110,22 +119,30 @@ def choose(name: str, probes: Sequence[Result]) -> tuple[Backend, str]:
 
 def installed_torch(path: Sequence[str] | None = None) -> TorchBuild | None:
     """
-    Read what torch on ``path`` (default: this interpreter's) was built for; None when there is none.
+    Read what torch on ``path`` (default: this interpreter's) was built for; None when there is
+    none.
 
-    Its ``torch/version.py`` says, for instance: ``cuda: Optional[str] = None``, ``hip: Optional[str] = '6.4.43484'``.
+    Its ``torch/version.py`` says, for instance: ``cuda: Optional[str] = None``, ``hip:
+    Optional[str] = '6.4.43484'``.
     """
     for folder in sys.path if path is None else path:
         file = Path(folder or ".") / "torch/version.py"
         if file.is_file():
-            return read_build(file.read_text(encoding="utf-8", errors="replace"), npu=_has_npu(path))
+            return read_build(
+                file.read_text(encoding="utf-8", errors="replace"), npu=_has_npu(path)
+            )
     return None
 
 
 def read_build(text: str, *, npu: bool = False) -> TorchBuild:
     """Read the text of torch's version file; lines that are not there count as None."""
     said = dict(re.findall(r"^(\w+)(?::[^=\n]+)?\s*=\s*['\"]([^'\"\n]+)['\"]", text, re.M))
-    kinds = {"cpu", "mps"} | {kind for kind, key in (("cuda", "cuda"), ("rocm", "hip"), ("xpu", "xpu")) if key in said}
-    return TorchBuild(said.get("__version__", "unknown"), frozenset(kinds | ({"npu"} if npu else set())))
+    kinds = {"cpu", "mps"} | {
+        kind for kind, key in (("cuda", "cuda"), ("rocm", "hip"), ("xpu", "xpu")) if key in said
+    }
+    return TorchBuild(
+        said.get("__version__", "unknown"), frozenset(kinds | ({"npu"} if npu else set()))
+    )
 
 
 def _has_npu(path: Sequence[str] | None) -> bool:
@@ -156,7 +173,9 @@ def _probe(table: Backend, here: Surroundings, build: Callable[[], TorchBuild | 
 def _reason(search: Search, seen: Visible) -> str:
     if not seen.note:
         return search.reason
-    return f"{search.reason}, {seen.note}" if seen.devices else f"{search.reason}, all hidden: {seen.note}"
+    if seen.devices:
+        return f"{search.reason}, {seen.note}"
+    return f"{search.reason}, all hidden: {seen.note}"
 
 
 def _instead(probes: Sequence[Result]) -> str:

@@ -1,4 +1,7 @@
-"""Apple's GPU (Metal): one a machine, part of the processor. Collectives go through gloo, by way of the CPU."""
+"""
+Apple's GPU (Metal): one a machine, part of the processor. Collectives go through gloo, by way of
+the CPU.
+"""
 
 from __future__ import annotations
 

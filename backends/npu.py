@@ -23,13 +23,21 @@ def _search(here: Surroundings) -> Search:
     driver = f", driver {version[1]}" if version else ""
     if not nodes:
         if version or here.exists("dev/davinci_manager"):
-            return Search((), f"no /dev/davinciN, though an Ascend driver is installed{driver} (a container?)")
+            return Search(
+                (), f"no /dev/davinciN, though an Ascend driver is installed{driver} (a container?)"
+            )
         return Search((), "no /dev/davinciN")
     if not here.exists("dev/davinci_manager"):
-        return Search((), f"{len(nodes)} node(s) /dev/davinciN, but no /dev/davinci_manager, which every process needs")
+        return Search(
+            (),
+            f"{len(nodes)} node(s) /dev/davinciN, but no /dev/davinci_manager, which every process needs",
+        )
     usable = [number for number, path in nodes if here.usable(path)]
     if not usable:
-        return Search((), f"{len(nodes)} node(s) /dev/davinciN, none may be opened by this process (group HwHiAiUser?)")
+        return Search(
+            (),
+            f"{len(nodes)} node(s) /dev/davinciN, none may be opened by this process (group HwHiAiUser?)",
+        )
     # The runtime numbers the chips that it can open from 0, whatever the numbers of the nodes are.
     found = tuple(Found(str(index)) for index in range(len(usable)))
     return Search(found, f"{len(found)} device(s) by /dev/davinciN{driver}")

@@ -23,16 +23,26 @@ _NODES = "sys/class/kfd/kfd/topology/nodes"
 def _search(here: Surroundings) -> Search:
     if not here.exists("dev/kfd"):
         if here.exists(_NODES):
-            return Search((), "amdgpu is loaded, but there is no /dev/kfd (a container without --device=/dev/kfd?)")
+            return Search(
+                (),
+                "amdgpu is loaded, but there is no /dev/kfd (a container without --device=/dev/kfd?)",
+            )
         return Search((), "no /dev/kfd")
     if not here.usable("dev/kfd"):
         return Search((), "/dev/kfd may not be opened by this process (group render or video?)")
     cards = [facts for _, path in here.numbered(_NODES, "([0-9]+)") if (facts := _card(here, path))]
     if not cards:
-        return Search((), "/dev/kfd is there, but /sys/class/kfd lists no GPU that this process may see")
-    usable = [facts for facts in cards if here.usable(f"dev/dri/renderD{facts['drm_render_minor']}")]
+        return Search(
+            (), "/dev/kfd is there, but /sys/class/kfd lists no GPU that this process may see"
+        )
+    usable = [
+        facts for facts in cards if here.usable(f"dev/dri/renderD{facts['drm_render_minor']}")
+    ]
     if not usable:
-        return Search((), f"{len(cards)} GPU(s) in /sys/class/kfd, but no /dev/dri/renderDN of theirs may be opened")
+        return Search(
+            (),
+            f"{len(cards)} GPU(s) in /sys/class/kfd, but no /dev/dri/renderDN of theirs may be opened",
+        )
     found = tuple(Found(str(index), _uuid(facts)) for index, facts in enumerate(usable))
     return Search(found, f"{len(found)} device(s) by /dev/kfd and /dev/dri/renderDN")
 

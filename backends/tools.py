@@ -1,4 +1,7 @@
-"""Asking a vendor's tool: bounded in time and output, so that a hanging driver never hangs the launcher."""
+"""
+Asking a vendor's tool: bounded in time and output, so that a hanging driver never hangs the
+launcher.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pdrun.backends.base import Answer
 
 LIMIT = 3.0
-"""Seconds that a tool may take. nvidia-smi -L takes 0.03 s on a healthy machine, minutes on a sick one."""
+"""
+Seconds that a tool may take. nvidia-smi -L takes 0.03 s on a healthy machine, minutes on a sick
+one.
+"""
 MOST = 1 << 20
 """Bytes that it may print."""
 
 
 def runner(environ: Mapping[str, str], limit: float = LIMIT) -> Callable[[Sequence[str]], Answer]:
-    """Return a function that runs a tool found on the PATH of ``environ`` for at most ``limit`` seconds."""
+    """
+    Return a function that runs a tool found on the PATH of ``environ`` for at most ``limit``
+    seconds.
+    """
 
     def run(command: Sequence[str]) -> Answer:
         program = shutil.which(command[0], path=environ.get("PATH", os.defpath))
@@ -33,9 +42,13 @@ def runner(environ: Mapping[str, str], limit: float = LIMIT) -> Callable[[Sequen
 def _ask(command: Sequence[str], environ: Mapping[str, str], limit: float) -> Answer:
     try:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=dict(environ),
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=dict(environ),
             start_new_session=True,
-        )  # fmt: skip
+        )
     except OSError as error:
         return Answer("failed", str(error))
     try:
@@ -61,7 +74,8 @@ def _read(process: subprocess.Popen[bytes], deadline: float) -> bytes:
         TimeoutError: it still runs, or what it has started still holds its output.
     """
     assert process.stdout is not None
-    data, poll = bytearray(), select.poll()
+    data = bytearray()
+    poll = select.poll()
     poll.register(process.stdout, select.POLLIN)
     while len(data) <= MOST:
         left = deadline - time.monotonic()
@@ -80,7 +94,9 @@ def _read(process: subprocess.Popen[bytes], deadline: float) -> bytes:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a tool and all that it started; one that sits in the kernel is left behind, not waited for."""
+    """
+    Kill a tool and all that it started; one that sits in the kernel is left behind, not waited for.
+    """
     try:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait(0.2)

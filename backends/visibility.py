@@ -1,5 +1,6 @@
 """
-Visible-device lists, composed: what an outer scheduler hid stays hidden, whatever a worker is given.
+Visible-device lists, composed: what an outer scheduler hid stays hidden, whatever a worker is
+given.
 
 Pure. The rules are the vendors' own, so that pdrun counts what the worker's process will count:
 
@@ -30,7 +31,10 @@ class Visible:
 
     devices: tuple[Device, ...]
     note: str = ""
-    """What the variables did, for a reader: ``2 of 8 by CUDA_VISIBLE_DEVICES=4,5``; empty when none is set."""
+    """
+    What the variables did, for a reader: ``2 of 8 by CUDA_VISIBLE_DEVICES=4,5``; empty when none is
+    set.
+    """
 
 
 @dataclass(frozen=True)
@@ -43,23 +47,30 @@ class Grant:
     """Its device's index among those that it sees."""
 
 
-def visible(backend: Backend, environ: Mapping[str, str], found: Sequence[Found], *, blind: bool = False) -> Visible:
+def visible(
+    backend: Backend, environ: Mapping[str, str], found: Sequence[Found], *, blind: bool = False
+) -> Visible:
     """
     Apply the visibility variables to what the driver shows.
 
     Args:
-        blind: the devices could not be listed, so names in a list are taken on trust and numbers are not.
+        blind: the devices could not be listed, so names in a list are taken on trust and numbers
+            are not.
 
     Raises:
-        ConfigError: a list that the vendor's runtime would refuse or misread; names the variable and the entry.
+        ConfigError: a list that the vendor's runtime would refuse or misread; names the variable
+            and the entry.
     """
-    left, notes = list(found), []
+    left = list(found)
+    notes = []
     for position, variable in enumerate(backend.variables):
         source = _source(variable, environ)
         if source:
             before = len(left)
             left = _select(variable, source, environ[source], left, blind=blind)
-            notes.append(f"{len(left)}{'' if blind else f' of {before}'} by {source}={environ[source]}")
+            notes.append(
+                f"{len(left)}{'' if blind else f' of {before}'} by {source}={environ[source]}"
+            )
         if position + 1 < len(backend.variables) and source:
             left = [replace(item, name=str(number)) for number, item in enumerate(left)]
     devices = tuple(Device(backend.name, number, item.name) for number, item in enumerate(left))
@@ -71,9 +82,12 @@ def limit(backend: Backend, device: Device, environ: Mapping[str, str]) -> dict[
     return expose(backend, (device,), environ)
 
 
-def expose(backend: Backend, devices: Sequence[Device], environ: Mapping[str, str]) -> dict[str, str]:
+def expose(
+    backend: Backend, devices: Sequence[Device], environ: Mapping[str, str]
+) -> dict[str, str]:
     """
-    Return the variables that leave a worker these devices, in this order; empty for kinds without such a variable.
+    Return the variables that leave a worker these devices, in this order; empty for kinds without
+    such a variable.
 
     Raises:
         PdrunError: a device is not among those that ``environ`` shows: pdrun never widens a list.
@@ -87,16 +101,21 @@ def expose(backend: Backend, devices: Sequence[Device], environ: Mapping[str, st
         shown = {_key(entry) for entry in _entries(variable, source, environ[source])}
         for name in names:
             if _key(name) not in shown:
-                raise PdrunError(f"device {name} is not among {source}={environ[source]}", where=backend.name)
+                raise PdrunError(
+                    f"device {name} is not among {source}={environ[source]}", where=backend.name
+                )
     return {variable.name: ",".join(names)}
 
 
-def grants(backend: Backend, devices: Sequence[Device], environ: Mapping[str, str]) -> tuple[Grant, ...]:
+def grants(
+    backend: Backend, devices: Sequence[Device], environ: Mapping[str, str]
+) -> tuple[Grant, ...]:
     """
     Share a node's devices among its workers, one each, in this order.
 
-    Every worker sees all of them, so that ``cuda:LOCAL_RANK`` is its own, as scripts written for torchrun expect.
-    Slices of a card are the exception: a process can use one MIG instance only, so each worker sees just its own.
+    Every worker sees all of them, so that ``cuda:LOCAL_RANK`` is its own, as scripts written for
+    torchrun expect. Slices of a card are the exception: a process can use one MIG instance only, so
+    each worker sees just its own.
     """
     if any(device.name.startswith("MIG-") for device in devices):
         return tuple(Grant(limit(backend, device, environ), 0) for device in devices)
@@ -105,7 +124,10 @@ def grants(backend: Backend, devices: Sequence[Device], environ: Mapping[str, st
 
 
 def _source(variable: Variable, environ: Mapping[str, str]) -> str:
-    """Return the name of the variable that counts, or the empty string when neither it nor its alias is set."""
+    """
+    Return the name of the variable that counts, or the empty string when neither it nor its alias
+    is set.
+    """
     return next((name for name in (variable.name, variable.alias) if name and name in environ), "")
 
 
@@ -116,7 +138,10 @@ def _key(entry: str) -> str:
 
 
 def _entries(variable: Variable, source: str, text: str) -> list[str]:
-    """Return the entries up to the first that names no device, numbers in plain form; duplicates are an error."""
+    """
+    Return the entries up to the first that names no device, numbers in plain form; duplicates are
+    an error.
+    """
     entries: list[str] = []
     for raw in text.split(","):
         names = _entry(variable, source, raw.strip())
@@ -124,10 +149,17 @@ def _entries(variable: Variable, source: str, text: str) -> list[str]:
             break
         for name in names:
             whole = name.partition(".")[0] if variable.parts else name
-            if any(_key(name) == _key(old) or old == whole or old.startswith(f"{name}.") for old in entries):
+            if any(
+                _key(name) == _key(old) or old == whole or old.startswith(f"{name}.")
+                for old in entries
+            ):
                 raise ConfigError(f"{text!r} names device {name} twice", where=source)
             if variable.ascending and entries and int(name) < int(entries[-1]):
-                raise ConfigError(f"{text!r} is not in ascending order", where=source, hint="its runtime wants it so")
+                raise ConfigError(
+                    f"{text!r} is not in ascending order",
+                    where=source,
+                    hint="its runtime wants it so",
+                )
             entries.append(name)
     return entries
 
@@ -144,11 +176,15 @@ def _entry(variable: Variable, source: str, entry: str) -> list[str]:
     if span and int(span[1]) <= int(span[2]):
         return [str(number) for number in range(int(span[1]), int(span[2]) + 1)]
     if re.match("[+]?[0-9]", entry):  # the runtime would read the digits and forget the rest
-        raise ConfigError(f"{entry!r} is not a device", where=source, hint="write numbers separated by commas")
+        raise ConfigError(
+            f"{entry!r} is not a device", where=source, hint="write numbers separated by commas"
+        )
     return []
 
 
-def _select(variable: Variable, source: str, text: str, found: Sequence[Found], *, blind: bool) -> list[Found]:
+def _select(
+    variable: Variable, source: str, text: str, found: Sequence[Found], *, blind: bool
+) -> list[Found]:
     """Return the devices that a list names, in its order, up to the first that is not there."""
     chosen: list[Found] = []
     for entry in _entries(variable, source, text):
@@ -171,8 +207,11 @@ def _lookup(entry: str, found: Sequence[Found], *, blind: bool) -> Found | None:
         return Found(entry) if blind or found else None
     number, _, part = entry.partition(".")
     if any(item.parent for item in found):
-        # With MIG a number is a card, and the driver takes its first instance: hand the number on as it stands.
-        return Found(entry) if any(number == (item.parent or item.name) for item in found) else None
+        # With MIG a number is a card, and the driver takes its first instance: hand the number on
+        # as it stands.
+        if any(number == (item.parent or item.name) for item in found):
+            return Found(entry)
+        return None
     if int(number) >= len(found):
         return None
     return Found(entry) if part else replace(found[int(number)], name=number)

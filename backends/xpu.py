@@ -10,9 +10,10 @@ What is looked at::
                                                        PCI_SLOT_NAME=0000:00:02.0: the graphics inside a processor
     /sys/class/drm/renderD128/device/tile0, tile1      parts of a card (driver xe)
 
-Each tile counts as a device unless ZE_FLAT_DEVICE_HIERARCHY asks for whole cards; FLAT is the runtime's default.
-The graphics inside a processor counts only where there is no card, as torch has it.
-Limit: driver i915 does not show tiles apart from media engines, so a card of it counts as one device.
+Each tile counts as a device unless ZE_FLAT_DEVICE_HIERARCHY asks for whole cards; FLAT is the
+runtime's default. The graphics inside a processor counts only where there is no card, as torch has
+it. Limit: driver i915 does not show tiles apart from media engines, so a card of it counts as one
+device.
 """
 
 from __future__ import annotations
@@ -21,18 +22,31 @@ from pdrun.backends.base import Backend, Found, Search, Surroundings, Variable
 
 
 def _search(here: Surroundings) -> Search:
-    nodes = [(f"dev/dri/renderD{number}", f"{path}/device")
-             for number, path in here.numbered("sys/class/drm", r"renderD([0-9]+)")
-             if here.text(f"{path}/device/vendor") == "0x8086"]  # fmt: skip
+    nodes = [
+        (f"dev/dri/renderD{number}", f"{path}/device")
+        for number, path in here.numbered("sys/class/drm", r"renderD([0-9]+)")
+        if here.text(f"{path}/device/vendor") == "0x8086"
+    ]
     if not nodes:
         return Search((), "no Intel GPU in /sys/class/drm")
     usable = [device for node, device in nodes if here.usable(node)]
     if not usable:
-        return Search((), f"{len(nodes)} Intel GPU(s), but no /dev/dri/renderDN may be opened (group render?)")
-    cards = [device for device in usable if "PCI_SLOT_NAME=0000:00:02.0" not in here.text(f"{device}/uevent")] or usable
+        return Search(
+            (), f"{len(nodes)} Intel GPU(s), but no /dev/dri/renderDN may be opened (group render?)"
+        )
+    cards = [
+        device
+        for device in usable
+        if "PCI_SLOT_NAME=0000:00:02.0" not in here.text(f"{device}/uevent")
+    ] or usable
     whole = here.environ.get("ZE_FLAT_DEVICE_HIERARCHY", "FLAT").upper() == "COMPOSITE"
-    count = sum(1 if whole else max(1, len(here.numbered(device, r"tile([0-9]+)"))) for device in cards)
-    return Search(tuple(Found(str(index)) for index in range(count)), f"{count} device(s) by /dev/dri/renderDN")
+    count = sum(
+        1 if whole else max(1, len(here.numbered(device, r"tile([0-9]+)"))) for device in cards
+    )
+    return Search(
+        tuple(Found(str(index)) for index in range(count)),
+        f"{count} device(s) by /dev/dri/renderDN",
+    )
 
 
 BACKEND = Backend(

@@ -1,11 +1,13 @@
 """
-How much of a network's latency two copies of a step hide, beside the same two micro-batches one after the other.
+How much of a network's latency two copies of a step hide, beside the same two micro-batches one
+after the other.
 
     python benchmarks/copies.py [--devices 2] [--latency 1 2 5 10] [--rounds 5]
 
-Sequences are cut over the ranks, with all-to-alls around attention: eight a layer. CPUs on one machine have no network
-to speak of, so each collective of cp is held back until it has lasted as long as asked for. What is told is the part of
-that time for which a rank had nothing to compute and waited, and the time of a step. The two ways take turns.
+Sequences are cut over the ranks, with all-to-alls around attention: eight a layer. CPUs on one
+machine have no network to speak of, so each collective of cp is held back until it has lasted as
+long as asked for. What is told is the part of that time for which a rank had nothing to compute and
+waited, and the time of a step. The two ways take turns.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3 * HEADS, -1)).transpose(1, 2).chunk(3, 1)
-        x = x + self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        x = x + self.proj(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
@@ -60,7 +64,9 @@ def total_loss(out: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
 
 
 class Slow:
-    """Holds every wait for a collective of a run's model axes back until it has lasted ``seconds``."""
+    """
+    Holds every wait for a collective of a run's model axes back until it has lasted ``seconds``.
+    """
 
     def __init__(self, run: pdrun.Run) -> None:
         self.seconds, self.calls, self.waited = 0.0, 0, 0.0
@@ -94,9 +100,14 @@ def make(args: argparse.Namespace, **more: Any) -> tuple[pdrun.Run, Slow]:
     """Return a run and what slows its network."""
     torch.manual_seed(0)
     run = pdrun.parallelize(
-        Model(args.width, args.layers), lambda params: torch.optim.AdamW(params, 1e-3), total_loss, exact=False,
-        mesh=pdrun.mesh(cp=-1), context=pdrun.ContextParallel(ulysses=-1), **more,
-    )  # fmt: skip
+        Model(args.width, args.layers),
+        lambda params: torch.optim.AdamW(params, 1e-3),
+        total_loss,
+        exact=False,
+        mesh=pdrun.mesh(cp=-1),
+        context=pdrun.ContextParallel(ulysses=-1),
+        **more,
+    )
     return run, Slow(run)
 
 
@@ -111,7 +122,10 @@ def clock(run: pdrun.Run, batch: Any, steps: int) -> float:
 
 @dataclass
 class Told:
-    """What one latency, in ms, makes of each way: waiting in parts of the collectives' time, and ms a step."""
+    """
+    What one latency, in ms, makes of each way: waiting in parts of the collectives' time, and ms a
+    step.
+    """
 
     latency: float
     calls: int
@@ -123,7 +137,9 @@ def measure(args: argparse.Namespace) -> list[Told]:
     """Return what is told of each latency."""
     torch.set_num_threads(1)
     pdrun.init()
-    tokens = torch.randint(WORDS, (args.rows, args.length + 1), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(
+        WORDS, (args.rows, args.length + 1), generator=torch.Generator().manual_seed(1)
+    )
     batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     after, together = make(args, accumulate=2), make(args, copies=2)
     assert after[0].step(batch).loss == together[0].step(batch).loss
@@ -144,9 +160,13 @@ def measure(args: argparse.Namespace) -> list[Told]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Compare copies=2 with accumulate=2 on a slow network.")
+    parser = argparse.ArgumentParser(
+        description="Compare copies=2 with accumulate=2 on a slow network."
+    )
     parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--latency", type=float, nargs="+", default=[1, 2, 5, 10], help="ms a collective")
+    parser.add_argument(
+        "--latency", type=float, nargs="+", default=[1, 2, 5, 10], help="ms a collective"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="steps a block")
     parser.add_argument("--width", type=int, default=128)
@@ -155,11 +175,15 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=256)
     args = parser.parse_args()
     told = pdrun.launch(measure, args, devices=args.devices, backend="cpu")[0]
-    print(f"torch {torch.__version__}, {args.devices} ranks, width {args.width}, {args.layers} layers")
+    print(
+        f"torch {torch.__version__}, {args.devices} ranks, width {args.width}, {args.layers} layers"
+    )
     print("              one after the other          copies=2")
     print("  collectives  waited   a step       waited   a step")
     for one in told:
-        row = "   ".join(f"{part:6.0%} {ms:8.1f} ms" for part, ms in zip(one.waited, one.step, strict=True))
+        row = "   ".join(
+            f"{part:6.0%} {ms:8.1f} ms" for part, ms in zip(one.waited, one.step, strict=True)
+        )
         print(f"{one.calls:4} x {one.latency:2g} ms   {row}")
 
 

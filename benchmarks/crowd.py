@@ -1,9 +1,11 @@
 """
-Agents that are only their conversation: thousands in one process, as cheap as can be, for `scale.py`.
+Agents that are only their conversation: thousands in one process, as cheap as can be, for
+`scale.py`.
 
-They say what a real agent says, when it says it: the product's own codec writes each message (most of them before the
-clock starts), a heartbeat follows the welcome at once and then every interval. Only what is of no use to them is saved:
-of what comes they look at the type alone, and instead of a socket of ZeroMQ each has
+They say what a real agent says, when it says it: the product's own codec writes each message (most
+of them before the clock starts), a heartbeat follows the welcome at once and then every interval.
+Only what is of no use to them is saved: of what comes they look at the type alone, and instead of a
+socket of ZeroMQ each has
 
     Plain     a TCP socket that speaks ZeroMQ's protocol (ZMTP 3.1, NULL) in the order of libzmq: signature, greeting,
               READY, messages; probes (PING) are answered
@@ -44,7 +46,10 @@ from pdrun.rendezvous.protocol.security import Secret
 from pdrun.rendezvous.transport import timeouts as pace
 
 AT_ONCE = 2000
-"""Connections of one process that have not been greeted yet: two processes stay within the kernel's queue of 4096."""
+"""
+Connections of one process that have not been greeted yet: two processes stay within the kernel's
+queue of 4096.
+"""
 REST = 0.005
 """Seconds between two looks at the sockets: what has come meanwhile is read together."""
 
@@ -147,14 +152,23 @@ class Plain:
 class Sealed:
     """With CURVE: a DEALER."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: Endpoint, secret: Secret, crowd: int) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: Endpoint,
+        secret: Secret,
+        crowd: int,
+    ) -> None:
         self.up = False
         self._socket = context.socket(zmq.DEALER)
         probe = pace.probe(crowd)
         for option, value in (
-            (zmq.LINGER, 0), (zmq.HANDSHAKE_IVL, int(pace.handshake(crowd) * 1000)), (zmq.RECONNECT_IVL, 500),
-            (zmq.HEARTBEAT_IVL, probe), (zmq.HEARTBEAT_TIMEOUT, 3 * probe),
-        ):  # fmt: skip
+            (zmq.LINGER, 0),
+            (zmq.HANDSHAKE_IVL, int(pace.handshake(crowd) * 1000)),
+            (zmq.RECONNECT_IVL, 500),
+            (zmq.HEARTBEAT_IVL, probe),
+            (zmq.HEARTBEAT_TIMEOUT, 3 * probe),
+        ):
             self._socket.setsockopt(option, value)
         keys = security.key_pair(secret, "agent")
         self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.private
@@ -162,7 +176,10 @@ class Sealed:
         self._socket.connect(endpoint.zmq)
 
     def fileno(self) -> int:
-        """The descriptor that tells of something new, once: after `send`, `take` must be called as well."""
+        """
+        The descriptor that tells of something new, once: after `send`, `take` must be called as
+        well.
+        """
         return int(self._socket.getsockopt(zmq.FD))
 
     def send(self, data: bytes) -> None:
@@ -199,11 +216,19 @@ class Agent:
         self.beats = self.echo = 0
         self.over = False
         host = f"host-{index:05d}"
-        self.hello = self._written(0, Hello(PROTOCOL, "agent", "scale", self.name, 0, host, 1, "train.py"))
-        self.join = self._written(1, Join(
-            host, None, workers, {"command": "train.py", "pdrun": "0", "python": "3.11"},
-            f"10.{index >> 16}.{index >> 8 & 255}.{index & 255}:40000",
-        ))  # fmt: skip
+        self.hello = self._written(
+            0, Hello(PROTOCOL, "agent", "scale", self.name, 0, host, 1, "train.py")
+        )
+        self.join = self._written(
+            1,
+            Join(
+                host,
+                None,
+                workers,
+                {"command": "train.py", "pdrun": "0", "python": "3.11"},
+                f"10.{index >> 16}.{index >> 8 & 255}.{index & 255}:40000",
+            ),
+        )
         self.ready = self._written(2, Ready(0))
 
     def _written(self, sequence: int, message: Message) -> bytes:
@@ -228,8 +253,14 @@ class Crowd:
     """``count`` agents of a job of ``nodes``, from the number ``first`` on."""
 
     def __init__(
-        self, first: int, count: int, nodes: int, endpoint: Endpoint, secret: Secret | None, workers: int
-    ) -> None:  # fmt: skip
+        self,
+        first: int,
+        count: int,
+        nodes: int,
+        endpoint: Endpoint,
+        secret: Secret | None,
+        workers: int,
+    ) -> None:
         self._endpoint, self._secret, self._nodes = endpoint, secret, nodes
         self._context = zmq.Context(io_threads=1)
         self._context.set(zmq.MAX_SOCKETS, 2 * count + 1024)
@@ -248,8 +279,10 @@ class Crowd:
             agent = self.agents[len(self._by_fd)]
             secret = self._secret
             agent.line = (
-                Sealed(self._context, self._endpoint, secret, self._nodes) if secret else Plain(self._endpoint)
-            )  # fmt: skip
+                Sealed(self._context, self._endpoint, secret, self._nodes)
+                if secret
+                else Plain(self._endpoint)
+            )
             self._by_fd[agent.line.fileno()] = agent
             self._epoll.register(agent.line.fileno(), select.EPOLLIN)
             agent.line.send(agent.hello)
@@ -307,11 +340,17 @@ class Crowd:
 
 
 def crowd(
-    first: int, count: int, nodes: int, endpoint: Endpoint, secret: Secret | None, pipe: Connection, workers: int
-) -> None:  # fmt: skip
+    first: int,
+    count: int,
+    nodes: int,
+    endpoint: Endpoint,
+    secret: Secret | None,
+    pipe: Connection,
+    workers: int,
+) -> None:
     """
-    Be ``count`` agents; tell the parent when all are assigned, and when all may start; beat until told to end, and then
-    bring the job to its end.
+    Be ``count`` agents; tell the parent when all are assigned, and when all may start; beat until
+    told to end, and then bring the job to its end.
     """
     many = Crowd(first, count, nodes, endpoint, secret, workers)
     pipe.send("ready")
@@ -324,7 +363,13 @@ def crowd(
     while not pipe.poll():
         many.turn()
     silent = sum(1 for agent in many.agents if agent.beats > 2 and agent.beats - agent.echo > 2)
-    pipe.send({"silent": silent, "beats": sum(agent.beats for agent in many.agents), "cpu": _cpu() - began})
+    pipe.send(
+        {
+            "silent": silent,
+            "beats": sum(agent.beats for agent in many.agents),
+            "cpu": _cpu() - began,
+        }
+    )
     for agent in many.agents:
         agent.end()
     while many.waiting["Verdict"] > 0:

@@ -1,14 +1,15 @@
 """
-How long torch workers take to start, beside torchrun, mpirun and pdrun's own exec, and what they hold in memory.
+How long torch workers take to start, beside torchrun, mpirun and pdrun's own exec, and what they
+hold in memory.
 
     python benchmarks/faststart.py [--workers 1,2,4,8,16] [--rounds 3] [--rows gloo,ddp,second,memory,restart,tail]
     python benchmarks/faststart.py --rows nccl --workers 2,4 --rounds 3        on GPUs: cold and warm, 3 minutes on four
 
 Rows are gloo, ddp, second, nccl, memory, restart, tail and floor.
 
-Launchers take turns, round by round; the ratio of medians is the figure to quote. CPU is user and system time of
-everything a launcher started; what a warm process spent for a job is counted as well. The package is compiled first, as
-pip leaves it.
+Launchers take turns, round by round; the ratio of medians is the figure to quote. CPU is user and
+system time of everything a launcher started; what a warm process spent for a job is counted as
+well. The package is compiled first, as pip leaves it.
 
 gloo, ddp   import torch, form a group, all-reduce (three steps of AdamW), exit.   second: gloo with a warm process
 nccl        one worker a GPU, to the last rank's first all-reduce; not in the default
@@ -100,14 +101,36 @@ WARM = "pdrun, warm"
 
 
 def launchers(workers: int, row: str, cwd: str) -> dict[str, list[str]]:
-    """Name -> command line up to the script; every row but nccl is about CPUs, on a machine with GPUs too."""
-    pdrun = [sys.executable, "-m", "pdrun", "--devices", str(workers), "--threads", "1", "--no-files", "--prefix",
-             "none", "--backend", "cuda" if row == "nccl" else "cpu"]  # fmt: skip
+    """
+    Name -> command line up to the script; every row but nccl is about CPUs, on a machine with GPUs
+    too.
+    """
+    pdrun = [
+        sys.executable,
+        "-m",
+        "pdrun",
+        "--devices",
+        str(workers),
+        "--threads",
+        "1",
+        "--no-files",
+        "--prefix",
+        "none",
+        "--backend",
+        "cuda" if row == "nccl" else "cpu",
+    ]
     found = {
         "pdrun": [*pdrun, "--no-warm"],
         WARM: pdrun,
         "pdrun --start exec": [*pdrun, "--start", "exec"],
-        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)],
+        "torchrun": [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(workers),
+        ],
     }
     if row in ("gloo", "ddp", "second") and (mpirun := shutil.which("mpirun")):
         Path(cwd, "mpi.py").write_text(PROGRAMS["mpi"])
@@ -123,8 +146,11 @@ def launchers(workers: int, row: str, cwd: str) -> dict[str, list[str]]:
 def environment(cwd: str) -> dict[str, str]:
     """The launchers' environment: no warm process but our own, byte code used as ever."""
     left = ("PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED", "OMP_NUM_THREADS")
-    return {**{name: value for name, value in os.environ.items() if name not in left}, "OMP_NUM_THREADS": "1",
-            "XDG_RUNTIME_DIR": str(Path(cwd, "run"))}  # fmt: skip
+    return {
+        **{name: value for name, value in os.environ.items() if name not in left},
+        "OMP_NUM_THREADS": "1",
+        "XDG_RUNTIME_DIR": str(Path(cwd, "run")),
+    }
 
 
 @contextlib.contextmanager
@@ -133,14 +159,19 @@ def warm(cwd: str) -> Iterator[psutil.Process]:
     command = [sys.executable, "-m", "pdrun", "warm"]
     subprocess.run([*command, "start"], env=environment(cwd), check=True, capture_output=True)
     try:
-        out = subprocess.run([*command, "status"], env=environment(cwd), check=True, capture_output=True, text=True)
+        out = subprocess.run(
+            [*command, "status"], env=environment(cwd), check=True, capture_output=True, text=True
+        )
         yield psutil.Process(int(out.stdout.split()[1].rstrip(":")))
     finally:
         subprocess.run([*command, "stop"], env=environment(cwd), check=True, capture_output=True)
 
 
 def spent(process: psutil.Process | None) -> float:
-    """CPU seconds of our children that have ended, and of the warm process with those that it has reaped."""
+    """
+    CPU seconds of our children that have ended, and of the warm process with those that it has
+    reaped.
+    """
     mine = resource.getrusage(resource.RUSAGE_CHILDREN)
     total = mine.ru_utime + mine.ru_stime
     if process is not None:
@@ -152,7 +183,9 @@ def spent(process: psutil.Process | None) -> float:
     return total
 
 
-def timed(command: list[str], cwd: str, process: psutil.Process | None = None) -> tuple[float, float, str]:
+def timed(
+    command: list[str], cwd: str, process: psutil.Process | None = None
+) -> tuple[float, float, str]:
     """(wall, CPU) seconds, and what was printed; the command must succeed."""
     before, start = spent(process), time.time()
     done = subprocess.run(command, cwd=cwd, env=environment(cwd), capture_output=True, text=True)
@@ -183,8 +216,11 @@ def in_turn(row: str, workers: int, rounds: int, cwd: str) -> None:
     base = [statistics.median(run[part] for run in found["torchrun"]) for part in (0, 1)]
     for name, runs in found.items():
         wall, cpu = (statistics.median(run[part] for run in runs) for part in (0, 1))
-        print(f"| {row} | {workers} | {name} | {wall:.2f} | {wall / base[0]:.2f} | {cpu:.2f} | {cpu / base[1]:.2f} "
-              f"| {os.getloadavg()[0]:.1f} |", flush=True)  # fmt: skip
+        print(
+            f"| {row} | {workers} | {name} | {wall:.2f} | {wall / base[0]:.2f} | {cpu:.2f} | {cpu / base[1]:.2f} "
+            f"| {os.getloadavg()[0]:.1f} |",
+            flush=True,
+        )
 
 
 def memory(workers: int, cwd: str) -> None:
@@ -195,16 +231,21 @@ def memory(workers: int, cwd: str) -> None:
         for file in Path(cwd).glob("up*"):
             file.unlink()
         process = subprocess.Popen(
-            [*launchers(workers, "memory", cwd)[name], str(script)], cwd=cwd, env=environment(cwd),
+            [*launchers(workers, "memory", cwd)[name], str(script)],
+            cwd=cwd,
+            env=environment(cwd),
             stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+        )
         while len(list(Path(cwd).glob("up*"))) < workers:
             time.sleep(0.05)
         family = psutil.Process(process.pid).children(recursive=True)
         pss = sum(item.memory_full_info().pss for item in family) / 1e6
         process.terminate()
         process.wait()
-        print(f"| memory | {workers} | {name} | {pss:.0f} MB PSS of {len(family)} processes | | | | |", flush=True)
+        print(
+            f"| memory | {workers} | {name} | {pss:.0f} MB PSS of {len(family)} processes | | | | |",
+            flush=True,
+        )
 
 
 def restart(workers: int, rounds: int, cwd: str) -> None:
@@ -214,9 +255,21 @@ def restart(workers: int, rounds: int, cwd: str) -> None:
     for name in ("pdrun", "pdrun --start exec"):
         times = []
         for _ in range(rounds):
-            command = [*launchers(workers, "restart", cwd)[name], "--max-restarts", "1", "--grace", "0", str(script)]
+            command = [
+                *launchers(workers, "restart", cwd)[name],
+                "--max-restarts",
+                "1",
+                "--grace",
+                "0",
+                str(script),
+            ]
             process = subprocess.Popen(
-                command, cwd=cwd, env=environment(cwd), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+                command,
+                cwd=cwd,
+                env=environment(cwd),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
             )
             assert process.stdout is not None
             first = [process.stdout.readline() for _ in range(workers)]
@@ -224,7 +277,9 @@ def restart(workers: int, rounds: int, cwd: str) -> None:
             killed = time.time()
             lines = process.stdout.read().splitlines()
             process.wait()
-            times.append(max(float(line.split()[3]) for line in lines if line.split()[2] == "1") - killed)
+            times.append(
+                max(float(line.split()[3]) for line in lines if line.split()[2] == "1") - killed
+            )
         single("restart", workers, name, times)
 
 
@@ -236,9 +291,13 @@ def tail(workers: int, rounds: int, cwd: str) -> None:
         times = []
         for _ in range(rounds):
             process = subprocess.Popen(
-                [*command, str(script)], cwd=cwd, env=environment(cwd), stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL, bufsize=0,
-            )  # fmt: skip
+                [*command, str(script)],
+                cwd=cwd,
+                env=environment(cwd),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+            )
             assert process.stdout is not None
             ended = last_end(process.stdout.fileno(), workers)
             process.wait()
@@ -250,9 +309,9 @@ def last_end(output: int, workers: int) -> float:
     """
     Return when the last worker's process ended, monotonic seconds.
 
-    Each prints ``pid N`` when it has begun; a pidfd of it becomes readable at its very end, whoever its parent is. One
-    that had ended before its line was read counts with the time of that moment, which makes the tail shorter by less
-    than a line takes; its exit takes a hundred times as long.
+    Each prints ``pid N`` when it has begun; a pidfd of it becomes readable at its very end, whoever
+    its parent is. One that had ended before its line was read counts with the time of that moment,
+    which makes the tail shorter by less than a line takes; its exit takes a hundred times as long.
     """
     poll, text, handles, last = select.poll(), b"", set[int](), 0.0
     poll.register(output, select.POLLIN)
@@ -306,16 +365,24 @@ def single(row: str, workers: int, name: str, times: list[float]) -> None:
 
 def main() -> None:
     """Measure and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workers", default="1,2,4,8,16")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rows", default="gloo,ddp,second,memory,restart,tail,floor")
     asked = parser.parse_args()
     for name in ("pdrun", "pdrun.launcher", "pdrun.rendezvous", "pdrun.backends"):
         compileall.compile_dir(next(iter(importlib.import_module(name).__path__)), quiet=2)
-    print(f"{date.today()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {version('torch')}, "
-          f"{asked.rounds} rounds in turn\n")  # fmt: skip
-    print("| what | workers | launcher | wall s | of torchrun | CPU s | of torchrun | load |\n" + "|---" * 8 + "|")
+    print(
+        f"{date.today()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {version('torch')}, "
+        f"{asked.rounds} rounds in turn\n"
+    )
+    print(
+        "| what | workers | launcher | wall s | of torchrun | CPU s | of torchrun | load |\n"
+        + "|---" * 8
+        + "|"
+    )
     rows = asked.rows.split(",")
     with tempfile.TemporaryDirectory() as cwd:
         for row in ("gloo", "ddp", "nccl"):

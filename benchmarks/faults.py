@@ -1,11 +1,13 @@
 """
-What a launcher makes of a fault: pdrun and torchrun on three namespace hosts, side by side. Root only.
+What a launcher makes of a fault: pdrun and torchrun on three namespace hosts, side by side. Root
+only.
 
     python benchmarks/faults.py [--rows 1,3,19] [--launchers pdrun,torchrun] [--limit 75]
 
-Each row of the fault matrix (docs/reliability.md) is played once for each launcher, on hosts of its own, with the same
-worker (tests/bed/worker.py, which does not import torch). Printed is what happened first: the job ended, it began
-anew, or nothing did within the limit; and what was left over.
+Each row of the fault matrix (docs/reliability.md) is played once for each launcher, on hosts of its
+own, with the same worker (tests/bed/worker.py, which does not import torch). Printed is what
+happened first: the job ended, it began anew, or nothing did within the limit; and what was left
+over.
 """
 
 from __future__ import annotations
@@ -37,25 +39,53 @@ class Play:
     def __init__(self, launcher: str, bed: Bed, limit: float) -> None:
         self.launcher, self.bed, self.limit = launcher, bed, limit
 
-    def start(self, host: str, nodes: str = "3", worker: Sequence[str] = (), options: Sequence[str] = ()) -> NodeJob:
+    def start(
+        self, host: str, nodes: str = "3", worker: Sequence[str] = (), options: Sequence[str] = ()
+    ) -> NodeJob:
         """Start this launcher on a host."""
         if self.launcher == "pdrun":
             return self.bed.start(host, *options, nodes=nodes, worker=worker)
-        limits = ("--shutdown-timeout", options[options.index("--grace") + 1]) if "--grace" in options else ()
+        limits = (
+            ("--shutdown-timeout", options[options.index("--grace") + 1])
+            if "--grace" in options
+            else ()
+        )
         return self.bed.launch(
-            host, TORCHRUN, "--nnodes", nodes, "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--max-restarts",
-            "3" if ":" in nodes else "0", "--rdzv-endpoint", f"h1:{PORT}", "--rdzv-id", "faults", *limits, WORKER,
-            str(self.bed.folder), *worker,
-        )  # fmt: skip
+            host,
+            TORCHRUN,
+            "--nnodes",
+            nodes,
+            "--nproc-per-node",
+            "1",
+            "--rdzv-backend",
+            "c10d",
+            "--max-restarts",
+            "3" if ":" in nodes else "0",
+            "--rdzv-endpoint",
+            f"h1:{PORT}",
+            "--rdzv-id",
+            "faults",
+            *limits,
+            WORKER,
+            str(self.bed.folder),
+            *worker,
+        )
 
-    def job(self, nodes: str = "3", worker: Sequence[str] = (), options: Sequence[str] = ()) -> list[NodeJob]:
+    def job(
+        self, nodes: str = "3", worker: Sequence[str] = (), options: Sequence[str] = ()
+    ) -> list[NodeJob]:
         """Start it on all hosts, and wait until the workers run."""
         jobs = [self.start(host, nodes, worker, options) for host in HOSTS]
         self.bed.running(3, timeout=120)
         return jobs
 
-    def outcome(self, since: float, *, limit: float | None = None, jobs: Sequence[NodeJob] | None = None) -> str:
-        """Watch until the job has ended on the hosts that are up, has begun anew, or the limit has passed."""
+    def outcome(
+        self, since: float, *, limit: float | None = None, jobs: Sequence[NodeJob] | None = None
+    ) -> str:
+        """
+        Watch until the job has ended on the hosts that are up, has begun anew, or the limit has
+        passed.
+        """
         bed, end = self.bed, since + (limit or self.limit)
         chosen = [job for job in (jobs or bed.jobs) if job.host.up]
         while time.monotonic() < end:
@@ -74,14 +104,18 @@ class Play:
         time.sleep(1.0)
         left = sum(
             "worker.py" in words or "sleep" in words
-            for job in self.bed.jobs if job.host.up and job.process.poll() is not None
+            for job in self.bed.jobs
+            if job.host.up and job.process.poll() is not None
             for words in job.host.processes().values()
-        )  # fmt: skip
+        )
         return f"; {left} processes left over" if left else ""
 
 
-def ordered(order: str, worker: Sequence[str] = (), options: Sequence[str] = ()) -> Callable[[Play], str]:
+def ordered(
+    order: str, worker: Sequence[str] = (), options: Sequence[str] = ()
+) -> Callable[[Play], str]:
     """Return the fault in which rank 1 does what is ordered."""
+
     def play(it: Play) -> str:
         it.job(worker=worker, options=options)
         return it.outcome(it.bed.order(1, order))
@@ -103,6 +137,7 @@ def agent_told_to_leave(it: Play) -> str:
 
 def frozen(seconds: float) -> Callable[[Play], str]:
     """Return the fault in which h2 stands still; two nodes would be enough."""
+
     def play(it: Play) -> str:
         it.job(nodes="2:3")
         since = time.monotonic()
@@ -120,7 +155,10 @@ def frozen(seconds: float) -> Callable[[Play], str]:
 
 
 def scheduler_killed(it: Play) -> str:
-    """SIGKILL to the process that the others meet at: pdrun's scheduler; with torchrun the first launcher itself."""
+    """
+    SIGKILL to the process that the others meet at: pdrun's scheduler; with torchrun the first
+    launcher itself.
+    """
     jobs = it.job()
     pid = jobs[0].scheduler() if it.launcher == "pdrun" else jobs[0].pid
     os.kill(pid, signal.SIGKILL)
@@ -129,6 +167,7 @@ def scheduler_killed(it: Play) -> str:
 
 def host_down(how: str) -> Callable[[Play], str]:
     """Return the fault in which h2 crashes, or loses its power; two nodes would be enough."""
+
     def play(it: Play) -> str:
         it.job(nodes="2:3")
         since = time.monotonic()
@@ -157,10 +196,27 @@ def foreign_job(it: Play) -> str:
     if it.launcher == "pdrun":
         stranger = bed.start("h3", program=[str(other)])
     else:
-        stranger = bed.launch("h3", TORCHRUN, "--nnodes", "3", "--nproc-per-node", "1", "--rdzv-backend", "c10d",
-                              "--rdzv-endpoint", f"h1:{PORT}", "--rdzv-id", "faults", str(other))  # fmt: skip
+        stranger = bed.launch(
+            "h3",
+            TORCHRUN,
+            "--nnodes",
+            "3",
+            "--nproc-per-node",
+            "1",
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-endpoint",
+            f"h1:{PORT}",
+            "--rdzv-id",
+            "faults",
+            str(other),
+        )
     end = time.monotonic() + 30
-    while time.monotonic() < end and stranger.process.poll() is None and "the other program" not in stranger.out:
+    while (
+        time.monotonic() < end
+        and stranger.process.poll() is None
+        and "the other program" not in stranger.out
+    ):
         time.sleep(0.05)
     if "the other program" in stranger.out:
         return "joined: two programs run as one job"
@@ -177,8 +233,14 @@ def wall_clock(it: Play) -> str:
 ROWS: dict[str, tuple[str, Callable[[Play], str]]] = {
     "1": ("worker exits with 3", ordered("exit 3")),
     "3": ("worker killed by SIGKILL", ordered("signal 9")),
-    "6": ("a peer fails, workers ignore SIGTERM, 5 s of grace", ordered("exit 3", ["ignore"], ["--grace", "5"])),
-    "7": ("worker hangs (pdrun: --hang-timeout 10s)", ordered("hang", (), ["--hang-timeout", "10s"])),
+    "6": (
+        "a peer fails, workers ignore SIGTERM, 5 s of grace",
+        ordered("exit 3", ["ignore"], ["--grace", "5"]),
+    ),
+    "7": (
+        "worker hangs (pdrun: --hang-timeout 10s)",
+        ordered("hang", (), ["--hang-timeout", "10s"]),
+    ),
     "9": ("worker fails and leaves children behind", ordered("exit 3", ["family"])),
     "10": ("launcher of one node killed", agent_killed),
     "11": ("launcher of one node gets SIGTERM, 2 of 3 nodes are enough", agent_told_to_leave),
@@ -196,7 +258,9 @@ ROWS: dict[str, tuple[str, Callable[[Play], str]]] = {
 
 def main() -> int:
     """Play what the command line says; print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", default=",".join(ROWS))
     parser.add_argument("--launchers", default="pdrun,torchrun")
     parser.add_argument("--limit", type=float, default=75.0)
@@ -205,7 +269,9 @@ def main() -> int:
         print(f"faults: {reason}", file=sys.stderr)
         return 2
     names = args.launchers.split(",")
-    print(f"{date.today()}, {os.cpu_count()} cores, torch {version('torch')}, limit {args.limit:g} s\n")
+    print(
+        f"{date.today()}, {os.cpu_count()} cores, torch {version('torch')}, limit {args.limit:g} s\n"
+    )
     print(f"| row | fault | {' | '.join(names)} |\n|---|---|{'---|' * len(names)}", flush=True)
     for row in args.rows.split(","):
         words, play = ROWS[row]
@@ -216,7 +282,9 @@ def main() -> int:
                 try:
                     cells.append(play(Play(name, bed, args.limit)))
                 except BaseException as error:
-                    cells.append(f"not played: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+                    cells.append(
+                        f"not played: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+                    )
                     if isinstance(error, KeyboardInterrupt):
                         raise
                 finally:

@@ -12,11 +12,11 @@ A 1.35 B decoder on 2 or 4 GPUs: hand-written torch beside pdrun, on the same wo
     pipe                    torch's pipelining, 1F1B, a stage a device, 8 micro-batches             eager
     pdrun0, 1, 3            pdrun at these levels; pdrun-tp, pdrun-fsdp-tp, pdrun-pipe: the same cuts by pdrun
 
-A row's name may end with -eager, -compiled or -copies (two copies of a step, one computing while the other waits).
-65,536 tokens a step in bf16, AdamW with fused kernels. Each row runs in processes of its own. Peak is what
-torch's allocator has handed out at most on any rank; for pdrun the peak that `run.memory` predicts stands beside it.
-MFU counts 6 operations a weight and token, and for attention 12 a layer, width, position and token, halved since it is
-causal.
+A row's name may end with -eager, -compiled or -copies (two copies of a step, one computing while
+the other waits). 65,536 tokens a step in bf16, AdamW with fused kernels. Each row runs in processes
+of its own. Peak is what torch's allocator has handed out at most on any rank; for pdrun the peak
+that `run.memory` predicts stands beside it. MFU counts 6 operations a weight and token, and for
+attention 12 a layer, width, position and token, halved since it is causal.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ class Size:
     @property
     def weights(self) -> int:
         """Number of trained elements."""
-        return self.layers * (self.width * (4 * self.width + 3 * self.hidden + 2)) + self.width * (2 * self.words + 1)
+        return self.layers * (self.width * (4 * self.width + 3 * self.hidden + 2)) + self.width * (
+            2 * self.words + 1
+        )
 
     @property
     def operations(self) -> float:
@@ -117,7 +119,10 @@ class ApartAttention(Attention):
     wv: nn.Linear
 
     def split(self, x: Tensor) -> Any:
-        return [w(x).unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for w in (self.wq, self.wk, self.wv)]
+        return [
+            w(x).unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
+            for w in (self.wq, self.wk, self.wv)
+        ]
 
 
 def apart(attention: Attention) -> None:
@@ -187,7 +192,7 @@ def total_loss(logits: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, in
     return pdrun.cross_entropy(logits, batch[1], reduction="sum"), batch[1].numel()
 
 
-# ---- hand-written ------------------------------------------------------------------------------------------------
+# ---- hand-written -----------------------------------------------------------
 
 
 def adam(params: Any) -> torch.optim.Optimizer:
@@ -199,7 +204,9 @@ def by_data(row: str, model: nn.Module, device: torch.device) -> Step:
     autocast = row != "fsdp2"
     if autocast:
         ids = [device.index] if device.type == "cuda" else None
-        wrapped: nn.Module = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+        wrapped: nn.Module = DistributedDataParallel(
+            model, device_ids=ids, gradient_as_bucket_view=True
+        )
         kinds = {"lr": 1e-4, "fused": True}
         optimizer: Any = adam(wrapped.parameters())
         if row == "zero1":
@@ -227,28 +234,47 @@ def sharded(model: nn.Module, **options: Any) -> nn.Module:
 
 
 def by_tensors(row: str, model: nn.Module, device: torch.device) -> Step:
-    """Return a step of torch's tensor parallel with sequence parts; over pairs, and sharded over the pairs: fsdp-tp."""
+    """
+    Return a step of torch's tensor parallel with sequence parts; over pairs, and sharded over the
+    pairs: fsdp-tp.
+    """
     world = dist.get_world_size()
     tp = 2 if row.startswith("fsdp") else world
     mesh = init_device_mesh(device.type, (world // tp, tp), mesh_dim_names=("dp", "tp"))
     part, whole = Shard(1), Replicate()
-    parallelize_module(model, mesh["tp"], {
-        "emb": RowwiseParallel(input_layouts=whole, output_layouts=part), "norm": SequenceParallel(),
-        "head": ColwiseParallel(input_layouts=part, output_layouts=Shard(-1), use_local_output=False),
-    })  # fmt: skip
+    parallelize_module(
+        model,
+        mesh["tp"],
+        {
+            "emb": RowwiseParallel(input_layouts=whole, output_layouts=part),
+            "norm": SequenceParallel(),
+            "head": ColwiseParallel(
+                input_layouts=part, output_layouts=Shard(-1), use_local_output=False
+            ),
+        },
+    )
     for block in model.blocks:
         apart(block.attn)
         block.attn.n_heads //= tp
-        parallelize_module(block, mesh["tp"], {
-            "norm1": SequenceParallel(), "norm2": SequenceParallel(),
-            "attn": PrepareModuleInput(
-                input_layouts=(part, None, None), desired_input_layouts=(whole, None, None)
-            ),
-            "mlp": PrepareModuleInput(input_layouts=(part,), desired_input_layouts=(whole,)),
-            "attn.wq": ColwiseParallel(), "attn.wk": ColwiseParallel(), "attn.wv": ColwiseParallel(),
-            "mlp.gate": ColwiseParallel(), "mlp.up": ColwiseParallel(),
-            "attn.proj": RowwiseParallel(output_layouts=part), "mlp.down": RowwiseParallel(output_layouts=part),
-        })  # fmt: skip
+        parallelize_module(
+            block,
+            mesh["tp"],
+            {
+                "norm1": SequenceParallel(),
+                "norm2": SequenceParallel(),
+                "attn": PrepareModuleInput(
+                    input_layouts=(part, None, None), desired_input_layouts=(whole, None, None)
+                ),
+                "mlp": PrepareModuleInput(input_layouts=(part,), desired_input_layouts=(whole,)),
+                "attn.wq": ColwiseParallel(),
+                "attn.wk": ColwiseParallel(),
+                "attn.wv": ColwiseParallel(),
+                "mlp.gate": ColwiseParallel(),
+                "mlp.up": ColwiseParallel(),
+                "attn.proj": RowwiseParallel(output_layouts=part),
+                "mlp.down": RowwiseParallel(output_layouts=part),
+            },
+        )
         if not row.endswith("-eager"):
             block.compile()
     shards = world > tp
@@ -292,12 +318,17 @@ def by_stages(row: str, model: nn.Module, device: torch.device) -> Step:
     rank, world = dist.get_rank(), dist.get_world_size()
     stage = Stage(model, rank, world)
     optimizer = adam(stage.parameters())
-    schedule = Schedule1F1B(PipelineStage(stage, rank, world, device), MICRO_BATCHES, loss_fn=plain_loss)
+    schedule = Schedule1F1B(
+        PipelineStage(stage, rank, world, device), MICRO_BATCHES, loss_fn=plain_loss
+    )
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         losses: list[Tensor] = []
         with torch.autocast(device.type, dtype=torch.bfloat16):
-            schedule.step(*([x] if rank == 0 else []), **({"target": y, "losses": losses} if rank == world - 1 else {}))
+            schedule.step(
+                *([x] if rank == 0 else []),
+                **({"target": y, "losses": losses} if rank == world - 1 else {}),
+            )
         optimizer.step()
         optimizer.zero_grad()
         found = torch.stack(losses).mean().detach() if losses else torch.zeros((), device=device)
@@ -308,24 +339,31 @@ def by_stages(row: str, model: nn.Module, device: torch.device) -> Step:
 
 
 HAND = {
-    "ddp": by_data, "zero1": by_data, "fsdp2": by_data, "tp": by_tensors, "fsdp-tp": by_tensors, "pipe": by_stages
-}  # fmt: skip
+    "ddp": by_data,
+    "zero1": by_data,
+    "fsdp2": by_data,
+    "tp": by_tensors,
+    "fsdp-tp": by_tensors,
+    "pipe": by_stages,
+}
 
 
-# ---- pdrun -------------------------------------------------------------------------------------------------------
+# ---- pdrun ------------------------------------------------------------------
 
 
 def cuts() -> pdrun.Strategy:
     """Return Megatron's cut with sequence parts, logits cut by words."""
     col, row, seq, vocab = pdrun.col, pdrun.row, pdrun.seq, pdrun.vocab
-    return pdrun.Strategy({
-        "emb|head": vocab("tp", gather=False, sequence=1),
-        "blocks.*.attn": pdrun.heads("tp"),
-        "blocks.*.attn.w?": col("tp", sequence=1),
-        "blocks.*.mlp.gate|blocks.*.mlp.up": col("tp", sequence=1),
-        "blocks.*.attn.proj|blocks.*.mlp.down": row("tp", sequence=1),
-        "norm|blocks.*.norm?": seq("tp"),
-    })  # fmt: skip
+    return pdrun.Strategy(
+        {
+            "emb|head": vocab("tp", gather=False, sequence=1),
+            "blocks.*.attn": pdrun.heads("tp"),
+            "blocks.*.attn.w?": col("tp", sequence=1),
+            "blocks.*.mlp.gate|blocks.*.mlp.up": col("tp", sequence=1),
+            "blocks.*.attn.proj|blocks.*.mlp.down": row("tp", sequence=1),
+            "norm|blocks.*.norm?": seq("tp"),
+        }
+    )
 
 
 def on_pdrun(row: str, model: nn.Module, options: dict[str, Any]) -> tuple[pdrun.Run, Step]:
@@ -333,12 +371,17 @@ def on_pdrun(row: str, model: nn.Module, options: dict[str, Any]) -> tuple[pdrun
     world = dist.get_world_size()
     options = {"copies": 2, **options} if row.endswith("-copies") else dict(options)
     kind = row.removeprefix("pdrun").removeprefix("-").removesuffix("-copies")
-    kind, _, how = kind.rpartition("-") if kind.endswith(("-eager", "-compiled")) else (kind, "", "")
+    kind, _, how = (
+        kind.rpartition("-") if kind.endswith(("-eager", "-compiled")) else (kind, "", "")
+    )
     compiled = how == "compiled"
     if kind in "0123":
         options |= {"optimizer_level": int(kind), "dataset_strategy": "data_parallel"}
     elif kind == "pipe":
-        options |= {"mesh": pdrun.mesh(pp=world), "pipeline": pdrun.Pipeline(microbatches=MICRO_BATCHES)}
+        options |= {
+            "mesh": pdrun.mesh(pp=world),
+            "pipeline": pdrun.Pipeline(microbatches=MICRO_BATCHES),
+        }
     else:
         tp, level = (2, 3) if kind == "fsdp-tp" else (world, 0)
         for block in model.blocks:  # as by_tensors has it: the same model
@@ -347,9 +390,14 @@ def on_pdrun(row: str, model: nn.Module, options: dict[str, Any]) -> tuple[pdrun
         options |= {"dataset_strategy": "data_parallel"}
         compiled = how != "eager"
     run = pdrun.parallelize(
-        model, functools.partial(torch.optim.AdamW, lr=1e-4, fused=True), total_loss,
-        precision="bf16", exact=False, compile=compiled, **options,
-    )  # fmt: skip
+        model,
+        functools.partial(torch.optim.AdamW, lr=1e-4, fused=True),
+        total_loss,
+        precision="bf16",
+        exact=False,
+        compile=compiled,
+        **options,
+    )
     return run, lambda x, y: run.step((x, y))
 
 
@@ -387,7 +435,10 @@ def measure(row: str, size: Size, warm: int, steps: int, options: dict[str, Any]
     spent = (time.perf_counter() - begin) / steps
     peak = torch.cuda.max_memory_allocated() if on_gpu else 0
     mine = torch.stack(
-        [torch.as_tensor(getattr(loss, "loss", loss), device=device) for loss in (losses[0], losses[-1])]
+        [
+            torch.as_tensor(getattr(loss, "loss", loss), device=device)
+            for loss in (losses[0], losses[-1])
+        ]
     )
     dist.all_reduce(mine)
     first, last = (mine / context.world_size).tolist()
@@ -415,12 +466,23 @@ def main() -> None:
     size = TINY if args.tiny else Size()
     size = replace(size, tokens=args.tokens) if args.tokens else size
     options = {"comm_fusion": args.fusion} if args.fusion else {}
-    print(f"torch {torch.__version__}, {args.devices} devices, {size.weights / 1e9:.3f} B weights, {asdict(size)}")
-    print(f"{'row':16} {'tokens/s':>10} {'MFU':>6} {'peak GiB':>9} {'predicted':>9} {'first loss':>10} {'last':>8}")
+    print(
+        f"torch {torch.__version__}, {args.devices} devices, {size.weights / 1e9:.3f} B weights, {asdict(size)}"
+    )
+    print(
+        f"{'row':16} {'tokens/s':>10} {'MFU':>6} {'peak GiB':>9} {'predicted':>9} {'first loss':>10} {'last':>8}"
+    )
     for row in args.rows.split(","):
         try:
             told = pdrun.launch(
-                measure, row, size, args.warm, args.steps, options, devices=args.devices, backend=args.backend
+                measure,
+                row,
+                size,
+                args.warm,
+                args.steps,
+                options,
+                devices=args.devices,
+                backend=args.backend,
             )
         except Exception as error:
             print(f"{row:16} {error}")  # out of memory, say: the other rows are worth having
@@ -429,7 +491,8 @@ def main() -> None:
         used = speed * size.operations / size.peak / args.devices
         sizes = f"{max(rank['peak'] for rank in told) / GIB:9.2f} {told[0]['predicted'] / GIB:9.2f}"
         print(
-            f"{row:16} {speed:10,.0f} {used:6.3f} {sizes} {told[0]['first']:10.4f} {told[0]['last']:8.4f}", flush=True
+            f"{row:16} {speed:10,.0f} {used:6.3f} {sizes} {told[0]['first']:10.4f} {told[0]['last']:8.4f}",
+            flush=True,
         )
 
 

@@ -1,11 +1,11 @@
 """
-The cost of pdrun's runtime a step, against torch's own on the same work: DDP for level 0, FSDP2 for level 3, and
-hand-written ZeRO-1 (ZeroRedundancyOptimizer) for level 1, on CPUs.
+The cost of pdrun's runtime a step, against torch's own on the same work: DDP for level 0, FSDP2 for
+level 3, and hand-written ZeRO-1 (ZeroRedundancyOptimizer) for level 1, on CPUs.
 
     python benchmarks/parallel_overhead.py [--devices 2] [--rounds 7] [--exact]
 
-Each pair takes turns, step block by step block in the same processes, so that a noisy machine hits both alike; the
-median of the blocks' ratios is what counts.
+Each pair takes turns, step block by step block in the same processes, so that a noisy machine hits
+both alike; the median of the blocks' ratios is what counts.
 """
 
 from __future__ import annotations
@@ -103,12 +103,19 @@ def pairs(args: argparse.Namespace) -> dict[str, tuple[Callable[..., float], Cal
     fully_shard(sharded)
     zero_adam = ZeroRedundancyOptimizer(zero.parameters(), torch.optim.AdamW, lr=1e-3, fused=True)
     return {
-        "level 0 / DDP": (pdrun_step(own(fresh())), torch_step(ddp, adam(ddp.parameters()), args.clip)),
-        "level 1 / ZeRO-1": (pdrun_step(own(fresh(), optimizer_level=1)), torch_step(zero, zero_adam, args.clip)),
-        "level 3 / FSDP2": (
-            pdrun_step(own(fresh(), optimizer_level=3)), torch_step(sharded, adam(sharded.parameters()), args.clip),
+        "level 0 / DDP": (
+            pdrun_step(own(fresh())),
+            torch_step(ddp, adam(ddp.parameters()), args.clip),
         ),
-    }  # fmt: skip
+        "level 1 / ZeRO-1": (
+            pdrun_step(own(fresh(), optimizer_level=1)),
+            torch_step(zero, zero_adam, args.clip),
+        ),
+        "level 3 / FSDP2": (
+            pdrun_step(own(fresh(), optimizer_level=3)),
+            torch_step(sharded, adam(sharded.parameters()), args.clip),
+        ),
+    }
 
 
 def clock(step: Callable[..., float], x: Tensor, y: Tensor, steps: int) -> tuple[float, float]:
@@ -138,14 +145,18 @@ def measure(args: argparse.Namespace) -> dict[str, tuple[float, float, float, fl
             times.append((one, two) if turn % 2 else (two, one))
         walls = [(a[0], b[0]) for a, b in times]
         found[name] = (
-            statistics.median(a for a, _ in walls), statistics.median(b for _, b in walls),
-            statistics.median(a / b for a, b in walls), statistics.median(a[1] / b[1] for a, b in times),
-        )  # fmt: skip
+            statistics.median(a for a, _ in walls),
+            statistics.median(b for _, b in walls),
+            statistics.median(a / b for a, b in walls),
+            statistics.median(a[1] / b[1] for a, b in times),
+        )
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Compare a step of pdrun with a step of torch on CPUs.")
+    parser = argparse.ArgumentParser(
+        description="Compare a step of pdrun with a step of torch on CPUs."
+    )
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=10, help="steps a block")
@@ -161,7 +172,9 @@ def main() -> None:
         f"torch {torch.__version__}, {args.devices} ranks, width {args.width}, {args.layers} layers, clip {args.clip}"
     )
     for name, (ours, theirs, ratio, cpu) in told.items():
-        print(f"{name:18} {ours:8.2f} ms {theirs:8.2f} ms   ratio {ratio:.3f}   ratio of CPU time {cpu:.3f}")
+        print(
+            f"{name:18} {ours:8.2f} ms {theirs:8.2f} ms   ratio {ratio:.3f}   ratio of CPU time {cpu:.3f}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """
-How long the operator engine takes to plan a decoder for many ranks, on no device: weights on the meta device.
+How long the operator engine takes to plan a decoder for many ranks, on no device: weights on the
+meta device.
 
     python benchmarks/planning.py --layers 32 --axes tp=64
     python benchmarks/planning.py --layers 32 --axes x=8,y=8
@@ -77,18 +78,26 @@ class Decoder(nn.Module):
 def strategy(axes: list[str]) -> Operators:
     """Megatron's layout over one axis; over two, rows and columns of the weights."""
     first, rest = axes[0], axes[1] if len(axes) > 1 else None
-    return Operators({
-        "layers.*.[qkv].weight": L(first, rest), "layers.*.o.weight": L(rest, first), "emb.weight": L(first, None),
-        "layers.*.gate.weight": L(first, rest), "layers.*.up.weight": L(first, rest),
-        "layers.*.down.weight": L(rest, first), "head.weight": L(first, rest),
-    })  # fmt: skip
+    return Operators(
+        {
+            "layers.*.[qkv].weight": L(first, rest),
+            "layers.*.o.weight": L(rest, first),
+            "emb.weight": L(first, None),
+            "layers.*.gate.weight": L(first, rest),
+            "layers.*.up.weight": L(first, rest),
+            "layers.*.down.weight": L(rest, first),
+            "head.weight": L(first, rest),
+        }
+    )
 
 
 def timed(what: str, function: Callable[..., Any], *args: Any) -> Any:
     """Call a function and print how long it took."""
     start, busy = time.monotonic(), time.process_time()
     result = function(*args)
-    print(f"{what:10} {time.monotonic() - start:6.2f} s, {time.process_time() - busy:6.2f} s of CPU")
+    print(
+        f"{what:10} {time.monotonic() - start:6.2f} s, {time.process_time() - busy:6.2f} s of CPU"
+    )
     return result
 
 
@@ -100,7 +109,10 @@ def main() -> None:
     parser.add_argument("--whole", action="store_true")
     chosen = parser.parse_args()
     degrees = {name: int(size) for name, size in (one.split("=") for one in chosen.axes.split(","))}
-    grid = Grid(("dp", *degrees), (64 // Grid(tuple(degrees), tuple(degrees.values())).size, *degrees.values()))
+    grid = Grid(
+        ("dp", *degrees),
+        (64 // Grid(tuple(degrees), tuple(degrees.values())).size, *degrees.values()),
+    )
     with torch.device("meta"):
         model = Decoder(chosen.layers)
     tokens = torch.zeros(1, 4096, dtype=torch.long, device="meta")
@@ -110,7 +122,9 @@ def main() -> None:
     plan = timed("plan", engine.plan_of, graph, grid, {})
     found = timed("moves", lambda: list(moves(plan)))
     text = timed("explain", explain, plan)
-    print(f"{len(graph.operators)} operators, {len(found)} moves, {len(text.splitlines())} lines of explanation")
+    print(
+        f"{len(graph.operators)} operators, {len(found)} moves, {len(text.splitlines())} lines of explanation"
+    )
     print(f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")
 
 

@@ -3,11 +3,12 @@ How long a job is without its scheduler when that is killed, and whether a worke
 
     python benchmarks/recovery.py [--kills 20]
 
-Two nodes of two workers each on loopback; each worker writes the time every 10 ms. The scheduler's process gets SIGKILL
-so many times in one job. back: until the next process answers a viewer; the viewer asks all the time, so this has CURVE
-handshakes and the journal in it. node: until the first node's agent has said that it is back. floor: the start of a
-Python process that imports what a scheduler needs, measured in turn. gap: the longest pause between two lines of any
-worker in the whole time, and in as long a time without a kill before it.
+Two nodes of two workers each on loopback; each worker writes the time every 10 ms. The scheduler's
+process gets SIGKILL so many times in one job. back: until the next process answers a viewer; the
+viewer asks all the time, so this has CURVE handshakes and the journal in it. node: until the first
+node's agent has said that it is back. floor: the start of a Python process that imports what a
+scheduler needs, measured in turn. gap: the longest pause between two lines of any worker in the
+whole time, and in as long a time without a kill before it.
 """
 
 from __future__ import annotations
@@ -66,18 +67,38 @@ class Cluster:
         self.nodes = [self._start(rank) for rank in (0, 1)]
 
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
-        words = ["--nodes", "2", "--devices", "2", "--scheduler", str(self.endpoint), "--node-rank", str(rank),
-                 "--node-name", f"host{rank}", "--token-file", "token", "--show-ranks", "none", "work.py"]  # fmt: skip
+        words = [
+            "--nodes",
+            "2",
+            "--devices",
+            "2",
+            "--scheduler",
+            str(self.endpoint),
+            "--node-rank",
+            str(rank),
+            "--node-name",
+            f"host{rank}",
+            "--token-file",
+            "token",
+            "--show-ranks",
+            "none",
+            "work.py",
+        ]
         with self.said[rank].open("wb") as file:
             return subprocess.Popen(
-                [sys.executable, "runner.py", *words], cwd=self.folder, stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL, stderr=file,
-            )  # fmt: skip
+                [sys.executable, "runner.py", *words],
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=file,
+            )
 
     def kill(self) -> float:
         """Kill the scheduler's process; return when."""
         children = psutil.Process(self.nodes[0].pid).children()
-        (found,) = (each for each in children if "pdrun.rendezvous.scheduler.child_main" in each.cmdline())
+        (found,) = (
+            each for each in children if "pdrun.rendezvous.scheduler.child_main" in each.cmdline()
+        )
         found.send_signal(signal.SIGKILL)
         return time.monotonic()
 
@@ -109,7 +130,10 @@ class Cluster:
         (self.folder / "enough").touch()
         codes = [node.wait(60) for node in self.nodes]
         if codes != [0, 0]:
-            sys.exit(f"the job failed with {codes}:\n" + "\n".join(path.read_text() for path in self.said))
+            sys.exit(
+                f"the job failed with {codes}:\n"
+                + "\n".join(path.read_text() for path in self.said)
+            )
 
 
 def floor() -> float:
@@ -121,7 +145,9 @@ def floor() -> float:
 
 def main() -> None:
     """Measure and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=20)
     kills = parser.parse_args().kills
     back, node, floors = list[float](), list[float](), list[float]()
@@ -139,18 +165,24 @@ def main() -> None:
             back.append(time.monotonic() - killed)
             cluster.node_is_back(count)
             node.append(time.monotonic() - killed)
-            print(f"kill {count}: back {back[-1]:.3f} s, node {node[-1]:.3f} s, floor {floors[-1]:.3f} s",
-                  file=sys.stderr)  # fmt: skip
+            print(
+                f"kill {count}: back {back[-1]:.3f} s, node {node[-1]:.3f} s, floor {floors[-1]:.3f} s",
+                file=sys.stderr,
+            )
         end = time.monotonic()
         gaps = cluster.gap(quiet, begin), cluster.gap(begin, end)
         cluster.finish()
-    print(f"{os.cpu_count()} CPUs, {platform.system()} {platform.release()}, Python {platform.python_version()}, "
-          f"load {os.getloadavg()[0]:.1f}")  # fmt: skip
+    print(
+        f"{os.cpu_count()} CPUs, {platform.system()} {platform.release()}, Python {platform.python_version()}, "
+        f"load {os.getloadavg()[0]:.1f}"
+    )
     print("\n| what | median s | min s | max s |\n|---|---|---|---|")
     for name, found in (("back", back), ("node", node), ("floor", floors)):
         print(f"| {name} | {statistics.median(found):.3f} | {min(found):.3f} | {max(found):.3f} |")
-    print(f"\nlongest pause of a worker: {gaps[0] * 1000:.0f} ms in 10 s without a kill, "
-          f"{gaps[1] * 1000:.0f} ms in {end - begin:.0f} s with {kills} kills")  # fmt: skip
+    print(
+        f"\nlongest pause of a worker: {gaps[0] * 1000:.0f} ms in 10 s without a kill, "
+        f"{gaps[1] * 1000:.0f} ms in {end - begin:.0f} s with {kills} kills"
+    )
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
 """
-How many agents one scheduler takes: real scheduler and relays, real sockets, agents that are only their conversation.
+How many agents one scheduler takes: real scheduler and relays, real sockets, agents that are only
+their conversation.
 
     python benchmarks/scale.py --agents 1000               CURVE, as a job of that size starts it
     python benchmarks/scale.py --agents 12500 --insecure   100,000 workers of 8 a node, without CURVE
     python benchmarks/scale.py --agents 12500              with CURVE and relays
 
-Shows seconds from the first connection until every agent has its assignment, until every agent may start, and at the
-end from the first word that a node is done until every agent has the verdict; the CPU of scheduler, relays and agents
-until then; the scheduler's and relays' CPU while everybody beats, in percent of one core; and their memory (PSS).
-Journal and event log are written as in a job. The agents (`crowd.py`) share the machine: their CPU is shown beside.
+Shows seconds from the first connection until every agent has its assignment, until every agent may
+start, and at the end from the first word that a node is done until every agent has the verdict; the
+CPU of scheduler, relays and agents until then; the scheduler's and relays' CPU while everybody
+beats, in percent of one core; and their memory (PSS). Journal and event log are written as in a
+job. The agents (`crowd.py`) share the machine: their CPU is shown beside.
 """
 
 from __future__ import annotations
@@ -45,23 +47,43 @@ PATIENCE = 300.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--agents", type=int, default=1000)
-    parser.add_argument("--workers", type=int, default=8, help="workers a node, as the agents claim")
+    parser.add_argument(
+        "--workers", type=int, default=8, help="workers a node, as the agents claim"
+    )
     parser.add_argument("--insecure", action="store_true", help="without CURVE")
-    parser.add_argument("--relays", type=int, default=None, help="relays beside the scheduler (default: as a job does)")
+    parser.add_argument(
+        "--relays",
+        type=int,
+        default=None,
+        help="relays beside the scheduler (default: as a job does)",
+    )
     parser.add_argument("--crowds", type=int, default=2, help="processes that play the agents")
-    parser.add_argument("--beat", type=float, default=20.0, help="seconds for which CPU is measured while all beat")
+    parser.add_argument(
+        "--beat", type=float, default=20.0, help="seconds for which CPU is measured while all beat"
+    )
     asked = parser.parse_args()
     secret = None if asked.insecure else Secret.random()
     config = SchedulerConfig(
-        job="scale", run="scale", nodes=asked.agents, spec="{}", start_timeout=600.0, relays=asked.relays
+        job="scale",
+        run="scale",
+        nodes=asked.agents,
+        spec="{}",
+        start_timeout=600.0,
+        relays=asked.relays,
     )
     with tempfile.TemporaryDirectory() as folder:
         child = SchedulerChild(
-            config, secret, endpoint=Endpoint("127.0.0.1", 0), insecure=asked.insecure,
-            journal=Path(folder, "journal"), events_path=Path(folder, "events.jsonl"),
-        )  # fmt: skip
+            config,
+            secret,
+            endpoint=Endpoint("127.0.0.1", 0),
+            insecure=asked.insecure,
+            journal=Path(folder, "journal"),
+            events_path=Path(folder, "events.jsonl"),
+        )
         crowds = [_start(asked, child.endpoint, secret, turn) for turn in range(asked.crowds)]
         try:
             print(json.dumps(measure(asked, child, [pipe for _, pipe in crowds]), indent=1))
@@ -77,18 +99,32 @@ def main() -> None:
 def _start(
     asked: argparse.Namespace, endpoint: Endpoint, secret: Secret | None, turn: int
 ) -> tuple[multiprocessing.Process, Connection]:
-    share = [asked.agents // asked.crowds + (each < asked.agents % asked.crowds) for each in range(asked.crowds)]
+    share = [
+        asked.agents // asked.crowds + (each < asked.agents % asked.crowds)
+        for each in range(asked.crowds)
+    ]
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.Process(
-        target=crowd, daemon=True,
-        args=(sum(share[:turn]), share[turn], asked.agents, endpoint, secret, theirs, asked.workers),
-    )  # fmt: skip
+        target=crowd,
+        daemon=True,
+        args=(
+            sum(share[:turn]),
+            share[turn],
+            asked.agents,
+            endpoint,
+            secret,
+            theirs,
+            asked.workers,
+        ),
+    )
     process.start()
     theirs.close()
     return process, ours
 
 
-def measure(asked: argparse.Namespace, child: SchedulerChild, pipes: list[Connection]) -> dict[str, object]:
+def measure(
+    asked: argparse.Namespace, child: SchedulerChild, pipes: list[Connection]
+) -> dict[str, object]:
     """Lead the crowds through a job's life and return what was seen."""
     answers(pipes, "ready")
     load = os.getloadavg()[0]
@@ -96,9 +132,11 @@ def measure(asked: argparse.Namespace, child: SchedulerChild, pipes: list[Connec
     at_rest, began = [used(one) for one in processes], time.monotonic()
     tell(pipes, "go")
     found: dict[str, object] = {
-        "agents": asked.agents, "workers": asked.agents * asked.workers, "curve": not asked.insecure,
+        "agents": asked.agents,
+        "workers": asked.agents * asked.workers,
+        "curve": not asked.insecure,
         "relays": len(processes) - 1,
-    }  # fmt: skip
+    }
     agents_cpu = 0.0
     for stage in ("assigned", "started"):
         told = answers(pipes, stage)
@@ -119,9 +157,13 @@ def measure(asked: argparse.Namespace, child: SchedulerChild, pipes: list[Connec
     found["agents_without_echo"] = sum(end["silent"] for end in ends)
     found["verdict_s"] = round(max(answers(pipes, "told the verdict")) - began, 2)
     found["load_average"] = [round(load, 1), round(os.getloadavg()[0], 1)]
-    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
+    names = [
+        line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+    ]
     cpu = names[0].partition(":")[2].strip() if names else ""
-    found["machine"] = f"{os.cpu_count()} x {cpu}, Python {platform.python_version()}, libzmq {zmq.zmq_version()}"
+    found["machine"] = (
+        f"{os.cpu_count()} x {cpu}, Python {platform.python_version()}, libzmq {zmq.zmq_version()}"
+    )
     found["date"] = time.strftime("%Y-%m-%d")
     return found
 

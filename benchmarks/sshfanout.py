@@ -1,11 +1,12 @@
 """
-One command, many hosts: time until every agent has joined and the workers start, beside mpirun on the same hosts.
+One command, many hosts: time until every agent has joined and the workers start, beside mpirun on
+the same hosts.
 
     python benchmarks/sshfanout.py [--hosts 32] [--rounds 5]        needs root, sshd and, for the others, their MPI
 
-The hosts are namespaces of this machine (tests/adapters/hosts.py), each with an sshd of its own: their logins and
-interpreters share its CPUs, so the figures are CPU time in the main, and ratios are what can be read from them.
-Launchers take turns round by round; medians are printed.
+The hosts are namespaces of this machine (tests/adapters/hosts.py), each with an sshd of its own:
+their logins and interpreters share its CPUs, so the figures are CPU time in the main, and ratios
+are what can be read from them. Launchers take turns round by round; medians are printed.
 """
 
 from __future__ import annotations
@@ -28,20 +29,51 @@ PYTHON = sys.executable
 
 
 def commands(names: list[str]) -> dict[str, list[str]]:
-    """What is compared: a job of one worker a host that does nothing, and one interpreter a host under mpirun."""
+    """
+    What is compared: a job of one worker a host that does nothing, and one interpreter a host under
+    mpirun.
+    """
     listed, count = ",".join(names), str(len(names))
-    openmpi = ["mpirun.openmpi", "--allow-run-as-root", "-np", count, "--host", listed, "--map-by", "ppr:1:node"]
+    openmpi = [
+        "mpirun.openmpi",
+        "--allow-run-as-root",
+        "-np",
+        count,
+        "--host",
+        listed,
+        "--map-by",
+        "ppr:1:node",
+    ]
     mpich = ["mpirun.mpich", "-n", count, "-hosts", listed, "-ppn", "1"]
     found = {
-        "pdrun --hosts": [PYTHON, "-m", "pdrun", "--hosts", listed, "--devices", "1", "--no-python", "/bin/true"],
+        "pdrun --hosts": [
+            PYTHON,
+            "-m",
+            "pdrun",
+            "--hosts",
+            listed,
+            "--devices",
+            "1",
+            "--no-python",
+            "/bin/true",
+        ],
         "Open MPI 4.1, /bin/true": [*openmpi, "/bin/true"],
         "Open MPI 4.1, python -c pass": [*openmpi, PYTHON, "-c", "pass"],
         "MPICH 4.0, /bin/true": [*mpich, "/bin/true"],
         "pdrun --mpirun (Open MPI)": [
-            PYTHON, "-m", "pdrun", "--mpirun", "mpirun.openmpi", "--hosts", listed, "--devices", "1", "--no-python",
+            PYTHON,
+            "-m",
+            "pdrun",
+            "--mpirun",
+            "mpirun.openmpi",
+            "--hosts",
+            listed,
+            "--devices",
+            "1",
+            "--no-python",
             "/bin/true",
         ],
-    }  # fmt: skip
+    }
     return {name: argv for name, argv in found.items() if "mpi" not in name.lower() or _has(argv)}
 
 
@@ -65,7 +97,13 @@ def once(bed: beds.Hosts, argv: list[str], folder: Path) -> tuple[float, float]:
     began, wall = time.perf_counter(), time.time()
     env = {**os.environ, "HOME": "/root", "XDG_STATE_HOME": str(folder / "state")}
     process = bed.start(
-        "h1", argv, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        "h1",
+        argv,
+        cwd=folder,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
     )
     _, said = process.communicate(timeout=300)
     if process.returncode:
@@ -91,7 +129,9 @@ def main() -> None:
             for _ in range(asked.rounds):
                 for name, argv in chosen.items():
                     found[name].append(once(bed, argv, work))
-    print(f"{asked.hosts} hosts, {os.cpu_count()} CPUs, {asked.rounds} rounds, load {os.getloadavg()[0]:.1f}")
+    print(
+        f"{asked.hosts} hosts, {os.cpu_count()} CPUs, {asked.rounds} rounds, load {os.getloadavg()[0]:.1f}"
+    )
     for name, rows in found.items():
         first, whole = (statistics.median(column) for column in zip(*rows, strict=True))
         start = f"all joined after {first:6.2f} s, " if first == first else ""

@@ -1,10 +1,12 @@
 """
-How long a launcher takes to start two processes that do nothing, and how much memory it holds while they run.
+How long a launcher takes to start two processes that do nothing, and how much memory it holds while
+they run.
 
     python benchmarks/startup.py [--rounds 15] [--markdown]
 
-Launchers take turns, round by round, so that a noisy machine is noisy to all of them; the ratio of medians is the
-figure to quote. Memory: resident (RSS) and proportional (PSS) bytes of every process of the launcher but the workers.
+Launchers take turns, round by round, so that a noisy machine is noisy to all of them; the ratio of
+medians is the figure to quote. Memory: resident (RSS) and proportional (PSS) bytes of every process
+of the launcher but the workers.
 """
 
 from __future__ import annotations
@@ -31,7 +33,13 @@ def launchers() -> dict[str, list[str]]:
     """Name -> command line up to the program that each of the two workers runs."""
     found = {"pdrun": [str(BIN / "pdrun"), "--nodes", "1", "--devices", "2", "--no-python"]}
     if (BIN / "torchrun").exists():
-        found["torchrun"] = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", "--no-python"]
+        found["torchrun"] = [
+            str(BIN / "torchrun"),
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "--no-python",
+        ]
     if mpirun := shutil.which("mpirun"):
         found["mpirun"] = [mpirun, "--allow-run-as-root", "--oversubscribe", "-n", "2"]
     return found
@@ -40,13 +48,19 @@ def launchers() -> dict[str, list[str]]:
 def wall(command: list[str], cwd: str) -> float:
     """Seconds from start to exit; the command must succeed."""
     start = time.perf_counter()
-    subprocess.run(command, cwd=cwd, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    subprocess.run(
+        command, cwd=cwd, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     return time.perf_counter() - start
 
 
 def memory(command: list[str], cwd: str, worker: str) -> tuple[float, float]:
-    """(RSS, PSS) in MB summed over the launcher's processes, at their peak while the workers sleep."""
-    process = subprocess.Popen(command, cwd=cwd, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    """
+    (RSS, PSS) in MB summed over the launcher's processes, at their peak while the workers sleep.
+    """
+    process = subprocess.Popen(
+        command, cwd=cwd, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     peak = (0.0, 0.0)
     while process.poll() is None:
         rss = pss = 0.0
@@ -65,7 +79,9 @@ def memory(command: list[str], cwd: str, worker: str) -> tuple[float, float]:
 
 def main() -> None:
     """Measure and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=15)
     rounds = parser.parse_args().rounds
     found = launchers()
@@ -75,20 +91,29 @@ def main() -> None:
         for index in range(rounds):
             for name, command in found.items():
                 times[name].append(wall([*command, "/bin/true"], cwd))
-                print(f"round {index + 1} of {rounds}: {name} {times[name][-1]:.3f} s", file=sys.stderr)
+                print(
+                    f"round {index + 1} of {rounds}: {name} {times[name][-1]:.3f} s",
+                    file=sys.stderr,
+                )
         for name, command in found.items():
-            sizes[name] = memory([*command, shutil.which("sleep") or "/bin/sleep", "2"], cwd, "sleep")
+            sizes[name] = memory(
+                [*command, shutil.which("sleep") or "/bin/sleep", "2"], cwd, "sleep"
+            )
     base = statistics.median(times["pdrun"])
     print(
         f"{date.today()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {version('torch')}, ",
         end="",
     )
     print(f"{rounds} rounds in turn\n")
-    print("| launcher | wall median (min-max) s | times pdrun | RSS MB | PSS MB |\n|---|---|---|---|---|")
+    print(
+        "| launcher | wall median (min-max) s | times pdrun | RSS MB | PSS MB |\n|---|---|---|---|---|"
+    )
     for name, values in times.items():
         middle = statistics.median(values)
         spread = f"{middle:.3f} ({min(values):.3f}-{max(values):.3f})"
-        print(f"| {name} | {spread} | {middle / base:.1f} | {sizes[name][0]:.0f} | {sizes[name][1]:.0f} |")
+        print(
+            f"| {name} | {spread} | {middle / base:.1f} | {sizes[name][0]:.0f} | {sizes[name][1]:.0f} |"
+        )
 
 
 if __name__ == "__main__":

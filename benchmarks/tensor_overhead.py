@@ -1,11 +1,12 @@
 """
-The cost of a step of pdrun's module styles, beside tensor parallel written by hand on plain tensors and beside torch's
-own `parallelize_module` on DTensors: the same model, the same cut, the same losses.
+The cost of a step of pdrun's module styles, beside tensor parallel written by hand on plain tensors
+and beside torch's own `parallelize_module` on DTensors: the same model, the same cut, the same
+losses.
 
     python benchmarks/tensor_overhead.py [--devices 2] [--rounds 9]
 
-The three take turns, block of steps by block of steps in the same processes, so that a noisy machine hits all alike;
-the median of the blocks' ratios is what counts.
+The three take turns, block of steps by block of steps in the same processes, so that a noisy
+machine hits all alike; the median of the blocks' ratios is what counts.
 """
 
 from __future__ import annotations
@@ -43,9 +44,12 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows, length, _ = x.shape
         q, k, v = (
-            w(x).view(rows, length, self.n_heads, self.head_dim).transpose(1, 2) for w in (self.wq, self.wk, self.wv)
+            w(x).view(rows, length, self.n_heads, self.head_dim).transpose(1, 2)
+            for w in (self.wq, self.wk, self.wv)
         )
-        return self.wo(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return self.wo(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
 
 
 class Perceptron(nn.Module):
@@ -53,7 +57,10 @@ class Perceptron(nn.Module):
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.gate, self.up = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
+        self.gate, self.up = (
+            nn.Linear(width, hidden, bias=False),
+            nn.Linear(width, hidden, bias=False),
+        )
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -89,7 +96,7 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
 
-# ---- by hand -------------------------------------------------------------------------------------------------------
+# ---- by hand ----------------------------------------------------------------
 
 
 class Copy(torch.autograd.Function):
@@ -146,16 +153,18 @@ def by_hand(model: Model, rank: int, world: int) -> Model:
     return model
 
 
-# ---- the three -----------------------------------------------------------------------------------------------------
+# ---- the three --------------------------------------------------------------
 
 
 def by_pdrun(model: Model, rank: int, world: int) -> Model:
     axes = Axes(Grid(("tp",), (world,)), rank, torch.device("cpu"), Watch(60.0, rank, world))
-    return pdrun.Strategy({
-        "layers.*.attn": pdrun.heads("tp"),
-        "layers.*.attn.w[qkv]|layers.*.mlp.gate|layers.*.mlp.up": pdrun.col("tp"),
-        "layers.*.attn.wo|layers.*.mlp.down": pdrun.row("tp"),
-    }).apply(model, axes)  # fmt: skip
+    return pdrun.Strategy(
+        {
+            "layers.*.attn": pdrun.heads("tp"),
+            "layers.*.attn.w[qkv]|layers.*.mlp.gate|layers.*.mlp.up": pdrun.col("tp"),
+            "layers.*.attn.wo|layers.*.mlp.down": pdrun.row("tp"),
+        }
+    ).apply(model, axes)
 
 
 def by_dtensor(model: Model, world: int) -> Model:
@@ -163,8 +172,14 @@ def by_dtensor(model: Model, world: int) -> Model:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
     for layer in model.layers:
         layer.attn.n_heads //= world
-        plan = {f"attn.w{name}": ColwiseParallel() for name in "qkv"} | {"attn.wo": RowwiseParallel()}
-        plan |= {"mlp.gate": ColwiseParallel(), "mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()}
+        plan = {f"attn.w{name}": ColwiseParallel() for name in "qkv"} | {
+            "attn.wo": RowwiseParallel()
+        }
+        plan |= {
+            "mlp.gate": ColwiseParallel(),
+            "mlp.up": ColwiseParallel(),
+            "mlp.down": RowwiseParallel(),
+        }
         parallelize_module(layer, mesh, plan)
     return model
 
@@ -206,7 +221,10 @@ def measure(args: argparse.Namespace) -> dict[str, tuple[float, float, float]]:
     }
     losses = {name: [step(x, y) for _ in range(3)] for name, step in steps.items()}
     for name, found in losses.items():
-        assert all(abs(a - b) < 1e-5 for a, b in zip(found, losses["by hand"], strict=True)), (name, losses)
+        assert all(abs(a - b) < 1e-5 for a, b in zip(found, losses["by hand"], strict=True)), (
+            name,
+            losses,
+        )
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     for turn in range(args.rounds):
         order = list(steps) if turn % 2 else list(reversed(steps))
@@ -234,9 +252,13 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=32)
     args = parser.parse_args()
     told = pdrun.launch(measure, args, devices=args.devices, backend="cpu")[0]
-    print(f"torch {torch.__version__}, {args.devices} ranks, width {args.width}, {args.layers} layers")
+    print(
+        f"torch {torch.__version__}, {args.devices} ranks, width {args.width}, {args.layers} layers"
+    )
     for name, (mine, ratio, cpu) in told.items():
-        print(f"{name:10} {mine:8.2f} ms a step   pdrun / {name} {ratio:.3f}   of CPU time {cpu:.3f}")
+        print(
+            f"{name:10} {mine:8.2f} ms a step   pdrun / {name} {ratio:.3f}   of CPU time {cpu:.3f}"
+        )
 
 
 if __name__ == "__main__":

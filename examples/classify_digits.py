@@ -1,5 +1,6 @@
 """
-Classify scikit-learn's handwritten digits, 1,797 pictures of 8 x 8 points, on as many workers as there are.
+Classify scikit-learn's handwritten digits, 1,797 pictures of 8 x 8 points, on as many workers as
+there are.
 
     python examples/classify_digits.py
     pdrun --devices 3 examples/classify_digits.py         the same losses to rounding, and 94 of 100 right
@@ -19,9 +20,16 @@ import pdrun
 def network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Unflatten(1, (1, 8)), nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(),
-        nn.MaxPool2d(2), nn.Flatten(), nn.Dropout(0.2), nn.Linear(512, 10),
-    )  # fmt: skip
+        nn.Unflatten(1, (1, 8)),
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Dropout(0.2),
+        nn.Linear(512, 10),
+    )
 
 
 def main() -> None:
@@ -33,7 +41,10 @@ def main() -> None:
     run = pdrun.parallelize(
         network(),
         optimizer=lambda params: torch.optim.AdamW(params, lr=3e-3),
-        loss=lambda output, batch: (F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])),
+        loss=lambda output, batch: (
+            F.cross_entropy(output, batch[1], reduction="sum"),
+            len(batch[1]),
+        ),
         optimizer_level=1,
     )
     loader = pdrun.Loader(TensorDataset(pictures[train], labels[train]), batch=96, shuffle=True)
@@ -43,7 +54,11 @@ def main() -> None:
             print(f"epoch {epoch:2}  loss {total / 1500:.6f}", flush=True)
     run.model.eval()
     with torch.no_grad():
-        right = (run.model(pictures[test].to(context.device)).argmax(1).cpu() == labels[test]).float().mean()
+        right = (
+            (run.model(pictures[test].to(context.device)).argmax(1).cpu() == labels[test])
+            .float()
+            .mean()
+        )
     if context.is_main:
         print(f"right: {100 * float(right):.1f} of 100")
 

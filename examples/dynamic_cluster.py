@@ -1,14 +1,16 @@
 """
-A cluster without a launcher: one scheduler and two workers, started by hand, in any order, on any machines.
+A cluster without a launcher: one scheduler and two workers, started by hand, in any order, on any
+machines.
 
     export PDRUN_SCHEDULER=127.0.0.1:7077 PDRUN_WORKERS=2
     PDRUN_ROLE=scheduler python examples/dynamic_cluster.py &
     PDRUN_ROLE=worker    python examples/dynamic_cluster.py &
     PDRUN_ROLE=worker    python examples/dynamic_cluster.py
 
-All three run this same file. In the scheduler `pdrun.init()` serves until the job is over and never returns; in a
-worker it returns the rank that the scheduler gave out. The processes trust each other by the user's own secret file, or
-by PDRUN_TOKEN_FILE; MindSpore's variables (MS_ROLE, MS_SCHED_HOST, MS_SCHED_PORT, MS_WORKER_NUM) mean the same.
+All three run this same file. In the scheduler `pdrun.init()` serves until the job is over and never
+returns; in a worker it returns the rank that the scheduler gave out. The processes trust each other
+by the user's own secret file, or by PDRUN_TOKEN_FILE; MindSpore's variables (MS_ROLE,
+MS_SCHED_HOST, MS_SCHED_PORT, MS_WORKER_NUM) mean the same.
 
 `python examples/dynamic_cluster.py demo` plays all three parts on this machine.
 """
@@ -28,7 +30,9 @@ def work() -> None:
 
     value = torch.tensor([float(context.rank)], device=context.device)
     dist.all_reduce(value)
-    print(f"rank {context.rank} of {context.world_size} on {context.device}: all ranks sum up to {value.item():g}")
+    print(
+        f"rank {context.rank} of {context.world_size} on {context.device}: all ranks sum up to {value.item():g}"
+    )
 
 
 def demo() -> int:
@@ -36,8 +40,10 @@ def demo() -> int:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     shared = {**os.environ, "PDRUN_SCHEDULER": address, "PDRUN_WORKERS": "2"}
-    parts = [subprocess.Popen([sys.executable, __file__], env={**shared, "PDRUN_ROLE": role})
-             for role in ("scheduler", "worker", "worker")]  # fmt: skip
+    parts = [
+        subprocess.Popen([sys.executable, __file__], env={**shared, "PDRUN_ROLE": role})
+        for role in ("scheduler", "worker", "worker")
+    ]
     return max(abs(part.wait()) for part in parts)
 
 

@@ -1,5 +1,6 @@
 """
-Training that survives its nodes: it goes on with fewer or more of them, from the last step that all have saved.
+Training that survives its nodes: it goes on with fewer or more of them, from the last step that all
+have saved.
 
     pdrun --local --nodes 2:4 --max-restarts 3 --hang-timeout 2m examples/elastic_training.py
     pdrun --local --nodes 2:4 examples/elastic_training.py --steps 100000 &
@@ -14,7 +15,8 @@ What each part is for:
   told would leave the others alone in a collective.
 * `elastic.saved(step)` is said by every worker, after the file of rank 0 is whole.
 
-Fits a line to points that each rank draws by the step's number, so that any number of workers sees the same data.
+Fits a line to points that each rank draws by the step's number, so that any number of workers sees
+the same data.
 """
 
 import argparse
@@ -41,7 +43,9 @@ def batch(step: int, rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]
 def save(path: Path, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Write a checkpoint that is whole or not there."""
     draft = path.with_suffix(".draft")
-    torch.save({"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, draft)
+    torch.save(
+        {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, draft
+    )
     draft.replace(path)
 
 
@@ -72,7 +76,10 @@ def main() -> None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
     if context.is_main:
-        print(f"generation {context.generation}: {context.world_size} workers from step {last + 1}", flush=True)
+        print(
+            f"generation {context.generation}: {context.world_size} workers from step {last + 1}",
+            flush=True,
+        )
 
     for step in range(last + 1, options.steps):
         x, y = batch(step, context.rank, context.world_size)

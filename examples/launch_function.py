@@ -3,7 +3,8 @@ Run a Python function on four workers and get four results: no script, no comman
 
     python examples/launch_function.py
 
-Each worker finds its rank with `pdrun.init()`; an exception in any of them would arrive here as `pdrun.JobFailed`.
+Each worker finds its rank with `pdrun.init()`; an exception in any of them would arrive here as
+`pdrun.JobFailed`.
 """
 
 import random
@@ -12,7 +13,10 @@ import pdrun
 
 
 def estimate_pi(points: int) -> float:
-    """Throw points at a square on every worker; the mean of all workers' estimates is the result of each."""
+    """
+    Throw points at a square on every worker; the mean of all workers' estimates is the result of
+    each.
+    """
     import torch
     import torch.distributed as dist
 

@@ -1,10 +1,12 @@
 """
-Train a language model on sequences that are cut over the ranks, and prove that this changes nothing.
+Train a language model on sequences that are cut over the ranks, and prove that this changes
+nothing.
 
     python examples/long_sequences.py
     pdrun --devices 4 examples/long_sequences.py          the same losses, a quarter of each sequence on each rank
 
-The model is plain torch; its table of positions is told to pdrun by name. It learns to say what came 16 tokens before.
+The model is plain torch; its table of positions is told to pdrun by name. It learns to say what
+came 16 tokens before.
 """
 
 import torch
@@ -21,7 +23,11 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.qkv, self.out = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 3 * WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+        )
         self.feed = nn.Sequential(
             nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
         )
@@ -43,7 +49,9 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.blocks(self.words(tokens) + self.places(torch.arange(tokens.shape[1]))))
+        return self.head(
+            self.blocks(self.words(tokens) + self.places(torch.arange(tokens.shape[1])))
+        )
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -53,7 +61,9 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def loss(logits: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    total = F.cross_entropy(logits.flatten(0, 1), batch[1].flatten(), ignore_index=-100, reduction="sum")
+    total = F.cross_entropy(
+        logits.flatten(0, 1), batch[1].flatten(), ignore_index=-100, reduction="sum"
+    )
     return total, (batch[1] != -100).sum()
 
 
@@ -61,9 +71,12 @@ def main() -> None:
     context = pdrun.init()
     torch.manual_seed(0)
     run = pdrun.parallelize(
-        Model(), lambda params: torch.optim.AdamW(params, lr=3e-3), loss,
-        mesh=pdrun.mesh(cp=-1), context=pdrun.ContextParallel(tables={"places.weight": 0}),
-    )  # fmt: skip
+        Model(),
+        lambda params: torch.optim.AdamW(params, lr=3e-3),
+        loss,
+        mesh=pdrun.mesh(cp=-1),
+        context=pdrun.ContextParallel(tables={"places.weight": 0}),
+    )
     report = run.verify([batch(0)])
     if context.is_main:
         print(report)

@@ -1,7 +1,8 @@
 """
 Train a small byte-level GPT on the sources of Python's own standard library.
 
-Plain torch: nothing of pdrun is imported, and whoever starts it only has to set torchrun's variables.
+Plain torch: nothing of pdrun is imported, and whoever starts it only has to set torchrun's
+variables.
 
     python examples/train_gpt.py                                          one process
     pdrun --nodes 2 --devices 2 --local examples/train_gpt.py             two simulated nodes of two workers
@@ -29,7 +30,10 @@ SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__py
 
 
 def turn(x: Tensor) -> Tensor:
-    """Rotary positions: turn each pair of features by an angle that grows with the place, so that distances matter."""
+    """
+    Rotary positions: turn each pair of features by an angle that grows with the place, so that
+    distances matter.
+    """
     length, half = x.shape[-2], x.shape[-1] // 2
     speed = 0.5 ** (torch.arange(half, device=x.device) * 8 / half)
     angle = torch.arange(length, device=x.device)[:, None] * speed
@@ -49,7 +53,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        )
         mixed = F.scaled_dot_product_attention(turn(q), turn(k), v, is_causal=True)
         x = x + self.proj(mixed.transpose(1, 2).reshape(batch, length, width))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
@@ -65,7 +71,11 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(width)
         for name, weight in self.named_parameters():
             if weight.dim() == 2:  # the two layers that write to the residual stream start small
-                small = 1 / math.sqrt(2 * layers) if name.endswith(("proj.weight", "down.weight")) else 1.0
+                small = (
+                    1 / math.sqrt(2 * layers)
+                    if name.endswith(("proj.weight", "down.weight"))
+                    else 1.0
+                )
                 nn.init.normal_(weight, std=0.02 * small)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -74,14 +84,23 @@ class GPT(nn.Module):
 
 
 def read_text(split: str) -> Tensor:
-    """Return the bytes of every 20th source file (``validation``) or of all others (``train``), always in one order."""
+    """
+    Return the bytes of every 20th source file (``validation``) or of all others (``train``), always
+    in one order.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(path for path in root.rglob("*.py") if not SKIPPED & set(path.relative_to(root).parts))
+    files = sorted(
+        path for path in root.rglob("*.py") if not SKIPPED & set(path.relative_to(root).parts)
+    )
     chosen = [path for i, path in enumerate(files) if (i % 20 == 0) == (split == "validation")]
-    return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in chosen)), dtype=torch.uint8)
+    return torch.frombuffer(
+        bytearray(b"".join(path.read_bytes() for path in chosen)), dtype=torch.uint8
+    )
 
 
-def batch_at(text: Tensor, starts: Tensor, context: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def batch_at(
+    text: Tensor, starts: Tensor, context: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Return ``[len(starts), context]`` inputs and targets, the targets one byte further on."""
     rows = torch.stack([text[i : i + context + 1] for i in starts.tolist()]).long().to(device)
     return rows[:, :-1], rows[:, 1:]
@@ -92,8 +111,13 @@ def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def validate(model: nn.Module, args: argparse.Namespace, rank: int, world: int, device: torch.device) -> float:
-    """Return the mean loss over evenly spaced pieces of the validation text, shared out among the workers."""
+def validate(
+    model: nn.Module, args: argparse.Namespace, rank: int, world: int, device: torch.device
+) -> float:
+    """
+    Return the mean loss over evenly spaced pieces of the validation text, shared out among the
+    workers.
+    """
     text = read_text("validation")
     starts = torch.linspace(0, len(text) - args.context - 1, args.validation).long()
     total = torch.zeros((), device=device)
@@ -128,16 +152,22 @@ def learning_rate(progress: float, peak: float) -> float:
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train a byte-level GPT on Python's standard library.")
+    parser = argparse.ArgumentParser(
+        description="Train a byte-level GPT on Python's standard library."
+    )
     parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="stop training earlier, after this time")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="stop training earlier, after this time"
+    )
     parser.add_argument("--batch", type=int, default=8, help="sequences a worker and step")
     parser.add_argument("--context", type=int, default=64, help="bytes that the model sees")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--lr", type=float, default=2.5e-3, help="highest learning rate")
-    parser.add_argument("--validation", type=int, default=512, help="sequences in the final validation")
+    parser.add_argument(
+        "--validation", type=int, default=512, help="sequences in the final validation"
+    )
     parser.add_argument("--log-every", type=int, default=50, help="steps between two lines")
     parser.add_argument("--out", type=Path, help="write the trained model to this file")
     return parser.parse_args()
@@ -149,11 +179,16 @@ def main() -> None:
     torch.manual_seed(1)
     gpt = GPT(args.width, args.layers, args.heads, args.context).to(device)
     model = DistributedDataParallel(gpt) if world > 1 else gpt
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01
+    )
     text, dice = read_text("train"), torch.Generator().manual_seed(1000 + rank)
     if rank == 0:
         size = sum(weight.numel() for weight in gpt.parameters())
-        print(f"{size:,} parameters, {len(text):,} bytes of text, {world} worker(s) on {device.type}", flush=True)
+        print(
+            f"{size:,} parameters, {len(text):,} bytes of text, {world} worker(s) on {device.type}",
+            flush=True,
+        )
 
     begin = mark = time.monotonic()
     for step in range(1, args.steps + 1):
@@ -167,7 +202,8 @@ def main() -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
-        # One sum tells every worker the mean loss, and whether any of them has run out of time: all stop at one step.
+        # One sum tells every worker the mean loss, and whether any of them has run out of time: all
+        # stop at one step.
         told = torch.stack([loss.detach(), loss.new_tensor(float(spent >= 1))])
         mean, late = (sum_over_workers(told) / world).tolist()
         if not math.isfinite(mean):
@@ -184,7 +220,9 @@ def main() -> None:
     model.eval()
     final = validate(gpt, args, rank, world, device)
     if rank == 0:
-        print(f"validation loss {final:.3f} (uniform {math.log(256):.3f}), {time.monotonic() - begin:.0f} s")
+        print(
+            f"validation loss {final:.3f} (uniform {math.log(256):.3f}), {time.monotonic() - begin:.0f} s"
+        )
         if args.out:
             part = args.out.with_name(args.out.name + ".part")
             torch.save(gpt.state_dict(), part)

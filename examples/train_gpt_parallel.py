@@ -6,7 +6,8 @@ The GPT of train_gpt.py, made parallel by pdrun: the same numbers on one process
     pdrun --devices 2 examples/train_gpt_parallel.py --level 3 --recompute full   weights, gradients and state cut over
     them pdrun --max-restarts 3 examples/train_gpt_parallel.py --checkpoints run       goes on from its last checkpoint
 
-The text is the sources of Python's own standard library. A model that knows nothing has a loss of ln(256) = 5.545.
+The text is the sources of Python's own standard library. A model that knows nothing has a loss of
+ln(256) = 5.545.
 """
 
 import argparse
@@ -37,7 +38,9 @@ class Pieces(Dataset):
 
 
 def loss_of(logits: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-    return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten(), reduction="sum"), batch[1].numel()
+    return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten(), reduction="sum"), batch[
+        1
+    ].numel()
 
 
 def options() -> argparse.Namespace:
@@ -54,7 +57,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--recompute", choices=("full", "selective"))
     parser.add_argument("--precision", choices=("bf16", "fp16"))
     parser.add_argument("--checkpoints", help="folder to save to and to go on from")
-    parser.add_argument("--verify", action="store_true", help="prove first that the run equals one process")
+    parser.add_argument(
+        "--verify", action="store_true", help="prove first that the run equals one process"
+    )
     parser.add_argument("--log-every", type=int, default=50)
     return parser.parse_args()
 
@@ -65,13 +70,19 @@ def main() -> None:
     context = pdrun.init()
     run = pdrun.parallelize(
         GPT(args.width, args.layers, args.heads, args.context),
-        optimizer=lambda params: torch.optim.AdamW(params, args.lr, betas=(0.9, 0.98), weight_decay=0.01),
+        optimizer=lambda params: torch.optim.AdamW(
+            params, args.lr, betas=(0.9, 0.98), weight_decay=0.01
+        ),
         scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: learning_rate(step / args.steps, 1.0)
         ),
-        loss=loss_of, optimizer_level=args.level, accumulate=args.accumulate, recompute=args.recompute,
-        precision=args.precision, clip=1.0,
-    )  # fmt: skip
+        loss=loss_of,
+        optimizer_level=args.level,
+        accumulate=args.accumulate,
+        recompute=args.recompute,
+        precision=args.precision,
+        clip=1.0,
+    )
     loader = pdrun.Loader(Pieces(args.context, args.steps * args.batch), args.batch, shuffle=True)
     if args.checkpoints and run.resume(args.checkpoints) and context.is_main:
         print(f"goes on after step {run.steps}", flush=True)

@@ -1,5 +1,6 @@
 """
-The GPT of train_gpt.py in pipeline stages: the plain model, its layers on several devices, the numbers of one process.
+The GPT of train_gpt.py in pipeline stages: the plain model, its layers on several devices, the
+numbers of one process.
 
     python examples/train_gpt_pipeline.py                                   one process, the whole model
     pdrun --devices 4 examples/train_gpt_pipeline.py                        four stages, the same losses
@@ -7,7 +8,8 @@ The GPT of train_gpt.py in pipeline stages: the plain model, its layers on sever
                                                                             two stages, each on two parts of the batch
     pdrun --devices 4 examples/train_gpt_pipeline.py --stages 2 --level 3   the same, each stage's weights cut in two
 
-Takes less than a minute on a CPU. The losses agree to about six digits, whatever the stages and their schedule.
+Takes less than a minute on a CPU. The losses agree to about six digits, whatever the stages and
+their schedule.
 """
 
 import argparse
@@ -21,7 +23,10 @@ import pdrun
 
 
 def batches(steps: int, rows: int, context: int) -> list[tuple[Tensor, Tensor]]:
-    """Return the batches of all steps, the same on every rank: ``[rows, context]`` bytes, and the ones that follow."""
+    """
+    Return the batches of all steps, the same on every rank: ``[rows, context]`` bytes, and the ones
+    that follow.
+    """
     text, dice = read_text("train"), torch.Generator().manual_seed(1)
     starts = torch.randint(len(text) - context - 1, (steps, rows), generator=dice).tolist()
     pieces = [torch.stack([text[at : at + context + 1] for at in row]).long() for row in starts]
@@ -29,13 +34,17 @@ def batches(steps: int, rows: int, context: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def loss_of(logits: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-    return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten(), reduction="sum"), batch[1].numel()
+    return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten(), reduction="sum"), batch[
+        1
+    ].numel()
 
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a byte-level GPT in pipeline stages.")
     parser.add_argument("--stages", type=int, help="ranks along pp; default: all")
-    parser.add_argument("--schedule", default="1f1b", help="gpipe, 1f1b, interleaved, zero-bubble or zero-bubble-v")
+    parser.add_argument(
+        "--schedule", default="1f1b", help="gpipe, 1f1b, interleaved, zero-bubble or zero-bubble-v"
+    )
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=32, help="sequences a step")
@@ -53,13 +62,19 @@ def main() -> None:
     run = pdrun.parallelize(
         GPT(width=64, layers=args.layers, heads=4, context=64),
         optimizer=lambda params: torch.optim.AdamW(params, 1e-3),
-        loss=loss_of, clip=1.0, mesh=pdrun.mesh(pp=stages, dp=-1),
+        loss=loss_of,
+        clip=1.0,
+        mesh=pdrun.mesh(pp=stages, dp=-1),
         pipeline=pdrun.Pipeline(
-            args.microbatches, schedule=args.schedule,
-            shared=["bytes.weight"],  # the embedding of the first stage is the output layer of the last
+            args.microbatches,
+            schedule=args.schedule,
+            shared=[
+                "bytes.weight"
+            ],  # the embedding of the first stage is the output layer of the last
         ),
-        optimizer_level=args.level, gather=args.gather,
-    )  # fmt: skip
+        optimizer_level=args.level,
+        gather=args.gather,
+    )
     if context.is_main:
         print(run.explain(), flush=True)
     for batch in batches(args.steps, args.batch, 64):

@@ -1,12 +1,14 @@
 """
-A small Llama whose weights are cut over devices: tensor parallel, with sequence parts between the cut modules.
+A small Llama whose weights are cut over devices: tensor parallel, with sequence parts between the
+cut modules.
 
     python examples/train_llama_tensor.py                                          one process
     pdrun --devices 2 examples/train_llama_tensor.py --tp 2                        two devices that share each weight
     pdrun --devices 4 examples/train_llama_tensor.py --tp 2 --sequence --verify    two pairs of them, each its own rows
 
-All print the same losses. The model is plain torch; what is cut where stands in `strategy`. The text is the sources of
-Python's own standard library, and a model that knows nothing has a loss of ln(256) = 5.545.
+All print the same losses. The model is plain torch; what is cut where stands in `strategy`. The
+text is the sources of Python's own standard library, and a model that knows nothing has a loss of
+ln(256) = 5.545.
 """
 
 import argparse
@@ -22,13 +24,18 @@ from pdrun import Strategy, col, cross_entropy, heads, row, seq, vocab
 
 
 class Attention(nn.Module):
-    """Several queries share a key and a value. It counts heads by attributes, which become those of a device."""
+    """
+    Several queries share a key and a value. It counts heads by attributes, which become those of a
+    device.
+    """
 
     def __init__(self, width: int, n_heads: int, n_kv_heads: int) -> None:
         super().__init__()
         self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv_heads, width // n_heads
         self.wq, self.wo = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
-        self.wk, self.wv = (nn.Linear(width, n_kv_heads * self.head_dim, bias=False) for _ in range(2))
+        self.wk, self.wv = (
+            nn.Linear(width, n_kv_heads * self.head_dim, bias=False) for _ in range(2)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         rows, length, _ = x.shape
@@ -44,7 +51,10 @@ class Perceptron(nn.Module):
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.gate, self.up = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
+        self.gate, self.up = (
+            nn.Linear(width, hidden, bias=False),
+            nn.Linear(width, hidden, bias=False),
+        )
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,7 +67,10 @@ class Block(nn.Module):
     def __init__(self, width: int, n_heads: int, n_kv_heads: int) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.attn, self.mlp = Attention(width, n_heads, n_kv_heads), Perceptron(width, width * 8 // 3)
+        self.attn, self.mlp = (
+            Attention(width, n_heads, n_kv_heads),
+            Perceptron(width, width * 8 // 3),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.norm1(x))
@@ -83,23 +96,31 @@ class Llama(nn.Module):
 
 
 def strategy(sequence: bool) -> Strategy:
-    """Return Megatron's cut: four sums a layer, or as many gathers and scatters of sequence parts."""
+    """
+    Return Megatron's cut: four sums a layer, or as many gathers and scatters of sequence parts.
+    """
     dim = 1 if sequence else None
-    return Strategy({
-        "emb|head": vocab("tp", gather=False, sequence=dim),
-        "layers.*.attn": heads("tp"),
-        "layers.*.attn.w[qkv]|layers.*.mlp.gate|layers.*.mlp.up": col("tp", sequence=dim),
-        "layers.*.attn.wo|layers.*.mlp.down": row("tp", sequence=dim),
-        **({"norm|layers.*.norm?": seq("tp")} if sequence else {}),
-    })  # fmt: skip
+    return Strategy(
+        {
+            "emb|head": vocab("tp", gather=False, sequence=dim),
+            "layers.*.attn": heads("tp"),
+            "layers.*.attn.w[qkv]|layers.*.mlp.gate|layers.*.mlp.up": col("tp", sequence=dim),
+            "layers.*.attn.wo|layers.*.mlp.down": row("tp", sequence=dim),
+            **({"norm|layers.*.norm?": seq("tp")} if sequence else {}),
+        }
+    )
 
 
 def loss_of(logits: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-    return cross_entropy(logits, batch[1], reduction="sum"), batch[1].numel()  # of logits that are cut by words
+    return cross_entropy(logits, batch[1], reduction="sum"), batch[
+        1
+    ].numel()  # of logits that are cut by words
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train a byte-level Llama whose weights are cut over devices.")
+    parser = argparse.ArgumentParser(
+        description="Train a byte-level Llama whose weights are cut over devices."
+    )
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch", type=int, default=16, help="sequences a step, over all devices")
     parser.add_argument("--context", type=int, default=64)
@@ -108,9 +129,15 @@ def options() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--tp", type=int, default=1, help="devices that share each weight")
-    parser.add_argument("--sequence", action="store_true", help="cut the sequence between the cut modules")
-    parser.add_argument("--compile", action="store_true", help="have torch.compile make kernels of each layer")
-    parser.add_argument("--verify", action="store_true", help="prove first that the run equals one process")
+    parser.add_argument(
+        "--sequence", action="store_true", help="cut the sequence between the cut modules"
+    )
+    parser.add_argument(
+        "--compile", action="store_true", help="have torch.compile make kernels of each layer"
+    )
+    parser.add_argument(
+        "--verify", action="store_true", help="prove first that the run equals one process"
+    )
     return parser.parse_args()
 
 
@@ -121,9 +148,12 @@ def main() -> None:
     run = pdrun.parallelize(
         Llama(args.width, args.layers, args.heads, args.kv_heads),
         optimizer=lambda params: torch.optim.AdamW(params, 3e-3, betas=(0.9, 0.98)),
-        loss=loss_of, mesh=pdrun.mesh(dp=-1, tp=args.tp), strategy=strategy(args.sequence), clip=1.0,
+        loss=loss_of,
+        mesh=pdrun.mesh(dp=-1, tp=args.tp),
+        strategy=strategy(args.sequence),
+        clip=1.0,
         compile=args.compile,
-    )  # fmt: skip
+    )
     loader = pdrun.Loader(Pieces(args.context, args.steps * args.batch), args.batch, shuffle=True)
     if args.verify:
         found = run.verify(loader, steps=1)
@@ -132,7 +162,10 @@ def main() -> None:
     for batch in run.data(loader):
         m = run.step(batch)
         if m.step % 20 == 0 and context.is_main:
-            print(f"step {m.step:4}/{args.steps}  loss {m.loss:.5f}  norm {m.grad_norm:.3f}", flush=True)
+            print(
+                f"step {m.step:4}/{args.steps}  loss {m.loss:.5f}  norm {m.grad_norm:.3f}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

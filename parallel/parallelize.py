@@ -1,8 +1,9 @@
 """
-`pdrun.parallelize`: a model, its optimizer and its loss become a `Run`, which trains them on every device of the mesh.
+`pdrun.parallelize`: a model, its optimizer and its loss become a `Run`, which trains them on every
+device of the mesh.
 
-The order in which things are put on a model is visible here and nowhere else: checks, equal starts, cuts (`partition`),
-recomputation, the engine, the optimizer.
+The order in which things are put on a model is visible here and nowhere else: checks, equal starts,
+cuts (`partition`), recomputation, the engine, the optimizer.
 """
 
 from __future__ import annotations
@@ -106,61 +107,84 @@ def parallelize(
     Make a run of a model; every rank of the job calls this with the same arguments.
 
     Args:
-        model: any module; it is moved to this rank's device, and all ranks start from rank 0's weights.
-        optimizer: ``lambda params: AdamW(params, 3e-4)``, called with the model's trained parameters, or an optimizer
+        model: any module; it is moved to this rank's device, and all ranks start from rank 0's
+            weights.
+        optimizer: ``lambda params: AdamW(params, 3e-4)``, called with the model's trained
+            parameters, or an optimizer
             of them.
-        loss: ``loss(output, batch) -> (sum, count)``, or a mean over rows; None where the model itself returns that.
+        loss: ``loss(output, batch) -> (sum, count)``, or a mean over rows; None where the model
+            itself returns that.
         mesh: the devices; default: all of them on the data axis.
         strategy: how operators are cut over the tensor axes of the mesh.
         pipeline: how the model is cut into stages over pp, and their schedule.
         context: how attention sees the whole sequence where each rank along cp has a part of it.
         sample: a batch, for a strategy that has to see shapes.
-        forward: ``forward(model, batch) -> output``; default: see `pdrun.parallel.training.loss.call_model`.
-        scheduler: ``lambda optimizer: LRScheduler``; steps once a step, and is saved and resumed with the run. One
+        forward: ``forward(model, batch) -> output``; default: see
+            `pdrun.parallel.training.loss.call_model`.
+        scheduler: ``lambda optimizer: LRScheduler``; steps once a step, and is saved and resumed
+            with the run. One
             whose step wants a number (ReduceLROnPlateau) is made of ``run.optimizer`` and called by the loop.
-        optimizer_level: 0 every rank trains all weights; 1 the optimizer's state is cut over the ranks; 2 gradients
+        optimizer_level: 0 every rank trains all weights; 1 the optimizer's state is cut over the
+            ranks; 2 gradients
             too; 3 weights too.
         shard_group: ranks that share one set of shards (a divisor of the ranks); default: all.
         threshold: weights of fewer bytes than this are not cut.
-        units: level 3: globs of the modules whose weights are gathered together; default: members of lists of modules.
-        gather: level 3: "pass" has a unit's weights there for one forward or backward; "step" from its first forward
+        units: level 3: globs of the modules whose weights are gathered together; default: members
+            of lists of modules.
+        gather: level 3: "pass" has a unit's weights there for one forward or backward; "step" from
+            its first forward
             of a step to its last backward, and sums gradients over the ranks once a step: less traffic, more memory;
             default: "step" beside a pipeline or copies, else "pass".
         accumulate: micro-batches a step.
-        copies: 2: each micro-batch is cut in two, of which one computes while the other waits for a collective of a
+        copies: 2: each micro-batch is cut in two, of which one computes while the other waits for a
+            collective of a
             tensor axis or of cp (see `interleave`).
         clip: largest norm of the gradients of all weights together.
         norm: have `Metrics.grad_norm` without clipping.
-        gradients_mean: divide gradients by the loss's global count; False leaves them the gradients of the sum.
+        gradients_mean: divide gradients by the loss's global count; False leaves them the gradients
+            of the sum.
         recompute: "full", "selective", globs, or (globs, "selective").
-        compile: True, globs, or a dict of torch.compile's options: modules that torch.compile makes kernels for (see
+        compile: True, globs, or a dict of torch.compile's options: modules that torch.compile makes
+            kernels for (see
             `compiling`).
         precision: None, "bf16", "fp16" or a `pdrun.Precision`.
         compress: "bf16" or "fp16": type of gradients on the network.
         comm_fusion: "auto", MiB, a list of indices, False, or MindSpore's dict.
         layerwise: globs of weights that each rank trains by itself, without communication.
-        dataset_strategy: None (batches are global, cut along dim 0), "data_parallel", "full_batch", or a dim for each
+        dataset_strategy: None (batches are global, cut along dim 0), "data_parallel", "full_batch",
+            or a dim for each
             tensor.
-        sync_batchnorm: have batch normalisations use the statistics of all ranks; without it they are refused.
-        exact: fp32 results have the same bits for any number of ranks that work on the same slices, and for every
+        sync_batchnorm: have batch normalisations use the statistics of all ranks; without it they
+            are refused.
+        exact: fp32 results have the same bits for any number of ranks that work on the same slices,
+            and for every
             level;
             default: on CPUs only, since it costs a sum over ranks for each micro-batch and an order.
-        native_dropout: leave dropout to torch's generators: faster on GPUs, equal for equal slices only.
-        offload: "optimizer", "activations", "all" or a `pdrun.Offload`: what is kept on the host, or in files.
-        init: for weights made inside `pdrun.empty_init`: fills a module's own parameters; default: its
+        native_dropout: leave dropout to torch's generators: faster on GPUs, equal for equal slices
+            only.
+        offload: "optimizer", "activations", "all" or a `pdrun.Offload`: what is kept on the host,
+            or in files.
+        init: for weights made inside `pdrun.empty_init`: fills a module's own parameters; default:
+            its
             reset_parameters.
         seed: of dropout, of the loader's order and of what the model draws.
         timeout: seconds that a collective may take.
 
     Raises:
-        UsageError: an argument is wrong, or the result could not equal that of one process; says why.
+        UsageError: an argument is wrong, or the result could not equal that of one process; says
+            why.
     """
     _check_kinds(mesh, strategy, pipeline, context)
     check_callable("loss", loss, "loss(output, batch) -> (sum, count)")
     check_callable("forward", forward, "forward(model, batch) -> output")
     check_callable("init", init, "init(module) fills the module's own parameters")
     if not callable(scheduler) and scheduler is not None:
-        check_has("scheduler", scheduler, ("step", "state_dict"), "scheduler=lambda optimizer: StepLR(optimizer, 100)")
+        check_has(
+            "scheduler",
+            scheduler,
+            ("step", "state_dict"),
+            "scheduler=lambda optimizer: StepLR(optimizer, 100)",
+        )
         check_scheduler(scheduler)
     job = join()
     compat.end_groups()
@@ -171,9 +195,12 @@ def parallelize(
     check_count("seed", seed, 0)
     if native_dropout and mesh.size > mesh.dp * mesh.pp:
         what = f"native_dropout=True on {mesh}: torch's generators would drop other elements than in one process"
-        raise UsageError(what, where=WHERE, hint="leave it out: dropout is then placed by row and element")
+        raise UsageError(
+            what, where=WHERE, hint="leave it out: dropout is then placed by row and element"
+        )
     ranks = mesh.dp * mesh.cp
-    policy, away = precisions.parse(precision), parse_offload(offload)
+    policy = precisions.parse(precision)
+    away = parse_offload(offload)
     device = torch.device(job.device)
     settings = Settings(
         level=level,
@@ -193,22 +220,37 @@ def parallelize(
         gather=check_gather(gather, level, copies, pipeline is not None),
     )
     if init is not None and not any(param.device.type == "meta" for param in model.parameters()):
-        raise UsageError("init= is for weights made inside pdrun.empty_init(); this model has none", where=WHERE)
+        raise UsageError(
+            "init= is for weights made inside pdrun.empty_init(); this model has none", where=WHERE
+        )
     if units is not None and level < 3:
         raise UsageError("units= are what level 3 gathers", where=WHERE)
     rows = parse_strategy(dataset_strategy, mesh.dp)
     seconds = check_above_zero("timeout", timeout) or TIMEOUT
     agreement = Agreement(job.rank, _store(job), seconds)
-    agreement.check({
-        "mesh": str(mesh), **_named(settings), "copies": copies, "seed": seed, "strategy": strategy,
-        "pipeline": pipeline, "context": context, "recompute": recompute, "compile": compile, "dataset_strategy": rows,
-        "native_dropout": native_dropout, "sync_batchnorm": sync_batchnorm,
-        "offload": (away.optimizer, away.activations, away.least),
-    }.items())  # fmt: skip
+    agreement.check(
+        {
+            "mesh": str(mesh),
+            **_named(settings),
+            "copies": copies,
+            "seed": seed,
+            "strategy": strategy,
+            "pipeline": pipeline,
+            "context": context,
+            "recompute": recompute,
+            "compile": compile,
+            "dataset_strategy": rows,
+            "native_dropout": native_dropout,
+            "sync_batchnorm": sync_batchnorm,
+            "offload": (away.optimizer, away.activations, away.least),
+        }.items()
+    )
     empty = _prepare(model, device, ranks, sync_batchnorm)
     if ranks > 1 or level or policy.compute or away.optimizer:
         _check_forwards(model)
-    weights = collect(model, settings.layerwise, norm_sync.own_weights(model) if policy.inputs else ())
+    weights = collect(
+        model, settings.layerwise, norm_sync.own_weights(model) if policy.inputs else ()
+    )
     made = retarget.make(optimizer, [weight.param for weight in weights if weight.trained])
     names = {id(weight.param): weight.name for weight in weights}
     members = [[names[id(param)] for param in group["params"]] for group in made.param_groups]
@@ -232,19 +274,31 @@ def parallelize(
     recomputed = recomputing.apply(cut.model, recompute)
     compiling.check(compiled, recompute, recomputed, splits=cut.driver.splits)
     engine = Engine(
-        cut.model, cut.weights, place, cut.holders, cut.catalogue, settings,
-        cut.units(settings.units) if level == 3 else (), filler.fill if filler else lambda weights: None,
-    )  # fmt: skip
+        cut.model,
+        cut.weights,
+        place,
+        cut.holders,
+        cut.catalogue,
+        settings,
+        cut.units(settings.units) if level == 3 else (),
+        filler.fill if filler else lambda weights: None,
+    )
     retarget.retarget(made, engine.parts_of)
     schedule = scheduler(made) if callable(scheduler) else scheduler
     check_scheduler(schedule)
     agreement.check(of_scheduler(schedule))
     dice = Dice(seed, native_dropout)
     run = Run(job, mesh, engine, made, Objective(cut.model, loss, forward), dice, rows, schedule)
-    run.original, run.sequences = cut.original, context
-    run.agreement, run.members = agreement, members
-    run.driver, run.copies = Interleaved(copies) if copies > 1 else cut.driver, copies
-    run.recompute, run.recomputed, run.compiled, run.offload = recompute, recomputed, compiled, away
+    run.original = cut.original
+    run.sequences = context
+    run.agreement = agreement
+    run.members = members
+    run.driver = Interleaved(copies) if copies > 1 else cut.driver
+    run.copies = copies
+    run.recompute = recompute
+    run.recomputed = recomputed
+    run.compiled = compiled
+    run.offload = away
     if away.activations:
         run.saver = Saver(device, away.least, storages(engine))
     return run
@@ -252,8 +306,15 @@ def parallelize(
 
 def _named(settings: Settings) -> dict[str, Any]:
     """Return settings by the names that the user knows."""
-    named = {"level": "optimizer_level", "mean": "gradients_mean", "fusion": "comm_fusion", "wire": "compress"}
-    return {named.get(name, name): value for name, value in vars(settings).items() if name != "home"}
+    named = {
+        "level": "optimizer_level",
+        "mean": "gradients_mean",
+        "fusion": "comm_fusion",
+        "wire": "compress",
+    }
+    return {
+        named.get(name, name): value for name, value in vars(settings).items() if name != "home"
+    }
 
 
 def _micro_batches(accumulate: int, pipeline: Pipeline | None) -> int:
@@ -271,7 +332,12 @@ def _check_kinds(mesh: Any, strategy: Any, pipeline: Any, context: Any) -> None:
     if mesh is not None and not isinstance(mesh, Mesh):
         raise UsageError(f"mesh={mesh!r} is none", where=WHERE, hint="mesh=pdrun.mesh(dp=-1, tp=2)")
     for name, value, methods, hint in (
-        ("strategy", strategy, ("apply",), "strategy=pdrun.Strategy({glob: style}) or pdrun.Operators({name: layout})"),
+        (
+            "strategy",
+            strategy,
+            ("apply",),
+            "strategy=pdrun.Strategy({glob: style}) or pdrun.Operators({name: layout})",
+        ),
         ("pipeline", pipeline, ("apply",), "pipeline=pdrun.Pipeline(microbatches=8)"),
         ("context", context, ("apply", "part"), "context=pdrun.ContextParallel()"),
     ):
@@ -280,12 +346,18 @@ def _check_kinds(mesh: Any, strategy: Any, pipeline: Any, context: Any) -> None:
 
 
 def _check_mesh(mesh: Mesh, world: int, strategy: Any, pipeline: Any, context: Any) -> None:
-    """Refuse a mesh on which ranks would only repeat each other, and what is asked for without ranks to do it."""
+    """
+    Refuse a mesh on which ranks would only repeat each other, and what is asked for without ranks
+    to do it.
+    """
     if mesh.size != world:
         raise UsageError(f"{mesh} is for {mesh.size} devices, the job has {world}", where=WHERE)
     tensor = [axis for axis in mesh.tensor_axes if mesh.degree(axis) > 1]
-    for axes, value, name in ((tensor, strategy, "strategy"), (mesh.pp > 1 and ["pp"], pipeline, "pipeline"),
-                              (mesh.cp > 1 and ["cp"], context, "context")):  # fmt: skip
+    for axes, value, name in (
+        (tensor, strategy, "strategy"),
+        (mesh.pp > 1 and ["pp"], pipeline, "pipeline"),
+        (mesh.cp > 1 and ["cp"], context, "context"),
+    ):
         if axes and value is None:
             what = f"{mesh}: ranks along {' and '.join(axes)} would only repeat each other"
             raise UsageError(what, where=WHERE, hint=f"{name}= says what they do")
@@ -316,15 +388,19 @@ def _prepare(model: nn.Module, device: torch.device, world: int, sync_batchnorm:
     if found:
         raise UsageError(
             f"{found[0]} normalises by its own rank's rows, so {world} ranks compute another model than one does",
-            where=WHERE, hint="sync_batchnorm=True, or .eval() on it, or a norm without statistics of the batch",
-        )  # fmt: skip
+            where=WHERE,
+            hint="sync_batchnorm=True, or .eval() on it, or a norm without statistics of the batch",
+        )
     if world > 1:
         _check_frequencies(model)
     return empty
 
 
 def _check_frequencies(model: nn.Module) -> None:
-    """Refuse gradients that are divided by how often a word is in a batch: each rank would count its own rows."""
+    """
+    Refuse gradients that are divided by how often a word is in a batch: each rank would count its
+    own rows.
+    """
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.scale_grad_by_freq:
             what = f"{name or 'the model'}: scale_grad_by_freq=True divides by how often a word is in a rank's own rows"
@@ -332,13 +408,17 @@ def _check_frequencies(model: nn.Module) -> None:
 
 
 def _check_forwards(model: nn.Module) -> None:
-    """Refuse weights that the forward pass itself changes, by rows of its own rank, or where they are not kept."""
+    """
+    Refuse weights that the forward pass itself changes, by rows of its own rank, or where they are
+    not kept.
+    """
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise UsageError(
                 f"{name}: max_norm={module.max_norm:g} changes weights in the forward pass, on each rank other rows",
-                where=WHERE, hint="without it; a norm of the rows that are looked up may be limited in the model",
-            )  # fmt: skip
+                where=WHERE,
+                hint="without it; a norm of the rows that are looked up may be limited in the model",
+            )
 
 
 def _check_unwrapped(model: nn.Module) -> None:
@@ -353,12 +433,15 @@ def _check_unwrapped(model: nn.Module) -> None:
 
 def _store(job: Context) -> Any:
     """Return torch's store of the job, None where there is one rank."""
-    return dist.distributed_c10d._get_default_store() if job.world_size > 1 else None
+    if job.world_size > 1:
+        return dist.distributed_c10d._get_default_store()
+    return None
 
 
 def _axes(job: Context, mesh: Mesh, device: torch.device, timeout: float) -> Axes:
     """Return this rank's places along the axes, where every wait is bounded."""
-    world, rank = job.world_size, job.rank
+    world = job.world_size
+    rank = job.rank
     watch = start_watch(timeout, rank, world, _store(job), blocking=device.type == "cpu")
     if world > 1:
         compat.set_timeout(timeout)
@@ -375,5 +458,7 @@ def _start_equal(model: nn.Module, weights: list[Weight], axis: Comm) -> None:
             if buffer.layout != torch.strided and axis.world > 1:
                 kind = str(buffer.layout).removeprefix("torch.")
                 what = f"the buffer {name} is {kind}: ranks cannot be given rank 0's"
-                raise UsageError(what, where=WHERE, hint="a dense one, or an attribute that is no buffer")
+                raise UsageError(
+                    what, where=WHERE, hint="a dense one, or an attribute that is no buffer"
+                )
             axis.from_first(buffer, f"rank 0's {name}")

@@ -1,7 +1,8 @@
 """
 A whole model becomes what one rank runs of it: sequences, operators, stages, in this order.
 
-The whole model is kept without memory: a proof needs it, and weights that are still to be filled come from it.
+The whole model is kept without memory: a proof needs it, and weights that are still to be filled
+come from it.
 """
 
 from __future__ import annotations
@@ -50,15 +51,19 @@ class Parted:
 
     def units(self, globs: Sequence[str] | None) -> list[str]:
         """
-        Return the names of the modules whose weights are gathered together, as far as this rank has them.
+        Return the names of the modules whose weights are gathered together, as far as this rank has
+        them.
 
         Raises:
-            UsageError: globs that match nothing in the whole model, or a module that lies on several stages.
+            UsageError: globs that match nothing in the whole model, or a module that lies on
+                several stages.
         """
         names = find_units(self.original or self.model, globs)
         self.driver.check_units(names)
         mine = dict(self.model.named_modules())
-        return [name for name in names if name in mine and any(True for _ in mine[name].parameters())]
+        return [
+            name for name in names if name in mine and any(True for _ in mine[name].parameters())
+        ]
 
 
 def cut_up(model: nn.Module, weights: list[Weight], place: Place, cuts: Cuts) -> Parted:
@@ -93,7 +98,9 @@ def cut_up(model: nn.Module, weights: list[Weight], place: Place, cuts: Cuts) ->
         if not weight.alone:
             stages = holders.stages_of(weight.index)
             weight.stages = stages if len(stages) > 1 else ()
-            weight.sums = tuple(axis for axis in place.mesh.tensor_axes if axis in sums[weight.index])
+            weight.sums = tuple(
+                axis for axis in place.mesh.tensor_axes if axis in sums[weight.index]
+            )
     return Parted(model, weights, driver, holders, catalogue, original)
 
 
@@ -107,13 +114,18 @@ def _operators(strategy: Cutter, model: nn.Module, place: Place, cuts: Cuts) -> 
 def _module(made: Any, name: str) -> nn.Module:
     if not isinstance(made, nn.Module):
         raise UsageError(
-            f"{name}= made a {type(made).__name__} of the model", where=WHERE, hint="apply returns a module"
+            f"{name}= made a {type(made).__name__} of the model",
+            where=WHERE,
+            hint="apply returns a module",
         )
     return made
 
 
 def _sums(weight: Weight, place: Place) -> set[str]:
-    """Return the tensor axes over which a weight's gradient is partial; axes of one device are left out."""
+    """
+    Return the tensor axes over which a weight's gradient is partial; axes of one device are left
+    out.
+    """
     foreign = [axis for axis in weight.tile.layout.axes if axis not in place.mesh.tensor_axes]
     if foreign:
         what = f"{weight.name} is cut over {foreign[0]}, which is no tensor axis"

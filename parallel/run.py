@@ -1,8 +1,9 @@
 """
 A run: the loop's side of `pdrun.parallelize`.
 
-A step cuts its batch into micro-batches, has a driver go forward and backward through them, and tells global numbers.
-What happens to weights and gradients is the engine's business, what is random the dice's.
+A step cuts its batch into micro-batches, has a driver go forward and backward through them, and
+tells global numbers. What happens to weights and gradients is the engine's business, what is random
+the dice's.
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ from pdrun.parallel.checkpoint import save_load as saving
 from pdrun.parallel.checkpoint import storage
 from pdrun.parallel.checkpoint.save_load import Saving
 from pdrun.parallel.comm.mesh import Mesh
-from pdrun.parallel.data.batch_slicing import Strategy, count_rows, cut_rows, cut_sizes, take, to_device
+from pdrun.parallel.data.batch_slicing import (
+    Strategy,
+    count_rows,
+    cut_rows,
+    cut_sizes,
+    take,
+    to_device,
+)
 from pdrun.parallel.data.feed import Feed
 from pdrun.parallel.data.loader import Loader, Position
 from pdrun.parallel.model import sync_batchnorm as norm_sync
@@ -42,7 +50,8 @@ from pdrun.parallel.zero.grad_norm import square_sum
 from pdrun.parallel.zero.offload import Offload, Saver, to_files
 from pdrun.parallel.zero.precision import LossScale
 
-NOTHING, ITSELF = -1, -2
+NOTHING = -1
+ITSELF = -2
 """What rank 0 finds in a folder instead of the step of a checkpoint."""
 
 
@@ -51,10 +60,12 @@ class Run:
     A training run on every device of a mesh; made by `pdrun.parallelize`.
 
     Attributes:
-        model: the model, its parameters on this rank's device. Between steps they hold the weights up to level 2; at
+        model: the model, its parameters on this rank's device. Between steps they hold the weights
+            up to level 2; at
             level 3
             they read as NaN except inside a forward pass: `full_weights` gathers them.
-        optimizer: the optimizer; its groups hold what this rank trains. Schedulers of learning rates work on it as
+        optimizer: the optimizer; its groups hold what this rank trains. Schedulers of learning
+            rates work on it as
             ever.
         mesh: the devices.
         axes: this rank's places along the axes of the mesh.
@@ -72,10 +83,15 @@ class Run:
         strategy: Strategy,
         scheduler: Any = None,
     ) -> None:
-        self.context, self.mesh, self.optimizer, self.scheduler = context, mesh, optimizer, scheduler
+        self.context = context
+        self.mesh = mesh
+        self.optimizer = optimizer
+        self.scheduler = scheduler
         self.model = objective.model
         self.original: nn.Module | None = None
-        """The whole model without memory, where ``model`` is cut over tensor axes or into stages."""
+        """
+        The whole model without memory, where ``model`` is cut over tensor axes or into stages.
+        """
         self.driver: Driver = Plain()
         self.copies = 1
         """How many micro-batches are computed at a time."""
@@ -90,12 +106,17 @@ class Run:
         """Names of the modules whose forward is computed again in the backward."""
         self.compiled: list[str] = []
         """Names of the modules that torch.compile makes kernels for."""
-        self.engine, self.objective, self.dice, self.strategy = engine, objective, dice, strategy
+        self.engine = engine
+        self.objective = objective
+        self.dice = dice
+        self.strategy = strategy
         self.axes = engine.place.axes
         self.rows = self.axes["dp"]
         """The axis along which ranks compute different rows."""
         self.settings = engine.settings
-        self.persistent = {name for name in self.model.state_dict() if name in dict(self.model.named_buffers())}
+        self.persistent = {
+            name for name in self.model.state_dict() if name in dict(self.model.named_buffers())
+        }
         self._saving: Saving | None = None
         self.axis = engine.whole
         """The data axes: those over which gradients are added up."""
@@ -111,20 +132,24 @@ class Run:
         """Names of the weights in each group of the optimizer, of the whole model."""
         self.guard = Guard(engine, optimizer, self.model, self.axis.world)
         self.watchers: list[Callable[[Run], None]] = []
-        """Called in each step when the gradients are there: divided and clipped, but not used yet."""
+        """
+        Called in each step when the gradients are there: divided and clipped, but not used yet.
+        """
 
-    # ---- a step --------------------------------------------------------------------------------------------------
+    # ---- a step -------------------------------------------------------------
 
     def step(self, batch: Any) -> Metrics:
         """
         Train on a global batch: forward, backward, one step of the optimizer.
 
         Args:
-            batch: what `data` yielded, which is this rank's part; any other batch is global and the same on every rank,
+            batch: what `data` yielded, which is this rank's part; any other batch is global and the
+                same on every rank,
                 unless ``dataset_strategy`` says otherwise.
 
         Raises:
-            UsageError: the batch has no rows, other ranks have another first one, or the loss isn't what `parallelize`
+            UsageError: the batch has no rows, other ranks have another first one, or the loss isn't
+                what `parallelize`
                 was promised.
             DeadlineExceeded: a rank did not take part in time; names all of them.
         """
@@ -144,10 +169,12 @@ class Run:
 
     def _compare(self, batch: Any) -> None:
         """Hear of a first batch that ranks should share and do not."""
-        agreement, self.agreement = self.agreement, None
+        agreement = self.agreement
+        self.agreement = None
         if agreement is None or self.feed.shard(batch) is not None:
             return
-        grid, rank = self.mesh.grid, self.context.rank
+        grid = self.mesh.grid
+        rank = self.context.rank
         if self.strategy.local:
             alike = grid.group(tuple(name for name in grid.names if name != "dp"), rank)
             hint = "ranks that differ along other axes than dp take the same rows"
@@ -160,20 +187,31 @@ class Run:
             agreement.check(of_batch(batch), alike[0], "pdrun.Run.step", hint)
 
     def _passes(self, batch: Any) -> torch.Tensor:
-        """Go forward and backward through this rank's micro-batches; return ``[accumulate, 2]``, sums and counts."""
+        """
+        Go forward and backward through this rank's micro-batches; return ``[accumulate, 2]``, sums
+        and counts.
+        """
         if not torch.is_grad_enabled():
-            what = "gradients are turned off: a step lies in torch.no_grad() or torch.inference_mode()"
-            raise UsageError(what, where="pdrun.Run.step", hint="leave it; run.evaluate(batch) goes forward only")
+            what = (
+                "gradients are turned off: a step lies in torch.no_grad() or torch.inference_mode()"
+            )
+            raise UsageError(
+                what, where="pdrun.Run.step", hint="leave it; run.evaluate(batch) goes forward only"
+            )
         self.engine.begin_step()
         sums = self.driver.passes(self, self._cut(batch))
         if self.objective.plain and self.mesh.cp > 1:
             what = "the loss is a mean, of each rank's part of the sequences: means of parts do not add up"
-            raise UsageError(what, where="pdrun.Run.step", hint="loss(output, batch) -> (sum, count)")
+            raise UsageError(
+                what, where="pdrun.Run.step", hint="loss(output, batch) -> (sum, count)"
+            )
         return sums
 
     @contextmanager
     def around(self, micro: MicroBatch, part: int = 0, calls: int = 0) -> Iterator[None]:
-        """What the forward pass of a micro-batch runs in; for ``part`` and ``calls`` see `Dice.throw`."""
+        """
+        What the forward pass of a micro-batch runs in; for ``part`` and ``calls`` see `Dice.throw`.
+        """
         norm_sync.SyncedBatchNorm.weight_of_rows = micro.weight
         with ExitStack() as inside:
             if self.saver is not None:
@@ -184,8 +222,14 @@ class Run:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """What forwards and backwards run in: functions of torch that drop, or attend over cut sequences, are ours."""
-        with self.dice.placed(), self.sequences.running(self.axes) if self.sequences is not None else nullcontext():
+        """
+        What forwards and backwards run in: functions of torch that drop, or attend over cut
+        sequences, are ours.
+        """
+        with (
+            self.dice.placed(),
+            self.sequences.running(self.axes) if self.sequences is not None else nullcontext(),
+        ):
             yield
 
     @contextmanager
@@ -196,25 +240,35 @@ class Run:
 
     def evaluate(self, batch: Any) -> list[Any]:
         """
-        Return the model's outputs on this rank's micro-batches of a global batch; every rank calls this.
+        Return the model's outputs on this rank's micro-batches of a global batch; every rank calls
+        this.
 
-        Nothing is trained. Dropout and the like are as ``run.model.train()`` or ``.eval()`` has said. A micro-batch
-        without rows has None, and so have all on ranks that the last stage of a pipeline isn't on.
+        Nothing is trained. Dropout and the like are as ``run.model.train()`` or ``.eval()`` has
+        said. A micro-batch without rows has None, and so have all on ranks that the last stage of a
+        pipeline isn't on.
         """
         self.engine.clear()
         with self.dice.apart(self.device):
             return self.driver.evaluate(self, self._cut(batch))
 
-    def objective_of(self, model: nn.Module, part: Any, rows: range, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the (sum, count) that slice ``index``, which is these global rows, has on a model."""
+    def objective_of(
+        self, model: nn.Module, part: Any, rows: range, index: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Return the (sum, count) that slice ``index``, which is these global rows, has on a model.
+        """
         with self._randomly(index, rows):
             return self.objective(model, part, max(len(rows), 1))
 
     def backward(
-        self, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None] | None = None, **options: Any
+        self,
+        tensors: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor | None] | None = None,
+        **options: Any,
     ) -> None:
         """
-        Go backward, as `torch.autograd.backward` does; losses, which come without a gradient, are scaled in fp16.
+        Go backward, as `torch.autograd.backward` does; losses, which come without a gradient, are
+        scaled in fp16.
 
         Args:
             tensors: where to begin.
@@ -223,7 +277,10 @@ class Run:
         """
         given = list(grads) if grads is not None else [None] * len(tensors)
         scale = self.scale.value if self.scale is not None else None
-        roots = [x * scale if g is None and scale is not None else x for x, g in zip(tensors, given, strict=True)]
+        roots = [
+            x * scale if g is None and scale is not None else x
+            for x, g in zip(tensors, given, strict=True)
+        ]
         with self.computing():  # forwards may be recomputed
             torch.autograd.backward(roots, given, **options)
 
@@ -248,8 +305,13 @@ class Run:
         return Metrics(self.steps, numbers, norm, skipped)
 
     def _cut(self, batch: Any) -> list[MicroBatch]:
-        """Return this rank's micro-batches: its rows, which ranks that differ along dp only share with nobody."""
-        world, rank, times = self.rows.size, self.rows.index, self.settings.accumulate
+        """
+        Return this rank's micro-batches: its rows, which ranks that differ along dp only share with
+        nobody.
+        """
+        world = self.rows.size
+        rank = self.rows.index
+        times = self.settings.accumulate
         shard = self.feed.shard(batch)
         if shard is not None:
             pieces = cut_rows(shard.rows, world, times)[rank]
@@ -269,37 +331,49 @@ class Run:
         found = []
         for place, (piece, where) in enumerate(zip(pieces, local, strict=True)):
             part = take(batch, where if len(where) else range(1), strategy)
-            found.append(MicroBatch(part, piece, 1.0 if len(where) else 0.0, place * world + rank, place))
+            found.append(
+                MicroBatch(part, piece, 1.0 if len(where) else 0.0, place * world + rank, place)
+            )
         return found
 
     def here(self, batch: Any) -> Any:
-        """Return a micro-batch's rows as the model gets them: on this rank's device, in the policy's type."""
+        """
+        Return a micro-batch's rows as the model gets them: on this rank's device, in the policy's
+        type.
+        """
         part = batch if self.sequences is None else self.sequences.part(batch, self.axes)
         return to_device(part, self.device, self.settings.precision.inputs)
 
     def _loose_buffers(self) -> Iterator[torch.Tensor]:
         for module in self.model.modules():
             if not isinstance(module, norm_sync.SyncedBatchNorm):
-                yield from (buffer for buffer in module.buffers(recurse=False) if buffer is not None)
+                yield from (
+                    buffer for buffer in module.buffers(recurse=False) if buffer is not None
+                )
 
-    # ---- data ----------------------------------------------------------------------------------------------------
+    # ---- data ---------------------------------------------------------------
 
     def data(self, source: Iterable[Any], *, training: bool = True) -> Iterator[Any]:
         """
         Yield the batches of one epoch, from where the run stands to the epoch's end.
 
         Args:
-            source: a `pdrun.Loader`; torch's DataLoader over a dataset with an index, whose ``batch_size`` counts the
+            source: a `pdrun.Loader`; torch's DataLoader over a dataset with an index, whose
+                ``batch_size`` counts the
                 rows of
                 a step over all ranks; or any iterable of batches. Of the first two each rank reads only its own rows.
-            training: False is for evaluation: it begins with the first batch each time, in the order of epoch 0, and
+            training: False is for evaluation: it begins with the first batch each time, in the
+                order of epoch 0, and
                 leaves the run's position and source alone, so that it may lie inside a loop over training data.
 
         Raises:
-            UsageError: an epoch of another source is under way, or another loop has gone on with this one.
+            UsageError: an epoch of another source is under way, or another loop has gone on with
+                this one.
         """
         ranks = self.rows.size, self.rows.index
-        yield from self.feed.data(source, training, self.seed, ranks, self.settings.accumulate, self.strategy)
+        yield from self.feed.data(
+            source, training, self.seed, ranks, self.settings.accumulate, self.strategy
+        )
 
     @property
     def position(self) -> Position:
@@ -320,7 +394,7 @@ class Run:
     def seed(self, value: int) -> None:
         self.dice.seed = value
 
-    # ---- words -----------------------------------------------------------------------------------------------------
+    # ---- words --------------------------------------------------------------
 
     @property
     def plan(self) -> Plan:
@@ -332,7 +406,8 @@ class Run:
         Return in words what the run does, and how much memory a step takes on this rank's device.
 
         Args:
-            batch: one as `step` takes it; with it, activations are counted too, by running a micro-batch on fake
+            batch: one as `step` takes it; with it, activations are counted too, by running a
+                micro-batch on fake
                 tensors.
         """
         return explain(self, batch)
@@ -341,17 +416,19 @@ class Run:
         """Return the bytes that a step takes on this rank's device, by kind; see `explain`."""
         return estimate(self, batch)
 
-    # ---- proof ---------------------------------------------------------------------------------------------------
+    # ---- proof --------------------------------------------------------------
 
     def verify(self, source: Iterable[Any] | None = None, *, steps: int = 3) -> Report:
         """
-        Compute some batches as the run does and as one process does, and compare losses, norms and every gradient.
+        Compute some batches as the run does and as one process does, and compare losses, norms and
+        every gradient.
 
-        Nothing is trained: weights, optimizer and position stay. Every rank calls this, and computes whole batches on a
-        whole copy of the model, which must fit its device.
+        Nothing is trained: weights, optimizer and position stay. Every rank calls this, and
+        computes whole batches on a whole copy of the model, which must fit its device.
 
         Args:
-            source: global batches, or a Loader; default: the Loader that `data` was last given for training.
+            source: global batches, or a Loader; default: the Loader that `data` was last given for
+                training.
             steps: how many batches.
 
         Raises:
@@ -369,7 +446,7 @@ class Run:
         self.engine.step_done()
         return numbers, norm, grads
 
-    # ---- checkpoints -----------------------------------------------------------------------------------------------
+    # ---- checkpoints --------------------------------------------------------
 
     def save(self, folder: str | Path, *, keep: int | None = None, wait: bool = True) -> Saving:
         """
@@ -377,7 +454,8 @@ class Run:
 
         Args:
             keep: how many checkpoints to leave in the folder, this one included; None: all.
-            wait: False returns once the tensors are copied; a thread writes them. The next save waits for it.
+            wait: False returns once the tensors are copied; a thread writes them. The next save
+                waits for it.
 
         Raises:
             ConfigError: a rank could not write.
@@ -394,12 +472,14 @@ class Run:
     def settle(self) -> None:
         """Wait for a save that is on its way."""
         if self._saving is not None:
-            started, self._saving = self._saving, None
+            started = self._saving
+            self._saving = None
             started.wait()
 
     def load(self, folder: str | Path) -> None:
         """
-        Take up a checkpoint, saved by any number of ranks at any level: one by its own folder, or the newest whole one.
+        Take up a checkpoint, saved by any number of ranks at any level: one by its own folder, or
+        the newest whole one.
 
         Raises:
             ConfigError: there is none, or it belongs to another model or optimizer.
@@ -411,7 +491,10 @@ class Run:
         self.guard.note()
 
     def resume(self, folder: str | Path) -> bool:
-        """Take up the newest whole checkpoint of a folder where there is one; return whether there was."""
+        """
+        Take up the newest whole checkpoint of a folder where there is one; return whether there
+        was.
+        """
         found = self._agreed(Path(folder))
         if found is not None:
             saving.load(self, found)
@@ -421,7 +504,8 @@ class Run:
     def _agreed(self, folder: Path) -> Path | None:
         """Return the checkpoint that rank 0 finds, on every rank."""
         self.settle()
-        itself, names = (folder / "run.json").is_file(), [path.name for path in storage.whole(folder)]
+        itself = (folder / "run.json").is_file()
+        names = [path.name for path in storage.whole(folder)]
         mine = ITSELF if itself else int(names[-1].rpartition("-")[2]) if names else NOTHING
         step = torch.tensor([mine], device=self.device)
         self.engine.place.job.from_first(step, "which checkpoint to load")
@@ -432,27 +516,35 @@ class Run:
         name = f"{storage.PREFIX}{int(step):08d}"  # where a rank does not see it, `load` tells all
         return folder / (f".old-{name}" if f".old-{name}" in names else name)
 
-    # ---- weights -------------------------------------------------------------------------------------------------
+    # ---- weights ------------------------------------------------------------
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Return whole gradients by name; only inside a function of ``watchers``, and on every rank."""
-        return {name: grad.clone() for name, grad in wholes.gradients(self.engine) if grad is not None}
+        """
+        Return whole gradients by name; only inside a function of ``watchers``, and on every rank.
+        """
+        return {
+            name: grad.clone() for name, grad in wholes.gradients(self.engine) if grad is not None
+        }
 
     def full_weights(self) -> dict[str, torch.Tensor]:
         """
-        Return the whole weights by name, in the optimizer's type, on every rank's device; every rank must call
-        this.
+        Return the whole weights by name, in the optimizer's type, on every rank's device; every
+        rank must call this.
         """
         found = dict(wholes.full_weights(self.engine))
         return {entry.name: found[entry.name] for entry in self.engine.catalogue.entries}
 
     def export(self, path: str | Path) -> None:
-        """Write whole weights and buffers as one safetensors file, a bundle at a time; every rank must call this."""
+        """
+        Write whole weights and buffers as one safetensors file, a bundle at a time; every rank must
+        call this.
+        """
         exporting.export(self, Path(path))
 
     def load_weights(self, path: str | Path) -> None:
         """
-        Take the weights of a safetensors file; optimizer, step and data stay. Every rank must call this.
+        Take the weights of a safetensors file; optimizer, step and data stay. Every rank must call
+        this.
 
         Raises:
             ConfigError: it lacks a weight, or one has another shape.

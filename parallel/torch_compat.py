@@ -34,7 +34,10 @@ _out = False
 
 
 def untraced(function: Function) -> Function:
-    """Return a function that torch.compile calls and does not look into, once `keep_out_compilers` has been called."""
+    """
+    Return a function that torch.compile calls and does not look into, once `keep_out_compilers` has
+    been called.
+    """
     kept = _Kept(function)
     _kept.add(kept)
     if _out:
@@ -48,7 +51,10 @@ def untraced(function: Function) -> Function:
 
 
 def keep_out_compilers() -> None:
-    """Have torch.compile look into no `untraced` function; not before it is wanted, since that imports the compiler."""
+    """
+    Have torch.compile look into no `untraced` function; not before it is wanted, since that imports
+    the compiler.
+    """
     global _out
     if not _out:
         _out = True
@@ -64,20 +70,26 @@ def all_gather_flat(full: Any, shard: Any, group: Any) -> Any:
 
 def reduce_scatter_flat(shard: Any, full: Any, group: Any) -> Any:
     """
-    Start summing ``full`` over the ranks, each keeping its own equal part in ``shard``; return torch's work
-    handle.
+    Start summing ``full`` over the ranks, each keeping its own equal part in ``shard``; return
+    torch's work handle.
     """
     call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return call(shard, full, group=group, async_op=True)
 
 
 def gather_rows(full: torch.Tensor, part: torch.Tensor, group: Any) -> Any:
-    """Start gathering ``[rows, part, ...]`` along dim 1, each row in its place at once; return torch's work handle."""
+    """
+    Start gathering ``[rows, part, ...]`` along dim 1, each row in its place at once; return torch's
+    work handle.
+    """
     return _group(group).allgather_into_tensor_coalesced(list(full.unbind()), list(part.unbind()))
 
 
 def scatter_rows(part: torch.Tensor, full: torch.Tensor, group: Any) -> Any:
-    """Start summing ``[rows, length, ...]``, each rank keeping its part along dim 1; return torch's work handle."""
+    """
+    Start summing ``[rows, length, ...]``, each rank keeping its part along dim 1; return torch's
+    work handle.
+    """
     return _group(group).reduce_scatter_tensor_coalesced(list(part.unbind()), list(full.unbind()))
 
 
@@ -90,7 +102,8 @@ def symmetric_empty(nbytes: int, device: torch.device) -> torch.Tensor:
 
 def symmetric_handle(held: torch.Tensor, group: Any) -> Any:
     """
-    Return what gives each rank of a group tensors in the others' memory; every one of them calls it.
+    Return what gives each rank of a group tensors in the others' memory; every one of them calls
+    it.
 
     Raises:
         RuntimeError: the devices can't reach each other.
@@ -101,15 +114,18 @@ def symmetric_handle(held: torch.Tensor, group: Any) -> Any:
 
 
 def _group(group: Any) -> Any:
-    return distributed_c10d._get_default_group() if group is None or group is dist.group.WORLD else group
+    if group is None or group is dist.group.WORLD:
+        return distributed_c10d._get_default_group()
+    return group
 
 
 def meet(name: str, rank: int, world: int) -> None:
     """
-    Return when all ranks of the default group have come here; rank 0, whose process may hold the store, last.
+    Return when all ranks of the default group have come here; rank 0, whose process may hold the
+    store, last.
 
-    gloo connects every rank with every other one while a group is made; whoever is through may end, and break off a
-    connection that another one is about to look at.
+    gloo connects every rank with every other one while a group is made; whoever is through may end,
+    and break off a connection that another one is about to look at.
 
     Args:
         name: of the meeting; every one has its own.
@@ -117,7 +133,8 @@ def meet(name: str, rank: int, world: int) -> None:
     store = distributed_c10d._get_default_store()
     if store is None:  # MPI's groups have none
         return
-    met, left = f"pdrun/met/{name}", f"pdrun/left/{name}"
+    met = f"pdrun/met/{name}"
+    left = f"pdrun/left/{name}"
     if store.add(met, 1) == world:
         store.set(f"{met}/all", "1")
     store.wait([f"{met}/all"])
@@ -141,16 +158,18 @@ _over: list[Any] = []
 
 def new_group(ranks: list[int], seconds: float, owner: Any) -> Any:
     """
-    Return a new process group of some ranks, which only these have to ask for, each as often as the others.
+    Return a new process group of some ranks, which only these have to ask for, each as often as the
+    others.
 
     Args:
         ranks: the members, ascending.
         seconds: what its collectives may take.
         owner: when it is gone, so is the need for the group: see `end_groups`.
 
-    torch names such a group by its ranks and by how many groups the process is in, which may differ from rank to rank
-    (a group of the first and the last pipeline stage): they would then wait for each other under different names. Here
-    the name is made of the ranks and of how many groups of the very same ranks there were.
+    torch names such a group by its ranks and by how many groups the process is in, which may differ
+    from rank to rank (a group of the first and the last pipeline stage): they would then wait for
+    each other under different names. Here the name is made of the ranks and of how many groups of
+    the very same ranks there were.
     """
     key = tuple(ranks)
     with _naming:
@@ -159,7 +178,9 @@ def new_group(ranks: list[int], seconds: float, owner: Any) -> Any:
         usual = distributed_c10d._hash_ranks_to_str
         distributed_c10d._hash_ranks_to_str = lambda _: name
         try:
-            made = dist.new_group(ranks, timeout=timedelta(seconds=seconds), use_local_synchronization=True)
+            made = dist.new_group(
+                ranks, timeout=timedelta(seconds=seconds), use_local_synchronization=True
+            )
         finally:
             distributed_c10d._hash_ranks_to_str = usual
     weakref.finalize(owner, _over.append, made).atexit = False
@@ -168,7 +189,8 @@ def new_group(ranks: list[int], seconds: float, owner: Any) -> Any:
 
 def end_groups() -> None:
     """
-    End gloo's groups that nobody needs any more, each of which has threads and connections; called between runs.
+    End gloo's groups that nobody needs any more, each of which has threads and connections; called
+    between runs.
 
     Groups of accelerators are left to torch: ending one of them waits for the other ranks.
     """
@@ -184,12 +206,25 @@ def is_transformed(tensor: torch.Tensor) -> bool:
 
 
 SENT = {
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8,
-    torch.bool, torch.complex64, torch.complex128,
-}  # fmt: skip
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+}
 """Types that networks know."""
 
 
 def sendable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor, or its bytes in the same memory where networks do not know its type."""
-    return tensor if tensor.dtype in SENT else tensor.detach().view(-1).view(torch.uint8)
+    """
+    Return a contiguous tensor, or its bytes in the same memory where networks do not know its type.
+    """
+    if tensor.dtype in SENT:
+        return tensor
+    return tensor.detach().view(-1).view(torch.uint8)

@@ -111,7 +111,10 @@ def __getattr__(name: str) -> Any:
 
 
 def _load(module: str) -> Any:
-    """Import a module of pdrun; where this is the source tree, which holds the others elsewhere, say so in one line."""
+    """
+    Import a module of pdrun; where this is the source tree, which holds the others elsewhere, say
+    so in one line.
+    """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -121,7 +124,9 @@ def _load(module: str) -> Any:
         if not (error.name or "").startswith("pdrun.") or not (root / "pyproject.toml").exists():
             raise
         what = f"{root} is pdrun's source tree, which hides the installed package"
-        raise ImportError(f"{what}: use another folder, or pip install -e .", name=error.name) from None
+        raise ImportError(
+            f"{what}: use another folder, or pip install -e .", name=error.name
+        ) from None
 
 
 def __dir__() -> list[str]:

@@ -13,10 +13,12 @@ def main() -> None:
     """
     Run the command line and leave with its exit code.
 
-    All is closed and flushed by then, and nothing is left for the interpreter to take apart: that would keep the shell
-    waiting for 20 ms or more.
+    All is closed and flushed by then, and nothing is left for the interpreter to take apart: that
+    would keep the shell waiting for 20 ms or more.
     """
-    standard_library_first(sys.path)  # before anything is imported that a file of the user's could be taken for
+    standard_library_first(
+        sys.path
+    )  # before anything is imported that a file of the user's could be taken for
     from pdrun import process_setup as early
 
     early.begin()

@@ -1,8 +1,9 @@
 """
 Lines that are appended to a file by a thread: a disk that hangs holds up nobody.
 
-On a disk that answers, a line is with the system when `put` returns. One that does not is waited for once, a moment;
-then lines queue up to a limit, in order, and what finds no room is counted, here and in the file itself.
+On a disk that answers, a line is with the system when `put` returns. One that does not is waited
+for once, a moment; then lines queue up to a limit, in order, and what finds no room is counted,
+here and in the file itself.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from pdrun.private_folder import make_private
 MOST_WAITING = 4 << 20
 """Characters that may wait for a disk which does not answer."""
 MOMENT = 0.1
-"""Seconds that a line waits for the disk: whoever reads the file then sees what has happened already."""
+"""
+Seconds that a line waits for the disk: whoever reads the file then sees what has happened already.
+"""
 CLOSING = 2.0
 """Seconds for what waits at the end."""
 NO_ANSWER = "the disk does not answer"
@@ -28,19 +31,25 @@ class LineWriter:
     """See the module. The thread, and with it the file, begins with the first line."""
 
     def __init__(
-        self, path: Path, missing: Callable[[int], str], *, most: int = MOST_WAITING,
+        self,
+        path: Path,
+        missing: Callable[[int], str],
+        *,
+        most: int = MOST_WAITING,
         write: Callable[[int, memoryview], int] = os.write,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """
         Args:
             missing: makes the line that stands in the file where so many are missing.
             most: characters that may wait for the disk.
             write: stands in for the disk in tests.
         """
-        self._path, self._missing = path, missing
+        self._path = path
+        self._missing = missing
         self.lost = 0
         """Lines that were not written."""
-        self._most, self._write = most, write
+        self._most = most
+        self._write = write
         self._queue: deque[str] = deque()
         self._size = 0
         """Characters in the queue, and"""
@@ -58,7 +67,9 @@ class LineWriter:
         """Whether the file ends within a line. Descriptor and this: the thread's alone."""
 
     def put(self, *lines: str) -> None:
-        """Write lines of ASCII; waits a moment for the disk, and not again before it has caught up."""
+        """
+        Write lines of ASCII; waits a moment for the disk, and not again before it has caught up.
+        """
         with self._changed:
             if self._closing:
                 return self._lose(len(lines), "it was closed already")
@@ -73,14 +84,21 @@ class LineWriter:
             return None
 
     def close(self, timeout: float = CLOSING) -> int:
-        """Write out what waits, for at most ``timeout`` seconds, and close; return how many lines were lost."""
+        """
+        Write out what waits, for at most ``timeout`` seconds, and close; return how many lines were
+        lost.
+        """
         with self._changed:
             if not self._closing:
                 self._mark_gap()
                 self._closing = True
                 self._changed.notify_all()
-                if self._thread is not None and not self._changed.wait_for(lambda: self._ended, timeout):
-                    self._lose(len(self._queue) + self._writing, NO_ANSWER)  # the thread dies with the process
+                if self._thread is not None and not self._changed.wait_for(
+                    lambda: self._ended, timeout
+                ):
+                    self._lose(
+                        len(self._queue) + self._writing, NO_ANSWER
+                    )  # the thread dies with the process
                     self._queue.clear()
             return self.lost
 
@@ -90,10 +108,13 @@ class LineWriter:
         with self._changed:
             return self._idle()
 
-    # Called with the lock held ----------------------------------------------------------------------------------------
+    # Called with the lock held
+    # ----------------------------------------------------------------------------------------
 
     def _waited(self) -> bool:
-        """Wait a moment for the disk, unless it is late already; return whether everything is written."""
+        """
+        Wait a moment for the disk, unless it is late already; return whether everything is written.
+        """
         if self._queue and self._begin() and not self._late:
             self._late = not self._changed.wait_for(self._idle, MOMENT)
         return self._idle()
@@ -130,7 +151,8 @@ class LineWriter:
         self.lost += count
         self.reason = reason
 
-    # The thread -------------------------------------------------------------------------------------------------------
+    # The thread
+    # -------------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while lines := self._take():
@@ -157,7 +179,9 @@ class LineWriter:
         try:
             if self._fd < 0:
                 make_private(self._path.parent)
-                self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+                self._fd = os.open(
+                    self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666
+                )
                 self._half = _half_line(self._path)  # of a process that was killed
             data = memoryview((b"\n" if self._half else b"") + line.encode("ascii") + b"\n")
             while data:

@@ -1,11 +1,12 @@
 """
-Bytes for a descriptor, written by a thread so that nobody waits for a slow reader, and pdrun's own lines on stderr.
+Bytes for a descriptor, written by a thread so that nobody waits for a slow reader, and pdrun's own
+lines on stderr.
 
     say() --> queue --> writer thread --> os.write
 
-A process that must go on (scheduler, relay, agent, member of a dynamic cluster) says its lines by `say`: a reader that
-goes away switches them off, and of what a reader that takes nothing would have to hold, what is above HIGH bytes is
-counted and left out. `flush` waits a moment at the end.
+A process that must go on (scheduler, relay, agent, member of a dynamic cluster) says its lines by
+`say`: a reader that goes away switches them off, and of what a reader that takes nothing would have
+to hold, what is above HIGH bytes is counted and left out. `flush` waits a moment at the end.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ LOW = HIGH // 2
 FLUSHING = 2.0
 """Seconds for which `flush` waits for a reader that takes nothing."""
 _BATCH = 1 << 20
-_LARGE, _SMALL = 1 << 16, 1 << 12
+_LARGE = 1 << 16
+_SMALL = 1 << 12
 
 
 def _nothing() -> None:
@@ -34,7 +36,10 @@ def _nothing() -> None:
 
 
 class Lane:
-    """A queue of bytes and the thread that writes them to one descriptor. Starts its thread on first use."""
+    """
+    A queue of bytes and the thread that writes them to one descriptor. Starts its thread on first
+    use.
+    """
 
     def __init__(self, fd: int, name: str, on_room: Callable[[], None] = _nothing) -> None:
         self.name = name
@@ -97,7 +102,10 @@ class Lane:
         return self._held
 
     def drain(self, timeout: float) -> None:
-        """Wait until all that is queued is written; give up when nothing was taken for ``timeout`` seconds."""
+        """
+        Wait until all that is queued is written; give up when nothing was taken for ``timeout``
+        seconds.
+        """
         with self._changed:
             self._moved = time.monotonic()
             while self._backlog and not self.off:
@@ -123,7 +131,9 @@ class Lane:
                 self._changed.wait(min(wait, 0.5))
         if self._thread:
             self._thread.join(timeout)
-        return "" if self.off in ("", "closed") else f"{self.name}: {self.off}; output after that was not shown"
+        if self.off in ("", "closed"):
+            return ""
+        return f"{self.name}: {self.off}; output after that was not shown"
 
     def _run(self) -> None:
         while data := self._take():
@@ -139,7 +149,8 @@ class Lane:
                 if self._closing:
                     return b""
                 self._changed.wait()
-            parts, size = [], 0
+            parts = []
+            size = 0
             while self._queue and size < _BATCH:
                 parts.append(self._queue.popleft())
                 size += len(parts[-1])
@@ -149,7 +160,8 @@ class Lane:
         view = memoryview(data)
         while view:
             try:
-                # a pipe's write returns when all is in: small ones at the end tell a slow reader from one that is gone
+                # a pipe's write returns when all is in: small ones at the end tell a slow reader
+                # from one that is gone
                 done = os.write(self._fd, view[: _SMALL if self._closing else _LARGE])
             except BlockingIOError:  # somebody else made the shared terminal non-blocking
                 self._wait_writable()
@@ -177,7 +189,9 @@ class Lane:
             # a closed pipe is how `| head` says that it has enough: nothing to report
             self.off = "closed" if error.errno == errno.EPIPE else (error.strerror or str(error))
             self._queue.clear()
-            self._backlog, freed, self._held = 0, self._held, False
+            self._backlog = 0
+            freed = self._held
+            self._held = False
             self._changed.notify_all()
         if freed:
             self.on_room()
@@ -201,7 +215,10 @@ class Speaker:
         self._put(text)
 
     def flush(self, timeout: float = FLUSHING) -> None:
-        """Wait until all is written, until nothing was taken for ``timeout`` seconds, or the reader has gone."""
+        """
+        Wait until all is written, until nothing was taken for ``timeout`` seconds, or the reader
+        has gone.
+        """
         self._lane.drain(timeout)
 
     def _put(self, text: str) -> None:
@@ -232,7 +249,10 @@ def say(text: str) -> None:
 
 
 def flush(timeout: float = FLUSHING) -> None:
-    """Wait a moment until what was said is written: before a process ends, or writes to stderr by itself."""
+    """
+    Wait a moment until what was said is written: before a process ends, or writes to stderr by
+    itself.
+    """
     for speaker in list(_speakers.values()):
         speaker.flush(timeout)
 
@@ -252,14 +272,20 @@ def _speaker() -> Speaker | None:
 
 
 def reader_gone(fd: int) -> bool:
-    """Whether nobody reads at the other end of a pipe any more, or a terminal has hung up; False for all else."""
+    """
+    Whether nobody reads at the other end of a pipe any more, or a terminal has hung up; False for
+    all else.
+    """
     poll = select.poll()
     poll.register(fd, 0)  # asks for nothing: only what is wrong is told
     return bool(poll.poll(0))
 
 
 def _is_open(fd: int) -> bool:
-    """Whether a descriptor is open; one that is closed now must not be written to once the number is used again."""
+    """
+    Whether a descriptor is open; one that is closed now must not be written to once the number is
+    used again.
+    """
     try:
         os.fstat(fd)
     except OSError:

@@ -1,4 +1,7 @@
-"""A call to a disk, in a thread of its own: on a network file system without its server it may never come back."""
+"""
+A call to a disk, in a thread of its own: on a network file system without its server it may never
+come back.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,9 @@ class Attempt(Generic[T]):
             self._run()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait for its end, for at most ``seconds`` (None: for ever); return whether it has ended."""
+        """
+        Wait for its end, for at most ``seconds`` (None: for ever); return whether it has ended.
+        """
         return self._done.wait(seconds)
 
     def result(self) -> T:

@@ -1,5 +1,6 @@
 """
-What a script says to pdrun while it runs, and what it learns about the job's life. Outside pdrun nothing happens.
+What a script says to pdrun while it runs, and what it learns about the job's life. Outside pdrun
+nothing happens.
 
     import pdrun
     from pdrun import elastic
@@ -14,12 +15,13 @@ What a script says to pdrun while it runs, and what it learns about the job's li
         if elastic.stopping():                  # SIGTERM came: this node goes, or the workers are started again
             break
 
-Words go to the agent as datagrams through a socket file in a folder of this user alone, and are never waited for: an
-agent that does not read costs nothing. Only the worker itself speaks; in its children, however made (DataLoader), every
-call here does nothing.
+Words go to the agent as datagrams through a socket file in a folder of this user alone, and are
+never waited for: an agent that does not read costs nothing. Only the worker itself speaks; in its
+children, however made (DataLoader), every call here does nothing.
 
-Limits. Python delivers signals to the main thread only, so `on_stop` must be called there first; `stopping` called from
-other threads only looks. A main thread inside a long C call hears of a stop when that returns.
+Limits. Python delivers signals to the main thread only, so `on_stop` must be called there first;
+`stopping` called from other threads only looks. A main thread inside a long C call hears of a stop
+when that returns.
 """
 
 from __future__ import annotations
@@ -39,7 +41,16 @@ if TYPE_CHECKING:  # every worker imports this file; typing alone would take lon
 
     Callback = TypeVar("Callback", bound=Callable[[], object])
 
-__all__ = ["agreed_step", "attach", "generation", "on_stop", "progress", "restart_count", "saved", "stopping"]
+__all__ = [
+    "agreed_step",
+    "attach",
+    "generation",
+    "on_stop",
+    "progress",
+    "restart_count",
+    "saved",
+    "stopping",
+]
 
 EVERY = 0.1
 """Seconds between two reports of a worker, at least; one of a saved step goes at once."""
@@ -48,11 +59,17 @@ MOST = 1 << 53
 PATIENCE = 1.0
 """Seconds for which the report of a saved step waits for an agent whose queue is full."""
 STACKS_SIGNAL = 51
-"""Asks a worker for its stacks: a real-time signal that programs rarely use. `launcher/stdlib_only/forked_worker.py` has it too."""
+"""
+Asks a worker for its stacks: a real-time signal that programs rarely use.
+`launcher/stdlib_only/forked_worker.py` has it too.
+"""
 
 
 class _Worker:
-    """This process as a worker: its way to the agent, what it has said, and whether it was told to stop."""
+    """
+    This process as a worker: its way to the agent, what it has said, and whether it was told to
+    stop.
+    """
 
     def __init__(self) -> None:
         environ = os.environ
@@ -64,7 +81,9 @@ class _Worker:
         self.agreed = _number(environ.get("PDRUN_AGREED_STEP"), -1)
         self.speaks = bool(self.path) and self.rank.isdecimal() and not _is_child()
         self.socket: socket.socket | None = None
-        self.step, self.busy, self.saved = -1, 0.0, -1
+        self.step = -1
+        self.busy = 0.0
+        self.saved = -1
         self.due = 0.0
         """Monotonic seconds from which on the next report may go."""
         self.held = threading.Event()
@@ -79,7 +98,10 @@ class _Worker:
             _offer_stacks(self.path)
 
     def say(self) -> bool:
-        """Send what holds now; False where the agent's queue is full. An agent that is gone is no error."""
+        """
+        Send what holds now; False where the agent's queue is full. An agent that is gone is no
+        error.
+        """
         busy = f',"busy":{self.busy:.6g}' if self.busy else ""
         saved = f',"saved":{self.saved}' if self.saved >= 0 else ""
         step = f',"step":{self.step}' if self.step >= 0 else ""
@@ -102,11 +124,16 @@ class _Worker:
         elif not self.held.is_set():
             self.held.set()
             if self.flusher is None:
-                self.flusher = threading.Thread(target=self.flush, name="pdrun-progress", daemon=True)
+                self.flusher = threading.Thread(
+                    target=self.flush, name="pdrun-progress", daemon=True
+                )
                 self.flusher.start()
 
     def flush(self) -> None:
-        """In a thread of its own, which only scripts with quick steps have: the last of such steps is told too."""
+        """
+        In a thread of its own, which only scripts with quick steps have: the last of such steps is
+        told too.
+        """
         while True:
             self.held.wait()
             time.sleep(max(0.0, self.due - time.monotonic()))
@@ -115,18 +142,29 @@ class _Worker:
             self.say()
 
     def watch(self) -> bool:
-        """Take SIGTERM over; whether that is so now. In a child, or outside the main thread, it cannot be."""
-        if not self.watches and threading.current_thread() is threading.main_thread() and not _is_child():
+        """
+        Take SIGTERM over; whether that is so now. In a child, or outside the main thread, it cannot
+        be.
+        """
+        if (
+            not self.watches
+            and threading.current_thread() is threading.main_thread()
+            and not _is_child()
+        ):
             self.watches = True
             self.previous = signal.signal(signal.SIGTERM, self.told)
         return self.watches
 
     def told(self, number: int, frame: FrameType | None) -> None:
         """SIGTERM has come."""
-        if os.getpid() != self.pid:  # a forked child that nobody has made anew: DataLoader ends its own by SIGTERM
+        if (
+            os.getpid() != self.pid
+        ):  # a forked child that nobody has made anew: DataLoader ends its own by SIGTERM
             return _as_before(self.previous, number, frame, in_order=False)
-        again, self.stop = self.stop, True
-        callbacks, self.callbacks = self.callbacks, []
+        again = self.stop
+        self.stop = True
+        callbacks = self.callbacks
+        self.callbacks = []
         for callback in callbacks:
             callback()
         if again or callbacks or callable(self.previous):
@@ -138,12 +176,14 @@ def progress(step: SupportsIndex, busy: float | None = None) -> None:
     """
     Tell that this worker has done a step.
 
-    With ``--hang-timeout`` a worker that does no new step for that long hangs; a rank that falls behind is named while
-    the job runs. Call it once a step; a call in which nothing is due takes less than a microsecond or two.
+    With ``--hang-timeout`` a worker that does no new step for that long hangs; a rank that falls
+    behind is named while the job runs. Call it once a step; a call in which nothing is due takes
+    less than a microsecond or two.
 
     Args:
         step: its number, 0 or above.
-        busy: seconds of the worker's own work in it, without waiting for others: by it a slow rank is known although
+        busy: seconds of the worker's own work in it, without waiting for others: by it a slow rank
+            is known although
             all ranks do their steps together. None: not known.
 
     Raises:
@@ -164,8 +204,8 @@ def saved(step: SupportsIndex) -> None:
     """
     Tell that a step is saved: a later generation may begin from it.
 
-    What all workers have said is what `agreed_step` answers after a restart, so every rank says it, also where only
-    one writes: then the others say it when they know that it has (after a barrier).
+    What all workers have said is what `agreed_step` answers after a restart, so every rank says it,
+    also where only one writes: then the others say it when they know that it has (after a barrier).
 
     Raises:
         ValueError: the step is below 0 or endless.
@@ -183,11 +223,13 @@ def saved(step: SupportsIndex) -> None:
 
 def on_stop(callback: Callback) -> Callback:
     """
-    Have ``callback()`` called when this worker is told to stop (SIGTERM), once, in the main thread between bytecodes.
+    Have ``callback()`` called when this worker is told to stop (SIGTERM), once, in the main thread
+    between bytecodes.
 
-    It may save; SIGKILL follows after the job's grace. When all callbacks have returned, the handler that was there
-    before is called; where there was none the process leaves with 143 (by SystemExit, so that ``finally`` blocks and
-    exit handlers run). A script that would rather end by itself at a good moment polls `stopping` instead.
+    It may save; SIGKILL follows after the job's grace. When all callbacks have returned, the
+    handler that was there before is called; where there was none the process leaves with 143 (by
+    SystemExit, so that ``finally`` blocks and exit handlers run). A script that would rather end by
+    itself at a good moment polls `stopping` instead.
 
     Returns:
         the callback, so that this is a decorator, too.
@@ -198,14 +240,17 @@ def on_stop(callback: Callback) -> Callback:
     worker = _worker()
     if not _is_child() and os.getpid() == worker.pid:
         if not worker.watch():
-            raise RuntimeError("pdrun.elastic.on_stop must be called in the main thread, which alone hears signals")
+            raise RuntimeError(
+                "pdrun.elastic.on_stop must be called in the main thread, which alone hears signals"
+            )
         worker.callbacks.append(callback)
     return callback
 
 
 def stopping() -> bool:
     """
-    Whether this worker was told to stop; from the first call on (in the main thread) SIGTERM does nothing else.
+    Whether this worker was told to stop; from the first call on (in the main thread) SIGTERM does
+    nothing else.
 
     A second SIGTERM ends the process, as the first one would have.
     """
@@ -217,12 +262,17 @@ def stopping() -> bool:
 
 
 def agreed_step() -> int:
-    """The last step of which every worker of an earlier generation had said that it is saved; -1: none."""
+    """
+    The last step of which every worker of an earlier generation had said that it is saved; -1:
+    none.
+    """
     return _worker().agreed
 
 
 def generation() -> int:
-    """How often the workers have been started before: after failures, and after nodes came or went."""
+    """
+    How often the workers have been started before: after failures, and after nodes came or went.
+    """
     return _worker().generation
 
 
@@ -232,7 +282,10 @@ def restart_count() -> int:
 
 
 def attach() -> None:
-    """Have the agent able to ask this worker where it is, should it hang; every other call here does that, too."""
+    """
+    Have the agent able to ask this worker where it is, should it hang; every other call here does
+    that, too.
+    """
     _worker()
 
 
@@ -253,7 +306,9 @@ def _me() -> _Worker | None:
 
 
 def _is_child() -> bool:
-    """Whether multiprocessing has made this process: it has its worker's environment, and is none."""
+    """
+    Whether multiprocessing has made this process: it has its worker's environment, and is none.
+    """
     module: Any = sys.modules.get("multiprocessing.process")
     return module is not None and module.parent_process() is not None
 
@@ -266,11 +321,16 @@ def _checked(step: SupportsIndex) -> int:
 
 
 def _number(text: str | None, default: int) -> int:
-    return int(text) if text is not None and text.isascii() and text.isdecimal() else default
+    if text is not None and text.isascii() and text.isdecimal():
+        return int(text)
+    return default
 
 
 def _as_before(previous: Any, number: int, frame: FrameType | None, *, in_order: bool) -> None:
-    """Do what the handler before ours would have done; where there was none, leave in order, or die of the signal."""
+    """
+    Do what the handler before ours would have done; where there was none, leave in order, or die of
+    the signal.
+    """
     if callable(previous):
         previous(number, frame)
     elif previous == signal.SIG_DFL and in_order:
@@ -281,14 +341,22 @@ def _as_before(previous: Any, number: int, frame: FrameType | None, *, in_order:
 
 
 def _offer_stacks(path: str) -> None:
-    """Have STACKS_SIGNAL write this process's Python stacks into a file beside the agent's socket."""
+    """
+    Have STACKS_SIGNAL write this process's Python stacks into a file beside the agent's socket.
+    """
     import faulthandler
     import fcntl
 
     try:
-        low = os.open(f"{path.rpartition('/')[0]}/{os.getpid()}.stacks", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        low = os.open(
+            f"{path.rpartition('/')[0]}/{os.getpid()}.stacks",
+            os.O_WRONLY | os.O_CREAT | os.O_APPEND,
+            0o600,
+        )
         try:
-            high = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 200)  # out of the way of a script that counts on 3, 4, ...
+            high = fcntl.fcntl(
+                low, fcntl.F_DUPFD_CLOEXEC, 200
+            )  # out of the way of a script that counts on 3, 4, ...
         finally:
             os.close(low)
         faulthandler.register(STACKS_SIGNAL, file=high, all_threads=True)

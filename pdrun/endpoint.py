@@ -1,4 +1,7 @@
-"""Addresses as users write them: ``HOST``, ``HOST:PORT``, ``[IPV6]:PORT``; parsed strictly, looked up nowhere."""
+"""
+Addresses as users write them: ``HOST``, ``HOST:PORT``, ``[IPV6]:PORT``; parsed strictly, looked up
+nowhere.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ from dataclasses import dataclass
 from pdrun.errors import UsageError
 
 PORTS = range(20000, 30000)
-"""From which a scheduler's port is derived where nobody names one: below what systems give to outgoing connections."""
+"""
+From which a scheduler's port is derived where nobody names one: below what systems give to outgoing
+connections.
+"""
 _LABEL = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)")
 
 
@@ -22,7 +28,9 @@ class Endpoint:
     port: int
 
     def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        if ":" in self.host:
+            return f"[{self.host}]:{self.port}"
+        return f"{self.host}:{self.port}"
 
     @property
     def zmq(self) -> str:
@@ -31,7 +39,10 @@ class Endpoint:
 
 
 def port_for(job: str) -> int:
-    """Return the port that every node of a job derives from its name: crc32, as RFC 1952 has it, modulo the range."""
+    """
+    Return the port that every node of a job derives from its name: crc32, as RFC 1952 has it,
+    modulo the range.
+    """
     return PORTS.start + zlib.crc32(job.encode("utf-8", "surrogateescape")) % len(PORTS)
 
 
@@ -39,15 +50,25 @@ def check_host(host: str, *, where: str) -> str:
     """
     Return ``host`` when it is an IP literal or a host name, else raise UsageError.
 
-    Numbers that only look like addresses (``127.1``, ``0177.0.0.1``) are refused: resolvers disagree about them.
+    Numbers that only look like addresses (``127.1``, ``0177.0.0.1``) are refused: resolvers
+    disagree about them.
     """
     try:
-        return str(ipaddress.ip_address(host.partition("%")[0])) + (host[host.index("%") :] if "%" in host else "")
+        return str(ipaddress.ip_address(host.partition("%")[0])) + (
+            host[host.index("%") :] if "%" in host else ""
+        )
     except ValueError:
         pass
     labels = host.rstrip(".").split(".")
-    looks_numeric = bool(re.fullmatch(r"[0-9.xXa-fA-F]*[0-9]", host)) and labels[-1][:1] in "0123456789"
-    if host and len(host) <= 253 and all(_LABEL.fullmatch(label) for label in labels) and not looks_numeric:
+    looks_numeric = (
+        bool(re.fullmatch(r"[0-9.xXa-fA-F]*[0-9]", host)) and labels[-1][:1] in "0123456789"
+    )
+    if (
+        host
+        and len(host) <= 253
+        and all(_LABEL.fullmatch(label) for label in labels)
+        and not looks_numeric
+    ):
         return host
     raise UsageError(f"{host!r} is neither a host name nor an IP address", where=where)
 
@@ -56,26 +77,34 @@ def parse_port(text: str, *, where: str, lowest: int = 1) -> int:
     """Return the TCP port that ``text`` writes in plain ASCII digits, ``lowest`` to 65535."""
     if re.fullmatch(r"[0-9]{1,5}", text) and lowest <= int(text) <= 65535:
         return int(text)
-    raise UsageError(f"{text!r} is not a port", where=where, hint=f"a port is a number from {lowest} to 65535")
+    raise UsageError(
+        f"{text!r} is not a port", where=where, hint=f"a port is a number from {lowest} to 65535"
+    )
 
 
 def parse_endpoint(text: str, *, where: str, default_port: int | None = None) -> Endpoint:
     """
     Parse ``HOST:PORT``, ``[IPV6]:PORT`` or, when there is a default port, ``HOST``.
 
-    A URL, a port without host and an IPv6 address without brackets but with a port are refused with the reason.
+    A URL, a port without host and an IPv6 address without brackets but with a port are refused with
+    the reason.
     """
     if "://" in text:
         raise UsageError(f"{text!r} is a URL", where=where, hint="write HOST:PORT")
     if text.startswith("["):
         host, bracket, rest = text[1:].partition("]")
         if not bracket or (rest and not rest.startswith(":")):
-            raise UsageError(f"{text!r} has no closing bracket", where=where, hint="write [IPV6]:PORT")
+            raise UsageError(
+                f"{text!r} has no closing bracket", where=where, hint="write [IPV6]:PORT"
+            )
         port_text = rest[1:] if rest else ""
     elif text.count(":") > 1:
-        host, port_text = text, ""
+        host = text
+        port_text = ""
         if default_port is None:
-            raise UsageError(f"{text!r} has several colons", where=where, hint="write IPv6 as [ADDRESS]:PORT")
+            raise UsageError(
+                f"{text!r} has several colons", where=where, hint="write IPv6 as [ADDRESS]:PORT"
+            )
     else:
         host, _, port_text = text.partition(":")
     if port_text:

@@ -31,7 +31,8 @@ EXIT_DEADLINE = 124
 
 class PdrunError(Exception):
     """
-    Root of the tree. ``str(error)`` is one line: ``WHERE: WHAT`` and, when there is one, ``; HINT``.
+    Root of the tree. ``str(error)`` is one line: ``WHERE: WHAT`` and, when there is one, ``;
+    HINT``.
 
     Args:
         what: what is wrong, in lower case, without a full stop.
@@ -105,7 +106,14 @@ class JobFailed(PdrunError):
     """
 
     def __init__(
-        self, what: str, *, exit_code: int, rank: int | None = None, host: str = "", traceback: str = "", hint: str = ""
+        self,
+        what: str,
+        *,
+        exit_code: int,
+        rank: int | None = None,
+        host: str = "",
+        traceback: str = "",
+        hint: str = "",
     ) -> None:
         super().__init__(what, hint=hint)
         self.exit_code = exit_code
@@ -119,6 +127,8 @@ class JobFailed(PdrunError):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return ``did you mean 'X'?`` for the nearest known word, or the empty string when none is near."""
+    """
+    Return ``did you mean 'X'?`` for the nearest known word, or the empty string when none is near.
+    """
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"did you mean '{near[0]}'?" if near else ""

@@ -19,9 +19,26 @@ from typing import Any
 from pdrun.async_file import CLOSING, LineWriter
 
 KINDS = (
-    "created", "joined", "refused", "assigned", "started", "exited", "stopping", "restarting",
-    "suspect", "recovered", "lost", "left", "standby", "gathering", "progress", "hang", "resumed", "warning", "verdict",
-)  # fmt: skip
+    "created",
+    "joined",
+    "refused",
+    "assigned",
+    "started",
+    "exited",
+    "stopping",
+    "restarting",
+    "suspect",
+    "recovered",
+    "lost",
+    "left",
+    "standby",
+    "gathering",
+    "progress",
+    "hang",
+    "resumed",
+    "warning",
+    "verdict",
+)
 
 
 @dataclass(frozen=True)
@@ -41,12 +58,15 @@ class Event:
 
     @cached_property
     def _line(self) -> str:
-        return json.dumps({"kind": self.kind, "time": round(self.time, 6), **self.data}, ensure_ascii=True)
+        return json.dumps(
+            {"kind": self.kind, "time": round(self.time, 6), **self.data}, ensure_ascii=True
+        )
 
 
 class EventLog:
     """
-    Appends events to a file, in a thread: a disk that hangs holds up nobody, a full or broken one never fails the job.
+    Appends events to a file, in a thread: a disk that hangs holds up nobody, a full or broken one
+    never fails the job.
 
     On a disk that answers, a line is with the system when `append` returns.
     """
@@ -160,9 +180,11 @@ class JobStatus:
 
 def replay(events: Iterable[Event]) -> JobStatus:
     """
-    Return the status that a log leads to; unknown kinds change nothing, so that old readers read new logs.
+    Return the status that a log leads to; unknown kinds change nothing, so that old readers read
+    new logs.
 
-    Nor does an event whose fields are missing or of another type: one damaged log must not hide a user's other jobs.
+    Nor does an event whose fields are missing or of another type: one damaged log must not hide a
+    user's other jobs.
     """
     status = JobStatus()
     for event in events:
@@ -171,7 +193,9 @@ def replay(events: Iterable[Event]) -> JobStatus:
 
 
 def apply(status: JobStatus, event: Event) -> JobStatus:
-    """Return the status after one more event; unchanged where that does not say what its kind says."""
+    """
+    Return the status after one more event; unchanged where that does not say what its kind says.
+    """
     try:
         return _after(status, event)
     except (KeyError, TypeError, ValueError, OverflowError):
@@ -183,15 +207,24 @@ def _after(status: JobStatus, event: Event) -> JobStatus:
     match event.kind:
         case "created":
             return replace(
-                status, job=str(data.get("job", "")), run=str(data.get("run", "")),
-                expected=int(data.get("nodes", 0)), started_at=event.time,
-            )  # fmt: skip
+                status,
+                job=str(data.get("job", "")),
+                run=str(data.get("run", "")),
+                expected=int(data.get("nodes", 0)),
+                started_at=event.time,
+            )
         case "joined":
-            return _with_node(status, str(data["node"]), state="joined", workers=int(data.get("workers", 0)))
+            return _with_node(
+                status, str(data["node"]), state="joined", workers=int(data.get("workers", 0))
+            )
         case "assigned":
             return _assigned(status, data)
         case "started":
-            nodes = {name: replace(node, state="running") for name, node in status.nodes.items() if node.index >= 0}
+            nodes = {
+                name: replace(node, state="running")
+                for name, node in status.nodes.items()
+                if node.index >= 0
+            }
             return replace(status, state="running", nodes={**status.nodes, **nodes})
         case "exited":
             return _exited(status, data)
@@ -215,7 +248,11 @@ def _after(status: JobStatus, event: Event) -> JobStatus:
             return replace(status, warnings=(*status.warnings, text))
         case "verdict":
             return replace(
-                status, state="done", code=int(data["code"]), reason=str(data.get("reason", "")), ended_at=event.time
+                status,
+                state="done",
+                code=int(data["code"]),
+                reason=str(data.get("reason", "")),
+                ended_at=event.time,
             )
     return status
 
@@ -235,27 +272,45 @@ def _usual(status: JobStatus, name: str) -> str:
 
 def _renamed(status: JobStatus, old: str, new: str | None) -> JobStatus:
     """Every node in state ``old`` is in state ``new`` now; None: as is usual for it."""
-    changed = {name: replace(node, state=new or _usual(status, name))
-               for name, node in status.nodes.items() if node.state == old}  # fmt: skip
+    changed = {
+        name: replace(node, state=new or _usual(status, name))
+        for name, node in status.nodes.items()
+        if node.state == old
+    }
     return replace(status, nodes={**status.nodes, **changed})
 
 
 def _assigned(status: JobStatus, data: Mapping[str, Any]) -> JobStatus:
-    """One event a generation: ``nodes`` is a list of ``[name, first rank, workers]`` in node order."""
-    nodes = {name: replace(node, index=-1) for name, node in status.nodes.items()}  # some may have no part in this one
+    """
+    One event a generation: ``nodes`` is a list of ``[name, first rank, workers]`` in node order.
+    """
+    nodes = {
+        name: replace(node, index=-1) for name, node in status.nodes.items()
+    }  # some may have no part in this one
     ranks: dict[int, RankStatus] = {}
     for index, (said, start, count) in enumerate(data["nodes"]):
-        name, first, workers = str(said), int(start), int(count)
-        nodes[name] = NodeStatus(name, nodes[name].state if name in nodes else "joined", index, workers)
-        ranks.update({rank: RankStatus(rank, name, "running") for rank in range(first, first + workers)})
+        name = str(said)
+        first = int(start)
+        workers = int(count)
+        nodes[name] = NodeStatus(
+            name, nodes[name].state if name in nodes else "joined", index, workers
+        )
+        ranks.update(
+            {rank: RankStatus(rank, name, "running") for rank in range(first, first + workers)}
+        )
     return replace(
-        status, generation=int(data["generation"]), restarts=int(data.get("restarts", 0)), nodes=nodes, ranks=ranks,
+        status,
+        generation=int(data["generation"]),
+        restarts=int(data.get("restarts", 0)),
+        nodes=nodes,
+        ranks=ranks,
         step=-1,
-    )  # fmt: skip
+    )
 
 
 def _exited(status: JobStatus, data: Mapping[str, Any]) -> JobStatus:
-    rank, code = int(data["rank"]), int(data["code"])
+    rank = int(data["rank"])
+    code = int(data["code"])
     before = status.ranks.get(rank, RankStatus(rank, str(data.get("node", "")), "running"))
     state = "done" if not code else "stopped" if data.get("how") == "stopped" else "failed"
     after = replace(before, state=state, code=code, cause=str(data.get("cause", "")))

@@ -19,7 +19,9 @@ def check_name(name: str, *, where: str) -> str:
     if _NAME.fullmatch(name):
         return name
     raise UsageError(
-        f"{name!r} is not a name", where=where, hint="use 1 to 63 of A-Z a-z 0-9 . _ -, the first a letter or digit"
+        f"{name!r} is not a name",
+        where=where,
+        hint="use 1 to 63 of A-Z a-z 0-9 . _ -, the first a letter or digit",
     )
 
 
@@ -30,6 +32,11 @@ def name_from(text: str) -> str:
 
 
 def natural_key(name: str) -> tuple[tuple[tuple[int, int, str], ...], str]:
-    """Sort key by which ``node2`` stands before ``node10``; names that differ in leading zeros only, by their text."""
+    """
+    Sort key by which ``node2`` stands before ``node10``; names that differ in leading zeros only,
+    by their text.
+    """
     parts = [part for part in _DIGITS.split(name) if part]
-    return tuple((0, int(part), "") if part[0] in "0123456789" else (1, 0, part) for part in parts), name
+    return tuple(
+        (0, int(part), "") if part[0] in "0123456789" else (1, 0, part) for part in parts
+    ), name

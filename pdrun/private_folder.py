@@ -7,7 +7,8 @@ from pathlib import Path
 
 def make_private(folder: Path) -> None:
     """
-    Make a folder and the folders above it that are missing, all 0700; one that is there stays as it is.
+    Make a folder and the folders above it that are missing, all 0700; one that is there stays as it
+    is.
 
     `Path.mkdir` gives the mode to the last one only.
     """

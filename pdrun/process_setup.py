@@ -1,12 +1,14 @@
 """
-What a process of pdrun does before anything else, so that no moment of its life is without an answer.
+What a process of pdrun does before anything else, so that no moment of its life is without an
+answer.
 
     descriptors 0-2    one that was closed (``>&-``) becomes /dev/null; else the next file would get its number
     SIGINT and others  until somebody takes them (`pdrun.launcher.common.signals`), they end the process quietly with 128 + N
     RLIMIT_NOFILE      raised towards the hard limit for pdrun itself; workers get back what the user had
     PDRUN_TOKEN        taken out of the environment and kept (`token`): no child has it that is not handed it
 
-Only the mains call `begin`, never a library: handlers and limits are the process's own. No import of it takes time.
+Only the mains call `begin`, never a library: handlers and limits are the process's own. No import
+of it takes time.
 """
 
 from __future__ import annotations
@@ -35,7 +37,10 @@ _token: list[str] = []
 
 
 def begin() -> None:
-    """Do what the module says. What was inherited as ignored (nohup's SIGHUP, a background job's SIGINT) stays so."""
+    """
+    Do what the module says. What was inherited as ignored (nohup's SIGHUP, a background job's
+    SIGINT) stays so.
+    """
     for number in STOP:
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, leave)
@@ -45,22 +50,31 @@ def begin() -> None:
 
 
 def leave(number: int, frame: FrameType | None) -> None:
-    """The handler: nothing has begun that would have to be ended, and what was started notices the end by itself."""
+    """
+    The handler: nothing has begun that would have to be ended, and what was started notices the end
+    by itself.
+    """
     os._exit(128 + number)
 
 
 def give_back() -> None:
-    """From here on Ctrl-C is a KeyboardInterrupt again: for a command that wants to tidy up its screen."""
+    """
+    From here on Ctrl-C is a KeyboardInterrupt again: for a command that wants to tidy up its
+    screen.
+    """
     for number in STOP:
         if signal.getsignal(number) is leave:
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            signal.signal(
+                number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            )
 
 
 def afterwards(before: object) -> object:
     """
     Return the handler for the time after somebody has taken a signal, given the one from before.
 
-    In a process that began with `begin` the job is over then, and its exit code stands: nothing may change it any more.
+    In a process that began with `begin` the job is over then, and its exit code stands: nothing may
+    change it any more.
     """
     return signal.SIG_IGN if before is leave else before
 
@@ -70,21 +84,25 @@ def _open_closed() -> None:
         try:
             os.fstat(number)
         except OSError:
-            got = os.open(os.devnull, os.O_RDWR)  # the lowest free number: this one, since those below it are open
+            got = os.open(
+                os.devnull, os.O_RDWR
+            )  # the lowest free number: this one, since those below it are open
             os.set_inheritable(got, True)
             if getattr(sys, name) is None:
                 setattr(sys, name, os.fdopen(got, "w" if number else "r", closefd=False))
 
 
-# The token ------------------------------------------------------------------------------------------------------------
+# The token
+# ------------------------------------------------------------------------------------------------------------
 
 
 def token() -> str | None:
     """
-    Return what PDRUN_TOKEN said, the same at every call; the first one takes it out of the environment.
+    Return what PDRUN_TOKEN said, the same at every call; the first one takes it out of the
+    environment.
 
-    The one place that reads the variable: mains call this before they start anything, libraries when they need the
-    secret. A token that was set since then counts.
+    The one place that reads the variable: mains call this before they start anything, libraries
+    when they need the secret. A token that was set since then counts.
     """
     if (text := os.environ.pop(TOKEN, None)) is not None:
         _token[:] = [text]
@@ -92,17 +110,22 @@ def token() -> str | None:
 
 
 def without_token(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment for a child of a process whose own is the user's affair (`pdrun.launch`)."""
+    """
+    Return an environment for a child of a process whose own is the user's affair (`pdrun.launch`).
+    """
     return {name: value for name, value in environ.items() if name != TOKEN}
 
 
 def with_token(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment for a child that needs the token itself, or hands it on to one that does."""
+    """
+    Return an environment for a child that needs the token itself, or hands it on to one that does.
+    """
     text = token()
     return {**environ, **({TOKEN: text} if text is not None else {})}
 
 
-# Descriptors ----------------------------------------------------------------------------------------------------------
+# Descriptors
+# ----------------------------------------------------------------------------------------------------------
 
 
 def users_limit() -> tuple[int, int] | None:
@@ -151,9 +174,10 @@ def too_few(what: str, count: int) -> ConfigError:
 
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return ConfigError(
-        f"a process may open {soft} files here, and {what} needs about {count}", where="RLIMIT_NOFILE",
+        f"a process may open {soft} files here, and {what} needs about {count}",
+        where="RLIMIT_NOFILE",
         hint=f"raise the limit: ulimit -n {max(1024, count)}",
-    )  # fmt: skip
+    )
 
 
 def ran_out(error: BaseException) -> bool:
@@ -161,7 +185,8 @@ def ran_out(error: BaseException) -> bool:
     return getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE)
 
 
-# Processes and threads ------------------------------------------------------------------------------------------------
+# Processes and threads
+# ------------------------------------------------------------------------------------------------
 
 
 def no_more_processes(error: BaseException) -> bool:
@@ -180,13 +205,17 @@ def too_many_processes(what: str) -> ConfigError:
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     limit = "no limit" if soft == resource.RLIM_INFINITY else str(soft)
     return ConfigError(
-        f"{what} could start no further process or thread here (ulimit -u: {limit})", where="RLIMIT_NPROC",
+        f"{what} could start no further process or thread here (ulimit -u: {limit})",
+        where="RLIMIT_NPROC",
         hint="raise that limit, or pids.max of the control group (a container's --pids-limit); or end other processes",
-    )  # fmt: skip
+    )
 
 
 def explained(error: BaseException, what: str, files: int) -> ConfigError | None:
-    """Return what an error says of this machine's limits, or None: ``what`` needs about ``files`` descriptors."""
+    """
+    Return what an error says of this machine's limits, or None: ``what`` needs about ``files``
+    descriptors.
+    """
     if ran_out(error):
         return too_few(what, files)
     return too_many_processes(what) if no_more_processes(error) else None

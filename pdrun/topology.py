@@ -1,4 +1,7 @@
-"""What a node is made of, as plain frozen values; read by placement, affinity and (later) the cost model."""
+"""
+What a node is made of, as plain frozen values; read by placement, affinity and (later) the cost
+model.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ class Device:
     index: int
     """Position among the devices visible to the launcher."""
     name: str = ""
-    """What to put in the visibility variable: ``"4"``, ``"GPU-7a..."``, ``"MIG-..."``; empty for cpu."""
+    """
+    What to put in the visibility variable: ``"4"``, ``"GPU-7a..."``, ``"MIG-..."``; empty for cpu.
+    """
 
 
 @dataclass(frozen=True)
@@ -24,14 +29,20 @@ class CpuSet:
     cpus: tuple[int, ...]
     """Logical CPU numbers of the affinity mask, ascending."""
     quota: float | None = None
-    """CPUs that the cgroup's bandwidth limit grants (cpu.max, cfs_quota_us), or None without a limit."""
+    """
+    CPUs that the cgroup's bandwidth limit grants (cpu.max, cfs_quota_us), or None without a limit.
+    """
     cores: tuple[tuple[int, ...], ...] = ()
-    """The same CPUs grouped by physical core (hyper-thread siblings together); empty when unknown."""
+    """
+    The same CPUs grouped by physical core (hyper-thread siblings together); empty when unknown.
+    """
     numa: tuple[tuple[int, ...], ...] = ()
     """The same CPUs grouped by memory node; empty when unknown."""
 
     @property
     def usable(self) -> int:
-        """How many threads can run at once: the mask, or the quota (at least 1) where that is less."""
+        """
+        How many threads can run at once: the mask, or the quota (at least 1) where that is less.
+        """
         mask = max(1, len(self.cpus))
         return mask if self.quota is None else max(1, min(mask, int(self.quota)))

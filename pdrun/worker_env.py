@@ -1,8 +1,9 @@
 """
 The one contract between the launcher and the script that it starts: the environment of one worker.
 
-The launcher writes it (`WorkerEnv.to_env`), the runtime reads it (`WorkerEnv.from_env`); neither imports the other.
-Names are torchrun's, so that its scripts run unchanged, Ascend's (RANK_ID, RANK_SIZE, DEVICE_ID), and ours (PDRUN_*).
+The launcher writes it (`WorkerEnv.to_env`), the runtime reads it (`WorkerEnv.from_env`); neither
+imports the other. Names are torchrun's, so that its scripts run unchanged, Ascend's (RANK_ID,
+RANK_SIZE, DEVICE_ID), and ours (PDRUN_*).
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from pdrun.errors import ConfigError, UsageError
 
 @dataclass(frozen=True)
 class WorkerEnv:
-    """Who this worker is and where the others meet it. All counts are at least 1, all ranks at least 0."""
+    """
+    Who this worker is and where the others meet it. All counts are at least 1, all ranks at least
+    0.
+    """
 
     rank: int
     """Global rank, 0 to ``world_size - 1``."""
@@ -46,9 +50,15 @@ class WorkerEnv:
     collective: str = "gloo"
     """torch.distributed's name of the backend that fits the device."""
     agreed_step: int = -1
-    """The last step of which every worker of an earlier generation had said that it is saved; -1: none."""
+    """
+    The last step of which every worker of an earlier generation had said that it is saved; -1:
+    none.
+    """
     agent: str = ""
-    """Path of the agent's datagram socket, in a folder that only this user can enter; empty: there is none."""
+    """
+    Path of the agent's datagram socket, in a folder that only this user can enter; empty: there is
+    none.
+    """
 
     def to_env(self) -> dict[str, str]:
         """Return the variables, as text."""
@@ -91,7 +101,8 @@ class WorkerEnv:
         """
         if "RANK" not in environ and "WORLD_SIZE" not in environ:
             return None
-        rank, world = _count(environ, "RANK"), _count(environ, "WORLD_SIZE")
+        rank = _count(environ, "RANK")
+        world = _count(environ, "WORLD_SIZE")
         local = _count(environ, "LOCAL_RANK", 0 if world == 1 else None)
         found = cls(
             rank=rank,
@@ -125,20 +136,25 @@ class WorkerEnv:
 
 def refuse_owned(name: str, *, where: str) -> None:
     """
-    Raise UsageError for a variable that the user wants to set and that pdrun has to: ranks, sizes, the store, the job.
+    Raise UsageError for a variable that the user wants to set and that pdrun has to: ranks, sizes,
+    the store, the job.
 
     ROLE_NAME is free: it is a label, which torchrun's ``--role`` sets.
     """
     owned = set(WorkerEnv(0, 1, 0, 1, 0, 1, "", 0, "").to_env()) - {"ROLE_NAME"}
     if name in owned or name.startswith(("TORCHELASTIC_", "PDRUN_WORKER_")):
         raise UsageError(
-            f"{name} is pdrun's own: it tells each worker its place and where the others meet", where=where,
+            f"{name} is pdrun's own: it tells each worker its place and where the others meet",
+            where=where,
             hint="use another name",
-        )  # fmt: skip
+        )
 
 
 def _count(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """Return the whole number in ASCII digits that variable ``name`` holds, or ``default`` where it is unset."""
+    """
+    Return the whole number in ASCII digits that variable ``name`` holds, or ``default`` where it is
+    unset.
+    """
     text = environ.get(name)
     if text is None:
         if default is None:

@@ -1,10 +1,12 @@
 """
-The process that serves torch's TCPStore on a socket that the agent has bound: ``python storehost.py``, socket as fd 3.
+The process that serves torch's TCPStore on a socket that the agent has bound: ``python
+storehost.py``, socket as fd 3.
 
-It serves until it is ended, and it never listens anywhere else. Where that is known to work (torch 2.11 to 2.14) only
-torch's C library is loaded, not the package, while the workers need the cores for their own import of torch: 0.22 s and
-144 MB in place of 0.94 s and 217 MB (2.13 CPU), 395 MB in place of 507 MB (2.11 CUDA). Should that fail, the process
-starts over with the whole package. Run by its path with the *workers'* interpreter, which needs torch and not pdrun.
+It serves until it is ended, and it never listens anywhere else. Where that is known to work (torch
+2.11 to 2.14) only torch's C library is loaded, not the package, while the workers need the cores
+for their own import of torch: 0.22 s and 144 MB in place of 0.94 s and 217 MB (2.13 CPU), 395 MB in
+place of 507 MB (2.11 CUDA). Should that fail, the process starts over with the whole package. Run
+by its path with the *workers'* interpreter, which needs torch and not pdrun.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from pathlib import Path
 
 LISTEN_FD = 3
 WHOLE = "--whole"
-_LIGHT_FROM, _LIGHT_TO = (2, 11), (2, 14)
+_LIGHT_FROM = (2, 11)
+_LIGHT_TO = (2, 14)
 
 
 def light_store_class(root: Path) -> type:
@@ -54,7 +57,9 @@ def whole_store_class() -> type:
 
 
 def torch_root() -> Path:
-    """Return the folder of the package torch; ends the process with one line where there is none."""
+    """
+    Return the folder of the package torch; ends the process with one line where there is none.
+    """
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         sys.exit(f"{sys.executable} has no torch, which MASTER_PORT's store needs")
@@ -79,11 +84,16 @@ def serve(store_class: type) -> object:
 
 
 def main(argv: list[str]) -> None:
-    """Serve until SIGKILL: what a terminal or a batch system sends to all is for the workers; they may still save."""
+    """
+    Serve until SIGKILL: what a terminal or a batch system sends to all is for the workers; they may
+    still save.
+    """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     here = Path(__file__).resolve()
-    sys.path[:] = [path for path in sys.path if Path(path).resolve() != here.parent]  # our state.py is not torch's
+    sys.path[:] = [
+        path for path in sys.path if Path(path).resolve() != here.parent
+    ]  # our state.py is not torch's
     if "torch" in sys.modules:  # forked from a process that has it
         store = serve(whole_store_class())
         while store:
@@ -95,7 +105,10 @@ def main(argv: list[str]) -> None:
         try:
             store_class = light_store_class(root)
         except Exception as error:
-            print(f"torch's C library does not load by itself ({error}); loading all of torch", file=sys.stderr)
+            print(
+                f"torch's C library does not load by itself ({error}); loading all of torch",
+                file=sys.stderr,
+            )
             os.execv(sys.executable, [sys.executable, str(here), WHOLE])
     store = serve(store_class)
     while store:

@@ -1,8 +1,10 @@
 """
-The suite is about CPUs: accelerators of the machine that it runs on are hidden, so that `auto` is one worker.
+The suite is about CPUs: accelerators of the machine that it runs on are hidden, so that `auto` is
+one worker.
 
-Device tables are tested against fakes (tests/backends); tests that look for a real accelerator find none, unless
-PDRUN_TEST_GPUS=2 says that it has so many and that tests/parallel/test_gpu.py is to use them.
+Device tables are tested against fakes (tests/backends); tests that look for a real accelerator find
+none, unless PDRUN_TEST_GPUS=2 says that it has so many and that tests/parallel/test_gpu.py is to
+use them.
 """
 
 from __future__ import annotations
@@ -26,10 +28,13 @@ for _path, _name in _HIDES.items():
     if Path(_path).exists() and not os.environ.get("PDRUN_TEST_GPUS"):
         os.environ[_name] = ""
 
-# What a background job of a shell, or nohup, has made this process ignore, all that is started here would ignore too.
+# What a background job of a shell, or nohup, has made this process ignore, all that is started here
+# would ignore too.
 for _number, _usual in (
-    (signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL), (signal.SIGHUP, signal.SIG_DFL)
-):  # fmt: skip
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGQUIT, signal.SIG_DFL),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _usual)
 
@@ -40,5 +45,7 @@ settings.load_profile("pdrun")
 
 @pytest.fixture(autouse=True)
 def no_token_of_another_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process keeps the token that it once found; tests in one process are to be as separate ones."""
+    """
+    A process keeps the token that it once found; tests in one process are to be as separate ones.
+    """
     monkeypatch.setattr(early, "_token", [])

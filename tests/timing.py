@@ -1,4 +1,7 @@
-"""Bounds on time that hold on a loaded machine: an act is measured beside a neighbour that the load slows as well."""
+"""
+Bounds on time that hold on a loaded machine: an act is measured beside a neighbour that the load
+slows as well.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,11 @@ ROUNDS = 5
 
 def compared(act: Seconds, neighbour: Seconds, enough: float, rounds: int = ROUNDS) -> float:
     """
-    Return how many times as long as its neighbour an act takes: the quickest of each, taken in turn.
+    Return how many times as long as its neighbour an act takes: the quickest of each, taken in
+    turn.
 
-    It ends early once that is below ``enough``; the neighbour goes twice a round, so that no hiccup of it is taken
-    for its time.
+    It ends early once that is below ``enough``; the neighbour goes twice a round, so that no hiccup
+    of it is taken for its time.
     """
     beside = took = float("inf")
     for _ in range(rounds):
@@ -38,5 +42,7 @@ def bare_start() -> float:
 
 
 def in_starts(act: Seconds, enough: float) -> float:
-    """Return how many starts of a bare interpreter an act costs (15 ms each, where nothing else runs)."""
+    """
+    Return how many starts of a bare interpreter an act costs (15 ms each, where nothing else runs).
+    """
     return compared(act, bare_start, enough)

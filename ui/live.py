@@ -1,7 +1,8 @@
 """
 `pdrun status --follow`: the status again and again until the job has ended.
 
-On a terminal one screen that is redrawn; elsewhere a line for each thing that changed, which suits a log file.
+On a terminal one screen that is redrawn; elsewhere a line for each thing that changed, which suits
+a log file.
 """
 
 from __future__ import annotations
@@ -23,7 +24,11 @@ Read = Callable[[], Sequence[JobStatus]]
 
 
 def follow(
-    read: Read, *, out: Any = None, clock: Callable[[], float] = time.time, sleep: Callable[[float], None] = time.sleep
+    read: Read,
+    *,
+    out: Any = None,
+    clock: Callable[[], float] = time.time,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> int:
     """
     Show what ``read`` returns until every job in it has ended; return 0, or 130 after Ctrl-C.
@@ -38,6 +43,7 @@ def follow(
         BrokenPipeError: whoever read ``out`` has gone away.
     """
     out = out or sys.stdout
+
     def wait(seconds: float) -> None:
         if _unread(out):
             raise BrokenPipeError
@@ -54,14 +60,19 @@ def follow(
 
 
 def _unread(out: Any) -> bool:
-    """Whether nobody reads what is shown any more; what does not change would tell only at the job's end."""
+    """
+    Whether nobody reads what is shown any more; what does not change would tell only at the job's
+    end.
+    """
     try:
         return lane.reader_gone(out.fileno())
     except (OSError, ValueError, AttributeError):  # no file
         return False
 
 
-def _redraw(read: Read, out: Any, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
+def _redraw(
+    read: Read, out: Any, clock: Callable[[], float], sleep: Callable[[float], None]
+) -> None:
     from rich.console import Console
     from rich.live import Live
 
@@ -78,7 +89,8 @@ def _append(read: Read, out: Any, sleep: Callable[[float], None]) -> None:
     while True:
         found = read()
         for one in found:
-            before, after = shown.get(one.run, []), _lines(one)
+            before = shown.get(one.run, [])
+            after = _lines(one)
             for line in after:
                 if line not in before:
                     print(f"{safe(one.job)}: {line}", file=out, flush=True)
@@ -94,5 +106,11 @@ def _ended(found: Sequence[JobStatus]) -> bool:
 
 def _lines(one: JobStatus) -> list[str]:
     """What is worth a line when it changes: not the time, which always does."""
-    lines = [f"{name} {value}" for name, value in facts(one, 0.0) if name not in ("job", "run", "time")]
-    return lines + [f"failed {line}" for line in failed_lines(one)] + [f"warning {safe(text)}" for text in one.warnings]
+    lines = [
+        f"{name} {value}" for name, value in facts(one, 0.0) if name not in ("job", "run", "time")
+    ]
+    return (
+        lines
+        + [f"failed {line}" for line in failed_lines(one)]
+        + [f"warning {safe(text)}" for text in one.warnings]
+    )

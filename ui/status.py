@@ -1,8 +1,10 @@
 """
-A job's status for people: a table on a terminal, plain lines elsewhere. Reads nothing but `pdrun.eventlog.JobStatus`.
+A job's status for people: a table on a terminal, plain lines elsewhere. Reads nothing but
+`pdrun.eventlog.JobStatus`.
 
-A job of a thousand nodes still fits a screen: nodes that are as they should be are counted, the others are listed, and
-of the ranks only those that failed are named. Names and reasons come from other machines: they are shown, never obeyed.
+A job of a thousand nodes still fits a screen: nodes that are as they should be are counted, the
+others are listed, and of the ranks only those that failed are named. Names and reasons come from
+other machines: they are shown, never obeyed.
 """
 
 from __future__ import annotations
@@ -22,10 +24,19 @@ MOST_NODES = 32
 """Nodes that are listed one by one; of more only those that are not as they should be."""
 MOST_FAILED = 16
 _COLOURS = {
-    "running": "green", "done": "green", "joined": "cyan", "gathering": "cyan", "suspect": "yellow",
+    "running": "green",
+    "done": "green",
+    "joined": "cyan",
+    "gathering": "cyan",
+    "suspect": "yellow",
     "standby": "cyan",
-    "restarting": "yellow", "stopping": "yellow", "stopped": "yellow", "lost": "red", "dead": "red", "failed": "red",
-}  # fmt: skip
+    "restarting": "yellow",
+    "stopping": "yellow",
+    "stopped": "yellow",
+    "lost": "red",
+    "dead": "red",
+    "failed": "red",
+}
 
 
 def show(found: Sequence[JobStatus], *, out: Any = None, now: float | None = None) -> None:
@@ -52,10 +63,14 @@ def plain(found: Sequence[JobStatus], now: float) -> list[str]:
     if not found:
         return ["no jobs known here"]
     if len(found) > 1:
-        return _columns([("JOB", "STATE", "CODE", "NODES", "TIME", "RUN"), *(_row(one, now) for one in found)])
+        return _columns(
+            [("JOB", "STATE", "CODE", "NODES", "TIME", "RUN"), *(_row(one, now) for one in found)]
+        )
     one = found[0]
     lines = [f"{name:<9} {value}" for name, value in facts(one, now)]
-    nodes = _columns([(node.name, node_state(node), _rank_text(one, node)) for node in listed_nodes(one)])
+    nodes = _columns(
+        [(node.name, node_state(node), _rank_text(one, node)) for node in listed_nodes(one)]
+    )
     lines += [f"{'node':<9} {line}" for line in nodes]
     lines += [f"{'failed':<9} {line}" for line in failed_lines(one)]
     return lines + [f"{'warning':<9} {safe(text)}" for text in one.warnings]
@@ -81,7 +96,9 @@ def render(found: Sequence[JobStatus], now: float) -> RenderableType:
         head.add_row(Text(name, style="bold"), _coloured(value) if name == "state" else Text(value))
     nodes = Table("node", "state", "ranks", box=None, header_style="bold")
     for node in listed_nodes(one):
-        nodes.add_row(Text(safe(node.name)), _coloured(node_state(node)), Text(_rank_text(one, node)))
+        nodes.add_row(
+            Text(safe(node.name)), _coloured(node_state(node)), Text(_rank_text(one, node))
+        )
     notes = [Text(f"failed  {line}", style="red") for line in failed_lines(one)]
     notes += [Text(f"warning {safe(text)}", style="yellow") for text in one.warnings]
     return Group(head, nodes, *notes)
@@ -104,15 +121,25 @@ def facts(one: JobStatus, now: float) -> list[tuple[str, str]]:
     parts = [_counted(states)] * bool(states) + [f"gone: {_counted(gone)}"] * bool(gone)
     rows.append(("nodes", f"{_present(one)}: {'; '.join(parts)}" if parts else _present(one)))
     if one.ranks:
-        rows.append(("ranks", f"{len(one.ranks)}: {_counted(Counter(rank.state for rank in one.ranks.values()))}"))
+        rows.append(
+            (
+                "ranks",
+                f"{len(one.ranks)}: {_counted(Counter(rank.state for rank in one.ranks.values()))}",
+            )
+        )
     return rows
 
 
 def job_state(one: JobStatus) -> str:
-    """Return the word for people: a job that is over is ``done``, ``failed`` or, if somebody wanted it, ``stopped``."""
+    """
+    Return the word for people: a job that is over is ``done``, ``failed`` or, if somebody wanted
+    it, ``stopped``.
+    """
     if one.state != "done" or not one.code:
         return one.state
-    return "stopped" if one.reason.startswith(("stopped by", "the time limit")) else "failed"
+    if one.reason.startswith(("stopped by", "the time limit")):
+        return "stopped"
+    return "failed"
 
 
 def node_state(node: NodeStatus) -> str:
@@ -131,7 +158,9 @@ def listed_nodes(one: JobStatus) -> list[NodeStatus]:
 
 def failed_lines(one: JobStatus) -> list[str]:
     """Return a line for each failed rank, at most MOST_FAILED, and one that counts the rest."""
-    failed = sorted((rank for rank in one.ranks.values() if rank.state == "failed"), key=lambda rank: rank.rank)
+    failed = sorted(
+        (rank for rank in one.ranks.values() if rank.state == "failed"), key=lambda rank: rank.rank
+    )
     lines = [_failed_text(rank) for rank in failed[:MOST_FAILED]]
     return lines + [f"and {len(failed) - MOST_FAILED} more"] * (len(failed) > MOST_FAILED)
 
@@ -158,13 +187,22 @@ def _row(one: JobStatus, now: float) -> tuple[str, ...]:
 
 
 def present(one: JobStatus) -> list[NodeStatus]:
-    """Return the nodes that count: not those that went before the last generation was formed, or before any was."""
-    return [node for node in one.nodes.values() if node.index >= 0 or node.state not in ("lost", "left")]
+    """
+    Return the nodes that count: not those that went before the last generation was formed, or
+    before any was.
+    """
+    return [
+        node for node in one.nodes.values() if node.index >= 0 or node.state not in ("lost", "left")
+    ]
 
 
 def _present(one: JobStatus) -> str:
     count = len(present(one))
-    return f"{count} of {one.expected}" if one.expected else str(count) if one.nodes else "-"
+    if one.expected:
+        return f"{count} of {one.expected}"
+    if one.nodes:
+        return str(count)
+    return "-"
 
 
 def _counted(states: Counter[str]) -> str:
@@ -188,12 +226,17 @@ def _columns(rows: Iterable[tuple[str, ...]]) -> list[str]:
     if not rows:
         return []
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 def _coloured(state: str) -> Any:
     from rich.text import Text
 
     word = state.split(",")[0]
-    colour = "red" if ", exit code " in state and not state.endswith(" 0") else _COLOURS.get(word, "")
+    colour = (
+        "red" if ", exit code " in state and not state.endswith(" 0") else _COLOURS.get(word, "")
+    )
     return Text(state, style=colour)

@@ -15,7 +15,7 @@ from typing import Any
 
 from pdrun.errors import ConfigError
 from pdrun.launcher.adapters.model import Found, FoundHost, Probes
-from pdrun.launcher.adapters.parsing import (  # fmt: skip
+from pdrun.launcher.adapters.parsing import (
     Environ,
     Launcher,
     below,
@@ -38,11 +38,26 @@ def _sagemaker(environ: Environ, probes: Probes) -> Found:
         raise ConfigError(f"{quoted(current)} is none of SM_HOSTS", where="SM_CURRENT_HOST")
     rank = names.index(current)
     return Found(
-        "sagemaker", "SageMaker", "task", rank, len(hosts), None, 1, rank, len(hosts), hosts,
+        "sagemaker",
+        "SageMaker",
+        "task",
+        rank,
+        len(hosts),
+        None,
+        1,
+        rank,
+        len(hosts),
+        hosts,
         job_id=environ.get("TRAINING_JOB_NAME", ""),
-        sources={"rank": "SM_CURRENT_HOST", "node_rank": "SM_CURRENT_HOST", "world": "SM_HOSTS", "nodes": "SM_HOSTS",
-                 "hosts": "SM_HOSTS", "job_id": "TRAINING_JOB_NAME"},
-    )  # fmt: skip
+        sources={
+            "rank": "SM_CURRENT_HOST",
+            "node_rank": "SM_CURRENT_HOST",
+            "world": "SM_HOSTS",
+            "nodes": "SM_HOSTS",
+            "hosts": "SM_HOSTS",
+            "job_id": "TRAINING_JOB_NAME",
+        },
+    )
 
 
 def _azureml(environ: Environ, probes: Probes) -> Found:
@@ -53,15 +68,31 @@ def _azureml(environ: Environ, probes: Probes) -> Found:
     if local:
         raise ConfigError(
             f"{local}: AzureML starts several processes on this node, and each would start workers of its own",
-            where="LOCAL_RANK", hint="set process_count_per_instance: 1",
-        )  # fmt: skip
+            where="LOCAL_RANK",
+            hint="set process_count_per_instance: 1",
+        )
     return Found(
-        "azureml", "AzureML (mode PyTorch)", "task", rank, nodes, 0, 1, rank, nodes, head=environ["MASTER_ADDR"],
+        "azureml",
+        "AzureML (mode PyTorch)",
+        "task",
+        rank,
+        nodes,
+        0,
+        1,
+        rank,
+        nodes,
+        head=environ["MASTER_ADDR"],
         job_id=environ["AZUREML_RUN_ID"],
-        sources={"rank": "NODE_RANK", "node_rank": "NODE_RANK", "nodes": "AZUREML_NODE_COUNT",
-                 "local_rank": "LOCAL_RANK", "world": "AZUREML_NODE_COUNT", "head": "MASTER_ADDR",
-                 "job_id": "AZUREML_RUN_ID"},
-    )  # fmt: skip
+        sources={
+            "rank": "NODE_RANK",
+            "node_rank": "NODE_RANK",
+            "nodes": "AZUREML_NODE_COUNT",
+            "local_rank": "LOCAL_RANK",
+            "world": "AZUREML_NODE_COUNT",
+            "head": "MASTER_ADDR",
+            "job_id": "AZUREML_RUN_ID",
+        },
+    )
 
 
 _POOLS = ("chief", "master", "workerpool0", "worker", "workerpool1", "workerpool2", "workerpool3")
@@ -72,7 +103,9 @@ def _cluster(environ: Environ, probes: Probes) -> Found:
     """Vertex AI's CLUSTER_SPEC, or TF_CONFIG, which has the same shape."""
     name = _cluster_variable(environ)
     data = structure(environ, name)
-    cluster, task = (data.get(key) if isinstance(data, dict) else None for key in ("cluster", "task"))
+    cluster, task = (
+        data.get(key) if isinstance(data, dict) else None for key in ("cluster", "task")
+    )
     if not isinstance(cluster, dict) or not isinstance(task, dict):
         raise ConfigError("has no objects cluster and task", where=name)
     names: list[str] = []
@@ -85,16 +118,33 @@ def _cluster(environ: Environ, probes: Probes) -> Found:
             rank = len(names) + _task_index(task, len(members), name)
         names += [member.rpartition(":")[0] or member for member in members]
     if rank is None:
-        raise ConfigError(f"task.type {quoted(str(task.get('type')))} is none of {', '.join(_POOLS)}", where=name)
+        raise ConfigError(
+            f"task.type {quoted(str(task.get('type')))} is none of {', '.join(_POOLS)}", where=name
+        )
     hosts = tuple(FoundHost(host.name) for host in named_hosts(names, name))
     if len(hosts) != len(names):
         raise ConfigError("names a host twice", where=name)
     return Found(
-        "vertex", "Vertex AI" if name == "CLUSTER_SPEC" else "TF_CONFIG", "task", rank, len(hosts), None, 1, rank,
-        len(hosts), hosts, job_id=environ.get("CLOUD_ML_JOB_ID", ""),
-        sources={"rank": name, "node_rank": name, "world": name, "nodes": name, "hosts": name,
-                 "job_id": "CLOUD_ML_JOB_ID"},
-    )  # fmt: skip
+        "vertex",
+        "Vertex AI" if name == "CLUSTER_SPEC" else "TF_CONFIG",
+        "task",
+        rank,
+        len(hosts),
+        None,
+        1,
+        rank,
+        len(hosts),
+        hosts,
+        job_id=environ.get("CLOUD_ML_JOB_ID", ""),
+        sources={
+            "rank": name,
+            "node_rank": name,
+            "world": name,
+            "nodes": name,
+            "hosts": name,
+            "job_id": "CLOUD_ML_JOB_ID",
+        },
+    )
 
 
 def _task_index(task: dict[str, Any], count: int, name: str) -> int:
@@ -118,32 +168,76 @@ def _tpu(environ: Environ, probes: Probes) -> Found:
     hosts = listed(environ, "TPU_WORKER_HOSTNAMES")
     below(index, len(hosts), "TPU_WORKER_ID", "the hosts of TPU_WORKER_HOSTNAMES")
     slices = number(environ, "MEGASCALE_NUM_SLICES", 1) or 1
-    nodes, rank, head = len(hosts), index, ""
-    sources = {"rank": "TPU_WORKER_ID", "node_rank": "TPU_WORKER_ID", "nodes": "TPU_WORKER_HOSTNAMES",
-               "world": "TPU_WORKER_HOSTNAMES", "hosts": "TPU_WORKER_HOSTNAMES"}  # fmt: skip
+    nodes = len(hosts)
+    rank = index
+    head = ""
+    sources = {
+        "rank": "TPU_WORKER_ID",
+        "node_rank": "TPU_WORKER_ID",
+        "nodes": "TPU_WORKER_HOSTNAMES",
+        "world": "TPU_WORKER_HOSTNAMES",
+        "hosts": "TPU_WORKER_HOSTNAMES",
+    }
     if slices > 1:
         part = needed(environ, "MEGASCALE_SLICE_ID", "MEGASCALE_NUM_SLICES")
         below(part, slices, "MEGASCALE_SLICE_ID", "MEGASCALE_NUM_SLICES")
-        nodes, rank = slices * len(hosts), part * len(hosts) + index
-        head, hosts = environ.get("MEGASCALE_COORDINATOR_ADDRESS", "").rpartition(":")[0], ()
-        sources |= {"rank": "MEGASCALE_SLICE_ID, TPU_WORKER_ID", "node_rank": "MEGASCALE_SLICE_ID, TPU_WORKER_ID",
-                    "nodes": "MEGASCALE_NUM_SLICES, TPU_WORKER_HOSTNAMES", "hosts": "",
-                    "head": "MEGASCALE_COORDINATOR_ADDRESS"}  # fmt: skip
+        nodes = slices * len(hosts)
+        rank = part * len(hosts) + index
+        head = environ.get("MEGASCALE_COORDINATOR_ADDRESS", "").rpartition(":")[0]
+        hosts = ()
+        sources |= {
+            "rank": "MEGASCALE_SLICE_ID, TPU_WORKER_ID",
+            "node_rank": "MEGASCALE_SLICE_ID, TPU_WORKER_ID",
+            "nodes": "MEGASCALE_NUM_SLICES, TPU_WORKER_HOSTNAMES",
+            "hosts": "",
+            "head": "MEGASCALE_COORDINATOR_ADDRESS",
+        }
     return Found(
-        "tpu", "a TPU VM", "task", rank, nodes, None, 1, rank, nodes, hosts, head,
-        job_id=environ.get("CLOUD_TPU_TASK_ID", ""), sources={**sources, "job_id": "CLOUD_TPU_TASK_ID"},
-    )  # fmt: skip
+        "tpu",
+        "a TPU VM",
+        "task",
+        rank,
+        nodes,
+        None,
+        1,
+        rank,
+        nodes,
+        hosts,
+        head,
+        job_id=environ.get("CLOUD_TPU_TASK_ID", ""),
+        sources={**sources, "job_id": "CLOUD_TPU_TASK_ID"},
+    )
 
 
 SERVICES = (
-    Launcher("sagemaker", "SageMaker", lambda environ: "SM_HOSTS" in environ, _sagemaker, beginnings=("SM_",)),
     Launcher(
-        "azureml", "AzureML",
-        lambda environ: all(name in environ for name in ("AZUREML_RUN_ID", "NODE_RANK", "MASTER_ADDR")), _azureml,
+        "sagemaker",
+        "SageMaker",
+        lambda environ: "SM_HOSTS" in environ,
+        _sagemaker,
+        beginnings=("SM_",),
+    ),
+    Launcher(
+        "azureml",
+        "AzureML",
+        lambda environ: all(
+            name in environ for name in ("AZUREML_RUN_ID", "NODE_RANK", "MASTER_ADDR")
+        ),
+        _azureml,
         beginnings=("AZUREML_", "AZ_BATCH"),
     ),
-    Launcher("vertex", "Vertex AI, TF_CONFIG", lambda environ: bool(_cluster_variable(environ)), _cluster,
-             beginnings=("CLUSTER_SPEC", "TF_CONFIG", "CLOUD_ML_")),
-    Launcher("tpu", "TPU", lambda environ: "TPU_WORKER_HOSTNAMES" in environ, _tpu,
-             beginnings=("TPU_", "MEGASCALE_", "CLOUD_TPU_")),
-)  # fmt: skip
+    Launcher(
+        "vertex",
+        "Vertex AI, TF_CONFIG",
+        lambda environ: bool(_cluster_variable(environ)),
+        _cluster,
+        beginnings=("CLUSTER_SPEC", "TF_CONFIG", "CLOUD_ML_"),
+    ),
+    Launcher(
+        "tpu",
+        "TPU",
+        lambda environ: "TPU_WORKER_HOSTNAMES" in environ,
+        _tpu,
+        beginnings=("TPU_", "MEGASCALE_", "CLOUD_TPU_"),
+    ),
+)

@@ -1,10 +1,11 @@
 """
-Which launcher started this process: one table, innermost first, over an environment that is passed in.
+Which launcher started this process: one table, innermost first, over an environment that is passed
+in.
 
-Launchers nest, and what is inherited stays in the environment, so several rows may fit. The innermost one counts that
-is not stale: a worker of pdrun or torchrun, then the MPIs, then a step of Slurm, pods, managed services, and last the
-allocations, which give hosts only. What does not count is reported with the reason; where an outer one contradicts, so
-is that.
+Launchers nest, and what is inherited stays in the environment, so several rows may fit. The
+innermost one counts that is not stale: a worker of pdrun or torchrun, then the MPIs, then a step of
+Slurm, pods, managed services, and last the allocations, which give hosts only. What does not count
+is reported with the reason; where an outer one contradicts, so is that.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ LAUNCHERS: tuple[Launcher, ...] = (
     *batch.ALLOCATIONS,
 )
 """Innermost first."""
-FAMILIES = {"slurm": ("slurm-step", "slurm-job"), "kubernetes": ("jobset", "indexed-job", "pytorch-operator")}
+FAMILIES = {
+    "slurm": ("slurm-step", "slurm-job"),
+    "kubernetes": ("jobset", "indexed-job", "pytorch-operator"),
+}
 """Names for several rows."""
 NAMES = (*(launcher.name for launcher in LAUNCHERS), *FAMILIES)
 
@@ -40,10 +44,12 @@ def detect(environ: Environ, probes: Probes, launcher: str = "") -> Found:
     Return what the innermost launcher says.
 
     Args:
-        launcher: one of NAMES: only this one is read, fresh or stale; ``none``: nobody is; empty: as the module says.
+        launcher: one of NAMES: only this one is read, fresh or stale; ``none``: nobody is; empty:
+            as the module says.
 
     Raises:
-        ConfigError: the launcher that counts contradicts itself, is half there or malformed; names the variable.
+        ConfigError: the launcher that counts contradicts itself, is half there or malformed; names
+            the variable.
         UsageError: there is no launcher of that name, or it says nothing here.
     """
     present = [row for row in LAUNCHERS if row.marked(environ)]
@@ -57,7 +63,9 @@ def detect(environ: Environ, probes: Probes, launcher: str = "") -> Found:
     for row in present:
         if stale := row.stale(environ, probes):
             ignored.append(_ignored(row, environ, f"stale: {stale}"))
-            notes.append(f"the variables of {row.title} are left over from another process: {stale}")
+            notes.append(
+                f"the variables of {row.title} are left over from another process: {stale}"
+            )
         elif found is None:
             found = row.read(environ, probes)
         else:
@@ -71,14 +79,19 @@ def detect(environ: Environ, probes: Probes, launcher: str = "") -> Found:
 def _asked(environ: Environ, probes: Probes, launcher: str, present: list[Launcher]) -> Found:
     if launcher not in NAMES:
         raise UsageError(
-            f"{launcher!r} is no launcher", where="--launcher",
+            f"{launcher!r} is no launcher",
+            where="--launcher",
             hint=did_you_mean(launcher, NAMES) or f"there are {', '.join(NAMES)} and none",
-        )  # fmt: skip
+        )
     wanted = FAMILIES.get(launcher, (launcher,))
     rows = [row for row in present if row.name in wanted]
     if not rows:
-        raise UsageError(f"{launcher} says nothing in this environment", where="--launcher", hint="see pdrun env")
-    others = tuple(_ignored(row, environ, f"--launcher {launcher}") for row in present if row is not rows[0])
+        raise UsageError(
+            f"{launcher} says nothing in this environment", where="--launcher", hint="see pdrun env"
+        )
+    others = tuple(
+        _ignored(row, environ, f"--launcher {launcher}") for row in present if row is not rows[0]
+    )
     return replace(rows[0].read(environ, probes), ignored=others)
 
 
@@ -90,7 +103,9 @@ _KEPT = ("hosts", "job_id", "attempt", "time_limit", "ends_at")
 """What an inner launcher takes over from an outer allocation where it does not say it itself."""
 
 
-def _outer(found: Found, row: Launcher, environ: Environ, probes: Probes) -> tuple[Found, list[str]]:
+def _outer(
+    found: Found, row: Launcher, environ: Environ, probes: Probes
+) -> tuple[Found, list[str]]:
     """
     Return what counts with what only the outer launcher knows, and where the two differ.
 
@@ -118,5 +133,3 @@ def _outer(found: Found, row: Launcher, environ: Environ, probes: Probes) -> tup
 
 def _place(found: Found) -> str:
     return f"{'?' if found.rank is None else found.rank} of {'?' if found.world is None else found.world}"
-
-

@@ -19,7 +19,15 @@ import re
 from pdrun.endpoint import parse_port
 from pdrun.errors import ConfigError, UsageError
 from pdrun.launcher.adapters.model import Found, FoundHost, Probes
-from pdrun.launcher.adapters.parsing import Environ, Launcher, below, listed, needed, number, place_of
+from pdrun.launcher.adapters.parsing import (
+    Environ,
+    Launcher,
+    below,
+    listed,
+    needed,
+    number,
+    place_of,
+)
 from pdrun.launcher.common.parsers import quoted
 
 
@@ -44,37 +52,79 @@ def _pet(environ: Environ, probes: Probes) -> Found:
     nodes = int(text.rpartition(":")[2])
     rank = number(environ, "PET_NODE_RANK")
     return Found(
-        "pet", "torchrun's variables (PET_*)", "task", rank, nodes, None, 1, rank, nodes,
-        head=environ.get("PET_MASTER_ADDR", ""), port=port(environ, "PET_MASTER_PORT"),
+        "pet",
+        "torchrun's variables (PET_*)",
+        "task",
+        rank,
+        nodes,
+        None,
+        1,
+        rank,
+        nodes,
+        head=environ.get("PET_MASTER_ADDR", ""),
+        port=port(environ, "PET_MASTER_PORT"),
         job_id=environ.get("PET_RDZV_ID", ""),
-        sources={"rank": "PET_NODE_RANK", "world": "PET_NNODES", "node_rank": "PET_NODE_RANK", "nodes": "PET_NNODES",
-                 "head": "PET_MASTER_ADDR", "port": "PET_MASTER_PORT", "job_id": "PET_RDZV_ID"},
-    )  # fmt: skip
+        sources={
+            "rank": "PET_NODE_RANK",
+            "world": "PET_NNODES",
+            "node_rank": "PET_NODE_RANK",
+            "nodes": "PET_NNODES",
+            "head": "PET_MASTER_ADDR",
+            "port": "PET_MASTER_PORT",
+            "job_id": "PET_RDZV_ID",
+        },
+    )
 
 
 def _is_per_pod(environ: Environ) -> bool:
-    """RANK counts pods where an operator sets it: no launcher has set a LOCAL_RANK of one number yet."""
+    """
+    RANK counts pods where an operator sets it: no launcher has set a LOCAL_RANK of one number yet.
+    """
     local = environ.get("LOCAL_RANK", "0,1")
-    return _in_kubernetes(environ) and "RANK" in environ and "MASTER_ADDR" in environ and "," in local
+    return (
+        _in_kubernetes(environ) and "RANK" in environ and "MASTER_ADDR" in environ and "," in local
+    )
 
 
 def _per_pod(environ: Environ, probes: Probes) -> Found:
     rank = needed(environ, "RANK", "MASTER_ADDR")
     nodes = needed(environ, "WORLD_SIZE", "RANK", 1)
     local = number(environ, "LOCAL_WORLD_SIZE", 1) if "," in environ.get("LOCAL_RANK", "") else None
-    if local and nodes % local == 0:  # AscendJob counts workers, and says so by a list of local ranks
-        rank, nodes = rank // local, nodes // local
+    if (
+        local and nodes % local == 0
+    ):  # AscendJob counts workers, and says so by a list of local ranks
+        rank = rank // local
+        nodes = nodes // local
     below(rank, nodes, "RANK", "WORLD_SIZE")
     return Found(
-        "pytorch-operator", "an operator of PyTorch on Kubernetes", "task", rank, nodes, None, 1, rank, nodes,
-        head=environ["MASTER_ADDR"], port=port(environ, "MASTER_PORT"), job_id="",
-        sources={"rank": "RANK", "world": "WORLD_SIZE", "node_rank": "RANK", "nodes": "WORLD_SIZE",
-                 "head": "MASTER_ADDR", "port": "MASTER_PORT"},
-    )  # fmt: skip
+        "pytorch-operator",
+        "an operator of PyTorch on Kubernetes",
+        "task",
+        rank,
+        nodes,
+        None,
+        1,
+        rank,
+        nodes,
+        head=environ["MASTER_ADDR"],
+        port=port(environ, "MASTER_PORT"),
+        job_id="",
+        sources={
+            "rank": "RANK",
+            "world": "WORLD_SIZE",
+            "node_rank": "RANK",
+            "nodes": "WORLD_SIZE",
+            "head": "MASTER_ADDR",
+            "port": "MASTER_PORT",
+        },
+    )
 
 
 def _own_name(environ: Environ, probes: Probes) -> tuple[str, str]:
-    """(pod's name, domain behind it): the domain stands in /etc/hosts where the pod has a headless service."""
+    """
+    (pod's name, domain behind it): the domain stands in /etc/hosts where the pod has a headless
+    service.
+    """
     pod = environ.get("HOSTNAME", "") or probes.hostname
     try:
         text = probes.read("/etc/hosts")
@@ -92,127 +142,235 @@ def _indexed(environ: Environ, probes: Probes) -> Found:
     pod, domain = _own_name(environ, probes)
     match = re.fullmatch(rf"(.+)-{index}(-[a-z0-9]{{5}})?", pod)
     first = f"{match[1]}-0{domain}" if match and domain else ""
-    per_job, group = number(environ, "PODS_PER_JOB", 1), number(environ, "JOB_INDEX")
+    per_job = number(environ, "PODS_PER_JOB", 1)
+    group = number(environ, "JOB_INDEX")
     jobs = number(environ, "GLOBAL_REPLICAS", 1) if "REPLICATED_JOB_NAME" in environ else None
-    title, nodes, node_rank = "an indexed Job of Kubernetes", None, index
+    title = "an indexed Job of Kubernetes"
+    nodes = None
+    node_rank = index
     if jobs is not None:
         title = "a JobSet of Kubernetes"
         if jobs > 1:
             if group is None or per_job is None:
                 raise ConfigError(
                     f"is {jobs}, and JOB_INDEX or PODS_PER_JOB does not say where this pod stands",
-                    where="GLOBAL_REPLICAS", hint="set both in the template, or say --nodes and --node-rank",
-                )  # fmt: skip
-            nodes, node_rank = jobs * per_job, group * per_job + index
+                    where="GLOBAL_REPLICAS",
+                    hint="set both in the template, or say --nodes and --node-rank",
+                )
+            nodes = jobs * per_job
+            node_rank = group * per_job + index
             below(node_rank, nodes, "JOB_INDEX", "GLOBAL_REPLICAS")
             match = re.fullmatch(rf"(.+)-{group}-{index}(-[a-z0-9]{{5}})?", pod)
             first = f"{match[1]}-0-0{domain}" if match and domain else ""
         else:
             nodes = per_job
     return Found(
-        "jobset" if jobs is not None else "indexed-job", title, "task", node_rank, nodes, None, 1, node_rank, nodes,
-        head=first, job_id=match[1] if match else "",
-        sources={"rank": "JOB_COMPLETION_INDEX", "node_rank": "JOB_COMPLETION_INDEX",
-                 **dict.fromkeys(("nodes", "world"), "GLOBAL_REPLICAS, PODS_PER_JOB"), "head": "HOSTNAME, /etc/hosts",
-                 "job_id": "HOSTNAME"},
-    )  # fmt: skip
+        "jobset" if jobs is not None else "indexed-job",
+        title,
+        "task",
+        node_rank,
+        nodes,
+        None,
+        1,
+        node_rank,
+        nodes,
+        head=first,
+        job_id=match[1] if match else "",
+        sources={
+            "rank": "JOB_COMPLETION_INDEX",
+            "node_rank": "JOB_COMPLETION_INDEX",
+            **dict.fromkeys(("nodes", "world"), "GLOBAL_REPLICAS, PODS_PER_JOB"),
+            "head": "HOSTNAME, /etc/hosts",
+            "job_id": "HOSTNAME",
+        },
+    )
 
 
 _VC_HOSTS = re.compile(r"VC_([A-Z0-9_]+)_HOSTS")
 
 
 def _volcano(environ: Environ, probes: Probes) -> Found:
-    """The hosts are those of this pod's task; a task called master stands before one called worker."""
-    lists = {match[1]: listed(environ, name) for name in sorted(environ) if (match := _VC_HOSTS.fullmatch(name))}
+    """
+    The hosts are those of this pod's task; a task called master stands before one called worker.
+    """
+    lists = {
+        match[1]: listed(environ, name)
+        for name in sorted(environ)
+        if (match := _VC_HOSTS.fullmatch(name))
+    }
     index = number(environ, "VC_TASK_INDEX")
     if index is None:
         index = needed(environ, "VK_TASK_INDEX", "VC_*_HOSTS")
     pod = environ.get("HOSTNAME", "") or probes.hostname
-    mine = [task for task, hosts in lists.items() if any(host.name.partition(".")[0] == pod for host in hosts)]
+    mine = [
+        task
+        for task, hosts in lists.items()
+        if any(host.name.partition(".")[0] == pod for host in hosts)
+    ]
     if set(lists) == {"MASTER", "WORKER"}:
         hosts: tuple[FoundHost, ...] = (*lists["MASTER"], *lists["WORKER"])
         source = "VC_MASTER_HOSTS, VC_WORKER_HOSTS"
     elif len(lists) == 1 or len(mine) == 1:
         task = mine[0] if len(mine) == 1 else next(iter(lists))
-        hosts, source = lists[task], f"VC_{task}_HOSTS"
+        hosts = lists[task]
+        source = f"VC_{task}_HOSTS"
     else:
         raise ConfigError(
-            f"{pod} stands in none of the lists of hosts", where=", ".join(f"VC_{task}_HOSTS" for task in lists)[:200],
+            f"{pod} stands in none of the lists of hosts",
+            where=", ".join(f"VC_{task}_HOSTS" for task in lists)[:200],
             hint="say --nodes, --node-rank and --scheduler, with --launcher none",
-        )  # fmt: skip
+        )
     place = next((at for at, host in enumerate(hosts) if host.name.partition(".")[0] == pod), None)
     if place is None:
         place = index if len(lists) == 1 else place_of(hosts, probes)
     below(place, len(hosts), "VC_TASK_INDEX", source)
     return Found(
-        "volcano", "a Job of Volcano", "task", place, len(hosts), None, 1, place, len(hosts), hosts,
+        "volcano",
+        "a Job of Volcano",
+        "task",
+        place,
+        len(hosts),
+        None,
+        1,
+        place,
+        len(hosts),
+        hosts,
         job_id=re.sub(r"-[a-z0-9]+-[0-9]+$", "", pod),
-        sources={"rank": "VC_TASK_INDEX", "node_rank": "VC_TASK_INDEX", "nodes": source, "hosts": source,
-                 "world": source, "job_id": "HOSTNAME"},
-    )  # fmt: skip
+        sources={
+            "rank": "VC_TASK_INDEX",
+            "node_rank": "VC_TASK_INDEX",
+            "nodes": source,
+            "hosts": source,
+            "world": source,
+            "job_id": "HOSTNAME",
+        },
+    )
 
 
 def _mindspore(environ: Environ, probes: Probes) -> Found:
     role = environ["MS_ROLE"]
     if role != "MS_WORKER":
-        hint = "run pdrun scheduler there" if role == "MS_SCHED" else "start only workers with pdrun run"
+        hint = (
+            "run pdrun scheduler there"
+            if role == "MS_SCHED"
+            else "start only workers with pdrun run"
+        )
         raise ConfigError(f"{quoted(role)} is not the role of a worker", where="MS_ROLE", hint=hint)
     workers = needed(environ, "MS_WORKER_NUM", "MS_ROLE", 1)
     each = number(environ, "MS_LOCAL_WORKER", 1) or 1
     if workers % each:
-        raise ConfigError(f"{workers} is no multiple of MS_LOCAL_WORKER={each}", where="MS_WORKER_NUM")
+        raise ConfigError(
+            f"{workers} is no multiple of MS_LOCAL_WORKER={each}", where="MS_WORKER_NUM"
+        )
     name = "MS_NODE_RANK" if "MS_NODE_RANK" in environ else "MS_NODE_ID"
     text = environ.get(name, "")
     node_rank = int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
-    notes = (f"{name}={text[:60]} is no number: nodes are ordered by name",) if text and node_rank is None else ()
+    notes = (
+        (f"{name}={text[:60]} is no number: nodes are ordered by name",)
+        if text and node_rank is None
+        else ()
+    )
     below(node_rank, workers // each, name, "MS_WORKER_NUM")
     return Found(
-        "mindspore", "MindSpore's variables (MS_*)", "task", node_rank, workers // each, None, 1, node_rank,
-        workers // each, head=environ.get("MS_SCHED_HOST", ""), port=port(environ, "MS_SCHED_PORT"), notes=notes,
-        sources={"node_rank": name if node_rank is not None else "", "rank": name, "world": "MS_WORKER_NUM",
-                 "nodes": "MS_WORKER_NUM, MS_LOCAL_WORKER" if each > 1 else "MS_WORKER_NUM", "head": "MS_SCHED_HOST",
-                 "port": "MS_SCHED_PORT"},
-    )  # fmt: skip
+        "mindspore",
+        "MindSpore's variables (MS_*)",
+        "task",
+        node_rank,
+        workers // each,
+        None,
+        1,
+        node_rank,
+        workers // each,
+        head=environ.get("MS_SCHED_HOST", ""),
+        port=port(environ, "MS_SCHED_PORT"),
+        notes=notes,
+        sources={
+            "node_rank": name if node_rank is not None else "",
+            "rank": name,
+            "world": "MS_WORKER_NUM",
+            "nodes": "MS_WORKER_NUM, MS_LOCAL_WORKER" if each > 1 else "MS_WORKER_NUM",
+            "head": "MS_SCHED_HOST",
+            "port": "MS_SCHED_PORT",
+        },
+    )
 
 
 def _ascend(environ: Environ, probes: Probes) -> Found:
     """The table itself is read by `pdrun.launcher.ranktables`, with its own complaints."""
     if "RANK_ID" in environ:
         raise ConfigError(
-            f"{environ['RANK_ID'][:20]!r}: this process is one rank of RANK_TABLE_FILE already", where="RANK_ID",
+            f"{environ['RANK_ID'][:20]!r}: this process is one rank of RANK_TABLE_FILE already",
+            where="RANK_ID",
             hint="run pdrun once a server, or say --launcher none for a job of this node alone",
-        )  # fmt: skip
+        )
     return Found(
-        "ascend", "a rank table of Ascend (RANK_TABLE_FILE)", "allocation", path=environ["RANK_TABLE_FILE"],
+        "ascend",
+        "a rank table of Ascend (RANK_TABLE_FILE)",
+        "allocation",
+        path=environ["RANK_TABLE_FILE"],
         sources={"hosts": "RANK_TABLE_FILE"},
-    )  # fmt: skip
+    )
 
 
-PET = Launcher("pet", "torchrun's variables (PET_*)", lambda environ: "PET_NNODES" in environ, _pet,
-               beginnings=("PET_",))  # fmt: skip
+PET = Launcher(
+    "pet",
+    "torchrun's variables (PET_*)",
+    lambda environ: "PET_NNODES" in environ,
+    _pet,
+    beginnings=("PET_",),
+)
 PODS = (
-    Launcher("mindspore", "MindSpore's variables", lambda environ: "MS_ROLE" in environ, _mindspore,
-             beginnings=("MS_",)),
     Launcher(
-        "volcano", "Volcano",
-        lambda environ: any(_VC_HOSTS.fullmatch(name) for name in environ)
-        and ("VC_TASK_INDEX" in environ or "VK_TASK_INDEX" in environ),
-        _volcano, beginnings=("VC_", "VK_"),
-    ),
-    Launcher("pytorch-operator", "an operator of PyTorch", _is_per_pod, _per_pod,
-             beginnings=("MASTER_", "RANK", "WORLD_SIZE")),
-    Launcher(
-        "jobset", "JobSet",
-        lambda environ: _in_kubernetes(environ) and "JOB_COMPLETION_INDEX" in environ
-        and "REPLICATED_JOB_NAME" in environ,
-        _indexed, beginnings=("JOB_", "REPLICATED_JOB_", "GLOBAL_REPLICAS", "PODS_PER_JOB"),
+        "mindspore",
+        "MindSpore's variables",
+        lambda environ: "MS_ROLE" in environ,
+        _mindspore,
+        beginnings=("MS_",),
     ),
     Launcher(
-        "indexed-job", "an indexed Job",
-        lambda environ: _in_kubernetes(environ) and "JOB_COMPLETION_INDEX" in environ
-        and "REPLICATED_JOB_NAME" not in environ,
-        _indexed, beginnings=("JOB_COMPLETION_INDEX",),
+        "volcano",
+        "Volcano",
+        lambda environ: (
+            any(_VC_HOSTS.fullmatch(name) for name in environ)
+            and ("VC_TASK_INDEX" in environ or "VK_TASK_INDEX" in environ)
+        ),
+        _volcano,
+        beginnings=("VC_", "VK_"),
     ),
-)  # fmt: skip
-ASCEND = Launcher("ascend", "a rank table of Ascend", lambda environ: "RANK_TABLE_FILE" in environ, _ascend,
-                  beginnings=("RANK_TABLE_FILE", "XDL_IP"))  # fmt: skip
+    Launcher(
+        "pytorch-operator",
+        "an operator of PyTorch",
+        _is_per_pod,
+        _per_pod,
+        beginnings=("MASTER_", "RANK", "WORLD_SIZE"),
+    ),
+    Launcher(
+        "jobset",
+        "JobSet",
+        lambda environ: (
+            _in_kubernetes(environ)
+            and "JOB_COMPLETION_INDEX" in environ
+            and "REPLICATED_JOB_NAME" in environ
+        ),
+        _indexed,
+        beginnings=("JOB_", "REPLICATED_JOB_", "GLOBAL_REPLICAS", "PODS_PER_JOB"),
+    ),
+    Launcher(
+        "indexed-job",
+        "an indexed Job",
+        lambda environ: (
+            _in_kubernetes(environ)
+            and "JOB_COMPLETION_INDEX" in environ
+            and "REPLICATED_JOB_NAME" not in environ
+        ),
+        _indexed,
+        beginnings=("JOB_COMPLETION_INDEX",),
+    ),
+)
+ASCEND = Launcher(
+    "ascend",
+    "a rank table of Ascend",
+    lambda environ: "RANK_TABLE_FILE" in environ,
+    _ascend,
+    beginnings=("RANK_TABLE_FILE", "XDL_IP"),
+)

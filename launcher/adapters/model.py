@@ -1,9 +1,9 @@
 """
-What a process's environment says about the launcher that started it: plain data, and the questions that a reader of
-environments may ask this machine.
+What a process's environment says about the launcher that started it: plain data, and the questions
+that a reader of environments may ask this machine.
 
-`pdrun.launcher.adapters.detect.detect` returns a `Found`; everything in it has the variables that it came from, so that
-``pdrun env`` and every complaint can name them.
+`pdrun.launcher.adapters.detect.detect` returns a `Found`; everything in it has the variables that
+it came from, so that ``pdrun env`` and every complaint can name them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pdrun.names import name_from
 
 Kind = Literal["task", "allocation", "none"]
 """
-task: an outer launcher started this process as one of several. allocation: hosts are ours, but this process is not one
-of several (the body of a batch script). none: nothing says anything.
+task: an outer launcher started this process as one of several. allocation: hosts are ours, but this
+process is not one of several (the body of a batch script). none: nothing says anything.
 """
 
 
@@ -28,7 +28,10 @@ class FoundHost:
 
     name: str
     slots: int | None = None
-    """Tasks or CPUs that the launcher counts there; never a number of accelerators. None: it does not say."""
+    """
+    Tasks or CPUs that the launcher counts there; never a number of accelerators. None: it does not
+    say.
+    """
 
 
 @dataclass(frozen=True)
@@ -37,21 +40,28 @@ class Ignored:
 
     launcher: str
     why: str
-    """``stale: SLURM_TASK_PID=71 is no ancestor of this process``, ``outer: mpirun (Open MPI) is nearer``."""
+    """
+    ``stale: SLURM_TASK_PID=71 is no ancestor of this process``, ``outer: mpirun (Open MPI) is
+    nearer``.
+    """
     variables: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Found:
     """
-    The launcher that counts, the innermost one, and what it says. None, 0 and empty: it does not say.
+    The launcher that counts, the innermost one, and what it says. None, 0 and empty: it does not
+    say.
 
-    ``rank`` and ``world`` count the launcher's tasks, which are pdrun's nodes when there is one a node
-    (``local_size`` 1), and its workers when a script without pdrun's agent runs in each.
+    ``rank`` and ``world`` count the launcher's tasks, which are pdrun's nodes when there is one a
+    node (``local_size`` 1), and its workers when a script without pdrun's agent runs in each.
     """
 
     launcher: str = "none"
-    """A name of `pdrun.launcher.adapters.detect.LAUNCHERS`: ``slurm-step``, ``openmpi``, ``pbs``, ``none``."""
+    """
+    A name of `pdrun.launcher.adapters.detect.LAUNCHERS`: ``slurm-step``, ``openmpi``, ``pbs``,
+    ``none``.
+    """
     title: str = "no launcher"
     """For people: ``srun (Slurm step)``."""
     kind: Kind = "none"
@@ -64,9 +74,14 @@ class Found:
     hosts: tuple[FoundHost, ...] = ()
     """In the launcher's order, each once."""
     head: str = ""
-    """The host to meet at where no list of hosts is known: MASTER_ADDR, or where mpirun itself runs."""
+    """
+    The host to meet at where no list of hosts is known: MASTER_ADDR, or where mpirun itself runs.
+    """
     port: int | None = None
-    """The port that the launcher reserves for meeting (MASTER_PORT); None: one is derived from the job id."""
+    """
+    The port that the launcher reserves for meeting (MASTER_PORT); None: one is derived from the job
+    id.
+    """
     job_id: str = ""
     """Unique among the jobs of this launcher, as it writes it; of a Slurm step ``JOB.STEP``."""
     path: str = ""
@@ -85,7 +100,10 @@ class Found:
 
     @property
     def job_name(self) -> str:
-        """Launcher and job id, and the attempt when it is not the first, fit for a job's name; empty without an id."""
+        """
+        Launcher and job id, and the attempt when it is not the first, fit for a job's name; empty
+        without an id.
+        """
         if not self.job_id:
             return ""
         family = {"slurm-step": "slurm", "slurm-job": "slurm"}.get(self.launcher, self.launcher)
@@ -107,16 +125,20 @@ def _no_file(path: str) -> str:
 @dataclass(frozen=True)
 class Probes:
     """
-    Questions about this machine: real ones from `pdrun.launcher.adapters.probes.real`, fixed answers in tests.
+    Questions about this machine: real ones from `pdrun.launcher.adapters.probes.real`, fixed
+    answers in tests.
 
-    The defaults know nothing: no file is there, every host name may be ours, nobody can say whose children we are.
+    The defaults know nothing: no file is there, every host name may be ours, nobody can say whose
+    children we are.
     """
 
     hostname: str = ""
     is_here: Callable[[str], bool] = lambda host: True
     """Whether a host name or address is this machine."""
     is_ancestor: Callable[[int], bool | None] = lambda pid: None
-    """Whether a pid is this process or one above it; None: a container hides the processes above."""
+    """
+    Whether a pid is this process or one above it; None: a container hides the processes above.
+    """
     is_under: Callable[[tuple[str, ...]], bool | None] = lambda commands: None
     """Whether a process above this one has one of these command names; None as above."""
     is_open: Callable[[int], bool] = lambda descriptor: False
@@ -124,8 +146,14 @@ class Probes:
     answers: Callable[[str, int], bool] = lambda host, port: False
     """Whether something accepts connections at a host and port of this machine."""
     word_above: Callable[[tuple[str, ...], str], str] = lambda commands, option: ""
-    """The value of an option on the command line of the nearest process above with one of these command names."""
+    """
+    The value of an option on the command line of the nearest process above with one of these
+    command names.
+    """
     peer_above: Callable[[tuple[str, ...], int], str] = lambda commands, descriptor: ""
-    """The address at the other end of that TCP connection of the nearest process above with one of these names."""
+    """
+    The address at the other end of that TCP connection of the nearest process above with one of
+    these names.
+    """
     read: Callable[[str], str] = _no_file
     """The text of a small file; raises OSError, ValueError when it is too long or no text."""

@@ -1,5 +1,6 @@
 """
-Launchers that give each task its numbers in variables of their own: the MPIs, their relatives, torchrun and pdrun.
+Launchers that give each task its numbers in variables of their own: the MPIs, their relatives,
+torchrun and pdrun.
 
 Real values, from tests/adapters/environments:
 
@@ -15,8 +16,9 @@ Real values, from tests/adapters/environments:
     JSM_NAMESPACE_LOCAL_SIZE=1 Flux          FLUX_JOB_ID=ƒ58 FLUX_TASK_RANK=0 FLUX_JOB_SIZE=4 FLUX_TASK_LOCAL_ID=0
     FLUX_JOB_NNODES=4
 
-OMPI_COMM_WORLD_NODE_RANK is a rank on the node, no number of a node: it is never read. A local rank is taken from the
-launcher, never computed: Open MPI 5 places rank 1 as local rank 2 when it oversubscribes.
+OMPI_COMM_WORLD_NODE_RANK is a rank on the node, no number of a node: it is never read. A local rank
+is taken from the launcher, never computed: Open MPI 5 places rank 1 as local rank 2 when it
+oversubscribes.
 """
 
 from __future__ import annotations
@@ -26,14 +28,26 @@ import re
 from pdrun.launcher.adapters.model import Probes
 from pdrun.launcher.adapters.parsing import Environ, Row
 
-ORTE = ("orted", "mpirun", "mpiexec", "orterun", "mpirun.openmpi", "mpiexec.openmpi", "prted", "prterun", "prte")
+ORTE = (
+    "orted",
+    "mpirun",
+    "mpiexec",
+    "orterun",
+    "mpirun.openmpi",
+    "mpiexec.openmpi",
+    "prted",
+    "prterun",
+    "prte",
+)
 INTEL = ("mpiexec.hydra",)
 HYDRA = ("hydra_pmi_proxy", "hydra_bstrap_pr", "mpiexec.hydra", "mpiexec", "mpirun")
 """Command names (the kernel keeps 15 characters) of the processes above a task."""
 
 
 def _pmix_stale(environ: Environ, probes: Probes) -> str:
-    """The server of the daemon on this node must be there: by a process above us, else by its port."""
+    """
+    The server of the daemon on this node must be there: by a process above us, else by its port.
+    """
     if probes.is_under(ORTE) is not False:
         return ""
     uri = environ.get("PMIX_SERVER_URI2", "")
@@ -44,16 +58,25 @@ def _pmix_stale(environ: Environ, probes: Probes) -> str:
 
 
 def _hydra_stale(environ: Environ, probes: Probes) -> str:
-    """PMI_FD must be open, or the proxy must be above us (a shell or Python in between closes the descriptor)."""
+    """
+    PMI_FD must be open, or the proxy must be above us (a shell or Python in between closes the
+    descriptor).
+    """
     text = environ.get("PMI_FD", "")
-    if (re.fullmatch(r"[0-9]{1,9}", text) and probes.is_open(int(text))) or probes.is_under(HYDRA) is not False:
+    if (re.fullmatch(r"[0-9]{1,9}", text) and probes.is_open(int(text))) or probes.is_under(
+        HYDRA
+    ) is not False:
         return ""
     return f"PMI_FD={text[:20]} is not open here, and no mpiexec is above this process"
 
 
 def _ompi_head(environ: Environ, probes: Probes) -> tuple[str, str]:
-    """Where AzureML says that node 0 is, else mpirun's own host: in its URI (4) or its name space (5)."""
-    if match := re.fullmatch(r"([A-Za-z0-9._-]{1,253}):[0-9]{1,5}", environ.get("AZ_BATCH_MASTER_NODE", "")):
+    """
+    Where AzureML says that node 0 is, else mpirun's own host: in its URI (4) or its name space (5).
+    """
+    if match := re.fullmatch(
+        r"([A-Za-z0-9._-]{1,253}):[0-9]{1,5}", environ.get("AZ_BATCH_MASTER_NODE", "")
+    ):
         return match[1], "AZ_BATCH_MASTER_NODE"
     uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
     if match := re.match(r"[0-9.]+;tcp://([0-9.]{7,15})[,:]", uri):
@@ -78,15 +101,19 @@ def _hydra_head(environ: Environ, probes: Probes) -> tuple[str, str]:
 
 def _intel_head(environ: Environ, probes: Probes) -> tuple[str, str]:
     """
-    As above; in 2021.19 the proxy replaces the process that was told, and what is left is its connection.
+    As above; in 2021.19 the proxy replaces the process that was told, and what is left is its
+    connection.
 
-    Proxies form a tree. mpiexec is the root, and the first of them, as many as the tree is wide, hang on it directly.
+    Proxies form a tree. mpiexec is the root, and the first of them, as many as the tree is wide,
+    hang on it directly.
     """
     host, source = _hydra_head(environ, probes)
     if host:
         return host, source
     if probes.is_under(INTEL):
-        return environ.get("HYDRA_BSTRAP_LOCALHOST", "") or probes.hostname, f"{INTEL[0]} above this process"
+        return environ.get(
+            "HYDRA_BSTRAP_LOCALHOST", ""
+        ) or probes.hostname, f"{INTEL[0]} above this process"
     names = ("HYDRA_BSTRAP_PROXY_ID", "HYDRA_BSTRAP_TREE_WIDTH", "HYDRA_BSTRAP_UPSTREAM_FD")
     texts = [environ.get(name, "") for name in names]
     if all(re.fullmatch("[0-9]{1,9}", text) for text in texts) and int(texts[0]) < int(texts[1]):
@@ -96,60 +123,146 @@ def _intel_head(environ: Environ, probes: Probes) -> tuple[str, str]:
 
 WORKERS = (
     Row(
-        "pdrun", "a worker of pdrun", ("PDRUN_GENERATION", "RANK"), "RANK", "WORLD_SIZE", "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "TORCHELASTIC_RUN_ID", beginnings=("PDRUN_",),
+        "pdrun",
+        "a worker of pdrun",
+        ("PDRUN_GENERATION", "RANK"),
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
+        "TORCHELASTIC_RUN_ID",
+        beginnings=("PDRUN_",),
     ),
     Row(
-        "torchrun", "a worker of torchrun", ("TORCHELASTIC_RUN_ID", "RANK"), "RANK", "WORLD_SIZE", "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "TORCHELASTIC_RUN_ID",
-        beginnings=("TORCHELASTIC_",), unless=("PDRUN_GENERATION",),
+        "torchrun",
+        "a worker of torchrun",
+        ("TORCHELASTIC_RUN_ID", "RANK"),
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
+        "TORCHELASTIC_RUN_ID",
+        beginnings=("TORCHELASTIC_",),
+        unless=("PDRUN_GENERATION",),
     ),
-)  # fmt: skip
+)
 """Launchers whose processes are workers already: a pdrun below one is a job of its own."""
 
 BY_HAND = Row(
-    "variables", "RANK and WORLD_SIZE, set by hand", ("RANK",), "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
+    "variables",
+    "RANK and WORLD_SIZE, set by hand",
+    ("RANK",),
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
     beginnings=("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_"),
     unless=("PDRUN_GENERATION", "TORCHELASTIC_RUN_ID"),
-)  # fmt: skip
+)
 """What a script exports for torch's env:// and no launcher of this table has set."""
 
 MPI = (
     Row(
-        "jsrun", "jsrun (IBM)", ("JSM_NAMESPACE_RANK",), "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE",
-        "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE", beginnings=("JSM_",),
+        "jsrun",
+        "jsrun (IBM)",
+        ("JSM_NAMESPACE_RANK",),
+        "JSM_NAMESPACE_RANK",
+        "JSM_NAMESPACE_SIZE",
+        "JSM_NAMESPACE_LOCAL_RANK",
+        "JSM_NAMESPACE_LOCAL_SIZE",
+        beginnings=("JSM_",),
     ),
     Row(
-        "openmpi", "mpirun (Open MPI)", ("OMPI_COMM_WORLD_RANK",), "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", job="PMIX_NAMESPACE", head=_ompi_head,
+        "openmpi",
+        "mpirun (Open MPI)",
+        ("OMPI_COMM_WORLD_RANK",),
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        job="PMIX_NAMESPACE",
+        head=_ompi_head,
         stale=_pmix_stale,
-        beginnings=("OMPI_", "PMIX_", "PRTE_"), unless=("JSM_NAMESPACE_RANK",),
+        beginnings=("OMPI_", "PMIX_", "PRTE_"),
+        unless=("JSM_NAMESPACE_RANK",),
     ),
     Row(
-        "mvapich", "mpirun_rsh (MVAPICH)", ("MV2_COMM_WORLD_RANK",), "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE",
-        "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE", beginnings=("MV2_",),
+        "mvapich",
+        "mpirun_rsh (MVAPICH)",
+        ("MV2_COMM_WORLD_RANK",),
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+        beginnings=("MV2_",),
     ),
     Row(
-        "pals", "mpiexec (HPE PALS)", ("PALS_RANKID",), "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID",
-        "PMI_LOCAL_SIZE", "PALS_NODEID", job="PALS_APID", beginnings=("PALS_",),
+        "pals",
+        "mpiexec (HPE PALS)",
+        ("PALS_RANKID",),
+        "PALS_RANKID",
+        "PMI_SIZE",
+        "PALS_LOCAL_RANKID",
+        "PMI_LOCAL_SIZE",
+        "PALS_NODEID",
+        job="PALS_APID",
+        beginnings=("PALS_",),
     ),
     Row(
-        "intelmpi", "mpirun (Intel MPI)", ("PMI_RANK", "I_MPI_HYDRA_UUID"), "PMI_RANK", "PMI_SIZE",
-        "MPI_LOCALRANKID", "MPI_LOCALNRANKS", job="I_MPI_HYDRA_UUID", head=_intel_head, stale=_hydra_stale,
-        beginnings=("I_MPI_HYDRA_", "HYDRA_", "PMI_", "MPI_LOCAL"), unless=("PALS_RANKID", "MV2_COMM_WORLD_RANK"),
+        "intelmpi",
+        "mpirun (Intel MPI)",
+        ("PMI_RANK", "I_MPI_HYDRA_UUID"),
+        "PMI_RANK",
+        "PMI_SIZE",
+        "MPI_LOCALRANKID",
+        "MPI_LOCALNRANKS",
+        job="I_MPI_HYDRA_UUID",
+        head=_intel_head,
+        stale=_hydra_stale,
+        beginnings=("I_MPI_HYDRA_", "HYDRA_", "PMI_", "MPI_LOCAL"),
+        unless=("PALS_RANKID", "MV2_COMM_WORLD_RANK"),
     ),
     Row(
-        "mpich", "mpiexec (MPICH)", ("PMI_RANK", "MPI_LOCALRANKID"), "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID",
-        "MPI_LOCALNRANKS", head=_hydra_head, stale=_hydra_stale, beginnings=("HYDI_", "PMI_", "MPI_LOCAL"),
+        "mpich",
+        "mpiexec (MPICH)",
+        ("PMI_RANK", "MPI_LOCALRANKID"),
+        "PMI_RANK",
+        "PMI_SIZE",
+        "MPI_LOCALRANKID",
+        "MPI_LOCALNRANKS",
+        head=_hydra_head,
+        stale=_hydra_stale,
+        beginnings=("HYDI_", "PMI_", "MPI_LOCAL"),
         unless=("I_MPI_HYDRA_UUID", "PALS_RANKID", "MV2_COMM_WORLD_RANK"),
     ),
     Row(
-        "flux", "flux run", ("FLUX_TASK_RANK",), "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID",
-        nodes="FLUX_JOB_NNODES", job="FLUX_JOB_ID", beginnings=("FLUX_",),
+        "flux",
+        "flux run",
+        ("FLUX_TASK_RANK",),
+        "FLUX_TASK_RANK",
+        "FLUX_JOB_SIZE",
+        "FLUX_TASK_LOCAL_ID",
+        nodes="FLUX_JOB_NNODES",
+        job="FLUX_JOB_ID",
+        beginnings=("FLUX_",),
     ),
     Row(
-        "pmix", "a PMIx launcher", ("PMIX_RANK", "PMIX_NAMESPACE"), "PMIX_RANK", "", job="PMIX_NAMESPACE",
-        stale=_pmix_stale, beginnings=("PMIX_", "PRTE_"), unless=("OMPI_COMM_WORLD_RANK", "SLURM_STEP_ID"),
+        "pmix",
+        "a PMIx launcher",
+        ("PMIX_RANK", "PMIX_NAMESPACE"),
+        "PMIX_RANK",
+        "",
+        job="PMIX_NAMESPACE",
+        stale=_pmix_stale,
+        beginnings=("PMIX_", "PRTE_"),
+        unless=("OMPI_COMM_WORLD_RANK", "SLURM_STEP_ID"),
     ),
-)  # fmt: skip
-"""Innermost first. A step of srun with PMI or PMIx has these variables of a library too and belongs to Slurm."""
+)
+"""
+Innermost first. A step of srun with PMI or PMIx has these variables of a library too and belongs to
+Slurm.
+"""

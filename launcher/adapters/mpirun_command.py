@@ -7,8 +7,8 @@ The words with which each kind of mpirun starts one task a node, and how each is
     Intel MPI      "Intel(R) MPI Library ... Version 2021"   the same, and pins tasks unless I_MPI_PIN=0
     jsrun          "jsrun" in its name                       jsrun -n 2 -r 1 -a 1 -c ALL_CPUS -g ALL_GPUS -b none ...
 
-Open MPI binds a task to a core and cuts host names at the first dot unless it is told not to, and refuses root; values
-of variables are never words of a command: they go by name.
+Open MPI binds a task to a core and cuts host names at the first dot unless it is told not to, and
+refuses root; values of variables are never words of a command: they go by name.
 """
 
 from __future__ import annotations
@@ -23,8 +23,12 @@ from pdrun.launcher.hosts.selection import Host
 
 Family = Literal["openmpi4", "openmpi5", "mpich", "intelmpi", "jsrun"]
 TITLES = {
-    "openmpi4": "Open MPI 4", "openmpi5": "Open MPI 5", "mpich": "MPICH", "intelmpi": "Intel MPI", "jsrun": "jsrun",
-}  # fmt: skip
+    "openmpi4": "Open MPI 4",
+    "openmpi5": "Open MPI 5",
+    "mpich": "MPICH",
+    "intelmpi": "Intel MPI",
+    "jsrun": "jsrun",
+}
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,11 @@ def recognise(program: str, said: str) -> Mpi:
         ConfigError: it is none that is known.
     """
     if match := re.search(r"\((?:Open MPI|OpenRTE|PRRTE)\) (([0-9]+)\.[0-9.]+)", said):
-        return Mpi(program, "openmpi4" if int(match[2]) < 5 and "PRRTE" not in match[0] else "openmpi5", match[1])
+        return Mpi(
+            program,
+            "openmpi4" if int(match[2]) < 5 and "PRRTE" not in match[0] else "openmpi5",
+            match[1],
+        )
     if match := re.search(r"Intel\(R\) MPI Library.*Version ([0-9.]+)", said):
         return Mpi(program, "intelmpi", match[1])
     if match := re.search(r"HYDRA build details:\s+Version:\s+([0-9.]+)", said):
@@ -54,15 +62,22 @@ def recognise(program: str, said: str) -> Mpi:
         return Mpi(program, "jsrun", said.strip().splitlines()[0][:40] if said.strip() else "")
     first = said.strip().splitlines()[0][:80] if said.strip() else "nothing"
     raise ConfigError(
-        f"{program} is no mpirun that pdrun knows: --version says {first!r}", where="--mpirun",
+        f"{program} is no mpirun that pdrun knows: --version says {first!r}",
+        where="--mpirun",
         hint="known are Open MPI, MPICH, Intel MPI and jsrun; or start the hosts with --launcher ssh",
-    )  # fmt: skip
+    )
 
 
 def command(
-    mpi: Mpi, hosts: Sequence[Host], nodes: int, names: Sequence[str], options: Sequence[str], argv: Sequence[str], *,
+    mpi: Mpi,
+    hosts: Sequence[Host],
+    nodes: int,
+    names: Sequence[str],
+    options: Sequence[str],
+    argv: Sequence[str],
+    *,
     root: bool,
-) -> tuple[str, ...]:  # fmt: skip
+) -> tuple[str, ...]:
     """
     Return the command that runs ``argv`` once on each node.
 
@@ -80,35 +95,74 @@ def command(
             what = "port" if host.port is not None else "user"
             raise UsageError(
                 f"{host.name} has a {what}, which {TITLES[mpi.family]} cannot be told",
-                where=host.where or "--hosts", hint="say it in ~/.ssh/config, or use --launcher ssh",
-            )  # fmt: skip
-    words = {"openmpi4": _openmpi, "openmpi5": _openmpi, "mpich": _hydra, "intelmpi": _hydra, "jsrun": _jsrun}
+                where=host.where or "--hosts",
+                hint="say it in ~/.ssh/config, or use --launcher ssh",
+            )
+    words = {
+        "openmpi4": _openmpi,
+        "openmpi5": _openmpi,
+        "mpich": _hydra,
+        "intelmpi": _hydra,
+        "jsrun": _jsrun,
+    }
     return (mpi.program, *words[mpi.family](mpi, hosts, nodes, names, root), *options, *argv)
 
 
 def environment(mpi: Mpi) -> dict[str, str]:
-    """Return variables that mpirun itself needs: no pinning, for a task has all the workers of its node."""
+    """
+    Return variables that mpirun itself needs: no pinning, for a task has all the workers of its
+    node.
+    """
     return {"I_MPI_PIN": "0"} if mpi.family == "intelmpi" else {}
 
 
-def _openmpi(mpi: Mpi, hosts: Sequence[Host], nodes: int, names: Sequence[str], root: bool) -> list[str]:
+def _openmpi(
+    mpi: Mpi, hosts: Sequence[Host], nodes: int, names: Sequence[str], root: bool
+) -> list[str]:
     old = mpi.family == "openmpi4"
-    whole = ["--mca", "orte_keep_fqdn_hostnames", "1"] if old else ["--prtemca", "prte_keep_fqdn_hostnames", "1"]
+    whole = (
+        ["--mca", "orte_keep_fqdn_hostnames", "1"]
+        if old
+        else ["--prtemca", "prte_keep_fqdn_hostnames", "1"]
+    )
     listed = ",".join(f"{f'{host.user}@' if host.user else ''}{host.name}:1" for host in hosts)
     return [
-        "-np", str(nodes), *(["--host", listed] if hosts else []), "--map-by", "ppr:1:node", "--bind-to", "none",
-        *whole, *(["--allow-run-as-root"] if root else []), *(word for name in names for word in ("-x", name)),
-    ]  # fmt: skip
+        "-np",
+        str(nodes),
+        *(["--host", listed] if hosts else []),
+        "--map-by",
+        "ppr:1:node",
+        "--bind-to",
+        "none",
+        *whole,
+        *(["--allow-run-as-root"] if root else []),
+        *(word for name in names for word in ("-x", name)),
+    ]
 
 
-def _hydra(mpi: Mpi, hosts: Sequence[Host], nodes: int, names: Sequence[str], root: bool) -> list[str]:
+def _hydra(
+    mpi: Mpi, hosts: Sequence[Host], nodes: int, names: Sequence[str], root: bool
+) -> list[str]:
     listed = ["-hosts", ",".join(host.name for host in hosts)] if hosts else []
     keep = ["-disable-auto-cleanup"] if mpi.family == "mpich" else []
     return ["-n", str(nodes), *listed, "-ppn", "1", *keep]
 
 
-def _jsrun(mpi: Mpi, hosts: Sequence[Host], nodes: int, names: Sequence[str], root: bool) -> list[str]:
+def _jsrun(
+    mpi: Mpi, hosts: Sequence[Host], nodes: int, names: Sequence[str], root: bool
+) -> list[str]:
     return [
-        "-n", str(nodes), "-r", "1", "-a", "1", "-c", "ALL_CPUS", "-g", "ALL_GPUS", "-b", "none",
+        "-n",
+        str(nodes),
+        "-r",
+        "1",
+        "-a",
+        "1",
+        "-c",
+        "ALL_CPUS",
+        "-g",
+        "ALL_GPUS",
+        "-b",
+        "none",
         *(word for name in names for word in ("-E", name)),
-    ]  # fmt: skip
+    ]

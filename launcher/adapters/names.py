@@ -16,5 +16,7 @@ def check(text: str, where: str) -> str:
     if text in known:
         return text
     raise UsageError(
-        f"{text!r} is no launcher", where=where, hint=did_you_mean(text, known) or f"there are {', '.join(known)}"
+        f"{text!r} is no launcher",
+        where=where,
+        hint=did_you_mean(text, known) or f"there are {', '.join(known)}",
     )

@@ -1,6 +1,6 @@
 """
-What every reader of environments needs: numbers in plain digits, lists of hosts, and one row of names for launchers
-that tell each task its place in the same six variables.
+What every reader of environments needs: numbers in plain digits, lists of hosts, and one row of
+names for launchers that tell each task its place in the same six variables.
 """
 
 from __future__ import annotations
@@ -40,11 +40,16 @@ def number(environ: Environ, name: str, least: int = 0) -> int | None:
 
 
 def needed(environ: Environ, name: str, marker: str, least: int = 0) -> int:
-    """As `number`; ConfigError where it is not set although ``marker`` is: a launcher's words are half there."""
+    """
+    As `number`; ConfigError where it is not set although ``marker`` is: a launcher's words are half
+    there.
+    """
     value = number(environ, name, least)
     if value is None:
         raise ConfigError(
-            f"is not set, though {marker} is", where=name, hint="unset the rest too, or say --launcher none"
+            f"is not set, though {marker} is",
+            where=name,
+            hint="unset the rest too, or say --launcher none",
         )
     return value
 
@@ -56,7 +61,9 @@ def below(rank: int | None, count: int | None, rank_name: str, count_name: str) 
 
 
 def named_hosts(names: Iterable[str], where: str) -> tuple[FoundHost, ...]:
-    """Return hosts, each once, with how often each was named; ConfigError for what is no host name."""
+    """
+    Return hosts, each once, with how often each was named; ConfigError for what is no host name.
+    """
     counts: dict[str, int] = {}
     for name in names:
         counts[name] = counts.get(name, 0) + 1
@@ -72,13 +79,18 @@ def listed(environ: Environ, name: str) -> tuple[FoundHost, ...]:
     """Return the hosts of a compressed list in a variable; none where it is not set."""
     text = environ.get(name, "")
     try:
-        return tuple(FoundHost(host.name) for host in named_hosts(hostlist.expand(text, name), name))
+        return tuple(
+            FoundHost(host.name) for host in named_hosts(hostlist.expand(text, name), name)
+        )
     except UsageError as error:
         raise ConfigError(error.what, where=name, hint=error.hint) from None
 
 
 def lines_of(path: str, variable: str, probes: Probes) -> list[str]:
-    """Return the lines of the file that a variable names; ConfigError where it cannot be read or says nothing."""
+    """
+    Return the lines of the file that a variable names; ConfigError where it cannot be read or says
+    nothing.
+    """
     try:
         text = probes.read(path)
     except (OSError, ValueError) as error:
@@ -98,7 +110,9 @@ def structure(environ: Environ, name: str) -> Any:
     try:
         return json.loads(text, parse_constant=_no_constant, parse_int=_small)
     except (ValueError, RecursionError) as error:
-        reason = "is nested too deeply" if isinstance(error, RecursionError) else f"is not JSON: {error}"
+        reason = (
+            "is nested too deeply" if isinstance(error, RecursionError) else f"is not JSON: {error}"
+        )
         raise ConfigError(reason, where=name) from None
 
 
@@ -113,11 +127,18 @@ def _small(text: str) -> int:
 
 
 def place_of(hosts: tuple[FoundHost, ...], probes: Probes) -> int | None:
-    """Return this machine's place among the hosts: by name first, then by address; None: it is none of them."""
+    """
+    Return this machine's place among the hosts: by name first, then by address; None: it is none of
+    them.
+    """
     names = [host.name for host in hosts]
     if probes.hostname in names:
         return names.index(probes.hostname)
-    short = [at for at, name in enumerate(names) if name.partition(".")[0] == probes.hostname.partition(".")[0]]
+    short = [
+        at
+        for at, name in enumerate(names)
+        if name.partition(".")[0] == probes.hostname.partition(".")[0]
+    ]
     if len(short) == 1:
         return short[0]
     return next((at for at, name in enumerate(names[:1024]) if probes.is_here(name)), None)
@@ -150,7 +171,10 @@ def nothing(environ: Environ, probes: Probes) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Row:
-    """A launcher that gives each task its numbers in variables of its own: their names. Empty: it has none."""
+    """
+    A launcher that gives each task its numbers in variables of its own: their names. Empty: it has
+    none.
+    """
 
     name: str
     title: str
@@ -178,7 +202,9 @@ class Row:
 
     def marked(self, environ: Environ) -> bool:
         """Return whether its markers are set."""
-        return all(name in environ for name in self.markers) and not any(name in environ for name in self.unless)
+        return all(name in environ for name in self.markers) and not any(
+            name in environ for name in self.unless
+        )
 
     def read(self, environ: Environ, probes: Probes) -> Found:
         """Return what its variables say; where tasks stand one a node, ranks are node ranks."""
@@ -186,30 +212,54 @@ class Row:
         rank = needed(environ, self.rank, marker)
         world = needed(environ, self.world, marker, 1) if self.world else None
         below(rank, world, self.rank, self.world)
-        local_rank, local_size = number(environ, self.local_rank), number(environ, self.local_size, 1)
+        local_rank = number(environ, self.local_rank)
+        local_size = number(environ, self.local_size, 1)
         below(local_rank, local_size, self.local_rank, self.local_size)
         head, head_source = self.head(environ, probes)
-        sources = {"rank": self.rank, "world": self.world, "local_rank": self.local_rank,
-                   "local_size": self.local_size, "node_rank": self.node_rank, "nodes": self.nodes,
-                   "job_id": self.job, "head": head_source}  # fmt: skip
+        sources = {
+            "rank": self.rank,
+            "world": self.world,
+            "local_rank": self.local_rank,
+            "local_size": self.local_size,
+            "node_rank": self.node_rank,
+            "nodes": self.nodes,
+            "job_id": self.job,
+            "head": head_source,
+        }
         found = Found(
-            self.name, self.title, self.kind, rank, world, local_rank, 1 if self.alone else local_size,
-            number(environ, self.node_rank), number(environ, self.nodes, 1), head=head,
+            self.name,
+            self.title,
+            self.kind,
+            rank,
+            world,
+            local_rank,
+            1 if self.alone else local_size,
+            number(environ, self.node_rank),
+            number(environ, self.nodes, 1),
+            head=head,
             job_id=environ.get(self.job, ""),
-            sources={key: name for key, name in sources.items() if name and (key == "head" or name in environ)},
-        )  # fmt: skip
+            sources={
+                key: name
+                for key, name in sources.items()
+                if name and (key == "head" or name in environ)
+            },
+        )
         return one_a_node(found)
 
 
 def one_a_node(found: Found) -> Found:
-    """Return what tasks that stand one a node imply: their ranks count nodes, where the launcher has no better word."""
+    """
+    Return what tasks that stand one a node imply: their ranks count nodes, where the launcher has
+    no better word.
+    """
     sources = dict(found.sources)
     if found.local_size is None and found.nodes is not None and found.nodes == found.world:
         found = replace(found, local_size=1)
         sources["local_size"] = f"{sources.get('nodes')} = {sources.get('world')}"
     if found.kind != "task" or found.local_size != 1 or found.rank is None:
         return found
-    node_rank, nodes = found.node_rank, found.nodes
+    node_rank = found.node_rank
+    nodes = found.nodes
     if node_rank is None:
         node_rank, sources["node_rank"] = found.rank, sources.get("rank", "")
     if nodes is None and found.world is not None:

@@ -1,4 +1,7 @@
-"""What `pdrun.launcher.adapters.model.Probes` asks, answered by this machine: /proc, open descriptors, small files."""
+"""
+What `pdrun.launcher.adapters.model.Probes` asks, answered by this machine: /proc, open descriptors,
+small files.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,9 @@ def _lineage(root: Path) -> Iterator[tuple[int, str]]:
 
 
 def _sees_all(root: Path) -> bool:
-    """Whether the processes above this one are all visible: not in a container with pids of its own."""
+    """
+    Whether the processes above this one are all visible: not in a container with pids of its own.
+    """
     try:
         return (root / "proc/self/ns/pid").stat().st_ino == _INITIAL_PID_NAMESPACE
     except OSError:
@@ -80,7 +85,12 @@ def _word_above(commands: tuple[str, ...], option: str, root: Path) -> str:
     for pid, name in _lineage(root):
         if name in commands:
             try:
-                words = (root / f"proc/{pid}/cmdline").read_bytes().decode("utf-8", "replace").split("\0")
+                words = (
+                    (root / f"proc/{pid}/cmdline")
+                    .read_bytes()
+                    .decode("utf-8", "replace")
+                    .split("\0")
+                )
             except OSError:
                 return ""
             return words[words.index(option) + 1] if option in words[:-1] else ""
@@ -93,20 +103,31 @@ def _peer_above(commands: tuple[str, ...], descriptor: int, root: Path) -> str:
             process = root / f"proc/{pid}"
             try:
                 link = str((process / f"fd/{descriptor}").readlink())
-                return next(filter(None, (_peer(process / f"net/{table}", link) for table in ("tcp", "tcp6"))), "")
+                return next(
+                    filter(
+                        None, (_peer(process / f"net/{table}", link) for table in ("tcp", "tcp6"))
+                    ),
+                    "",
+                )
             except (OSError, ValueError, LookupError):
                 return ""
     return ""
 
 
 def _peer(table: Path, link: str) -> str:
-    """Return the remote address of the socket ``link`` (``socket:[INODE]``) by one of the kernel's tables."""
+    """
+    Return the remote address of the socket ``link`` (``socket:[INODE]``) by one of the kernel's
+    tables.
+    """
     for line in table.read_text().splitlines()[1:]:
         fields = line.split()
         if link == f"socket:[{fields[9]}]":
-            words = bytes.fromhex(fields[2].partition(":")[0])  # 32 bits a word, each as this machine writes numbers
+            words = bytes.fromhex(
+                fields[2].partition(":")[0]
+            )  # 32 bits a word, each as this machine writes numbers
             packed = b"".join(
-                int.from_bytes(words[at : at + 4], "big").to_bytes(4, sys.byteorder) for at in range(0, len(words), 4)
+                int.from_bytes(words[at : at + 4], "big").to_bytes(4, sys.byteorder)
+                for at in range(0, len(words), 4)
             )
             address = ipaddress.ip_address(packed)
             return str(getattr(address, "ipv4_mapped", None) or address)

@@ -1,5 +1,6 @@
 """
-Slurm: the tasks of a step (srun), and the allocation that the body of a batch script or a shell of salloc holds.
+Slurm: the tasks of a step (srun), and the allocation that the body of a batch script or a shell of
+salloc holds.
 
 Real values, from tests/adapters/environments (22.05):
 
@@ -8,9 +9,9 @@ Real values, from tests/adapters/environments (22.05):
     batch body    SLURM_JOB_ID=3 SLURM_JOB_NODELIST=n[1-3] SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NTASKS=6, no
     SLURM_STEP_ID
 
-In a batch body SLURM_PROCID is set too and means nothing: only SLURM_STEP_ID with SLURM_STEP_NUM_TASKS tells of a task.
-A step of one interactive task (``srun --pty bash``) and an outer step around mpirun look like tasks; the latter's
-mpirun is nearer.
+In a batch body SLURM_PROCID is set too and means nothing: only SLURM_STEP_ID with
+SLURM_STEP_NUM_TASKS tells of a task. A step of one interactive task (``srun --pty bash``) and an
+outer step around mpirun look like tasks; the latter's mpirun is nearer.
 """
 
 from __future__ import annotations
@@ -20,7 +21,15 @@ from dataclasses import replace
 
 from pdrun.errors import ConfigError
 from pdrun.launcher.adapters.model import Found, FoundHost, Probes
-from pdrun.launcher.adapters.parsing import Environ, Launcher, below, listed, needed, number, one_a_node
+from pdrun.launcher.adapters.parsing import (
+    Environ,
+    Launcher,
+    below,
+    listed,
+    needed,
+    number,
+    one_a_node,
+)
 from pdrun.launcher.common.parsers import quoted
 from pdrun.launcher.hosts.nodelist import MOST
 
@@ -56,52 +65,91 @@ def _is_task(environ: Environ) -> bool:
 def _task_stale(environ: Environ, probes: Probes) -> str:
     """The task that Slurm started must be this process or above it, on this host."""
     pid = environ.get("SLURM_TASK_PID", "")
-    if re.fullmatch(r"[0-9]{1,9}", pid) and probes.is_ancestor(int(pid)) is False and not probes.is_under(DAEMON):
+    if (
+        re.fullmatch(r"[0-9]{1,9}", pid)
+        and probes.is_ancestor(int(pid)) is False
+        and not probes.is_under(DAEMON)
+    ):
         return f"SLURM_TASK_PID={pid} is no process above this one"
     return ""
 
 
 def _read_task(environ: Environ, probes: Probes) -> Found:
-    job, step = needed(environ, "SLURM_JOB_ID", "SLURM_STEP_ID"), needed(environ, "SLURM_STEP_ID", "SLURM_STEP_ID")
-    rank, world = needed(environ, "SLURM_PROCID", TASK[0]), needed(environ, "SLURM_STEP_NUM_TASKS", TASK[0], 1)
+    job = needed(environ, "SLURM_JOB_ID", "SLURM_STEP_ID")
+    step = needed(environ, "SLURM_STEP_ID", "SLURM_STEP_ID")
+    rank = needed(environ, "SLURM_PROCID", TASK[0])
+    world = needed(environ, "SLURM_STEP_NUM_TASKS", TASK[0], 1)
     if "SLURM_HET_SIZE" in environ and rank >= world:
         raise ConfigError(
             f"{rank} is beyond SLURM_STEP_NUM_TASKS={world}: a step over several groups of a heterogeneous job",
-            where="SLURM_PROCID", hint="say --nodes, --node-rank and --scheduler, with --launcher none",
-        )  # fmt: skip
+            where="SLURM_PROCID",
+            hint="say --nodes, --node-rank and --scheduler, with --launcher none",
+        )
     below(rank, world, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
     hosts = listed(environ, "SLURM_STEP_NODELIST")
     node_rank = number(environ, "SLURM_NODEID")
     below(node_rank, len(hosts) or None, "SLURM_NODEID", "the hosts of SLURM_STEP_NODELIST")
-    local_size, notes = None, ()
+    local_size = None
+    notes = ()
     if "SLURM_STEP_TASKS_PER_NODE" in environ:
         name = "SLURM_STEP_TASKS_PER_NODE"
         counts = tasks_per_node(environ[name], name)
         if hosts and len(counts) != len(hosts):
-            raise ConfigError(f"{quoted(environ[name])} counts {len(counts)} nodes of {len(hosts)}", where=name)
+            raise ConfigError(
+                f"{quoted(environ[name])} counts {len(counts)} nodes of {len(hosts)}", where=name
+            )
         if sum(counts) != world:
-            raise ConfigError(f"{quoted(environ[name])} counts {sum(counts)} tasks of {world}", where=name)
-        local_size = counts[node_rank] if node_rank is not None and node_rank < len(counts) else None
-        hosts = tuple(FoundHost(host.name, count) for host, count in zip(hosts, counts, strict=False))
+            raise ConfigError(
+                f"{quoted(environ[name])} counts {sum(counts)} tasks of {world}", where=name
+            )
+        local_size = (
+            counts[node_rank] if node_rank is not None and node_rank < len(counts) else None
+        )
+        hosts = tuple(
+            FoundHost(host.name, count) for host, count in zip(hosts, counts, strict=False)
+        )
         if len(set(counts)) > 1 and local_size == 1:
-            local_size = max(counts)  # other nodes have several tasks: no task of this step is the only one of a node
-    return one_a_node(Found(
-        "slurm-step", "srun (a step of Slurm)", "task", rank, world, number(environ, "SLURM_LOCALID"), local_size,
-        node_rank, len(hosts) or number(environ, "SLURM_STEP_NUM_NODES", 1), hosts, job_id=f"{job}.{step}",
-        attempt=number(environ, "SLURM_RESTART_COUNT") or 0, time_limit=_limit(environ),
-        ends_at=_float(environ, "SLURM_JOB_END_TIME"), notes=notes,
-        sources={
-            "rank": "SLURM_PROCID", "world": "SLURM_STEP_NUM_TASKS", "local_rank": "SLURM_LOCALID",
-            "local_size": "SLURM_STEP_TASKS_PER_NODE", "node_rank": "SLURM_NODEID",
-            "nodes": "SLURM_STEP_NODELIST" if hosts else "SLURM_STEP_NUM_NODES", "hosts": "SLURM_STEP_NODELIST",
-            "job_id": "SLURM_JOB_ID, SLURM_STEP_ID", "attempt": "SLURM_RESTART_COUNT",
-            "time_limit": "SLURM_JOB_END_TIME, SLURM_JOB_START_TIME", "ends_at": "SLURM_JOB_END_TIME",
-        },
-    ))  # fmt: skip
+            local_size = max(
+                counts
+            )  # other nodes have several tasks: no task of this step is the only one of a node
+    return one_a_node(
+        Found(
+            "slurm-step",
+            "srun (a step of Slurm)",
+            "task",
+            rank,
+            world,
+            number(environ, "SLURM_LOCALID"),
+            local_size,
+            node_rank,
+            len(hosts) or number(environ, "SLURM_STEP_NUM_NODES", 1),
+            hosts,
+            job_id=f"{job}.{step}",
+            attempt=number(environ, "SLURM_RESTART_COUNT") or 0,
+            time_limit=_limit(environ),
+            ends_at=_float(environ, "SLURM_JOB_END_TIME"),
+            notes=notes,
+            sources={
+                "rank": "SLURM_PROCID",
+                "world": "SLURM_STEP_NUM_TASKS",
+                "local_rank": "SLURM_LOCALID",
+                "local_size": "SLURM_STEP_TASKS_PER_NODE",
+                "node_rank": "SLURM_NODEID",
+                "nodes": "SLURM_STEP_NODELIST" if hosts else "SLURM_STEP_NUM_NODES",
+                "hosts": "SLURM_STEP_NODELIST",
+                "job_id": "SLURM_JOB_ID, SLURM_STEP_ID",
+                "attempt": "SLURM_RESTART_COUNT",
+                "time_limit": "SLURM_JOB_END_TIME, SLURM_JOB_START_TIME",
+                "ends_at": "SLURM_JOB_END_TIME",
+            },
+        )
+    )
 
 
 def _holds(environ: Environ) -> bool:
-    return "SLURM_JOB_ID" in environ and ("SLURM_JOB_NODELIST" in environ or "SLURM_NODELIST" in environ)
+    return "SLURM_JOB_ID" in environ and (
+        "SLURM_JOB_NODELIST" in environ or "SLURM_NODELIST" in environ
+    )
 
 
 def _read_job(environ: Environ, probes: Probes) -> Found:
@@ -113,7 +161,8 @@ def _read_job(environ: Environ, probes: Probes) -> Found:
         for group in range(min(groups, 1024)):
             for host in listed(environ, f"SLURM_JOB_NODELIST_HET_GROUP_{group}"):
                 hosts.setdefault(host.name, host)
-        name, found = "SLURM_JOB_NODELIST_HET_GROUP_*", tuple(hosts.values())
+        name = "SLURM_JOB_NODELIST_HET_GROUP_*"
+        found = tuple(hosts.values())
     else:
         found = listed(environ, name)
     if not found:
@@ -121,18 +170,33 @@ def _read_job(environ: Environ, probes: Probes) -> Found:
     if groups <= 1 and "SLURM_TASKS_PER_NODE" in environ:
         counts = tasks_per_node(environ["SLURM_TASKS_PER_NODE"], "SLURM_TASKS_PER_NODE")
         if len(counts) == len(found):
-            found = tuple(replace(host, slots=count) for host, count in zip(found, counts, strict=True))
+            found = tuple(
+                replace(host, slots=count) for host, count in zip(found, counts, strict=True)
+            )
     array = environ.get("SLURM_ARRAY_TASK_ID", "")
-    notes = (f"element {array} of array job {environ.get('SLURM_ARRAY_JOB_ID', '?')}",) if array else ()
+    notes = (
+        (f"element {array} of array job {environ.get('SLURM_ARRAY_JOB_ID', '?')}",) if array else ()
+    )
     return Found(
-        "slurm-job", "an allocation of Slurm", "allocation", nodes=len(found), hosts=found, job_id=str(job),
-        attempt=number(environ, "SLURM_RESTART_COUNT") or 0, time_limit=_limit(environ),
-        ends_at=_float(environ, "SLURM_JOB_END_TIME"), notes=notes,
+        "slurm-job",
+        "an allocation of Slurm",
+        "allocation",
+        nodes=len(found),
+        hosts=found,
+        job_id=str(job),
+        attempt=number(environ, "SLURM_RESTART_COUNT") or 0,
+        time_limit=_limit(environ),
+        ends_at=_float(environ, "SLURM_JOB_END_TIME"),
+        notes=notes,
         sources={
-            "nodes": name, "hosts": name, "job_id": "SLURM_JOB_ID", "attempt": "SLURM_RESTART_COUNT",
-            "time_limit": "SLURM_JOB_END_TIME, SLURM_JOB_START_TIME", "ends_at": "SLURM_JOB_END_TIME",
+            "nodes": name,
+            "hosts": name,
+            "job_id": "SLURM_JOB_ID",
+            "attempt": "SLURM_RESTART_COUNT",
+            "time_limit": "SLURM_JOB_END_TIME, SLURM_JOB_START_TIME",
+            "ends_at": "SLURM_JOB_END_TIME",
         },
-    )  # fmt: skip
+    )
 
 
 def _float(environ: Environ, name: str) -> float | None:
@@ -141,9 +205,12 @@ def _float(environ: Environ, name: str) -> float | None:
 
 
 def _limit(environ: Environ) -> float | None:
-    begin, end = _float(environ, "SLURM_JOB_START_TIME"), _float(environ, "SLURM_JOB_END_TIME")
+    begin = _float(environ, "SLURM_JOB_START_TIME")
+    end = _float(environ, "SLURM_JOB_END_TIME")
     return end - begin if begin and end and end > begin else None
 
 
-STEP = Launcher("slurm-step", "srun (a step of Slurm)", _is_task, _read_task, _task_stale, ("SLURM_",))
+STEP = Launcher(
+    "slurm-step", "srun (a step of Slurm)", _is_task, _read_task, _task_stale, ("SLURM_",)
+)
 JOB = Launcher("slurm-job", "an allocation of Slurm", _holds, _read_job, beginnings=("SLURM_",))

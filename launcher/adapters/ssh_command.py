@@ -3,8 +3,9 @@ The words of one ssh connection, and what its failures mean. Pure: nothing is st
 
     ssh [--ssh-opts] -o BatchMode=yes ... -T [-p PORT] [-l USER] -- HOST 'exec PYTHON -P -m pdrun.launcher.launch.remote_main'
 
-The remote command is the same for every job: what differs goes over stdin as data. The options of the user stand first,
-for ssh takes the first value that it meets; ~/.ssh/config counts where neither says anything.
+The remote command is the same for every job: what differs goes over stdin as data. The options of
+the user stand first, for ssh takes the first value that it meets; ~/.ssh/config counts where
+neither says anything.
 """
 
 from __future__ import annotations
@@ -28,8 +29,14 @@ OPTIONS = (
     "RemoteCommand=none",
 )
 FAR_END = ("-P", "-m", "pdrun.launcher.launch.remote_main")
-BOOTSTRAP = ("-c", "import base64; exec(base64.b64decode(open(0, chr(114)+chr(98), 0, closefd=False).readline()))")
-"""Runs the program that stands, in base64, in the first line of stdin (`pdrun.launcher.controller.bundle`)."""
+BOOTSTRAP = (
+    "-c",
+    "import base64; exec(base64.b64decode(open(0, chr(114)+chr(98), 0, closefd=False).readline()))",
+)
+"""
+Runs the program that stands, in base64, in the first line of stdin
+(`pdrun.launcher.controller.bundle`).
+"""
 _PLAIN = re.compile(r"[A-Za-z0-9_./+@%:=,~ -]+")
 
 
@@ -38,23 +45,30 @@ def check_python(python: str, *, where: str) -> str:
     Return an interpreter's path when every login shell reads it alike inside single quotes.
 
     Raises:
-        UsageError: it begins with ``-`` or holds anything but letters, digits, blanks and ``_./+@%:=,~-``.
+        UsageError: it begins with ``-`` or holds anything but letters, digits, blanks and
+            ``_./+@%:=,~-``.
     """
     if python.startswith("-") or not _PLAIN.fullmatch(python):
         raise UsageError(
-            f"{quoted(python)} cannot be given to another host's shell", where=where,
+            f"{quoted(python)} cannot be given to another host's shell",
+            where=where,
             hint="use a path of letters, digits and _./+@%:=,~-",
-        )  # fmt: skip
+        )
     return python
 
 
 def remote_command(python: str, words: Sequence[str] = FAR_END) -> str:
-    """Return the one line that the remote login shell reads: ``exec`` and words of our own, quoted."""
+    """
+    Return the one line that the remote login shell reads: ``exec`` and words of our own, quoted.
+    """
     return " ".join(["exec", *(_quoted(word) for word in (python, *words))])
 
 
 def _quoted(word: str) -> str:
-    """Quote for sh, csh and fish alike: in single quotes, all but ``'``, ``!`` and ``\\`` stand for themselves."""
+    """
+    Quote for sh, csh and fish alike: in single quotes, all but ``'``, ``!`` and ``\\`` stand for
+    themselves.
+    """
     return word if re.fullmatch(r"[A-Za-z0-9_./+@%:=,-]+", word) else f"'{word}'"
 
 
@@ -69,10 +83,16 @@ def ssh_argv(program: str, options: Sequence[str], host: Host, command: str) -> 
         if word.startswith("-"):
             raise UsageError(f"{quoted(word)} begins with '-'", where=host.where or "--hosts")
     return (
-        program, *options, *(part for option in OPTIONS for part in ("-o", option)), "-T",
-        *(("-p", str(host.port)) if host.port is not None else ()), *(("-l", host.user) if host.user else ()),
-        "--", host.name, command,
-    )  # fmt: skip
+        program,
+        *options,
+        *(part for option in OPTIONS for part in ("-o", option)),
+        "-T",
+        *(("-p", str(host.port)) if host.port is not None else ()),
+        *(("-l", host.user) if host.user else ()),
+        "--",
+        host.name,
+        command,
+    )
 
 
 def words(text: str, where: str) -> tuple[str, ...]:
@@ -87,7 +107,9 @@ def words(text: str, where: str) -> tuple[str, ...]:
     except ValueError as error:
         raise UsageError(f"{quoted(text)}: {error}".lower(), where=where) from None
     if found and not found[0].startswith("-"):
-        raise UsageError(f"{quoted(found[0])} is no option", where=where, hint=f"write {where} '-o VALUE'")
+        raise UsageError(
+            f"{quoted(found[0])} is no option", where=where, hint=f"write {where} '-o VALUE'"
+        )
     return found
 
 
@@ -95,25 +117,46 @@ def ssh_options(text: str, where: str) -> tuple[str, ...]:
     """As `words`; ``--`` is refused, for pdrun adds options behind these."""
     found = words(text, where)
     if "--" in found:
-        raise UsageError("'--' ends ssh's options, and pdrun adds more", where=where, hint="leave it out")
+        raise UsageError(
+            "'--' ends ssh's options, and pdrun adds more", where=where, hint="leave it out"
+        )
     return found
 
 
 _REASONS = (
     (r"could not resolve hostname", "its name is not known", "check the name, or ~/.ssh/config"),
-    (r"identification has changed|host key for .* has changed", "its host key has changed",
-     "make sure that it is the same host, then: ssh-keygen -R {host}"),
-    (r"host key verification failed|no .*host key is known", "its host key is not known here",
-     "log in once with: ssh {host}"),
-    (r"permission denied|too many authentication failures", "it refuses the key",
-     "check that this works without a password: ssh -o BatchMode=yes {host} true"),
+    (
+        r"identification has changed|host key for .* has changed",
+        "its host key has changed",
+        "make sure that it is the same host, then: ssh-keygen -R {host}",
+    ),
+    (
+        r"host key verification failed|no .*host key is known",
+        "its host key is not known here",
+        "log in once with: ssh {host}",
+    ),
+    (
+        r"permission denied|too many authentication failures",
+        "it refuses the key",
+        "check that this works without a password: ssh -o BatchMode=yes {host} true",
+    ),
     (r"connection refused", "nothing answers on its ssh port", "check that sshd runs there"),
-    (r"timed out|no route to host|network is unreachable|host is down", "it cannot be reached",
-     "check the name and the network"),
-    (r"connection (?:closed|reset)|kex_exchange|broken pipe", "it closed the connection", "look into its sshd's log"),
-    (r"no such identity|bad configuration option|bad owner or permissions|unknown option|usage: ssh",
-     "ssh refuses its options", "check --ssh-opts and ~/.ssh/config"),
-)  # fmt: skip
+    (
+        r"timed out|no route to host|network is unreachable|host is down",
+        "it cannot be reached",
+        "check the name and the network",
+    ),
+    (
+        r"connection (?:closed|reset)|kex_exchange|broken pipe",
+        "it closed the connection",
+        "look into its sshd's log",
+    ),
+    (
+        r"no such identity|bad configuration option|bad owner or permissions|unknown option|usage: ssh",
+        "ssh refuses its options",
+        "check --ssh-opts and ~/.ssh/config",
+    ),
+)
 """What ssh says on stderr, what that means, and what to do. {host} is filled in."""
 
 
@@ -129,7 +172,10 @@ def failure(host: Host, code: int | None, said: str, python: str) -> tuple[str, 
     low = " ".join(said.lower().split())
     last = _last_line(said)
     if code is None:
-        return "it did not answer in time", "check that the interpreter starts there: a file system may hang"
+        return (
+            "it did not answer in time",
+            "check that the interpreter starts there: a file system may hang",
+        )
     if code != 255:
         return _far_failure(code, low, last, python)
     target = f"{host.user}@{host.name}" if host.user else host.name
@@ -142,7 +188,10 @@ def failure(host: Host, code: int | None, said: str, python: str) -> tuple[str, 
 def _far_failure(code: int, low: str, last: str, python: str) -> tuple[str, str]:
     """The login worked, the interpreter did not."""
     if "far end:" in low:
-        return f"{python} has no pdrun there, and it cannot be taken along ({last.partition(': ')[2]})", ""
+        return (
+            f"{python} has no pdrun there, and it cannot be taken along ({last.partition(': ')[2]})",
+            "",
+        )
     if "no module named" in low and "pdrun" in low:
         return f"{python} has no pdrun there", "install it there, or add --ship"
     if code in (126, 127) or "not found" in low or "no such file" in low:

@@ -1,14 +1,16 @@
 """
-The agent of one node: one loop over the scheduler's link, the keeper, the workers' pipes and the user's signals.
+The agent of one node: one loop over the scheduler's link, the keeper, the workers' pipes and the
+user's signals.
 
     Welcome -> Join -> (Waiting) -> Assign -> preflight -> Ready -> Start -> workers -> Finished -+-> Verdict -> Leave
                 ^      (Standby)      ^------------------- another generation -------------------+
                 +--- Refuse(rejoin): given up; the workers end, then a new agent joins
 
-It decides nothing about the job: the scheduler does, and every node leaves with its verdict's code. What it decides
-alone is what to do without a scheduler (`leaving`): when the link is lost, or a stop that the user asked for is not
-answered, the workers are ended with the usual grace and it leaves with 69, or 128 + the signal. Every wait has an end.
-Its workers are in `part`; what they tell, or show by doing nothing, in `reports`; its other processes in `crew`.
+It decides nothing about the job: the scheduler does, and every node leaves with its verdict's code.
+What it decides alone is what to do without a scheduler (`leaving`): when the link is lost, or a
+stop that the user asked for is not answered, the workers are ended with the usual grace and it
+leaves with 69, or 128 + the signal. Every wait has an end. Its workers are in `part`; what they
+tell, or show by doing nothing, in `reports`; its other processes in `crew`.
 """
 
 from __future__ import annotations
@@ -50,12 +52,15 @@ from pdrun.rendezvous.protocol.messages import (
 FAREWELL = 1.0
 
 
-def run_agent(plan: LaunchPlan | Callable[[Welcome], LaunchPlan], link: Link, around: Surroundings) -> int:
+def run_agent(
+    plan: LaunchPlan | Callable[[Welcome], LaunchPlan], link: Link, around: Surroundings
+) -> int:
     """
     Take part in a job until its end; return the exit code of the verdict.
 
     Args:
-        plan: of this node, or how to make it once the scheduler has told the job's specification (`pdrun join`).
+        plan: of this node, or how to make it once the scheduler has told the job's specification
+            (`pdrun join`).
 
     Raises:
         PdrunError: the plan cannot be made, the scheduler was never reached or refused this node.
@@ -73,14 +78,24 @@ class Agent:
     """See the module. `run` once, then `close`."""
 
     def __init__(
-        self, plan: LaunchPlan | Callable[[Welcome], LaunchPlan], link: Link, signals: Signals, around: Surroundings
+        self,
+        plan: LaunchPlan | Callable[[Welcome], LaunchPlan],
+        link: Link,
+        signals: Signals,
+        around: Surroundings,
     ) -> None:
         self._planner = plan if callable(plan) else lambda welcome: plan
         self._known = None if callable(plan) else plan
-        self._link, self._signals, self._around = link, signals, around
+        self._link = link
+        self._signals = signals
+        self._around = around
         self._clock = around.clock
         self._voice = Voice(
-            self._clock, quiet=around.quiet, address=around.address, events=around.events, before=around.say
+            self._clock,
+            quiet=around.quiet,
+            address=around.address,
+            events=around.events,
+            before=around.say,
         )
         self._crew = Crew(around.keeper, self._voice.say)
         self._reports = Reports(self._clock, self._tell, self._voice.say)
@@ -105,17 +120,24 @@ class Agent:
         return self._code
 
     def close(self) -> None:
-        """End everything that is left, in an order in which nothing is lost: workers, last words, the link."""
+        """
+        End everything that is left, in an order in which nothing is lost: workers, last words, the
+        link.
+        """
         self._crew.close()
         self._reports.close()
         self._link.close(FAREWELL)
         if self._output is not None:
             self._output.close()
 
-    # The loop ---------------------------------------------------------------------------------------------------------
+    # The loop
+    # ---------------------------------------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        """Wait for something, then deal with it: output first, so that no line is younger than what it explains."""
+        """
+        Wait for something, then deal with it: output first, so that no line is younger than what it
+        explains.
+        """
         ready = self._wait()
         for fd in ready:
             if self._output is not None:
@@ -138,18 +160,31 @@ class Agent:
 
     def _wait(self) -> set[int]:
         """Sleep until a descriptor is readable or something is due; return the readable ones."""
-        poll, now = select.poll(), self._clock.monotonic()
+        poll = select.poll()
+        now = self._clock.monotonic()
         for fd in (*self._descriptors(), *(self._output.filenos() if self._output else ())):
             if fd >= 0:
                 poll.register(fd, select.POLLIN)
-        times = [self._leave.answer_by, self._crew.beat_at, self._voice.deadline(), self._reports.deadline()]
+        times = [
+            self._leave.answer_by,
+            self._crew.beat_at,
+            self._voice.deadline(),
+            self._reports.deadline(),
+        ]
         times.append(self._part.group.deadline() if self._part.group else None)
         if self._hears:
             times.append(self._link.deadline())
-            times.append(self._around.scheduler_child.deadline() if self._around.scheduler_child else None)
+            times.append(
+                self._around.scheduler_child.deadline() if self._around.scheduler_child else None
+            )
         due = min((time for time in times if time is not None), default=None)
         # a millisecond more, in which poll counts: a wait that ends too early would be a busy one
-        return {fd for fd, _ in poll.poll(None if due is None else max(0.0, due - now) * 1000 + (due > now))}
+        return {
+            fd
+            for fd, _ in poll.poll(
+                None if due is None else max(0.0, due - now) * 1000 + (due > now)
+            )
+        }
 
     def _descriptors(self) -> Iterator[int]:
         yield self._signals.fileno()
@@ -184,8 +219,10 @@ class Agent:
             self._stop_alone()
         if self._part.running:
             if leave.expired(self._link.cut_off_for()):
-                self._voice.say(f"no word of the scheduler for {leave.lease:.1f} s: stopping the workers of this node, "
-                                "for the others may go on without it")  # fmt: skip
+                self._voice.say(
+                    f"no word of the scheduler for {leave.lease:.1f} s: stopping the workers of this node, "
+                    "for the others may go on without it"
+                )
                 self._end_and_return(leave.last_grace)
         elif leave.returning:
             self._come_back()
@@ -197,7 +234,8 @@ class Agent:
             if not leave.judged:
                 self._voice.left(self._code)
 
-    # The scheduler ----------------------------------------------------------------------------------------------------
+    # The scheduler
+    # ----------------------------------------------------------------------------------------------------
 
     def _messages(self, ready: set[int]) -> None:
         if not self._hears:
@@ -206,7 +244,9 @@ class Agent:
             messages = self._link.poll()
             for message in messages:
                 self._heard(message)
-            if self._code is None and not messages:  # the verdict may be among them: then its end is no loss
+            if (
+                self._code is None and not messages
+            ):  # the verdict may be among them: then its end is no loss
                 self._tend_scheduler(ready)
         except RendezvousError as error:
             if self._leave.stops:  # what follows from the user's stop is no failure
@@ -218,12 +258,17 @@ class Agent:
             self._leave_alone(error.exit_code, signal.SIGTERM)
 
     def _tend_scheduler(self, ready: set[int]) -> None:
-        """A scheduler process that died is started again; the link waits for it, and the workers go on."""
+        """
+        A scheduler process that died is started again; the link waits for it, and the workers go
+        on.
+        """
         child = self._around.scheduler_child
         if child is None:
             return
         due = child.deadline()
-        if (child.fileno() in ready or (due is not None and self._clock.monotonic() >= due)) and (line := child.tend()):
+        if (child.fileno() in ready or (due is not None and self._clock.monotonic() >= due)) and (
+            line := child.tend()
+        ):
             self._voice.say(line)
 
     def _heard(self, message: Message) -> None:
@@ -262,13 +307,21 @@ class Agent:
             self._around.welcomed(plan, message)
         serves = self._around.scheduler_child is not None or plan.mode == "alone"
         self._leave.welcomed(message, serves=serves)
-        self._leave.may_depart = self._leave.may_depart and plan.spec.resources.elastic and not serves
+        self._leave.may_depart = (
+            self._leave.may_depart and plan.spec.resources.elastic and not serves
+        )
         self._reports.every = max(EVERY, message.heartbeat)
         self._joined = True
-        self._link.send(Join(
-            node=plan.node, node_rank=plan.spec.place.node_rank, workers=len(plan.workers), facts=dict(plan.facts),
-            store=self._crew.stores.hold(plan.listen), spec=plan.spec.shared(),
-        ))  # fmt: skip
+        self._link.send(
+            Join(
+                node=plan.node,
+                node_rank=plan.spec.place.node_rank,
+                workers=len(plan.workers),
+                facts=dict(plan.facts),
+                store=self._crew.stores.hold(plan.listen),
+                spec=plan.spec.shared(),
+            )
+        )
 
     def _stop_workers(self, message: StopWorkers) -> None:
         group = self._part.group
@@ -276,18 +329,24 @@ class Agent:
             self._voice.stopping(message)
             group.stop(message.signal, message.grace)
         if self._leave.departing and message.reason.startswith("stopped by"):
-            self._leave.departing = False  # the job cannot go on without this node: it ends, with a verdict
+            self._leave.departing = (
+                False  # the job cannot go on without this node: it ends, with a verdict
+            )
         self._leave.answer_by = None
 
     def _refused(self, refuse: Refuse) -> None:
         code = refuse.code or EXIT_UNAVAILABLE
         if refuse.rejoin and self._plan is not None and not self._leave.stops:
             first = "once its workers have ended, " if self._part.running else ""
-            self._voice.say(f"the scheduler had given this node up: {refuse.reason}; {first}it joins again")
+            self._voice.say(
+                f"the scheduler had given this node up: {refuse.reason}; {first}it joins again"
+            )
             self._end_and_return(self._plan.spec.policy.grace)
             return
         if self._part.running:
-            self._voice.say(f"the scheduler refused this node: {refuse.reason}; stopping its workers")
+            self._voice.say(
+                f"the scheduler refused this node: {refuse.reason}; stopping its workers"
+            )
             self._leave_alone(code, signal.SIGTERM)
             return
         error = RendezvousError(refuse.reason)
@@ -295,7 +354,9 @@ class Agent:
         raise error
 
     def _verdict(self, verdict: Verdict) -> None:
-        self._leave.judged, self._leave.answer_by, self._leave.departing = True, None, False
+        self._leave.judged = True
+        self._leave.answer_by = None
+        self._leave.departing = False
         if self._part.running:
             self._leave_alone(verdict.code, signal.SIGTERM)
         else:
@@ -303,11 +364,13 @@ class Agent:
         self._voice.verdict(verdict)
         self._link.send(Leave())
 
-    # Without the scheduler --------------------------------------------------------------------------------------------
+    # Without the scheduler
+    # --------------------------------------------------------------------------------------------
 
     def _leave_alone(self, code: int, number: int) -> None:
         """End the workers with the job's grace; then leave with ``code``."""
-        self._leave.code, self._leave.answer_by = code, None
+        self._leave.code = code
+        self._leave.answer_by = None
         if self._plan is not None:
             self._part.stop(number, self._plan.spec.policy.grace)
 
@@ -321,12 +384,14 @@ class Agent:
 
     def _end_and_return(self, grace: float) -> None:
         """What this node does counts no more: end its workers; `_come_back` follows."""
-        self._leave.returning, self._leave.answer_by = True, None
+        self._leave.returning = True
+        self._leave.answer_by = None
         self._part.stop(signal.SIGTERM, grace)
 
     def _come_back(self) -> None:
         """Join as a new agent: nothing of the old one is left."""
-        self._leave.returning, self._joined = False, False
+        self._leave.returning = False
+        self._joined = False
         self._part.forget()
         self._link.renew()
 
@@ -342,7 +407,8 @@ class Agent:
         self._link.send(Leave("the process that started this agent has died"))
         self._code = EXIT_UNAVAILABLE
 
-    # Signals ----------------------------------------------------------------------------------------------------------
+    # Signals
+    # ----------------------------------------------------------------------------------------------------------
 
     def _signalled(self, number: int) -> None:
         if number in STOP:
@@ -353,8 +419,12 @@ class Agent:
             self._part.forward(number)
 
     def _asked_to_stop(self, number: int) -> None:
-        """Once: ask the scheduler to stop the job with grace. Again: kill here and now, and have it kill elsewhere."""
-        plan, leave = self._plan, self._leave
+        """
+        Once: ask the scheduler to stop the job with grace. Again: kill here and now, and have it
+        kill elsewhere.
+        """
+        plan = self._plan
+        leave = self._leave
         departs = leave.departs(number)
         leave.asked_at = leave.asked_at if leave.stops else self._clock.monotonic()
         leave.stops += 1
@@ -363,21 +433,31 @@ class Agent:
         if plan is None:
             self._code = 128 + number
             return
-        again, grace = leave.stops > 1, plan.spec.policy.grace
+        again = leave.stops > 1
+        grace = plan.spec.policy.grace
         leave.departing = departs or (leave.departing and number == signal.SIGTERM)
-        self._voice.stop_asked(name, grace, again=again, running=self._part.running, leaves=leave.departing)
+        self._voice.stop_asked(
+            name, grace, again=again, running=self._part.running, leaves=leave.departing
+        )
         if leave.departing and again:
             leave.answer_by = None
         elif leave.code is None:
             reason = f"{name} on {plan.node}"
-            self._link.send(Depart(reason) if leave.departing else StopRequest(number, reason, force=again))
-            wait = answer_time(started=self._part.started, running=self._part.running, again=again, grace=grace)
+            self._link.send(
+                Depart(reason) if leave.departing else StopRequest(number, reason, force=again)
+            )
+            wait = answer_time(
+                started=self._part.started, running=self._part.running, again=again, grace=grace
+            )
             leave.answer_by = self._clock.monotonic() + wait
         if again:
             self._part.stop(signal.SIGKILL, 0.0)
 
     def _pause(self) -> None:
-        """Ctrl-Z: stop the workers and this process; where other nodes count on its heartbeat that would be its end."""
+        """
+        Ctrl-Z: stop the workers and this process; where other nodes count on its heartbeat that
+        would be its end.
+        """
         if self._plan is not None and self._plan.mode != "alone":
             self._voice.say("Ctrl-Z is not taken: the other nodes would count this one as lost")
             return

@@ -1,8 +1,10 @@
 """
-What the agent says on the terminal, and when: one line a fact, each behind ``pdrun: ``, nothing for its own sake.
+What the agent says on the terminal, and when: one line a fact, each behind ``pdrun: ``, nothing for
+its own sake.
 
-Where several agents share a terminal (`--local`) one of them speaks for the job; the others say only what is about
-their own node. What the scheduler's process notes about strangers and other nodes is read from the event log.
+Where several agents share a terminal (`--local`) one of them speaks for the job; the others say
+only what is about their own node. What the scheduler's process notes about strangers and other
+nodes is read from the event log.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ LOOK_EVERY = 0.5
 READING = 0.1
 """Seconds that a look waits for the disk."""
 PATIENCE = 1.0
-"""Seconds after which it is said why the workers are being stopped; a quicker end says it in its summary."""
+"""
+Seconds after which it is said why the workers are being stopped; a quicker end says it in its
+summary.
+"""
 NOTICE_LINES = 100
 TWICE = 5.0
 """Seconds in which a line from two sources is said once."""
@@ -39,19 +44,30 @@ _SHOWN = ("warning", "refused", "suspect", "recovered")
 
 
 class Voice:
-    """Speaks through the workers' output once there is one, and waits for no reader before either."""
+    """
+    Speaks through the workers' output once there is one, and waits for no reader before either.
+    """
 
     def __init__(
-        self, clock: Clock, *, quiet: bool, address: str, events: str = "", before: Callable[[str], None] = lane.say
-    ) -> None:  # fmt: skip
+        self,
+        clock: Clock,
+        *,
+        quiet: bool,
+        address: str,
+        events: str = "",
+        before: Callable[[str], None] = lane.say,
+    ) -> None:
         """
         Args:
             before: says a line while there is no output yet; must not block.
             quiet: another agent on this terminal says what is said once a job.
             address: ``HOST:PORT`` by which other nodes join.
-            events: path of an event log that another process writes and this one shows; empty: none.
+            events: path of an event log that another process writes and this one shows; empty:
+                none.
         """
-        self._clock, self._quiet, self._address = clock, quiet, address
+        self._clock = clock
+        self._quiet = quiet
+        self._address = address
         self._output: WorkerOutput | None = None
         self._before = before
         self._events = _EventTail(Path(events)) if events else None
@@ -78,7 +94,8 @@ class Voice:
 
     def begin(self, plan: LaunchPlan, run: str, output: WorkerOutput) -> None:
         """The run has a name: from here on lines go through the output."""
-        self._plan, self._output = plan, output
+        self._plan = plan
+        self._output = output
         if plan.spec.output.files:
             folder = Path(plan.cwd, plan.spec.output.log_dir, run)
             here = Path.cwd()
@@ -100,11 +117,16 @@ class Voice:
         self._look_at = now + LOOK_EVERY
         for event in self._events.more():
             if event.get("kind") in _SHOWN and not self._known(str(event.get("text", ""))):
-                words = [str(event[key]) for key in ("node", "host", "text", "reason") if event.get(key)]
+                words = [
+                    str(event[key]) for key in ("node", "host", "text", "reason") if event.get(key)
+                ]
                 self.say(plain(f"{event['kind']}: {', '.join(dict.fromkeys(words))}"))
 
     def waiting(self, message: Waiting) -> None:
-        """Who is here, who is not, and how to start them; nodes that one command starts are on their way at first."""
+        """
+        Who is here, who is not, and how to start them; nodes that one command starts are on their
+        way at first.
+        """
         simulated = self._plan is not None and self._plan.spec.place.simulated is not None
         coming = not self._address and message.elapsed < (PATIENCE if simulated else COMING)
         if self._quiet or coming:
@@ -117,7 +139,10 @@ class Voice:
         else:
             spent = f"{duration(message.elapsed)} of {duration(message.timeout)}"
             rest = f", missing: {', '.join(message.missing)}; {spent}"
-        self.say(plain(f"{here} of {message.expected} nodes are here ({names}){rest}") + self._how_to_join())
+        self.say(
+            plain(f"{here} of {message.expected} nodes are here ({names}){rest}")
+            + self._how_to_join()
+        )
 
     def standing_by(self, reason: str) -> None:
         """This node has no part in the present generation; said again when the reason changes."""
@@ -129,11 +154,16 @@ class Voice:
         """The scheduler tells something to everybody."""
         self._noticed = text
         for line in text.splitlines()[:NOTICE_LINES]:
-            if (line.startswith(" ") or not self._known(line)) and not self._quiet:  # stacks may have equal lines
+            if (
+                line.startswith(" ") or not self._known(line)
+            ) and not self._quiet:  # stacks may have equal lines
                 self.say(plain(line))
 
     def _known(self, text: str) -> bool:
-        """Whether a line was said a moment ago: what the scheduler tells stands in its event log, too. Notes it."""
+        """
+        Whether a line was said a moment ago: what the scheduler tells stands in its event log, too.
+        Notes it.
+        """
         now = self._clock.monotonic()
         known = any(before == text and now - at < TWICE for at, before in self._told)
         if text:
@@ -141,7 +171,10 @@ class Voice:
         return known and bool(text)
 
     def _how_to_join(self) -> str:
-        """How the missing nodes are started; once, too, where they get the token that a shared home would give."""
+        """
+        How the missing nodes are started; once, too, where they get the token that a shared home
+        would give.
+        """
         if not self._address:
             return ""
         place = self._plan.spec.place if self._plan is not None else None
@@ -150,7 +183,11 @@ class Voice:
         if self._told_token or here or (place is not None and place.insecure):
             return line
         self._told_token = True
-        own = "of this node's --token-file" if place is not None and place.token_file else "of `pdrun token show` here"
+        own = (
+            "of this node's --token-file"
+            if place is not None and place.token_file
+            else "of `pdrun token show` here"
+        )
         return f"{line} (a host that does not share this home needs the token {own})"
 
     def _join_line(self) -> str:
@@ -160,12 +197,17 @@ class Voice:
     def started(self, assign: Assign) -> None:
         """The workers start: how many, the first time and whenever that has changed."""
         self._standby = ""
-        before, self._world = self._world, assign.world_size
+        before = self._world
+        self._world = assign.world_size
         if self._quiet or self._plan is None or before == assign.world_size:
             return
         shown = self._plan.spec.output.show_ranks
         if none := RankSet(shown).without(range(assign.world_size)):
-            there = f"the ranks are 0-{assign.world_size - 1}" if assign.world_size > 1 else "the only rank is 0"
+            there = (
+                f"the ranks are 0-{assign.world_size - 1}"
+                if assign.world_size > 1
+                else "the only rank is 0"
+            )
             self.say(f"warning: --show-ranks {shown}: there is no rank {none}; {there}")
         workers = f"{assign.world_size} worker{'s' if assign.world_size > 1 else ''}"
         nodes = f"{assign.nodes} node{'s' if assign.nodes > 1 else ''}"
@@ -178,7 +220,9 @@ class Voice:
         """Somebody failed: why, unless it is all over in a moment."""
         self._why = message.reason
         if not self._quiet and not message.reason.startswith("stopped by"):
-            text = plain(f"{message.reason}; stopping the other workers (grace {duration(message.grace)})")
+            text = plain(
+                f"{message.reason}; stopping the other workers (grace {duration(message.grace)})"
+            )
             self._later = (self._clock.monotonic() + PATIENCE, text)
 
     def restarting(self, assign: Assign) -> None:
@@ -188,17 +232,26 @@ class Voice:
             counted = assign.restarts > self._restarts
             most = self._plan.spec.policy.max_restarts
             what = f"restart {assign.restarts} of {most}" if counted else "starting again"
-            size = f" with {assign.nodes} node{'s' * (assign.nodes > 1)}" if self._plan.spec.resources.elastic else ""
+            size = (
+                f" with {assign.nodes} node{'s' * (assign.nodes > 1)}"
+                if self._plan.spec.resources.elastic
+                else ""
+            )
             self.say(plain(f"{what}{size}{f': {self._why}' if self._why else ''}"))
-        self._restarts, self._why = assign.restarts, ""
+        self._restarts = assign.restarts
+        self._why = ""
 
-    def stop_asked(self, name: str, grace: float, *, again: bool, running: bool, leaves: bool = False) -> None:
+    def stop_asked(
+        self, name: str, grace: float, *, again: bool, running: bool, leaves: bool = False
+    ) -> None:
         """The user wants the job to end, or this node to leave it."""
         node = self._plan.node if self._plan else "this node"
         if leaves and again:
             self.say(f"{name} again: killing all workers of {node}")
         elif leaves:
-            once_more = f", grace {duration(grace)}; once more kills its workers at once" if running else ""
+            once_more = (
+                f", grace {duration(grace)}; once more kills its workers at once" if running else ""
+            )
             self.say(f"{name}: {node} leaves the job, which goes on without it{once_more}")
         elif self._quiet:
             return
@@ -213,26 +266,41 @@ class Voice:
         self.look()
         if not self._quiet:
             for line in summary(
-                verdict, seconds=self._clock.monotonic() - self._began, log_dir=self._log_dir,
-                python=self._python(verdict), revealed=self._revealed(verdict),
-            ):  # fmt: skip
+                verdict,
+                seconds=self._clock.monotonic() - self._began,
+                log_dir=self._log_dir,
+                python=self._python(verdict),
+                revealed=self._revealed(verdict),
+            ):
                 self.say(line)
 
     def _here(self, failure: Failure | None) -> LaunchPlan | None:
         """The plan, when a failure was on this machine: of this node, or one that it simulates."""
         plan = self._plan
-        return plan if plan and failure and (plan.node == failure.node or plan.spec.place.simulated) else None
+        if plan and failure and (plan.node == failure.node or plan.spec.place.simulated):
+            return plan
+        return None
 
     def _python(self, verdict: Verdict) -> str:
         plan = self._here(verdict.first)
-        return plan.workers[0].argv[0] if plan and plan.workers and plan.spec.program.kind != "command" else ""
+        if plan and plan.workers and plan.spec.program.kind != "command":
+            return plan.workers[0].argv[0]
+        return ""
 
     def _revealed(self, verdict: Verdict) -> bool:
-        """Whether the first cause's last lines (for --show-ranks hides that rank), or a hang's stacks, were shown."""
-        plan, first = self._here(verdict.first), verdict.first
+        """
+        Whether the first cause's last lines (for --show-ranks hides that rank), or a hang's stacks,
+        were shown.
+        """
+        plan = self._here(verdict.first)
+        first = verdict.first
         if first is not None and first.cause.kind == "hang":
             return bool(first.cause.traceback) and first.cause.traceback in self._noticed
-        return plan is not None and first is not None and first.rank not in RankSet(plan.spec.output.show_ranks)
+        return (
+            plan is not None
+            and first is not None
+            and first.rank not in RankSet(plan.spec.output.show_ranks)
+        )
 
     def left(self, code: int) -> None:
         """The end without a verdict; why was said before."""
@@ -250,12 +318,16 @@ class _EventTail:
         self._reading: Attempt[bytes] | None = None
 
     def more(self) -> list[dict[str, Any]]:
-        """Return what is new; nothing while the disk does not answer, which is waited for a moment, once."""
+        """
+        Return what is new; nothing while the disk does not answer, which is waited for a moment,
+        once.
+        """
         first = self._reading is None
         self._reading = self._reading or Attempt(self._read)
         if not self._reading.wait(READING if first else 0.0):
             return []
-        data, self._reading = self._reading.result(), None
+        data = self._reading.result()
+        self._reading = None
         self._at += len(data)
         *lines, self._half = (self._half + data).split(b"\n")
         found = []

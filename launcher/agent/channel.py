@@ -1,11 +1,13 @@
 """
-How workers speak to their agent: datagrams through a socket file in a folder that only this user can enter.
+How workers speak to their agent: datagrams through a socket file in a folder that only this user
+can enter.
 
     {"rank": 3, "generation": 1, "step": 120, "busy": 0.25, "saved": 100}
 
-Whatever is no such object, exactly, is counted and forgotten: it may come from any process of this user. The kernel
-says who sent it. A worker never waits: what does not fit into the socket's queue is lost, and the next one says it
-again. Nor does a worker that floods keep the agent busy: a turn reads at most BATCH of them.
+Whatever is no such object, exactly, is counted and forgotten: it may come from any process of this
+user. The kernel says who sent it. A worker never waits: what does not fit into the socket's queue
+is lost, and the next one says it again. Nor does a worker that floods keep the agent busy: a turn
+reads at most BATCH of them.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ MOST = 1 << 53
 """No rank, generation or step is as great."""
 MOST_SWEPT = 64
 _PREFIX = "pdrun-agent-"
-"""Then a name of the running kernel: on a folder that hosts share, only that one knows whether a socket is held."""
+"""
+Then a name of the running kernel: on a folder that hosts share, only that one knows whether a
+socket is held.
+"""
 _WHOLE = ("rank", "generation", "step", "saved")
 _CREDENTIALS = struct.Struct("3i")
 _PATH_LIMIT = 100
@@ -56,14 +61,21 @@ def parse(data: bytes, pid: int = 0) -> Told | None:
         found: Any = json.loads(data)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(found, dict) or not {"rank", "generation"} <= found.keys() <= {*_WHOLE, "busy"}:
+    if not isinstance(found, dict) or not {"rank", "generation"} <= found.keys() <= {
+        *_WHOLE,
+        "busy",
+    }:
         return None
-    if not all(type(found[name]) is int and 0 <= found[name] < MOST for name in _WHOLE if name in found):
+    if not all(
+        type(found[name]) is int and 0 <= found[name] < MOST for name in _WHOLE if name in found
+    ):
         return None
     busy = found.get("busy", 0.0)
     if type(busy) not in (int, float) or not 0 <= busy < 1e9:  # which no NaN is
         return None
-    return Told(found["rank"], found["generation"], found.get("step"), float(busy), found.get("saved"), pid)
+    return Told(
+        found["rank"], found["generation"], found.get("step"), float(busy), found.get("saved"), pid
+    )
 
 
 class Channel:
@@ -75,7 +87,10 @@ class Channel:
     """
 
     folders: ClassVar[set[Path]] = set()
-    """Those of this process that are in use: to be removed by a process that leaves without closing anything."""
+    """
+    Those of this process that are in use: to be removed by a process that leaves without closing
+    anything.
+    """
 
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
@@ -101,11 +116,15 @@ class Channel:
         return self._socket.fileno()
 
     def read(self) -> list[Told]:
-        """Return what was said since the last call, oldest first, at most BATCH of it; never blocks."""
+        """
+        Return what was said since the last call, oldest first, at most BATCH of it; never blocks.
+        """
         found: list[Told] = []
         for _ in range(BATCH):
             try:
-                data, ancillary, flags, _ = self._socket.recvmsg(LONGEST + 1, socket.CMSG_SPACE(_CREDENTIALS.size))
+                data, ancillary, flags, _ = self._socket.recvmsg(
+                    LONGEST + 1, socket.CMSG_SPACE(_CREDENTIALS.size)
+                )
             except OSError:  # nothing is left
                 break
             told = None if flags & socket.MSG_TRUNC else parse(data, _sender(ancillary))
@@ -145,7 +164,10 @@ def private_folder() -> Path:
 
 
 def sweep(folder: Path) -> None:
-    """Remove the folders beside this one whose agents were killed: this user's, of this kernel, with a dead socket."""
+    """
+    Remove the folders beside this one whose agents were killed: this user's, of this kernel, with a
+    dead socket.
+    """
     kernel = _prefix()
     if kernel == _PREFIX:
         return
@@ -162,15 +184,21 @@ def sweep(folder: Path) -> None:
 
 
 def _prefix() -> str:
-    """What folders of this kernel's agents begin with; without its name where that cannot be read."""
+    """
+    What folders of this kernel's agents begin with; without its name where that cannot be read.
+    """
     try:
-        return f"{_PREFIX}{Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii')[:8]}-"
+        return (
+            f"{_PREFIX}{Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii')[:8]}-"
+        )
     except OSError:
         return _PREFIX
 
 
 def _sender(ancillary: list[tuple[int, int, bytes]]) -> int:
     for level, kind, data in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS) and len(data) == _CREDENTIALS.size:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS) and len(
+            data
+        ) == _CREDENTIALS.size:
             return int(_CREDENTIALS.unpack(data)[0])
     return 0

@@ -1,9 +1,11 @@
 """
-The part that this node has in one generation after another: its place, its workers, and what is told of them.
+The part that this node has in one generation after another: its place, its workers, and what is
+told of them.
 
     Assign -> preflight -> Ready (or Unready) -> Start -> WorkerExit, one each -> Finished -> Assign ...
 
-A generation of other sizes only changes what the workers are told: the plan of this node stays as it was made.
+A generation of other sizes only changes what the workers are told: the plan of this node stays as
+it was made.
 """
 
 from __future__ import annotations
@@ -19,16 +21,33 @@ from pdrun.launcher.agent.surroundings import Surroundings
 from pdrun.launcher.agent.worker_group import Group
 from pdrun.launcher.controller.agent_handle import RUNNING
 from pdrun.launcher.plan.model import LaunchPlan
-from pdrun.rendezvous.protocol.messages import Assign, Cause, Finished, Message, Ready, Unready, WorkerExit
+from pdrun.rendezvous.protocol.messages import (
+    Assign,
+    Cause,
+    Finished,
+    Message,
+    Ready,
+    Unready,
+    WorkerExit,
+)
 
 
 class Part:
     """See the module. All calls come from the agent's loop."""
 
     def __init__(
-        self, crew: Crew, reports: Reports, voice: Voice, around: Surroundings, tell: Callable[[Message], None]
+        self,
+        crew: Crew,
+        reports: Reports,
+        voice: Voice,
+        around: Surroundings,
+        tell: Callable[[Message], None],
     ) -> None:
-        self._crew, self._reports, self._voice, self._around, self._tell = crew, reports, voice, around, tell
+        self._crew = crew
+        self._reports = reports
+        self._voice = voice
+        self._around = around
+        self._tell = tell
         self._assign: Assign | None = None
         self.group: Group | None = None
         self.finished = False
@@ -45,14 +64,17 @@ class Part:
         return self.group is not None and self.group.started and not self.group.done
 
     def take(self, message: Assign, plan: LaunchPlan, output: WorkerOutput, run: str) -> None:
-        """Take the place in a generation; one that is known already was repeated after a reconnection."""
+        """
+        Take the place in a generation; one that is known already was repeated after a reconnection.
+        """
         if self._assign is not None and message.generation <= self._assign.generation:
             return
         if self.started:  # else the present store is as good as new
             self._crew.stores.turn(self._crew.keeper)
         if self._assign is not None:
             self._voice.restarting(message)
-        self._assign, self.finished = message, False
+        self._assign = message
+        self.finished = False
         found = preflight(plan, output)
         if found.code:
             self._tell(Unready(message.generation, found.code, found.reason))
@@ -62,7 +84,15 @@ class Part:
         wrapped = plan.spec.program.kind == "command"
         channel = self._reports.open(wrapped=wrapped, timeout=plan.spec.policy.hang_timeout)
         self.group = Group(
-            plan, run, message, keeper, output, self._around.clock, self._worker_ended, self._around.stdin, channel
+            plan,
+            run,
+            message,
+            keeper,
+            output,
+            self._around.clock,
+            self._worker_ended,
+            self._around.stdin,
+            channel,
         )
         self._crew.stores.wanted = message.node_rank == 0
         if found.imports_torch:
@@ -93,8 +123,17 @@ class Part:
             self.group.forward(number)
 
     def conclude(self, plan: LaunchPlan | None) -> None:
-        """Tell, once, that all workers have ended; with a fresh store where another generation may follow."""
-        if plan is None or self.group is None or not self.started or not self.group.done or self.finished:
+        """
+        Tell, once, that all workers have ended; with a fresh store where another generation may
+        follow.
+        """
+        if (
+            plan is None
+            or self.group is None
+            or not self.started
+            or not self.group.done
+            or self.finished
+        ):
             return
         self.finished = True
         self._reports.flush()
@@ -103,7 +142,9 @@ class Part:
 
     def forget(self) -> None:
         """This node begins again as a new one, in a generation to come."""
-        self.group, self._assign, self.finished = None, None, False
+        self.group = None
+        self._assign = None
+        self.finished = False
         self._crew.stores.renew(self._crew.keeper)
 
     def _worker_ended(self, rank: int, cause: Cause) -> None:

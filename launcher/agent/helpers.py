@@ -1,9 +1,11 @@
 """
-The processes that an agent has beside the workers: the keeper, which it starts and watches, and torch's store.
+The processes that an agent has beside the workers: the keeper, which it starts and watches, and
+torch's store.
 
-A keeper that dies ends the job on this node, unless no worker was started yet. The starter (see `starting`) is asked
-for as soon as it is known that workers will be forked: it imports torch while the nodes come together, and on a node
-that stands by, so that a replacement starts as quickly as a restart.
+A keeper that dies ends the job on this node, unless no worker was started yet. The starter (see
+`starting`) is asked for as soon as it is known that workers will be forked: it imports torch while
+the nodes come together, and on a node that stands by, so that a replacement starts as quickly as a
+restart.
 """
 
 from __future__ import annotations
@@ -24,14 +26,18 @@ class Crew:
     """See the module. All calls come from the agent's loop."""
 
     def __init__(self, make: Callable[[LaunchPlan], Keeper], say: Callable[[str], None]) -> None:
-        self._make, self._say = make, say
+        self._make = make
+        self._say = say
         self.keeper: Keeper | None = None
         self.stores = Stores()
         self.beat_at: float | None = None
         """When the keeper is to be asked again for a sign of life."""
 
     def hire(self, plan: LaunchPlan) -> Keeper:
-        """Return the keeper; started now where there is none, and with it the import of torch that workers need."""
+        """
+        Return the keeper; started now where there is none, and with it the import of torch that
+        workers need.
+        """
         if self.keeper is None:
             self.keeper = self._make(plan)
             if plan.starting.how == "fork":
@@ -64,7 +70,8 @@ class Crew:
             self.beat_at = self.keeper.beat() if running else None
         except PdrunError as error:
             self.keeper.close()
-            self.keeper, self.beat_at = None, None
+            self.keeper = None
+            self.beat_at = None
             if group is None or not group.started:
                 raise
             self._say(str(error))
@@ -75,9 +82,13 @@ class Crew:
         assert self.keeper is not None
         program = plan.workers[0].argv[0]
         is_python = plan.spec.program.kind != "command" or Path(program).name.startswith("python")
-        python = program if is_python else sys.executable  # the one that has the workers' torch, where that is known
+        python = (
+            program if is_python else sys.executable
+        )  # the one that has the workers' torch, where that is known
         fork = plan.starting.how == "fork"
-        self.stores.start(self.keeper, python, {**plan.base_env, **plan.spec.env}, plan.cwd, fork=fork)
+        self.stores.start(
+            self.keeper, python, {**plan.base_env, **plan.spec.env}, plan.cwd, fork=fork
+        )
 
     def close(self) -> None:
         """End every process."""

@@ -1,4 +1,7 @@
-"""The protocols between the agent and its surroundings: what is real in production is a fake in a test."""
+"""
+The protocols between the agent and its surroundings: what is real in production is a fake in a
+test.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,15 @@ class Link(Protocol):
     """
     The agent's end of its connection to the scheduler (`pdrun.rendezvous.scheduler.local_link`).
 
-    Nothing here blocks. The link greets (Hello), beats and watches the scheduler's echo by itself, inside `poll`.
+    Nothing here blocks. The link greets (Hello), beats and watches the scheduler's echo by itself,
+    inside `poll`.
     """
 
     def fileno(self) -> int:
-        """A descriptor that becomes readable when `poll` may have something; -1 when there is none (in process)."""
+        """
+        A descriptor that becomes readable when `poll` may have something; -1 when there is none (in
+        process).
+        """
         ...
 
     def send(self, message: Message) -> None:
@@ -26,27 +33,37 @@ class Link(Protocol):
 
     def poll(self) -> Sequence[Message]:
         """
-        Return what has arrived and keep the connection alive. Call whenever `fileno` is readable and at `deadline`.
+        Return what has arrived and keep the connection alive. Call whenever `fileno` is readable
+        and at `deadline`.
 
         Raises:
             AuthenticationError: the scheduler holds another token.
-            RendezvousError: nobody answered, or the scheduler was lost for longer than the `patience` of its Welcome.
+            RendezvousError: nobody answered, or the scheduler was lost for longer than the
+                `patience` of its Welcome.
         """
         ...
 
     def deadline(self) -> float | None:
-        """Monotonic time at which `poll` wants to be called although nothing arrived; None: no such time."""
+        """
+        Monotonic time at which `poll` wants to be called although nothing arrived; None: no such
+        time.
+        """
         ...
 
     def silent_for(self) -> float:
-        """Seconds since the scheduler was last heard, without those in which this process itself stood still."""
+        """
+        Seconds since the scheduler was last heard, without those in which this process itself stood
+        still.
+        """
         ...
 
     def cut_off_for(self) -> float:
         """
-        As `silent_for`, but a scheduler whose machine still takes connections is only away: it is being started again.
+        As `silent_for`, but a scheduler whose machine still takes connections is only away: it is
+        being started again.
 
-        More than the `lease` of its Welcome: a new generation may have been formed without this node.
+        More than the `lease` of its Welcome: a new generation may have been formed without this
+        node.
         """
         ...
 
@@ -65,7 +82,8 @@ class Link(Protocol):
 
 class Keeper(Protocol):
     """
-    The agent's handle of the keeper process, parent of all workers (`pdrun.launcher.supervisor.client`).
+    The agent's handle of the keeper process, parent of all workers
+    (`pdrun.launcher.supervisor.client`).
 
     Should the agent die in any way, the keeper ends every descendant and leaves.
     """
@@ -74,28 +92,47 @@ class Keeper(Protocol):
         """Readable when `events` may have something."""
         ...
 
-    def spawn(self, command: WorkerCommand, stdin: int, stdout: int, stderr: int, pass_fds: Sequence[int] = ()) -> None:
+    def spawn(
+        self,
+        command: WorkerCommand,
+        stdin: int,
+        stdout: int,
+        stderr: int,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
         """
-        Ask for a process. The descriptors are copied to the keeper and may be closed after the call.
+        Ask for a process. The descriptors are copied to the keeper and may be closed after the
+        call.
 
         In the child, ``pass_fds`` keep the numbers 3, 4, ... in the order given.
         """
         ...
 
     def prepare(self, command: WorkerCommand) -> None:
-        """Start the process that workers are forked from (`WorkerCommand.start`); answered by one StarterState."""
+        """
+        Start the process that workers are forked from (`WorkerCommand.start`); answered by one
+        StarterState.
+        """
         ...
 
     def dismiss(self) -> None:
-        """Let that process go once it has forked what it was asked for: no more workers will be wanted."""
+        """
+        Let that process go once it has forked what it was asked for: no more workers will be
+        wanted.
+        """
         ...
 
     def signal(self, slot: int, number: int, *, group: bool) -> None:
-        """Send a signal to the process of a slot, or to its whole process group; a slot that has ended is no error."""
+        """
+        Send a signal to the process of a slot, or to its whole process group; a slot that has ended
+        is no error.
+        """
         ...
 
     def sweep(self, slot: int | None) -> None:
-        """SIGKILL every descendant of a slot (None: of all slots) that is left; answered by one Swept."""
+        """
+        SIGKILL every descendant of a slot (None: of all slots) that is left; answered by one Swept.
+        """
         ...
 
     def events(self) -> Iterable[KeeperEvent]:
@@ -103,13 +140,17 @@ class Keeper(Protocol):
         Return what has happened since the last call.
 
         Raises:
-            PdrunError: the keeper itself died, or was silent for too long (see `beat`) and was ended; every worker has
+            PdrunError: the keeper itself died, or was silent for too long (see `beat`) and was
+                ended; every worker has
                 been told to die with it.
         """
         ...
 
     def beat(self) -> float | None:
-        """Have the keeper show that it lives; return when to call again (monotonic seconds), None: no need to."""
+        """
+        Have the keeper show that it lives; return when to call again (monotonic seconds), None: no
+        need to.
+        """
         ...
 
     def close(self) -> None:
@@ -134,7 +175,10 @@ class WorkerOutput(Protocol):
         ...
 
     def begin(self, run: str, world_size: int) -> None:
-        """A generation starts: needed before `open`; names the folder, and tells whether lines need a prefix."""
+        """
+        A generation starts: needed before `open`; names the folder, and tells whether lines need a
+        prefix.
+        """
         ...
 
     def reveal(self, rank: int) -> None:
@@ -142,11 +186,16 @@ class WorkerOutput(Protocol):
         ...
 
     def open(self, rank: int, local_rank: int, generation: int) -> tuple[int, int]:
-        """Make the two pipes of a worker; return the write ends (stdout, stderr), which the caller closes."""
+        """
+        Make the two pipes of a worker; return the write ends (stdout, stderr), which the caller
+        closes.
+        """
         ...
 
     def filenos(self) -> Iterable[int]:
-        """The read ends that are to be watched now (none of a worker whose output is being held back)."""
+        """
+        The read ends that are to be watched now (none of a worker whose output is being held back).
+        """
         ...
 
     def read(self, fd: int) -> None:
@@ -154,7 +203,10 @@ class WorkerOutput(Protocol):
         ...
 
     def drain(self, rank: int, timeout: float) -> None:
-        """A worker has ended: take what is left in its pipes (until EOF or ``timeout``), write out a last half line."""
+        """
+        A worker has ended: take what is left in its pipes (until EOF or ``timeout``), write out a
+        last half line.
+        """
         ...
 
     def tail(self, rank: int) -> tuple[str, ...]:
@@ -162,12 +214,16 @@ class WorkerOutput(Protocol):
         ...
 
     def recent(self, rank: int) -> str:
-        """The last 16 KiB that a worker printed on stderr: an abort's reason may stand above a long stack."""
+        """
+        The last 16 KiB that a worker printed on stderr: an abort's reason may stand above a long
+        stack.
+        """
         ...
 
     def traceback(self, rank: int) -> tuple[float, str] | None:
         """
-        The last Python traceback that a worker printed on stderr, when nothing but its own lines followed.
+        The last Python traceback that a worker printed on stderr, when nothing but its own lines
+        followed.
 
         Returns:
             (monotonic seconds of its first byte, text), or None.
@@ -175,7 +231,10 @@ class WorkerOutput(Protocol):
         ...
 
     def survived(self, rank: int) -> bool:
-        """Whether a worker's output tells that it went on after the traceback that `traceback` returns."""
+        """
+        Whether a worker's output tells that it went on after the traceback that `traceback`
+        returns.
+        """
         ...
 
     def heard_at(self, rank: int) -> float:
@@ -183,11 +242,16 @@ class WorkerOutput(Protocol):
         ...
 
     def log_path(self, rank: int) -> str:
-        """Path of the log that tells why the worker ended, or the empty string when no files are written."""
+        """
+        Path of the log that tells why the worker ended, or the empty string when no files are
+        written.
+        """
         ...
 
     def say(self, text: str) -> None:
-        """Print a line of pdrun's own on the terminal (stderr), in order with the workers' lines."""
+        """
+        Print a line of pdrun's own on the terminal (stderr), in order with the workers' lines.
+        """
         ...
 
     def close(self, timeout: float = 2.0) -> tuple[str, ...]:

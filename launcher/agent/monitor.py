@@ -5,8 +5,9 @@ What an agent learns of its running workers, and tells the scheduler: progress, 
     /proc, output ------> Watch  --> Hung                once a rank and generation
     ShowStacks ---------> Inquiry -> Stacks              within 3 s
 
-Who only waits for others is as quiet as one that hangs. So "no output and no CPU time" counts only while no worker of
-this node is at work; for the scheduler, which asks the other nodes, the answer names those who are (`Stacks.active`).
+Who only waits for others is as quiet as one that hangs. So "no output and no CPU time" counts only
+while no worker of this node is at work; for the scheduler, which asks the other nodes, the answer
+names those who are (`Stacks.active`).
 """
 
 from __future__ import annotations
@@ -29,13 +30,20 @@ EVERY = 1.0
 class Reports:
     """See the module. One for an agent's life; `begin` once a generation."""
 
-    def __init__(self, clock: Clock, send: Callable[[Message], None], say: Callable[[str], None]) -> None:
-        self._clock, self._send, self._say = clock, send, say
+    def __init__(
+        self, clock: Clock, send: Callable[[Message], None], say: Callable[[str], None]
+    ) -> None:
+        self._clock = clock
+        self._send = send
+        self._say = say
         self._channel: Channel | None = None
         self._tried = False
         self._group: Group | None = None
         self._inquiries: list[tuple[Inquiry, dict[int, str] | None]] = []
-        """Each with what it was asked for: why some ranks are suspected, or None: because of ShowStacks."""
+        """
+        Each with what it was asked for: why some ranks are suspected, or None: because of
+        ShowStacks.
+        """
         self.every = EVERY
 
     def open(self, *, wrapped: bool, timeout: float | None) -> str:
@@ -46,7 +54,8 @@ class Reports:
             wrapped: the workers' processes are commands, below which the program proper may run.
             timeout: of hangs.
         """
-        self._wrapped, self._timeout = wrapped, timeout
+        self._wrapped = wrapped
+        self._timeout = timeout
         if not self._tried:
             self._tried = True
             try:
@@ -58,7 +67,9 @@ class Reports:
     def begin(self, group: Group, output: WorkerOutput, keeper: Keeper) -> None:
         """The workers of a generation start."""
         self._end_inquiries()
-        self._group, self._output, self._keeper = group, output, keeper
+        self._group = group
+        self._output = output
+        self._keeper = keeper
         now = self._clock.monotonic()
         self._told: dict[int, Told] = {}
         """The last that each rank said."""
@@ -77,7 +88,8 @@ class Reports:
         self._ended_at = float("-inf")
         """When a worker was last seen to have ended."""
 
-    # The loop ---------------------------------------------------------------------------------------------------------
+    # The loop
+    # ---------------------------------------------------------------------------------------------------------
 
     def filenos(self) -> Iterator[int]:
         """Descriptors that are readable when `turn` has something to do."""
@@ -98,7 +110,8 @@ class Reports:
     def turn(self) -> None:
         """Do what is there to be done."""
         self.read()
-        group, now = self._group, self._clock.monotonic()
+        group = self._group
+        now = self._clock.monotonic()
         if group is None or not group.started:
             return
         if self._moved and now >= self._progress_at:
@@ -116,14 +129,20 @@ class Reports:
         self._end_inquiries()
         if self._channel is not None:
             if self._channel.strange:
-                self._say(f"{self._channel.strange} messages on the workers' socket were none of pdrun's")
+                self._say(
+                    f"{self._channel.strange} messages on the workers' socket were none of pdrun's"
+                )
             self._channel.close()
             self._channel = None
 
-    # Progress ---------------------------------------------------------------------------------------------------------
+    # Progress
+    # ---------------------------------------------------------------------------------------------------------
 
     def read(self) -> None:
-        """Take what the workers have said; before their ends are told, or a step that was saved would come too late."""
+        """
+        Take what the workers have said; before their ends are told, or a step that was saved would
+        come too late.
+        """
         for told in self._channel.read() if self._channel else ():
             if self._counts(told):
                 self._told[told.rank] = told
@@ -134,7 +153,12 @@ class Reports:
     def _counts(self, told: Told) -> bool:
         """Whether it was said by a worker of this generation, not by a helper of one."""
         group = self._group
-        if group is None or not group.started or told.generation != group.generation or told.rank not in group.ranks:
+        if (
+            group is None
+            or not group.started
+            or told.generation != group.generation
+            or told.rank not in group.ranks
+        ):
             return False
         pid = next((pid for rank, _, pid in group.alive() if rank == told.rank), 0)
         if self._wrapped:  # below a shell, say: the first that speaks is it
@@ -148,14 +172,17 @@ class Reports:
             return
         steps = [self._told[rank] for rank in sorted(self._moved)]
         saved = min((self._saved.get(rank, -1) for rank in group.ranks), default=-1)
-        moved = tuple(Step(told.rank, told.step, told.busy) for told in steps if told.step is not None)
+        moved = tuple(
+            Step(told.rank, told.step, told.busy) for told in steps if told.step is not None
+        )
         self._moved.clear()
         self._progress_at = self._clock.monotonic() + self.every
         if moved or saved != self._sent_saved:
             self._sent_saved = saved
             self._send(Progress(group.generation, moved, saved))
 
-    # Hangs ------------------------------------------------------------------------------------------------------------
+    # Hangs
+    # ------------------------------------------------------------------------------------------------------------
 
     def _look(self, group: Group, now: float) -> None:
         suspects: list[tuple[tuple[bool, int, float], int, Suspicion]] = []
@@ -167,7 +194,11 @@ class Reports:
                 continue
             watch = self._watches.setdefault(rank, Watch(self._timeout, now))
             found = watch.look(seen, now)
-            if found is not None and rank not in self._hung and now >= self._again_at.get(rank, 0.0):
+            if (
+                found is not None
+                and rank not in self._hung
+                and now >= self._again_at.get(rank, 0.0)
+            ):
                 order = (seen.letter != "T", -1 if seen.step is None else seen.step, -watch.quiet)
                 suspects.append((order, rank, found))
         self._look_at = now + Watch(self._timeout, now).every
@@ -189,29 +220,37 @@ class Reports:
         traceback = self._output.traceback(rank) is not None and not self._output.survived(rank)
         if self._timeout is None and not traceback:
             return None
-        state, told = procfs.state(pid), self._told.get(rank)
+        state = procfs.state(pid)
+        told = self._told.get(rank)
         return Seen(
-            step=told.step if told else None, saved=self._saved.get(rank), heard=self._output.heard_at(rank),
-            cpu=procfs.cpu_seconds(pid), letter=state.letter if state else "Z",
-            traced=bool(state and state.tracer), traceback=traceback,
-        )  # fmt: skip
+            step=told.step if told else None,
+            saved=self._saved.get(rank),
+            heard=self._output.heard_at(rank),
+            cpu=procfs.cpu_seconds(pid),
+            letter=state.letter if state else "Z",
+            traced=bool(state and state.tracer),
+            traceback=traceback,
+        )
 
     def _works(self, rank: int) -> bool:
         """Whether a worker has done something within the timeout, as far as can be seen."""
-        watch, told = self._watches.get(rank), self._told.get(rank)
+        watch = self._watches.get(rank)
+        told = self._told.get(rank)
         if watch is None or self._timeout is None:
             return False
         return (watch.stuck if told and told.step is not None else watch.quiet) < self._timeout
 
     def _tell_hung(self, group: Group, rank: int, why: str, *, waits: bool = False) -> None:
-        if waits:  # the scheduler may know of one that is at work: then it is told again after as long a time
+        # the scheduler may know of one that is at work: then it is told again after as long a time
+        if waits:
             self._again_at[rank] = self._clock.monotonic() + (self._timeout or 0.0)
         else:
             self._hung.add(rank)
         self.flush()
         self._send(Hung(group.generation, rank, why, waits))
 
-    # Stacks -----------------------------------------------------------------------------------------------------------
+    # Stacks
+    # -----------------------------------------------------------------------------------------------------------
 
     def show_stacks(self, generation: int) -> None:
         """The scheduler wants to know where everybody is."""
@@ -219,13 +258,19 @@ class Reports:
         if group is not None and group.started and group.generation == generation:
             self._ask(group.alive(), self._clock.monotonic(), None)
 
-    def _ask(self, workers: list[tuple[int, int, int]], now: float, suspects: dict[int, str] | None) -> None:
+    def _ask(
+        self, workers: list[tuple[int, int, int]], now: float, suspects: dict[int, str] | None
+    ) -> None:
         def signal(slot: int, number: int) -> None:
             self._keeper.signal(slot, number, group=False)
 
-        active = tuple(rank for rank, _, _ in workers if self._works(rank)) if suspects is None else ()
+        active = (
+            tuple(rank for rank, _, _ in workers if self._works(rank)) if suspects is None else ()
+        )
         if self._channel is not None:
-            self._inquiries.append((Inquiry(workers, self._channel.folder, signal, now, active), suspects))
+            self._inquiries.append(
+                (Inquiry(workers, self._channel.folder, signal, now, active), suspects)
+            )
         elif self._group is not None:
             self._send(Stacks(self._group.generation, (), active))
 

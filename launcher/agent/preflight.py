@@ -1,8 +1,8 @@
 """
 The last look before a node says that it can start: cheap, and before anything runs anywhere.
 
-What was true when the plan was made may have changed while the nodes came together (a file system that is not mounted
-here, a full disk, a folder of another user).
+What was true when the plan was made may have changed while the nodes came together (a file system
+that is not mounted here, a full disk, a folder of another user).
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """
-What a node decides by itself: how it ends when the user, time or a lost scheduler says so. State and times; no action.
+What a node decides by itself: how it ends when the user, time or a lost scheduler says so. State
+and times; no action.
 
     SIGINT, or SIGTERM of a job of fixed size     the whole job is to stop: the scheduler is asked, for a while
     SIGTERM in an elastic job                     this node is to go (its machine is taken away), the others go on
@@ -24,7 +25,10 @@ STOP_ANSWER_WAITING = 0.7
 RESTART_ANSWER = 10.0
 """The same, from the first stop on, where the scheduler's process is just being started again."""
 MARGIN = 0.5
-"""Seconds by which the workers of a node that is cut off are gone before the others may begin without it."""
+"""
+Seconds by which the workers of a node that is cut off are gone before the others may begin without
+it.
+"""
 
 
 @dataclass
@@ -45,27 +49,37 @@ class Leaving:
     """Whether the verdict has come."""
     departing: bool = False
     returning: bool = False
-    """This node was given up, or must take itself for it: once its workers have ended it joins as a new one."""
+    """
+    This node was given up, or must take itself for it: once its workers have ended it joins as a
+    new one.
+    """
     lease: float = 0.0
     """Seconds without the scheduler that the workers may go on; 0: no limit."""
     last_grace: float = 0.0
     """Seconds from the end of the lease to the workers' end."""
 
     def welcomed(self, welcome: Welcome, *, serves: bool) -> None:
-        """Take the terms of this run. Nothing can cut off the node that the scheduler itself is on."""
+        """
+        Take the terms of this run. Nothing can cut off the node that the scheduler itself is on.
+        """
         self.lease = 0.0 if serves else welcome.lease
         self.last_grace = max(0.0, welcome.dead - welcome.lease - MARGIN)
 
     def departs(self, number: int) -> bool:
         """Whether a first signal to stop means this node alone."""
-        return number == signal.SIGTERM and self.may_depart and self.stops == 0 and self.code is None
+        return (
+            number == signal.SIGTERM and self.may_depart and self.stops == 0 and self.code is None
+        )
 
     def expired(self, silent: float) -> bool:
         """Whether a node whose workers run has been without its scheduler for too long."""
         return bool(self.lease) and silent > self.lease and not self.returning and self.code is None
 
     def absent(self) -> None:
-        """The scheduler's process is being started again: it is to have the time for that, and to hear of the stop."""
+        """
+        The scheduler's process is being started again: it is to have the time for that, and to hear
+        of the stop.
+        """
         if self.answer_by is not None:
             self.answer_by = max(self.answer_by, self.asked_at + RESTART_ANSWER)
 
@@ -76,7 +90,8 @@ class Leaving:
 
 def answer_time(*, started: bool, running: bool, again: bool, grace: float) -> float:
     """
-    Return the seconds that the scheduler has to answer a stop: the others end first where this node's workers have.
+    Return the seconds that the scheduler has to answer a stop: the others end first where this
+    node's workers have.
 
     Args:
         started: workers of this node were started.

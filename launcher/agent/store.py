@@ -1,9 +1,11 @@
 """
-torch's store, held by the node of rank 0: its port is bound before anybody is told, its process comes when needed.
+torch's store, held by the node of rank 0: its port is bound before anybody is told, its process
+comes when needed.
 
-Each generation has a socket and a store of its own, so that no key of an earlier one is ever read. A program that
-mentions torch gets the process at once; any other one when the first client connects, so a job without torch pays for
-a socket and nothing else. A client that is early waits in the socket's backlog.
+Each generation has a socket and a store of its own, so that no key of an earlier one is ever read.
+A program that mentions torch gets the process at once; any other one when the first client
+connects, so a job without torch pays for a socket and nothing else. A client that is early waits in
+the socket's backlog.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class StoreSocket:
     _count = 0
 
     def __init__(self, listen: str) -> None:
-        # each has a slot of its own: the store of the last generation may not be reaped when the next one starts
+        # each has a slot of its own: the store of the last generation may not be reaped when the
+        # next one starts
         self._slot = STORE_SLOT - StoreSocket._count
         StoreSocket._count += 1
         self._listener: socket.socket | None = bind_listener(Endpoint(listen, 0), backlog=BACKLOG)
@@ -45,11 +48,20 @@ class StoreSocket:
         self._complaints = -1
 
     def fileno(self) -> int:
-        """Readable when the first client has come and there is no process yet; -1 when that need not be watched."""
-        return self._listener.fileno() if self._listener and not self.started else -1
+        """
+        Readable when the first client has come and there is no process yet; -1 when that need not
+        be watched.
+        """
+        if self._listener and not self.started:
+            return self._listener.fileno()
+        return -1
 
-    def start(self, keeper: Keeper, python: str, env: Mapping[str, str], cwd: str, *, fork: bool = False) -> None:
-        """Hand the socket to a store process; once. ``fork``: from the starter, where there is one."""
+    def start(
+        self, keeper: Keeper, python: str, env: Mapping[str, str], cwd: str, *, fork: bool = False
+    ) -> None:
+        """
+        Hand the socket to a store process; once. ``fork``: from the starter, where there is one.
+        """
         if self.started or self._listener is None:
             return
         self.started = True
@@ -58,15 +70,24 @@ class StoreSocket:
             self._complaints = os.dup(complaints.fileno())
             keeper.spawn(
                 WorkerCommand(
-                    self._slot, argv, {**env, "OMP_NUM_THREADS": "1"}, cwd, start="auto" if fork else "exec"
+                    self._slot,
+                    argv,
+                    {**env, "OMP_NUM_THREADS": "1"},
+                    cwd,
+                    start="auto" if fork else "exec",
                 ),
-                null.fileno(), null.fileno(), complaints.fileno(), (self._listener.fileno(),),
-            )  # fmt: skip
+                null.fileno(),
+                null.fileno(),
+                complaints.fileno(),
+                (self._listener.fileno(),),
+            )
         self._listener.close()
         self._listener = None
 
     def ended(self, event: KeeperEvent) -> str:
-        """Return why the store process ended, when nobody had asked it to; empty for any other event."""
+        """
+        Return why the store process ended, when nobody had asked it to; empty for any other event.
+        """
         if not isinstance(event, (Exited, SpawnFailed)) or event.slot != self._slot:
             return ""
         if isinstance(event, SpawnFailed):
@@ -74,7 +95,9 @@ class StoreSocket:
         code = os.waitstatus_to_exitcode(event.status)
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         size = os.fstat(self._complaints).st_size
-        text = os.pread(self._complaints, 4096, max(0, size - 4096)).decode("utf-8", "replace").strip()
+        text = (
+            os.pread(self._complaints, 4096, max(0, size - 4096)).decode("utf-8", "replace").strip()
+        )
         return f"{how}: {text.splitlines()[-1]}" if text else how
 
     def end(self, keeper: Keeper) -> None:
@@ -112,26 +135,39 @@ class Stores:
         return self._next.address
 
     def fileno(self) -> int:
-        """Readable when a client has come to a store that has no process yet; -1 when that need not be watched."""
+        """
+        Readable when a client has come to a store that has no process yet; -1 when that need not be
+        watched.
+        """
         return self._now.fileno() if self._now is not None and self.wanted else -1
 
-    def start(self, keeper: Keeper, python: str, env: Mapping[str, str], cwd: str, *, fork: bool = False) -> None:
+    def start(
+        self, keeper: Keeper, python: str, env: Mapping[str, str], cwd: str, *, fork: bool = False
+    ) -> None:
         """Start the process of the present store; once."""
         if self._now is not None and self.wanted:
             self.wanted = False
             self._now.start(keeper, python, env, cwd, fork=fork)
 
     def complaint(self, event: KeeperEvent) -> str:
-        """Return why the present store ended, when that is what the event says and nobody had asked for it."""
+        """
+        Return why the present store ended, when that is what the event says and nobody had asked
+        for it.
+        """
         return self._now.ended(event) if self._now is not None else ""
 
     def turn(self, keeper: Keeper | None) -> None:
-        """A generation is over: its store goes, the socket that was announced for the next one takes its place."""
+        """
+        A generation is over: its store goes, the socket that was announced for the next one takes
+        its place.
+        """
         if self._now is not None:
             if keeper is not None:
                 self._now.end(keeper)
             self._now.close()
-        self._now, self._next, self.wanted = self._next, None, False
+        self._now = self._next
+        self._next = None
+        self.wanted = False
 
     def renew(self, keeper: Keeper | None) -> None:
         """This node begins again as a new one: nothing of its old sockets is announced any more."""

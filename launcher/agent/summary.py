@@ -1,8 +1,10 @@
 """
-The last words of a job on the terminal: how it ended and, when it failed, all that one needs to act. Pure text.
+The last words of a job on the terminal: how it ended and, when it failed, all that one needs to
+act. Pure text.
 
-At most LINES lines. The user's traceback is shown without any decorator in the script and without launcher frames; the
-last lines of the worker's output stand in where there is none. Control characters of a worker's text are made harmless.
+At most LINES lines. The user's traceback is shown without any decorator in the script and without
+launcher frames; the last lines of the worker's output stand in where there is none. Control
+characters of a worker's text are made harmless.
 """
 
 from __future__ import annotations
@@ -38,15 +40,24 @@ def summary(
         seconds: how long the job took on this node.
         log_dir: folder of this run's logs; empty when no files are written.
         python: the workers' interpreter on this node, for a hint; empty when it is not known.
-        revealed: the first cause's last lines, or the stacks of a hang, have just been shown here, and are not again.
+        revealed: the first cause's last lines, or the stacks of a hang, have just been shown here,
+            and are not again.
     """
     took = f"after {duration(seconds)}"
     if verdict.code == EXIT_OK:
         return [f"job done in {duration(seconds)}" + (f", logs in {log_dir}" if log_dir else "")]
     if verdict.first is None:
-        word = "stopped" if verdict.reason.startswith("stopped") or verdict.code == EXIT_DEADLINE else "failed"
+        word = (
+            "stopped"
+            if verdict.reason.startswith("stopped") or verdict.code == EXIT_DEADLINE
+            else "failed"
+        )
         reason = verdict.reason.removeprefix("stopped ")
-        lines = [plain(f"job {word} {took}{' ' if word == 'stopped' and reason != verdict.reason else ': '}{reason}")]
+        lines = [
+            plain(
+                f"job {word} {took}{' ' if word == 'stopped' and reason != verdict.reason else ': '}{reason}"
+            )
+        ]
         lines += _others(verdict.others)
     else:
         reason, deserted = _apart(verdict.reason)
@@ -58,13 +69,19 @@ def summary(
 
 
 def _apart(reason: str) -> tuple[str, str]:
-    """Take out of a reason which ranks had ended well before, which is a hint here; a long reason would hide it."""
+    """
+    Take out of a reason which ranks had ended well before, which is a hint here; a long reason
+    would hide it.
+    """
     found = _DESERTED.search(reason)
-    return (reason, "") if found is None else (reason[: found.start()] + reason[found.end() :], found[1])
+    if found is None:
+        return (reason, "")
+    return (reason[: found.start()] + reason[found.end() :], found[1])
 
 
 def _first(failure: Failure, revealed: bool) -> list[str]:
-    cause, evidence = failure.cause, _evidence(failure.cause)
+    cause = failure.cause
+    evidence = _evidence(failure.cause)
     who = f"rank {failure.rank} on {failure.node}"
     if cause.kind == "hang":
         where = f"where every rank was{' stands above' if revealed else ':'}"
@@ -72,10 +89,19 @@ def _first(failure: Failure, revealed: bool) -> list[str]:
     if evidence and revealed:
         lines = [plain(f"  the last words of {who} ({ending(cause)}) stand above")]
     elif evidence:
-        what = "the traceback" if cause.traceback.strip() else f"the last line{'s' * (len(evidence) > 1)}"
-        lines = [plain(f"  {what} of {who} ({ending(cause)}):"), *(f"    {plain(line)}" for line in evidence)]
+        what = (
+            "the traceback"
+            if cause.traceback.strip()
+            else f"the last line{'s' * (len(evidence) > 1)}"
+        )
+        lines = [
+            plain(f"  {what} of {who} ({ending(cause)}):"),
+            *(f"    {plain(line)}" for line in evidence),
+        ]
     else:
-        lines = [] if cause.kind == "lost" else [plain(f"  {who} printed nothing ({ending(cause)})")]
+        lines = (
+            [] if cause.kind == "lost" else [plain(f"  {who} printed nothing ({ending(cause)})")]
+        )
     if cause.log and (evidence or cause.kind == "lost"):
         lines.append(plain(f"  log of rank {failure.rank}: {cause.log}"))
     return lines
@@ -93,15 +119,20 @@ def ending(cause: Cause) -> str:
 def _evidence(cause: Cause) -> list[str]:
     """The traceback, the middle cut out of a long one, else the last lines of output."""
     if cause.kind == "hang":
-        return cause.traceback.rstrip().split("\n")[: LINES - 10] if cause.traceback.strip() else []
+        if cause.traceback.strip():
+            return cause.traceback.rstrip().split("\n")[: LINES - 10]
+        return []
     if not cause.traceback.strip():
         return [line for line in cause.tail if line.strip()][-_TAIL_LINES:]
     lines = cause.traceback.rstrip().split("\n")
     if len(lines) <= _TRACE_LINES:
         return lines
     head = 3
-    return [*lines[:head], f"... {len(lines) - _TRACE_LINES + 1} lines left out, see the log ...",
-            *lines[head + len(lines) - _TRACE_LINES + 1:]]  # fmt: skip
+    return [
+        *lines[:head],
+        f"... {len(lines) - _TRACE_LINES + 1} lines left out, see the log ...",
+        *lines[head + len(lines) - _TRACE_LINES + 1 :],
+    ]
 
 
 def _victims(count: int) -> list[str]:
@@ -111,15 +142,22 @@ def _victims(count: int) -> list[str]:
 
 
 def _others(others: Sequence[Failure]) -> list[str]:
-    lines = [plain(f"  rank {other.rank} on {other.node} failed by itself too: {other.cause.summary}" +
-                   (f" ({other.cause.log})" if other.cause.log else "")) for other in others[:_OTHERS]]  # fmt: skip
+    lines = [
+        plain(
+            f"  rank {other.rank} on {other.node} failed by itself too: {other.cause.summary}"
+            + (f" ({other.cause.log})" if other.cause.log else "")
+        )
+        for other in others[:_OTHERS]
+    ]
     if len(others) > _OTHERS:
         lines.append(f"  ... and {len(others) - _OTHERS} more")
     return lines
 
 
 def hints(cause: Cause, python: str = "", deserted: str = "") -> Iterable[str]:
-    """What one can do about it, where that is known; ``deserted``: which ranks had ended well before."""
+    """
+    What one can do about it, where that is known; ``deserted``: which ranks had ended well before.
+    """
     text = f"{cause.summary}\n{cause.traceback[-2000:]}"
     if cause.kind == "oom":
         yield "the memory limit of this machine or container was reached: start fewer workers, or raise the limit"
@@ -156,6 +194,9 @@ def duration(seconds: float) -> str:
 
 
 def plain(line: str) -> str:
-    """Return a line that cannot command a terminal: no colours, control or direction characters, not endlessly long."""
+    """
+    Return a line that cannot command a terminal: no colours, control or direction characters, not
+    endlessly long.
+    """
     line = _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", _SGR.sub("", line))
     return line if len(line) <= _WIDTH else f"{line[: _WIDTH - 4]} ..."

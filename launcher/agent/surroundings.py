@@ -21,12 +21,15 @@ class Child(Protocol):
         ...
 
     def deadline(self) -> float | None:
-        """Monotonic time at which `tend` is due although nothing is readable; None: no such time."""
+        """
+        Monotonic time at which `tend` is due although nothing is readable; None: no such time.
+        """
         ...
 
     def tend(self) -> str:
         """
-        Start it again when it has died; never waits. Return a line for the user, or the empty string.
+        Start it again when it has died; never waits. Return a line for the user, or the empty
+        string.
 
         Raises:
             RendezvousError: it has ended for good.
@@ -54,13 +57,18 @@ class Surroundings:
     scheduler_child: Child | None = None
     """The scheduler process of this node, if it has it."""
     lifeline: int | None = None
-    """A descriptor whose end means: whoever started this agent is gone, end everything at once. May say FOR_ALL."""
+    """
+    A descriptor whose end means: whoever started this agent is gone, end everything at once. May
+    say FOR_ALL.
+    """
     stdin: int | None = None
     """What rank 0 reads as its standard input; None: nothing."""
     address: str = ""
     """``HOST:PORT`` by which other nodes join; for messages."""
     events: str = ""
-    """Path of the event log that the scheduler process writes; what it notes is shown. Empty: none."""
+    """
+    Path of the event log that the scheduler process writes; what it notes is shown. Empty: none.
+    """
     reached: Callable[[bytes], None] = _unheard
     """Called with UP once signals are taken, with RUNNING before workers are started."""
     say: Callable[[str], None] = lane.say

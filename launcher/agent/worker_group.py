@@ -1,14 +1,17 @@
 """
-The workers of one generation on this node: started together, watched, stopped with one grace, each ended exactly once.
+The workers of one generation on this node: started together, watched, stopped with one grace, each
+ended exactly once.
 
     start --Spawned--> running --Exited--> swept --> its last output read --> Cause reported
                           | stop: signal, SIGKILL after the grace, given up STUCK seconds later (named, not waited for)
 
-A worker that ended because a peer went away is held back SETTLE seconds while others of this node still run: its report
-would have them stopped, and the one that is really at fault may need that time to print why.
+A worker that ended because a peer went away is held back SETTLE seconds while others of this node
+still run: its report would have them stopped, and the one that is really at fault may need that
+time to print why.
 
-A worker whose last word is a traceback gets an order to stop PATIENCE seconds later than the others: if the exception
-was not caught, it ends by itself in that time, with Python's code for it, and that proves it (see `causes`).
+A worker whose last word is a traceback gets an order to stop PATIENCE seconds later than the
+others: if the exception was not caught, it ends by itself in that time, with Python's code for it,
+and that proves it (see `causes`).
 """
 
 from __future__ import annotations
@@ -43,7 +46,10 @@ SWEEP_WAIT = 0.5
 """Seconds that the report of an exit waits for the sweep of what the worker left."""
 DRAIN = 0.3
 PATIENCE = 2.0
-"""Seconds, at most half of the grace: interpreters that have loaded torch need 0.5 s to leave, busy ones more."""
+"""
+Seconds, at most half of the grace: interpreters that have loaded torch need 0.5 s to leave, busy
+ones more.
+"""
 STUCK = 5.0
 
 Report = Callable[[int, Cause], None]
@@ -77,14 +83,29 @@ class Group:
     """See the module. All calls come from the agent's loop; `report` is called once a worker."""
 
     def __init__(
-        self, plan: LaunchPlan, run: str, assign: Assign, keeper: Keeper, output: WorkerOutput, clock: Clock,
-        report: Report, stdin: int | None = None, channel: str = "",
-    ) -> None:  # fmt: skip
+        self,
+        plan: LaunchPlan,
+        run: str,
+        assign: Assign,
+        keeper: Keeper,
+        output: WorkerOutput,
+        clock: Clock,
+        report: Report,
+        stdin: int | None = None,
+        channel: str = "",
+    ) -> None:
         self._channel = channel
-        self._plan, self._run, self._assign = plan, run, assign
-        self._keeper, self._output, self._clock, self._report, self._stdin = keeper, output, clock, report, stdin
+        self._plan = plan
+        self._run = run
+        self._assign = assign
+        self._keeper = keeper
+        self._output = output
+        self._clock = clock
+        self._report = report
+        self._stdin = stdin
         self._workers = {
-            worker.local_rank: _Worker(worker, assign.first_rank + worker.local_rank) for worker in plan.workers
+            worker.local_rank: _Worker(worker, assign.first_rank + worker.local_rank)
+            for worker in plan.workers
         }
         self._kill_at: float | None = None
         self._give_up_at: float | None = None
@@ -113,7 +134,12 @@ class Group:
                 out, err = self._output.open(worker.rank, slot, self.generation)
                 stdin = self._stdin if worker.rank == 0 and self._stdin is not None else null
                 command = WorkerCommand(
-                    slot, worker.plan.argv, env, self._plan.cwd, worker.plan.cpus, start_of(self._plan.starting)
+                    slot,
+                    worker.plan.argv,
+                    env,
+                    self._plan.cwd,
+                    worker.plan.cpus,
+                    start_of(self._plan.starting),
                 )
                 try:
                     self._keeper.spawn(command, stdin, out, err)
@@ -135,7 +161,8 @@ class Group:
                 worker.failure, worker.ended_at, worker.swept = event, self._clock.monotonic(), True
                 self._conclude(worker)
             case Exited(_, _, status, at) if worker.running:
-                worker.status, worker.ended_at = status, at
+                worker.status = status
+                worker.ended_at = at
                 worker.report_by = self._clock.monotonic() + SWEEP_WAIT
                 self._keeper.sweep(event.slot)
             case Swept(_, processes, stuck):
@@ -147,27 +174,36 @@ class Group:
                 pass
 
     def stop(self, number: int, grace: float) -> None:
-        """Tell the workers to end: the signal now, SIGKILL after ``grace`` seconds; again: the earlier end counts."""
+        """
+        Tell the workers to end: the signal now, SIGKILL after ``grace`` seconds; again: the earlier
+        end counts.
+        """
         self._read_everything()  # what was printed before this moment was not caused by it
         now = self._clock.monotonic()
         kill_at = now if number == signal.SIGKILL else now + grace
         first = self._kill_at is None
         if self._kill_at is not None and self._kill_at <= kill_at:
-            return  # said again, after a reconnection say: a second signal would mean something else to a script
+            # said again, after a reconnection say: a second signal would mean something else to a
+            # script
+            return
         self._kill_at = kill_at
         for worker in self._running():
             if first:
                 worker.stopped_at = None if _dumps_core(worker.pid) else now
             if kill_at > now and worker.stopped_at is not None:
                 wait = self._patience(worker, number, grace) if first else 0.0
-                worker.signal_at, worker.held_signal = now + wait, number
+                worker.signal_at = now + wait
+                worker.held_signal = number
         self._flush_held()
         self.tick()
 
     def alive(self) -> list[tuple[int, int, int]]:
         """Return (rank, slot, pid) of the workers that run now."""
-        return [(worker.rank, slot, worker.pid) for slot, worker in self._workers.items()
-                if worker.running and worker.pid]  # fmt: skip
+        return [
+            (worker.rank, slot, worker.pid)
+            for slot, worker in self._workers.items()
+            if worker.running and worker.pid
+        ]
 
     @property
     def ranks(self) -> range:
@@ -177,7 +213,10 @@ class Group:
     def forward(self, number: int) -> None:
         """Pass on a signal that is none of ours."""
         for worker in self._running():
-            whole = self._plan.spec.program.kind == "command" or number in (signal.SIGSTOP, signal.SIGCONT)
+            whole = self._plan.spec.program.kind == "command" or number in (
+                signal.SIGSTOP,
+                signal.SIGCONT,
+            )
             self._keeper.signal(worker.plan.local_rank, number, group=whole)
 
     def abandon(self, why: str) -> None:
@@ -187,7 +226,9 @@ class Group:
             if worker.cause is None and worker.running:
                 self._output.drain(worker.rank, DRAIN)
                 worker.ended_at = self._clock.monotonic()
-                worker.cause = Cause("lost", 137, signal=signal.SIGKILL, at=worker.ended_at, summary=why)
+                worker.cause = Cause(
+                    "lost", 137, signal=signal.SIGKILL, at=worker.ended_at, summary=why
+                )
             elif worker.cause is None:
                 self._conclude(worker)
         self._flush_held()
@@ -197,7 +238,9 @@ class Group:
         now = self._clock.monotonic()
         for worker in self._running():
             if worker.signal_at is not None and now >= worker.signal_at:
-                self._tell(worker, worker.held_signal, group=self._plan.spec.program.kind == "command")
+                self._tell(
+                    worker, worker.held_signal, group=self._plan.spec.program.kind == "command"
+                )
         if self._kill_at is not None and now >= self._kill_at and self._give_up_at is None:
             self._give_up_at = now + STUCK
             for worker in self._running():
@@ -205,8 +248,11 @@ class Group:
                 self._tell(worker, signal.SIGKILL, group=True)
         if self._give_up_at is not None and now >= self._give_up_at:
             for worker in self._running():
-                worker.ended_at, worker.swept = now, True
-                self._output.say(f"pdrun: rank {worker.rank} (pid {worker.pid}) cannot be killed; leaving it behind")
+                worker.ended_at = now
+                worker.swept = True
+                self._output.say(
+                    f"pdrun: rank {worker.rank} (pid {worker.pid}) cannot be killed; leaving it behind"
+                )
         for worker in self._workers.values():
             if worker.running or now < worker.report_by:
                 continue
@@ -219,7 +265,11 @@ class Group:
 
     def deadline(self) -> float | None:
         """Monotonic time at which `tick` has something to do, or None."""
-        times = [time for time in (self._give_up_at or self._kill_at,) if time is not None and any(self._running())]
+        times = [
+            time
+            for time in (self._give_up_at or self._kill_at,)
+            if time is not None and any(self._running())
+        ]
         times += [worker.signal_at for worker in self._running() if worker.signal_at is not None]
         for worker in self._workers.values():
             if not worker.running and not (worker.reported and worker.swept):
@@ -231,28 +281,46 @@ class Group:
         worker.stop_signals.append(number)
         self._keeper.signal(worker.plan.local_rank, number, group=group)
         if number != signal.SIGKILL and _is_stopped(worker.pid):
-            self._keeper.signal(worker.plan.local_rank, signal.SIGCONT, group=group)  # or it would not hear of it
+            self._keeper.signal(
+                worker.plan.local_rank, signal.SIGCONT, group=group
+            )  # or it would not hear of it
 
     def _patience(self, worker: _Worker, number: int, grace: float) -> float:
-        """Seconds to hold an order to stop back: only where the worker may be on its way out, never for a Ctrl-C."""
+        """
+        Seconds to hold an order to stop back: only where the worker may be on its way out, never
+        for a Ctrl-C.
+        """
         last = self._output.traceback(worker.rank)
         if last is None or number == signal.SIGINT or self._output.survived(worker.rank):
             return 0.0
-        return min(PATIENCE, grace / 2) if self._clock.monotonic() - last[0] <= LINGER else 0.0
+        if self._clock.monotonic() - last[0] <= LINGER:
+            return min(PATIENCE, grace / 2)
+        return 0.0
 
     def _running(self) -> Iterator[_Worker]:
         return (worker for worker in self._workers.values() if worker.running)
 
     def _conclude(self, worker: _Worker) -> None:
-        """A worker has ended: read its last words, find the cause, report it (see the module for when)."""
+        """
+        A worker has ended: read its last words, find the cause, report it (see the module for
+        when).
+        """
         self._output.drain(worker.rank, DRAIN)
-        worker.cause = cause_of(Evidence(
-            status=worker.status, at=worker.ended_at or 0.0, traceback=self._output.traceback(worker.rank),
-            survived=self._output.survived(worker.rank), tail=self._output.tail(worker.rank),
-            recent=self._output.recent(worker.rank), stopped_at=worker.stopped_at,
-            stop_signals=tuple(worker.stop_signals), spawn_failure=worker.failure,
-            oom_kills=oom_kills() - self._oom_before, log=self._output.log_path(worker.rank),
-        ))  # fmt: skip
+        worker.cause = cause_of(
+            Evidence(
+                status=worker.status,
+                at=worker.ended_at or 0.0,
+                traceback=self._output.traceback(worker.rank),
+                survived=self._output.survived(worker.rank),
+                tail=self._output.tail(worker.rank),
+                recent=self._output.recent(worker.rank),
+                stopped_at=worker.stopped_at,
+                stop_signals=tuple(worker.stop_signals),
+                spawn_failure=worker.failure,
+                oom_kills=oom_kills() - self._oom_before,
+                log=self._output.log_path(worker.rank),
+            )
+        )
         if worker.cause.kind == "communication" and any(self._running()) and not self.stopping:
             worker.report_by = self._clock.monotonic() + SETTLE
         else:
@@ -272,13 +340,21 @@ class Group:
         for worker in self._workers.values():
             self._send(worker)
 
-    def _tell_leftovers(self, worker: _Worker, processes: tuple[str, ...], stuck: tuple[str, ...]) -> None:
-        by_itself = worker.status is not None and os.WIFEXITED(worker.status)  # a killed one could not tidy up
+    def _tell_leftovers(
+        self, worker: _Worker, processes: tuple[str, ...], stuck: tuple[str, ...]
+    ) -> None:
+        by_itself = worker.status is not None and os.WIFEXITED(
+            worker.status
+        )  # a killed one could not tidy up
         if processes and by_itself and not self.stopping:
             names = "; ".join(processes)
-            self._output.say(f"pdrun: rank {worker.rank} left processes behind, which were ended: {names}")
+            self._output.say(
+                f"pdrun: rank {worker.rank} left processes behind, which were ended: {names}"
+            )
         if stuck:
-            self._output.say(f"pdrun: rank {worker.rank} left processes that cannot be killed: {'; '.join(stuck)}")
+            self._output.say(
+                f"pdrun: rank {worker.rank} left processes that cannot be killed: {'; '.join(stuck)}"
+            )
 
     def _read_everything(self) -> None:
         for _ in range(8):  # a pipe holds 1 MiB, a read takes a quarter of it

@@ -1,7 +1,8 @@
 """
 ``pdrun checkpoint``: what is in a checkpoint, and laying one out for another mesh.
 
-Tensors are the runtime's business, which this floor imports nothing of: it is reached by its name, as scripts reach it.
+Tensors are the runtime's business, which this floor imports nothing of: it is reached by its name,
+as scripts reach it.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ _STRICT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 def group() -> click.Group:
     """Return the command with its words."""
     found = click.Group(
-        "checkpoint", help="Checkpoints without a job: show, transform to another mesh, convert files of layouts.",
+        "checkpoint",
+        help="Checkpoints without a job: show, transform to another mesh, convert files of layouts.",
         context_settings=dict(_STRICT),
-    )  # fmt: skip
+    )
     for command in (_show(), _transform(), _strategy()):
         found.add_command(command)
     return found
@@ -49,15 +51,23 @@ def _naming() -> Iterator[None]:
     except OSError as error:
         if error.filename is None:
             raise
-        raise ConfigError(f"cannot be used: {error.strerror}", where=os.fsdecode(error.filename)) from error
+        raise ConfigError(
+            f"cannot be used: {error.strerror}", where=os.fsdecode(error.filename)
+        ) from error
 
 
 def _placed() -> list[click.Parameter]:
     return [
-        click.Option(["--mesh"], metavar="AXIS=N,..", default="", help="The new ranks, as dp=2,tp=4."),
-        click.Option(["--strategy"], metavar="FILE", default="",
-                     help="Where weights lie: run.plan.save's file, or MindSpore's JSON. Default: whole everywhere."),
-    ]  # fmt: skip
+        click.Option(
+            ["--mesh"], metavar="AXIS=N,..", default="", help="The new ranks, as dp=2,tp=4."
+        ),
+        click.Option(
+            ["--strategy"],
+            metavar="FILE",
+            default="",
+            help="Where weights lie: run.plan.save's file, or MindSpore's JSON. Default: whole everywhere.",
+        ),
+    ]
 
 
 def _show() -> click.Command:
@@ -68,7 +78,8 @@ def _show() -> click.Command:
         return 0
 
     return click.Command(
-        "show", callback=callback,
+        "show",
+        callback=callback,
         help="Print what is in a checkpoint; with a mesh, whose files each rank of it needs.",
         params=[
             click.Argument(["folder"], metavar="FOLDER"),
@@ -76,7 +87,7 @@ def _show() -> click.Command:
             click.Option(["--json"], is_flag=True, help="Print one JSON object."),
         ],
         context_settings=dict(_STRICT),
-    )  # fmt: skip
+    )
 
 
 def _transform() -> click.Command:
@@ -87,13 +98,16 @@ def _transform() -> click.Command:
         return 0
 
     return click.Command(
-        "transform", callback=callback,
+        "transform",
+        callback=callback,
         help="Lay the checkpoint SOURCE out for another mesh, in the folder TARGET: each rank's part in its own file.",
         params=[
-            click.Argument(["source"], metavar="SOURCE"), click.Argument(["target"], metavar="TARGET"), *_placed(),
+            click.Argument(["source"], metavar="SOURCE"),
+            click.Argument(["target"], metavar="TARGET"),
+            *_placed(),
         ],
         context_settings=dict(_STRICT),
-    )  # fmt: skip
+    )
 
 
 def _strategy() -> click.Command:
@@ -104,10 +118,14 @@ def _strategy() -> click.Command:
         return 0
 
     return click.Command(
-        "strategy", callback=callback, help="Print a file of layouts in pdrun's or in MindSpore's form.",
+        "strategy",
+        callback=callback,
+        help="Print a file of layouts in pdrun's or in MindSpore's form.",
         params=[
             click.Argument(["file"], metavar="FILE"),
-            click.Option(["--to"], type=click.Choice(["pdrun", "mindspore"]), required=True, help="The form."),
+            click.Option(
+                ["--to"], type=click.Choice(["pdrun", "mindspore"]), required=True, help="The form."
+            ),
         ],
         context_settings=dict(_STRICT),
-    )  # fmt: skip
+    )

@@ -1,4 +1,6 @@
-"""``pdrun rank-table``: make, check, merge, convert and show Ascend's rank tables. No device is asked."""
+"""
+``pdrun rank-table``: make, check, merge, convert and show Ascend's rank tables. No device is asked.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ def check_files(paths: Sequence[str]) -> int:
             worst = EXIT_CONFIG
             continue
         wrong = loaded.wrong
-        print(f"{path}: " + ("refused" if wrong or loaded.table is None else f"good: {_summary(loaded.table)}"))
+        print(
+            f"{path}: "
+            + ("refused" if wrong or loaded.table is None else f"good: {_summary(loaded.table)}")
+        )
         for line in _some(loaded, loaded.faults):
             print(f"  {line}")
         worst = EXIT_CONFIG if wrong else worst
@@ -42,15 +47,23 @@ _MOST = 5
 
 
 def _some(loaded: files.Loaded, faults: Sequence[Fault]) -> list[str]:
-    """Return the first faults as lines, and how many more there are: a fault of every rank is one that is seen once."""
+    """
+    Return the first faults as lines, and how many more there are: a fault of every rank is one that
+    is seen once.
+    """
     lines = [("warning: " if fault.mild else "") + loaded.line(fault) for fault in faults[:_MOST]]
-    return [*lines, f"... and {len(faults) - _MOST} more"] if len(faults) > _MOST else lines
+    if len(faults) > _MOST:
+        return [*lines, f"... and {len(faults) - _MOST} more"]
+    return lines
 
 
 def _summary(table: RankTable) -> str:
-    count, devices = len(table.servers), len(table.devices)
+    count = len(table.servers)
+    devices = len(table.devices)
     pods = f", {len(table.super_pods)} super pod(s)" if table.super_pods else ""
-    kind = f"version {table.dialect}" if table.dialect[0].isdigit() else f"the {table.dialect} dialect"
+    kind = (
+        f"version {table.dialect}" if table.dialect[0].isdigit() else f"the {table.dialect} dialect"
+    )
     return f"{kind}, {devices} rank(s) on {count} server(s){pods}"
 
 
@@ -60,14 +73,19 @@ def show(path: str) -> int:
     print(_summary(table))
     rows = [("rank", "server", "device", "address", "reached at")]
     for server in table.ordered:
-        reach = reached(server.names[0] if server.names else "", server.named("container_ip", "pod_ip", "host_ip"))
+        reach = reached(
+            server.names[0] if server.names else "",
+            server.named("container_ip", "pod_ip", "host_ip"),
+        )
         rows += [
             (str(one.rank), server.id or "-", str(one.device_id), ",".join(one.ips) or "-", reach)
             for one in sorted(server.devices, key=lambda one: one.rank)
         ]
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        )
     return EXIT_OK
 
 
@@ -83,13 +101,17 @@ def convert(path: str, dialect: str, out: str, *, lossy: bool) -> int:
     made, lost = write.convert(table, wanted)
     if lost and not lossy:
         raise UsageError(
-            f"{Path(path).name}: dialect {wanted} has no place for {', '.join(lost[:8])}", where="--to",
+            f"{Path(path).name}: dialect {wanted} has no place for {', '.join(lost[:8])}",
+            where="--to",
             hint="add --lossy to leave it out",
-        )  # fmt: skip
+        )
     for what in lost:
         print(f"pdrun: warning: left out: {what}", file=sys.stderr)
     if wanted == "2.0" and table.dialect != "2.0":
-        print("pdrun: warning: ports of links are not in the older dialects: fill in \"ports\"", file=sys.stderr)
+        print(
+            'pdrun: warning: ports of links are not in the older dialects: fill in "ports"',
+            file=sys.stderr,
+        )
     return _put(made, out)
 
 
@@ -99,11 +121,19 @@ def merge(paths: Sequence[str], out: str) -> int:
 
 
 def create(
-    listed: str, file: str, devices: str | None, cards: Iterable[str], job: str, out: str, hostname: str
+    listed: str,
+    file: str,
+    devices: str | None,
+    cards: Iterable[str],
+    job: str,
+    out: str,
+    hostname: str,
 ) -> int:
     """Write a new table, from hosts, their devices and the addresses of their network cards."""
     if len([True for given in (listed, file, job) if given]) > 1:
-        raise UsageError("--hosts, --hostfile and --job each give the hosts", hint="use one of them")
+        raise UsageError(
+            "--hosts, --hostfile and --job each give the hosts", hint="use one of them"
+        )
     if listed:
         found = hosts.parse_hosts(listed, "--hosts")
     elif file:
@@ -112,17 +142,28 @@ def create(
         found = _of_job(job)
     else:
         found = (Host(hostname, where="this machine"),)
-    count = int(values.whole(1, hosts.MOST_DEVICES)(devices, "--devices")) if devices is not None else None
+    count = (
+        int(values.whole(1, hosts.MOST_DEVICES)(devices, "--devices"))
+        if devices is not None
+        else None
+    )
     return _put(make.make(found, _cards(cards, found), count), out)
 
 
 def _cards(given: Iterable[str], found: Sequence[Host]) -> dict[str, Mapping[int, str]]:
-    """Return host -> device -> address of ``--hccn [HOST=]FILE``; without any, of this machine's own file."""
+    """
+    Return host -> device -> address of ``--hccn [HOST=]FILE``; without any, of this machine's own
+    file.
+    """
     cards: dict[str, Mapping[int, str]] = {}
     for word in given:
         host, equals, path = word.rpartition("=")
         if not equals and len(found) > 1:
-            raise UsageError(f"{word!r} does not say whose addresses these are", where="--hccn", hint="write HOST=FILE")
+            raise UsageError(
+                f"{word!r} does not say whose addresses these are",
+                where="--hccn",
+                hint="write HOST=FILE",
+            )
         name = host if equals else found[0].name
         if name not in {one.name for one in found}:
             raise UsageError(f"{name} is none of the hosts", where="--hccn")
@@ -135,14 +176,21 @@ def _cards(given: Iterable[str], found: Sequence[Host]) -> dict[str, Mapping[int
 
 
 def _of_job(job: str) -> tuple[Host, ...]:
-    """Return the hosts of a job that this user's list knows, in rank order, with as many devices as workers."""
+    """
+    Return the hosts of a job that this user's list knows, in rank order, with as many devices as
+    workers.
+    """
     from pdrun.launcher.jobs import control
 
     status = control.job_statuses(job)[0]
-    nodes = sorted((node.index, name, node.workers) for name, node in status.nodes.items() if node.index >= 0)
+    nodes = sorted(
+        (node.index, name, node.workers) for name, node in status.nodes.items() if node.index >= 0
+    )
     if not nodes:
         raise ConfigError("has no nodes yet", where=job, hint="wait until it runs: pdrun status")
-    return tuple(Host(hosts.host_name(name, job), workers, where=f"job {job}") for _, name, workers in nodes)
+    return tuple(
+        Host(hosts.host_name(name, job), workers, where=f"job {job}") for _, name, workers in nodes
+    )
 
 
 def _load(path: str, *, lenient: bool) -> RankTable:

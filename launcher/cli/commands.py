@@ -1,8 +1,9 @@
 """
-The commands of pdrun as click sees them; each one parses its own words and calls the module that does the work.
+The commands of pdrun as click sees them; each one parses its own words and calls the module that
+does the work.
 
-Nothing heavy is imported before a command runs. A first word that is no command belongs to ``run``; a script that is
-called like a command is reached by ``pdrun run status``.
+Nothing heavy is imported before a command runs. A first word that is no command belongs to ``run``;
+a script that is called like a command is reached by ``pdrun run status``.
 """
 
 from __future__ import annotations
@@ -17,21 +18,11 @@ import click
 
 from pdrun import process_setup as early
 from pdrun.errors import UsageError, did_you_mean
-from pdrun.launcher.cli import (
-    checkpoint as cli_checkpoint,
-)
-from pdrun.launcher.cli import (
-    help as cli_help,
-)
-from pdrun.launcher.cli import (
-    rank_table as cli_tables,
-)
-from pdrun.launcher.cli import (
-    run as cli_run,
-)
-from pdrun.launcher.cli import (
-    slurm as cli_others,
-)
+from pdrun.launcher.cli import checkpoint as cli_checkpoint
+from pdrun.launcher.cli import help as cli_help
+from pdrun.launcher.cli import rank_table as cli_tables
+from pdrun.launcher.cli import run as cli_run
+from pdrun.launcher.cli import slurm as cli_others
 from pdrun.launcher.common import files as paths
 from pdrun.launcher.common import parsers as values
 from pdrun.launcher.config.aliases import ALIASES
@@ -43,11 +34,28 @@ if TYPE_CHECKING:
 
 STRICT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 JOINERS = (
-    "--devices", "--backend", "--threads", "--bind", "--node-rank", "--node-name", "--interface", "--token-file",
-    "--insecure", "--start-timeout", "--chdir", "--python", "--log-dir", "--log-name", "--no-files", "--show-ranks",
+    "--devices",
+    "--backend",
+    "--threads",
+    "--bind",
+    "--node-rank",
+    "--node-name",
+    "--interface",
+    "--token-file",
+    "--insecure",
+    "--start-timeout",
+    "--chdir",
+    "--python",
+    "--log-dir",
+    "--log-name",
+    "--no-files",
+    "--show-ranks",
     "--prefix",
-)  # fmt: skip
-"""Options of run that a joining node may set for itself; the rest is the job's and comes from the scheduler."""
+)
+"""
+Options of run that a joining node may set for itself; the rest is the job's and comes from the
+scheduler.
+"""
 
 
 class RunCommand(click.Command):
@@ -98,9 +106,13 @@ def build(show: Show, watch: Watch) -> click.Group:
         show: shows the status of jobs to people, once.
         watch: shows what its argument returns until the jobs have ended; returns an exit code.
     """
-    group = Commands("pdrun", invoke_without_command=True, callback=_bare, context_settings=dict(STRICT))
+    group = Commands(
+        "pdrun", invoke_without_command=True, callback=_bare, context_settings=dict(STRICT)
+    )
     group.params.append(
-        click.Option(["--version"], is_flag=True, is_eager=True, expose_value=False, callback=_version)
+        click.Option(
+            ["--version"], is_flag=True, is_eager=True, expose_value=False, callback=_version
+        )
     )
     jobs = (_status(show, watch), _logs(), _stop())
     files = (cli_tables.group(), cli_checkpoint.group())
@@ -133,9 +145,11 @@ def _run() -> click.Command:
 
     words = click.Argument(["words"], nargs=-1, type=click.UNPROCESSED, shell_complete=_files)
     return RunCommand(
-        "run", callback=callback, params=[*cli_run.parameters((*RUN, *ALIASES)), words],
+        "run",
+        callback=callback,
+        params=[*cli_run.parameters((*RUN, *ALIASES)), words],
         context_settings={**STRICT, "allow_interspersed_args": False},
-    )  # fmt: skip
+    )
 
 
 def _files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
@@ -153,8 +167,14 @@ class _Described(click.Command):
         """Write the rows, then the options of click's own."""
         with formatter.section("Options"):
             options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
-            own = [param.get_help_record(ctx) for param in options if not (param.name or "").startswith("o_")]
-            formatter.write_dl(cli_help.records(self.rows) + [record for record in own if record], col_max=34)
+            own = [
+                param.get_help_record(ctx)
+                for param in options
+                if not (param.name or "").startswith("o_")
+            ]
+            formatter.write_dl(
+                cli_help.records(self.rows) + [record for record in own if record], col_max=34
+            )
 
 
 def _join() -> click.Command:
@@ -166,18 +186,36 @@ def _join() -> click.Command:
         return cli_join.join(endpoint, rows, params, os.environ)
 
     command = _Described(
-        "join", callback=callback, help="Take part in the job whose scheduler answers at HOST:PORT.",
+        "join",
+        callback=callback,
+        help="Take part in the job whose scheduler answers at HOST:PORT.",
         params=[*cli_run.parameters(rows), click.Argument(["endpoint"], metavar="HOST:PORT")],
         context_settings=dict(STRICT),
-    )  # fmt: skip
+    )
     command.rows = rows
     return command
 
 
 def _scheduler() -> click.Command:
-    wanted = ("--nodes", "--spares", "--job", "--token-file", "--insecure", "--start-timeout", "--grace",
-              "--max-restarts", "--restart-window", "--restart-on", "--no-restart-on", "--backoff", "--gather",
-              "--grow", "--on-scheduler-loss", "--time-limit", "--log-dir")  # fmt: skip
+    wanted = (
+        "--nodes",
+        "--spares",
+        "--job",
+        "--token-file",
+        "--insecure",
+        "--start-timeout",
+        "--grace",
+        "--max-restarts",
+        "--restart-window",
+        "--restart-on",
+        "--no-restart-on",
+        "--backoff",
+        "--gather",
+        "--grow",
+        "--on-scheduler-loss",
+        "--time-limit",
+        "--log-dir",
+    )
     rows = tuple(row for row in RUN if row.names[0] in wanted)
     needed = "nodes of the job; needed (MIN:MAX: they may come and go)"
     shown = tuple(replace(row, help=needed) if row.names[0] == "--nodes" else row for row in rows)
@@ -188,20 +226,27 @@ def _scheduler() -> click.Command:
         return cli_join.scheduler(listen, rows, params, os.environ, journal=journal)
 
     command = _Described(
-        "scheduler", callback=callback, help="Run a scheduler alone, for nodes that join it.",
+        "scheduler",
+        callback=callback,
+        help="Run a scheduler alone, for nodes that join it.",
         params=[
             *cli_run.parameters(rows),
             click.Option(
-                ["--listen"], metavar="HOST:PORT", default="127.0.0.1:0", show_default=True,
+                ["--listen"],
+                metavar="HOST:PORT",
+                default="127.0.0.1:0",
+                show_default=True,
                 help="One address of this machine; port 0 is chosen by the system.",
             ),
             click.Option(
-                ["--journal"], metavar="FILE", default="",
+                ["--journal"],
+                metavar="FILE",
+                default="",
                 help="Keep in FILE what the same command, started again, needs to go on with the job.",
             ),
         ],
         context_settings=dict(STRICT),
-    )  # fmt: skip
+    )
     command.rows = shown
     return command
 
@@ -216,17 +261,20 @@ def _relay() -> click.Command:
         return cli_join.relay(listen, rows, params, os.environ)
 
     command = _Described(
-        "relay", callback=callback,
+        "relay",
+        callback=callback,
         help="Take in the nodes of a large job in the scheduler's place: one relay a rack, say.",
         params=[
             *cli_run.parameters(rows),
             click.Option(
-                ["--listen"], metavar="HOST:PORT", required=True,
+                ["--listen"],
+                metavar="HOST:PORT",
+                required=True,
                 help="One address of this machine, which these nodes are given as their --scheduler.",
             ),
         ],
         context_settings=dict(STRICT),
-    )  # fmt: skip
+    )
     command.rows = rows
     return command
 
@@ -237,8 +285,14 @@ def _job_argument() -> click.Argument:
 
 def _remote() -> list[click.Parameter]:
     return [
-        click.Option(["--scheduler"], metavar="HOST:PORT", help="Ask this scheduler instead of this user's list."),
-        click.Option(["--token-file"], metavar="FILE", default="", help="File with the job's token."),
+        click.Option(
+            ["--scheduler"],
+            metavar="HOST:PORT",
+            help="Ask this scheduler instead of this user's list.",
+        ),
+        click.Option(
+            ["--token-file"], metavar="FILE", default="", help="File with the job's token."
+        ),
         click.Option(["--insecure"], is_flag=True, help="The scheduler asks for no token."),
     ]
 
@@ -250,88 +304,147 @@ def _reach(scheduler: str | None, token_file: str, insecure: bool) -> Remote | N
     if scheduler is None:
         for name, said in (("--token-file", bool(token_file)), ("--insecure", insecure)):
             if said:
-                raise UsageError("is for a scheduler, and none is named", where=name, hint="add --scheduler HOST:PORT")
+                raise UsageError(
+                    "is for a scheduler, and none is named",
+                    where=name,
+                    hint="add --scheduler HOST:PORT",
+                )
         return None
     return Remote(values.endpoint()(scheduler, "--scheduler"), token_file, insecure)
 
 
 def _status(show: Show, watch: Watch) -> click.Command:
     def callback(
-        job: str | None, json: bool, follow: bool, all: bool, scheduler: str | None, token_file: str, insecure: bool
+        job: str | None,
+        json: bool,
+        follow: bool,
+        all: bool,
+        scheduler: str | None,
+        token_file: str,
+        insecure: bool,
     ) -> int:
         from pdrun.launcher.jobs import control
 
         if all and (job or scheduler):
-            raise UsageError("lists every job, and one is named", where="--all", hint="leave one of them out")
+            raise UsageError(
+                "lists every job, and one is named", where="--all", hint="leave one of them out"
+            )
         if json and follow:
-            raise UsageError("--json prints once, --follow shows a screen", hint="leave one of them out")
+            raise UsageError(
+                "--json prints once, --follow shows a screen", hint="leave one of them out"
+            )
         remote = _reach(scheduler, token_file, insecure)
         return control.status(
-            job, json=json, scheduler=remote, show=None if json else show, watch=watch if follow else None, all=all
+            job,
+            json=json,
+            scheduler=remote,
+            show=None if json else show,
+            watch=watch if follow else None,
+            all=all,
         )
 
     return click.Command(
-        "status", callback=callback, help="Show how a job is: the one that runs, or JOB (a name, a run or a prefix).",
+        "status",
+        callback=callback,
+        help="Show how a job is: the one that runs, or JOB (a name, a run or a prefix).",
         params=[
             _job_argument(),
-            click.Option(["-a", "--all"], is_flag=True, help="Every job that is known, not only the newest."),
+            click.Option(
+                ["-a", "--all"], is_flag=True, help="Every job that is known, not only the newest."
+            ),
             click.Option(["--json"], is_flag=True, help="One JSON object a job."),
             click.Option(["-f", "--follow"], is_flag=True, help="Go on until the job has ended."),
             *_remote(),
         ],
         context_settings=dict(STRICT),
-    )  # fmt: skip
+    )
 
 
 def _logs() -> click.Command:
     def callback(
-        job: str | None, ranks: str, generation: str | None, follow: bool, lines: str | None, stdout: bool, stderr: bool
+        job: str | None,
+        ranks: str,
+        generation: str | None,
+        follow: bool,
+        lines: str | None,
+        stdout: bool,
+        stderr: bool,
     ) -> int:
         from pdrun.launcher.jobs import control
 
         count = None if lines is None else int(values.whole(0)(lines, "--lines"))
         which = values.generation(generation, "--generation") if generation is not None else None
         if stdout and stderr:
-            raise UsageError("--stdout and --stderr each show one stream alone", hint="leave both out for both")
+            raise UsageError(
+                "--stdout and --stderr each show one stream alone", hint="leave both out for both"
+            )
         return control.logs(
-            job, ranks=values.ranks(ranks, "--ranks"), follow=follow, lines=count, stdout=not stderr, stderr=not stdout,
+            job,
+            ranks=values.ranks(ranks, "--ranks"),
+            follow=follow,
+            lines=count,
+            stdout=not stderr,
+            stderr=not stdout,
             generation=which,
-        )  # fmt: skip
+        )
 
     return click.Command(
-        "logs", callback=callback, help="Print what the workers of a job printed.",
+        "logs",
+        callback=callback,
+        help="Print what the workers of a job printed.",
         params=[
             _job_argument(),
             click.Option(["--ranks"], default="all", metavar="RANKS", help="all, or 0,7-9."),
-            click.Option(["--generation"], metavar="N|all", help="0 before the first restart; the last by default."),
+            click.Option(
+                ["--generation"],
+                metavar="N|all",
+                help="0 before the first restart; the last by default.",
+            ),
             click.Option(["-f", "--follow"], is_flag=True, help="Go on until the job has ended."),
-            click.Option(["-n", "--lines"], metavar="N", help="At most N lines of each file's end."),
+            click.Option(
+                ["-n", "--lines"], metavar="N", help="At most N lines of each file's end."
+            ),
             click.Option(["--stdout"], is_flag=True, help="Only stdout."),
             click.Option(["--stderr"], is_flag=True, help="Only stderr."),
         ],
         context_settings=dict(STRICT),
-    )  # fmt: skip
+    )
 
 
 def _stop() -> click.Command:
     def callback(
-        job: str | None, force: bool, timeout: str, scheduler: str | None, token_file: str, insecure: bool
+        job: str | None,
+        force: bool,
+        timeout: str,
+        scheduler: str | None,
+        token_file: str,
+        insecure: bool,
     ) -> int:
         from pdrun.launcher.jobs import control
 
         remote = _reach(scheduler, token_file, insecure)
-        return control.stop(job, force=force, timeout=values.duration(timeout, "--timeout"), scheduler=remote)
+        return control.stop(
+            job, force=force, timeout=values.duration(timeout, "--timeout"), scheduler=remote
+        )
 
     return click.Command(
-        "stop", callback=callback, help="End a job: SIGTERM, then SIGKILL after its grace.",
+        "stop",
+        callback=callback,
+        help="End a job: SIGTERM, then SIGKILL after its grace.",
         params=[
             _job_argument(),
             click.Option(["--force"], is_flag=True, help="No grace for the workers."),
-            click.Option(["--timeout"], metavar="TIME", default="60s", show_default=True, help="Longest wait."),
+            click.Option(
+                ["--timeout"],
+                metavar="TIME",
+                default="60s",
+                show_default=True,
+                help="Longest wait.",
+            ),
             *_remote(),
         ],
         context_settings=dict(STRICT),
-    )  # fmt: skip
+    )
 
 
 def _warm() -> click.Command:
@@ -353,31 +466,57 @@ def _warm() -> click.Command:
         return cli_warm.stop([int(values.whole(1)(pid, "warm stop")) for pid in pids])
 
     group = click.Group(
-        "warm", help="Keep torch imported between jobs of this node, so that the next one starts at once.",
+        "warm",
+        help="Keep torch imported between jobs of this node, so that the next one starts at once.",
         context_settings=dict(STRICT),
-    )  # fmt: skip
+    )
     python = click.Option(
-        ["--python"], metavar="PATH", default="", help="Interpreter of the workers (default: the one that runs pdrun)."
+        ["--python"],
+        metavar="PATH",
+        default="",
+        help="Interpreter of the workers (default: the one that runs pdrun).",
     )
     idle = click.Option(
-        ["--idle"], metavar="TIME", default="30m", show_default=True, help="Ends after this time without a job."
+        ["--idle"],
+        metavar="TIME",
+        default="30m",
+        show_default=True,
+        help="Ends after this time without a job.",
     )
     commands: tuple[tuple[str, Callable[..., int], str, list[click.Parameter]], ...] = (
-        ("start", start, "Import torch here and stay; nothing happens where that is done already.", [python, idle]),
-        ("status", status, "Show the warm processes of this user on this node, and whether a job from here uses them.",
-         [click.Option(["--json"], is_flag=True, help="One JSON object a process.")]),
-        ("stop", stop, "End them, or those named by pid; jobs that run go on.",
-         [click.Argument(["pids"], nargs=-1, metavar="[PID]...")]),
-    )  # fmt: skip
+        (
+            "start",
+            start,
+            "Import torch here and stay; nothing happens where that is done already.",
+            [python, idle],
+        ),
+        (
+            "status",
+            status,
+            "Show the warm processes of this user on this node, and whether a job from here uses them.",
+            [click.Option(["--json"], is_flag=True, help="One JSON object a process.")],
+        ),
+        (
+            "stop",
+            stop,
+            "End them, or those named by pid; jobs that run go on.",
+            [click.Argument(["pids"], nargs=-1, metavar="[PID]...")],
+        ),
+    )
     for name, callback, text, params in commands:
         group.add_command(
-            click.Command(name, callback=callback, help=text, params=params, context_settings=dict(STRICT))
+            click.Command(
+                name, callback=callback, help=text, params=params, context_settings=dict(STRICT)
+            )
         )
     return group
 
 
 def _token() -> click.Command:
-    """A token is the secret itself: it goes into a file of its own, or onto the terminal when that is asked for."""
+    """
+    A token is the secret itself: it goes into a file of its own, or onto the terminal when that is
+    asked for.
+    """
 
     def create(file: str) -> int:
         from pdrun.launcher.cli import token as cli_token
@@ -389,19 +528,29 @@ def _token() -> click.Command:
 
         return cli_token.show(token_file)
 
-    group = click.Group("token", help="The secret that lets nodes into a job.", context_settings=dict(STRICT))
+    group = click.Group(
+        "token", help="The secret that lets nodes into a job.", context_settings=dict(STRICT)
+    )
     group.add_command(
         click.Command(
-            "create", callback=create, help="Write a fresh token to FILE (mode 0600), or print it.",
+            "create",
+            callback=create,
+            help="Write a fresh token to FILE (mode 0600), or print it.",
             params=[click.Argument(["file"], required=False, default="", metavar="[FILE]")],
         )
-    )  # fmt: skip
+    )
     group.add_command(
         click.Command(
-            "show", callback=show, help="Print the token in use here.",
-            params=[click.Option(["--token-file"], metavar="FILE", default="", help="Show this file's token.")],
+            "show",
+            callback=show,
+            help="Print the token in use here.",
+            params=[
+                click.Option(
+                    ["--token-file"], metavar="FILE", default="", help="Show this file's token."
+                )
+            ],
         )
-    )  # fmt: skip
+    )
     return group
 
 
@@ -414,10 +563,12 @@ def _env() -> click.Command:
         return 0
 
     return click.Command(
-        "env", callback=callback, help="Say what this machine and its environment mean to pdrun.",
+        "env",
+        callback=callback,
+        help="Say what this machine and its environment mean to pdrun.",
         params=[click.Option(["--json"], is_flag=True, help="One JSON object.")],
         context_settings=dict(STRICT),
-    )  # fmt: skip
+    )
 
 
 def _completion(group: click.Group) -> click.Command:
@@ -431,8 +582,9 @@ def _completion(group: click.Group) -> click.Command:
         return 0
 
     return click.Command(
-        "completion", callback=callback,
+        "completion",
+        callback=callback,
         help='Print the shell\'s completion code. For bash: eval "$(pdrun completion bash)" in ~/.bashrc.',
         params=[click.Argument(["shell"], metavar="bash|zsh|fish")],
         context_settings=dict(STRICT),
-    )  # fmt: skip
+    )

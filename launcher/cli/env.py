@@ -1,4 +1,7 @@
-"""``pdrun env``: what this machine and its environment mean to pdrun; starts nothing and changes nothing."""
+"""
+``pdrun env``: what this machine and its environment mean to pdrun; starts nothing and changes
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,9 @@ from pdrun.launcher.plan.model import Facts
 from pdrun.launcher.plan.placement import place
 
 
-def report(environ: Mapping[str, str], probes: Probes | None = None, *, as_json: bool = False) -> str:
+def report(
+    environ: Mapping[str, str], probes: Probes | None = None, *, as_json: bool = False
+) -> str:
     """
     Return the report; an environment that contradicts itself is a line of it, not an end.
 
@@ -41,7 +46,9 @@ def report(environ: Mapping[str, str], probes: Probes | None = None, *, as_json:
     if as_json:
         return _json(environ, here, chosen, found, fault, asked, trouble)
     text = show.environment_text(here, chosen) + "\nlauncher:\n" + found_text(found, fault)
-    lines = [f"  {note}" for note in asked.notes] + ([f"  error: {trouble}"] if trouble and trouble != fault else [])
+    lines = [f"  {note}" for note in asked.notes] + (
+        [f"  error: {trouble}"] if trouble and trouble != fault else []
+    )
     return text + ("\nnotes:\n" + "\n".join(lines) + "\n" if lines else "")
 
 
@@ -49,8 +56,10 @@ def _asked(environ: Mapping[str, str], probes: Probes) -> tuple[Asked, str]:
     """What the environment alone asks for, and what is wrong with it."""
     here = Source("pdrun env", Level.COMMAND)
     program = [
-        Wish("program.target", "true", here), Wish("program.kind", "command", here), Wish("program.args", (), here)
-    ]  # fmt: skip
+        Wish("program.target", "true", here),
+        Wish("program.kind", "command", here),
+        Wish("program.args", (), here),
+    ]
     try:
         said, notes = from_environment(environ)
         outside, _, warnings = outer.around(said, environ, probes)
@@ -68,18 +77,37 @@ def _found(environ: Mapping[str, str], probes: Probes, asked: Asked) -> tuple[Fo
 
 
 _ROWS = (
-    ("rank", "rank"), ("of", "world"), ("local rank", "local_rank"), ("tasks here", "local_size"),
-    ("node rank", "node_rank"), ("nodes", "nodes"), ("hosts", "hosts"), ("meet at", "head"), ("port", "port"),
-    ("file", "path"), ("job", "job_id"), ("attempt", "attempt"), ("limit", "time_limit"), ("ends at", "ends_at"),
-)  # fmt: skip
+    ("rank", "rank"),
+    ("of", "world"),
+    ("local rank", "local_rank"),
+    ("tasks here", "local_size"),
+    ("node rank", "node_rank"),
+    ("nodes", "nodes"),
+    ("hosts", "hosts"),
+    ("meet at", "head"),
+    ("port", "port"),
+    ("file", "path"),
+    ("job", "job_id"),
+    ("attempt", "attempt"),
+    ("limit", "time_limit"),
+    ("ends at", "ends_at"),
+)
 
 
 def found_text(found: Found, fault: str = "") -> str:
-    """Return what was found, with the variable that said it, and what was ignored, with the reason."""
+    """
+    Return what was found, with the variable that said it, and what was ignored, with the reason.
+    """
     if fault:
         return f"  error: {fault}\n"
-    what = {"task": "this process is one of its tasks", "allocation": "hosts are held, nothing was started"}
-    lines = [f"  {found.title}" + (f" [{found.launcher}]: {what[found.kind]}" if found.kind in what else "")]
+    what = {
+        "task": "this process is one of its tasks",
+        "allocation": "hosts are held, nothing was started",
+    }
+    lines = [
+        f"  {found.title}"
+        + (f" [{found.launcher}]: {what[found.kind]}" if found.kind in what else "")
+    ]
     for label, name in _ROWS:
         value = getattr(found, name)
         if value in (None, "", ()) or (name == "attempt" and not value):
@@ -101,30 +129,51 @@ def _said(name: str, value: object) -> str:
         import datetime
 
         if name == "ends_at":
-            return datetime.datetime.fromtimestamp(value, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+            return datetime.datetime.fromtimestamp(value, datetime.UTC).strftime(
+                "%Y-%m-%d %H:%M:%S UTC"
+            )
         return show.seconds(value)
     return str(value)
 
 
 def _json(
-    environ: Mapping[str, str], here: Facts, chosen: str, found: Found, fault: str, asked: Asked, trouble: str
+    environ: Mapping[str, str],
+    here: Facts,
+    chosen: str,
+    found: Found,
+    fault: str,
+    asked: Asked,
+    trouble: str,
 ) -> str:
     launcher = {field.name: getattr(found, field.name) for field in fields(Found)}
     launcher["hosts"] = [asdict(host) for host in found.hosts]
     launcher["ignored"] = [asdict(item) for item in found.ignored]
     launcher["error"] = fault
     data = {
-        "pdrun": here.pdrun_version, "python": here.python_version, "torch": here.torch_version,
-        "host": here.hostname, "addresses": [list(pair) for pair in here.addresses], "route": here.route_address,
-        "cpus": list(here.cpus.cpus), "quota": here.cpus.quota, "use": chosen,
+        "pdrun": here.pdrun_version,
+        "python": here.python_version,
+        "torch": here.torch_version,
+        "host": here.hostname,
+        "addresses": [list(pair) for pair in here.addresses],
+        "route": here.route_address,
+        "cpus": list(here.cpus.cpus),
+        "quota": here.cpus.quota,
+        "use": chosen,
         "backends": [
-            {"name": one.name, "present": one.present, "reason": one.reason, "devices": len(one.devices)}
+            {
+                "name": one.name,
+                "present": one.present,
+                "reason": one.reason,
+                "devices": len(one.devices),
+            }
             for one in here.backends
         ],
         "environment": {
             family: {name: shown(name, environ[name]) for name in names}
             for family, names in show.families(environ).items()
         },
-        "launcher": launcher, "notes": list(asked.notes), "error": trouble,
-    }  # fmt: skip
+        "launcher": launcher,
+        "notes": list(asked.notes),
+        "error": trouble,
+    }
     return json.dumps(data, indent=2) + "\n"

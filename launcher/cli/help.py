@@ -1,4 +1,7 @@
-"""Help: the first screen, which fits one, and the whole of ``pdrun run --help``; both made from the tables."""
+"""
+Help: the first screen, which fits one, and the whole of ``pdrun run --help``; both made from the
+tables.
+"""
 
 from __future__ import annotations
 

@@ -6,7 +6,8 @@ The command line's outermost layer: one call in, one exit code out, one line for
     stdout takes nothing           one line, 74
     anything else                  a fault of pdrun: one line, the traceback in a file, 70
 
-The commands themselves are in `cli_run` (the default) and `cli_commands`; what they print first is in `cli_help`.
+The commands themselves are in `cli_run` (the default) and `cli_commands`; what they print first is
+in `cli_help`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def main(argv: Sequence[str]) -> int:
     """
     standard_library_first(sys.path)
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="backslashreplace")  # as on stderr: arguments and names may be any bytes
+        sys.stdout.reconfigure(
+            errors="backslashreplace"
+        )  # as on stderr: arguments and names may be any bytes
     try:
         return _run(list(argv))
     except KeyboardInterrupt:
@@ -91,13 +94,17 @@ def _watch(read: Callable[[], Sequence[JobStatus]]) -> int:
 
 
 def _plain(error: Any) -> str:
-    """Return a complaint of click in our own style: one line, lower case, with a hint where there is one."""
+    """
+    Return a complaint of click in our own style: one line, lower case, with a hint where there is
+    one.
+    """
     import click
 
     from pdrun.errors import did_you_mean
 
     if isinstance(error, click.NoSuchOption):
-        name, command = error.option_name, error.ctx.command if error.ctx else None
+        name = error.option_name
+        command = error.ctx.command if error.ctx else None
         known = [spelling for param in command.params for spelling in param.opts] if command else []
         hint = did_you_mean(name, known) or "see pdrun --help; options of the script stand after it"
         return f"no such option {name}; {hint}"
@@ -121,8 +128,9 @@ def fault(error: Exception) -> int:
     """
     Report an error that nobody has foreseen, and return the exit code.
 
-    A disk or a terminal that takes nothing, and a limit of open files or of processes, are the machine's; the rest is a
-    fault of pdrun itself, whose traceback is for whoever mends it, not for the user's terminal.
+    A disk or a terminal that takes nothing, and a limit of open files or of processes, are the
+    machine's; the rest is a fault of pdrun itself, whose traceback is for whoever mends it, not for
+    the user's terminal.
     """
     import tempfile
     import traceback
@@ -132,7 +140,9 @@ def fault(error: Exception) -> int:
         return limit.exit_code
     if isinstance(error, OSError) and error.errno in _UNWRITTEN and error.filename is None:
         _drop_output()
-        _say(f"error: the output could not be written: {error.strerror} ({errno.errorcode[error.errno]})")
+        _say(
+            f"error: the output could not be written: {error.strerror} ({errno.errorcode[error.errno]})"
+        )
         return EXIT_OUTPUT
     text = "".join(traceback.format_exception(error))
     try:

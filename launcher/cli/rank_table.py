@@ -1,4 +1,7 @@
-"""The command ``pdrun rank-table`` as click sees it; the work is done by `pdrun.launcher.cli.cli_rank_table`."""
+"""
+The command ``pdrun rank-table`` as click sees it; the work is done by
+`pdrun.launcher.cli.cli_rank_table`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,12 @@ _STRICT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
 def _out() -> click.Option:
-    return click.Option(["-o", "--out"], metavar="FILE", default="", help="Write it there, at once; default: stdout.")
+    return click.Option(
+        ["-o", "--out"],
+        metavar="FILE",
+        default="",
+        help="Write it there, at once; default: stdout.",
+    )
 
 
 def _files(required: bool = True) -> click.Argument:
@@ -19,32 +27,54 @@ def _files(required: bool = True) -> click.Argument:
 
 def group() -> click.Group:
     """Return the command with its five words."""
-    found = click.Group("rank-table", help="Ascend's rank tables: make, check, merge, convert, show.",
-                        context_settings=dict(_STRICT))  # fmt: skip
+    found = click.Group(
+        "rank-table",
+        help="Ascend's rank tables: make, check, merge, convert, show.",
+        context_settings=dict(_STRICT),
+    )
     for command in (_make(), _check(), _merge(), _convert(), _show()):
         found.add_command(command)
     return found
 
 
 def _make() -> click.Command:
-    def callback(hosts: str, hostfile: str, devices: str | None, hccn: tuple[str, ...], job: str, out: str) -> int:
+    def callback(
+        hosts: str, hostfile: str, devices: str | None, hccn: tuple[str, ...], job: str, out: str
+    ) -> int:
         from pdrun.launcher.cli import cli_rank_table
 
         return cli_rank_table.create(hosts, hostfile, devices, hccn, job, out, os.uname().nodename)
 
     return click.Command(
-        "make", callback=callback, help="Make a table of version 1.0: ranks in the order of hosts and devices.",
+        "make",
+        callback=callback,
+        help="Make a table of version 1.0: ranks in the order of hosts and devices.",
         params=[
-            click.Option(["--hosts"], metavar="LIST", default="", help="a,b or node[1-4]:8; default: this machine."),
-            click.Option(["--hostfile"], metavar="FILE", default="", help="A file of hosts, as for run."),
-            click.Option(["--devices"], metavar="N", help="Devices of each host that does not say it."),
-            click.Option(["--hccn"], metavar="[HOST=]FILE", multiple=True,
-                         help="hccn.conf of a host, or what hccn_tool -i N -ip -g printed there; repeat for each."),
-            click.Option(["--job"], metavar="JOB", default="", help="The nodes and workers of this job."),
+            click.Option(
+                ["--hosts"],
+                metavar="LIST",
+                default="",
+                help="a,b or node[1-4]:8; default: this machine.",
+            ),
+            click.Option(
+                ["--hostfile"], metavar="FILE", default="", help="A file of hosts, as for run."
+            ),
+            click.Option(
+                ["--devices"], metavar="N", help="Devices of each host that does not say it."
+            ),
+            click.Option(
+                ["--hccn"],
+                metavar="[HOST=]FILE",
+                multiple=True,
+                help="hccn.conf of a host, or what hccn_tool -i N -ip -g printed there; repeat for each.",
+            ),
+            click.Option(
+                ["--job"], metavar="JOB", default="", help="The nodes and workers of this job."
+            ),
             _out(),
         ],
         context_settings=dict(_STRICT),
-    )  # fmt: skip
+    )
 
 
 def _check() -> click.Command:
@@ -53,8 +83,13 @@ def _check() -> click.Command:
 
         return cli_rank_table.check_files(files)
 
-    return click.Command("check", callback=callback, help="Say of each file whether a job can use it, and why not.",
-                         params=[_files()], context_settings=dict(_STRICT))  # fmt: skip
+    return click.Command(
+        "check",
+        callback=callback,
+        help="Say of each file whether a job can use it, and why not.",
+        params=[_files()],
+        context_settings=dict(_STRICT),
+    )
 
 
 def _merge() -> click.Command:
@@ -63,8 +98,13 @@ def _merge() -> click.Command:
 
         return cli_rank_table.merge(files, out)
 
-    return click.Command("merge", callback=callback, help="Make one table of several; ranks are counted anew.",
-                         params=[_files(), _out()], context_settings=dict(_STRICT))  # fmt: skip
+    return click.Command(
+        "merge",
+        callback=callback,
+        help="Make one table of several; ranks are counted anew.",
+        params=[_files(), _out()],
+        context_settings=dict(_STRICT),
+    )
 
 
 def _convert() -> click.Command:
@@ -74,15 +114,21 @@ def _convert() -> click.Command:
         return cli_rank_table.convert(file, to, out, lossy=lossy)
 
     return click.Command(
-        "convert", callback=callback, help="Write a table in another dialect.",
+        "convert",
+        callback=callback,
+        help="Write a table in another dialect.",
         params=[
             click.Argument(["file"], metavar="FILE"),
-            click.Option(["--to"], metavar="DIALECT", required=True, help="1.0, 1.2, 2.0, group or lab."),
-            click.Option(["--lossy"], is_flag=True, help="Leave out what the other dialect has no place for."),
+            click.Option(
+                ["--to"], metavar="DIALECT", required=True, help="1.0, 1.2, 2.0, group or lab."
+            ),
+            click.Option(
+                ["--lossy"], is_flag=True, help="Leave out what the other dialect has no place for."
+            ),
             _out(),
         ],
         context_settings=dict(_STRICT),
-    )  # fmt: skip
+    )
 
 
 def _show() -> click.Command:
@@ -91,5 +137,10 @@ def _show() -> click.Command:
 
         return cli_rank_table.show(file)
 
-    return click.Command("show", callback=callback, help="Print a table: a rank a line.",
-                         params=[click.Argument(["file"], metavar="FILE")], context_settings=dict(_STRICT))  # fmt: skip
+    return click.Command(
+        "show",
+        callback=callback,
+        help="Print a table: a rank a line.",
+        params=[click.Argument(["file"], metavar="FILE")],
+        context_settings=dict(_STRICT),
+    )

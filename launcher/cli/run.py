@@ -1,8 +1,9 @@
 """
 ``pdrun run``: from words to a plan, and then either to paper or into the world.
 
-The options are made from the tables `options.RUN` and `aliases.ALIASES`, one click option a spelling, so that every
-complaint can name what was really typed. Parsing stops at the script: what stands behind it is the script's.
+The options are made from the tables `options.RUN` and `aliases.ALIASES`, one click option a
+spelling, so that every complaint can name what was really typed. Parsing stops at the script: what
+stands behind it is the script's.
 """
 
 from __future__ import annotations
@@ -39,14 +40,20 @@ def parameters(rows: Rows) -> list[click.Parameter]:
 
 
 def _option(row: Option, name: str) -> click.Option:
-    second = "_" in name and row.origin != "msrun"  # the shell completes the spelling with dashes only
+    second = (
+        "_" in name and row.origin != "msrun"
+    )  # the shell completes the spelling with dashes only
     if not row.metavar:
         return click.Option([name, parameter_name(name)], is_flag=True, hidden=second)
-    return click.Option([name, parameter_name(name)], multiple=True, type=click.UNPROCESSED, hidden=second)
+    return click.Option(
+        [name, parameter_name(name)], multiple=True, type=click.UNPROCESSED, hidden=second
+    )
 
 
 def parameter_name(spelling: str) -> str:
-    """Return the Python name under which click keeps an option; different for ``--a-b`` and ``--a_b``."""
+    """
+    Return the Python name under which click keeps an option; different for ``--a-b`` and ``--a_b``.
+    """
     return "o" + spelling.replace("_", "_u").replace("-", "_d")
 
 
@@ -73,17 +80,24 @@ class Request:
     explain: bool = False
     json: bool = False
     warnings: tuple[str, ...] = ()
-    """What is wrong around the job and does not stop it: left-over variables, launchers that differ."""
+    """
+    What is wrong around the job and does not stop it: left-over variables, launchers that differ.
+    """
 
 
 def request(
-    params: Mapping[str, Any], words: Sequence[str], environ: Mapping[str, str], probes: Probes | None = None
+    params: Mapping[str, Any],
+    words: Sequence[str],
+    environ: Mapping[str, str],
+    probes: Probes | None = None,
 ) -> Request:
     """
-    Return what a command line asks for; reads a job file where one stands in the script's place, and a file of hosts.
+    Return what a command line asks for; reads a job file where one stands in the script's place,
+    and a file of hosts.
 
     Args:
-        probes: what a launcher's words are checked with; None: with nothing, as for an environment of another machine.
+        probes: what a launcher's words are checked with; None: with nothing, as for an environment
+            of another machine.
 
     Raises:
         PdrunError: any of it is wrong; names the place.
@@ -94,7 +108,9 @@ def request(
     wishes = [wish for wish in wishes if not wish.path.startswith("ask.")]
     wishes += program(words, [*wishes, *around])
     if "ask.json" in ask and "ask.dry_run" not in ask:
-        raise UsageError("is the form of a plan, and there is none to show", where="--json", hint="add --dry-run")
+        raise UsageError(
+            "is the form of a plan, and there is none to show", where="--json", hint="add --dry-run"
+        )
     wishes = with_hosts([*wishes, *around])
     outside, why, warnings = outer.around(wishes, environ, probes or Probes())
     everything = [*wishes, *outside]
@@ -128,7 +144,10 @@ def _stdin(limit: int) -> bytes:
 
 
 def program(words: Sequence[str], said: Iterable[Wish]) -> list[Wish]:
-    """Return the wishes for what stands in the script's place: a program with its arguments, or a job file."""
+    """
+    Return the wishes for what stands in the script's place: a program with its arguments, or a job
+    file.
+    """
     if not words:
         return []
     target, *args = words
@@ -139,7 +158,9 @@ def program(words: Sequence[str], said: Iterable[Wish]) -> list[Wish]:
 
         lines = list(load(target))
         before = next((wish.value for wish in lines if wish.path == "program.args"), ())
-        return [*lines, Wish("program.args", (*before, *args), source)] if args else lines
+        if args:
+            return [*lines, Wish("program.args", (*before, *args), source)]
+        return lines
     if not target:
         raise UsageError("the script's name is empty")
     return [Wish("program.target", target, source), Wish("program.args", tuple(args), source)]
@@ -160,8 +181,13 @@ def make_plan(asked: Asked) -> tuple[LaunchPlan, Facts]:
 
 
 def _within_kill_wait(asked: Asked) -> Asked:
-    """Fit the grace of a job whose nodes srun has started into the time that Slurm leaves it; node 0 has the say."""
-    if asked.spec.place.node_rank != 0 or not asked.sources.get("place.node_rank", "").startswith("SLURM_"):
+    """
+    Fit the grace of a job whose nodes srun has started into the time that Slurm leaves it; node 0
+    has the say.
+    """
+    if asked.spec.place.node_rank != 0 or not asked.sources.get("place.node_rank", "").startswith(
+        "SLURM_"
+    ):
         return asked
     from pdrun.launcher.plan.find_launchers import kill_wait, slurm_config
 
@@ -170,7 +196,9 @@ def _within_kill_wait(asked: Asked) -> Asked:
 
 
 def run(params: Mapping[str, Any], words: Sequence[str]) -> int:
-    """Do what ``pdrun run`` was told: print the plan, or execute it and return the job's exit code."""
+    """
+    Do what ``pdrun run`` was told: print the plan, or execute it and return the job's exit code.
+    """
     asked = request(params, words, os.environ, real())
     if not asked.explain:  # which says it among the reasons
         warn_of_strangers(os.environ)
@@ -189,11 +217,17 @@ def run(params: Mapping[str, Any], words: Sequence[str]) -> int:
 
 
 _TASKS = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "PALS_", "JSM_", "FLUX_", "MV2_", "MPI_", "HYDRA_")
-"""Beginnings of the variables by which one launcher starts all nodes and shows their output on one terminal."""
+"""
+Beginnings of the variables by which one launcher starts all nodes and shows their output on one
+terminal.
+"""
 
 
 def _seat(asked: Asked) -> Seat | None:
-    """Return the seat of an agent among the tasks of mpirun or srun, of which the first one speaks for the job."""
+    """
+    Return the seat of an agent among the tasks of mpirun or srun, of which the first one speaks for
+    the job.
+    """
     from pdrun.launcher.launch.execute import Seat
 
     if not asked.sources.get("place.node_rank", "").startswith(_TASKS):
@@ -202,7 +236,9 @@ def _seat(asked: Asked) -> Seat | None:
 
 
 def await_scheduler_name(asked: Asked) -> None:
-    """Hold the plan back until the scheduler's name leads somewhere, for the start timeout at most."""
+    """
+    Hold the plan back until the scheduler's name leads somewhere, for the start timeout at most.
+    """
     from pdrun.launcher.common import network
     from pdrun.launcher.plan.facts import is_networked
 
@@ -212,7 +248,10 @@ def await_scheduler_name(asked: Asked) -> None:
 
 
 def warn_of_strangers(environ: Mapping[str, str]) -> None:
-    """Say on stderr which PDRUN_ variables nobody reads: a typing slip must not start a job of another size unseen."""
+    """
+    Say on stderr which PDRUN_ variables nobody reads: a typing slip must not start a job of another
+    size unseen.
+    """
     warn(strangers(environ))
 
 

@@ -1,4 +1,7 @@
-"""``pdrun token create`` and ``pdrun token show``. A token is the secret itself: it goes only where it was asked to."""
+"""
+``pdrun token create`` and ``pdrun token show``. A token is the secret itself: it goes only where it
+was asked to.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,13 @@ def create(path: str = "") -> int:
         sys.stdout.write(text)
         return 0
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fd = os.open(
+            path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+        )
     except FileExistsError:
-        raise UsageError("is there already", where=path, hint="a token is never overwritten; remove it first") from None
+        raise UsageError(
+            "is there already", where=path, hint="a token is never overwritten; remove it first"
+        ) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"cannot be made: {reason}", where=path) from None
@@ -33,7 +40,9 @@ def create(path: str = "") -> int:
         with suppress(OSError):
             Path(path).unlink()
         raise UsageError(f"cannot be written: {error.strerror}", where=path) from None
-    print(f"pdrun: token written to {path}; give it to every node with --token-file", file=sys.stderr)
+    print(
+        f"pdrun: token written to {path}; give it to every node with --token-file", file=sys.stderr
+    )
     return 0
 
 

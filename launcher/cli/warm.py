@@ -1,4 +1,7 @@
-"""``pdrun warm start``, ``status`` and ``stop``: processes that keep torch imported between jobs (`warm`)."""
+"""
+``pdrun warm start``, ``status`` and ``stop``: processes that keep torch imported between jobs
+(`warm`).
+"""
 
 from __future__ import annotations
 
@@ -63,9 +66,15 @@ def status(*, json: bool) -> int:
         if json:
             print(json_module.dumps(_data(found, why)))
         else:
-            used = f"not used by a job from here: {why}" if why else "used by the next job of this interpreter"
-            print(f"{_line(found)}\n  up {_age(time.time() - found.started)}, unused for {_age(found.unused)}, "
-                  f"{found.served} job(s) served, {found.running} running\n  {used}")  # fmt: skip
+            used = (
+                f"not used by a job from here: {why}"
+                if why
+                else "used by the next job of this interpreter"
+            )
+            print(
+                f"{_line(found)}\n  up {_age(time.time() - found.started)}, unused for {_age(found.unused)}, "
+                f"{found.served} job(s) served, {found.running} running\n  {used}"
+            )
     for name, why in look.faults.items():
         _say(f"{name}: {why}")
     if not there and not look.faults and not json:
@@ -80,19 +89,30 @@ def stop(pids: Sequence[int]) -> int:
     cleared = warm.clear(look, _say)
     unknown = [pid for pid in pids if pid not in found]
     if unknown:
-        name = next((name for name, pid in look.pids.items() if pid == unknown[0] and name in look.faults), "")
+        name = next(
+            (name for name, pid in look.pids.items() if pid == unknown[0] and name in look.faults),
+            "",
+        )
         if name:
             raise ConfigError(look.faults[name])
-        raise UsageError(f"{unknown[0]} is no warm process of yours on this node", hint="see pdrun warm status")
+        raise UsageError(
+            f"{unknown[0]} is no warm process of yours on this node", hint="see pdrun warm status"
+        )
     code = 0
     for pid in pids or found:
         ended = warm.stop(found[pid])
         running = found[pid].running
-        _say(f"{'ended' if ended else 'could not end'} the warm process {pid}"
-             + (f"; {running} job(s) go on" if running and ended else ""))  # fmt: skip
+        _say(
+            f"{'ended' if ended else 'could not end'} the warm process {pid}"
+            + (f"; {running} job(s) go on" if running and ended else "")
+        )
         code = code if ended else 1
     for name, why in look.faults.items():
-        _say(f"{name}: was left by a dead process, and is removed" if name in cleared else f"{name}: {why}")
+        _say(
+            f"{name}: was left by a dead process, and is removed"
+            if name in cleared
+            else f"{name}: {why}"
+        )
         code = code if name in cleared else 1
     if not found and not look.faults:
         _say(NONE)
@@ -100,7 +120,10 @@ def stop(pids: Sequence[int]) -> int:
 
 
 def _interpreter(python: str) -> str:
-    """Return the absolute path of an interpreter, links as they are: a virtual environment is found by its own path."""
+    """
+    Return the absolute path of an interpreter, links as they are: a virtual environment is found by
+    its own path.
+    """
     if not python:
         return sys.executable
     path = shutil.which(python)
@@ -113,7 +136,9 @@ def _folder() -> Path:
     try:
         return warm_folder()
     except OSError as error:
-        raise ConfigError(f"there is no place for sockets: {error.strerror}", hint="set XDG_RUNTIME_DIR") from None
+        raise ConfigError(
+            f"there is no place for sockets: {error.strerror}", hint="set XDG_RUNTIME_DIR"
+        ) from None
 
 
 def _unfit(found: Warm, python: str, environ: Mapping[str, str]) -> str:
@@ -131,11 +156,19 @@ def _line(found: Warm) -> str:
 
 def _data(found: Warm, why: str) -> dict[str, object]:
     return {
-        "pid": found.pid, "python": found.python, "torch": found.torch_version, "modules": list(found.modules),
-        "memory_bytes": found.memory, "age_seconds": round(time.time() - found.started, 3),
-        "unused_seconds": round(found.unused, 3), "idle_seconds": found.idle, "running": found.running,
-        "served": found.served, "socket": found.socket, "unfit": why,
-    }  # fmt: skip
+        "pid": found.pid,
+        "python": found.python,
+        "torch": found.torch_version,
+        "modules": list(found.modules),
+        "memory_bytes": found.memory,
+        "age_seconds": round(time.time() - found.started, 3),
+        "unused_seconds": round(found.unused, 3),
+        "idle_seconds": found.idle,
+        "running": found.running,
+        "served": found.served,
+        "socket": found.socket,
+        "unfit": why,
+    }
 
 
 def _age(value: float) -> str:

@@ -1,7 +1,8 @@
 """
 Questions about paths that never raise: what may not be looked at counts as not there.
 
-pathlib's own ``is_file``, ``is_dir`` and ``exists`` raise PermissionError: one closed folder on PATH would end a job.
+pathlib's own ``is_file``, ``is_dir`` and ``exists`` raise PermissionError: one closed folder on
+PATH would end a job.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ def _mode(path: str | Path, *, follow: bool = True) -> int:
 
 
 def refused(path: str | Path) -> str:
-    """Return why the way to a path is closed, so that nobody can tell whether there is anything; empty: it is not."""
+    """
+    Return why the way to a path is closed, so that nobody can tell whether there is anything;
+    empty: it is not.
+    """
     try:
         Path(path).lstat()
     except PermissionError as error:

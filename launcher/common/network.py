@@ -1,8 +1,9 @@
 """
 This machine's addresses, and whether a host is this machine.
 
-Names are compared by what they resolve to, never as strings: ``pod.svc``, an alias of /etc/hosts and the host's own
-name may all be one machine. psutil and the resolver are loaded only when a job has several nodes.
+Names are compared by what they resolve to, never as strings: ``pod.svc``, an alias of /etc/hosts
+and the host's own name may all be one machine. psutil and the resolver are loaded only when a job
+has several nodes.
 """
 
 from __future__ import annotations
@@ -18,14 +19,23 @@ if TYPE_CHECKING:
     from pdrun.launcher.hosts.selection import Host
 
 LOOPBACK_INTERFACE = ("lo", "127.0.0.1")
-ASK_EVERY, SAY_EVERY = 0.5, 5.0
-"""Seconds between two questions to the resolver, and between two lines about a name that it does not know yet."""
+ASK_EVERY = 0.5
+SAY_EVERY = 5.0
+"""
+Seconds between two questions to the resolver, and between two lines about a name that it does not
+know yet.
+"""
 _FAR = (("192.0.2.1", 9), ("2001:db8::1", 9))
-"""Addresses reserved for documentation: routed by default, never reached; nothing is sent to them."""
+"""
+Addresses reserved for documentation: routed by default, never reached; nothing is sent to them.
+"""
 
 
 def addresses() -> tuple[tuple[str, str], ...]:
-    """Return (interface, address) of every interface that is up; loopback first, IPv6 link-local with its zone."""
+    """
+    Return (interface, address) of every interface that is up; loopback first, IPv6 link-local with
+    its zone.
+    """
     import socket
 
     import psutil
@@ -38,7 +48,9 @@ def addresses() -> tuple[tuple[str, str], ...]:
         for entry in entries
         if entry.family in (socket.AF_INET, socket.AF_INET6)
     ]
-    return tuple(sorted(found, key=lambda item: (not is_loopback(item[1]), item[0], ":" in item[1], item[1])))
+    return tuple(
+        sorted(found, key=lambda item: (not is_loopback(item[1]), item[0], ":" in item[1], item[1]))
+    )
 
 
 def is_loopback(address: str) -> bool:
@@ -66,8 +78,8 @@ def name_fault(host: str) -> str:
 
 def await_name(scheduler: Endpoint, timeout: float, say: Callable[[str], None]) -> None:
     """
-    Wait until the scheduler's host has an address: where names are made with the machines (a service of Kubernetes,
-    a cloud's DNS), a node may be up before the name is.
+    Wait until the scheduler's host has an address: where names are made with the machines (a
+    service of Kubernetes, a cloud's DNS), a node may be up before the name is.
 
     Raises:
         RendezvousError: not within ``timeout`` seconds.
@@ -89,24 +101,30 @@ def is_here(host: str, hostname: str, own: Iterable[tuple[str, str]]) -> bool:
     if host in (hostname, "localhost"):
         return True
     mine = {address.partition("%")[0] for _, address in own}
-    return any(is_loopback(address) or address.partition("%")[0] in mine for address in resolve(host))
+    return any(
+        is_loopback(address) or address.partition("%")[0] in mine for address in resolve(host)
+    )
 
 
 def among(hosts: Iterable[Host], hostname: str) -> tuple[str, ...]:
     """
     Return the names of the hosts that are this machine.
 
-    A name is looked up only when it could be ours: it is an address, or its first label is that of the host's name.
+    A name is looked up only when it could be ours: it is an address, or its first label is that of
+    the host's name.
     """
-    own, label = addresses(), hostname.partition(".")[0]
+    own = addresses()
+    label = hostname.partition(".")[0]
     return tuple(
-        host.name for host in hosts
+        host.name
+        for host in hosts
         if any(
             (name.partition(".")[0] == label or name == "localhost" or _is_address(name))
             and is_here(name, hostname, own)
-            for name in (host.name, host.address) if name
+            for name in (host.name, host.address)
+            if name
         )
-    )  # fmt: skip
+    )
 
 
 def _is_address(host: str) -> bool:
@@ -120,7 +138,10 @@ def _is_address(host: str) -> bool:
 
 
 def speaks_zmtp(endpoint: Endpoint, timeout: float = 3.0) -> bool:
-    """Return whether a ZeroMQ socket answers there: it greets every connection at once (RFC 23), others do not so."""
+    """
+    Return whether a ZeroMQ socket answers there: it greets every connection at once (RFC 23),
+    others do not so.
+    """
     import socket
 
     try:
@@ -133,15 +154,25 @@ def speaks_zmtp(endpoint: Endpoint, timeout: float = 3.0) -> bool:
 
 def route(scheduler: Endpoint | None) -> str:
     """
-    Return the local address from which the scheduler, or else the world, is reached; empty where there is no route.
+    Return the local address from which the scheduler, or else the world, is reached; empty where
+    there is no route.
 
-    A UDP socket is connected, which asks the routing table and sends nothing. A name that is loopback only here is
-    meant by the others as another address: the one towards the world, or that of the first interface.
+    A UDP socket is connected, which asks the routing table and sends nothing. A name that is
+    loopback only here is meant by the others as another address: the one towards the world, or that
+    of the first interface.
     """
-    targets = [(address, scheduler.port or 9) for address in resolve(scheduler.host)] if scheduler else list(_FAR)
+    targets = (
+        [(address, scheduler.port or 9) for address in resolve(scheduler.host)]
+        if scheduler
+        else list(_FAR)
+    )
     if scheduler and is_only_here(scheduler.host):
-        outward = [_toward(*far) for far in _FAR] + [at for _, at in addresses() if not at.startswith("fe80:")]
-        if found := next((address for address in outward if address and not is_loopback(address)), ""):
+        outward = [_toward(*far) for far in _FAR] + [
+            at for _, at in addresses() if not at.startswith("fe80:")
+        ]
+        if found := next(
+            (address for address in outward if address and not is_loopback(address)), ""
+        ):
             return found
     for host, port in targets:
         address = _toward(host, port)
@@ -151,9 +182,17 @@ def route(scheduler: Endpoint | None) -> str:
 
 
 def is_only_here(host: str) -> bool:
-    """Return whether a name, which says nothing of loopback, has only such addresses here: Debian's ``127.0.1.1``."""
+    """
+    Return whether a name, which says nothing of loopback, has only such addresses here: Debian's
+    ``127.0.1.1``.
+    """
     found = resolve(host)
-    return bool(found) and host != "localhost" and not is_loopback(host) and all(map(is_loopback, found))
+    return (
+        bool(found)
+        and host != "localhost"
+        and not is_loopback(host)
+        and all(map(is_loopback, found))
+    )
 
 
 def _toward(host: str, port: int) -> str:

@@ -1,8 +1,10 @@
 """
-How many processes the kernel has killed for lack of memory in this process's cgroup: the proof behind "out of memory".
+How many processes the kernel has killed for lack of memory in this process's cgroup: the proof
+behind "out of memory".
 
-Reads memory.events (cgroup v2) or memory.oom_control (v1). Limits: 0 where neither can be read; a kill by the machine's
-own limit, outside any cgroup limit, is counted by v1 and v2 only on kernels that say so.
+Reads memory.events (cgroup v2) or memory.oom_control (v1). Limits: 0 where neither can be read; a
+kill by the machine's own limit, outside any cgroup limit, is counted by v1 and v2 only on kernels
+that say so.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ def oom_kills(self_cgroup: Path = Path("/proc/self/cgroup"), root: Path = _ROOT)
         names = controllers.split(",")
         if "memory" in names:
             folder = root / "memory"
-            count = _count(folder / path.lstrip("/") / "memory.oom_control", folder / "memory.oom_control")
+            count = _count(
+                folder / path.lstrip("/") / "memory.oom_control", folder / "memory.oom_control"
+            )
         elif controllers == "":
             count = _count(root / path.lstrip("/") / "memory.events", root / "memory.events")
         else:
@@ -34,7 +38,10 @@ def oom_kills(self_cgroup: Path = Path("/proc/self/cgroup"), root: Path = _ROOT)
 
 
 def _count(*files: Path) -> int | None:
-    """The count in the first file that can be read: inside a container the path of the host may not exist."""
+    """
+    The count in the first file that can be read: inside a container the path of the host may not
+    exist.
+    """
     for file in files:
         try:
             words = file.read_text().split()

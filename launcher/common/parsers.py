@@ -1,9 +1,11 @@
 """
-Values as users type them, parsed strictly: text in, a plain value or a UsageError that names its place out.
+Values as users type them, parsed strictly: text in, a plain value or a UsageError that names its
+place out.
 
-Numbers are ASCII digits and nothing else: ``int()`` would also take ``1_0``, full-width digits and blanks, and a typing
-slip must not start a job of another size. Every parser has the form ``(text, where) -> value``, which is what the
-tables of options hold; nothing here reads a file, the environment or the clock.
+Numbers are ASCII digits and nothing else: ``int()`` would also take ``1_0``, full-width digits and
+blanks, and a typing slip must not start a job of another size. Every parser has the form ``(text,
+where) -> value``, which is what the tables of options hold; nothing here reads a file, the
+environment or the clock.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ _FIELDS = ("rank", "local_rank", "node", "ip", "hostname")
 
 
 def quoted(text: str) -> str:
-    """Return the text in quotes, control characters escaped, cut to a length that a message can bear."""
+    """
+    Return the text in quotes, control characters escaped, cut to a length that a message can bear.
+    """
     shown = repr(text)
     return shown if len(shown) <= 80 else shown[:76] + "...'"
 
@@ -39,9 +43,15 @@ def whole(least: int = 0, most: int = MOST) -> Parser:
         if re.fullmatch(r"[0-9]{1,9}", text) and least <= int(text) <= most:
             return int(text)
         if re.fullmatch(r"-?[0-9]+", text):
-            limit = f"below {least}" if text.startswith("-") or int(text[:20]) < least else f"above {most}"
+            limit = (
+                f"below {least}"
+                if text.startswith("-") or int(text[:20]) < least
+                else f"above {most}"
+            )
             raise UsageError(f"{quoted(text)} is {limit}", where=where)
-        raise UsageError(f"{quoted(text)} is not a whole number", where=where, hint="use the digits 0 to 9 only")
+        raise UsageError(
+            f"{quoted(text)} is not a whole number", where=where, hint="use the digits 0 to 9 only"
+        )
 
     return parse
 
@@ -67,16 +77,23 @@ def choice(*words: str) -> Parser:
         if text in words:
             return text
         raise UsageError(
-            f"{quoted(text)} is not one of {', '.join(words)}", where=where, hint=did_you_mean(text, words)
+            f"{quoted(text)} is not one of {', '.join(words)}",
+            where=where,
+            hint=did_you_mean(text, words),
         )
 
     return parse
 
 
 def duration(text: str, where: str) -> float:
-    """Return seconds: ``30``, ``2.5``, ``30s``, ``5m``, ``1h``, ``1d``, ``1h30m``; positive, a year at most."""
+    """
+    Return seconds: ``30``, ``2.5``, ``30s``, ``5m``, ``1h``, ``1d``, ``1h30m``; positive, a year at
+    most.
+    """
     hint = "write seconds, or 30s, 5m, 1h"
-    if not re.fullmatch(r"(?:[0-9]{1,9}(?:\.[0-9]{1,6})?(?:ms|s|m|h|d))+|[0-9]{1,9}(?:\.[0-9]{1,6})?", text):
+    if not re.fullmatch(
+        r"(?:[0-9]{1,9}(?:\.[0-9]{1,6})?(?:ms|s|m|h|d))+|[0-9]{1,9}(?:\.[0-9]{1,6})?", text
+    ):
         raise UsageError(f"{quoted(text)} is not a duration", where=where, hint=hint)
     parts = re.findall(r"([0-9.]+)(ms|s|m|h|d|$)", text)
     total = sum(float(number) * _UNITS[unit] for number, unit in parts)
@@ -87,7 +104,9 @@ def duration(text: str, where: str) -> float:
 
 def duration_or_zero(text: str, where: str) -> float:
     """As `duration`, and 0 is allowed."""
-    return 0.0 if re.fullmatch(r"0+(?:\.0+)?(?:ms|s|m|h|d)?", text) else duration(text, where)
+    if re.fullmatch(r"0+(?:\.0+)?(?:ms|s|m|h|d)?", text):
+        return 0.0
+    return duration(text, where)
 
 
 def yes_no(text: str, where: str) -> bool:
@@ -129,7 +148,9 @@ def host(text: str, where: str) -> str:
     try:
         return check_host(inner, where=where)
     except UsageError:
-        raise UsageError(f"{quoted(text)} is neither a host name nor an IP address", where=where) from None
+        raise UsageError(
+            f"{quoted(text)} is neither a host name nor an IP address", where=where
+        ) from None
 
 
 def port(text: str, where: str) -> int:
@@ -149,11 +170,16 @@ def endpoint(default_port: int | None = None) -> Parser:
 
 
 def interface(text: str, where: str) -> str:
-    """Return an interface name or an address of this machine; the addresses that mean "all of them" are refused."""
+    """
+    Return an interface name or an address of this machine; the addresses that mean "all of them"
+    are refused.
+    """
     plain(text, where)
     if text in ("*", "0.0.0.0", "::", "[::]"):
         raise UsageError(
-            f"{quoted(text)} would listen everywhere", where=where, hint="name one interface or one address"
+            f"{quoted(text)} would listen everywhere",
+            where=where,
+            hint="name one interface or one address",
         )
     if not re.fullmatch(r"[A-Za-z0-9._:@%\[\]-]{1,64}", text):
         raise UsageError(f"{quoted(text)} is neither an interface nor an address", where=where)
@@ -173,10 +199,19 @@ def rank_set(text: str, where: str) -> tuple[int, ...]:
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]{1,7})(?:-([0-9]{1,7}))?", part)
         if match is None:
-            raise UsageError(f"{quoted(part)} is not a rank", where=where, hint="write all, none or a list as 0,7-9")
-        low, high = int(match[1]), int(match[2] or match[1])
+            raise UsageError(
+                f"{quoted(part)} is not a rank",
+                where=where,
+                hint="write all, none or a list as 0,7-9",
+            )
+        low = int(match[1])
+        high = int(match[2] or match[1])
         if high < low or high > MOST:
-            raise UsageError(f"{quoted(part)} is not a range of ranks", where=where, hint="write the lower rank first")
+            raise UsageError(
+                f"{quoted(part)} is not a range of ranks",
+                where=where,
+                hint="write the lower rank first",
+            )
         found.update(range(low, high + 1))
     return tuple(sorted(found))
 
@@ -203,7 +238,9 @@ def assignment(text: str, where: str) -> tuple[str, str]:
     if not equals:
         raise UsageError(f"{quoted(text)} has no '='", where=where, hint="write NAME=VALUE")
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-        raise UsageError(f"{quoted(name)} is not a variable's name", where=where, hint="write NAME=VALUE")
+        raise UsageError(
+            f"{quoted(name)} is not a variable's name", where=where, hint="write NAME=VALUE"
+        )
     if "\0" in value:
         raise UsageError(f"the value of {name} holds a NUL", where=where)
     return name, value
@@ -215,13 +252,18 @@ def patterns(text: str, where: str) -> tuple[str, ...]:
     for part in found:
         if not re.fullmatch(r"[A-Za-z_*?][A-Za-z0-9_*?]*", part):
             raise UsageError(
-                f"{quoted(part)} is neither a variable's name nor a pattern", where=where, hint="write NAME,PREFIX_*"
+                f"{quoted(part)} is neither a variable's name nor a pattern",
+                where=where,
+                hint="write NAME,PREFIX_*",
             )
     return found
 
 
 def log_name(text: str, where: str) -> str:
-    """Return a stem of log file names: fields in braces, no path, and different for every worker of a node."""
+    """
+    Return a stem of log file names: fields in braces, no path, and different for every worker of a
+    node.
+    """
     plain(text, where)
     used = re.findall(r"\{([^{}]*)\}", text)
     for name in used:
@@ -231,10 +273,14 @@ def log_name(text: str, where: str) -> str:
     rest = re.sub(r"\{[^{}]*\}", "", text)
     if not re.fullmatch(r"[A-Za-z0-9._-]*", rest) or rest.startswith((".", "-")) or len(text) > 120:
         raise UsageError(
-            f"{quoted(text)} is not a file name", where=where, hint="use A-Z a-z 0-9 . _ - and fields in braces"
+            f"{quoted(text)} is not a file name",
+            where=where,
+            hint="use A-Z a-z 0-9 . _ - and fields in braces",
         )
     if "rank" not in used and "local_rank" not in used:
-        raise UsageError(f"{quoted(text)} is the same for every worker", where=where, hint="add {rank}")
+        raise UsageError(
+            f"{quoted(text)} is the same for every worker", where=where, hint="add {rank}"
+        )
     return text
 
 
@@ -244,15 +290,22 @@ def node_range(text: str, where: str) -> tuple[int, int]:
         return 0, int(whole(1)(text, where))
     low, _, high = text.partition(":")
     if not (low and high):
-        raise UsageError(f"{quoted(text)} lacks a number", where=where, hint="write MIN:MAX, as 2:4")
+        raise UsageError(
+            f"{quoted(text)} lacks a number", where=where, hint="write MIN:MAX, as 2:4"
+        )
     bounds = int(whole(1)(low, where)), int(whole(1)(high, where))
     if bounds[0] > bounds[1]:
-        raise UsageError(f"{quoted(text)} has its lower number last", where=where, hint=f"write {high}:{low}")
+        raise UsageError(
+            f"{quoted(text)} has its lower number last", where=where, hint=f"write {high}:{low}"
+        )
     return (0 if bounds[0] == bounds[1] else bounds[0]), bounds[1]
 
 
 def exit_codes(text: str, where: str) -> tuple[int, ...]:
-    """Return exit codes, ascending, each once: ``1,3-5``; a signal's name is 128 + its number (SIGKILL: 137)."""
+    """
+    Return exit codes, ascending, each once: ``1,3-5``; a signal's name is 128 + its number
+    (SIGKILL: 137).
+    """
     found: set[int] = set()
     for part in text.split(","):
         if re.fullmatch(r"SIG[A-Z0-9]+", part) and part in signal.Signals.__members__:
@@ -262,15 +315,19 @@ def exit_codes(text: str, where: str) -> tuple[int, ...]:
         low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
         if not 1 <= low <= high <= 255:
             raise UsageError(
-                f"{quoted(part)} is no exit code of a failure", where=where,
+                f"{quoted(part)} is no exit code of a failure",
+                where=where,
                 hint="write 1 to 255, a range as 3-5, or a signal as SIGKILL, separated by commas",
-            )  # fmt: skip
+            )
         found.update(range(low, high + 1))
     return tuple(sorted(found))
 
 
 def scheduler_loss(text: str, where: str) -> float:
-    """Return for how many seconds a lost scheduler is waited for: ``wait``, ``wait=TIME``, or 0 for ``stop``."""
+    """
+    Return for how many seconds a lost scheduler is waited for: ``wait``, ``wait=TIME``, or 0 for
+    ``stop``.
+    """
     word, equals, time = text.partition("=")
     if text == "stop":
         return 0.0

@@ -1,4 +1,7 @@
-"""Where pdrun keeps what it knows of this user between jobs. Paths only: nothing is made or looked at here."""
+"""
+Where pdrun keeps what it knows of this user between jobs. Paths only: nothing is made or looked at
+here.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,10 @@ from pathlib import Path
 
 
 def state_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return ``$XDG_STATE_HOME/pdrun`` (default ~/.local/state). Raises OSError: neither home nor variable is set."""
+    """
+    Return ``$XDG_STATE_HOME/pdrun`` (default ~/.local/state). Raises OSError: neither home nor
+    variable is set.
+    """
     base = environ.get("XDG_STATE_HOME") or ""
     if not base.startswith("/"):
         home = environ.get("HOME") or ""

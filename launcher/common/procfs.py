@@ -1,8 +1,9 @@
 """
-What /proc tells of a process that seems to do nothing: its CPU time, what state it is in, what it waits for.
+What /proc tells of a process that seems to do nothing: its CPU time, what state it is in, what it
+waits for.
 
-Everything here is a reading at one moment of a process that may end meanwhile; then there is nothing to tell. No
-process is stopped or slowed by it.
+Everything here is a reading at one moment of a process that may end meanwhile; then there is
+nothing to tell. No process is stopped or slowed by it.
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ from pathlib import Path
 
 TICK = 1.0 / os.sysconf("SC_CLK_TCK")
 _STATES = {
-    "R": "running", "S": "waiting", "D": "uninterruptible, in the kernel", "T": "stopped by a signal",
-    "t": "stopped by a debugger", "Z": "ended",
-}  # fmt: skip
+    "R": "running",
+    "S": "waiting",
+    "D": "uninterruptible, in the kernel",
+    "T": "stopped by a signal",
+    "t": "stopped by a debugger",
+    "Z": "ended",
+}
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,10 @@ class State:
     """What a process's status says."""
 
     letter: str
-    """R runs, S waits, D waits uninterruptibly, T is stopped by a signal, t by a debugger, Z has ended."""
+    """
+    R runs, S waits, D waits uninterruptibly, T is stopped by a signal, t by a debugger, Z has
+    ended.
+    """
     tracer: int = 0
     """Pid of the debugger that holds it, or 0."""
     caught: int = 0
@@ -37,7 +45,9 @@ class State:
 
 def state(pid: int) -> State | None:
     """Return the state of a process; None: there is none."""
-    letter, tracer, caught = "", 0, 0
+    letter = ""
+    tracer = 0
+    caught = 0
     for line in _read(f"/proc/{pid}/status").splitlines():
         name, _, value = line.partition(":")
         if name == "State":
@@ -50,11 +60,16 @@ def state(pid: int) -> State | None:
 
 
 def cpu_seconds(pid: int) -> float | None:
-    """Return the CPU time of a process and all its descendants, ended ones that were waited for included."""
+    """
+    Return the CPU time of a process and all its descendants, ended ones that were waited for
+    included.
+    """
     own = _stat(pid)
     if not own:
         return None
-    total, todo, seen = own, [pid], {pid}
+    total = own
+    todo = [pid]
+    seen = {pid}
     while todo:
         for child in _children(todo.pop()):
             if child not in seen:
@@ -65,13 +80,19 @@ def cpu_seconds(pid: int) -> float | None:
 
 
 def waits_in(pid: int) -> str:
-    """Return the kernel's function in which a process waits, ``futex_wait_queue`` say; empty where that is not told."""
+    """
+    Return the kernel's function in which a process waits, ``futex_wait_queue`` say; empty where
+    that is not told.
+    """
     name = _read(f"/proc/{pid}/wchan").strip()
     return "" if name in ("0", "") else name
 
 
 def kernel_stack(pid: int) -> str:
-    """Return the kernel's stack of a process, innermost first, one function a line; mostly only root may read it."""
+    """
+    Return the kernel's stack of a process, innermost first, one function a line; mostly only root
+    may read it.
+    """
     lines = _read(f"/proc/{pid}/stack").splitlines()
     return "\n".join(line.partition("] ")[2].partition("+")[0] for line in lines)
 

@@ -25,11 +25,18 @@ class RankSet:
             self._ranges = [_range(part.strip(), text, where) for part in text.split(",")]
 
     def without(self, known: Collection[int]) -> str:
-        """Return the parts of the list that hold none of the known ranks, as written; empty when each holds one."""
+        """
+        Return the parts of the list that hold none of the known ranks, as written; empty when each
+        holds one.
+        """
         if self.text in ("all", "none"):
             return ""
         parts = zip(self.text.split(","), self._ranges, strict=True)
-        return ",".join(part.strip() for part, (low, high) in parts if not any(low <= rank <= high for rank in known))
+        return ",".join(
+            part.strip()
+            for part, (low, high) in parts
+            if not any(low <= rank <= high for rank in known)
+        )
 
     def __contains__(self, rank: int) -> bool:
         return any(low <= rank <= high for low, high in self._ranges)
@@ -39,7 +46,11 @@ def _range(part: str, whole: str, where: str) -> tuple[int, float]:
     low, dash, high = part.partition("-")
     for number in (low, high) if dash else (low,):
         if not (number.isascii() and number.isdigit() and len(number) < 10):
-            raise UsageError(f"{whole!r} is no set of ranks", where=where, hint="use all, none, or numbers like 0,7-9")
+            raise UsageError(
+                f"{whole!r} is no set of ranks",
+                where=where,
+                hint="use all, none, or numbers like 0,7-9",
+            )
     if dash and int(high) < int(low):
         raise UsageError(f"{part} runs backwards", where=where)
     return int(low), int(high or low)

@@ -1,13 +1,15 @@
 """
-Signals as events: they wake the agent's loop through a descriptor and are acted on there, never inside a handler.
+Signals as events: they wake the agent's loop through a descriptor and are acted on there, never
+inside a handler.
 
     SIGINT SIGTERM SIGQUIT SIGHUP    stop the job: once with grace, again at once
     SIGUSR1 SIGUSR2 SIGWINCH SIGCONT passed on to the workers, the job goes on
     SIGTSTP                          Ctrl-Z: see `Agent`
     SIGPIPE                          ignored: a closed terminal is an error of `write`, not the end
 
-What was inherited as ignored stays so (nohup's SIGHUP, a background job's SIGINT). Limit: Python lets only the main
-thread receive signals; elsewhere (`launch` called from a thread) none are taken and the caller's handlers stay.
+What was inherited as ignored stays so (nohup's SIGHUP, a background job's SIGINT). Limit: Python
+lets only the main thread receive signals; elsewhere (`launch` called from a thread) none are taken
+and the caller's handlers stay.
 """
 
 from __future__ import annotations
@@ -25,10 +27,14 @@ _TAKEN = (*STOP, *FORWARD, signal.SIGTSTP)
 
 
 class Signals:
-    """Takes the signals over inside a ``with`` block; gives them back after it, or lets nothing disturb the exit."""
+    """
+    Takes the signals over inside a ``with`` block; gives them back after it, or lets nothing
+    disturb the exit.
+    """
 
     def __init__(self) -> None:
-        self._read, self._write = -1, -1
+        self._read = -1
+        self._write = -1
         self._previous: dict[int, object] = {}
         self._wakeup = -1
 
@@ -44,7 +50,10 @@ class Signals:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, early.afterwards(handler))  # type: ignore[arg-type]

@@ -1,4 +1,7 @@
-"""Small text files that users name: read with a limit, never waited for, every complaint with its line."""
+"""
+Small text files that users name: read with a limit, never waited for, every complaint with its
+line.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ from pdrun.launcher.common.parsers import quoted
 
 def read_text(path: str, limit: int, *, instead: str = "write it to a file") -> str:
     """
-    Return the text of a regular file of at most ``limit`` bytes in UTF-8, its byte order mark removed.
+    Return the text of a regular file of at most ``limit`` bytes in UTF-8, its byte order mark
+    removed.
 
     A pipe or a device is refused rather than waited for; ``instead`` is what to do with a pipe.
 

@@ -1,5 +1,6 @@
 """
-From options, variables, the job file and the allocation to one frozen JobSpec that knows the source of every value.
+From options, variables, the job file and the allocation to one frozen JobSpec that knows the source
+of every value.
 
 Pure, but for reading the files named.
 

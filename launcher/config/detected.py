@@ -1,10 +1,11 @@
 """
-What the launcher around this process means for the job: wishes of the lowest rank, which everything that the user says
-overrides.
+What the launcher around this process means for the job: wishes of the lowest rank, which everything
+that the user says overrides.
 
-A task that stands alone on its node becomes an agent: number of nodes, node rank, where the nodes meet and the job's
-name follow. An allocation gives hosts. What would start a smaller job than was meant, or several in the place of one,
-is refused with what to do instead. Pure: environment and probes are arguments.
+A task that stands alone on its node becomes an agent: number of nodes, node rank, where the nodes
+meet and the job's name follow. An allocation gives hosts. What would start a smaller job than was
+meant, or several in the place of one, is refused with what to do instead. Pure: environment and
+probes are arguments.
 """
 
 from __future__ import annotations
@@ -22,10 +23,14 @@ from pdrun.launcher.hosts.selection import Host, host_name
 _MPI = tuple(row.name for row in mpi.MPI)
 _WORKERS = tuple(row.name for row in mpi.WORKERS)
 _ONE = {
-    "openmpi": "mpirun --map-by ppr:1:node", "mpich": "mpiexec -ppn 1", "intelmpi": "mpirun -ppn 1",
-    "slurm-step": "srun --ntasks-per-node=1", "jsrun": "jsrun -r 1", "pals": "mpiexec --ppn 1",
+    "openmpi": "mpirun --map-by ppr:1:node",
+    "mpich": "mpiexec -ppn 1",
+    "intelmpi": "mpirun -ppn 1",
+    "slurm-step": "srun --ntasks-per-node=1",
+    "jsrun": "jsrun -r 1",
+    "pals": "mpiexec --ppn 1",
     "flux": "flux run --tasks-per-node=1",
-}  # fmt: skip
+}
 """How to start one task a node."""
 _FREE = ("place.local", "torchrun.standalone", "hosts.all", "hosts.file", "place.rank_table")
 """What makes every other launcher's words needless."""
@@ -38,7 +43,8 @@ def around(
     Return the wishes that the launcher around us amounts to, notes, and warnings.
 
     Raises:
-        ConfigError: its words are malformed, contradict what the user said, or would start another job than was meant.
+        ConfigError: its words are malformed, contradict what the user said, or would start another
+            job than was meant.
         UsageError: ``--launcher`` names one that says nothing here.
     """
     said: dict[str, Wish] = {}
@@ -57,7 +63,10 @@ def around(
 
 
 def to_detect(launcher: str) -> str:
-    """Return what ``--launcher`` has `detect` look for: nothing in particular where it names what starts the hosts."""
+    """
+    Return what ``--launcher`` has `detect` look for: nothing in particular where it names what
+    starts the hosts.
+    """
     return "" if launcher == "auto" or launcher in STARTERS else launcher
 
 
@@ -71,14 +80,19 @@ def _summary(found: Found) -> str:
 
 
 def _wish(path: str, value: object, found: Found, key: str) -> Wish:
-    return Wish(path, value, Source(found.sources.get(key) or found.title, Level.FOUND, str(value)[:60]))
+    return Wish(
+        path, value, Source(found.sources.get(key) or found.title, Level.FOUND, str(value)[:60])
+    )
 
 
 def _allocation(found: Found, said: Mapping[str, Wish]) -> list[Wish]:
     """Hosts, unless the user says where this node stands: then the nodes are started one by one."""
     if found.launcher == "ascend":
         # every pod is started by the operator, or every host by hand: nobody is started by us
-        return [_wish("place.rank_table", found.path, found, "hosts"), _wish("place.launcher", "none", found, "hosts")]
+        return [
+            _wish("place.rank_table", found.path, found, "hosts"),
+            _wish("place.launcher", "none", found, "hosts"),
+        ]
     if any(path in said for path in ("scheduler.host", "place.node_rank", "place.serve")):
         return []
     hosts = tuple(Host(host.name, where=found.sources.get("hosts", "")) for host in found.hosts)
@@ -103,9 +117,10 @@ def _task(found: Found, said: Mapping[str, Wish], probes: Probes) -> list[Wish]:
     if nodes is None:
         if "resources.nodes" not in said:
             raise ConfigError(
-                f"{found.title} does not say how many nodes there are", where=found.sources.get("node_rank", ""),
+                f"{found.title} does not say how many nodes there are",
+                where=found.sources.get("node_rank", ""),
                 hint="say --nodes (PDRUN_NODES), or --launcher none for a job of this node alone",
-            )  # fmt: skip
+            )
         nodes = int(said["resources.nodes"].value)
     elif "resources.nodes" in said and said["resources.nodes"].value != nodes:
         source = said["resources.nodes"].source
@@ -128,7 +143,9 @@ def _task(found: Found, said: Mapping[str, Wish], probes: Probes) -> list[Wish]:
 
 def _by_hand(found: Found, said: Mapping[str, Wish]) -> list[Wish]:
     """A rank of several without a launcher: does it count nodes or workers? Only the user knows."""
-    if found.world == 1 or any(path in said for path in ("resources.nodes", "scheduler.host", "place.node_rank")):
+    if found.world == 1 or any(
+        path in said for path in ("resources.nodes", "scheduler.host", "place.node_rank")
+    ):
         return []
     raise ConfigError(
         f"{found.rank} of WORLD_SIZE={found.world}: set by hand, and pdrun gives ranks itself",
@@ -139,7 +156,11 @@ def _by_hand(found: Found, said: Mapping[str, Wish]) -> list[Wish]:
 
 def _crowded(found: Found) -> ConfigError:
     count = f"{found.local_size} tasks" if found.local_size else "several tasks"
-    one = f"start one a node ({_ONE[found.launcher]})" if found.launcher in _ONE else "start one a node"
+    one = (
+        f"start one a node ({_ONE[found.launcher]})"
+        if found.launcher in _ONE
+        else "start one a node"
+    )
     return ConfigError(
         f"{found.title} started {count} on this node, and each would start workers of its own",
         where=found.sources.get("local_size") or found.sources.get("local_rank", ""),
@@ -148,11 +169,16 @@ def _crowded(found: Found) -> ConfigError:
 
 
 def _first(found: Found) -> str:
-    """The first host; LSF puts the host of the batch script in front of those on which jsrun starts tasks."""
+    """
+    The first host; LSF puts the host of the batch script in front of those on which jsrun starts
+    tasks.
+    """
     names = [host.name for host in found.hosts]
     if found.launcher == "jsrun" and len(names) > 1:
         apart = found.nodes is not None and len(names) == found.nodes + 1
-        return names[1] if apart or names[0].startswith(("batch", "login")) else names[0]
+        if apart or names[0].startswith(("batch", "login")):
+            return names[1]
+        return names[0]
     return names[0]
 
 
@@ -162,9 +188,10 @@ def _scheduler(found: Found, probes: Probes) -> list[Wish]:
     host = _first(found) if found.hosts else found.head
     if not host:
         raise ConfigError(
-            f"{found.title} does not say where node 0 is", where=found.sources.get("node_rank", ""),
+            f"{found.title} does not say where node 0 is",
+            where=found.sources.get("node_rank", ""),
             hint="say --scheduler HOST:PORT (PDRUN_SCHEDULER), the same for all nodes",
-        )  # fmt: skip
+        )
     try:
         host_name(host, found.sources.get(key, ""))
     except UsageError as error:
@@ -174,7 +201,7 @@ def _scheduler(found: Found, probes: Probes) -> list[Wish]:
             f"node 0 is {probes.hostname}, but the other nodes will look for it at {host}",
             where=found.sources.get(key, ""),
             hint="say --scheduler HOST:PORT (PDRUN_SCHEDULER), the same for all nodes",
-        )  # fmt: skip
+        )
     name = found.job_name or f"{found.launcher}-{found.world}"
     port = found.port if found.port is not None else port_for(name)
     return [

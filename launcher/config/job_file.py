@@ -1,10 +1,11 @@
 """
 Job files: ``pdrun run job.yaml``, read strictly, every complaint with file and line.
 
-YAML guesses types, and its guesses have started jobs of the wrong size: ``no`` is false, ``22:30`` is 1350. So only
-the structure is taken from YAML; each scalar is read as the text that stands in the file, by the same parsers as the
-command line, and what YAML would have turned into something else must be quoted. Anchors, tags, duplicate and unknown
-keys, several documents and deep nesting are refused. templates/job.yaml shows every key.
+YAML guesses types, and its guesses have started jobs of the wrong size: ``no`` is false, ``22:30``
+is 1350. So only the structure is taken from YAML; each scalar is read as the text that stands in
+the file, by the same parsers as the command line, and what YAML would have turned into something
+else must be quoted. Anchors, tags, duplicate and unknown keys, several documents and deep nesting
+are refused. templates/job.yaml shows every key.
 """
 
 from __future__ import annotations
@@ -42,43 +43,81 @@ def _text(text: str, where: str) -> str:
 def _yes_no(text: str, where: str) -> bool:
     if text in ("true", "false"):
         return text == "true"
-    raise UsageError(f"{quoted(text)} is neither true nor false", where=where, hint="write true or false")
+    raise UsageError(
+        f"{quoted(text)} is neither true nor false", where=where, hint="write true or false"
+    )
 
 
 GROUPS: Mapping[str, Mapping[str, Parser]] = {
     "program": {
-        "script": values.plain, "module": values.plain, "command": values.plain, "python": values.path,
-        "start": values.choice("auto", "fork", "exec"), "warm": _yes_no,
+        "script": values.plain,
+        "module": values.plain,
+        "command": values.plain,
+        "python": values.path,
+        "start": values.choice("auto", "fork", "exec"),
+        "warm": _yes_no,
     },
     "resources": {
-        "nodes": values.node_range, "spares": values.whole(0), "devices": values.whole_or_auto(),
-        "backend": values.choice(*BACKENDS), "threads": values.whole_or_auto(),
+        "nodes": values.node_range,
+        "spares": values.whole(0),
+        "devices": values.whole_or_auto(),
+        "backend": values.choice(*BACKENDS),
+        "threads": values.whole_or_auto(),
         "bind": values.choice("auto", "cores", "numa", "none"),
     },
     "policy": {
-        "start_timeout": values.duration, "grace": values.duration_or_zero, "max_restarts": values.whole(0),
-        "restart_window": values.duration, "restart_on": values.exit_codes, "no_restart_on": values.exit_codes,
-        "backoff": values.duration_or_zero, "gather": values.duration_or_zero, "grow": values.duration_or_zero,
-        "scheduler_loss": values.scheduler_loss, "hang_timeout": values.duration, "time_limit": values.duration,
+        "start_timeout": values.duration,
+        "grace": values.duration_or_zero,
+        "max_restarts": values.whole(0),
+        "restart_window": values.duration,
+        "restart_on": values.exit_codes,
+        "no_restart_on": values.exit_codes,
+        "backoff": values.duration_or_zero,
+        "gather": values.duration_or_zero,
+        "grow": values.duration_or_zero,
+        "scheduler_loss": values.scheduler_loss,
+        "hang_timeout": values.duration,
+        "time_limit": values.duration,
     },
     "output": {
-        "log_dir": values.path, "log_name": values.log_name, "files": _yes_no, "show_ranks": values.ranks,
+        "log_dir": values.path,
+        "log_name": values.log_name,
+        "files": _yes_no,
+        "show_ranks": values.ranks,
         "prefix": values.choice("auto", "rank", "none"),
     },
     "place": {
-        "scheduler": values.endpoint(), "node_rank": values.whole(0), "node_name": values.node_name, "local": _yes_no,
-        "interface": values.interface, "serve": _yes_no, "token_file": values.path,
-        "hosts": hosts.parse_hosts, "hostfile": values.path, "include": hosts.parse_choice,
-        "exclude": hosts.parse_choice, "rank_table": values.path, "launcher": names.check,
+        "scheduler": values.endpoint(),
+        "node_rank": values.whole(0),
+        "node_name": values.node_name,
+        "local": _yes_no,
+        "interface": values.interface,
+        "serve": _yes_no,
+        "token_file": values.path,
+        "hosts": hosts.parse_hosts,
+        "hostfile": values.path,
+        "include": hosts.parse_choice,
+        "exclude": hosts.parse_choice,
+        "rank_table": values.path,
+        "launcher": names.check,
     },
     "reach": {
-        "ssh": values.path, "ssh_opts": ssh_options, "forward": values.patterns, "ship": _yes_no,
-        "mpirun": values.path, "mpirun_opts": words, "srun_opts": words,
+        "ssh": values.path,
+        "ssh_opts": ssh_options,
+        "forward": values.patterns,
+        "ship": _yes_no,
+        "mpirun": values.path,
+        "mpirun_opts": words,
+        "srun_opts": words,
     },
-}  # fmt: skip
+}
 """Every key of a job file but ``program.args``, ``env``, ``job`` and ``chdir``."""
-PATHS = {"place.hosts": "hosts.all", "place.hostfile": "hosts.file", "place.include": "hosts.include",
-         "place.exclude": "hosts.exclude"}  # fmt: skip
+PATHS = {
+    "place.hosts": "hosts.all",
+    "place.hostfile": "hosts.file",
+    "place.include": "hosts.include",
+    "place.exclude": "hosts.exclude",
+}
 """Keys whose values `pdrun.launcher.config.resolve` puts together."""
 SINGLE: Mapping[str, Parser] = {"job": values.name, "chdir": values.path}
 REASONS = {
@@ -116,7 +155,9 @@ def _broken(error: yaml.MarkedYAMLError, name: str) -> ConfigError:
     where = f"{name}:{mark.line + 1}" if mark else name
     problem = error.problem or "cannot be read"
     if "'\\t'" in problem:
-        return ConfigError("a tab, which YAML does not allow in indentation", where=where, hint="use spaces")
+        return ConfigError(
+            "a tab, which YAML does not allow in indentation", where=where, hint="use spaces"
+        )
     return ConfigError(f"is not YAML: {_one_line(problem)}", where=where)
 
 
@@ -132,12 +173,20 @@ def _check_events(text: str, name: str) -> None:
         if isinstance(event, yaml.DocumentStartEvent):
             documents += 1
             if documents > 1:
-                raise ConfigError("a second document begins here", where=where, hint="a file holds one job")
+                raise ConfigError(
+                    "a second document begins here", where=where, hint="a file holds one job"
+                )
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            raise ConfigError("anchors and aliases (& and *) are not allowed", where=where, hint="write it out")
+            raise ConfigError(
+                "anchors and aliases (& and *) are not allowed", where=where, hint="write it out"
+            )
         if tag := getattr(event, "tag", None):
-            raise ConfigError(f"a tag ({quoted(str(tag))}) is not allowed", where=where, hint="leave it out")
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            raise ConfigError(
+                f"a tag ({quoted(str(tag))}) is not allowed", where=where, hint="leave it out"
+            )
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
+            event, yaml.CollectionEndEvent
+        )
         if depth > DEPTH or count > EVENTS:
             raise ConfigError("is nested too deeply or too large", where=where)
 
@@ -194,7 +243,9 @@ class _File:
                 raise ConfigError("a key must be a word", where=self.where(key))
             if key.value in lines:
                 raise ConfigError(
-                    f"{quoted(key.value)} stands twice", where=self.where(key), hint=f"first on line {lines[key.value]}"
+                    f"{quoted(key.value)} stands twice",
+                    where=self.where(key),
+                    hint=f"first on line {lines[key.value]}",
                 )
             lines[key.value] = key.start_mark.line + 1
             yield key, value
@@ -206,10 +257,18 @@ class _File:
         reason = REASONS.get(f"{group}.{name}")
         if reason:
             raise ConfigError(f"{name} {reason}", where=self.where(node))
-        home = next((group for group, keys in GROUPS.items() if name in keys), "") if not group else ""
-        hint = f"it belongs under {home}" if home else did_you_mean(name, known) or f"known: {', '.join(known)}"
+        home = (
+            next((group for group, keys in GROUPS.items() if name in keys), "") if not group else ""
+        )
+        hint = (
+            f"it belongs under {home}"
+            if home
+            else did_you_mean(name, known) or f"known: {', '.join(known)}"
+        )
         raise ConfigError(
-            f"unknown key {quoted(name)}{f' in {group}' if group else ''}", where=self.where(node), hint=hint
+            f"unknown key {quoted(name)}{f' in {group}' if group else ''}",
+            where=self.where(node),
+            hint=hint,
         )
 
     def value(self, path: str, node: yaml.Node, parser: Parser) -> Wish:
@@ -222,32 +281,52 @@ class _File:
             raise source.blame(error) from None
 
     def scalar(self, node: yaml.Node, what: str, *, flag: bool = False) -> str:
-        """Return the text of a scalar as it stands in the file, where YAML would not read something else into it."""
+        """
+        Return the text of a scalar as it stands in the file, where YAML would not read something
+        else into it.
+        """
         if not isinstance(node, yaml.ScalarNode):
             raise ConfigError(f"{what} must be one value", where=self.where(node))
-        text, kind = str(node.value), node.tag.rpartition(":")[2]
+        text = str(node.value)
+        kind = node.tag.rpartition(":")[2]
         if node.style is not None or kind == "str" or (flag and text in ("true", "false")):
             return text
         if kind in ("int", "float") and _NUMBER.fullmatch(text):
             return text
         if kind == "null":
-            raise ConfigError(f"{what} has no value", where=self.where(node), hint="leave the line out")
+            raise ConfigError(
+                f"{what} has no value", where=self.where(node), hint="leave the line out"
+            )
         if flag and kind == "bool":
-            raise ConfigError(f"{what}: {quoted(text)} must be written true or false", where=self.where(node))
-        read = {"bool": "true or false", "int": "another number", "float": "another number"}.get(kind, f"a {kind}")
+            raise ConfigError(
+                f"{what}: {quoted(text)} must be written true or false", where=self.where(node)
+            )
+        read = {"bool": "true or false", "int": "another number", "float": "another number"}.get(
+            kind, f"a {kind}"
+        )
         raise ConfigError(
-            f"{what}: YAML reads {text} as {read}", where=self.where(node), hint=f"write '{text}' in quotes"
+            f"{what}: YAML reads {text} as {read}",
+            where=self.where(node),
+            hint=f"write '{text}' in quotes",
         )
 
     def args(self, node: yaml.Node) -> Wish:
         if not isinstance(node, yaml.SequenceNode):
-            raise ConfigError("args must be a list", where=self.where(node), hint="write [--lr, 3e-4]")
-        return Wish("program.args", tuple(self.scalar(item, "an argument") for item in node.value), self.source(node))
+            raise ConfigError(
+                "args must be a list", where=self.where(node), hint="write [--lr, 3e-4]"
+            )
+        return Wish(
+            "program.args",
+            tuple(self.scalar(item, "an argument") for item in node.value),
+            self.source(node),
+        )
 
     def env(self, node: yaml.Node) -> Iterator[Wish]:
         for key, value in self.items(node, "env"):
             if "=" in str(key.value):  # it would be cut there
-                raise ConfigError(f"{quoted(str(key.value))} is not a variable's name", where=self.where(key))
+                raise ConfigError(
+                    f"{quoted(str(key.value))} is not a variable's name", where=self.where(key)
+                )
             text = self.scalar(value, str(key.value))
             source = self.source(key, f"{key.value}={text}")
             try:

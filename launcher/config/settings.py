@@ -1,9 +1,10 @@
 """
 What was said, where, and which saying counts.
 
-Every option, variable and line of a job file becomes a `Wish`: a field path, a value and its source. The command line
-counts before the environment, the environment before a job file. Two sayings of the same rank that differ are an error
-that names both; equal ones are fine. Pure: no file, no ``os.environ``.
+Every option, variable and line of a job file becomes a `Wish`: a field path, a value and its
+source. The command line counts before the environment, the environment before a job file. Two
+sayings of the same rank that differ are an error that names both; equal ones are fine. Pure: no
+file, no ``os.environ``.
 """
 
 from __future__ import annotations
@@ -40,16 +41,23 @@ class Source:
     """As typed; empty for a flag."""
 
     def said(self) -> str:
-        """Return what stands there, for a message: ``--nodes 3``, ``PDRUN_NODES=3``, ``job.yaml:3 (3)``."""
+        """
+        Return what stands there, for a message: ``--nodes 3``, ``PDRUN_NODES=3``, ``job.yaml:3
+        (3)``.
+        """
         text = self.text if len(self.text) <= 60 else self.text[:57] + "..."
         if not text:
             return self.label
-        return {Level.COMMAND: f"{self.label} {text}", Level.ENVIRONMENT: f"{self.label}={text}"}.get(
-            self.level, f"{self.label} ({text})"
-        )
+        return {
+            Level.COMMAND: f"{self.label} {text}",
+            Level.ENVIRONMENT: f"{self.label}={text}",
+        }.get(self.level, f"{self.label} ({text})")
 
     def error(self, what: str, hint: str = "") -> PdrunError:
-        """Return the error that fits: the command line is the user's to change at once, the others are set-up."""
+        """
+        Return the error that fits: the command line is the user's to change at once, the others are
+        set-up.
+        """
         kind = UsageError if self.level is Level.COMMAND else ConfigError
         return kind(what, where=self.label, hint=hint)
 
@@ -60,8 +68,13 @@ class Source:
         return ConfigError(error.what, where=error.where, hint=error.hint)
 
     def blame_file(self, error: PdrunError) -> PdrunError:
-        """Return the complaint about a file that is named here: a variable, say, of which the user may not know."""
-        return self.blame(UsageError(error.what, where=f"{self.label} {error.where}".rstrip(), hint=error.hint))
+        """
+        Return the complaint about a file that is named here: a variable, say, of which the user may
+        not know.
+        """
+        return self.blame(
+            UsageError(error.what, where=f"{self.label} {error.where}".rstrip(), hint=error.hint)
+        )
 
 
 @dataclass(frozen=True)
@@ -149,6 +162,10 @@ def settle(wishes: Iterable[Wish]) -> tuple[dict[str, Wish], tuple[str, ...]]:
 def contradiction(one: Wish, other: Wish) -> PdrunError:
     """Return the error that two sayings do not go together."""
     if one.source.label == other.source.label:
-        return one.source.error(f"given twice, as {other.source.text} and {one.source.text}", "give it once")
+        return one.source.error(
+            f"given twice, as {other.source.text} and {one.source.text}", "give it once"
+        )
     kind = type(one.source.error(""))
-    return kind(f"{one.source.said()} contradicts {other.source.said()}", hint="leave one of them out")
+    return kind(
+        f"{one.source.said()} contradicts {other.source.said()}", hint="leave one of them out"
+    )

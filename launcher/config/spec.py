@@ -1,8 +1,10 @@
 """
-What the user asked for: one frozen JobSpec, however it was said (command line, environment, job file, Python call).
+What the user asked for: one frozen JobSpec, however it was said (command line, environment, job
+file, Python call).
 
-A spec holds wishes, never findings: `auto` stays `auto` here and becomes a number in the plan. Each value keeps the
-place that it came from (`Sources`), so that `--explain` and every complaint can name it.
+A spec holds wishes, never findings: `auto` stays `auto` here and becomes a number in the plan. Each
+value keeps the place that it came from (`Sources`), so that `--explain` and every complaint can
+name it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ from pdrun.launcher.hosts.selection import Host
 from pdrun.names import check_name
 
 Sources = Mapping[str, str]
-"""Field path (``resources.devices``) -> where its value came from (``--devices``, ``job.yaml:3``, ``default``)."""
+"""
+Field path (``resources.devices``) -> where its value came from (``--devices``, ``job.yaml:3``,
+``default``).
+"""
 
 Kind = Literal["script", "module", "command", "function"]
 BACKENDS = ("auto", "cpu", "cuda", "rocm", "npu", "xpu", "mps")
@@ -39,7 +44,10 @@ class Program:
     python: str = ""
     """Interpreter; empty means the one that runs pdrun."""
     start: Literal["auto", "fork", "exec"] = "auto"
-    """fork: from one process a node that has imported torch. exec: an interpreter each. auto: fork where it is safe."""
+    """
+    fork: from one process a node that has imported torch. exec: an interpreter each. auto: fork
+    where it is safe.
+    """
     warm: bool = True
     """Whether a warm process of this user's may be used (`pdrun warm`)."""
 
@@ -56,13 +64,16 @@ class Resources:
     """Nodes beyond ``nodes`` that stand by to replace one that is lost."""
     devices: int | Literal["auto", "accelerators", "cpus", "accelerators-or-cpus"] = "auto"
     """
-    Workers on each node. auto: every accelerator that is visible, one where there is none. The others are torchrun's
-    ``--nproc-per-node gpu``, ``cpu`` (one a usable CPU) and ``auto`` (the first, else the second).
+    Workers on each node. auto: every accelerator that is visible, one where there is none. The
+    others are torchrun's ``--nproc-per-node gpu``, ``cpu`` (one a usable CPU) and ``auto`` (the
+    first, else the second).
     """
     backend: str = "auto"
     """One of BACKENDS."""
     indices: tuple[int, ...] | None = None
-    """Which of the visible devices the workers of this node use (``host:0,2``); None: the first ones."""
+    """
+    Which of the visible devices the workers of this node use (``host:0,2``); None: the first ones.
+    """
     threads: int | Literal["auto"] = "auto"
     """OMP_NUM_THREADS of a worker; auto: the CPUs bound to it."""
     bind: Literal["auto", "cores", "numa", "none"] = "auto"
@@ -86,7 +97,9 @@ class Resources:
     @property
     def range(self) -> str:
         """The nodes as one types them: ``4``, or ``2:4``."""
-        return f"{self.least}:{self.nodes}" if self.least < self.nodes else str(self.nodes)
+        if self.least < self.nodes:
+            return f"{self.least}:{self.nodes}"
+        return str(self.nodes)
 
 
 @dataclass(frozen=True)
@@ -104,11 +117,16 @@ class Policy:
     """Exit codes after which to restart; empty: all but ``no_restart_on``."""
     no_restart_on: tuple[int, ...] = ()
     backoff: float = 1.0
-    """Before the second of two restarts in quick succession; doubled for each further one, at most 30."""
+    """
+    Before the second of two restarts in quick succession; doubled for each further one, at most 30.
+    """
     gather: float = 10.0
     """Elastic: with fewer than the most nodes, quiet after which to form."""
     grow: float | None = None
-    """Elastic: how soon after a late joiner a larger generation is opened; None: it waits for the next one."""
+    """
+    Elastic: how soon after a late joiner a larger generation is opened; None: it waits for the next
+    one.
+    """
     scheduler_loss: float = 60.0
     """How long to wait for a lost scheduler with the workers going on; 0: stop at once."""
     hang_timeout: float | None = None
@@ -123,13 +141,19 @@ class Output:
 
     log_dir: str = "pdrun-logs"
     show_ranks: str = "all"
-    """Ranks whose output is shown on the terminal: ``all``, ``none`` or ``0,7-9``. A failed rank is always shown."""
+    """
+    Ranks whose output is shown on the terminal: ``all``, ``none`` or ``0,7-9``. A failed rank is
+    always shown.
+    """
     prefix: Literal["auto", "rank", "none"] = "auto"
     """auto: ``host:rank|`` before each line, nothing when the job has one worker."""
     files: bool = True
     """False: no log files, only the terminal."""
     log_name: str = "rank_{rank}"
-    """Stem of the file names; ``{rank}``, ``{local_rank}``, ``{node}``, ``{ip}`` and ``{hostname}`` are filled in."""
+    """
+    Stem of the file names; ``{rank}``, ``{local_rank}``, ``{node}``, ``{ip}`` and ``{hostname}``
+    are filled in.
+    """
 
 
 @dataclass(frozen=True)
@@ -139,11 +163,17 @@ class Place:
     scheduler: Endpoint | None = None
     node_rank: int | None = None
     node_name: str = ""
-    """Name of this node in the job (``--node-name``); empty: the host name. Two nodes of a job never share a name."""
+    """
+    Name of this node in the job (``--node-name``); empty: the host name. Two nodes of a job never
+    share a name.
+    """
     local: bool = False
     """All nodes are simulated on this machine."""
     simulated: tuple[int, int] | None = None
-    """(index, count): this agent is one of several on one machine and takes its share of CPUs and devices."""
+    """
+    (index, count): this agent is one of several on one machine and takes its share of CPUs and
+    devices.
+    """
     interface: str = ""
     """Address or interface name to listen on; empty: the route to the scheduler."""
     serve: bool | None = None
@@ -151,11 +181,17 @@ class Place:
     token_file: str = ""
     insecure: bool = False
     hosts: tuple[Host, ...] = ()
-    """Hosts of the job in rank order (``--hosts``, ``--hostfile``); empty: the nodes come by themselves."""
+    """
+    Hosts of the job in rank order (``--hosts``, ``--hostfile``); empty: the nodes come by
+    themselves.
+    """
     rank_table: str = ""
     """Path of Ascend's rank table, which the workers get as RANK_TABLE_FILE."""
     launcher: str = ""
-    """The launcher that counts, or what starts the hosts (``--launcher``); none: nobody; empty: found out."""
+    """
+    The launcher that counts, or what starts the hosts (``--launcher``); none: nobody; empty: found
+    out.
+    """
 
 
 @dataclass(frozen=True)
@@ -167,7 +203,9 @@ class Reach:
     ssh_opts: tuple[str, ...] = ()
     """Its options, before pdrun's own."""
     forward: tuple[str, ...] = ()
-    """Names, or patterns of names, of variables that the agents get from this process's environment."""
+    """
+    Names, or patterns of names, of variables that the agents get from this process's environment.
+    """
     ship: bool = False
     """Copy pdrun to hosts that lack it, into a private cache folder."""
     mpirun: str = ""
@@ -188,7 +226,10 @@ class JobSpec:
     place: Place = field(default_factory=Place)
     reach: Reach = field(default_factory=Reach)
     job: str = ""
-    """The user's name for the job (``--job``, ``--rdzv-id``); empty: made from the program (`plan.job_key`)."""
+    """
+    The user's name for the job (``--job``, ``--rdzv-id``); empty: made from the program
+    (`plan.job_key`).
+    """
     env: Mapping[str, str] = field(default_factory=dict)
     """``--env NAME=VALUE``: set in every worker; not the variables that `WorkerEnv` writes."""
     chdir: str = ""
@@ -201,23 +242,34 @@ class JobSpec:
     def __post_init__(self) -> None:
         if self.job:
             check_name(self.job, where="--job")
-        whole = (("--nodes", self.resources.nodes, 1), ("--nodes", self.resources.min_nodes, 0),
-                 ("--spares", self.resources.spares, 0), ("--devices", self.resources.devices, 1),
-                 ("--threads", self.resources.threads, 1), ("--max-restarts", self.policy.max_restarts, 0))  # fmt: skip
+        whole = (
+            ("--nodes", self.resources.nodes, 1),
+            ("--nodes", self.resources.min_nodes, 0),
+            ("--spares", self.resources.spares, 0),
+            ("--devices", self.resources.devices, 1),
+            ("--threads", self.resources.threads, 1),
+            ("--max-restarts", self.policy.max_restarts, 0),
+        )
         for name, value, least in whole:
             if isinstance(value, int) and value < least:
                 raise UsageError(f"{value} is below {least}", where=name)
         if self.resources.min_nodes > self.resources.nodes:
-            least, most = self.resources.min_nodes, self.resources.nodes
-            raise UsageError(f"at least {least} nodes are more than at most {most}", where="--nodes")
+            least = self.resources.min_nodes
+            most = self.resources.nodes
+            raise UsageError(
+                f"at least {least} nodes are more than at most {most}", where="--nodes"
+            )
         if self.resources.backend not in BACKENDS:
-            raise UsageError(f"{self.resources.backend!r} is not one of {', '.join(BACKENDS)}", where="--backend")
+            raise UsageError(
+                f"{self.resources.backend!r} is not one of {', '.join(BACKENDS)}", where="--backend"
+            )
         rank = self.place.node_rank
         if rank is not None and not 0 <= rank < self.resources.nodes:
             raise UsageError(
-                f"{rank} is not a place among {self.resources.nodes} node(s)", where="--node-rank",
+                f"{rank} is not a place among {self.resources.nodes} node(s)",
+                where="--node-rank",
                 hint=f"use 0 to {self.resources.nodes - 1}",
-            )  # fmt: skip
+            )
 
     def to_json(self) -> str:
         """Return the spec as one line of JSON, for agents on other nodes; holds no secret."""
@@ -232,14 +284,19 @@ class JobSpec:
         """Inverse of `to_json`; unknown or missing keys raise ValueError or TypeError."""
         data: dict[str, Any] = json.loads(text)
         place = dict(data.pop("place"))
-        scheduler, simulated, hosts = place.pop("scheduler"), place.pop("simulated"), place.pop("hosts")
+        scheduler = place.pop("scheduler")
+        simulated = place.pop("simulated")
+        hosts = place.pop("hosts")
         reach: dict[str, Any] = {
-            name: tuple(said) if isinstance(said, list) else said for name, said in data.pop("reach").items()
+            name: tuple(said) if isinstance(said, list) else said
+            for name, said in data.pop("reach").items()
         }
         policy: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in data.pop("policy").items()
+            key: tuple(value) if isinstance(value, list) else value
+            for key, value in data.pop("policy").items()
         }
-        program, resources = dict(data.pop("program")), dict(data.pop("resources"))
+        program = dict(data.pop("program"))
+        resources = dict(data.pop("resources"))
         return cls(
             program=Program(**{**program, "args": tuple(program["args"])}),
             resources=Resources(**{**resources, "indices": _tuple(resources["indices"])}),
@@ -269,8 +326,13 @@ def _tuple(values: list[int] | None) -> tuple[int, ...] | None:
 def field_paths() -> tuple[str, ...]:
     """Every field path of a spec, in the order of `--explain`: ``program.kind``, ... ``chdir``."""
     groups = {
-        "program": Program, "resources": Resources, "policy": Policy, "output": Output, "place": Place, "reach": Reach,
-    }  # fmt: skip
+        "program": Program,
+        "resources": Resources,
+        "policy": Policy,
+        "output": Output,
+        "place": Place,
+        "reach": Reach,
+    }
     paths: list[str] = []
     for item in fields(JobSpec):
         group = groups.get(item.name)

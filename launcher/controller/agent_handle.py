@@ -21,10 +21,17 @@ from pdrun import process_setup as early
 from pdrun.launcher.common.signals import signal_name
 from pdrun.launcher.output.console import ERR, OUT
 
-UP, RUNNING = b"u", b"r"
-"""How far an agent is, as it tells whoever started it: signals reach it; the scheduler will notice its end."""
+UP = b"u"
+RUNNING = b"r"
+"""
+How far an agent is, as it tells whoever started it: signals reach it; the scheduler will notice its
+end.
+"""
 FOR_ALL = b"a"
-"""Told to an agent by whoever started it: the signals that follow mean the whole job, not this node alone."""
+"""
+Told to an agent by whoever started it: the signals that follow mean the whole job, not this node
+alone.
+"""
 STOPPING = early.STOP
 Held = Callable[[int], bool]
 """Whether the reader of OUT or ERR is so far behind that no more of it is wanted."""
@@ -57,7 +64,10 @@ class AgentStart:
 
 
 def agent_command() -> list[str]:
-    """Return the command of an agent; ``-P`` keeps the current folder, which may hold a json.py, from its imports."""
+    """
+    Return the command of an agent; ``-P`` keeps the current folder, which may hold a json.py, from
+    its imports.
+    """
     return [sys.executable, "-P", "-m", "pdrun.launcher.launch.agent_main"]
 
 
@@ -80,11 +90,15 @@ class Started(Protocol):
         ...
 
     def descriptors(self, held: Held) -> Iterable[tuple[int, int]]:
-        """Yield (descriptor, poll mask) of what to wait for now; a stream that is held is left alone."""
+        """
+        Yield (descriptor, poll mask) of what to wait for now; a stream that is held is left alone.
+        """
         ...
 
     def take(self, fd: int) -> Iterable[tuple[int, bytes]]:
-        """Deal with a descriptor that is ready; yield what it printed as (OUT or ERR, whole lines)."""
+        """
+        Deal with a descriptor that is ready; yield what it printed as (OUT or ERR, whole lines).
+        """
         ...
 
     def drained(self) -> bool:
@@ -96,7 +110,10 @@ class Started(Protocol):
         ...
 
     def signal(self, number: int) -> None:
-        """Give it a signal in the name of the whole job: a SIGTERM does not mean that its node alone is to go."""
+        """
+        Give it a signal in the name of the whole job: a SIGTERM does not mean that its node alone
+        is to go.
+        """
         ...
 
     def kill(self) -> None:
@@ -109,13 +126,17 @@ class Started(Protocol):
 
 
 class LocalAgent:
-    """An agent that is a child of this process, in a session of its own: a Ctrl-C reaches it once, through us."""
+    """
+    An agent that is a child of this process, in a session of its own: a Ctrl-C reaches it once,
+    through us.
+    """
 
     def __init__(self, start: AgentStart, command: Sequence[str]) -> None:
         self.node = start.node
         self.end: End | None = None
         self.up = self.running = False
-        self._start, self._command = start, command
+        self._start = start
+        self._command = command
         self._process: subprocess.Popen[bytes] | None = None
         self._lifeline: socket.socket | None = None
         self._hears = True
@@ -127,9 +148,14 @@ class LocalAgent:
         self._lifeline, theirs = socket.socketpair()
         try:
             self._process = subprocess.Popen(
-                self._command, stdin=theirs.fileno(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
-                pass_fds=self._start.pass_fds, start_new_session=True,
-            )  # fmt: skip
+                self._command,
+                stdin=theirs.fileno(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                pass_fds=self._start.pass_fds,
+                start_new_session=True,
+            )
         except BaseException:
             self._lifeline.close()
             raise
@@ -137,7 +163,10 @@ class LocalAgent:
             theirs.close()
         assert self._process.stdout and self._process.stderr
         # descriptors of our own: closed by `take` at the end of the stream
-        self._streams = {os.dup(self._process.stdout.fileno()): OUT, os.dup(self._process.stderr.fileno()): ERR}
+        self._streams = {
+            os.dup(self._process.stdout.fileno()): OUT,
+            os.dup(self._process.stderr.fileno()): ERR,
+        }
         self._process.stdout.close()
         self._process.stderr.close()
 
@@ -163,7 +192,8 @@ class LocalAgent:
             return self._hear()
         data = os.read(fd, 1 << 18)
         whole = self._halves.get(fd, b"") + data
-        # agents write whole lines; what is left over was cut by the pipe (or is a prompt of a job with one worker)
+        # agents write whole lines; what is left over was cut by the pipe (or is a prompt of a job
+        # with one worker)
         cut = len(whole) if not data or len(whole) > _HELD_LINE else whole.rfind(b"\n") + 1
         yield self._streams[fd], whole[:cut]
         self._halves[fd] = whole[cut:]
@@ -188,8 +218,14 @@ class LocalAgent:
 
     def look(self) -> None:
         """See `Started`."""
-        if self.end is None and self._process is not None and (code := self._process.poll()) is not None:
-            fate = f"the agent of {self.node} was killed by {signal_name(-code)}" if code < 0 else ""
+        if (
+            self.end is None
+            and self._process is not None
+            and (code := self._process.poll()) is not None
+        ):
+            fate = (
+                f"the agent of {self.node} was killed by {signal_name(-code)}" if code < 0 else ""
+            )
             self.end = End(code, time.monotonic(), fate)
 
     def signal(self, number: int) -> None:

@@ -1,11 +1,13 @@
 """
-``--ship``: pdrun goes along to hosts that lack it, over the same connection, and stays in a private cache folder.
+``--ship``: pdrun goes along to hosts that lack it, over the same connection, and stays in a private
+cache folder.
 
     ~/.cache/pdrun/ship/DIGEST (0700)    pdrun/ and, where that interpreter lacks them, zmq/ and psutil/
 
-The remote command is fixed: it runs the program that stands in the first line of stdin (`_UNPACK`). That program says
-whether it has the cargo already, unpacks it if not, and becomes the far end. Limit: pyzmq and psutil are compiled; they
-are taken along only to an interpreter of the same version, machine and C library as this one, and else must be there.
+The remote command is fixed: it runs the program that stands in the first line of stdin (`_UNPACK`).
+That program says whether it has the cargo already, unpacks it if not, and becomes the far end.
+Limit: pyzmq and psutil are compiled; they are taken along only to an interpreter of the same
+version, machine and C library as this one, and else must be there.
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ from pdrun.launcher.controller.ssh_agent import RemoteAgent
 
 FOLDERS = ("backends", "launcher", "parallel", "rendezvous", "templates", "ui")
 COMPILED = ("zmq", "psutil")
-"""What the agents import that is not pure Python; zmq's own shared libraries lie beside it in pyzmq.libs."""
+"""
+What the agents import that is not pure Python; zmq's own shared libraries lie beside it in
+pyzmq.libs.
+"""
 
 _UNPACK = r"""
 import importlib.util, io, json, os, shutil, stat, sys, sysconfig, tempfile, zipfile
@@ -79,23 +84,35 @@ class Cargo:
     archive: bytes
     digest: str
     kind: str
-    """``cpython-311 linux-x86_64``: the interpreter and machine for which the compiled part was built."""
+    """
+    ``cpython-311 linux-x86_64``: the interpreter and machine for which the compiled part was built.
+    """
     compiled: tuple[str, ...]
 
 
 def cargo() -> Cargo:
-    """Return this installation of pdrun and the compiled packages that it needs; equal ones have one digest."""
-    root = Path(__file__).resolve().parents[2]  # pdrun/ when installed; the top of the repository when editable
+    """
+    Return this installation of pdrun and the compiled packages that it needs; equal ones have one
+    digest.
+    """
+    root = (
+        Path(__file__).resolve().parents[2]
+    )  # pdrun/ when installed; the top of the repository when editable
     face = root / "pdrun" if (root / "pdrun" / "__init__.py").exists() else root
     files = {f"pure/pdrun/{path.relative_to(face)}": path for path in _files(face)}
     for folder in FOLDERS:
-        files |= {f"pure/pdrun/{folder}/{path.relative_to(root / folder)}": path for path in _files(root / folder)}
+        files |= {
+            f"pure/pdrun/{folder}/{path.relative_to(root / folder)}": path
+            for path in _files(root / folder)
+        }
     compiled = []
     for name in COMPILED:
         if found := _package(name):
             compiled.append(name)
             for part in (found, found.parent / f"py{name}.libs"):
-                files |= {f"compiled/{part.name}/{path.relative_to(part)}": path for path in _files(part)}
+                files |= {
+                    f"compiled/{part.name}/{path.relative_to(part)}": path for path in _files(part)
+                }
     archive = _zipped(files)
     kind = f"{sys.implementation.cache_tag} {sysconfig.get_platform()}"
     return Cargo(archive, hashlib.sha256(archive).hexdigest()[:32], kind, tuple(compiled))
@@ -111,7 +128,11 @@ def _package(name: str) -> Path | None:
 def _files(folder: Path) -> Iterator[Path]:
     for path in sorted(folder.rglob("*")) if folder.is_dir() else ():
         parts = path.relative_to(folder).parts
-        if path.is_file() and not {"__pycache__", "tests", ".git"} & set(parts) and path.suffix not in (".pyc", ".pyx"):
+        if (
+            path.is_file()
+            and not {"__pycache__", "tests", ".git"} & set(parts)
+            and path.suffix not in (".pyc", ".pyx")
+        ):
             yield path
 
 
@@ -121,7 +142,8 @@ def _zipped(files: dict[str, Path]) -> bytes:
     with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED, compresslevel=6) as archive:
         for name in sorted(files):
             entry = zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0))
-            entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, 0o600 << 16
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            entry.external_attr = 0o600 << 16
             archive.writestr(entry, files[name].read_bytes())
     return data.getvalue()
 
@@ -131,15 +153,20 @@ class ShippingAgent(RemoteAgent):
 
     def __init__(self, node: str, argv: Sequence[str], load: Cargo) -> None:
         super().__init__(node, argv)
-        self._load, self._answered = load, False
+        self._load = load
+        self._answered = False
         self._folder = ""
 
     def connect(self, folder: str, first: bytes = b"") -> None:
-        """Start ssh; the question to the far end waits until it is known whether the cargo is needed."""
+        """
+        Start ssh; the question to the far end waits until it is known whether the cargo is needed.
+        """
         told = {
-            "digest": self._load.digest, "size": len(self._load.archive), "kind": self._load.kind,
+            "digest": self._load.digest,
+            "size": len(self._load.archive),
+            "kind": self._load.kind,
             "compiled": self._load.compiled,
-        }  # fmt: skip
+        }
         head = base64.b64encode(_UNPACK.encode()) + b"\n" + json.dumps(told).encode() + b"\n"
         self._folder = folder
         super().connect(folder, head)

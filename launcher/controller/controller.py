@@ -4,21 +4,25 @@ A process that starts one agent a node, shows what they print and leaves with th
     terminal <-- Console <-- pipes --- agent of node0 (scheduler inside) --- workers
                                   \\-- agent of node1 ---------------------- workers
 
-`--local` starts them here (`run_local`), ``--hosts`` on other machines (`pdrun.launcher.controller.ssh`).
+`--local` starts them here (`run_local`), ``--hosts`` on other machines
+(`pdrun.launcher.controller.ssh`).
 
-It decides nothing about the job; the scheduler does. It passes signals on, and it bounds every wait: an agent that
-stays after another has ended is asked to stop (SIGTERM), then loses its lifeline (stdin), then is killed. When this
-process dies in any way, the lifelines break and every agent ends with all its workers.
+It decides nothing about the job; the scheduler does. It passes signals on, and it bounds every
+wait: an agent that stays after another has ended is asked to stop (SIGTERM), then loses its
+lifeline (stdin), then is killed. When this process dies in any way, the lifelines break and every
+agent ends with all its workers.
 
-A reader that is behind holds the agents back, and an agent that waits for him is not asked to leave. That ends with the
-job: from the first stop on agents are asked all the same, from the second one on they are read without him, and what is
-left when all have ended he may take for as long as `Console.close` waits.
+A reader that is behind holds the agents back, and an agent that waits for him is not asked to
+leave. That ends with the job: from the first stop on agents are asked all the same, from the second
+one on they are read without him, and what is left when all have ended he may take for as long as
+`Console.close` waits.
 
-Until the workers are about to start (an agent says so on its lifeline, a socket) the scheduler may not know an agent,
-or not live yet: then the end of one agent ends the others at once, and one that cannot take a signal is killed.
+Until the workers are about to start (an agent says so on its lifeline, a socket) the scheduler may
+not know an agent, or not live yet: then the end of one agent ends the others at once, and one that
+cannot take a signal is killed.
 
-Where the job may go on without a node (MIN:MAX, spares, restarts) the end of an agent is the scheduler's affair: only
-that of node 0, which runs the scheduler, sets the others a time.
+Where the job may go on without a node (MIN:MAX, spares, restarts) the end of an agent is the
+scheduler's affair: only that of node 0, which runs the scheduler, sets the others a time.
 """
 
 from __future__ import annotations
@@ -44,10 +48,16 @@ PASSED_ON = (*STOPPING, signal.SIGUSR1, signal.SIGUSR2)
 AFTER_EXIT = 5.0
 """Seconds that others may stay after an agent has left by itself: a verdict reaches all at once."""
 AFTER_KILL = 15.0
-"""Seconds, beside the grace, that others may stay after an agent was killed: the scheduler must notice first."""
+"""
+Seconds, beside the grace, that others may stay after an agent was killed: the scheduler must notice
+first.
+"""
 AFTER_CUT = 5.0
 AFTER_EARLY = 1.0
-"""Seconds that others may stay after an agent has left by itself before there were workers, and then after the cut."""
+"""
+Seconds that others may stay after an agent has left by itself before there were workers, and then
+after the cut.
+"""
 _TICK = 0.5
 
 
@@ -69,7 +79,10 @@ def run_local(plan: LaunchPlan) -> int:
 
 
 def _secret(plan: LaunchPlan) -> Secret:
-    """Return this job's secret: the user's own where others may join, from another terminal, else a random one."""
+    """
+    Return this job's secret: the user's own where others may join, from another terminal, else a
+    random one.
+    """
     if not plan.spec.reopens:
         return Secret.random()
     try:
@@ -81,14 +94,20 @@ def _secret(plan: LaunchPlan) -> Secret:
 
 
 class Patience:
-    """When to do what about agents that stay after the first one has ended. Pure: times are monotonic seconds."""
+    """
+    When to do what about agents that stay after the first one has ended. Pure: times are monotonic
+    seconds.
+    """
 
     def __init__(self, grace: float) -> None:
         self._grace = grace
         self._steps: list[tuple[float, str]] = []
 
     def first_end(self, now: float, *, killed: bool, running: bool = True) -> None:
-        """An agent has ended; only the first one sets the times. ``running``: there may be workers by now."""
+        """
+        An agent has ended; only the first one sets the times. ``running``: there may be workers by
+        now.
+        """
         if self._steps:
             return
         if not running:
@@ -104,21 +123,32 @@ class Patience:
         self._steps = [(now, "cut"), (now + AFTER_CUT, "kill")]
 
     def due(self, now: float) -> str:
-        """Return the next step when its time has come, once: ``term``, ``cut``, ``kill`` or nothing."""
-        return self._steps.pop(0)[1] if self._steps and now >= self._steps[0][0] else ""
+        """
+        Return the next step when its time has come, once: ``term``, ``cut``, ``kill`` or nothing.
+        """
+        if self._steps and now >= self._steps[0][0]:
+            return self._steps.pop(0)[1]
+        return ""
 
 
 def verdict_code(
-    ends: Sequence[tuple[str, int | None]], *, asked: Sequence[str] = (), stops: Sequence[int] = (), leader: str = ""
+    ends: Sequence[tuple[str, int | None]],
+    *,
+    asked: Sequence[str] = (),
+    stops: Sequence[int] = (),
+    leader: str = "",
 ) -> tuple[int, str]:
     """
     Return the exit code of a job and, when the agents do not agree about it, a line that says so.
 
     Args:
-        ends: (node, code as Popen says it, None for one that was lost from sight) in the order in which they ended.
-        asked: nodes whose agents ended only after this process had asked them to; theirs is no verdict.
+        ends: (node, code as Popen says it, None for one that was lost from sight) in the order in
+            which they ended.
+        asked: nodes whose agents ended only after this process had asked them to; theirs is no
+            verdict.
         stops: signals by which the user has stopped the job, before all had ended.
-        leader: node whose code is the job's, as the others may have left it earlier; empty: there is none.
+        leader: node whose code is the job's, as the others may have left it earlier; empty: there
+            is none.
     """
     if leader and leader not in asked:
         first = next((code for node, code in ends if node == leader), None)
@@ -136,15 +166,20 @@ def verdict_code(
     if len({code for _, code in said}) == 1:
         return code, ""
     listed = ", ".join(f"{node}: {code}" for node, code in said)
-    return code, f"the nodes ended with different codes ({listed}); this is the first that is not 0: {code}"
+    return (
+        code,
+        f"the nodes ended with different codes ({listed}); this is the first that is not 0: {code}",
+    )
 
 
 class Front:
-    """The agents of one job, as far as the terminal and the signals of this process are concerned."""
+    """
+    The agents of one job, as far as the terminal and the signals of this process are concerned.
+    """
 
     def __init__(
         self, agents: Sequence[Started], console: Console, *, grace: float, outlives: bool = False
-    ) -> None:  # fmt: skip
+    ) -> None:
         """
         Prepare; nothing is started yet.
 
@@ -153,7 +188,8 @@ class Front:
             outlives: the job may go on when an agent has ended.
         """
         self._outlives = outlives
-        self._agents, self._console = agents, console
+        self._agents = agents
+        self._console = console
         self._patience = Patience(grace)
         self._asked: set[str] = set()
         self._stops: list[int] = []
@@ -163,7 +199,10 @@ class Front:
         self._signals = -1
 
     def start(self) -> None:
-        """Start every agent and give it its order; should one not start, those before it are cut off and end."""
+        """
+        Start every agent and give it its order; should one not start, those before it are cut off
+        and end.
+        """
         self._catch_signals()
         try:
             for agent in self._agents:
@@ -181,7 +220,9 @@ class Front:
             while not self._finished():
                 held = self._wait()
                 self._reap()
-                if not held or self._stops:  # else they may only be waiting for the reader of our output
+                if (
+                    not held or self._stops
+                ):  # else they may only be waiting for the reader of our output
                     self._press(self._patience.due(time.monotonic()))
             return self._conclude()
         finally:
@@ -193,30 +234,48 @@ class Front:
         return any(agent.running for agent in self._agents)
 
     def _conclude(self) -> int:
-        ends = sorted(((agent.end.at, agent.node, agent.end.code) for agent in self._agents if agent.end), key=_when)
+        ends = sorted(
+            ((agent.end.at, agent.node, agent.end.code) for agent in self._agents if agent.end),
+            key=_when,
+        )
         leader = self._agents[0].node if self._outlives else ""
         code, note = verdict_code(
-            [(node, code) for _, node, code in ends], asked=tuple(self._asked), stops=self._stops, leader=leader
+            [(node, code) for _, node, code in ends],
+            asked=tuple(self._asked),
+            stops=self._stops,
+            leader=leader,
         )
         if note:
             self._console.say(f"pdrun: {note}")
         if self._dropped:
-            self._console.say(f"pdrun: {self._dropped} bytes not shown: their reader was behind at the second stop")
+            self._console.say(
+                f"pdrun: {self._dropped} bytes not shown: their reader was behind at the second stop"
+            )
         self._console.close()
         return code
 
     def _finished(self) -> bool:
-        """All have ended, and what they wrote is here (a stray child may keep a pipe open: not for ever)."""
+        """
+        All have ended, and what they wrote is here (a stray child may keep a pipe open: not for
+        ever).
+        """
         late = time.monotonic() - AFTER_CUT
-        return all(agent.end is not None and (agent.drained() or agent.end.at < late) for agent in self._agents)
+        return all(
+            agent.end is not None and (agent.drained() or agent.end.at < late)
+            for agent in self._agents
+        )
 
     def _wait(self) -> bool:
-        """Sleep until something happens; read what is there; return whether output was held back."""
+        """
+        Sleep until something happens; read what is there; return whether output was held back.
+        """
         poll = select.poll()
         poll.register(self._signals, select.POLLIN)
         owners: dict[int, Started] = {}
         for agent in self._agents:
-            for fd, mask in agent.descriptors(_nothing_held if self._reads_on(agent) else self._console.held):
+            for fd, mask in agent.descriptors(
+                _nothing_held if self._reads_on(agent) else self._console.held
+            ):
                 poll.register(fd, mask)
                 owners[fd] = agent
         held = any(self._console.held(stream) for stream in (OUT, ERR))
@@ -229,7 +288,10 @@ class Front:
         return held
 
     def _reads_on(self, agent: Started) -> bool:
-        """Whether an agent is read although a reader is behind: it has ended (a pipe holds little), or must soon."""
+        """
+        Whether an agent is read although a reader is behind: it has ended (a pipe holds little), or
+        must soon.
+        """
         return agent.end is not None or len(self._stops) > 1
 
     def _show(self, agent: Started, stream: int, data: bytes) -> None:
@@ -249,7 +311,9 @@ class Front:
                     when = "" if self._running else " before the job began; stopping the others"
                     self._console.say(f"pdrun: {agent.end.fate}{when}")
                 if not self._outlives or not self._running or agent is self._agents[0]:
-                    self._patience.first_end(agent.end.at, killed=bool(agent.end.fate), running=self._running)
+                    self._patience.first_end(
+                        agent.end.at, killed=bool(agent.end.fate), running=self._running
+                    )
 
     def _press(self, step: str) -> None:
         left = [agent for agent in self._agents if agent.end is None]
@@ -283,7 +347,10 @@ class Front:
                 self._pass_on(number)
 
     def _pass_on(self, number: int) -> None:
-        """Give a signal to every agent; one that cannot take it yet has nothing to tidy up, and is killed by a stop."""
+        """
+        Give a signal to every agent; one that cannot take it yet has nothing to tidy up, and is
+        killed by a stop.
+        """
         left = [agent for agent in self._agents if agent.end is None]
         for agent in left:
             if agent.up:
@@ -295,10 +362,15 @@ class Front:
             self._console.say(f"pdrun: stopped by {signal_name(number)} before the job began")
 
     def _catch_signals(self) -> None:
-        """From here on signals are bytes on a pipe. One that was ignored when we started (nohup) stays ignored."""
+        """
+        From here on signals are bytes on a pipe. One that was ignored when we started (nohup) stays
+        ignored.
+        """
         self._signals, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._restore.callback(_close_all, self._signals, write)
-        self._restore.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(write, warn_on_full_buffer=False))
+        self._restore.callback(
+            signal.set_wakeup_fd, signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        )
         for number in (*PASSED_ON, signal.SIGCHLD):
             before = signal.getsignal(number)
             if before != signal.SIG_IGN or number == signal.SIGCHLD:

@@ -1,11 +1,13 @@
 """
-Carries out a plan of mode ``through``: the scheduler runs in this process, the agents are tasks of mpirun or srun.
+Carries out a plan of mode ``through``: the scheduler runs in this process, the agents are tasks of
+mpirun or srun.
 
     this process: scheduler --- (ZeroMQ, encrypted) --- agents, one a node
             \\--- mpirun or srun --- its daemons --- the same agents
 
-The exit code is the scheduler's verdict. When the launcher ends before there is one, the agents that are left are told
-so and end; when this process dies, they lose their scheduler and end; a launcher that outstays the verdict is ended.
+The exit code is the scheduler's verdict. When the launcher ends before there is one, the agents
+that are left are told so and end; when this process dies, they lose their scheduler and end; a
+launcher that outstays the verdict is ended.
 """
 
 from __future__ import annotations
@@ -46,9 +48,16 @@ def run_through(plan: LaunchPlan) -> int:
     Start the agents by way of another launcher; return the job's exit code.
 
     Raises:
-        ConfigError: the scheduler's address cannot be listened on, or the launcher cannot be started.
+        ConfigError: the scheduler's address cannot be listened on, or the launcher cannot be
+            started.
     """
-    from pdrun.launcher.launch.execute import INSECURE, events_path, register, run_name, scheduler_config
+    from pdrun.launcher.launch.execute import (
+        INSECURE,
+        events_path,
+        register,
+        run_name,
+        scheduler_config,
+    )
     from pdrun.rendezvous.transport.zmq_server import ZmqServer
 
     run = run_name(plan)
@@ -74,14 +83,27 @@ def run_through(plan: LaunchPlan) -> int:
 
 
 def _environment(plan: LaunchPlan, scheduler: Endpoint, run: str, token: str) -> dict[str, str]:
-    """Return the launcher's own environment: ours, without pdrun's options, and the two variables for the tasks."""
+    """
+    Return the launcher's own environment: ours, without pdrun's options, and the two variables for
+    the tasks.
+    """
     assert plan.through is not None
     told = {
-        "spec": task_spec(plan, scheduler).to_json(), "sources": dict(plan.sources), "how": plan.through.how,
-        "run": run, "env": dict(plan.through.env), "folder": plan.cwd, **Console().to_json(),
-    }  # fmt: skip
+        "spec": task_spec(plan, scheduler).to_json(),
+        "sources": dict(plan.sources),
+        "how": plan.through.how,
+        "run": run,
+        "env": dict(plan.through.env),
+        "folder": plan.cwd,
+        **Console().to_json(),
+    }
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PDRUN_")}
-    return {**inherited, **plan.through.extra, ORDER: order.encode(told), **({TOKEN: token} if token else {})}
+    return {
+        **inherited,
+        **plan.through.extra,
+        ORDER: order.encode(told),
+        **({TOKEN: token} if token else {}),
+    }
 
 
 class _Tending:
@@ -89,7 +111,9 @@ class _Tending:
 
     def __init__(self, plan: LaunchPlan, service: Service, env: dict[str, str]) -> None:
         assert plan.through is not None
-        self._through, self._service, self._env = plan.through, service, env
+        self._through = plan.through
+        self._service = service
+        self._env = env
         self._grace = plan.spec.policy.grace
         self._signals: list[int] = []
         self._stops: list[int] = []
@@ -120,10 +144,16 @@ class _Tending:
     def _start(self) -> subprocess.Popen[bytes]:
         argv = self._through.argv
         try:
-            return subprocess.Popen(argv, env=self._env, stdin=subprocess.DEVNULL, start_new_session=True)
+            return subprocess.Popen(
+                argv, env=self._env, stdin=subprocess.DEVNULL, start_new_session=True
+            )
         except OSError as error:
-            long = "put long arguments and variables into a file" if error.errno == errno.E2BIG else ""
-            raise ConfigError(f"cannot be started: {error.strerror}", where=argv[0], hint=long) from error
+            long = (
+                "put long arguments and variables into a file" if error.errno == errno.E2BIG else ""
+            )
+            raise ConfigError(
+                f"cannot be started: {error.strerror}", where=argv[0], hint=long
+            ) from error
 
     def _over(self) -> bool:
         """The launcher has ended and nobody is there who could still take part."""
@@ -147,7 +177,8 @@ class _Tending:
         self._end = process.wait()
 
     def _code(self) -> int:
-        verdict, end = self._service.machine.verdict, self._end or 0
+        verdict = self._service.machine.verdict
+        end = self._end or 0
         if verdict is None or (self._early and verdict.first is None):
             status = end if end >= 0 else 128 - end
             _say(f"{self._through.how} ended with code {status} before the job was over")
@@ -160,11 +191,16 @@ class _Tending:
 
         taken = (*STOP, *USERS, signal.SIGTSTP)
         return {
-            number: signal.signal(number, note) for number in taken if signal.getsignal(number) != signal.SIG_IGN
+            number: signal.signal(number, note)
+            for number in taken
+            if signal.getsignal(number) != signal.SIG_IGN
         }
 
     def _take_signals(self, process: subprocess.Popen[bytes]) -> None:
-        """A stop is the scheduler's affair: once with grace, again at once; the third ends the launcher, too."""
+        """
+        A stop is the scheduler's affair: once with grace, again at once; the third ends the
+        launcher, too.
+        """
         while self._signals:
             number = self._signals.pop(0)
             if number == signal.SIGTSTP:

@@ -1,10 +1,12 @@
 """
-The conversation of a front with the far end of one connection: frames over the far end's stdin and stdout.
+The conversation of a front with the far end of one connection: frames over the far end's stdin and
+stdout.
 
     GREETING FRAME FRAME ...        FRAME = kind (1 byte), length (4 bytes, most significant first), payload
 
-Text before the greeting is what a login shell's start-up files print; it is passed over. Whatever else is on the
-stream is data: lengths, not marks, say where it ends, so that no output can be taken for a word of pdrun.
+Text before the greeting is what a login shell's start-up files print; it is passed over. Whatever
+else is on the stream is data: lengths, not marks, say where it ends, so that no output can be taken
+for a word of pdrun.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ HELLO = b"H"
 """{"version", "python", "host", "connection", "error"}."""
 LISTENING = b"B"
 """{"host", "port"} or {"error"}."""
-OUTPUT, ERRORS = b"o", b"e"
+OUTPUT = b"o"
+ERRORS = b"e"
 """Whole lines of the agent's stdout and stderr."""
 MARK = b"m"
 """How far the agent is: UP, RUNNING of `pdrun.launcher.controller.agent_handle`."""
@@ -49,7 +52,10 @@ EXIT = b"X"
 
 ALIVE_EVERY = 10.0
 SILENCE = 120.0
-"""Seconds without a frame after which the far end takes the front for gone: a host that lost its power says nothing."""
+"""
+Seconds without a frame after which the far end takes the front for gone: a host that lost its power
+says nothing.
+"""
 
 
 def frame(kind: bytes, payload: bytes = b"") -> bytes:
@@ -60,12 +66,17 @@ def frame(kind: bytes, payload: bytes = b"") -> bytes:
 
 
 def message(kind: bytes, data: dict[str, Any]) -> bytes:
-    """Return a frame whose payload is JSON in ASCII; text with lone surrogates (bytes that are no UTF-8) survives."""
+    """
+    Return a frame whose payload is JSON in ASCII; text with lone surrogates (bytes that are no
+    UTF-8) survives.
+    """
     return frame(kind, json.dumps(data).encode("ascii"))
 
 
 class Frames:
-    """Cuts a stream of bytes into frames. ``greeted`` says whether to wait for the greeting first."""
+    """
+    Cuts a stream of bytes into frames. ``greeted`` says whether to wait for the greeting first.
+    """
 
     def __init__(self, *, greeted: bool = False) -> None:
         self.greeted = greeted
@@ -86,10 +97,13 @@ class Frames:
         while len(self._data) >= 5:
             size = int.from_bytes(self._data[1:5], "big")
             if size > LONGEST:
-                raise RendezvousError(f"a frame of {size} bytes came: something else writes to this connection")
+                raise RendezvousError(
+                    f"a frame of {size} bytes came: something else writes to this connection"
+                )
             if len(self._data) < 5 + size:
                 return
-            kind, payload = bytes(self._data[:1]), bytes(self._data[5 : 5 + size])
+            kind = bytes(self._data[:1])
+            payload = bytes(self._data[5 : 5 + size])
             del self._data[: 5 + size]
             yield kind, payload
 

@@ -7,9 +7,11 @@ An agent reads one line of JSON on stdin, which stays open as its lifeline:
      "quiet": false, "tty": [true, true], "colour": true, "front": 4711, "run": "",
      "nofile": [1024, 4096] | null}
 
-and says on the same socket how far it is: `UP`, `RUNNING` of `pdrun.launcher.controller.agent_handle`.
+and says on the same socket how far it is: `UP`, `RUNNING` of
+`pdrun.launcher.controller.agent_handle`.
 
-Node 0 gets the scheduler's listening socket and prints what is printed once a job; the others are quiet.
+Node 0 gets the scheduler's listening socket and prints what is printed once a job; the others are
+quiet.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ _BACKLOG = 1024
 
 def bind_scheduler() -> socket.socket:
     """
-    Return a listening socket on loopback, its port chosen by the system: held from here on, never guessed.
+    Return a listening socket on loopback, its port chosen by the system: held from here on, never
+    guessed.
 
     Raises:
         RendezvousError: loopback cannot be listened on.
@@ -48,7 +51,12 @@ def bind_scheduler() -> socket.socket:
 
 
 def agent_starts(
-    plan: LaunchPlan, listener: socket.socket, secret: Secret, *, front: int, screen: Mapping[str, Any]
+    plan: LaunchPlan,
+    listener: socket.socket,
+    secret: Secret,
+    *,
+    front: int,
+    screen: Mapping[str, Any],
 ) -> tuple[AgentStart, ...]:
     """
     Return the agents of a plan of mode ``local``, node 0 first.
@@ -58,29 +66,44 @@ def agent_starts(
         listener: the scheduler's socket, from `bind_scheduler`.
         secret: of this job.
         front: pid of the process that starts them, which `pdrun stop` signals.
-        screen: `Console.to_json` of that process, and ``nofile``: the user's RLIMIT_NOFILE where it was raised.
+        screen: `Console.to_json` of that process, and ``nofile``: the user's RLIMIT_NOFILE where it
+            was raised.
     """
     endpoint = Endpoint(HOST, int(listener.getsockname()[1]))
     return tuple(
         AgentStart(
             node=f"node{index}",
-            line=json.dumps({
-                "spec": _node_spec(plan, index, endpoint),
-                "sources": {**plan.sources, "place.scheduler": "--local", "place.node_rank": "--local"},
-                "secret": secret.reveal().hex(),
-                "scheduler_fd": None if index else listener.fileno(),
-                "quiet": bool(index), "front": front, "run": "", **screen,
-            }) + "\n",
+            line=json.dumps(
+                {
+                    "spec": _node_spec(plan, index, endpoint),
+                    "sources": {
+                        **plan.sources,
+                        "place.scheduler": "--local",
+                        "place.node_rank": "--local",
+                    },
+                    "secret": secret.reveal().hex(),
+                    "scheduler_fd": None if index else listener.fileno(),
+                    "quiet": bool(index),
+                    "front": front,
+                    "run": "",
+                    **screen,
+                }
+            )
+            + "\n",
             pass_fds=() if index else (listener.fileno(),),
         )
         for index in range(plan.spec.resources.members)
-    )  # fmt: skip
+    )
 
 
 def _node_spec(plan: LaunchPlan, index: int, endpoint: Endpoint) -> str:
     rank = index if index < plan.nodes else None  # a spare has no place of its own
     place = replace(
-        plan.spec.place, local=True, simulated=(index, plan.spec.resources.members), node_rank=rank, scheduler=endpoint,
+        plan.spec.place,
+        local=True,
+        simulated=(index, plan.spec.resources.members),
+        node_rank=rank,
+        scheduler=endpoint,
         token_file="",
-    )  # fmt: skip
+    )
     return replace(plan.spec, place=place).to_json()

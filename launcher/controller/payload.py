@@ -1,8 +1,9 @@
 """
-What a front tells the tasks that another launcher starts for it: JSON, deflated, in base64, in one variable.
+What a front tells the tasks that another launcher starts for it: JSON, deflated, in base64, in one
+variable.
 
-One variable is passed by every launcher, byte for byte, however wild the arguments and values in it; it shows in no
-list of processes. Limit: Linux takes 128 KiB for a variable.
+One variable is passed by every launcher, byte for byte, however wild the arguments and values in
+it; it shows in no list of processes. Limit: Linux takes 128 KiB for a variable.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def encode(order: dict[str, Any]) -> str:
         raise UsageError(
             f"the job's arguments and forwarded variables take {len(text)} characters, and {LONGEST} fit",
             hint="put them into a file, or use --launcher ssh",
-        )  # fmt: skip
+        )
     return text
 
 

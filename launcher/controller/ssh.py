@@ -31,7 +31,10 @@ from pdrun.launcher.plan.model import LaunchPlan
 from pdrun.rendezvous.protocol.security import Secret, find_secret, is_named
 
 HELLO_TIMEOUT = 60.0
-"""Seconds from the start of ssh to the far end's hello: a login and the start of an interpreter, perhaps over NFS."""
+"""
+Seconds from the start of ssh to the far end's hello: a login and the start of an interpreter,
+perhaps over NFS.
+"""
 LISTEN_TIMEOUT = 30.0
 LEAVE_TIMEOUT = 3.0
 """Seconds in which far ends that are not needed after all leave by themselves."""
@@ -51,7 +54,10 @@ class _Call:
 
 @dataclass
 class Reaching:
-    """Connects to hosts; `everybody` returns once each has said hello, or raises with all that did not."""
+    """
+    Connects to hosts; `everybody` returns once each has said hello, or raises with all that did
+    not.
+    """
 
     plan: LaunchPlan
     window: int = WINDOW
@@ -63,14 +69,21 @@ class Reaching:
         Return the connections, in the order of the hosts.
 
         Raises:
-            RendezvousError: a host cannot serve; each is named on stderr with its reason, and nothing is left anywhere.
+            RendezvousError: a host cannot serve; each is named on stderr with its reason, and
+                nothing is left anywhere.
         """
         assert self.plan.fan is not None
         self.calls = [_Call(one, RemoteAgent(one.node, one.argv)) for one in self.plan.fan.hosts]
         try:
             self._run(self.calls)
             if self.plan.spec.reach.ship:
-                self._ship([call for call in self.calls if call.failure and sshcommand.lacks_pdrun(call.failure[0])])
+                self._ship(
+                    [
+                        call
+                        for call in self.calls
+                        if call.failure and sshcommand.lacks_pdrun(call.failure[0])
+                    ]
+                )
             self._complain()
         except BaseException:
             leave(call.agent for call in self.calls)
@@ -88,12 +101,17 @@ class Reaching:
         load = cargo()
         for call in lacking:
             command = sshcommand.remote_command(self.plan.fan.python, sshcommand.BOOTSTRAP)
-            argv = sshcommand.ssh_argv(self.plan.spec.reach.ssh, self.plan.spec.reach.ssh_opts, call.one.host, command)
-            call.agent, call.failure, call.done = ShippingAgent(call.one.node, argv, load), None, False
+            argv = sshcommand.ssh_argv(
+                self.plan.spec.reach.ssh, self.plan.spec.reach.ssh_opts, call.one.host, command
+            )
+            call.agent = ShippingAgent(call.one.node, argv, load)
+            call.failure = None
+            call.done = False
         self._run(lacking)
 
     def _run(self, calls: list[_Call]) -> None:
-        waiting, active = list(reversed(calls)), list[_Call]()
+        waiting = list(reversed(calls))
+        active = list[_Call]()
         while waiting or active:
             while waiting and len(active) < self.window:
                 active.append(self._begin(waiting.pop()))
@@ -107,13 +125,15 @@ class Reaching:
         try:
             call.agent.connect(self.plan.cwd)
         except OSError as error:
-            call.failure, call.done = (f"{call.one.argv[0]} cannot be started: {error.strerror}", "see --ssh"), True
+            call.failure = (f"{call.one.argv[0]} cannot be started: {error.strerror}", "see --ssh")
+            call.done = True
         return call
 
     def _look(self, call: _Call) -> None:
         agent = call.agent
         if agent.hello is not None:
-            version, error = str(agent.hello["version"]), str(agent.hello["error"])
+            version = str(agent.hello["version"])
+            error = str(agent.hello["error"])
             if version != pdrun.__version__:
                 what = f"{call.one.argv[0] if call.one.here else self._python()} there has pdrun {version}"
                 call.failure = what, f"this is {pdrun.__version__}: install it there, or add --ship"
@@ -121,12 +141,16 @@ class Reaching:
                 call.failure = error, "choose another with --chdir"
             call.done = True
         elif not call.done and agent.status is not None and agent.drained():
-            call.failure, call.done = self._why(call, agent.status), True
+            call.failure = self._why(call, agent.status)
+            call.done = True
         elif time.monotonic() > call.deadline:
-            call.failure, call.done = self._why(call, None), True
+            call.failure = self._why(call, None)
+            call.done = True
 
     def _why(self, call: _Call, code: int | None) -> tuple[str, str]:
-        return sshcommand.failure(call.one.host, code, call.agent.said.decode("utf-8", "replace"), self._python())
+        return sshcommand.failure(
+            call.one.host, code, call.agent.said.decode("utf-8", "replace"), self._python()
+        )
 
     def _python(self) -> str:
         assert self.plan.fan is not None
@@ -140,17 +164,29 @@ class Reaching:
         for call in failed:
             assert call.failure is not None
             what, hint = call.failure
-            place = f" ({call.one.host.where})" if call.one.host.where not in ("", "--hosts") else ""
-            print(
-                f"pdrun: {call.one.host.name}{place}: {what}{f'; {hint}' if hint else ''}", file=sys.stderr, flush=True
+            place = (
+                f" ({call.one.host.where})" if call.one.host.where not in ("", "--hosts") else ""
             )
-        names = ", ".join(call.one.host.name for call in failed[:10]) + (" ..." if len(failed) > 10 else "")
-        raise RendezvousError(f"{len(failed)} of {len(self.calls)} host(s) cannot serve ({names}); nothing was started")
+            print(
+                f"pdrun: {call.one.host.name}{place}: {what}{f'; {hint}' if hint else ''}",
+                file=sys.stderr,
+                flush=True,
+            )
+        names = ", ".join(call.one.host.name for call in failed[:10]) + (
+            " ..." if len(failed) > 10 else ""
+        )
+        raise RendezvousError(
+            f"{len(failed)} of {len(self.calls)} host(s) cannot serve ({names}); nothing was started"
+        )
 
 
 def _turn(agents: Iterable[RemoteAgent], timeout: float = 0.5) -> None:
-    """Wait until something comes from one of the agents, and take it; what they print now belongs to nobody."""
-    poll, owners = select.poll(), dict[int, RemoteAgent]()
+    """
+    Wait until something comes from one of the agents, and take it; what they print now belongs to
+    nobody.
+    """
+    poll = select.poll()
+    owners = dict[int, RemoteAgent]()
     for agent in agents:
         for fd, mask in agent.descriptors(lambda stream: False):
             poll.register(fd, mask)
@@ -166,7 +202,9 @@ def leave(agents: Iterable[RemoteAgent]) -> None:
     for agent in agents:
         agent.cut()
     deadline = time.monotonic() + LEAVE_TIMEOUT
-    while time.monotonic() < deadline and (left := [one for one in agents if one.connected and not one.drained()]):
+    while time.monotonic() < deadline and (
+        left := [one for one in agents if one.connected and not one.drained()]
+    ):
         _turn(left, 0.05)
     for agent in agents:
         agent.drop()
@@ -182,11 +220,14 @@ def run_hosts(plan: LaunchPlan) -> int:
     from pdrun.launcher.launch.execute import register, run_name
 
     assert plan.fan is not None
-    console, run = Console(), run_name(plan)
+    console = Console()
+    run = run_name(plan)
     agents = Reaching(plan).everybody()
     try:
         scheduler = _listen(plan, agents) if len(agents) > 1 else None
-        for agent, env, order in zip(agents, _env(plan), _orders(plan, scheduler, console, run), strict=True):
+        for agent, env, order in zip(
+            agents, _env(plan), _orders(plan, scheduler, console, run), strict=True
+        ):
             agent.set_order(order, env)
         register(plan, run, str(scheduler or ""))
         front = Front(agents, console, grace=plan.spec.policy.grace, outlives=plan.spec.reopens)
@@ -205,16 +246,21 @@ def _not_taken(number: int, frame: FrameType | None) -> None:
 def _listen(plan: LaunchPlan, agents: list[RemoteAgent]) -> Endpoint:
     """Have the first host bind the scheduler's socket; return where the others reach it."""
     assert plan.fan is not None
-    first, hosts = agents[0], plan.fan.hosts
+    first = agents[0]
+    hosts = plan.fan.hosts
     far = not all(one.here for one in hosts)
     first.listen(_candidates(plan, agents), plan.spec.place.interface, far=far)
     deadline = time.monotonic() + LISTEN_TIMEOUT
     while first.listening is None:
         if first.status is not None or time.monotonic() > deadline:
-            raise RendezvousError("was lost before it could listen for the scheduler", where=hosts[0].host.name)
+            raise RendezvousError(
+                "was lost before it could listen for the scheduler", where=hosts[0].host.name
+            )
         _turn([first])
     if "error" in first.listening:
-        raise RendezvousError(f"cannot listen for the scheduler: {first.listening['error']}", where=hosts[0].host.name)
+        raise RendezvousError(
+            f"cannot listen for the scheduler: {first.listening['error']}", where=hosts[0].host.name
+        )
     return Endpoint(str(first.listening["host"]), int(first.listening["port"]))
 
 
@@ -222,14 +268,16 @@ def _candidates(plan: LaunchPlan, agents: list[RemoteAgent]) -> list[str]:
     """
     Return addresses by which the others may reach the first host, the best first.
 
-    What the user says; the address at which our ssh arrived there (or from which our connections come, where the first
-    host is this machine); its name.
+    What the user says; the address at which our ssh arrived there (or from which our connections
+    come, where the first host is this machine); its name.
     """
     assert plan.fan is not None
     first = plan.fan.hosts[0]
     found = [first.host.address] if first.host.address else []
     for one, agent in zip(plan.fan.hosts, agents, strict=True):
-        ends = str(agent.hello["connection"]).split() if agent.hello else []  # client, port, server, port
+        ends = (
+            str(agent.hello["connection"]).split() if agent.hello else []
+        )  # client, port, server, port
         if not one.here and len(ends) == 4 and (first.here or one is first):
             found.append(ends[0] if first.here else ends[2])
     if first.here:
@@ -243,19 +291,36 @@ def _env(plan: LaunchPlan) -> Iterator[dict[str, str]]:
         yield {} if one.here else dict(plan.fan.env)
 
 
-def _orders(plan: LaunchPlan, scheduler: Endpoint | None, console: Console, run: str) -> Iterator[dict[str, object]]:
-    """Yield each agent's order (`pdrun.launcher.controller.local` has the form); the first one speaks for the job."""
+def _orders(
+    plan: LaunchPlan, scheduler: Endpoint | None, console: Console, run: str
+) -> Iterator[dict[str, object]]:
+    """
+    Yield each agent's order (`pdrun.launcher.controller.local` has the form); the first one speaks
+    for the job.
+    """
     assert plan.fan is not None
     secret = job_secret(plan)
-    told = {"place.scheduler": "--hosts", "place.node_rank": "--hosts", "place.node_name": "--hosts"}
+    told = {
+        "place.scheduler": "--hosts",
+        "place.node_rank": "--hosts",
+        "place.node_name": "--hosts",
+    }
     for index in range(len(plan.fan.hosts)):
         yield {
-            "spec": node_spec(plan, index, scheduler).to_json(), "sources": {**plan.sources, **told},
-            "secret": secret.reveal().hex(), "quiet": index > 0, "front": None, "run": run, **console.to_json(),
-        }  # fmt: skip
+            "spec": node_spec(plan, index, scheduler).to_json(),
+            "sources": {**plan.sources, **told},
+            "secret": secret.reveal().hex(),
+            "quiet": index > 0,
+            "front": None,
+            "run": run,
+            **console.to_json(),
+        }
 
 
 def job_secret(plan: LaunchPlan) -> Secret:
-    """Return the job's own secret: one that the user has named, else a fresh one that only this job knows."""
+    """
+    Return the job's own secret: one that the user has named, else a fresh one that only this job
+    knows.
+    """
     token_file = plan.spec.place.token_file
     return find_secret(token_file)[0] if is_named(token_file) else Secret.random()

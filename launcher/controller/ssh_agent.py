@@ -1,5 +1,6 @@
 """
-One connection to a far end (`pdrun.launcher.launch.remote_main`), as the front sees it: first a greeting, then an agent.
+One connection to a far end (`pdrun.launcher.launch.remote_main`), as the front sees it: first a
+greeting, then an agent.
 
     RemoteAgent.connect --> hello or failure --> listen (the first node) --> start, order --> output, marks, end
 """
@@ -39,7 +40,9 @@ class RemoteAgent:
         self.said = b""
         """The last of what ssh, and a far end that could not begin, wrote to stderr."""
         self.asked: list[bytes] = []
-        """Lines of the text conversation before the greeting (`pdrun.launcher.controller.bundle`)."""
+        """
+        Lines of the text conversation before the greeting (`pdrun.launcher.controller.bundle`).
+        """
         self._argv = argv
         self._order = b""
         self._frames = Frames()
@@ -52,7 +55,8 @@ class RemoteAgent:
         self._alive_at = 0.0
         self._kill_at: float | None = None
 
-    # Coming together --------------------------------------------------------------------------------------------------
+    # Coming together
+    # --------------------------------------------------------------------------------------------------
 
     def connect(self, folder: str, first: bytes = b"") -> None:
         """
@@ -66,9 +70,13 @@ class RemoteAgent:
             OSError: the program cannot be started.
         """
         self._process = subprocess.Popen(
-            self._argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
+            self._argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
             start_new_session=True,
-        )  # fmt: skip
+        )
         assert self._process.stdin and self._process.stdout and self._process.stderr
         self._open = {self._process.stdout.fileno(), self._process.stderr.fileno()}
         self._out = Outbox(self._process.stdin.fileno())
@@ -81,7 +89,11 @@ class RemoteAgent:
 
     def listen(self, addresses: Sequence[str], interface: str, *, far: bool) -> None:
         """Have the far end bind the scheduler's socket; ``listening`` has the answer."""
-        self._say(message(frames.LISTEN, {"addresses": list(addresses), "interface": interface, "far": far}))
+        self._say(
+            message(
+                frames.LISTEN, {"addresses": list(addresses), "interface": interface, "far": far}
+            )
+        )
 
     def send(self, data: bytes) -> None:
         """Send bytes outside of the frames (`pdrun.launcher.controller.bundle`)."""
@@ -108,7 +120,8 @@ class RemoteAgent:
                     stream.close()
         self._open.clear()
 
-    # As an agent (`pdrun.launcher.controller.agent_handle.Started`) -------------------------------------------------------------------
+    # As an agent (`pdrun.launcher.controller.agent_handle.Started`)
+    # -------------------------------------------------------------------
 
     def set_order(self, agent: dict[str, Any], env: dict[str, str]) -> None:
         """Say what `order` will send: the agent's own order, and variables for its environment."""
@@ -123,7 +136,10 @@ class RemoteAgent:
         self._order = b""
 
     def descriptors(self, held: Held) -> Iterator[tuple[int, int]]:
-        """See `Started`. One connection carries both streams, so the far end is told which of them is held."""
+        """
+        See `Started`. One connection carries both streams, so the far end is told which of them is
+        held.
+        """
         now = time.monotonic()
         streams = tuple(stream for stream in (OUT, ERR) if held(stream))
         if streams != self._held:
@@ -142,7 +158,9 @@ class RemoteAgent:
         if self._out is not None and fd == self._out.fd:
             self._out.flush()
             return
-        if fd not in self._open:  # closed since it was ready, by a signal that came in the same moment
+        if (
+            fd not in self._open
+        ):  # closed since it was ready, by a signal that came in the same moment
             return
         data = os.read(fd, 1 << 18)
         if not data:
@@ -182,7 +200,12 @@ class RemoteAgent:
         self.said = (self.said + data)[-_KEPT:]
         if self.up or self.running:
             *lines, _ = (before + data).split(b"\n")
-            yield ERR, b"".join(b"pdrun: %s: %s\n" % (self.node.encode(), line.rstrip(b"\r")) for line in lines)
+            yield (
+                ERR,
+                b"".join(
+                    b"pdrun: %s: %s\n" % (self.node.encode(), line.rstrip(b"\r")) for line in lines
+                ),
+            )
 
     def drained(self) -> bool:
         """See `Started`."""
@@ -193,7 +216,11 @@ class RemoteAgent:
         if self.end is not None or self._process is None:
             return
         if self._code is not None:
-            killed = f"the agent of {self.node} was killed by {signal_name(-self._code)}" if self._code < 0 else ""
+            killed = (
+                f"the agent of {self.node} was killed by {signal_name(-self._code)}"
+                if self._code < 0
+                else ""
+            )
             self.end = End(self._code, time.monotonic(), killed)
             self.cut()
         elif self._process.poll() is not None and not self._open:
@@ -208,14 +235,21 @@ class RemoteAgent:
         self._say(frames.frame(frames.SIGNAL, str(int(number)).encode()))
 
     def kill(self) -> None:
-        """See `Started`. The end of the far end's stdin ends what is left there; ssh itself has KILL_AFTER seconds."""
+        """
+        See `Started`. The end of the far end's stdin ends what is left there; ssh itself has
+        KILL_AFTER seconds.
+        """
         self.signal(signal.SIGKILL)
         self.cut()
         self._kill_at = time.monotonic() + KILL_AFTER
 
     def cut(self) -> None:
         """See `Started`."""
-        if self._process is not None and self._process.stdin is not None and not self._process.stdin.closed:
+        if (
+            self._process is not None
+            and self._process.stdin is not None
+            and not self._process.stdin.closed
+        ):
             self._process.stdin.close()
             self._out = None
 

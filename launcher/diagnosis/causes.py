@@ -1,12 +1,14 @@
 """
-Why did a worker end? Evidence in, a `Cause` out; pure, so that every case is a line in a table of tests.
+Why did a worker end? Evidence in, a `Cause` out; pure, so that every case is a line in a table of
+tests.
 
 Evidence, strongest first: it could not be started; the kernel's count of out-of-memory kills; a Python traceback as its
 last word together with a failing exit code; its exit code or signal; its last lines. An error whose text says that a
 *peer* went away is `communication`: such a worker is a victim, even when it ended first. Whatever began after pdrun had
 told the worker to stop is `stopped`.
 
-A traceback alone proves nothing: a program may print one, with `logging.exception` say, and live on. It counts
+A traceback alone proves nothing: a program may print one, with `logging.exception` say, and live
+on. It counts
 
 * as an `exception`, when the worker then ended by itself: with Python's code for it (1), or soon after (LINGER).
   `Group` lets a worker whose last word was a traceback do so, for a moment, before it passes on an order to stop;
@@ -16,9 +18,10 @@ A traceback alone proves nothing: a program may print one, with `logging.excepti
   here: the destructors may hang until the peers' timeouts, and a caught exception may be a second old;
 * for nothing otherwise.
 
-Limits. A victim is known by the words of gloo, NCCL, HCCL and torch.distributed, in the tables below; other words are
-taken for an error of the worker's own, which is the safer mistake: a true cause is never hidden. The parallel runtime
-says it in words of its own, in one line (`pdrun.PeerLost`).
+Limits. A victim is known by the words of gloo, NCCL, HCCL and torch.distributed, in the tables
+below; other words are taken for an error of the worker's own, which is the safer mistake: a true
+cause is never hidden. The parallel runtime says it in words of its own, in one line
+(`pdrun.PeerLost`).
 """
 
 from __future__ import annotations
@@ -36,21 +39,39 @@ from pdrun.launcher.plan.model import SpawnFailed
 from pdrun.rendezvous.protocol.messages import Cause, CauseKind
 
 LINGER = 10.0
-"""Seconds between a traceback and the death that it explains, where the exit code is not Python's own for it."""
+"""
+Seconds between a traceback and the death that it explains, where the exit code is not Python's own
+for it.
+"""
 PROMPT = 2.0
-"""The same for a death by SIGKILL or SIGTERM of somebody else, which a traceback rarely has to do with."""
+"""
+The same for a death by SIGKILL or SIGTERM of somebody else, which a traceback rarely has to do
+with.
+"""
 FATAL = "Fatal Python error"
 """How faulthandler's report of a deadly signal begins."""
 TAIL_LINES = 20
 TAIL_CHARACTERS = 500
 
 MEANINGS = {
-    "SIGHUP": "terminal closed", "SIGINT": "interrupted", "SIGQUIT": "quit", "SIGILL": "illegal instruction",
-    "SIGTRAP": "breakpoint", "SIGABRT": "aborted by itself", "SIGBUS": "bus error: often /dev/shm or a disk is full",
-    "SIGFPE": "arithmetic error", "SIGKILL": "killed", "SIGSEGV": "segmentation fault", "SIGPIPE": "broken pipe",
-    "SIGTERM": "told to terminate", "SIGXCPU": "CPU time limit", "SIGXFSZ": "file size limit",
-    "SIGSYS": "forbidden system call", "SIGUSR1": "no handler for it", "SIGUSR2": "no handler for it",
-}  # fmt: skip
+    "SIGHUP": "terminal closed",
+    "SIGINT": "interrupted",
+    "SIGQUIT": "quit",
+    "SIGILL": "illegal instruction",
+    "SIGTRAP": "breakpoint",
+    "SIGABRT": "aborted by itself",
+    "SIGBUS": "bus error: often /dev/shm or a disk is full",
+    "SIGFPE": "arithmetic error",
+    "SIGKILL": "killed",
+    "SIGSEGV": "segmentation fault",
+    "SIGPIPE": "broken pipe",
+    "SIGTERM": "told to terminate",
+    "SIGXCPU": "CPU time limit",
+    "SIGXFSZ": "file size limit",
+    "SIGSYS": "forbidden system call",
+    "SIGUSR1": "no handler for it",
+    "SIGUSR2": "no handler for it",
+}
 
 _PEER_GONE = re.compile(
     r"Connection closed by peer|remote process exited or there was a network error|ncclRemoteError"
@@ -65,21 +86,32 @@ _CONNECTION = re.compile(
     r"Connection (?:reset|refused|aborted|timed out)|Broken pipe|recvBytes|sendBytes|recvValue|Socket Timeout"
     r"|[Nn]etwork (?:error|is unreachable)|failed to connect|[Tt]imed out|timeout|wait timeout"
 )
-_COLLECTIVE_WORDS = re.compile(r"gloo|c10d|NCCL|nccl|HCCL|hccl|ProcessGroup|TCPStore|torch[/.]distributed")
+_COLLECTIVE_WORDS = re.compile(
+    r"gloo|c10d|NCCL|nccl|HCCL|hccl|ProcessGroup|TCPStore|torch[/.]distributed"
+)
 _OWN_FAULT = re.compile(
     r"Duplicate GPU|[Ii]nvalid (?:usage|argument)|unhandled cuda error|out of memory"
     r"|EADDRINUSE|[Aa]ddress already in use"
 )
 _DISTRIBUTED_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")
 _PIPE_ERRORS = (
-    "BrokenPipeError", "ConnectionResetError", "ConnectionRefusedError", "ConnectionAbortedError", "EOFError",
-)  # fmt: skip
+    "BrokenPipeError",
+    "ConnectionResetError",
+    "ConnectionRefusedError",
+    "ConnectionAbortedError",
+    "EOFError",
+)
 _PIPE_FILES = re.compile(r"/torch/distributed/|/torch/multiprocessing/|/multiprocessing/")
 _ABORTED = re.compile(r"^terminate called|c10::|std::|what\(\):", re.MULTILINE)
-_NOT_FOUND = re.compile(r"can't open file .*\[Errno \d+\]|: No module named \S+$|can't find '__main__' module")
+_NOT_FOUND = re.compile(
+    r"can't open file .*\[Errno \d+\]|: No module named \S+$|can't find '__main__' module"
+)
 
 _UNREADABLE = re.compile(r"SyntaxError: (?:Non-UTF-8 code|encoding problem)")
-"""What Python says of a script whose bytes it cannot decode: without a traceback, and without a line of it."""
+"""
+What Python says of a script whose bytes it cannot decode: without a traceback, and without a line
+of it.
+"""
 
 
 @dataclass(frozen=True)
@@ -97,7 +129,10 @@ class Evidence:
     tail: tuple[str, ...] = ()
     """The last lines that it printed."""
     recent: str = ""
-    """The end of its stderr, longer than the tail: the reason of an abort may stand above a long stack."""
+    """
+    The end of its stderr, longer than the tail: the reason of an abort may stand above a long
+    stack.
+    """
     stopped_at: float | None = None
     """When pdrun first told this worker to stop."""
     stop_signals: tuple[int, ...] = ()
@@ -113,7 +148,13 @@ def cause_of(seen: Evidence) -> Cause:
     if seen.spawn_failure is not None:
         return _not_started(seen, seen.spawn_failure)
     if seen.status is None:
-        return _made(seen, "stopped", 128 + signal.SIGKILL, "could not be killed (uninterruptible sleep)", number=9)
+        return _made(
+            seen,
+            "stopped",
+            128 + signal.SIGKILL,
+            "could not be killed (uninterruptible sleep)",
+            number=9,
+        )
     code = os.waitstatus_to_exitcode(seen.status)
     if code == 0:
         return _made(seen, "ok", 0, "")
@@ -134,14 +175,19 @@ def _failed(seen: Evidence, code: int) -> Cause:
     last = unprefixed(seen.tail[-1]).strip() if seen.tail else ""
     if code in (1, 2) and (_NOT_FOUND.search(last) or _UNREADABLE.match(last)):
         return _made(seen, "startup", code, last[:500], retry=False)
-    said = last.removeprefix("pdrun: error: ")  # by `pdrun.init()`, of a mistake that the script did not catch
+    said = last.removeprefix(
+        "pdrun: error: "
+    )  # by `pdrun.init()`, of a mistake that the script did not catch
     if said == last:
         return _made(seen, "exit", code, f"exit code {code}")
     return _made(seen, "communication" if PeerLost.SIGN in said else "exit", code, said[:500])
 
 
 def _crash(seen: Evidence, number: int) -> tuple[float, str] | None:
-    """Return faulthandler's report, when it is about this death: not a child's, and not a signal of ours."""
+    """
+    Return faulthandler's report, when it is about this death: not a child's, and not a signal of
+    ours.
+    """
     if seen.traceback is None or not number or number in seen.stop_signals:
         return None
     return seen.traceback if seen.traceback[1].startswith(FATAL) else None
@@ -151,7 +197,8 @@ def _weight(seen: Evidence, number: int, code: int) -> CauseKind | None:
     """Return what a traceback says about this end: see the module. None: nothing."""
     if seen.traceback is None or seen.traceback[1].startswith(FATAL):
         return None
-    at, told = seen.traceback[0], seen.stopped_at
+    at = seen.traceback[0]
+    told = seen.stopped_at
     if told is not None and at >= told:
         return None
     if seen.stop_signals:
@@ -167,29 +214,47 @@ def _weight(seen: Evidence, number: int, code: int) -> CauseKind | None:
     return "exception" if seen.at - at <= limit else None
 
 
-def _exception(seen: Evidence, at: float, text: str, number: int, code: int, weight: CauseKind) -> Cause:
+def _exception(
+    seen: Evidence, at: float, text: str, number: int, code: int, weight: CauseKind
+) -> Cause:
     """The last word was a traceback, and it came before any order of ours to stop."""
     if number in seen.stop_signals:
-        number, code = 0, 1  # the order came while it was on its way out, with Python's code for an exception
+        # the order came while it was on its way out, with Python's code for an exception
+        number = 0
+        code = 1
     chain = raised(text)
-    peer = any(is_communication(error) for error in chain) or (number == signal.SIGABRT and _peer_abort(seen))
+    peer = any(is_communication(error) for error in chain) or (
+        number == signal.SIGABRT and _peer_abort(seen)
+    )
     return _made(
-        seen, "communication" if peer else weight, _shell(code), chain[-1].summary if chain else "an exception",
-        number=number, at=at, traceback=users_part(text), retry=not (chain and hopeless(chain[-1])),
-    )  # fmt: skip
+        seen,
+        "communication" if peer else weight,
+        _shell(code),
+        chain[-1].summary if chain else "an exception",
+        number=number,
+        at=at,
+        traceback=users_part(text),
+        retry=not (chain and hopeless(chain[-1])),
+    )
 
 
 def _signalled(seen: Evidence, number: int, ours: bool, since: tuple[float, str]) -> Cause:
     """It was killed; ``since`` is when that began, with faulthandler's report of it."""
     name = signal_name(number)
-    plain = f"killed by {name}" + (f" ({MEANINGS[name]})" if MEANINGS.get(name, "killed") != "killed" else "")
+    plain = f"killed by {name}" + (
+        f" ({MEANINGS[name]})" if MEANINGS.get(name, "killed") != "killed" else ""
+    )
     code = 128 + number
     if ours and (number in seen.stop_signals or number == signal.SIGKILL):
         return _made(seen, "stopped", code, f"ended by pdrun with {name}", number=number)
     if number == signal.SIGKILL and seen.oom_kills:
-        return _made(seen, "oom", code, "killed by the kernel: out of memory (SIGKILL)", number=number)
+        return _made(
+            seen, "oom", code, "killed by the kernel: out of memory (SIGKILL)", number=number
+        )
     if ours:
-        return _made(seen, "stopped", code, f"{plain} after pdrun had told it to stop", number=number)
+        return _made(
+            seen, "stopped", code, f"{plain} after pdrun had told it to stop", number=number
+        )
     if number == signal.SIGABRT and _peer_abort(seen):
         return _made(seen, "communication", code, _abort_words(seen) or plain, number=number)
     if number in (signal.SIGKILL, signal.SIGTERM):
@@ -210,18 +275,25 @@ def is_communication(error: Raised) -> bool:
 
 
 def _peer_abort(seen: Evidence) -> bool:
-    """Whether an abort in C++ was about a peer: torch and NCCL end the process so when a watchdog gives up."""
+    """
+    Whether an abort in C++ was about a peer: torch and NCCL end the process so when a watchdog
+    gives up.
+    """
     text = _abort_text(seen)
     if _OWN_FAULT.search(text):
         return False
-    connection = _CONNECTION.search(text) and _COLLECTIVE_WORDS.search(text) and _ABORTED.search(text)
+    connection = (
+        _CONNECTION.search(text) and _COLLECTIVE_WORDS.search(text) and _ABORTED.search(text)
+    )
     return bool(_PEER_GONE.search(text) or connection)
 
 
 def _abort_text(seen: Evidence) -> str:
-    """What was printed last before the abort: from C++'s own last words on, where those are found."""
+    """
+    What was printed last before the abort: from C++'s own last words on, where those are found.
+    """
     text = unprefixed(seen.recent or "\n".join(seen.tail))
-    return text[max(0, text.rfind("terminate called") - 2000):]
+    return text[max(0, text.rfind("terminate called") - 2000) :]
 
 
 def _abort_words(seen: Evidence) -> str:
@@ -232,11 +304,20 @@ def _abort_words(seen: Evidence) -> str:
 
 
 def _not_started(seen: Evidence, failure: SpawnFailed) -> Cause:
-    """As in a shell, 127: not there, 126: there but not to be executed. Only a lack of means may pass by itself."""
+    """
+    As in a shell, 127: not there, 126: there but not to be executed. Only a lack of means may pass
+    by itself.
+    """
     code = 127 if failure.errno == errno.ENOENT else 126
     passing = failure.errno in (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
-    hint = "; no interpreter line (#!), or of another machine?" if failure.errno == errno.ENOEXEC else ""
-    return _made(seen, "startup", code, f"could not be started: {failure.message}{hint}"[:500], retry=passing)
+    hint = (
+        "; no interpreter line (#!), or of another machine?"
+        if failure.errno == errno.ENOEXEC
+        else ""
+    )
+    return _made(
+        seen, "startup", code, f"could not be started: {failure.message}{hint}"[:500], retry=passing
+    )
 
 
 def _shell(code: int) -> int:
@@ -244,13 +325,27 @@ def _shell(code: int) -> int:
 
 
 def _made(
-    seen: Evidence, kind: CauseKind, code: int, summary: str, *, number: int = 0, at: float | None = None,
-    traceback: str = "", retry: bool = True,
-) -> Cause:  # fmt: skip
+    seen: Evidence,
+    kind: CauseKind,
+    code: int,
+    summary: str,
+    *,
+    number: int = 0,
+    at: float | None = None,
+    traceback: str = "",
+    retry: bool = True,
+) -> Cause:
     return Cause(
-        kind=kind, code=code, signal=int(number), at=seen.at if at is None else at, summary=summary,
-        traceback=traceback, tail=() if kind == "ok" else _short(seen.tail), log=seen.log, retry=retry,
-    )  # fmt: skip
+        kind=kind,
+        code=code,
+        signal=int(number),
+        at=seen.at if at is None else at,
+        summary=summary,
+        traceback=traceback,
+        tail=() if kind == "ok" else _short(seen.tail),
+        log=seen.log,
+        retry=retry,
+    )
 
 
 def _short(tail: tuple[str, ...]) -> tuple[str, ...]:

@@ -1,17 +1,19 @@
 """
-Does a worker hang? Judged from what can be seen from outside; pure: each look at it is an argument, as is the time.
+Does a worker hang? Judged from what can be seen from outside; pure: each look at it is an argument,
+as is the time.
 
     it reports progress      no new step, none newly saved, for the timeout: whatever its CPU does (collectives spin)
     it does not (yet)        no output and no CPU time of its whole process tree for the timeout
     its last word is a traceback, and it lives on idle for TRACEBACK seconds: without a timeout, too, but only
                              where its stacks show that the program's own code has ended
 
-Time counts as it is seen: between two looks at most two intervals pass, so that a stall of the agent, or of the whole
-machine, makes nobody hang. A worker in a debugger is left alone. One that somebody stopped (SIGSTOP) does hang.
+Time counts as it is seen: between two looks at most two intervals pass, so that a stall of the
+agent, or of the whole machine, makes nobody hang. A worker in a debugger is left alone. One that
+somebody stopped (SIGSTOP) does hang.
 
-Limits. A worker that waits for others is as quiet as one that hangs: see `Reports` for who must be quiet as well. Work
-that needs no CPU (a long kernel on a device, waited for without spinning) counts as none: let such programs report
-progress.
+Limits. A worker that waits for others is as quiet as one that hangs: see `Reports` for who must be
+quiet as well. Work that needs no CPU (a long kernel on a device, waited for without spinning)
+counts as none: let such programs report progress.
 """
 
 from __future__ import annotations
@@ -23,8 +25,12 @@ IDLE = 0.02
 TICKS = 0.02
 """CPU seconds beyond that, at any time: the kernel may count in hundredths."""
 TRACEBACK = 60.0
-"""Seconds after which a worker that printed a traceback, and did nothing since, is on its way out and stuck."""
-SLOWEST, QUICKEST = 5.0, 0.2
+"""
+Seconds after which a worker that printed a traceback, and did nothing since, is on its way out and
+stuck.
+"""
+SLOWEST = 5.0
+QUICKEST = 0.2
 """Seconds between two looks."""
 _NOTES = {"D": "; it waits in the kernel, uninterruptibly", "T": "; it is stopped by a signal"}
 
@@ -67,7 +73,8 @@ class Watch:
         self._timeout = timeout
         self.every = min(SLOWEST, max(QUICKEST, (timeout or TRACEBACK) / 10))
         """Seconds between two looks."""
-        self._last, self._seen = now, Seen()
+        self._last = now
+        self._seen = Seen()
         self.quiet = 0.0
         """Seconds without output, CPU time or progress."""
         self.stuck = 0.0
@@ -77,11 +84,16 @@ class Watch:
 
     def look(self, seen: Seen, now: float) -> Suspicion | None:
         """Take what is seen now; return the suspicion, if there is one."""
-        before, self._seen = self._seen, seen
-        passed, self._last = min(now - self._last, 2 * self.every), now
+        before = self._seen
+        self._seen = seen
+        passed = min(now - self._last, 2 * self.every)
+        self._last = now
         moved = (seen.step, seen.saved) != (before.step, before.saved)
-        # measured over all of the quiet time: the kernel counts in ticks, and one now and then is no work
-        if seen.cpu is not None and self._spent is not None:  # a child that has ended takes its time along
+        # measured over all of the quiet time: the kernel counts in ticks, and one now and then is
+        # no work
+        if (
+            seen.cpu is not None and self._spent is not None
+        ):  # a child that has ended takes its time along
             self._spent = min(self._spent, seen.cpu)
         spent = None if seen.cpu is None or self._spent is None else seen.cpu - self._spent
         worked = spent is None or spent > IDLE * (self.quiet + passed) + TICKS
@@ -94,11 +106,16 @@ class Watch:
         return self._judge(seen)
 
     def _judge(self, seen: Seen) -> Suspicion | None:
-        limit, note = self._timeout, _NOTES.get(seen.letter, "")
+        limit = self._timeout
+        note = _NOTES.get(seen.letter, "")
         if limit is not None and seen.step is not None and self.stuck >= limit:
             return Suspicion(f"no progress for {self.stuck:.0f} s (step {seen.step}){note}")
         if limit is not None and seen.step is None and self.quiet >= limit:
-            return Suspicion(f"no output and no CPU time for {self.quiet:.0f} s{note}", waits=not note)
+            return Suspicion(
+                f"no output and no CPU time for {self.quiet:.0f} s{note}", waits=not note
+            )
         if seen.traceback and self.quiet >= TRACEBACK:
-            return Suspicion(f"it printed a traceback and is still there {self.quiet:.0f} s later", ended=True)
+            return Suspicion(
+                f"it printed a traceback and is still there {self.quiet:.0f} s later", ended=True
+            )
         return None

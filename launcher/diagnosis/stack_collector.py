@@ -55,12 +55,19 @@ class Inquiry:
     """One question to some workers. Call `look` at `deadline` until it returns True."""
 
     _ending: ClassVar[list[subprocess.Popen[bytes]]] = []
-    """Those of py-spy that were killed, and may take their time to end (state D): reaped by a later question."""
+    """
+    Those of py-spy that were killed, and may take their time to end (state D): reaped by a later
+    question.
+    """
 
     def __init__(
-        self, workers: Sequence[tuple[int, int, int]], folder: Path, signal: Callable[[int, int], None], now: float,
+        self,
+        workers: Sequence[tuple[int, int, int]],
+        folder: Path,
+        signal: Callable[[int, int], None],
+        now: float,
         active: tuple[int, ...] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """
         Args:
             workers: (rank, slot, pid) of each.
@@ -90,11 +97,17 @@ class Inquiry:
         return True
 
     def groups(self) -> tuple[StackGroup, ...]:
-        """Return the workers grouped by equal stack, once `look` has returned True; may be called again."""
+        """
+        Return the workers grouped by equal stack, once `look` has returned True; may be called
+        again.
+        """
         return grouped((worker.rank, self._stack(worker)) for worker in self._asked)
 
     def ended(self, rank: int) -> bool:
-        """Whether the stacks of a worker show that the code of its program has ended; False where that is not known."""
+        """
+        Whether the stacks of a worker show that the code of its program has ended; False where that
+        is not known.
+        """
         dumps = [self._dump(worker) for worker in self._asked if worker.rank == rank]
         return any(dump and not at_work(dump) for dump in dumps)
 
@@ -107,15 +120,22 @@ class Inquiry:
 
     @staticmethod
     def _ask(worker: Asked, folder: Path, signal: Callable[[int, int], None], now: float) -> None:
-        file, state = folder / f"{worker.pid}.stacks", procfs.state(worker.pid)
+        file = folder / f"{worker.pid}.stacks"
+        state = procfs.state(worker.pid)
         catches = state is not None and state.caught >> (STACKS_SIGNAL - 1) & 1
-        if state is None or not catches or state.letter in "TtZ" or not procfs.holds(worker.pid, str(file)):
+        if (
+            state is None
+            or not catches
+            or state.letter in "TtZ"
+            or not procfs.holds(worker.pid, str(file))
+        ):
             return
         try:
             worker.before = worker.size = file.stat().st_size
         except OSError:  # it has ended since
             return
-        worker.file, worker.grown_at = file, now
+        worker.file = file
+        worker.grown_at = now
         signal(worker.slot, STACKS_SIGNAL)
 
     @staticmethod
@@ -123,9 +143,12 @@ class Inquiry:
         try:
             worker.spied = os.fdopen(os.memfd_create("pdrun-stacks", os.MFD_CLOEXEC), "w+b")
             worker.spy = subprocess.Popen(
-                [spy, "dump", "--native", "--pid", str(worker.pid)], stdin=subprocess.DEVNULL, stdout=worker.spied,
-                stderr=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
+                [spy, "dump", "--native", "--pid", str(worker.pid)],
+                stdin=subprocess.DEVNULL,
+                stdout=worker.spied,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
         except OSError:  # no process, descriptor or memory is left: the others may tell
             pass
 
@@ -139,7 +162,8 @@ class Inquiry:
         except OSError:
             return not spying
         if size != worker.size:
-            worker.size, worker.grown_at = size, now
+            worker.size = size
+            worker.grown_at = now
         written = size > worker.before and now - worker.grown_at >= SETTLED
         return written and not spying
 

@@ -1,5 +1,6 @@
 """
-Stacks as text: what faulthandler and py-spy print, read, and made comparable between processes. Pure.
+Stacks as text: what faulthandler and py-spy print, read, and made comparable between processes.
+Pure.
 
     Thread 0x00007f2b6ffff640 (most recent call first):          faulthandler: newest thread first, the main one last
       File "/usr/lib/python3.11/threading.py", line 324 in wait
@@ -7,8 +8,8 @@ Stacks as text: what faulthandler and py-spy print, read, and made comparable be
     Thread 4711 (idle): "MainThread"                              py-spy
         wait (threading.py:324)
 
-What counts is the main thread. Where that only waits for another thread (its innermost frame is one of threading or
-queue), the others are shown below it.
+What counts is the main thread. Where that only waits for another thread (its innermost frame is one
+of threading or queue), the others are shown below it.
 """
 
 from __future__ import annotations
@@ -22,12 +23,18 @@ from pdrun.rendezvous.protocol.messages import StackGroup
 
 LONGEST = 8 * 1024
 MOST = 64 * LONGEST
-"""Bytes of all stacks of a node: in JSON they, and what stands around them, fit into one message."""
-_HEAD = re.compile(r'(?:Current thread|Thread) (?:0x[0-9a-fA-F]+|\d+)(?: [\[(][^\])]*[\])])*(?:: "(?P<name>[^"]*)")?')
+"""
+Bytes of all stacks of a node: in JSON they, and what stands around them, fit into one message.
+"""
+_HEAD = re.compile(
+    r'(?:Current thread|Thread) (?:0x[0-9a-fA-F]+|\d+)(?: [\[(][^\])]*[\])])*(?:: "(?P<name>[^"]*)")?'
+)
 _FILE = re.compile(r'\s*File "(?P<file>[^"]*)", line \d+ in (?P<function>.*)')
 _SPIED = re.compile(r"\s+(?P<function>.+) \((?P<file>[^()]*?)(?::\d+)?\)$")
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
-_WAITS = re.compile(r"(?:^|/)(?:threading|queue|concurrent/futures/_base|multiprocessing/[a-z]+)\.py$")
+_WAITS = re.compile(
+    r"(?:^|/)(?:threading|queue|concurrent/futures/_base|multiprocessing/[a-z]+)\.py$"
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,9 @@ class Thread:
 
 
 def threads(text: str) -> tuple[Thread, ...]:
-    """Return the threads of a dump of either tool, the main one first; empty where there is none."""
+    """
+    Return the threads of a dump of either tool, the main one first; empty where there is none.
+    """
     blocks: list[tuple[str | None, list[str]]] = []
     for line in text.splitlines():
         head = _HEAD.match(line)
@@ -50,20 +59,33 @@ def threads(text: str) -> tuple[Thread, ...]:
     if not blocks:
         return ()
     named = any(name == "MainThread" for name, _ in blocks)
-    main = next(at for at, (name, _) in enumerate(blocks) if name == "MainThread") if named else len(blocks) - 1
+    main = (
+        next(at for at, (name, _) in enumerate(blocks) if name == "MainThread")
+        if named
+        else len(blocks) - 1
+    )
     order = [main, *(at for at in range(len(blocks)) if at != main)]
-    return tuple(Thread(tuple(_ADDRESS.sub("0x", frame) for frame in blocks[at][1]), at == main) for at in order)
+    return tuple(
+        Thread(tuple(_ADDRESS.sub("0x", frame) for frame in blocks[at][1]), at == main)
+        for at in order
+    )
 
 
 def at_work(text: str) -> bool:
-    """Whether a dump shows code of the program in its main thread: not so once only the interpreter's end is left."""
+    """
+    Whether a dump shows code of the program in its main thread: not so once only the interpreter's
+    end is left.
+    """
     found = threads(text)
     main = found[0].frames if found else ("in <module>",)
     return any(frame.endswith("in <module>") or frame.startswith("<module> (") for frame in main)
 
 
 def comparable(text: str) -> str:
-    """Return what to show of a dump: equal for processes that stand at the same place; empty where there is nothing."""
+    """
+    Return what to show of a dump: equal for processes that stand at the same place; empty where
+    there is nothing.
+    """
     found = threads(text)
     if not found:
         return ""
@@ -79,7 +101,9 @@ def comparable(text: str) -> str:
 def cut(text: str, longest: int = LONGEST) -> str:
     """Return the text, at most ``longest`` bytes of it in UTF-8."""
     data = text.encode("utf-8", "replace")
-    return text if len(data) <= longest else data[: longest - 4].decode("utf-8", "ignore") + "\n..."
+    if len(data) <= longest:
+        return text
+    return data[: longest - 4].decode("utf-8", "ignore") + "\n..."
 
 
 def grouped(stacks: Iterable[tuple[int, str]]) -> tuple[StackGroup, ...]:
@@ -106,7 +130,9 @@ def _users(frames: Sequence[str]) -> tuple[str, ...]:
 
 def _launchers(frame: str) -> bool:
     file, _ = _place(frame)
-    return file is not None and (launcher_file(file) or file.endswith(("fork_server.py", "runpy.py")))
+    return file is not None and (
+        launcher_file(file) or file.endswith(("fork_server.py", "runpy.py"))
+    )
 
 
 def _place(frame: str) -> tuple[str | None, str]:

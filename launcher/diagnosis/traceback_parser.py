@@ -1,5 +1,6 @@
 """
-Finds the last Python traceback in a worker's stderr, as it comes, without any decorator in the user's script.
+Finds the last Python traceback in a worker's stderr, as it comes, without any decorator in the
+user's script.
 
     Traceback (most recent call last):            header   -> FRAMES
       File "train.py", line 3, in <module>        frames
@@ -29,14 +30,26 @@ LIMIT = 1 << 16
 MESSAGE_LINES = 100
 """Lines after the exception's own that can belong to its message."""
 LAST_WORD_LINES = 20
-"""Lines of its own that a dying worker may still print (``giving up``) before its traceback is no longer the reason."""
+"""
+Lines of its own that a dying worker may still print (``giving up``) before its traceback is no
+longer the reason.
+"""
 LAST_WORD_SECONDS = 30.0
-"""Seconds in which it may print them: closing a run's recorder takes its time, a minute of ordinary life is none."""
+"""
+Seconds in which it may print them: closing a run's recorder takes its time, a minute of ordinary
+life is none.
+"""
 PAUSE = 2.0
-"""Seconds after which a further line is not part of a traceback's message, and a sign of life after it."""
+"""
+Seconds after which a further line is not part of a traceback's message, and a sign of life after
+it.
+"""
 _FOREIGN_LINES = 20
 _COMPLETE = ("message", "gap", "chain", "fatal", "group", "box")
-"""States in which the open block can be shown; a group's or a box's end is only known from what follows."""
+"""
+States in which the open block can be shown; a group's or a box's end is only known from what
+follows.
+"""
 
 Kind = Literal["exception", "syntax", "fatal"]
 
@@ -50,7 +63,7 @@ _SYNTAX = re.compile(rb"(?:SyntaxError|IndentationError|TabError)(?::|$)")
 _FATAL = re.compile(rb"Fatal Python error: ")
 _FATAL_LINE = re.compile(
     rb"$|  |Current thread|Thread 0x|Extension modules:|Python runtime state|Stack \(|<|Garbage-coll"
-)  # fmt: skip
+)
 _EXCEPTION = re.compile(rb"[^\W\d][\w.<>-]*(?::(?:\s|$)|$)")
 _CHAIN = re.compile(
     rb"During handling of the above exception, another exception occurred:"
@@ -62,13 +75,19 @@ _NOISE = re.compile(
     rb"\[[IWEF]\d{3,}|\[rank\d+\]:\[[IWEF]\d{3,}|[IWEF]\d{4} |terminate called|.*resource_tracker|.*UserWarning:"
     rb"|  warnings\.warn\(|.*ResourceWarning:|Exception ignored |sys:1: "
 )
-_LOG = re.compile(rb"\[?\d{4}-\d\d-\d\d|\[?\d\d:\d\d:\d\d|\[?(?:DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL)\b")
+_LOG = re.compile(
+    rb"\[?\d{4}-\d\d-\d\d|\[?\d\d:\d\d:\d\d|\[?(?:DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL)\b"
+)
 _LOGGED = re.compile(rb".*\b(?:WARN(?:ING)?|ERROR|CRITICAL|FATAL)\b|[WEF]\d{4} ")
 """A logger's line of a level at which exceptions are logged."""
 _RANK = re.compile(rb"\[rank\d+\]: ")
 _BAR = re.compile(rb"\r|\d%|\d+/\d+|it/s|s/it")
-_PART = {"frames": re.compile(rb'  File "'), "group": _GROUP_LINE, "box": _BOX_LINE,
-         "fatal": re.compile(rb"$|Current thread|Thread 0x|Python runtime state|<|Stack \(")}  # fmt: skip
+_PART = {
+    "frames": re.compile(rb'  File "'),
+    "group": _GROUP_LINE,
+    "box": _BOX_LINE,
+    "fatal": re.compile(rb"$|Current thread|Thread 0x|Python runtime state|<|Stack \("),
+}
 """What the first line below a header that stood behind other text must be."""
 _SGR = re.compile(rb"\x1b\[[0-9;:]*m")
 _HEADS = {"group": _GROUP, "frames": _HEADER, "box": _BOX, "fatal": _FATAL}
@@ -87,9 +106,14 @@ class Found:
     lines_after: int
     """Lines that followed it, noise of a shutdown not counted."""
     spoke_for: float = 0.0
-    """Seconds from its first byte to the last of those lines (or to a half one, or a bar's update)."""
+    """
+    Seconds from its first byte to the last of those lines (or to a half one, or a bar's update).
+    """
     logged: bool = False
-    """Whether a logger's line (warning or worse) stood directly above it: the program had caught this exception."""
+    """
+    Whether a logger's line (warning or worse) stood directly above it: the program had caught this
+    exception.
+    """
 
     @property
     def last_word(self) -> bool:
@@ -108,7 +132,10 @@ class Found:
 
 
 def exception_line(text: str) -> str:
-    """Return the line of a traceback that names its last exception, at most 500 characters; empty if there is none."""
+    """
+    Return the line of a traceback that names its last exception, at most 500 characters; empty if
+    there is none.
+    """
     lines = text.splitlines()
     starts = [at for at, line in enumerate(lines) if "Traceback (most recent call last)" in line]
     after = lines[starts[-1] + 1 :] if starts and "Group" not in lines[starts[-1]] else lines
@@ -136,31 +163,42 @@ class TracebackFinder:
         self._count = 0
         self._ignore = False
         self._takers: dict[str, Callable[[bytes], bool]] = {
-            "idle": self._in_idle, "frames": self._in_frames, "group": self._in_group, "script": self._in_script,
-            "box": self._in_box, "message": self._in_message, "gap": self._in_gap, "chain": self._in_chain,
-            "fatal": self._in_fatal, "ignored": self._in_ignored,
-        }  # fmt: skip
+            "idle": self._in_idle,
+            "frames": self._in_frames,
+            "group": self._in_group,
+            "script": self._in_script,
+            "box": self._in_box,
+            "message": self._in_message,
+            "gap": self._in_gap,
+            "chain": self._in_chain,
+            "fatal": self._in_fatal,
+            "ignored": self._in_ignored,
+        }
 
     def feed(self, data: bytes, at: float) -> None:
         """Take bytes that were read at monotonic second ``at``."""
-        data, first_at = self._half + data, self._half_at if self._half else at
+        data = self._half + data
+        first_at = self._half_at if self._half else at
         if self._quiet(data):
             cut = data.rfind(b"\n") + 1
             if cut:
                 self._above = data[data.rfind(b"\n", 0, cut - 1) + 1 : cut - 1]
-            self._half, self._half_at = _start(data[cut:]), first_at if not cut else at
+            self._half = _start(data[cut:])
+            self._half_at = first_at if not cut else at
             return
         *lines, half = data.split(b"\n")
         for line in lines:
             self._line(line, first_at, at)
             first_at = at
-        self._half, self._half_at = _start(half), first_at
+        self._half = _start(half)
+        self._half_at = first_at
         if half and self._state in ("idle", "message", "gap") and not _NOISE.match(half):
             self._spoke_at = at
 
     def finish(self) -> None:
         """The stream has ended: take a last half line as a line."""
-        half, self._half = self._half, b""
+        half = self._half
+        self._half = b""
         if half:
             self._line(half, self._half_at, self._half_at)
 
@@ -173,18 +211,29 @@ class TracebackFinder:
         if block is None:
             return None
         return Found(
-            block.at, block.text(), block.kind, self._after, max(0.0, self._spoke_at - block.at), block.logged
+            block.at,
+            block.text(),
+            block.kind,
+            self._after,
+            max(0.0, self._spoke_at - block.at),
+            block.logged,
         )
 
     def _quiet(self, data: bytes) -> bool:
-        return self._state == "idle" and self._found is None and not any(hint in data for hint in _HINTS)
+        return (
+            self._state == "idle"
+            and self._found is None
+            and not any(hint in data for hint in _HINTS)
+        )
 
     def _line(self, line: bytes, first_at: float, at: float) -> None:
         """
-        One whole line, through the state's method; a line that ends a block is looked at again from idle.
+        One whole line, through the state's method; a line that ends a block is looked at again from
+        idle.
 
         Args:
-            first_at: when its first byte came: long before the rest, where a bar stands at its beginning.
+            first_at: when its first byte came: long before the rest, where a bar stands at its
+                beginning.
             at: when its last byte came.
         """
         bare = _SGR.sub(b"", line) if b"\x1b" in line else line
@@ -200,10 +249,13 @@ class TracebackFinder:
         if not self._starts(bare, first_at, at) and not self._takers[self._state](bare):
             self._settle()
             self._count_after(bare, at)
-        self._above, self._heard_at = bare, at
+        self._above = bare
+        self._heard_at = at
 
     def _starts(self, line: bytes, first_at: float, at: float) -> bool:
-        """Open a block when this line is the head of one; a chain goes on with the block that is open."""
+        """
+        Open a block when this line is the head of one; a chain goes on with the block that is open.
+        """
         if self._state in ("frames", "group") and not _FATAL.match(line):
             return False
         state, start = self._head(line)
@@ -215,23 +267,35 @@ class TracebackFinder:
         if not chained:
             self._settle()
             above = line[:start].rpartition(b"\r")[2] or self._above
-            self._block = _Block(at if start else first_at, _KINDS.get(state, "exception"), bool(_LOGGED.match(above)))
+            self._block = _Block(
+                at if start else first_at,
+                _KINDS.get(state, "exception"),
+                bool(_LOGGED.match(above)),
+            )
         self._block.add(line[start:])
-        self._state, self._count, self._glued = state, 0, start > 0
+        self._state = state
+        self._count = 0
+        self._glued = start > 0
         if self._ignore:
-            self._state, self._ignore = "ignored", False
+            self._state = "ignored"
+            self._ignore = False
         elif state in _COMPLETE:
             self._after = 0
         return True
 
     def _head(self, line: bytes) -> tuple[str, int]:
-        """The state that this line opens as the head of a block, if any, and where in the line the head begins."""
+        """
+        The state that this line opens as the head of a block, if any, and where in the line the
+        head begins.
+        """
         for state, pattern in _HEADS.items():
             if pattern.match(line):
                 return state, 0
         if self._state == "idle" and _SCRIPT_FRAME.match(line):
             return "script", 0
-        if self._state in ("idle", "gap", "fatal", "box") or (self._state == "message" and _BAR.search(line)):
+        if self._state in ("idle", "gap", "fatal", "box") or (
+            self._state == "message" and _BAR.search(line)
+        ):
             for state, pattern in _HEADS.items():
                 if found := pattern.search(line):
                     return state, found.start()
@@ -257,9 +321,11 @@ class TracebackFinder:
         self._after += 1
         self._spoke_at = at
         if self._after > 10 * LAST_WORD_LINES:  # long stale: forget it, so that feed is cheap again
-            self._found, self._after = None, 0
+            self._found = None
+            self._after = 0
 
-    # One method a state: take a line that may belong to the block; False when the block has ended before it.
+    # One method a state: take a line that may belong to the block; False when the block has ended
+    # before it.
 
     def _in_idle(self, line: bytes) -> bool:
         self._ignore = self._ignore and line.startswith(b" ")
@@ -343,7 +409,9 @@ class TracebackFinder:
     def _complete(self, line: bytes | None, state: str) -> None:
         if line is not None:
             self._block.add(line)
-        self._state, self._count, self._after = state, 0, 0
+        self._state = state
+        self._count = 0
+        self._after = 0
 
     def _give_up(self) -> bool:
         self._state = "idle"
@@ -351,15 +419,22 @@ class TracebackFinder:
 
 
 def _start(half: bytes) -> bytes:
-    """What is kept of a line that has not ended: no decision needs more; of a bar drawn over and over, its end."""
-    return half if len(half) <= LIMIT else half[half.rfind(b"\r", 0, -1) + 1 :][:LIMIT]
+    """
+    What is kept of a line that has not ended: no decision needs more; of a bar drawn over and over,
+    its end.
+    """
+    if len(half) <= LIMIT:
+        return half
+    return half[half.rfind(b"\r", 0, -1) + 1 :][:LIMIT]
 
 
 class _Block:
     """The lines of one block; only LIMIT bytes of the end are kept."""
 
     def __init__(self, at: float, kind: Kind, logged: bool = False) -> None:
-        self.at, self.kind, self.logged = at, kind, logged
+        self.at = at
+        self.kind = kind
+        self.logged = logged
         self._lines: deque[bytes] = deque()
         self._size = 0
 

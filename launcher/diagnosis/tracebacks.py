@@ -1,8 +1,10 @@
 """
-Python tracebacks as text: what was raised, where, and the user's part of it. Pure functions, no input or output.
+Python tracebacks as text: what was raised, where, and the user's part of it. Pure functions, no
+input or output.
 
-The text is what `pdrun.launcher.diagnosis.traceback_parser` found in a worker's stderr: chained or not, with notes and carets, or the
-report of a SyntaxError. Nothing here fails on text that is no traceback; it then finds nothing.
+The text is what `pdrun.launcher.diagnosis.traceback_parser` found in a worker's stderr: chained or
+not, with notes and carets, or the report of a SyntaxError. Nothing here fails on text that is no
+traceback; it then finds nothing.
 """
 
 from __future__ import annotations
@@ -55,24 +57,33 @@ def unprefixed(text: str) -> str:
 
 
 def raised(traceback: str) -> list[Raised]:
-    """Return the exceptions of a chain in the order printed: the last one is what ended the program."""
+    """
+    Return the exceptions of a chain in the order printed: the last one is what ended the program.
+    """
     found: list[Raised] = []
     frames: list[re.Match[str]] = []
     message: list[str] | None = None
     lines = unprefixed(traceback).rstrip().split("\n")
     for line in lines:
         if line.lstrip(" +|").startswith(_HEADS):
-            frames, message = [], None
+            frames = []
+            message = None
         elif frame := _FRAME.match(line):
             frames.append(frame)
         elif message is not None:
             message.append(line)
-        elif (match := _RAISED.match(line.strip(" |"))) and (not line.startswith("  ") or "|" in line):
+        elif (match := _RAISED.match(line.strip(" |"))) and (
+            not line.startswith("  ") or "|" in line
+        ):
             message = [match["text"] or ""]
-            found.append(Raised(
-                match["type"].rpartition(".")[2], message, tuple(frame["file"] for frame in frames),
-                tuple(frame["function"] or "" for frame in frames),
-            ))  # fmt: skip
+            found.append(
+                Raised(
+                    match["type"].rpartition(".")[2],
+                    message,
+                    tuple(frame["file"] for frame in frames),
+                    tuple(frame["function"] or "" for frame in frames),
+                )
+            )
     return found
 
 
@@ -80,7 +91,11 @@ def hopeless(error: Raised) -> bool:
     """Whether the program could not even be loaded: nothing that another attempt could change."""
     if error.type in _SYNTAX:
         return True
-    own = [function for file, function in zip(error.files, error.functions, strict=True) if not launcher_file(file)]
+    own = [
+        function
+        for file, function in zip(error.files, error.functions, strict=True)
+        if not launcher_file(file)
+    ]
     return error.type == "ModuleNotFoundError" and all(function == "<module>" for function in own)
 
 
@@ -90,7 +105,10 @@ def launcher_file(file: str) -> bool:
 
 
 def users_part(traceback: str) -> str:
-    """Return the traceback without the frames that only started the user's program, cut to MOST bytes of its end."""
+    """
+    Return the traceback without the frames that only started the user's program, cut to MOST bytes
+    of its end.
+    """
     lines = unprefixed(traceback).rstrip("\n").split("\n")
     kept: list[str] = []
     for block in _blocks(lines):

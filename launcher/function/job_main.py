@@ -1,10 +1,11 @@
 """
 ``python -m pdrun.launcher.function.job_main``: the launcher process of one `pdrun.launch` call.
 
-The job runs in a process of its own, so that the caller may be a thread, a notebook or a test: signal handlers, the
-event loop and the main thread are this process's. Its standard input carries one line of JSON (specification, sources
-and the call's private folder) and stays open as a lifeline: when the caller dies in any way, this process removes the
-folder and leaves at once, and the keepers end every worker.
+The job runs in a process of its own, so that the caller may be a thread, a notebook or a test:
+signal handlers, the event loop and the main thread are this process's. Its standard input carries
+one line of JSON (specification, sources and the call's private folder) and stays open as a
+lifeline: when the caller dies in any way, this process removes the folder and leaves at once, and
+the keepers end every worker.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ def main() -> int:
 
 
 def _take_lifeline() -> int:
-    """Move the lifeline away from standard input, which workers would otherwise inherit; return its descriptor."""
+    """
+    Move the lifeline away from standard input, which workers would otherwise inherit; return its
+    descriptor.
+    """
     lifeline = os.dup(0)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -49,7 +53,9 @@ def _take_lifeline() -> int:
 
 
 def _watch(lifeline: int, folder: Path) -> None:
-    threading.Thread(target=_leave_at_end, args=(lifeline, folder), daemon=True, name="lifeline").start()
+    threading.Thread(
+        target=_leave_at_end, args=(lifeline, folder), daemon=True, name="lifeline"
+    ).start()
 
 
 def _leave_at_end(lifeline: int, folder: Path) -> None:

@@ -1,13 +1,15 @@
 """
-`pdrun.launch(fn, ...)`: run a Python function on several workers and get what each of them returned.
+`pdrun.launch(fn, ...)`: run a Python function on several workers and get what each of them
+returned.
 
     losses = pdrun.launch(train, "data/", devices=4)        # a list in rank order; fn may call pdrun.init()
 
-Everything that holds for ``pdrun SCRIPT`` holds here: the same plan, agent, devices, CPU binding and verdict, run by a
-child process, so that the caller may be a thread, a notebook or a test, and keeps its signal handlers.
+Everything that holds for ``pdrun SCRIPT`` holds here: the same plan, agent, devices, CPU binding
+and verdict, run by a child process, so that the caller may be a thread, a notebook or a test, and
+keeps its signal handlers.
 
-Limits: all workers run on this machine (``nodes`` above 1 are simulated). A function and its results travel by pickle
-through a private folder that exists during the call only.
+Limits: all workers run on this machine (``nodes`` above 1 are simulated). A function and its
+results travel by pickle through a private folder that exists during the call only.
 """
 
 from __future__ import annotations
@@ -50,14 +52,22 @@ from pdrun.names import name_from
 from pdrun.worker_env import refuse_owned
 
 _OURS: Mapping[int, type[PdrunError]] = {
-    EXIT_USAGE: UsageError, EXIT_CONFIG: ConfigError, EXIT_UNAVAILABLE: RendezvousError, EXIT_SOFTWARE: PdrunError,
+    EXIT_USAGE: UsageError,
+    EXIT_CONFIG: ConfigError,
+    EXIT_UNAVAILABLE: RendezvousError,
+    EXIT_SOFTWARE: PdrunError,
     EXIT_DEADLINE: DeadlineExceeded,
-}  # fmt: skip
+}
 _SOURCES = {
-    "program.target": "launch(fn)", "resources.nodes": "launch(nodes=)", "resources.devices": "launch(devices=)",
-    "resources.backend": "launch(backend=)", "policy.grace": "launch(grace=)", "policy.time_limit": "launch(timeout=)",
-    "output.log_dir": "launch(log_dir=)", "env": "launch(env=)",
-}  # fmt: skip
+    "program.target": "launch(fn)",
+    "resources.nodes": "launch(nodes=)",
+    "resources.devices": "launch(devices=)",
+    "resources.backend": "launch(backend=)",
+    "policy.grace": "launch(grace=)",
+    "policy.time_limit": "launch(timeout=)",
+    "output.log_dir": "launch(log_dir=)",
+    "env": "launch(env=)",
+}
 MARGIN = 10.0
 """Seconds beyond the grace that an interrupted job gets before it is killed."""
 
@@ -77,13 +87,15 @@ def launch(
     quiet: bool = True,
 ) -> list[Any]:
     """
-    Call ``fn(*args, **kwargs)`` in ``nodes * devices`` worker processes; return their results in rank order.
+    Call ``fn(*args, **kwargs)`` in ``nodes * devices`` worker processes; return their results in
+    rank order.
 
     Args:
         fn: what every worker calls; functions of ``__main__``, lambdas and closures are fine.
         args: its positional arguments, the same for all workers.
         nodes: above 1, so many nodes are simulated, all on this machine.
-        devices: workers on each node; auto: every visible accelerator, one worker where there is none.
+        devices: workers on each node; auto: every visible accelerator, one worker where there is
+            none.
         backend: kind of device; auto: what this machine has.
         kwargs: its keyword arguments.
         env: variables for the workers.
@@ -93,7 +105,8 @@ def launch(
         quiet: False passes the workers' output on to this process's standard output while they run.
 
     Raises:
-        JobFailed: a worker failed; has its rank, host, exit code and traceback, and the exception as ``__cause__``.
+        JobFailed: a worker failed; has its rank, host, exit code and traceback, and the exception
+            as ``__cause__``.
         UsageError, ConfigError: the call cannot be started; DeadlineExceeded: ``timeout`` passed.
         KeyboardInterrupt: the job has been stopped.
     """
@@ -101,7 +114,9 @@ def launch(
     folder = Path(tempfile.mkdtemp(prefix="pdrun-launch-"))
     try:
         call = folder / f"{name_from(getattr(fn, '__name__', 'function'))}.call"
-        write_call(call, fn, args, kwargs or {}, [str(Path(entry).absolute()) for entry in sys.path])
+        write_call(
+            call, fn, args, kwargs or {}, [str(Path(entry).absolute()) for entry in sys.path]
+        )
         logs = Path(folder / "logs" if log_dir is None else log_dir)
         spec = JobSpec(
             program=Program("function", str(call), python=sys.executable),
@@ -125,13 +140,22 @@ def _check(nodes: object, devices: object, grace: object, timeout: object, env: 
     for name, count in (("nodes", nodes), ("devices", 1 if devices == "auto" else devices)):
         if not isinstance(count, int) or isinstance(count, bool):
             hint = "" if name == "nodes" else "give a whole number or 'auto'"
-            raise UsageError(f"{count!r} is not a whole number", where=f"launch({name}=)", hint=hint)
+            raise UsageError(
+                f"{count!r} is not a whole number", where=f"launch({name}=)", hint=hint
+            )
         if count < 1:
             raise UsageError(f"{count} is below 1", where=f"launch({name}=)")
-    for name, time, least in (("grace", grace, True), ("timeout", 1.0 if timeout is None else timeout, False)):
+    for name, time, least in (
+        ("grace", grace, True),
+        ("timeout", 1.0 if timeout is None else timeout, False),
+    ):
         number = isinstance(time, int | float) and not isinstance(time, bool)
         if not number or not (0 < time < math.inf or (least and time == 0)):  # type: ignore[operator]
-            raise UsageError(f"{time!r} is not a number of seconds", where=f"launch({name}=)", hint="give 600 for 10m")
+            raise UsageError(
+                f"{time!r} is not a number of seconds",
+                where=f"launch({name}=)",
+                hint="give 600 for 10m",
+            )
     if env is not None and not isinstance(env, Mapping):
         raise UsageError(f"{env!r} is not a mapping of names to texts", where="launch(env=)")
     for name, text in (env or {}).items():
@@ -146,21 +170,31 @@ class _Job:
     def __init__(self, spec: JobSpec, folder: Path, quiet: bool) -> None:
         self.tail: deque[str] = deque(maxlen=200)
         self._quiet = quiet
-        # Its own session: Ctrl-C on the terminal reaches the caller alone, which then stops the job in order.
+        # Its own session: Ctrl-C on the terminal reaches the caller alone, which then stops the job
+        # in order.
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "pdrun.launcher.function.job_main"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, start_new_session=True, env=early.without_token(os.environ),
-        )  # fmt: skip
+            [sys.executable, "-P", "-m", "pdrun.launcher.function.job_main"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=early.without_token(os.environ),
+        )
         assert self._process.stdin is not None
         order = {"spec": spec.to_json(), "sources": _SOURCES, "folder": str(folder)}
-        with suppress(BrokenPipeError):  # it has ended already: its exit code and its own words tell why
+        with suppress(
+            BrokenPipeError
+        ):  # it has ended already: its exit code and its own words tell why
             self._process.stdin.write(json.dumps(order).encode("ascii") + b"\n")
             self._process.stdin.flush()
         self._reader = threading.Thread(target=self._read, daemon=True, name="pdrun.launch output")
         self._reader.start()
 
     def _read(self) -> None:
-        """Read to the end, whatever becomes of the echo: the workers wait for whoever reads their output."""
+        """
+        Read to the end, whatever becomes of the echo: the workers wait for whoever reads their
+        output.
+        """
         assert self._process.stdout is not None
         echoes = not self._quiet
         for line in self._process.stdout:
@@ -169,7 +203,10 @@ class _Job:
             echoes = echoes and _echo(text)
 
     def wait(self, grace: float) -> int:
-        """Return the job's exit code; a KeyboardInterrupt stops the job in order, a second one kills it."""
+        """
+        Return the job's exit code; a KeyboardInterrupt stops the job in order, a second one kills
+        it.
+        """
         try:
             return self._process.wait()
         except BaseException:
@@ -194,7 +231,10 @@ class _Job:
 
 
 def _echo(text: str) -> bool:
-    """Write to this process's standard output; False when it takes nothing: closed, without a reader, or an object."""
+    """
+    Write to this process's standard output; False when it takes nothing: closed, without a reader,
+    or an object.
+    """
     try:
         try:
             sys.stdout.write(text)
@@ -215,20 +255,27 @@ def _verdict(logs: Path, job: str) -> Mapping[str, Any]:
     return {}
 
 
-def _results(results: list[Result], verdict: Mapping[str, Any], code: int, tail: deque[str]) -> list[Any]:
+def _results(
+    results: list[Result], verdict: Mapping[str, Any], code: int, tail: deque[str]
+) -> list[Any]:
     """Return the values, or raise what the job's end means."""
     if code == EXIT_OK:
         return _values(results)
     rank = verdict.get("rank")
     if rank is None and (ours := _OURS.get(code)) is not None:
-        raise ours(str(verdict.get("reason") or _last_word(tail) or f"the job ended with exit code {code}"))
+        raise ours(
+            str(verdict.get("reason") or _last_word(tail) or f"the job ended with exit code {code}")
+        )
     failed = next((result for result in results if result.rank == rank and not result.ok), None)
     last = f": {tail[-1]}" if tail and tail[-1] else ""
     what = str(verdict.get("reason") or f"the job ended with exit code {code}{last}")
     error = JobFailed(
-        what, exit_code=code, rank=rank, host=str(verdict.get("node", "")),
+        what,
+        exit_code=code,
+        rank=rank,
+        host=str(verdict.get("node", "")),
         traceback=failed.traceback if failed else str(verdict.get("traceback", "")),
-    )  # fmt: skip
+    )
     raise error from (failed.exception() if failed else None)
 
 
@@ -238,8 +285,9 @@ def _values(results: list[Result]) -> list[Any]:
     if missing:
         raise JobFailed(
             f"rank {missing[0]} ended without returning from the function (sys.exit or os._exit?)",
-            exit_code=EXIT_SOFTWARE, rank=missing[0],
-        )  # fmt: skip
+            exit_code=EXIT_SOFTWARE,
+            rank=missing[0],
+        )
     return [result.value() for result in results]
 
 

@@ -1,8 +1,9 @@
 """
 The files by which `pdrun.launch` hands a function to its workers and gets their results back.
 
-Every file lies in one private folder (0700, files 0600) made for the call and removed after it; only pdrun itself, as
-the same user, writes there. That is why pickle may be read here, and nowhere else in pdrun: nothing comes from outside.
+Every file lies in one private folder (0700, files 0600) made for the call and removed after it;
+only pdrun itself, as the same user, writes there. That is why pickle may be read here, and nowhere
+else in pdrun: nothing comes from outside.
 
 A file is one line of JSON, readable by anything, then pickled bytes::
 
@@ -44,7 +45,9 @@ class Result:
     """The pickled value or exception."""
 
     def value(self) -> Any:
-        """Return what the function returned; PdrunError when it cannot be rebuilt in this process."""
+        """
+        Return what the function returned; PdrunError when it cannot be rebuilt in this process.
+        """
         try:
             return pickle.loads(self.data)  # noqa: S301 - written by our own worker in our private folder
         except Exception as error:
@@ -55,13 +58,19 @@ class Result:
         """Return the exception itself when it came through pickling, else None."""
         try:
             found = pickle.loads(self.data) if self.data else None  # noqa: S301 - as above
-        except Exception:  # an exception class whose arguments do not rebuild it: its text is in the traceback
+        except (
+            Exception
+        ):  # an exception class whose arguments do not rebuild it: its text is in the traceback
             return None
         return found if isinstance(found, BaseException) else None
 
 
 def write_call(
-    path: Path, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], search: Sequence[str]
+    path: Path,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    search: Sequence[str],
 ) -> None:
     """
     Write a call; functions of ``__main__``, lambdas and closures travel by value, others by name.
@@ -73,13 +82,19 @@ def write_call(
         try:
             _dumps(value)
         except Exception as error:
-            raise UsageError(f"{what} cannot be pickled: {error}", where="pdrun.launch", hint="open files, locks and "
-                             "processes inside the function instead") from error  # fmt: skip
+            raise UsageError(
+                f"{what} cannot be pickled: {error}",
+                where="pdrun.launch",
+                hint="open files, locks and processes inside the function instead",
+            ) from error
     _write(path, {"path": list(search)}, _dumps((function, tuple(args), dict(kwargs))))
 
 
 def read_call(path: Path) -> tuple[list[str], bytes]:
-    """Return the caller's module search path and the pickled call, to be loaded once the path is in place."""
+    """
+    Return the caller's module search path and the pickled call, to be loaded once the path is in
+    place.
+    """
     header, data = _read(path)
     return list(header["path"]), data
 
@@ -88,8 +103,8 @@ def load_call(data: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[st
     """
     Rebuild the function and its arguments.
 
-    What travelled by value has its place in a module ``__main__`` of its own afterwards, as it had in the caller's:
-    pickle and torch.compile look things up there by name.
+    What travelled by value has its place in a module ``__main__`` of its own afterwards, as it had
+    in the caller's: pickle and torch.compile look things up there by name.
     """
     loader = _Loader(io.BytesIO(data))
     function, args, kwargs = loader.load()
@@ -108,7 +123,10 @@ class _Loader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """See `pickle.Unpickler`; the data was written by `write_call` in our private folder."""
         found = super().find_class(module, name)
-        if not module.startswith("cloudpickle") or name not in ("_make_function", "_make_skeleton_class"):
+        if not module.startswith("cloudpickle") or name not in (
+            "_make_function",
+            "_make_skeleton_class",
+        ):
             return found
 
         @functools.wraps(found)
@@ -120,14 +138,26 @@ class _Loader(pickle.Unpickler):
 
 
 def _main_of(made: Sequence[Any]) -> ModuleType:
-    """Return a module with the caller's ``__main__``, as far as it came; whence it was started stays as it is."""
-    before, main = sys.modules["__main__"], ModuleType("__main__")
+    """
+    Return a module with the caller's ``__main__``, as far as it came; whence it was started stays
+    as it is.
+    """
+    before = sys.modules["__main__"]
+    main = ModuleType("__main__")
     for one in made:
         if getattr(one, "__module__", None) == "__main__":
             vars(main).update(getattr(one, "__globals__", {}))
             if one.__qualname__ == one.__name__ and one.__name__.isidentifier():
                 setattr(main, one.__name__, one)
-    for name in ("__name__", "__doc__", "__package__", "__loader__", "__spec__", "__file__", "__cached__"):
+    for name in (
+        "__name__",
+        "__doc__",
+        "__package__",
+        "__loader__",
+        "__spec__",
+        "__file__",
+        "__cached__",
+    ):
         vars(main)[name] = vars(before).get(name)
     return main
 
@@ -137,13 +167,19 @@ def write_value(folder: Path, rank: int, world: int, value: Any) -> None:
     _write(folder / f"result_{rank}.bin", {"ok": True, "world": world}, _dumps(value))
 
 
-def write_failure(folder: Path, rank: int, world: int, error: BaseException, traceback: str, code: int) -> None:
+def write_failure(
+    folder: Path, rank: int, world: int, error: BaseException, traceback: str, code: int
+) -> None:
     """Write what a rank raised; never raises because of the exception's own contents."""
     try:
         data = _dumps(error)
     except Exception:  # the traceback tells the story, the object stays behind
         data = b""
-    _write(folder / f"result_{rank}.bin", {"ok": False, "world": world, "traceback": traceback, "code": code}, data)
+    _write(
+        folder / f"result_{rank}.bin",
+        {"ok": False, "world": world, "traceback": traceback, "code": code},
+        data,
+    )
 
 
 def read_results(folder: Path) -> list[Result]:
@@ -158,11 +194,16 @@ def read_results(folder: Path) -> list[Result]:
 
 
 def _dumps(value: Any) -> bytes:
-    """Pickle by cloudpickle, but keep the file names of functions: a worker's traceback then shows the user's lines."""
+    """
+    Pickle by cloudpickle, but keep the file names of functions: a worker's traceback then shows the
+    user's lines.
+    """
     import cloudpickle
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-        dispatch_table: ClassVar = ChainMap({CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
+        dispatch_table: ClassVar = ChainMap(
+            {CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table
+        )
 
     buffer = io.BytesIO()
     Pickler(buffer).dump(value)
@@ -174,7 +215,9 @@ def _reduce_code(code: CodeType) -> tuple[Any, ...]:
 
     make, parts = cloudpickle.Pickler.dispatch_table[CodeType](code)
     anonymous = [isinstance(part, str) and part == "<dynamic-code>" for part in parts]
-    return make, tuple(code.co_filename if hidden else part for hidden, part in zip(anonymous, parts, strict=True))
+    return make, tuple(
+        code.co_filename if hidden else part for hidden, part in zip(anonymous, parts, strict=True)
+    )
 
 
 def _write(path: Path, header: Mapping[str, Any], data: bytes) -> None:

@@ -9,8 +9,9 @@ Files of hosts, in every grammar that users have, line by line and mixed as they
     ^node3                        taken out again (PRRTE)
     user@node4 devices=0,2 port=2222 addr=10.0.0.4      which devices, ssh's port, where the others reach it
 
-Comments are ``#``, ``//`` and ``/* */``. Slots count workers. The order of the file is the order of node ranks. An
-empty file, a missing one or one without a host left is an error: never a job on this machine instead.
+Comments are ``#``, ``//`` and ``/* */``. Slots count workers. The order of the file is the order of
+node ranks. An empty file, a missing one or one without a host left is an error: never a job on this
+machine instead.
 """
 
 from __future__ import annotations
@@ -43,11 +44,14 @@ def read_hostfile(path: str, stdin: Callable[[int], bytes] | None = None) -> tup
 
     Raises:
         UsageError: there is no such file, or it is no regular one.
-        ConfigError: the first thing that is wrong in it, with ``file:line``, and the lines of the next ones.
+        ConfigError: the first thing that is wrong in it, with ``file:line``, and the lines of the
+            next ones.
     """
     if path == "-" and stdin is not None:
         return parse(decoded(stdin(LIMIT + 1), "standard input", LIMIT), "standard input")
-    return parse(read_text(path, LIMIT, instead="give it on standard input: --hostfile -"), Path(path).name)
+    return parse(
+        read_text(path, LIMIT, instead="give it on standard input: --hostfile -"), Path(path).name
+    )
 
 
 @dataclass
@@ -71,7 +75,8 @@ class _State:
 
 def parse(text: str, name: str) -> tuple[Host, ...]:
     """Return the hosts of a file's text; as `read_hostfile`."""
-    state, errors = _State(), []
+    state = _State()
+    errors = []
     for number, line in _lines(text, name):
         where = f"{name}:{number}"
         try:
@@ -87,7 +92,13 @@ def parse(text: str, name: str) -> tuple[Host, ...]:
             errors.append(error)
     first = errors[0]
     more = ", ".join(error.where for error in errors[1:6])
-    hint = f"{first.hint}; also wrong: {more}" if more and first.hint else f"also wrong: {more}" if more else first.hint
+    hint = (
+        f"{first.hint}; also wrong: {more}"
+        if more and first.hint
+        else f"also wrong: {more}"
+        if more
+        else first.hint
+    )
     raise ConfigError(first.what, where=first.where, hint=hint)
 
 
@@ -97,7 +108,9 @@ def _lines(text: str, name: str) -> Iterator[tuple[int, str]]:
     number = 0
     for number, raw in enumerate(re.split(r"\r\n|\n|\r", text), 1):
         if len(raw) > LINE:
-            raise ConfigError(f"a line of {len(raw)} characters is too long", where=f"{name}:{number}")
+            raise ConfigError(
+                f"a line of {len(raw)} characters is too long", where=f"{name}:{number}"
+            )
         line = raw
         if inside:
             _, closed, line = line.partition("*/")
@@ -124,7 +137,9 @@ def _line(line: str, where: str, state: _State) -> None:
         return None
     if line.startswith("+"):
         raise UsageError(
-            f"{quoted(line)}: relative names are not supported", where=where, hint="write the hosts' names"
+            f"{quoted(line)}: relative names are not supported",
+            where=where,
+            hint="write the hosts' names",
         )
     if line.startswith("-"):
         hosts.host_name(line.split()[0], where)
@@ -150,9 +165,15 @@ def _pairs(words: list[str], plain: list[str], where: str, state: _State) -> Non
     if len(words) == 4 and not words[3].isdigit():
         words = words[:2]
     if len(words) % 2:
-        raise UsageError(f"{quoted(words[-1])} has no number behind it", where=where, hint="write HOST N HOST N")
+        raise UsageError(
+            f"{quoted(words[-1])} has no number behind it", where=where, hint="write HOST N HOST N"
+        )
     for name, count in zip(words[::2], words[1::2], strict=True):
-        _add(Host(hosts.host_name(name, where), hosts.device_count(count, where), None, where), where, state)
+        _add(
+            Host(hosts.host_name(name, where), hosts.device_count(count, where), None, where),
+            where,
+            state,
+        )
 
 
 def _settings(words: list[str], where: str) -> dict[str, str]:
@@ -162,7 +183,15 @@ def _settings(words: list[str], where: str) -> dict[str, str]:
         if key not in _KEYS:
             hint = did_you_mean(key, _KEYS) or f"known: {', '.join(_KEYS)}"
             raise UsageError(f"unknown key {quoted(key)}", where=where, hint=hint)
-        name = "slots" if key in _COUNTS else "max_slots" if key in _MOST else "user" if key == "username" else key
+        name = (
+            "slots"
+            if key in _COUNTS
+            else "max_slots"
+            if key in _MOST
+            else "user"
+            if key == "username"
+            else key
+        )
         if name in found:
             raise UsageError(f"{name} is given twice", where=where)
         found[name] = value
@@ -176,15 +205,21 @@ def _configured(host: Host, settings: dict[str, str], where: str) -> Host:
     count = host.devices
     if "slots" in settings:
         if count is not None:
-            raise UsageError(f"{host.name}:{count} and slots= both count", where=where, hint="write one of them")
+            raise UsageError(
+                f"{host.name}:{count} and slots= both count", where=where, hint="write one of them"
+            )
         count = hosts.device_count(settings["slots"], where, least=0)
     if "max_slots" in settings and (count or 0) > hosts.device_count(settings["max_slots"], where):
-        raise UsageError(f"slots={count} is more than max_slots={settings['max_slots']}", where=where)
+        raise UsageError(
+            f"slots={count} is more than max_slots={settings['max_slots']}", where=where
+        )
     indices = None
     if "devices" in settings:
         indices = values.rank_set(settings["devices"], where)
         if len(indices) > hosts.MOST_DEVICES or (count is not None and count != len(indices)):
-            raise UsageError(f"slots={count} and devices={settings['devices']} differ in number", where=where)
+            raise UsageError(
+                f"slots={count} and devices={settings['devices']} differ in number", where=where
+            )
         count = len(indices)
     address = hosts.host_name(settings["addr"], where) if "addr" in settings else ""
     user = settings.get("user", host.user)
@@ -204,9 +239,10 @@ def _add(host: Host, where: str, state: _State) -> None:
     if entry.counted or (entry.lines and host.devices is not None):
         before = entry.counted or entry.host.where
         raise UsageError(
-            f"{host.name} has a line already ({before})", where=where,
+            f"{host.name} has a line already ({before})",
+            where=where,
             hint="write it once with slots=N, or once a slot without a number",
-        )  # fmt: skip
+        )
     if host.devices is not None:
         entry.counted = where
 
@@ -225,12 +261,19 @@ def _result(state: _State, name: str) -> tuple[Host, ...]:
         if gone not in known:
             raise UsageError(f"^{gone} takes out a host that is not listed", where=where)
     if not left:
-        raise UsageError("names no host" if not found else "leaves no host", where=name, hint="write one host a line")
+        raise UsageError(
+            "names no host" if not found else "leaves no host",
+            where=name,
+            hint="write one host a line",
+        )
     return left
 
 
 def _listed(state: _State) -> tuple[Host, ...]:
-    """Return the hosts of lines without ranks; where any host has several lines, a line is a slot for all of them."""
+    """
+    Return the hosts of lines without ranks; where any host has several lines, a line is a slot for
+    all of them.
+    """
     slots = any(entry.lines > 1 for entry in state.entries.values())
     return tuple(
         replace(entry.host, devices=entry.lines) if slots and entry.lines else entry.host
@@ -251,10 +294,15 @@ def _ranked(state: _State, name: str) -> tuple[Host, ...]:
             raise UsageError(f"rank {expected} is missing", where=where)
         if host in found and host != last:
             raise UsageError(
-                f"rank {rank} returns to {host}, but the ranks of a host are one run in pdrun", where=where,
+                f"rank {rank} returns to {host}, but the ranks of a host are one run in pdrun",
+                where=where,
                 hint="number the ranks host by host",
-            )  # fmt: skip
+            )
         before = found.get(host)
-        found[host] = replace(before, devices=(before.devices or 0) + 1) if before else Host(host, 1, None, where)
+        found[host] = (
+            replace(before, devices=(before.devices or 0) + 1)
+            if before
+            else Host(host, 1, None, where)
+        )
         last = host
     return tuple(found.values())

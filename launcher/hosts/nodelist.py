@@ -1,10 +1,11 @@
 """
-Compressed lists of host names, as Slurm writes them: ``node[01-03,07],login`` and back. A real parser, no pattern.
+Compressed lists of host names, as Slurm writes them: ``node[01-03,07],login`` and back. A real
+parser, no pattern.
 
-The grammar: names separated by commas or blanks; brackets anywhere in a name and more than once (Slurm itself takes no
-text behind the last bracket); in brackets numbers and ranges ``LOW-HIGH``, zero-padded to the width of LOW. Order and
-repetitions are kept. What ``scontrol show hostnames`` reads differently from what was meant (an open bracket, a blank
-in brackets) is refused here.
+The grammar: names separated by commas or blanks; brackets anywhere in a name and more than once
+(Slurm itself takes no text behind the last bracket); in brackets numbers and ranges ``LOW-HIGH``,
+zero-padded to the width of LOW. Order and repetitions are kept. What ``scontrol show hostnames``
+reads differently from what was meant (an open bracket, a blank in brackets) is refused here.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def expand(text: str, where: str, most: int = MOST) -> tuple[str, ...]:
         UsageError: the list is malformed or too long; names the character (counted from 1).
     """
     if len(text) > LONGEST:
-        raise UsageError(f"a list of {len(text)} characters is too long", where=where, hint=f"at most {LONGEST}")
+        raise UsageError(
+            f"a list of {len(text)} characters is too long", where=where, hint=f"at most {LONGEST}"
+        )
     names: list[str] = []
     for word, at in split(text, where):
         names += _expand_word(word, at, text, where, most - len(names))
@@ -41,8 +44,12 @@ def expand(text: str, where: str, most: int = MOST) -> tuple[str, ...]:
 
 
 def split(text: str, where: str) -> Iterator[tuple[str, int]]:
-    """Yield the items of a list and where each begins: commas and blanks inside brackets do not separate."""
-    begin, inside = 0, False
+    """
+    Yield the items of a list and where each begins: commas and blanks inside brackets do not
+    separate.
+    """
+    begin = 0
+    inside = False
     for at, char in enumerate(text):
         if char == "[":
             if inside:
@@ -73,7 +80,9 @@ def _expand_word(word: str, at: int, text: str, where: str, most: int) -> list[s
         count = sum(high - low + 1 for low, high, _ in runs)
         if count * len(names) > most:
             raise _error(f"more than {MOST} hosts", text, at, where)
-        numbers = [f"{number:0{width}d}" for low, high, width in runs for number in range(low, high + 1)]
+        numbers = [
+            f"{number:0{width}d}" for low, high, width in runs for number in range(low, high + 1)
+        ]
         names = [name + number for name in names for number in numbers]
     if len(names) > most:
         raise _error(f"more than {MOST} hosts", text, at, where)
@@ -87,7 +96,8 @@ def _runs(inner: str, at: int, text: str, where: str) -> Iterator[tuple[int, int
         if match is None:
             what = "nothing" if not part else quoted(part)
             raise _error(f"{what} stands where a number or LOW-HIGH belongs", text, at, where)
-        low, high = int(match[1]), int(match[2] or match[1])
+        low = int(match[1])
+        high = int(match[2] or match[1])
         if high < low:
             raise _error(f"the range {part} runs backwards", text, at, where)
         yield low, high, len(match[1])
@@ -113,7 +123,8 @@ def compress(names: list[str] | tuple[str, ...]) -> str:
         found = (match[1], match[3]) if match else None
         if found is None or found != key:
             parts += _written(key, group)
-            group, key = [], found
+            group = []
+            key = found
         if match is None:
             parts.append(name)
         else:

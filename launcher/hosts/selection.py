@@ -1,8 +1,10 @@
 """
-The hosts of a job as users list them: ``--hosts``, and the choice that ``--include`` and ``--exclude`` make among them.
+The hosts of a job as users list them: ``--hosts``, and the choice that ``--include`` and
+``--exclude`` make among them.
 
-A full name is a host's identity: ``n1.a.net`` and ``n1.b.net`` are two hosts, and nothing is cut at a dot. The order of
-the list is the order of node ranks. Files of hosts are read by `pdrun.launcher.hosts.hostfile` into the same values.
+A full name is a host's identity: ``n1.a.net`` and ``n1.b.net`` are two hosts, and nothing is cut at
+a dot. The order of the list is the order of node ranks. Files of hosts are read by
+`pdrun.launcher.hosts.hostfile` into the same values.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ MOST_DEVICES = 4096
 _ORDINARY = re.compile(
     r"(?:[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?\.)*[A-Za-z](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 )
-"""Names that are surely no address, as nearly all are: `check_host` takes ten times as long, and files are long."""
+"""
+Names that are surely no address, as nearly all are: `check_host` takes ten times as long, and files
+are long.
+"""
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,8 @@ class Host:
 
 def parse_hosts(text: str, where: str) -> tuple[Host, ...]:
     """
-    Read ``--hosts``: ``a,b``, ``node[01-04]:8``, ``user@host``, ``[::1]:2``; the number counts devices.
+    Read ``--hosts``: ``a,b``, ``node[01-04]:8``, ``user@host``, ``[::1]:2``; the number counts
+    devices.
 
     Raises:
         UsageError: an item is malformed, a host stands twice, or there is none.
@@ -69,7 +75,8 @@ def parse_hosts(text: str, where: str) -> tuple[Host, ...]:
     return distinct(found)
 
 
-_OPEN, _CLOSE = "\ue000", "\ue001"
+_OPEN = "\ue000"
+_CLOSE = "\ue001"
 
 
 def _shielded(text: str) -> str:
@@ -107,16 +114,20 @@ def _pieces(word: str, where: str) -> tuple[str, str, str | None]:
 
 
 def host_name(name: str, where: str) -> str:
-    """Return a host's name when it may be one: nothing that ssh would take for an option, no shell's characters."""
+    """
+    Return a host's name when it may be one: nothing that ssh would take for an option, no shell's
+    characters.
+    """
     if len(name) <= 253 and _ORDINARY.fullmatch(name):
         return name
     try:
         return check_host(name, where=where)
     except UsageError:
         raise UsageError(
-            f"{quoted(name)} is neither a host name nor an IP address", where=where,
+            f"{quoted(name)} is neither a host name nor an IP address",
+            where=where,
             hint="host names are of A-Z a-z 0-9 . - _ and begin with none of . -",
-        ) from None  # fmt: skip
+        ) from None
 
 
 def device_count(text: str, where: str, least: int = 1) -> int:
@@ -131,11 +142,14 @@ def distinct(found: Sequence[Host]) -> tuple[Host, ...]:
         before = first.setdefault(host.name, host)
         if before is not host:
             places = f" (first in {before.where})" if before.where != host.where else ""
-            raise UsageError(f"{host.name} stands twice{places}", where=host.where, hint="write each host once")
+            raise UsageError(
+                f"{host.name} stands twice{places}", where=host.where, hint="write each host once"
+            )
     return tuple(found)
 
 
-# choosing among them ---------------------------------------------------------------------------------------------
+# choosing among them
+# ---------------------------------------------------------------------------------------------
 
 Choice = dict[str, tuple[int, ...]]
 """Host -> indices of its devices; none: the whole host."""
@@ -143,14 +157,17 @@ Choice = dict[str, tuple[int, ...]]
 
 def parse_choice(text: str, where: str) -> Choice:
     """
-    Read ``--include`` and ``--exclude`` as DeepSpeed has them: ``a@b:0,2@node[3-4]:0-3``; ``@`` separates hosts.
+    Read ``--include`` and ``--exclude`` as DeepSpeed has them: ``a@b:0,2@node[3-4]:0-3``; ``@``
+    separates hosts.
 
     Raises:
         UsageError: an item is malformed or a host stands twice.
     """
     found: Choice = {}
     for part in text.split("@"):
-        name, colon, indices = part.rpartition(":") if re.search(r":[0-9,-]*$", part) else (part, "", "")
+        name, colon, indices = (
+            part.rpartition(":") if re.search(r":[0-9,-]*$", part) else (part, "", "")
+        )
         chosen = values.rank_set(indices, where) if colon else ()
         if chosen and chosen[-1] >= MOST_DEVICES:
             raise UsageError(f"{chosen[-1]} is no device's index", where=where)
@@ -159,7 +176,9 @@ def parse_choice(text: str, where: str) -> Choice:
                 raise UsageError(f"{one} stands twice", where=where)
             found[one] = chosen
     if not found:
-        raise UsageError("names no host", where=where, hint="write host, or host:0,2, separated by @")
+        raise UsageError(
+            "names no host", where=where, hint="write host, or host:0,2, separated by @"
+        )
     return found
 
 
@@ -170,7 +189,9 @@ def include(hosts: Iterable[Host], choice: Choice, where: str) -> tuple[Host, ..
     return tuple(_with(host, choice[host.name], where) for host in listed if host.name in choice)
 
 
-def exclude(hosts: Iterable[Host], choice: Choice, where: str, devices: int | None = None) -> tuple[Host, ...]:
+def exclude(
+    hosts: Iterable[Host], choice: Choice, where: str, devices: int | None = None
+) -> tuple[Host, ...]:
     """
     Return the hosts and devices that are left.
 
@@ -178,7 +199,8 @@ def exclude(hosts: Iterable[Host], choice: Choice, where: str, devices: int | No
         devices: how many each host has that does not say it itself.
 
     Raises:
-        UsageError: a host or device is not there, nothing is left, or nobody says how many devices a host has.
+        UsageError: a host or device is not there, nothing is left, or nobody says how many devices
+            a host has.
     """
     listed = tuple(hosts)
     _check_known(listed, choice, where)
@@ -204,9 +226,10 @@ def _indices(host: Host, devices: int | None, where: str) -> tuple[int, ...]:
     count = host.devices if host.devices is not None else devices
     if count is None:
         raise UsageError(
-            f"nothing says how many devices {host.name} has, so none can be taken away", where=where,
+            f"nothing says how many devices {host.name} has, so none can be taken away",
+            where=where,
             hint=f"write {host.name}:N in --hosts, slots=N in the file, or --devices N",
-        )  # fmt: skip
+        )
     return tuple(range(count))
 
 
@@ -217,7 +240,8 @@ def _with(host: Host, indices: tuple[int, ...], where: str) -> Host:
         have = host.indices or tuple(range(host.devices))
         if missing := [index for index in indices if index not in have]:
             raise UsageError(
-                f"{host.name} has no device {missing[0]}: {host.where} gives it {host.devices}", where=where
+                f"{host.name} has no device {missing[0]}: {host.where} gives it {host.devices}",
+                where=where,
             )
     return replace(host, devices=len(indices), indices=indices)
 

@@ -1,8 +1,10 @@
 """
-`pdrun status`, `logs` and `stop`, without the command line: each returns an exit code or raises a PdrunError.
+`pdrun status`, `logs` and `stop`, without the command line: each returns an exit code or raises a
+PdrunError.
 
-A job is found in the registry of this user (`pdrun.launcher.jobs.registry`), or reached through its scheduler. How a status
-looks is the caller's: floors forbid this module to know the screens, so `status` takes a `show`.
+A job is found in the registry of this user (`pdrun.launcher.jobs.registry`), or reached through its
+scheduler. How a status looks is the caller's: floors forbid this module to know the screens, so
+`status` takes a `show`.
 """
 
 from __future__ import annotations
@@ -33,8 +35,12 @@ if TYPE_CHECKING:
 NEWEST = 20
 """Jobs that `status` lists; all that run are among them."""
 STOP_TIMEOUT = 60.0
-FIRST, ANSWER, LOOK = 5.0, 2.0, 0.2
-"""Seconds for a scheduler's first word, and for another; and between two looks at how it ends its job."""
+FIRST = 5.0
+ANSWER = 2.0
+LOOK = 0.2
+"""
+Seconds for a scheduler's first word, and for another; and between two looks at how it ends its job.
+"""
 UNKNOWN_END = "how it ended is not known"
 _FORCE_AGAIN = 0.3
 """Seconds between the two signals of a forced stop: the job must see two."""
@@ -42,7 +48,9 @@ _FORCE_AGAIN = 0.3
 Show = Callable[[list[JobStatus]], None]
 """Shows statuses to people: one in full, several as a list (`pdrun.ui.status.show`)."""
 Watch = Callable[[Callable[[], list[JobStatus]]], int]
-"""Shows again and again what its argument returns, until all have ended (`pdrun.ui.live.follow`)."""
+"""
+Shows again and again what its argument returns, until all have ended (`pdrun.ui.live.follow`).
+"""
 
 
 @dataclass(frozen=True)
@@ -56,9 +64,14 @@ class Remote:
 
 
 def status(
-    name: str | None = None, *, json: bool = False, scheduler: Remote | None = None, show: Show | None = None,
-    watch: Watch | None = None, all: bool = False,
-) -> int:  # fmt: skip
+    name: str | None = None,
+    *,
+    json: bool = False,
+    scheduler: Remote | None = None,
+    show: Show | None = None,
+    watch: Watch | None = None,
+    all: bool = False,
+) -> int:
     """
     Show one job, or without a name the one that runs, or else the newest that are known.
 
@@ -78,7 +91,9 @@ def status(
         with _view(scheduler) as viewer:
             _called(viewer, name)
             look = _Look(viewer)
-            return watch(look) if watch is not None else _print([look.first], json=json, show=show)
+            if watch is not None:
+                return watch(look)
+            return _print([look.first], json=json, show=show)
     found = job_statuses(name, all=all)
     if watch is not None:
         names = [one.run for one in found]
@@ -96,7 +111,10 @@ def _print(found: list[JobStatus], *, json: bool, show: Show | None) -> int:
 
 
 def job_statuses(name: str | None, *, all: bool = False) -> list[JobStatus]:
-    """Return what `status` shows of this user's own jobs; one that ended without a verdict has state ``dead``."""
+    """
+    Return what `status` shows of this user's own jobs; one that ended without a verdict has state
+    ``dead``.
+    """
     known = jobs()
     if name is not None:
         return [read_status(_newest(name, known))]
@@ -110,7 +128,10 @@ def job_statuses(name: str | None, *, all: bool = False) -> list[JobStatus]:
 
 
 def _newest(name: str, known: list[Job]) -> Job:
-    """Return the job to look at: of several runs of one name the newest, one that runs before others; says which."""
+    """
+    Return the job to look at: of several runs of one name the newest, one that runs before others;
+    says which.
+    """
     job = find(name, known, newest=True)
     namesakes = [other for other in known if other.job == job.job]
     if name != job.run and len(namesakes) > 1:
@@ -121,26 +142,41 @@ def _newest(name: str, known: list[Job]) -> Job:
 
 def read_status(job: Job) -> JobStatus:
     """
-    Return the status of a registered job from its event log; what the log does not say, the registry does.
+    Return the status of a registered job from its event log; what the log does not say, the
+    registry does.
 
-    Where there is no log to read, the state is ``unknown`` while the job lives, and ``dead`` afterwards.
+    Where there is no log to read, the state is ``unknown`` while the job lives, and ``dead``
+    afterwards.
     """
     silent = "" if job.events else "no event log"
     try:
         found = JobStatus() if silent else eventlog.replay(eventlog.read(Path(job.events)))
     except OSError as error:
-        found, silent = JobStatus(), f"event log {job.events}: {error.strerror}"
+        found = JobStatus()
+        silent = f"event log {job.events}: {error.strerror}"
     if silent:
         found = replace(found, state="unknown", reason=silent)
-    found = replace(found, job=found.job or job.job, run=found.run or job.run, started_at=found.started_at or job.made)
+    found = replace(
+        found,
+        job=found.job or job.job,
+        run=found.run or job.run,
+        started_at=found.started_at or job.made,
+    )
     if found.state != "done" and not is_alive(job) and _is_here(job):
-        reason = f"{UNKNOWN_END}: {silent}" if silent else found.reason or "its agent ended without a verdict"
+        reason = (
+            f"{UNKNOWN_END}: {silent}"
+            if silent
+            else found.reason or "its agent ended without a verdict"
+        )
         found = replace(found, state="dead", reason=reason, ended_at=_last_written(job.events))
     return found
 
 
 def _last_written(events: str) -> float | None:
-    """Return the wall clock time of an event log's last change: as long as its job is known to have lived."""
+    """
+    Return the wall clock time of an event log's last change: as long as its job is known to have
+    lived.
+    """
     try:
         return Path(events).stat().st_mtime if events else None
     except OSError:
@@ -150,14 +186,22 @@ def _last_written(events: str) -> float | None:
 def to_json(found: JobStatus) -> str:
     """Return a status as one line of JSON; nodes and ranks are lists."""
     data = asdict(found)
-    return json.dumps({**data, "nodes": list(data["nodes"].values()), "ranks": list(data["ranks"].values())})
+    return json.dumps(
+        {**data, "nodes": list(data["nodes"].values()), "ranks": list(data["ranks"].values())}
+    )
 
 
 def logs(
-    name: str | None = None, *, ranks: str = "all", follow: bool = False, lines: int | None = None,
-    stdout: bool = True, stderr: bool = True, generation: int | Literal["all"] | None = None,
+    name: str | None = None,
+    *,
+    ranks: str = "all",
+    follow: bool = False,
+    lines: int | None = None,
+    stdout: bool = True,
+    stderr: bool = True,
+    generation: int | Literal["all"] | None = None,
     console: Console | None = None,
-) -> int:  # fmt: skip
+) -> int:
     """
     Print the workers' logs of a job, each line behind ``host:rank|``.
 
@@ -180,10 +224,21 @@ def logs(
     known = jobs()
     if not known and name is None:
         raise UsageError("no job of yours is known here")
-    job = _newest(name, known) if name is not None else next((job for job in known if is_alive(job)), known[0])
+    job = (
+        _newest(name, known)
+        if name is not None
+        else next((job for job in known if is_alive(job)), known[0])
+    )
     console = console or Console()
     reader = LogReader(
-        job, read_status, console, ranks=ranks, lines=lines, stdout=stdout, stderr=stderr, generation=generation
+        job,
+        read_status,
+        console,
+        ranks=ranks,
+        lines=lines,
+        stdout=stdout,
+        stderr=stderr,
+        generation=generation,
     )
     try:
         while reader.step() and follow:
@@ -198,10 +253,15 @@ def logs(
 
 
 def stop(
-    name: str | None = None, *, force: bool = False, timeout: float = STOP_TIMEOUT, scheduler: Remote | None = None
+    name: str | None = None,
+    *,
+    force: bool = False,
+    timeout: float = STOP_TIMEOUT,
+    scheduler: Remote | None = None,
 ) -> int:
     """
-    Stop a job and wait, at most ``timeout`` seconds, until it has gone; say what happened on stderr.
+    Stop a job and wait, at most ``timeout`` seconds, until it has gone; say what happened on
+    stderr.
 
     Args:
         name: run, job name or a prefix; None: the one that runs.
@@ -218,17 +278,24 @@ def stop(
     label = f"job {job.job} (run {job.run})"
     if not is_alive(job):
         if not _is_here(job):
-            raise UsageError(f"{label} was started on {job.host}", hint="stop it there, or give --scheduler HOST:PORT")
+            raise UsageError(
+                f"{label} was started on {job.host}",
+                hint="stop it there, or give --scheduler HOST:PORT",
+            )
         _say(f"{label} is not running{_ended_text(job)}")
         return EXIT_OK
     if not _signal(job, force=force, timeout=timeout):
-        _say(f"{label} is still ending after {timeout:g} s (pid {job.pid})" + ("" if force else "; --force kills it"))
+        _say(
+            f"{label} is still ending after {timeout:g} s (pid {job.pid})"
+            + ("" if force else "; --force kills it")
+        )
         return EXIT_UNAVAILABLE
     _say(f"{label} has stopped{_ended_text(job)}")
     return EXIT_OK
 
 
-# Through a scheduler --------------------------------------------------------------------------------------------------
+# Through a scheduler
+# --------------------------------------------------------------------------------------------------
 
 
 def _view(remote: Remote, **how: Any) -> Viewer:
@@ -250,24 +317,33 @@ def _called(viewer: Viewer, name: str | None) -> None:
         job = f"job {viewer.job!r}" if viewer.job else "a job that no node has named yet"
         raise UsageError(
             f"no job here is called {name!r}: this is the scheduler of {job} (run {viewer.run})",
-            where=str(viewer.endpoint), hint="leave the name out, or ask the scheduler of that job",
-        )  # fmt: skip
+            where=str(viewer.endpoint),
+            hint="leave the name out, or ask the scheduler of that job",
+        )
 
 
 def _told(viewer: Viewer, lines: list[str]) -> JobStatus:
-    """Return what a scheduler's lines lead to: of a long job only the newest come, without its names."""
+    """
+    Return what a scheduler's lines lead to: of a long job only the newest come, without its names.
+    """
     found = eventlog.replay(eventlog.parse(lines))
     return replace(found, job=found.job or viewer.job, run=found.run or viewer.run)
 
 
 class _Look:
-    """Called again and again: the present status, or the last one known with a warning while nobody answers."""
+    """
+    Called again and again: the present status, or the last one known with a warning while nobody
+    answers.
+    """
 
     def __init__(self, viewer: Viewer) -> None:
         lines = viewer.lines()
         if lines is None:
-            raise RendezvousError("the scheduler has gone silent", where=str(viewer.endpoint), hint="ask again")
-        self._viewer, self.first = viewer, _told(viewer, lines)
+            raise RendezvousError(
+                "the scheduler has gone silent", where=str(viewer.endpoint), hint="ask again"
+            )
+        self._viewer = viewer
+        self.first = _told(viewer, lines)
         self._last = self.first
 
     def __call__(self) -> list[JobStatus]:
@@ -283,7 +359,8 @@ class _Look:
 
 def _request_stop(remote: Remote, name: str | None, *, force: bool, timeout: float) -> int:
     """
-    Have a scheduler stop its job; wait for its word that the job is over, or until it has gone after having heard us.
+    Have a scheduler stop its job; wait for its word that the job is over, or until it has gone
+    after having heard us.
 
     Silence means neither: a scheduler, or the way to it, may be stuck while the job goes on.
     """
@@ -291,7 +368,8 @@ def _request_stop(remote: Remote, name: str | None, *, force: bool, timeout: flo
     with _view(remote, stops=True, timeout=min(timeout, FIRST), patience=timeout) as viewer:
         _called(viewer, name)
         viewer.stop(signal.SIGTERM, f"pdrun stop on {socket.gethostname()}", force=force)
-        heard, lines = False, None
+        heard = False
+        lines = None
         while (left := deadline - time.monotonic()) > 0:
             try:
                 lines = viewer.lines(min(left, LOOK if heard else ANSWER))
@@ -300,13 +378,18 @@ def _request_stop(remote: Remote, name: str | None, *, force: bool, timeout: flo
                     raise
                 lines = None
             if lines is not None:
-                heard, found = True, _told(viewer, lines)
+                heard = True
+                found = _told(viewer, lines)
                 if found.state == "done":
-                    _say(f"job {found.job} (run {found.run}) has stopped: exit code {found.code}, {found.reason}")
+                    _say(
+                        f"job {found.job} (run {found.run}) has stopped: exit code {found.code}, {found.reason}"
+                    )
                     return EXIT_OK
                 time.sleep(min(LOOK, left))
             elif heard and viewer.gone:
-                _say(f"the job at {remote.endpoint} has stopped: its scheduler was ending it, and has left")
+                _say(
+                    f"the job at {remote.endpoint} has stopped: its scheduler was ending it, and has left"
+                )
                 return EXIT_OK
     where = f"the scheduler at {remote.endpoint}"
     if not heard:
@@ -317,11 +400,14 @@ def _request_stop(remote: Remote, name: str | None, *, force: bool, timeout: flo
     return EXIT_UNAVAILABLE
 
 
-# On this machine ------------------------------------------------------------------------------------------------------
+# On this machine
+# ------------------------------------------------------------------------------------------------------
 
 
 def _signal(job: Job, *, force: bool, timeout: float) -> bool:
-    """Send SIGTERM, twice when forced; return whether the process has gone within ``timeout`` seconds."""
+    """
+    Send SIGTERM, twice when forced; return whether the process has gone within ``timeout`` seconds.
+    """
     deadline = time.monotonic() + timeout
     _kill(job, signal.SIGTERM)
     again = time.monotonic() + _FORCE_AGAIN if force else None
@@ -337,7 +423,10 @@ def _signal(job: Job, *, force: bool, timeout: float) -> bool:
 
 
 def _kill(job: Job, number: int) -> None:
-    """Signal the very process that was registered: its number may have been used again since it was looked up."""
+    """
+    Signal the very process that was registered: its number may have been used again since it was
+    looked up.
+    """
     try:
         handle = os.pidfd_open(job.pid) if hasattr(os, "pidfd_open") else -1
     except ProcessLookupError:
@@ -345,7 +434,9 @@ def _kill(job: Job, number: int) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.EPERM):
             raise
-        handle = -1  # a kernel before 5.3, or a container that forbids what it does not know: its start time must do
+        # a kernel before 5.3, or a container that forbids what it does not know: its start time
+        # must do
+        handle = -1
     try:
         if job.ticks not in (0, start_ticks(job.pid)):
             pass
@@ -366,7 +457,9 @@ def _ended_text(job: Job) -> str:
     found = read_status(job)
     if found.code is None:
         unknown = found.reason.startswith(UNKNOWN_END)
-        return "" if found.state != "dead" else f": {found.reason if unknown else 'it ended without a verdict'}"
+        if found.state != "dead":
+            return ""
+        return f": {found.reason if unknown else 'it ended without a verdict'}"
     return f": exit code {found.code}" + (f", {found.reason}" if found.reason else "")
 
 

@@ -1,4 +1,7 @@
-"""Reads the log files of a job, once or as they grow: each rank's lines behind its prefix, through restarts."""
+"""
+Reads the log files of a job, once or as they grow: each rank's lines behind its prefix, through
+restarts.
+"""
 
 from __future__ import annotations
 
@@ -36,16 +39,32 @@ class LogReader:
     """Shows the logs of one job. `step` until it says that nothing more will come."""
 
     def __init__(
-        self, job: Job, read_status: Callable[[Job], JobStatus], console: Console, *,
-        ranks: str, lines: int | None, stdout: bool, stderr: bool, generation: int | Literal["all"] | None = None,
-    ) -> None:  # fmt: skip
-        """Find the files; arguments as in `pdrun.launcher.jobs.control.logs`, which also names the errors."""
-        self._job, self._read_status, self._console = job, read_status, console
+        self,
+        job: Job,
+        read_status: Callable[[Job], JobStatus],
+        console: Console,
+        *,
+        ranks: str,
+        lines: int | None,
+        stdout: bool,
+        stderr: bool,
+        generation: int | Literal["all"] | None = None,
+    ) -> None:
+        """
+        Find the files; arguments as in `pdrun.launcher.jobs.control.logs`, which also names the
+        errors.
+        """
+        self._job = job
+        self._read_status = read_status
+        self._console = console
         self._ranks = RankSet(ranks, where="--ranks")
         self._all = ranks == "all"
         self._lines = lines
-        self._suffixes = {suffix: number for suffix, number, wanted in
-                          ((OUT_SUFFIX, OUT, stdout), (ERR_SUFFIX, ERR, stderr)) if wanted}  # fmt: skip
+        self._suffixes = {
+            suffix: number
+            for suffix, number, wanted in ((OUT_SUFFIX, OUT, stdout), (ERR_SUFFIX, ERR, stderr))
+            if wanted
+        }
         self._pattern = stem_pattern(job.log_name)
         self._sources: dict[Path, _Source] = {}
         self._seen: set[int] = set()
@@ -61,7 +80,8 @@ class LogReader:
         Show what is new; False when the job has ended and everything is shown.
 
         Raises:
-            UsageError: the folder has gone, or holds a file that cannot be read; or no such rank or generation.
+            UsageError: the folder has gone, or holds a file that cannot be read; or no such rank or
+                generation.
         """
         with _reading(self._job):
             return self._step()
@@ -91,19 +111,24 @@ class LogReader:
             time.sleep(PERIOD)
 
     def _next(self, there: list[int], running: bool) -> list[int]:
-        """Return the generations to go on with, in order; says so when the wanted one hides others."""
+        """
+        Return the generations to go on with, in order; says so when the wanted one hides others.
+        """
         newer = [number for number in there if number > self._generation]
         if self._wanted == "all":
             return newer
         if self._wanted is not None:
             if self._wanted not in there and not running:
                 raise UsageError(
-                    f"{self._wanted} is no generation of run {self._job.run}", where="--generation",
+                    f"{self._wanted} is no generation of run {self._job.run}",
+                    where="--generation",
                     hint=f"there {'are' if len(there) > 1 else 'is'} {', '.join(map(str, there)) or 'none'}",
-                )  # fmt: skip
+                )
             return [number for number in newer if number == self._wanted]
         if self._generation < 0 and len(there) > 1:
-            self._console.say(f"pdrun: generation {there[-1]}, the last of {len(there)}; --generation all shows all")
+            self._console.say(
+                f"pdrun: generation {there[-1]}, the last of {len(there)}; --generation all shows all"
+            )
         return newer[-1:]
 
     def _turn(self, generation: int, status: JobStatus) -> None:
@@ -122,7 +147,9 @@ class LogReader:
         known = {*status.ranks, *self._seen}
         if none := self._ranks.without(known):
             raise UsageError(
-                f"run {self._job.run} has no rank {none}", where="--ranks", hint=f"there are {rank_text(tuple(known))}"
+                f"run {self._job.run} has no rank {none}",
+                where="--ranks",
+                hint=f"there are {rank_text(tuple(known))}",
             )
 
     def _open_new(self, status: JobStatus) -> None:
@@ -132,7 +159,10 @@ class LogReader:
                 self._sources[path] = self._open(path, rank, stream, status)
 
     def _files(self, folder: Path) -> Iterator[tuple[Path, int | None, int]]:
-        """Yield the wanted files of a generation with rank (None: the name does not tell) and stream, in rank order."""
+        """
+        Yield the wanted files of a generation with rank (None: the name does not tell) and stream,
+        in rank order.
+        """
         found = []
         for path in folder.rglob("*"):
             match = self._pattern.fullmatch(str(path.relative_to(folder).with_suffix("")))
@@ -142,7 +172,9 @@ class LogReader:
             self._seen |= {rank} if rank is not None else set()
             if self._all or (rank is not None and rank in self._ranks):
                 found.append((path, rank, self._suffixes[path.suffix]))
-        return iter(sorted(found, key=lambda item: (item[1] is None, item[1] or 0, item[2], str(item[0]))))
+        return iter(
+            sorted(found, key=lambda item: (item[1] is None, item[1] or 0, item[2], str(item[0])))
+        )
 
     def _open(self, path: Path, rank: int | None, stream: int, status: JobStatus) -> _Source:
         known = status.ranks.get(rank) if rank is not None else None
@@ -151,7 +183,9 @@ class LogReader:
         file = path.open("rb")
         if self._lines is not None:
             seek_last_lines(file, self._lines)
-        return _Source(file, stream, PrefixShaper(prefix, tty=self._console.tty(stream), colour=colour))
+        return _Source(
+            file, stream, PrefixShaper(prefix, tty=self._console.tty(stream), colour=colour)
+        )
 
     def _copy(self, source: _Source) -> None:
         while data := source.file.read(_BUFFER):
@@ -168,12 +202,17 @@ class LogReader:
 
 @contextmanager
 def _reading(job: Job) -> Iterator[None]:
-    """Say of what the system refuses here that it is the logs: their folder belongs to the user, who may clean up."""
+    """
+    Say of what the system refuses here that it is the logs: their folder belongs to the user, who
+    may clean up.
+    """
     try:
         yield
     except OSError as error:
         where = str(error.filename or job.log_dir)
-        raise UsageError(f"the logs of {job.job} cannot be read: {error.strerror}", where=where) from error
+        raise UsageError(
+            f"the logs of {job.job} cannot be read: {error.strerror}", where=where
+        ) from error
 
 
 def seek_last_lines(file: BinaryIO, count: int) -> None:
@@ -203,4 +242,6 @@ def _run_folder(job: Job) -> Path:
 
 
 def _generations(folder: Path) -> list[int]:
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isascii() and path.name.isdigit())
+    return sorted(
+        int(path.name) for path in folder.iterdir() if path.name.isascii() and path.name.isdigit()
+    )

@@ -3,9 +3,10 @@ The registry: which jobs this user has, running and past, so that `pdrun status|
 
     $XDG_STATE_HOME/pdrun/jobs/RUN.json      (default ~/.local/state), folder 0700, files 0600, one a run
 
-A convenience, never needed by a job: a home that cannot be written costs the three commands, nothing else. An entry
-names a process by pid *and* start time *and* host, so that a number that was used again is never taken for the job.
-Limits: jobs of this user whose first node's home is this one. Start times come from /proc; elsewhere a pid must do.
+A convenience, never needed by a job: a home that cannot be written costs the three commands,
+nothing else. An entry names a process by pid *and* start time *and* host, so that a number that was
+used again is never taken for the job. Limits: jobs of this user whose first node's home is this
+one. Start times come from /proc; elsewhere a pid must do.
 """
 
 from __future__ import annotations
@@ -52,21 +53,45 @@ class Job:
 
 
 def registry_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the folder of the registry; it need not exist. Raises OSError where there is neither home nor variable."""
+    """
+    Return the folder of the registry; it need not exist. Raises OSError where there is neither home
+    nor variable.
+    """
     return state_folder(environ) / "jobs"
 
 
-def describe(run: str, job: str, *, events: str, log_dir: str, made: float, pid: int | None = None, **more: str) -> Job:
-    """Return the entry of process ``pid`` (this one by default) on this host; paths are made absolute."""
+def describe(
+    run: str,
+    job: str,
+    *,
+    events: str,
+    log_dir: str,
+    made: float,
+    pid: int | None = None,
+    **more: str,
+) -> Job:
+    """
+    Return the entry of process ``pid`` (this one by default) on this host; paths are made absolute.
+    """
     pid = os.getpid() if pid is None else pid
     return Job(
-        run=run, job=job, pid=pid, ticks=start_ticks(pid) or 0, host=socket.gethostname(),
-        events=str(Path(events).absolute()) if events else "", log_dir=str(Path(log_dir).absolute()), made=made, **more,
-    )  # fmt: skip
+        run=run,
+        job=job,
+        pid=pid,
+        ticks=start_ticks(pid) or 0,
+        host=socket.gethostname(),
+        events=str(Path(events).absolute()) if events else "",
+        log_dir=str(Path(log_dir).absolute()),
+        made=made,
+        **more,
+    )
 
 
 def register(job: Job, folder: Path | None = None) -> bool:
-    """Write an entry, whole or not at all, and forget the oldest ended ones; False where that is impossible."""
+    """
+    Write an entry, whole or not at all, and forget the oldest ended ones; False where that is
+    impossible.
+    """
     try:
         folder = folder or registry_folder()
         make_private(folder)
@@ -85,7 +110,10 @@ def register(job: Job, folder: Path | None = None) -> bool:
 
 
 def forget(log_dir: Path, folder: Path | None = None) -> None:
-    """Remove the entries of runs whose logs lay in ``log_dir``, which is no more: nothing could be shown of them."""
+    """
+    Remove the entries of runs whose logs lay in ``log_dir``, which is no more: nothing could be
+    shown of them.
+    """
     try:
         folder = folder or registry_folder()
         for job in jobs(folder):
@@ -119,13 +147,15 @@ def prune(folder: Path, kept: int = KEPT) -> None:
 
 def find(name: str, known: Iterable[Job], *, newest: bool = False) -> Job:
     """
-    Return the job that ``name`` means: a run, a job's name (its running or else newest run), or a prefix of one only.
+    Return the job that ``name`` means: a run, a job's name (its running or else newest run), or a
+    prefix of one only.
 
     Args:
         newest: several runs of one job that run at once are no question: the newest is meant.
 
     Raises:
-        UsageError: there is none, or more than one; names those that there are. Or the name is empty, as an unset
+        UsageError: there is none, or more than one; names those that there are. Or the name is
+            empty, as an unset
             variable of a shell leaves it: that is no prefix of every job.
     """
     known = list(known)
@@ -139,7 +169,9 @@ def find(name: str, known: Iterable[Job], *, newest: bool = False) -> Job:
         if matches:
             return _one(name, matches, newest)
     hint = did_you_mean(name, [word for job in known for word in (job.job, job.run)])
-    raise UsageError(f"no job {name!r}", hint=" ".join(part for part in (hint, _listed(known)) if part))
+    raise UsageError(
+        f"no job {name!r}", hint=" ".join(part for part in (hint, _listed(known)) if part)
+    )
 
 
 def find_running(known: Iterable[Job]) -> Job:
@@ -157,7 +189,10 @@ def find_running(known: Iterable[Job]) -> Job:
 
 
 def is_alive(job: Job) -> bool:
-    """Whether the process of an entry runs; False for one of another host, of which nothing is known here."""
+    """
+    Whether the process of an entry runs; False for one of another host, of which nothing is known
+    here.
+    """
     if job.host != socket.gethostname():
         return False
     ticks = start_ticks(job.pid)
@@ -167,16 +202,24 @@ def is_alive(job: Job) -> bool:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since boot; None when it is gone, a zombie, or unknown."""
+    """
+    Return when a process started, in clock ticks since boot; None when it is gone, a zombie, or
+    unknown.
+    """
     try:
-        after_name = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        after_name = (
+            Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        )
         return None if after_name[0] in "ZX" else int(after_name[19])
     except (OSError, IndexError, ValueError):
         return None
 
 
 def _one(name: str, matches: list[Job], newest: bool) -> Job:
-    """Of several runs of one job, the running one or the newest; several jobs, or several that run, are a question."""
+    """
+    Of several runs of one job, the running one or the newest; several jobs, or several that run,
+    are a question.
+    """
     running = [job for job in matches if is_alive(job)]
     if len(matches) == 1 or len(running) == 1:
         return (running or matches)[0]
@@ -184,7 +227,9 @@ def _one(name: str, matches: list[Job], newest: bool) -> Job:
     if running and one_job and newest:
         return max(running, key=lambda job: job.made)
     if running or not one_job:
-        raise UsageError(f"{name!r} means more than one job", hint=_listed(running or matches, "name one run:"))
+        raise UsageError(
+            f"{name!r} means more than one job", hint=_listed(running or matches, "name one run:")
+        )
     return matches[0]
 
 
@@ -217,7 +262,9 @@ def _plain(job: Job) -> bool:
     texts = (job.run, job.job, job.host, job.events, job.log_dir, job.scheduler, job.log_name)
     whole = all(type(number) is int for number in numbers) and 0 < job.pid < 1 << 31
     texts_whole = all(isinstance(text, str) and "\0" not in text for text in texts)
-    return whole and texts_whole and isinstance(job.made, int | float) and abs(job.made) < 1e15  # which no NaN is
+    return (
+        whole and texts_whole and isinstance(job.made, int | float) and abs(job.made) < 1e15
+    )  # which no NaN is
 
 
 def _age_days(path: Path) -> float:

@@ -4,8 +4,9 @@ Batch jobs of Slurm: the script that runs pdrun in an allocation, and what becom
     pdrun slurm render --nodes 2 --time 1:00:00 --devices 8 train.py      prints the script
     pdrun slurm submit ... / status JOB / cancel JOB                      sbatch, scontrol, scancel
 
-A directive is one line of the script: values are held to characters that neither end it nor begin a comment, and the
-command of the body is quoted word by word. The script reaches sbatch on stdin, never by way of a shell.
+A directive is one line of the script: values are held to characters that neither end it nor begin a
+comment, and the command of the body is quoted word by word. The script reaches sbatch on stdin,
+never by way of a shell.
 """
 
 from __future__ import annotations
@@ -37,15 +38,17 @@ FOREIGN = ("uid", "gid")
 _SPELLINGS = {
     "time": (
         r"(?i:[0-9]+(?::[0-9]+){0,2}|[0-9]+-[0-9]+(?::[0-9]+){0,2}|infinite|unlimited)",
-        "time limit", "write MINUTES, H:MM:SS, D-HH:MM:SS or UNLIMITED",
+        "time limit",
+        "write MINUTES, H:MM:SS, D-HH:MM:SS or UNLIMITED",
     ),
     "mem": (r"[0-9]+(?i:[kmgt]b?)?", "size", "write it as 64G"),
     "cpus-per-task": (r"[1-9][0-9]*", "number of CPUs", "write a number from 1 on"),
     "gpus-per-node": (
         r"(?:[A-Za-z][A-Za-z0-9_.-]*:)?[0-9]+(?:,(?:[A-Za-z][A-Za-z0-9_.-]*:)?[0-9]+)*",
-        "number of accelerators", "write 8, or TYPE:8",
+        "number of accelerators",
+        "write 8, or TYPE:8",
     ),
-}  # fmt: skip
+}
 _SPELLINGS["time-min"] = _SPELLINGS["time"]
 
 
@@ -58,10 +61,16 @@ class Batch:
     directives: tuple[tuple[str, str], ...] = ()
     """(key, value) of further ``#SBATCH --key=value`` lines, in order."""
     grace: float = 30.0
-    """Seconds that the job needs to save: Slurm sends SIGTERM that long, and MARGIN, before its time is over."""
+    """
+    Seconds that the job needs to save: Slurm sends SIGTERM that long, and MARGIN, before its time
+    is over.
+    """
     requeue: bool = True
     setup: tuple[str, ...] = field(default=())
-    """Lines of the user's own before the command (``--setup 'module load cuda'``): shell, as it stands."""
+    """
+    Lines of the user's own before the command (``--setup 'module load cuda'``): shell, as it
+    stands.
+    """
 
 
 def directive(key: str, value: str, where: str) -> tuple[str, str]:
@@ -69,18 +78,22 @@ def directive(key: str, value: str, where: str) -> tuple[str, str]:
     Return a directive whose line says exactly this.
 
     Raises:
-        UsageError: the key is none, the value holds white space, a quote, ``#``, ``$`` or a line's end, or is not what
+        UsageError: the key is none, the value holds white space, a quote, ``#``, ``$`` or a line's
+            end, or is not what
             Slurm takes for a time, a size or a number.
     """
     if not _KEY.fullmatch(key):
         raise UsageError(
-            f"{quoted(key)} is no option of sbatch", where=where, hint="write KEY=VALUE, constraint=gpu say"
+            f"{quoted(key)} is no option of sbatch",
+            where=where,
+            hint="write KEY=VALUE, constraint=gpu say",
         )
     if value and not _VALUE.fullmatch(value):
         raise UsageError(
-            f"{quoted(value)} cannot stand in a directive", where=where,
+            f"{quoted(value)} cannot stand in a directive",
+            where=where,
             hint="it takes letters, digits and _ . , : + @ % / = [ ] ( ) * ^ & | ! -",
-        )  # fmt: skip
+        )
     pattern, title, hint = _SPELLINGS.get(key, ("", "", ""))
     if pattern and not re.fullmatch(pattern, value):
         raise UsageError(f"{quoted(value)} is no {title}", where=where, hint=hint)
@@ -88,22 +101,33 @@ def directive(key: str, value: str, where: str) -> tuple[str, str]:
 
 
 def _check(batch: Batch) -> None:
-    """Refuse directives that are not the user's to give, abbreviated (sbatch takes that) or not, and doubles."""
+    """
+    Refuse directives that are not the user's to give, abbreviated (sbatch takes that) or not, and
+    doubles.
+    """
     given: set[str] = set()
     for key, _ in batch.directives:
         whole = next((name for name in (*OWN, *SAID, *FOREIGN) if name.startswith(key)), key)
         if whole in FOREIGN:
             raise UsageError(
-                f"--{whole} has the job run as another user", where="--sbatch", hint="submit it as that user"
+                f"--{whole} has the job run as another user",
+                where="--sbatch",
+                hint="submit it as that user",
             )
         if whole in SAID:
             raise UsageError(
-                f"{whole} has an option of its own", where="--sbatch", hint=f"write {SAID[whole]} instead"
+                f"{whole} has an option of its own",
+                where="--sbatch",
+                hint=f"write {SAID[whole]} instead",
             )
         if whole in OWN:
-            raise UsageError(f"--{whole} is written by pdrun itself", where="--sbatch", hint="leave it out")
+            raise UsageError(
+                f"--{whole} is written by pdrun itself", where="--sbatch", hint="leave it out"
+            )
         if key in given:
-            raise UsageError(f"--{key} is said twice", where="--sbatch", hint="leave one of them out")
+            raise UsageError(
+                f"--{key} is said twice", where="--sbatch", hint="leave one of them out"
+            )
         given.add(key)
 
 
@@ -115,7 +139,8 @@ def script(batch: Batch, command: Sequence[str]) -> str:
         command: the words of the body: pdrun and its arguments, which go to the shell quoted.
 
     Raises:
-        UsageError: a directive is one that pdrun writes itself, is there twice or has the job run as another user, or a
+        UsageError: a directive is one that pdrun writes itself, is there twice or has the job run
+            as another user, or a
             line of the set-up ends another.
     """
     _check(batch)
@@ -125,13 +150,20 @@ def script(batch: Batch, command: Sequence[str]) -> str:
     if batch.name:
         lines.append("#SBATCH --job-name={1}".format(*directive("job-name", batch.name, "--name")))
     lines += [f"#SBATCH --nodes={batch.nodes}", "#SBATCH --ntasks-per-node=1"]
-    lines += [f"#SBATCH --{key}={value}" if value else f"#SBATCH --{key}" for key, value in batch.directives]
+    lines += [
+        f"#SBATCH --{key}={value}" if value else f"#SBATCH --{key}"
+        for key, value in batch.directives
+    ]
     lines += [
         "# SIGTERM that long before the time limit: the workers save and end by themselves.",
         f"#SBATCH --signal=TERM@{round(batch.grace + MARGIN)}",
-        f"#SBATCH --{'requeue' if batch.requeue else 'no-requeue'}", "#SBATCH --open-mode=append", "",
-        *batch.setup, *([""] if batch.setup else []), f"exec {shlex.join(command)}",
-    ]  # fmt: skip
+        f"#SBATCH --{'requeue' if batch.requeue else 'no-requeue'}",
+        "#SBATCH --open-mode=append",
+        "",
+        *batch.setup,
+        *([""] if batch.setup else []),
+        f"exec {shlex.join(command)}",
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -140,9 +172,12 @@ def submit(text: str) -> str:
     Give a script to sbatch; return the job's number.
 
     Raises:
-        ConfigError: there is no sbatch here. RendezvousError: Slurm refuses the job; says its reason.
+        ConfigError: there is no sbatch here. RendezvousError: Slurm refuses the job; says its
+            reason.
     """
-    done = _slurm(["sbatch", "--parsable"], text, early.with_token(os.environ))  # the nodes of the job need it
+    done = _slurm(
+        ["sbatch", "--parsable"], text, early.with_token(os.environ)
+    )  # the nodes of the job need it
     job = done.stdout.strip().partition(";")[0]
     if done.returncode or not _JOB.fullmatch(job):
         raise RendezvousError(f"the job was not taken: {_reason(done)}", where="sbatch")
@@ -158,18 +193,29 @@ def status(job: str) -> dict[str, str]:
     """
     done = _slurm(["scontrol", "show", "job", _number(job), "--oneliner"])
     if done.returncode or "JobId=" not in done.stdout:
-        raise UsageError(f"Slurm knows no job {job} (any more): {_reason(done)}", hint="see sacct for older ones")
-    pairs = re.findall(r"(?:^| )([A-Z][A-Za-z/:]*)=(.*?)(?= [A-Z][A-Za-z/:]*=|$)", done.stdout.splitlines()[0])
+        raise UsageError(
+            f"Slurm knows no job {job} (any more): {_reason(done)}", hint="see sacct for older ones"
+        )
+    pairs = re.findall(
+        r"(?:^| )([A-Z][A-Za-z/:]*)=(.*?)(?= [A-Z][A-Za-z/:]*=|$)", done.stdout.splitlines()[0]
+    )
     return dict(pairs)
 
 
 def status_text(found: dict[str, str]) -> str:
     """Return a job's state for people: state, where, how long, how often, and why it waits."""
-    parts = [f"job {found.get('JobId', '?')} ({found.get('JobName', '?')}): {found.get('JobState', '?')}"]
+    parts = [
+        f"job {found.get('JobId', '?')} ({found.get('JobName', '?')}): {found.get('JobState', '?')}"
+    ]
     wanted = (
-        ("NodeList", "on {}"), ("RunTime", "for {}"), ("TimeLimit", "of {}"), ("Reason", "reason {}"),
-        ("Restarts", "requeued {} time(s)"), ("ExitCode", "exit code {}"), ("StdOut", "output in {}"),
-    )  # fmt: skip
+        ("NodeList", "on {}"),
+        ("RunTime", "for {}"),
+        ("TimeLimit", "of {}"),
+        ("Reason", "reason {}"),
+        ("Restarts", "requeued {} time(s)"),
+        ("ExitCode", "exit code {}"),
+        ("StdOut", "output in {}"),
+    )
     nothing = ("", "(null)", "None", "0", "0:0")
     parts += [text.format(found[key]) for key, text in wanted if found.get(key, "") not in nothing]
     return ", ".join(parts)
@@ -189,7 +235,9 @@ def cancel(job: str) -> None:
 
 def _number(job: str) -> str:
     if not _JOB.fullmatch(job):
-        raise UsageError(f"{quoted(job)} is no number of a Slurm job", hint="pdrun slurm submit prints it")
+        raise UsageError(
+            f"{quoted(job)} is no number of a Slurm job", hint="pdrun slurm submit prints it"
+        )
     return job
 
 
@@ -201,9 +249,16 @@ def _slurm(
         raise ConfigError(f"there is no {argv[0]} here", hint="run this where Slurm's commands are")
     try:
         return subprocess.run(
-            [program, *argv[1:]], input=text, text=True, capture_output=True, timeout=TIMEOUT, check=False,
-            encoding="utf-8", errors="surrogateescape", env=environ,
-        )  # fmt: skip
+            [program, *argv[1:]],
+            input=text,
+            text=True,
+            capture_output=True,
+            timeout=TIMEOUT,
+            check=False,
+            encoding="utf-8",
+            errors="surrogateescape",
+            env=environ,
+        )
     except subprocess.TimeoutExpired:
         raise RendezvousError(f"did not answer within {TIMEOUT:g} s", where=argv[0]) from None
 

@@ -1,8 +1,10 @@
 """
-One agent of several on this machine: ``python -m pdrun.launcher.launch.agent_main``, started by `pdrun.launcher.controller.controller`.
+One agent of several on this machine: ``python -m pdrun.launcher.launch.agent_main``, started by
+`pdrun.launcher.controller.controller`.
 
-One line of JSON on stdin says what to do (see `pdrun.launcher.controller.local`). stdin then stays open: its end means
-that the process which started this one is gone, and everything is ended at once.
+One line of JSON on stdin says what to do (see `pdrun.launcher.controller.local`). stdin then stays
+open: its end means that the process which started this one is gone, and everything is ended at
+once.
 """
 
 from __future__ import annotations
@@ -48,9 +50,10 @@ def _read_order() -> dict[str, Any]:
             raise ConfigError("no order came on standard input", where="agent_main")
         if len(line) > LONGEST_LINE:
             raise ConfigError(
-                f"the order is longer than {LONGEST_LINE >> 20} MiB", where="agent_main",
+                f"the order is longer than {LONGEST_LINE >> 20} MiB",
+                where="agent_main",
                 hint="pass less in the script's arguments and by --env: a file that all nodes read, say",
-            )  # fmt: skip
+            )
         line += data
     try:
         order = json.loads(line)
@@ -71,10 +74,18 @@ def _run(order: dict[str, Any]) -> int:
 
     spec = JobSpec.from_json(order["spec"])
     made = plan(spec, facts.gather(spec), order["sources"])
-    return execute(made, Seat(
-        secret=Secret.from_hex(order["secret"]), scheduler_fd=order["scheduler_fd"], lifeline=0,
-        console=Console.from_json(order), quiet=order["quiet"], front=order["front"], run=order["run"],
-    ))  # fmt: skip
+    return execute(
+        made,
+        Seat(
+            secret=Secret.from_hex(order["secret"]),
+            scheduler_fd=order["scheduler_fd"],
+            lifeline=0,
+            console=Console.from_json(order),
+            quiet=order["quiet"],
+            front=order["front"],
+            run=order["run"],
+        ),
+    )
 
 
 if __name__ == "__main__":

@@ -1,14 +1,17 @@
 """
-The import of torch, begun before the command line is read: on a guess, which the plan takes over or ends.
+The import of torch, begun before the command line is read: on a guess, which the plan takes over or
+ends.
 
-Nothing of a start takes as long as that import, and pdrun itself needs 0.2 s until its plan says what to import. But
-``pdrun --devices 8 train.py`` nearly always comes to what its bare words and the environment look like: a starter (see
-`starting`) with this interpreter and this environment. So that one is started first, with its keeper, and taken over if
-it is to the letter what the plan asks for (`take`). A wrong guess costs CPU for 0.2 s; what an import of torch runs of
-the user's own (sitecustomize, plug-ins) runs for nothing then. What is not taken over is ended before anything of the
-job begins (`drop`).
+Nothing of a start takes as long as that import, and pdrun itself needs 0.2 s until its plan says
+what to import. But ``pdrun --devices 8 train.py`` nearly always comes to what its bare words and
+the environment look like: a starter (see `starting`) with this interpreter and this environment. So
+that one is started first, with its keeper, and taken over if it is to the letter what the plan asks
+for (`take`). A wrong guess costs CPU for 0.2 s; what an import of torch runs of the user's own
+(sitecustomize, plug-ins) runs for nothing then. What is not taken over is ended before anything of
+the job begins (`drop`).
 
-Nothing is guessed where words or environment tell of another kind of start, or a warm process may be there.
+Nothing is guessed where words or environment tell of another kind of start, or a warm process may
+be there.
 """
 
 from __future__ import annotations
@@ -25,12 +28,35 @@ if TYPE_CHECKING:
 
     from pdrun.launcher.plan.model import WorkerCommand
 
-ELSE = frozenset((
-    "-h", "--help", "--version", "--dry-run", "-m", "--module", "--no-python", "--no_python", "--python", "--start",
-    "--env", "--chdir", "--local", "--hosts", "--hostfile", "--rank-table", "--rank_table_file", "--launcher",
-    "--run-path", "--run_path", "--role",
-))  # fmt: skip
-"""Options with which a job starts in another way, or does not start at all, or elsewhere, or with other variables."""
+ELSE = frozenset(
+    (
+        "-h",
+        "--help",
+        "--version",
+        "--dry-run",
+        "-m",
+        "--module",
+        "--no-python",
+        "--no_python",
+        "--python",
+        "--start",
+        "--env",
+        "--chdir",
+        "--local",
+        "--hosts",
+        "--hostfile",
+        "--rank-table",
+        "--rank_table_file",
+        "--launcher",
+        "--run-path",
+        "--run_path",
+        "--role",
+    )
+)
+"""
+Options with which a job starts in another way, or does not start at all, or elsewhere, or with
+other variables.
+"""
 ATTACHED = ("LD_PRELOAD", "LD_AUDIT")
 """Variables of tools that would be attached to one more process; with them workers are executed."""
 PLAIN = ("torch", "torch.distributed")
@@ -41,10 +67,14 @@ ENDING = 2.0
 
 
 class Ahead:
-    """A keeper that was started beforehand; ``command`` is what its starter runs: words, environment, folder."""
+    """
+    A keeper that was started beforehand; ``command`` is what its starter runs: words, environment,
+    folder.
+    """
 
     def __init__(self, pid: int, connection: socket.socket) -> None:
-        self.pid, self.socket = pid, connection
+        self.pid = pid
+        self.socket = connection
         self.command: tuple[list[str], dict[str, str], str] | None = None
 
 
@@ -52,7 +82,10 @@ _ahead: Ahead | None = None
 
 
 def begin(words: Sequence[str]) -> None:
-    """Guess what ``pdrun WORDS`` will start, and start it. Raises nothing: who cannot guess does without."""
+    """
+    Guess what ``pdrun WORDS`` will start, and start it. Raises nothing: who cannot guess does
+    without.
+    """
     global _ahead
     if sys.platform != "linux" or _ahead is not None:
         return
@@ -73,12 +106,16 @@ def begin(words: Sequence[str]) -> None:
 
 
 def take(wanted: WorkerCommand) -> Ahead | None:
-    """Return the keeper that has just this starter, now the caller's; None, and none is left, where there is none."""
+    """
+    Return the keeper that has just this starter, now the caller's; None, and none is left, where
+    there is none.
+    """
     global _ahead
     if _ahead is None or _ahead.command != (list(wanted.argv), dict(wanted.env), wanted.cwd):
         drop()
         return None
-    found, _ahead = _ahead, None
+    found = _ahead
+    _ahead = None
     return found
 
 
@@ -87,9 +124,13 @@ def drop() -> None:
     global _ahead
     if _ahead is None:
         return
-    found, _ahead = _ahead, None
+    found = _ahead
+    _ahead = None
     found.socket.close()  # the keeper ends its starter, then itself
-    for number, seconds in ((signal.SIGCONT, ENDING), (signal.SIGKILL, ENDING)):  # the one if it was stopped
+    for number, seconds in (
+        (signal.SIGCONT, ENDING),
+        (signal.SIGKILL, ENDING),
+    ):  # the one if it was stopped
         deadline = time.monotonic() + seconds
         try:
             os.kill(found.pid, number)
@@ -107,7 +148,9 @@ def script(words: Sequence[str], environ: Mapping[str, str]) -> int | None:
 
     from pdrun import process_setup as early
 
-    if any(name.startswith("PDRUN_") and name != "PDRUN_TOKEN" for name in environ) or any(map(environ.get, ATTACHED)):
+    if any(name.startswith("PDRUN_") and name != "PDRUN_TOKEN" for name in environ) or any(
+        map(environ.get, ATTACHED)
+    ):
         return None
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if most != resource.RLIM_INFINITY and most < early.FEWEST_FILES:
@@ -118,14 +161,21 @@ def script(words: Sequence[str], environ: Mapping[str, str]) -> int | None:
         if place == 0 and word == "run":
             continue
         if word.endswith(".py") and word[0] != "-" and os.path.isfile(word):  # noqa: PTH113  (pathlib comes later)
-            return None if "--no-warm" not in words[:place] and _warm(environ) else place
+            if "--no-warm" not in words[:place] and _warm(environ):
+                return None
+            return place
         if place == 0 and word[0:1] != "-":
             return None
     return None
 
 
-def command(words: Sequence[str], environ: Mapping[str, str]) -> tuple[list[str], dict[str, str], str] | None:
-    """Return words, environment and folder of the starter for a script and its arguments; None: there will be none."""
+def command(
+    words: Sequence[str], environ: Mapping[str, str]
+) -> tuple[list[str], dict[str, str], str] | None:
+    """
+    Return words, environment and folder of the starter for a script and its arguments; None: there
+    will be none.
+    """
     from pathlib import Path
 
     from pdrun.launcher.plan.environment import scrub
@@ -140,12 +190,26 @@ def command(words: Sequence[str], environ: Mapping[str, str]) -> tuple[list[str]
     if not found.torch or found.late or importtime.needs_exec(env):
         return None
     modules = PLAIN + (OPTIMIZER if found.optimizes else ())
-    return starter_words(sys.executable, modules, (sys.executable, *words)), importtime.importing(env), cwd
+    return (
+        starter_words(sys.executable, modules, (sys.executable, *words)),
+        importtime.importing(env),
+        cwd,
+    )
 
 
-def starter_words(python: str, modules: Sequence[str], worker: Sequence[str], flags: Sequence[str] = ()) -> list[str]:
-    """Return a starter's command line, as long as a worker's, so that it can carry that one's words later."""
-    argv = [python, *flags, f"{os.path.realpath(__file__).rpartition('/launch/')[0]}/stdlib_only/fork_server.py", ",".join(modules)]
+def starter_words(
+    python: str, modules: Sequence[str], worker: Sequence[str], flags: Sequence[str] = ()
+) -> list[str]:
+    """
+    Return a starter's command line, as long as a worker's, so that it can carry that one's words
+    later.
+    """
+    argv = [
+        python,
+        *flags,
+        f"{os.path.realpath(__file__).rpartition('/launch/')[0]}/stdlib_only/fork_server.py",
+        ",".join(modules),
+    ]
     return [*argv, "-" * max(0, _length(worker) - _length(argv) - 1)]
 
 
@@ -174,6 +238,8 @@ def _send(found: Ahead) -> None:
     argv, env, cwd = found.command
     body = boot.lay(argv, env, cwd, (), early.users_limit())
     try:
-        socket.send_fds(found.socket, [json.dumps({"op": "prepare"}).encode()], [body], socket.MSG_NOSIGNAL)
+        socket.send_fds(
+            found.socket, [json.dumps({"op": "prepare"}).encode()], [body], socket.MSG_NOSIGNAL
+        )
     finally:
         os.close(body)

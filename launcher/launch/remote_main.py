@@ -1,13 +1,15 @@
 """
-The far end of one connection: ``python -m pdrun.launcher.launch.remote_main``, started by a front over ssh.
+The far end of one connection: ``python -m pdrun.launcher.launch.remote_main``, started by a front
+over ssh.
 
     front --- ssh --- this process --- agent (pdrun.launcher.launch.agent_main)
               stdin: frames, its end is the lifeline        stdin: order and lifeline
               stdout: frames                                stdout, stderr: whole lines
 
-Everything that the job is made of (arguments, variables, folder, secret) comes over stdin as data; no shell has seen
-any of it. It says hello, binds the scheduler's socket where it is told to, starts the agent, passes on output, signals
-and the end. When stdin ends, or nothing has come for SILENCE seconds, the agent loses its lifeline and ends everything.
+Everything that the job is made of (arguments, variables, folder, secret) comes over stdin as data;
+no shell has seen any of it. It says hello, binds the scheduler's socket where it is told to, starts
+the agent, passes on output, signals and the end. When stdin ends, or nothing has come for SILENCE
+seconds, the agent loses its lifeline and ends everything.
 """
 
 from __future__ import annotations
@@ -26,7 +28,13 @@ from typing import Any
 
 from pdrun import process_setup as early
 from pdrun.launcher.controller import frames
-from pdrun.launcher.controller.agent_handle import RUNNING, UP, AgentStart, LocalAgent, agent_command
+from pdrun.launcher.controller.agent_handle import (
+    RUNNING,
+    UP,
+    AgentStart,
+    LocalAgent,
+    agent_command,
+)
 from pdrun.launcher.controller.frames import Frames, Outbox, message
 
 AGENT_LEAVES = 10.0
@@ -52,7 +60,8 @@ def main() -> int:
 
 class _FarEnd:
     def __init__(self) -> None:
-        self._frames, self._out = Frames(greeted=True), Outbox(1)
+        self._frames = Frames(greeted=True)
+        self._out = Outbox(1)
         self._heard = time.monotonic()
         self._held: set[int] = set()
         self._listener: socket.socket | None = None
@@ -61,9 +70,13 @@ class _FarEnd:
         self._gone_at: float | None = None
         """When the front went away."""
         self._handle: dict[bytes, Callable[[bytes], None]] = {
-            frames.CHECK: self._check, frames.LISTEN: self._listen, frames.ORDER: self._order,
-            frames.SIGNAL: self._signal, frames.HOLD: self._hold, frames.ALIVE: lambda payload: None,
-        }  # fmt: skip
+            frames.CHECK: self._check,
+            frames.LISTEN: self._listen,
+            frames.ORDER: self._order,
+            frames.SIGNAL: self._signal,
+            frames.HOLD: self._hold,
+            frames.ALIVE: lambda payload: None,
+        }
         self._signals, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         for number in (*_PASSED_ON, signal.SIGCHLD):
@@ -81,7 +94,9 @@ class _FarEnd:
                 continue
             agent.look()
             self._mark(agent)
-            if agent.end is not None and (agent.drained() or time.monotonic() > agent.end.at + STRAY):
+            if agent.end is not None and (
+                agent.drained() or time.monotonic() > agent.end.at + STRAY
+            ):
                 return self._farewell(agent.end.code or 0)
             if self._gone_at is not None and time.monotonic() > self._gone_at + AGENT_LEAVES:
                 agent.kill()
@@ -149,14 +164,17 @@ class _FarEnd:
             self._agent.cut()
 
     def _take_signals(self) -> None:
-        """Whoever signals this process means the agent; before there is one, there is nothing to end."""
+        """
+        Whoever signals this process means the agent; before there is one, there is nothing to end.
+        """
         for number in os.read(self._signals, 64):
             if number in _PASSED_ON and self._agent is not None:
                 self._agent.signal(number)
             elif number in _PASSED_ON:
                 os._exit(128 + number)
 
-    # What the front says ----------------------------------------------------------------------------------------------
+    # What the front says
+    # ----------------------------------------------------------------------------------------------
 
     def _check(self, payload: bytes) -> None:
         import pdrun
@@ -168,10 +186,19 @@ class _FarEnd:
             os.environ["PWD"] = folder
         except OSError as problem:
             error = f"the folder {folder} cannot be entered there: {problem.strerror}"
-        self._out.put(frames.GREETING + message(frames.HELLO, {
-            "version": pdrun.__version__, "python": platform.python_version(), "host": socket.gethostname(),
-            "connection": os.environ.get("SSH_CONNECTION", ""), "error": error,
-        }))  # fmt: skip
+        self._out.put(
+            frames.GREETING
+            + message(
+                frames.HELLO,
+                {
+                    "version": pdrun.__version__,
+                    "python": platform.python_version(),
+                    "host": socket.gethostname(),
+                    "connection": os.environ.get("SSH_CONNECTION", ""),
+                    "error": error,
+                },
+            )
+        )
 
     def _listen(self, payload: bytes) -> None:
         wanted = json.loads(payload)
@@ -187,8 +214,12 @@ class _FarEnd:
         order: dict[str, Any] = json.loads(payload)
         os.environ.update(order["env"])
         fd = self._listener.fileno() if self._listener is not None else None
-        line = json.dumps({**order["agent"], "scheduler_fd": fd, "nofile": early.users_limit()}) + "\n"
-        agent = LocalAgent(AgentStart(order["node"], line, () if fd is None else (fd,)), agent_command())
+        line = (
+            json.dumps({**order["agent"], "scheduler_fd": fd, "nofile": early.users_limit()}) + "\n"
+        )
+        agent = LocalAgent(
+            AgentStart(order["node"], line, () if fd is None else (fd,)), agent_command()
+        )
         agent.start()
         if self._listener is not None:
             self._listener.close()
@@ -212,8 +243,10 @@ def _bound(addresses: list[str], interface: str, *, far: bool) -> socket.socket:
     Return a listening socket on an address by which the other nodes reach this one.
 
     Args:
-        addresses: what the front knows of it, the best first; those that are not this machine's are passed over.
-        interface: the user's choice: a name or an address of this machine; counts before everything.
+        addresses: what the front knows of it, the best first; those that are not this machine's are
+            passed over.
+        interface: the user's choice: a name or an address of this machine; counts before
+            everything.
         far: some of the other nodes are other machines, which loopback does not reach.
     """
     from pdrun.endpoint import Endpoint
@@ -227,7 +260,9 @@ def _bound(addresses: list[str], interface: str, *, far: bool) -> socket.socket:
         if not found:
             known = ", ".join(dict.fromkeys(name for name, _ in own))
             raise ConfigError(
-                f"{interface!r} is no interface or address there", where="--interface", hint=f"there are {known}"
+                f"{interface!r} is no interface or address there",
+                where="--interface",
+                hint=f"there are {known}",
             )
         return bind_listener(Endpoint(found[0], 0), backlog=1024)
     mine = {address.partition("%")[0]: address for _, address in own}
@@ -235,7 +270,8 @@ def _bound(addresses: list[str], interface: str, *, far: bool) -> socket.socket:
         if address.partition("%")[0] in mine and not (far and network.is_loopback(address)):
             return bind_listener(Endpoint(mine[address.partition("%")[0]], 0), backlog=1024)
     raise ConfigError(
-        f"none of {', '.join(addresses) or 'no address'} is an address there", hint="name one with --interface"
+        f"none of {', '.join(addresses) or 'no address'} is an address there",
+        hint="name one with --interface",
     )
 
 

@@ -1,9 +1,10 @@
 """
-One agent among the tasks of mpirun or srun: ``python -m pdrun.launcher.launch.task_main`` (see `pdrun.launcher.controller.external`).
+One agent among the tasks of mpirun or srun: ``python -m pdrun.launcher.launch.task_main`` (see
+`pdrun.launcher.controller.external`).
 
-PDRUN_ORDER says what to do, PDRUN_TOKEN is the secret; both are taken out of the environment at once. The launcher's
-own variables say which task this is. It ends with 0 once the job has its verdict, whatever that is: the front knows it,
-and mpirun would make a drama of anything else.
+PDRUN_ORDER says what to do, PDRUN_TOKEN is the secret; both are taken out of the environment at
+once. The launcher's own variables say which task this is. It ends with 0 once the job has its
+verdict, whatever that is: the front knows it, and mpirun would make a drama of anything else.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def _run() -> int:
     from pdrun.launcher.plan import external as through
     from pdrun.rendezvous.protocol.security import parse_token
 
-    text, token = os.environ.pop(through.ORDER, ""), early.token()
+    text = os.environ.pop(through.ORDER, "")
+    token = early.token()
     if not text:
         raise ConfigError("is not set: the launcher did not pass it on", where=through.ORDER)
     told = order.decode(text)
@@ -57,12 +59,16 @@ def _run() -> int:
     try:
         os.chdir(folder)
     except OSError as error:
-        raise ConfigError(f"the folder {folder} cannot be entered: {error.strerror}", where="--chdir") from None
+        raise ConfigError(
+            f"the folder {folder} cannot be entered: {error.strerror}", where="--chdir"
+        ) from None
     os.environ["PWD"] = folder
     spec = JobSpec.from_json(told["spec"])
     if token is None and not spec.place.insecure:
         raise ConfigError("is not set: the launcher did not pass it on", where=through.TOKEN)
-    return _agent(told, spec, found.rank, parse_token(token, where=through.TOKEN) if token else None)
+    return _agent(
+        told, spec, found.rank, parse_token(token, where=through.TOKEN) if token else None
+    )
 
 
 def _agent(told: dict[str, Any], spec: JobSpec, rank: int, secret: Secret | None) -> int:
@@ -77,14 +83,23 @@ def _agent(told: dict[str, Any], spec: JobSpec, rank: int, secret: Secret | None
     from pdrun.launcher.plan.plan import plan
     from pdrun.names import name_from
 
-    hosts, host = spec.place.hosts, os.uname().nodename
+    hosts = spec.place.hosts
+    host = os.uname().nodename
     index = through.host_index(hosts, network.among(hosts, host), rank) if hosts else rank
-    resources = placement.on_host(spec.resources, hosts[index], "--hosts") if hosts else spec.resources
+    resources = (
+        placement.on_host(spec.resources, hosts[index], "--hosts") if hosts else spec.resources
+    )
     name = fan.named(hosts)[index][1] if hosts else name_from(host)
     place = replace(spec.place, hosts=(), node_rank=index, node_name=name)
     spec = replace(spec, place=place, resources=resources)
     made = plan(spec, facts.gather(spec), {**told["sources"], "place.node_rank": told["how"]})
-    seat = Seat(secret=secret, console=Console.from_json(told), quiet=index > 0, run=str(told["run"]), stdin=False)
+    seat = Seat(
+        secret=secret,
+        console=Console.from_json(told),
+        quiet=index > 0,
+        run=str(told["run"]),
+        stdin=False,
+    )
     execute(made, seat)
     return 0
 

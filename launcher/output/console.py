@@ -1,5 +1,6 @@
 """
-The terminal: workers' lines and pdrun's own, in order. Threads write (`pdrun.async_writer`): nobody waits for a slow reader.
+The terminal: workers' lines and pdrun's own, in order. Threads write (`pdrun.async_writer`): nobody
+waits for a slow reader.
 
 stdout and stderr share one queue where they lead to the same place, and have one each elsewhere (`pdrun ... | less`
 that is not read must not keep the verdict from the screen). A reader that goes away switches its stream off and the job
@@ -15,26 +16,37 @@ from typing import Any
 from pdrun.async_writer import Lane
 from pdrun.launcher.output.formatting import clean
 
-OUT, ERR = 1, 2
+OUT = 1
+ERR = 2
 MERGER_WAIT = 30.0
-"""Seconds for which an agent waits, at its end, for the process that merges its output and may be held up itself."""
+"""
+Seconds for which an agent waits, at its end, for the process that merges its output and may be held
+up itself.
+"""
 
 
 class Console:
     """stdout and stderr of this process."""
 
     def __init__(
-        self, out: int = OUT, err: int = ERR, *,
-        tty: tuple[bool, bool] | None = None, colour: bool | None = None, environ: Mapping[str, str] = os.environ,
-    ) -> None:  # fmt: skip
+        self,
+        out: int = OUT,
+        err: int = ERR,
+        *,
+        tty: tuple[bool, bool] | None = None,
+        colour: bool | None = None,
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:
         """
         Write to the descriptors ``out`` and ``err``.
 
         Args:
             out: descriptor of stdout.
             err: descriptor of stderr.
-            tty: whether (stdout, stderr) end at a terminal, when another process knows better; None: looked up.
-            colour: whether prefixes are coloured; None: on a terminal, unless NO_COLOR or TERM=dumb says no.
+            tty: whether (stdout, stderr) end at a terminal, when another process knows better;
+                None: looked up.
+            colour: whether prefixes are coloured; None: on a terminal, unless NO_COLOR or TERM=dumb
+                says no.
             environ: where NO_COLOR and TERM are looked up.
         """
         self._tty = tty if tty is not None else (_isatty(out), _isatty(err))
@@ -47,7 +59,10 @@ class Console:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Console:
-        """Return the console of an agent whose output another pdrun process merges (`to_json` of that process)."""
+        """
+        Return the console of an agent whose output another pdrun process merges (`to_json` of that
+        process).
+        """
         out, err = data["tty"]
         console = cls(tty=(bool(out), bool(err)), colour=bool(data["colour"]))
         console._least_wait = MERGER_WAIT
@@ -80,7 +95,9 @@ class Console:
         return (self._out if stream == OUT else self._err).held()
 
     def gone(self, stream: int) -> bool:
-        """Whether the reader of OUT or ERR has gone away: nobody will see what is written from now on."""
+        """
+        Whether the reader of OUT or ERR has gone away: nobody will see what is written from now on.
+        """
         return (self._out if stream == OUT else self._err).gone()
 
     def on_room(self, call: Callable[[], None]) -> None:
@@ -114,7 +131,9 @@ def _isatty(fd: int) -> bool:
 
 
 def _same_place(one: int, other: int) -> bool:
-    """Whether two descriptors lead to the same file, pipe or terminal; False where one is closed."""
+    """
+    Whether two descriptors lead to the same file, pipe or terminal; False where one is closed.
+    """
     try:
         return os.path.sameopenfile(one, other)
     except OSError:

@@ -1,12 +1,14 @@
 r"""
-What one worker's stream looks like on the terminal: prefix, whole lines, calm progress bars, harmless escapes.
+What one worker's stream looks like on the terminal: prefix, whole lines, calm progress bars,
+harmless escapes.
 
     node1:3| step 10 loss 2.31          a line
     node1:3+ ...                        the next piece of a line above 64 KiB
 
-A shaper turns bytes into bytes and knows nothing of files or threads. A worker's bytes are data: on a terminal every
-control sequence but SGR colours is shown instead of obeyed (moving the cursor can forge another rank's lines, OSC can
-write the clipboard). What goes to a file or a pipe is left as it is.
+A shaper turns bytes into bytes and knows nothing of files or threads. A worker's bytes are data: on
+a terminal every control sequence but SGR colours is shown instead of obeyed (moving the cursor can
+forge another rank's lines, OSC can write the clipboard). What goes to a file or a pipe is left as
+it is.
 """
 
 from __future__ import annotations
@@ -68,10 +70,16 @@ class Shaper(Protocol):
 
 
 class PrefixShaper(Shaper):
-    """Several workers share the terminal: whole lines, each behind its worker's prefix (which may be empty)."""
+    """
+    Several workers share the terminal: whole lines, each behind its worker's prefix (which may be
+    empty).
+    """
 
     def __init__(self, prefix: str, *, tty: bool, colour: int | None = None) -> None:
-        """Shape for ``prefix`` (``node0:3``); ``colour`` is any number that picks the prefix's colour, or None."""
+        """
+        Shape for ``prefix`` (``node0:3``); ``colour`` is any number that picks the prefix's colour,
+        or None.
+        """
         self._start, self._more = _prefixes(prefix, colour)
         self._tty = tty
         self._lines = LineSplitter()
@@ -80,7 +88,11 @@ class PrefixShaper(Shaper):
 
     def feed(self, data: bytes, now: float) -> bytes:
         """Take the next bytes; return whole lines."""
-        shown = [self._line(line) for line in self._lines.feed(data) if line.end != b"\r" or self._bar_due(line, now)]
+        shown = [
+            self._line(line)
+            for line in self._lines.feed(data)
+            if line.end != b"\r" or self._bar_due(line, now)
+        ]
         return b"".join(shown)
 
     def finish(self) -> bytes:
@@ -116,8 +128,8 @@ class StraightShaper(Shaper):
     r"""
     The job has one worker: its bytes pass as they are, bars and prompts included.
 
-    On a terminal they pass at once, cleaned; elsewhere up to the last ``\n`` or ``\r``, so that what reads a pipe or
-    shares a file with pdrun's own lines sees whole lines.
+    On a terminal they pass at once, cleaned; elsewhere up to the last ``\n`` or ``\r``, so that
+    what reads a pipe or shares a file with pdrun's own lines sees whole lines.
     """
 
     def __init__(self, *, tty: bool) -> None:
@@ -125,7 +137,9 @@ class StraightShaper(Shaper):
         self._held = b""
 
     def feed(self, data: bytes, now: float) -> bytes:
-        """Take the next bytes; return all but an unfinished sequence (terminal) or line (elsewhere)."""
+        """
+        Take the next bytes; return all but an unfinished sequence (terminal) or line (elsewhere).
+        """
         data = self._held + data
         if self._tty:
             unfinished = _UNFINISHED.search(data, max(0, len(data) - 80))
@@ -138,13 +152,15 @@ class StraightShaper(Shaper):
 
     def finish(self) -> bytes:
         """Return what was held back, as the worker wrote it."""
-        data, self._held = self._held, b""
+        data = self._held
+        self._held = b""
         return clean(data, in_place=True) if self._tty else data
 
 
 def last_lines(recent: bytes, count: int, characters: int, *, cut: bool) -> list[str]:
     """
-    Return the last lines of a stream's end, for a summary: bars in their last state, control characters visible.
+    Return the last lines of a stream's end, for a summary: bars in their last state, control
+    characters visible.
 
     Args:
         recent: the end of the stream.
@@ -155,7 +171,9 @@ def last_lines(recent: bytes, count: int, characters: int, *, cut: bool) -> list
     splitter = LineSplitter()
     pieces = splitter.feed(recent) + splitter.finish()
     # a bar that nothing followed is a line, too: its last state is what stood on the screen
-    lines = [line for line in pieces[:-1] if line.end != b"\r"] + [line for line in pieces[-1:] if line.text.strip()]
+    lines = [line for line in pieces[:-1] if line.end != b"\r"] + [
+        line for line in pieces[-1:] if line.text.strip()
+    ]
     lines = lines[1:] if cut and len(lines) > 1 else lines
     return [clean(line.text).decode("utf-8", "replace")[:characters] for line in lines[-count:]]
 
@@ -164,5 +182,7 @@ def _prefixes(prefix: str, colour: int | None) -> tuple[bytes, bytes]:
     """Return the prefix of a line and that of a piece that goes on with one."""
     if not prefix:
         return b"", b""
-    on, off = ("", "") if colour is None else (f"\x1b[{_COLOURS[colour % len(_COLOURS)]}m", "\x1b[0m")
+    on, off = (
+        ("", "") if colour is None else (f"\x1b[{_COLOURS[colour % len(_COLOURS)]}m", "\x1b[0m")
+    )
     return f"{on}{prefix}|{off} ".encode(), f"{on}{prefix}+{off} ".encode()

@@ -21,7 +21,10 @@ class Line(NamedTuple):
 
     text: bytes
     end: bytes
-    r"""``\n``: the line is whole. ``\r``: a bar update. Empty: cut, the next Line goes on with the same line."""
+    r"""
+    ``\n``: the line is whole. ``\r``: a bar update. Empty: cut, the next Line goes on with the same
+    line.
+    """
     continued: bool = False
     """Whether this piece goes on with a line whose start came before."""
 
@@ -39,9 +42,11 @@ class LineSplitter:
     def feed(self, data: bytes) -> list[Line]:
         """Take the next bytes; return what they complete, in order."""
         if self._return_held:
-            data, self._return_held = b"\r" + data, False
+            data = b"\r" + data
+            self._return_held = False
         if data.endswith(b"\r"):  # the next byte tells whether this ends a line or redraws a bar
-            data, self._return_held = data[:-1], True
+            data = data[:-1]
+            self._return_held = True
         first, *rest = data.split(b"\n")
         if not rest:
             return self._partial(first)
@@ -54,13 +59,16 @@ class LineSplitter:
         return out + self._partial(rest[-1])
 
     def finish(self) -> list[Line]:
-        """The stream has ended: return the half line that is left, if any. An empty ``end`` marks it."""
+        """
+        The stream has ended: return the half line that is left, if any. An empty ``end`` marks it.
+        """
         out = self._partial(b"\r") if self._return_held else []
         self._return_held = False
         if self._half or self._continued:
             out.append(Line(bytes(self._half), b"", self._continued))
         self._half.clear()
-        self._continued, self._bar = False, b""
+        self._continued = False
+        self._bar = b""
         return out
 
     def _partial(self, data: bytes) -> list[Line]:
@@ -79,15 +87,19 @@ class LineSplitter:
     def _whole(self, data: bytes) -> list[Line]:
         """Take bytes that a line feed follows, perhaps with a carriage return before it."""
         out = self._partial(data[:-1] if data.endswith(b"\r") else data)
-        # A bar that is followed by a bare line end stays on the screen: it is the text of that line.
+        # A bar that is followed by a bare line end stays on the screen: it is the text of that
+        # line.
         text = bytes(self._half) if self._half or self._continued else self._bar
         out.append(Line(text, b"\n", self._continued))
         self._half.clear()
-        self._continued, self._bar = False, b""
+        self._continued = False
+        self._bar = b""
         return out
 
     def _grow(self, data: bytes) -> list[Line]:
-        """Add to the half line and cut off what is above the limit, never inside a UTF-8 character."""
+        """
+        Add to the half line and cut off what is above the limit, never inside a UTF-8 character.
+        """
         self._half += data
         out: list[Line] = []
         start = 0
@@ -96,7 +108,8 @@ class LineSplitter:
             while cut > start + self._limit - 3 and self._half[cut] & 0xC0 == 0x80:
                 cut -= 1
             out.append(Line(bytes(self._half[start:cut]), b"", self._continued))
-            self._continued, start = True, cut
+            self._continued = True
+            start = cut
         if start:
             del self._half[:start]
         return out

@@ -1,12 +1,13 @@
 """
-The workers' log files: raw bytes, one pair of files a rank, written by a thread that nobody waits for.
+The workers' log files: raw bytes, one pair of files a rank, written by a thread that nobody waits
+for.
 
     LOGDIR/RUN/GENERATION/rank_0.out, rank_0.err, ...        folders 0700, files 0600
 
-A disk that is full or broken costs the bytes that it did not take: they are counted and said at the end. A disk that
-is slow holds the workers back (`held`); one that hangs (a dead NFS server) does so for STUCK seconds once, after which
-what does not fit in the queue is dropped until it answers again. Limit: all files share one thread, so that a hung disk
-hangs them all.
+A disk that is full or broken costs the bytes that it did not take: they are counted and said at the
+end. A disk that is slow holds the workers back (`held`); one that hangs (a dead NFS server) does so
+for STUCK seconds once, after which what does not fit in the queue is dropped until it answers
+again. Limit: all files share one thread, so that a hung disk hangs them all.
 """
 
 from __future__ import annotations
@@ -49,7 +50,11 @@ class LogFiles:
     """Every log file of this agent, and the thread that writes them (started on first use)."""
 
     def __init__(
-        self, *, high: int = HIGH, stuck: float = STUCK, write: Callable[[int, memoryview], int] = os.write
+        self,
+        *,
+        high: int = HIGH,
+        stuck: float = STUCK,
+        write: Callable[[int, memoryview], int] = os.write,
     ) -> None:
         """Write with at most ``high`` bytes waiting; ``write`` stands in for the disk in tests."""
         self.on_room: Callable[[], None] = lambda: None
@@ -58,7 +63,9 @@ class LogFiles:
         self._queue: deque[tuple[LogFile, bytes | None]] = deque()  # None: the file ends
         self._backlog = 0
         self._current: LogFile | None = None
-        self._high, self._stuck, self._write = high, stuck, write
+        self._high = high
+        self._stuck = stuck
+        self._write = write
         self._moved = time.monotonic()
         self._waiting = False
         self._changed = threading.Condition()
@@ -66,14 +73,18 @@ class LogFiles:
         self._closing = False
 
     def open(self, path: Path, name: str) -> LogFile:
-        """Announce a file; the thread makes it and its folders, even when nothing is ever written."""
+        """
+        Announce a file; the thread makes it and its folders, even when nothing is ever written.
+        """
         file = LogFile(path, name)
         self._files.append(file)
         self._put(file, b"")
         return file
 
     def write(self, file: LogFile, data: bytes) -> None:
-        """Queue bytes; never blocks. Dropped and counted when the queue is full and the disk hangs."""
+        """
+        Queue bytes; never blocks. Dropped and counted when the queue is full and the disk hangs.
+        """
         if self._backlog >= self._high and not self.held():
             self._lose(file, len(data), _NO_ANSWER)
         else:
@@ -82,7 +93,9 @@ class LogFiles:
     def held(self) -> bool:
         """Whether workers should wait for a disk that is slow, though not hung."""
         with self._changed:
-            self._waiting = self._backlog >= self._high and time.monotonic() - self._moved < self._stuck
+            self._waiting = (
+                self._backlog >= self._high and time.monotonic() - self._moved < self._stuck
+            )
             return self._waiting
 
     def done(self, file: LogFile) -> None:
@@ -90,7 +103,10 @@ class LogFiles:
         self._put(file, None)
 
     def close(self, timeout: float) -> tuple[str, ...]:
-        """Write out what is queued, giving up when the disk took nothing for ``timeout`` seconds; say what was lost."""
+        """
+        Write out what is queued, giving up when the disk took nothing for ``timeout`` seconds; say
+        what was lost.
+        """
         with self._changed:
             self._closing = True
             self._moved = time.monotonic()
@@ -109,7 +125,8 @@ class LogFiles:
         for file, data in self._queue:
             if data:
                 waiting += len(data)
-                file.lost, file.reason = file.lost + len(data), _NO_ANSWER
+                file.lost = file.lost + len(data)
+                file.reason = _NO_ANSWER
         self._queue.clear()
         if self._current and self._backlog > waiting:
             self._current.lost += self._backlog - waiting
@@ -140,14 +157,19 @@ class LogFiles:
             self._settle(len(data))
 
     def _take(self) -> tuple[LogFile, bytes, bool] | None:
-        """Return the next file with everything that is queued for it in a row, and whether it ends there."""
+        """
+        Return the next file with everything that is queued for it in a row, and whether it ends
+        there.
+        """
         with self._changed:
             while not self._queue:
                 if self._closing:
                     return None
                 self._changed.wait()
             file = self._current = self._queue[0][0]
-            parts, size, ends = [], 0, False
+            parts = []
+            size = 0
+            ends = False
             while self._queue and self._queue[0][0] is file and size < _BATCH and not ends:
                 data = self._queue.popleft()[1]
                 ends = data is None
@@ -175,7 +197,8 @@ class LogFiles:
                 os.close(file.fd)
         except OSError as error:
             self._lose(file, 0, error.strerror or str(error))
-        file.fd, file.closed = -1, True
+        file.fd = -1
+        file.closed = True
 
     def _settle(self, count: int) -> None:
         with self._changed:
@@ -193,9 +216,11 @@ def size_text(count: int) -> str:
     """Return a number of bytes for people: ``512 bytes``, ``1.2 MB``."""
     if count < 1000:
         return f"{count} bytes"
-    value, units = float(count), ["kB", "MB", "GB"]
+    value = float(count)
+    units = ["kB", "MB", "GB"]
     while value >= 999.95 and units:
-        value, unit = value / 1000, units.pop(0)
+        value = value / 1000
+        unit = units.pop(0)
     return f"{value:.1f} {unit}"
 
 

@@ -1,4 +1,7 @@
-"""Descriptors of the output's loop: the pipe of a worker's stream, and a bell that writer threads ring."""
+"""
+Descriptors of the output's loop: the pipe of a worker's stream, and a bell that writer threads
+ring.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,18 @@ PIPE_BYTES = 1 << 20
 
 
 def worker_pipe() -> tuple[int, int]:
-    """Return (read end, write end) of a pipe; neither is inherited by accident, and reading does not block."""
+    """
+    Return (read end, write end) of a pipe; neither is inherited by accident, and reading does not
+    block.
+    """
     read, write = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(read, False)
     try:
         fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-    except (OSError, AttributeError):  # above the user's pipe quota, or not Linux: the usual 64 KiB do
+    except (
+        OSError,
+        AttributeError,
+    ):  # above the user's pipe quota, or not Linux: the usual 64 KiB do
         pass
     return read, write
 
@@ -25,7 +34,8 @@ class Bell:
     """A pipe by which other threads wake the loop that polls ``fd``; -1 while it is not open."""
 
     def __init__(self) -> None:
-        self.fd, self._write = -1, -1
+        self.fd = -1
+        self._write = -1
         self._lock = threading.Lock()
 
     def open(self) -> None:
@@ -54,4 +64,5 @@ class Bell:
             for fd in (self.fd, self._write):
                 if fd >= 0:
                     os.close(fd)
-            self.fd, self._write = -1, -1
+            self.fd = -1
+            self._write = -1

@@ -1,11 +1,12 @@
 """
-One command that has another launcher start the agents: mpirun, or srun in an allocation of Slurm. Pure.
+One command that has another launcher start the agents: mpirun, or srun in an allocation of Slurm.
+Pure.
 
     pdrun --launcher mpirun --hostfile H --devices 8 train.py          pdrun train.py     in the body of a batch script
 
-This process runs the scheduler and starts ``mpirun ... task_main``, one task a node; each task takes what it is to do
-from PDRUN_ORDER and the secret from PDRUN_TOKEN, both passed by name, and joins. The job's end is the scheduler's
-verdict; what mpirun makes of exit codes does not matter.
+This process runs the scheduler and starts ``mpirun ... task_main``, one task a node; each task
+takes what it is to do from PDRUN_ORDER and the secret from PDRUN_TOKEN, both passed by name, and
+joins. The job's end is the scheduler's verdict; what mpirun makes of exit codes does not matter.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from pdrun.launcher.plan.model import Facts, LaunchPlan
 from pdrun.launcher.plan.placement import on_host
 
 TASK = ("-P", "-m", "pdrun.launcher.launch.task_main")
-ORDER, TOKEN = "PDRUN_ORDER", early.TOKEN
+ORDER = "PDRUN_ORDER"
+TOKEN = early.TOKEN
 KILL_MARGIN = 5.0
 """Seconds of Slurm's KillWait that are kept for the last words, before its SIGKILL."""
 
@@ -69,21 +71,28 @@ class Through:
 
 
 def starter_for(spec: JobSpec, sources: Sources) -> Literal["", "mpirun", "srun"]:
-    """Return which other launcher starts the agents: the one that was named, or srun for an allocation of Slurm."""
+    """
+    Return which other launcher starts the agents: the one that was named, or srun for an allocation
+    of Slurm.
+    """
     place = spec.place
     seat = place.scheduler, place.node_rank, place.serve, place.simulated
     if place.local or any(value is not None for value in seat):
         return ""
     if place.launcher in ("mpirun", "srun"):
         return "mpirun" if place.launcher == "mpirun" else "srun"
-    if place.launcher in ("", "auto") and place.hosts and sources.get("place.hosts", "") in (
-        "SLURM_JOB_NODELIST", "SLURM_NODELIST"
-    ):  # fmt: skip
+    if (
+        place.launcher in ("", "auto")
+        and place.hosts
+        and sources.get("place.hosts", "") in ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    ):
         return "srun"
     return ""
 
 
-def plan_through(spec: JobSpec, facts: Facts, sources: Sources, job: str, notes: tuple[str, ...]) -> LaunchPlan:
+def plan_through(
+    spec: JobSpec, facts: Facts, sources: Sources, job: str, notes: tuple[str, ...]
+) -> LaunchPlan:
     """
     Decide what is started.
 
@@ -99,7 +108,9 @@ def plan_through(spec: JobSpec, facts: Facts, sources: Sources, job: str, notes:
     where = said(sources, "resources.nodes", "")
     if where and spec.resources.nodes != nodes:
         raise UsageError(
-            f"{spec.resources.nodes} node(s), but {nodes} host(s) are named", where=where, hint="leave it out"
+            f"{spec.resources.nodes} node(s), but {nodes} host(s) are named",
+            where=where,
+            hint="leave it out",
         )
     from pdrun.launcher.plan.plan import listen_address  # which itself looks here
 
@@ -112,17 +123,32 @@ def plan_through(spec: JobSpec, facts: Facts, sources: Sources, job: str, notes:
     build = _mpirun if starter.how == "mpirun" else _srun
     _, scrubbed = scrub(facts.environ)
     return LaunchPlan(
-        mode="through", job=job, node="", nodes=nodes, spec=spec, sources=sources, workers=(),
-        backend=spec.resources.backend, backend_reason="each node decides", visibility={}, collective="", base_env={},
-        scrubbed=scrubbed, scheduler=Endpoint(listen, 0), listen=listen, cwd=facts.cwd,
-        facts={"host": facts.hostname}, notes=tuple(filter(None, (*notes, more))),
+        mode="through",
+        job=job,
+        node="",
+        nodes=nodes,
+        spec=spec,
+        sources=sources,
+        workers=(),
+        backend=spec.resources.backend,
+        backend_reason="each node decides",
+        visibility={},
+        collective="",
+        base_env={},
+        scrubbed=scrubbed,
+        scheduler=Endpoint(listen, 0),
+        listen=listen,
+        cwd=facts.cwd,
+        facts={"host": facts.hostname},
+        notes=tuple(filter(None, (*notes, more))),
         through=build(spec, starter, nodes, (python, *TASK), env, facts),
-    )  # fmt: skip
+    )
 
 
 def within(spec: JobSpec, wait: float | None, sources: Sources) -> tuple[JobSpec, str]:
     """
-    Return the specification whose grace ends before Slurm's patience does, and why; the user's own choice is kept.
+    Return the specification whose grace ends before Slurm's patience does, and why; the user's own
+    choice is kept.
 
     Args:
         wait: seconds from Slurm's SIGTERM to its SIGKILL; None: not known.
@@ -138,7 +164,12 @@ def within(spec: JobSpec, wait: float | None, sources: Sources) -> tuple[JobSpec
 
 
 def _mpirun(
-    spec: JobSpec, starter: Starter, nodes: int, task: tuple[str, ...], env: Mapping[str, str], facts: Facts
+    spec: JobSpec,
+    starter: Starter,
+    nodes: int,
+    task: tuple[str, ...],
+    env: Mapping[str, str],
+    facts: Facts,
 ) -> Through:
     assert starter.mpi is not None
     mpi = starter.mpi
@@ -151,33 +182,60 @@ def _mpirun(
 
 
 def _srun(
-    spec: JobSpec, starter: Starter, nodes: int, task: tuple[str, ...], env: Mapping[str, str], facts: Facts
+    spec: JobSpec,
+    starter: Starter,
+    nodes: int,
+    task: tuple[str, ...],
+    env: Mapping[str, str],
+    facts: Facts,
 ) -> Through:
     names = [host.name for host in spec.place.hosts]
     listed = hostlist.compress(names)
     if re.search(r"\][^,]", listed):  # Slurm takes no text behind a bracket
         listed = ",".join(names)
     argv = (
-        starter.program, f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1",
-        *([f"--nodelist={listed}"] if names else []), "--distribution=block", "--export=ALL",
-        *(["--cpu-bind=none"] if starter.binds else []), "--mpi=none", "--kill-on-bad-exit=0", "--wait=0",
-        "--unbuffered", f"--chdir={facts.cwd}", *spec.reach.srun_opts, *task,
-    )  # fmt: skip
+        starter.program,
+        f"--nodes={nodes}",
+        f"--ntasks={nodes}",
+        "--ntasks-per-node=1",
+        *([f"--nodelist={listed}"] if names else []),
+        "--distribution=block",
+        "--export=ALL",
+        *(["--cpu-bind=none"] if starter.binds else []),
+        "--mpi=none",
+        "--kill-on-bad-exit=0",
+        "--wait=0",
+        "--unbuffered",
+        f"--chdir={facts.cwd}",
+        *spec.reach.srun_opts,
+        *task,
+    )
     return Through("srun", "srun, one task a node", task[0], argv, env, {})
 
 
 def task_spec(plan: LaunchPlan, scheduler: Endpoint) -> JobSpec:
-    """Return what every task is asked for; its node rank it finds itself (`pdrun.launcher.launch.task_main`)."""
+    """
+    Return what every task is asked for; its node rank it finds itself
+    (`pdrun.launcher.launch.task_main`).
+    """
     place = Place(
-        scheduler=scheduler, serve=False, interface=plan.spec.place.interface, insecure=plan.spec.place.insecure,
+        scheduler=scheduler,
+        serve=False,
+        interface=plan.spec.place.interface,
+        insecure=plan.spec.place.insecure,
         hosts=plan.spec.place.hosts,
-    )  # fmt: skip
+    )
     resources = replace(plan.spec.resources, nodes=plan.nodes)
-    return replace(plan.spec, resources=resources, place=place, reach=Reach(), job=plan.job, chdir="")
+    return replace(
+        plan.spec, resources=resources, place=place, reach=Reach(), job=plan.job, chdir=""
+    )
 
 
 def host_index(hosts: tuple[Host, ...], here: tuple[str, ...], rank: int) -> int:
-    """Return the node rank of a task: its host's place in the list, or the launcher's rank where that says nothing."""
+    """
+    Return the node rank of a task: its host's place in the list, or the launcher's rank where that
+    says nothing.
+    """
     names = [host.name for host in hosts]
     mine = [names.index(name) for name in here if name in names]
     return mine[0] if len(mine) == 1 else rank
@@ -188,7 +246,9 @@ def through_text(plan: LaunchPlan) -> str:
     assert plan.through is not None
     through = plan.through
     env = " ".join(f"{name}={shown(name, value)}" for name, value in through.env.items())
-    command = "".join(f"{name}={value} " for name, value in through.extra.items()) + shlex.join(through.argv)
+    command = "".join(f"{name}={value} " for name, value in through.extra.items()) + shlex.join(
+        through.argv
+    )
     lines = [f"{'variables':<10} {env or '-'}", f"{'starts by':<10} {through.title}", "", command]
     for rank, host in enumerate(plan.spec.place.hosts):
         count = on_host(plan.spec.resources, host, "--devices").devices

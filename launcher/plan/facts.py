@@ -1,9 +1,9 @@
 """
 The one impure step before planning: what is true on this machine, as one frozen `Facts`.
 
-Only what the plan needs is looked at: a job of one node asks neither the network nor psutil, ``--backend cpu`` probes
-no accelerator, and neither torch nor the user's script is ever imported. A probe that fails leaves its reason in the
-facts; only what no plan could do without raises.
+Only what the plan needs is looked at: a job of one node asks neither the network nor psutil,
+``--backend cpu`` probes no accelerator, and neither torch nor the user's script is ever imported. A
+probe that fails leaves its reason in the facts; only what no plan could do without raises.
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ if TYPE_CHECKING:
 
 
 def gather(
-    spec: JobSpec, environ: Mapping[str, str] | None = None, root: Path = Path("/"), *, starter: str = ""
+    spec: JobSpec,
+    environ: Mapping[str, str] | None = None,
+    root: Path = Path("/"),
+    *,
+    starter: str = "",
 ) -> Facts:
     """
     Look at this machine for the sake of ``spec``.
@@ -45,7 +49,8 @@ def gather(
         starter: ``mpirun`` or ``srun``, where that is to start the agents (`through.starter_for`).
 
     Raises:
-        ConfigError: the working directory is gone. UsageError: the folder of ``--chdir`` is not there.
+        ConfigError: the working directory is gone. UsageError: the folder of ``--chdir`` is not
+            there.
     """
     environ = dict(os.environ if environ is None else environ)
     warm = _warm(spec, environ)
@@ -73,11 +78,16 @@ def gather(
         starter=_starter(starter, spec, environ),
         hosts_here=here,
         script_digest=_digest(found.file) if networked and found.file else "",
-        local_endpoint=network.is_here(scheduler.host, hostname, addresses) if networked and scheduler else None,
+        local_endpoint=network.is_here(scheduler.host, hostname, addresses)
+        if networked and scheduler
+        else None,
         route_address=route,
         loopback_name=bool(
-            networked and scheduler and network.is_only_here(scheduler.host)
-            and route and not network.is_loopback(route)
+            networked
+            and scheduler
+            and network.is_only_here(scheduler.host)
+            and route
+            and not network.is_loopback(route)
         ),
         scheduler_fault="" if route else _name_fault(spec, here),
         program_error=found.error,
@@ -93,7 +103,10 @@ def gather(
 
 
 def _warm(spec: JobSpec, environ: Mapping[str, str]) -> Look | None:
-    """Ask the warm processes of this user, where a job could use one and there is a folder of theirs at all."""
+    """
+    Ask the warm processes of this user, where a job could use one and there is a folder of theirs
+    at all.
+    """
     if not spec.program.warm or spec.program.kind == "command" or spec.program.start == "exec":
         return None
     try:
@@ -115,7 +128,10 @@ def _starter(how: str, spec: JobSpec, environ: Mapping[str, str]) -> Starter | N
 
 
 def _route(spec: JobSpec, here: tuple[str, ...]) -> str:
-    """Return our address on the way to the scheduler, or to a listed host that is another machine, or to the world."""
+    """
+    Return our address on the way to the scheduler, or to a listed host that is another machine, or
+    to the world.
+    """
     if spec.place.scheduler:
         return network.route(spec.place.scheduler)
     others = [Endpoint(host.reach, 0) for host in spec.place.hosts if host.name not in here]
@@ -132,16 +148,24 @@ def _name_fault(spec: JobSpec, here: tuple[str, ...]) -> str:
 def is_networked(spec: JobSpec) -> bool:
     """Return whether the job may meet other machines."""
     place = spec.place
-    return not place.local and place.simulated is None and (spec.resources.members > 1 or place.serve is not None)
+    return (
+        not place.local
+        and place.simulated is None
+        and (spec.resources.members > 1 or place.serve is not None)
+    )
 
 
 def _cwd(spec: JobSpec) -> str:
     try:
         start = Path.cwd()
     except OSError as error:
-        raise ConfigError(f"the working directory is gone ({error.strerror})", hint="cd to one that is there") from None
+        raise ConfigError(
+            f"the working directory is gone ({error.strerror})", hint="cd to one that is there"
+        ) from None
     cwd = os.path.normpath(start / spec.chdir)
-    if fan.fans_out(spec):  # the folder is the hosts' affair, and they may know it by the name that the shell gives it
+    if fan.fans_out(
+        spec
+    ):  # the folder is the hosts' affair, and they may know it by the name that the shell gives it
         typed = os.environ.get("PWD", "")
         alike = typed.startswith("/") and paths.exists(typed) and Path(typed).samefile(start)
         return os.path.normpath(Path(typed if alike else start, spec.chdir))
@@ -155,31 +179,45 @@ def _cwd(spec: JobSpec) -> str:
 def backends(
     wanted: str, environ: Mapping[str, str], root: Path = Path("/"), torch: list[str] | None = None
 ) -> tuple[BackendFacts, ...]:
-    """Return what each device kind found, in the order of `auto`; only the CPU when nothing else is wanted."""
+    """
+    Return what each device kind found, in the order of `auto`; only the CPU when nothing else is
+    wanted.
+    """
     if wanted == "cpu":
         return (BackendFacts("cpu", True, "always there", (Device("cpu", 0),)),)
     from pdrun.backends import detect
 
     probes = detect.probe_all(environ, root, build=lambda: detect.installed_torch(torch))
     return tuple(
-        BackendFacts(probe.name, probe.present, probe.reason, probe.devices, probe.broken) for probe in probes
+        BackendFacts(probe.name, probe.present, probe.reason, probe.devices, probe.broken)
+        for probe in probes
     )
 
 
 def _torch_folder(spec: JobSpec) -> list[str] | None:
-    """Return the module path of another interpreter, by where it lies (PREFIX/bin/python); None: our own."""
+    """
+    Return the module path of another interpreter, by where it lies (PREFIX/bin/python); None: our
+    own.
+    """
     python = spec.program.python
     if not python:
         return None
     prefix = Path(python).parent.parent
-    return [str(path) for path in prefix.glob("lib/python3*/site-packages")] if "/" in python else []
+    if "/" in python:
+        return [str(path) for path in prefix.glob("lib/python3*/site-packages")]
+    return []
 
 
 def torch_version(path: list[str] | None = None) -> str:
-    """Return the version of torch on ``path`` (None: this interpreter's), read from its version file; or empty."""
+    """
+    Return the version of torch on ``path`` (None: this interpreter's), read from its version file;
+    or empty.
+    """
     for folder in sys.path if path is None else path:
         try:
-            text = (Path(folder) / "torch" / "version.py").read_text(encoding="utf-8", errors="replace")
+            text = (Path(folder) / "torch" / "version.py").read_text(
+                encoding="utf-8", errors="replace"
+            )
         except OSError:
             continue
         for line in text.splitlines():
@@ -199,7 +237,9 @@ def _digest(path: str) -> str:
 
 
 def log_error(spec: JobSpec, cwd: str) -> str:
-    """Return why log files could not be made in the folder that was asked for, or the empty string."""
+    """
+    Return why log files could not be made in the folder that was asked for, or the empty string.
+    """
     if not spec.output.files:
         return ""
     typed = Path(cwd, spec.output.log_dir)
@@ -218,5 +258,8 @@ def log_error(spec: JobSpec, cwd: str) -> str:
 
 
 def with_network(facts: Facts, addresses: tuple[tuple[str, str], ...], route: str) -> Facts:
-    """Return the facts with the machine's real addresses, for a report on a job that would not need them."""
+    """
+    Return the facts with the machine's real addresses, for a report on a job that would not need
+    them.
+    """
     return replace(facts, addresses=addresses, route_address=route)

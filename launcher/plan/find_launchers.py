@@ -1,4 +1,7 @@
-"""Which mpirun and which srun this machine has, and how long Slurm waits: the only questions that run a program."""
+"""
+Which mpirun and which srun this machine has, and how long Slurm waits: the only questions that run
+a program.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,9 @@ def look(how: str, spec: JobSpec, environ: Mapping[str, str]) -> Starter | None:
         if program is None:
             return Starter("srun", fault="there is no srun here: use --launcher ssh")
         config = slurm_config(environ)
-        return Starter("srun", program, kill_wait=kill_wait(config), binds="TaskPlugin task/none" not in config)
+        return Starter(
+            "srun", program, kill_wait=kill_wait(config), binds="TaskPlugin task/none" not in config
+        )
     return None
 
 
@@ -34,7 +39,10 @@ def _mpirun(named: str, environ: Mapping[str, str]) -> Starter:
     names = (named,) if named else MPIRUNS
     found = [path for name in names if (path := shutil.which(name, path=environ.get("PATH")))]
     if not found:
-        return Starter("mpirun", fault=f"there is no {' or '.join(names)} here: say which with --mpirun PROGRAM")
+        return Starter(
+            "mpirun",
+            fault=f"there is no {' or '.join(names)} here: say which with --mpirun PROGRAM",
+        )
     try:
         mpi = recognise(found[0], _output([found[0], "--version"], environ))
         return Starter("mpirun", found[0], _beside(mpi, environ) if mpi.family == "mpich" else mpi)
@@ -43,7 +51,10 @@ def _mpirun(named: str, environ: Mapping[str, str]) -> Starter:
 
 
 def _beside(mpi: Mpi, environ: Mapping[str, str]) -> Mpi:
-    """Return Intel MPI's own mpiexec.hydra where an mpirun is Intel's script: that runs any which PATH has."""
+    """
+    Return Intel MPI's own mpiexec.hydra where an mpirun is Intel's script: that runs any which PATH
+    has.
+    """
     path = shutil.which("mpiexec.hydra", path=str(Path(mpi.program).parent))
     said = _output([path, "--version"], environ) if path else ""
     return recognise(path, said) if path and "Intel(R) MPI Library" in said else mpi
@@ -53,9 +64,10 @@ def slurm_config(environ: Mapping[str, str]) -> frozenset[str]:
     """Return Slurm's configuration as ``NAME VALUE`` lines; empty when it cannot be asked."""
     program = shutil.which("scontrol", path=environ.get("PATH"))
     text = _output([program, "show", "config"], environ) if program else ""
-    return frozenset(f"{name.strip()} {value.strip()}" for name, _, value in (
-        line.partition("=") for line in text.splitlines() if "=" in line
-    ))  # fmt: skip
+    return frozenset(
+        f"{name.strip()} {value.strip()}"
+        for name, _, value in (line.partition("=") for line in text.splitlines() if "=" in line)
+    )
 
 
 def kill_wait(config: Iterable[str]) -> float | None:
@@ -69,9 +81,14 @@ def kill_wait(config: Iterable[str]) -> float | None:
 def _output(argv: list[str], environ: Mapping[str, str]) -> str:
     try:
         done = subprocess.run(
-            argv, env=dict(environ), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            timeout=TIMEOUT, check=False,
-        )  # fmt: skip
+            argv,
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=TIMEOUT,
+            check=False,
+        )
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.decode("utf-8", "replace")

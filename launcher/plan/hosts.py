@@ -3,8 +3,9 @@ One command for the whole cluster: which hosts it starts agents on, and with whi
 
     pdrun --hosts a,b --devices 8 train.py
 
-Node ranks follow the list. The first host runs the scheduler. A host that is this machine needs no ssh; the others get
-the connection of `pdrun.launcher.adapters.ssh_command`. What is sent to them stands in the plan that ``--dry-run`` prints.
+Node ranks follow the list. The first host runs the scheduler. A host that is this machine needs no
+ssh; the others get the connection of `pdrun.launcher.adapters.ssh_command`. What is sent to them
+stands in the plan that ``--dry-run`` prints.
 """
 
 from __future__ import annotations
@@ -56,13 +57,18 @@ class Fan:
 
 
 def fans_out(spec: JobSpec) -> bool:
-    """Whether one command starts all nodes: hosts are named, and nothing says that this node is one of them."""
+    """
+    Whether one command starts all nodes: hosts are named, and nothing says that this node is one of
+    them.
+    """
     place = spec.place
     seat = place.scheduler, place.node_rank, place.serve, place.simulated
     return bool(place.hosts) and all(value is None for value in seat) and not place.local
 
 
-def plan_hosts(spec: JobSpec, facts: Facts, sources: Sources, job: str, notes: tuple[str, ...]) -> LaunchPlan:
+def plan_hosts(
+    spec: JobSpec, facts: Facts, sources: Sources, job: str, notes: tuple[str, ...]
+) -> LaunchPlan:
     """
     Decide what is started on which host.
 
@@ -72,26 +78,49 @@ def plan_hosts(spec: JobSpec, facts: Facts, sources: Sources, job: str, notes: t
     Raises:
         UsageError: a host's name, the interpreter or a name to forward cannot be used.
     """
-    python = check_python(spec.program.python or facts.python, where=said(sources, "program.python", "--python"))
+    python = check_python(
+        spec.program.python or facts.python, where=said(sources, "program.python", "--python")
+    )
     _, scrubbed = scrub(facts.environ)
-    nodes, count = said(sources, "resources.nodes", ""), len(spec.place.hosts)
+    nodes = said(sources, "resources.nodes", "")
+    count = len(spec.place.hosts)
     if nodes and spec.resources.nodes != count:
         raise UsageError(
-            f"{spec.resources.nodes} node(s), but {count} host(s) are named", where=nodes, hint="leave it out"
+            f"{spec.resources.nodes} node(s), but {count} host(s) are named",
+            where=nodes,
+            hint="leave it out",
         )
     for host in spec.place.hosts:
         where = said(sources, "resources.devices", "--devices")
         on_host(spec.resources, host, where, exact=bool(spec.place.rank_table))
     return LaunchPlan(
-        mode="hosts", job=job, node="", nodes=len(spec.place.hosts), spec=spec, sources=sources, workers=(),
-        backend=spec.resources.backend, backend_reason="each host decides", visibility={}, collective="",
-        base_env={}, scrubbed=scrubbed, scheduler=None, listen="", cwd=facts.cwd,
+        mode="hosts",
+        job=job,
+        node="",
+        nodes=len(spec.place.hosts),
+        spec=spec,
+        sources=sources,
+        workers=(),
+        backend=spec.resources.backend,
+        backend_reason="each host decides",
+        visibility={},
+        collective="",
+        base_env={},
+        scrubbed=scrubbed,
+        scheduler=None,
+        listen="",
+        cwd=facts.cwd,
         notes=tuple(filter(None, notes)),
         fan=Fan(
-            tuple(_fan_host(host, node, spec, facts, python) for host, node in named(spec.place.hosts)),
-            python, forwarded(spec.reach.forward, facts.environ, said(sources, "reach.forward", "--forward")),
+            tuple(
+                _fan_host(host, node, spec, facts, python) for host, node in named(spec.place.hosts)
+            ),
+            python,
+            forwarded(
+                spec.reach.forward, facts.environ, said(sources, "reach.forward", "--forward")
+            ),
         ),
-    )  # fmt: skip
+    )
 
 
 def named(hosts: Sequence[Host]) -> list[tuple[Host, str]]:
@@ -112,12 +141,18 @@ def _fan_host(host: Host, node: str, spec: JobSpec, facts: Facts, python: str) -
     here = host.name in facts.hosts_here and not host.user and host.port is None
     if here:
         return FanHost(node, host, True, (facts.python, *FAR_END))
-    return FanHost(node, host, False, ssh_argv(spec.reach.ssh, spec.reach.ssh_opts, host, remote_command(python)))
+    return FanHost(
+        node,
+        host,
+        False,
+        ssh_argv(spec.reach.ssh, spec.reach.ssh_opts, host, remote_command(python)),
+    )
 
 
 def forwarded(patterns: Sequence[str], environ: Mapping[str, str], where: str) -> dict[str, str]:
     """
-    Return the variables that the patterns name; the token and launchers' own words never go anywhere.
+    Return the variables that the patterns name; the token and launchers' own words never go
+    anywhere.
 
     Raises:
         UsageError: a name without ``*`` or ``?`` is not set, or is one that is never forwarded.
@@ -126,24 +161,42 @@ def forwarded(patterns: Sequence[str], environ: Mapping[str, str], where: str) -
     for pattern in patterns:
         if not set("*?") & set(pattern):
             if is_launchers(pattern):
-                raise UsageError(f"{pattern} is never forwarded: each launcher sets its own", where=where)
+                raise UsageError(
+                    f"{pattern} is never forwarded: each launcher sets its own", where=where
+                )
             if pattern not in environ:
-                raise UsageError(f"{pattern} is not set here", where=where, hint="set it, or use --env NAME=VALUE")
-        chosen |= {name: value for name, value in environ.items() if fnmatch.fnmatchcase(name, pattern)}
+                raise UsageError(
+                    f"{pattern} is not set here",
+                    where=where,
+                    hint="set it, or use --env NAME=VALUE",
+                )
+        chosen |= {
+            name: value for name, value in environ.items() if fnmatch.fnmatchcase(name, pattern)
+        }
     return {name: value for name, value in sorted(chosen.items()) if not is_launchers(name)}
 
 
 def node_spec(plan: LaunchPlan, index: int, scheduler: Endpoint | None) -> JobSpec:
-    """Return what the agent of host ``index`` is asked for; ``scheduler`` is None for the only node of a job."""
+    """
+    Return what the agent of host ``index`` is asked for; ``scheduler`` is None for the only node of
+    a job.
+    """
     assert plan.fan is not None
-    spec, one = plan.spec, plan.fan.hosts[index]
+    spec = plan.spec
+    one = plan.fan.hosts[index]
     many = scheduler is not None
     place = Place(
-        scheduler=scheduler, node_rank=index if many else None, node_name=one.node,
-        serve=(index == 0) if many else None, interface=spec.place.interface, insecure=spec.place.insecure,
+        scheduler=scheduler,
+        node_rank=index if many else None,
+        node_name=one.node,
+        serve=(index == 0) if many else None,
+        interface=spec.place.interface,
+        insecure=spec.place.insecure,
         rank_table=spec.place.rank_table,
-    )  # fmt: skip
-    resources = on_host(spec.resources, one.host, said(plan.sources, "resources.devices", "--devices"))
+    )
+    resources = on_host(
+        spec.resources, one.host, said(plan.sources, "resources.devices", "--devices")
+    )
     resources = replace(resources, nodes=plan.nodes)
     return replace(spec, resources=resources, place=place, reach=Reach(), job=plan.job, chdir="")
 
@@ -151,8 +204,11 @@ def node_spec(plan: LaunchPlan, index: int, scheduler: Endpoint | None) -> JobSp
 def fan_text(plan: LaunchPlan) -> str:
     """Return the fan of a plan as lines for a terminal."""
     assert plan.fan is not None
-    spec, fan = plan.spec, plan.fan
-    lines = [f"{'variables':<10} {' '.join(f'{name}={shown(name, value)}' for name, value in fan.env.items()) or '-'}"]
+    spec = plan.spec
+    fan = plan.fan
+    lines = [
+        f"{'variables':<10} {' '.join(f'{name}={shown(name, value)}' for name, value in fan.env.items()) or '-'}"
+    ]
     for rank, one in enumerate(fan.hosts):
         count = on_host(spec.resources, one.host, "--devices").devices
         what = "runs the scheduler, " if rank == 0 and len(fan.hosts) > 1 else ""

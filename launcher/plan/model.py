@@ -30,12 +30,17 @@ class BackendFacts:
     devices: tuple[Device, ...] = ()
     """Visible ones only: what an outer scheduler hid stays hidden."""
     broken: bool = False
-    """The environment contradicts itself about this kind: an error once it is wanted, not a reason to try the next."""
+    """
+    The environment contradicts itself about this kind: an error once it is wanted, not a reason to
+    try the next.
+    """
 
 
 @dataclass(frozen=True)
 class Warm:
-    """A process that stays between jobs with torch imported (`pdrun warm`), as it describes itself."""
+    """
+    A process that stays between jobs with torch imported (`pdrun warm`), as it describes itself.
+    """
 
     socket: str
     """Path of the socket on which it answers."""
@@ -50,7 +55,10 @@ class Warm:
     every_variable: bool = False
     """Whether something went through the whole environment, so that all of it counts."""
     unfit: str = ""
-    """Why it is of no use to any job from here (a module's file has changed, another namespace), or empty."""
+    """
+    Why it is of no use to any job from here (a module's file has changed, another namespace), or
+    empty.
+    """
     memory: int = 0
     """Bytes, its proportional share."""
     started: float = 0.0
@@ -95,25 +103,41 @@ class Facts:
     log_error: str = ""
     """Why no log files can be made in the log folder, or empty."""
     loopback_name: bool = False
-    """The scheduler's name is this machine's and loopback here; ``route_address`` is the address that others know."""
+    """
+    The scheduler's name is this machine's and loopback here; ``route_address`` is the address that
+    others know.
+    """
     scheduler_fault: str = ""
     """Why the name of the scheduler's host leads nowhere, or empty."""
     imports_torch: bool = False
-    """Whether the script's text mentions torch: then the store is started at once instead of on first use."""
+    """
+    Whether the script's text mentions torch: then the store is started at once instead of on first
+    use.
+    """
     wants_torch: bool = False
     """Whether the program, or a module of its own, imports torch or what is built on it."""
     optimizes: bool = False
-    """Whether the program's text mentions optimizers, compilation or trainers: what drags in torch._dynamo."""
+    """
+    Whether the program's text mentions optimizers, compilation or trainers: what drags in
+    torch._dynamo.
+    """
     unforkable: str = ""
-    """Why the program needs an interpreter of its own (an archive, a folder, compiled), or empty."""
+    """
+    Why the program needs an interpreter of its own (an archive, a folder, compiled), or empty.
+    """
     hosts_here: tuple[str, ...] = ()
     """Which of ``place.hosts`` are this machine."""
     starter: Starter | None = None
     """The mpirun or srun that is to start the agents."""
     late_variable: str = ""
-    """``train.py:3 sets OMP_NUM_THREADS``: before its import of torch, which is too late in a fork; or empty."""
+    """
+    ``train.py:3 sets OMP_NUM_THREADS``: before its import of torch, which is too late in a fork; or
+    empty.
+    """
     warm: tuple[Warm, ...] = ()
-    """Processes of this user that have imported torch already; looked for where workers may be forked."""
+    """
+    Processes of this user that have imported torch already; looked for where workers may be forked.
+    """
 
 
 @dataclass(frozen=True)
@@ -136,14 +160,20 @@ class Starting:
     """How the workers of this node come to life."""
 
     how: Literal["fork", "exec"] = "exec"
-    """fork: from a process that has imported torch; by exec all the same should that process turn out unfit."""
+    """
+    fork: from a process that has imported torch; by exec all the same should that process turn out
+    unfit.
+    """
     reason: str = ""
     modules: tuple[str, ...] = ()
     """What that process imports."""
     strict: bool = False
     """The user asked for forks: never exec instead."""
     warm: str = ""
-    """Socket of the warm process that the job's keeper is forked from; by an import of its own should that fail."""
+    """
+    Socket of the warm process that the job's keeper is forked from; by an import of its own should
+    that fail.
+    """
     unused: str = ""
     """Why a warm process that is there is not used, or empty."""
 
@@ -156,15 +186,18 @@ class LaunchPlan:
     """
     Everything that will be done on this node: what `--dry-run` prints and what the agent executes.
 
-    Modes. alone: one node, the scheduler is a library inside the agent, nothing listens. local: this process starts
-    ``nodes`` agents on this machine and merges their output. first: this agent also runs the scheduler.
-    join: this agent connects to a scheduler elsewhere. hosts: this process starts an agent on each host (`fan`).
-    through: this process runs the scheduler, and mpirun or srun starts the agents (`through`).
+    Modes. alone: one node, the scheduler is a library inside the agent, nothing listens. local:
+    this process starts ``nodes`` agents on this machine and merges their output. first: this agent
+    also runs the scheduler. join: this agent connects to a scheduler elsewhere. hosts: this process
+    starts an agent on each host (`fan`). through: this process runs the scheduler, and mpirun or
+    srun starts the agents (`through`).
     """
 
     mode: Mode
     job: str
-    """Key by which agents recognise each other's job: the user's name, or one made from the command."""
+    """
+    Key by which agents recognise each other's job: the user's name, or one made from the command.
+    """
     node: str
     """Name of this node."""
     nodes: int
@@ -178,7 +211,10 @@ class LaunchPlan:
     """local rank -> variables that limit the worker to its device."""
     collective: str
     base_env: Mapping[str, str]
-    """Environment of every worker before its own variables: inherited, launcher variables of others scrubbed."""
+    """
+    Environment of every worker before its own variables: inherited, launcher variables of others
+    scrubbed.
+    """
     scrubbed: tuple[str, ...]
     """Names that were taken out of the inherited environment."""
     scheduler: Endpoint | None

@@ -1,7 +1,8 @@
 """
 How many workers a node gets, with which device and which CPUs: pure functions over the facts.
 
-Never fewer than asked for, and never more devices than are visible: what does not fit is refused with both numbers.
+Never fewer than asked for, and never more devices than are visible: what does not fit is refused
+with both numbers.
 """
 
 from __future__ import annotations
@@ -57,17 +58,22 @@ def place(spec: JobSpec, facts: Facts, sources: Sources) -> Placement:
     devices = visible[index * workers : (index + 1) * workers] if backend.name != CPU else ()
     cpus = affinity.share(facts.cpus, index, count) if count > 1 else facts.cpus
     binding = affinity.split(cpus, workers, _mode(spec, facts.cpus, count))
-    _check_bound(spec, sources, binding, len(facts.cpus.cores) or len(facts.cpus.cpus), workers * count)
+    _check_bound(
+        spec, sources, binding, len(facts.cpus.cores) or len(facts.cpus.cpus), workers * count
+    )
     given = grants(backend, devices, facts.environ) if devices else _numbered(indices, workers)
     notes = []
     if len(visible) > workers * count and backend.name != CPU:
-        notes.append(f"{len(visible) - workers * count} of {len(visible)} visible devices are not used")
+        notes.append(
+            f"{len(visible) - workers * count} of {len(visible)} visible devices are not used"
+        )
     return Placement(backend, reason, workers, tuple(devices), given, binding, tuple(notes))
 
 
 def on_host(resources: Resources, host: Host, source: str, *, exact: bool = False) -> Resources:
     """
-    Return the resources of one listed host: its own number of workers, unless ``--devices`` takes fewer.
+    Return the resources of one listed host: its own number of workers, unless ``--devices`` takes
+    fewer.
 
     Args:
         exact: fewer are refused, too (a rank table counts every rank).
@@ -80,40 +86,54 @@ def on_host(resources: Resources, host: Host, source: str, *, exact: bool = Fals
         return resources
     if isinstance(wanted, int) and (wanted > host.devices or (exact and wanted != host.devices)):
         raise UsageError(
-            f"{wanted} worker(s) on {host.name}, which has {host.devices} ({host.where})", where=source,
+            f"{wanted} worker(s) on {host.name}, which has {host.devices} ({host.where})",
+            where=source,
             hint="leave it out, or change the list of hosts",
-        )  # fmt: skip
+        )
     count = wanted if isinstance(wanted, int) else host.devices
-    return replace(resources, devices=count, indices=host.indices[:count] if host.indices is not None else None)
+    return replace(
+        resources, devices=count, indices=host.indices[:count] if host.indices is not None else None
+    )
 
 
-def _chosen(visible: tuple[Device, ...], indices: tuple[int, ...], source: str) -> tuple[Device, ...]:
+def _chosen(
+    visible: tuple[Device, ...], indices: tuple[int, ...], source: str
+) -> tuple[Device, ...]:
     """Return the visible devices at the indices that a list of hosts names."""
     if missing := [index for index in indices if index >= len(visible)]:
         raise UsageError(
-            f"device {missing[0]} is not among the {len(visible)} visible here", where=source,
+            f"device {missing[0]} is not among the {len(visible)} visible here",
+            where=source,
             hint="indices count visible devices, from 0",
-        )  # fmt: skip
+        )
     return tuple(visible[index] for index in indices)
 
 
 def _numbered(indices: tuple[int, ...] | None, workers: int) -> tuple[Grant, ...]:
-    """CPU workers all have device 0, unless a list numbers them: a rank table that is tried out without its devices."""
+    """
+    CPU workers all have device 0, unless a list numbers them: a rank table that is tried out
+    without its devices.
+    """
     numbers = indices if indices is not None and len(indices) == workers else (0,) * workers
     return tuple(Grant({}, number) for number in numbers)
 
 
 def _physical(visible: tuple[Device, ...], ids: tuple[int, ...], source: str) -> tuple[Device, ...]:
-    """Return the visible devices that a rank table names by the numbers that the driver gives them."""
+    """
+    Return the visible devices that a rank table names by the numbers that the driver gives them.
+    """
     by_name = {device.name: device for device in visible}
     if missing := [number for number in ids if str(number) not in by_name]:
         raise ConfigError(
-            f"device {missing[0]} of the rank table is not visible here", where=source,
+            f"device {missing[0]} of the rank table is not visible here",
+            where=source,
             hint=f"visible are {', '.join(by_name) or 'none'}",
-        )  # fmt: skip
+        )
     if list(ids) != sorted(ids):
         raise ConfigError(
-            "ranks do not rise with the devices of this server", where=source, hint="the driver wants it so"
+            "ranks do not rise with the devices of this server",
+            where=source,
+            hint="the driver wants it so",
         )
     return tuple(by_name[str(number)] for number in ids)
 
@@ -128,7 +148,9 @@ def _backend(spec: JobSpec, facts: Facts, sources: Sources) -> tuple[Backend, st
         raise error from None
 
 
-def _count(spec: JobSpec, facts: Facts, sources: Sources, backend: Backend, visible: int, nodes: int) -> int:
+def _count(
+    spec: JobSpec, facts: Facts, sources: Sources, backend: Backend, visible: int, nodes: int
+) -> int:
     """Return the workers of one node, of which ``nodes`` share this machine."""
     wanted = spec.resources.devices
     source = said(sources, "resources.devices", "--devices")
@@ -136,24 +158,36 @@ def _count(spec: JobSpec, facts: Facts, sources: Sources, backend: Backend, visi
         if backend.name != CPU and wanted * nodes > visible:
             each = f"{nodes} simulated nodes of {wanted}" if nodes > 1 else str(wanted)
             raise UsageError(
-                f"{each} device(s) are more than the {visible} {backend.name} device(s) visible here", where=source,
-                hint=f"ask for at most {visible // nodes}" if visible >= nodes else "or use --backend cpu",
-            )  # fmt: skip
+                f"{each} device(s) are more than the {visible} {backend.name} device(s) visible here",
+                where=source,
+                hint=f"ask for at most {visible // nodes}"
+                if visible >= nodes
+                else "or use --backend cpu",
+            )
         return wanted
     if wanted == "accelerators" and backend.name == CPU:
-        reasons = "; ".join(f"{found.name}: {found.reason}" for found in facts.backends if found.name != CPU)
-        raise ConfigError("no accelerator is visible here", where=source, hint=reasons or "leave out --backend cpu")
+        reasons = "; ".join(
+            f"{found.name}: {found.reason}" for found in facts.backends if found.name != CPU
+        )
+        raise ConfigError(
+            "no accelerator is visible here",
+            where=source,
+            hint=reasons or "leave out --backend cpu",
+        )
     if backend.name == CPU:
-        return _share(facts.cpus.usable, nodes, "usable CPU", source) if wanted.endswith("cpus") else 1
+        if wanted.endswith("cpus"):
+            return _share(facts.cpus.usable, nodes, "usable CPU", source)
+        return 1
     return _share(visible, nodes, f"visible {backend.name} device", source)
 
 
 def _share(total: int, nodes: int, what: str, source: str) -> int:
     if nodes > 1 and total % nodes:
         raise UsageError(
-            f"{total} {what}(s) do not divide over {nodes} simulated nodes", where=source,
+            f"{total} {what}(s) do not divide over {nodes} simulated nodes",
+            where=source,
             hint="say how many a node gets with --devices",
-        )  # fmt: skip
+        )
     return max(1, total // nodes)
 
 
@@ -165,19 +199,30 @@ def _mode(spec: JobSpec, cpus: CpuSet, nodes: int) -> affinity.Mode:
     return spec.resources.bind
 
 
-def _check_bound(spec: JobSpec, sources: Sources, binding: Binding, cores: int, workers: int) -> None:
-    """Refuse a binding that was asked for by name and cannot be had; only ``auto`` goes on without one."""
+def _check_bound(
+    spec: JobSpec, sources: Sources, binding: Binding, cores: int, workers: int
+) -> None:
+    """
+    Refuse a binding that was asked for by name and cannot be had; only ``auto`` goes on without
+    one.
+    """
     if spec.resources.bind not in ("cores", "numa") or binding.bound:
         return
     source = sources.get("resources.bind", "--bind")
     raise ConfigError(
         f"{spec.resources.bind} cannot be had: {cores} core(s) may be used here, for {workers} worker(s)",
-        where=source, hint="start fewer workers, or use --bind auto",
-    )  # fmt: skip
+        where=source,
+        hint="start fewer workers, or use --bind auto",
+    )
 
 
-def threads(spec: JobSpec, environ: Mapping[str, str], binding: Binding) -> tuple[tuple[int, ...], str]:
-    """Return OMP_NUM_THREADS of each worker and where it comes from: the user's own setting wins over `auto`."""
+def threads(
+    spec: JobSpec, environ: Mapping[str, str], binding: Binding
+) -> tuple[tuple[int, ...], str]:
+    """
+    Return OMP_NUM_THREADS of each worker and where it comes from: the user's own setting wins over
+    `auto`.
+    """
     said = environ.get("OMP_NUM_THREADS", "")
     first = said.partition(",")[0].strip()
     if isinstance(spec.resources.threads, int):

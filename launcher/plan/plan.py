@@ -1,10 +1,11 @@
 """
 The plan: everything that will be done on this node, decided before anything is done.
 
-`plan` is a pure function of what was asked and what is true; `--dry-run` prints the very object that is executed. How
-the scheduler is found, first hit wins: one node needs none; ``--local`` has it on loopback; ``--scheduler`` says where
-(this node runs it when it is told to, or when that host is this machine and no other node is node 0). Without it this
-node is the first and prints the line that the others need. Nothing ever falls back to a smaller job.
+`plan` is a pure function of what was asked and what is true; `--dry-run` prints the very object
+that is executed. How the scheduler is found, first hit wins: one node needs none; ``--local`` has
+it on loopback; ``--scheduler`` says where (this node runs it when it is told to, or when that host
+is this machine and no other node is node 0). Without it this node is the first and prints the line
+that the others need. Nothing ever falls back to a smaller job.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ LOOPBACK = "127.0.0.1"
 LONGEST_COMMAND = 400
 """Characters of a command that nodes show each other."""
 LONGEST_SPEC = (1 << 20) - (1 << 16)
-"""Bytes of a specification that fit into a message of the rendezvous, with what stands around them there."""
+"""
+Bytes of a specification that fit into a message of the rendezvous, with what stands around them
+there.
+"""
 
 
 def plan(spec: JobSpec, facts: Facts, sources: Sources, notes: tuple[str, ...] = ()) -> LaunchPlan:
@@ -40,11 +44,16 @@ def plan(spec: JobSpec, facts: Facts, sources: Sources, notes: tuple[str, ...] =
         notes: what was found on the way to the specification; goes into the plan's own notes.
 
     Raises:
-        UsageError: what was asked for cannot be, with its place; a program that is not there has its shell's code.
+        UsageError: what was asked for cannot be, with its place; a program that is not there has
+            its shell's code.
         ConfigError: this machine cannot do it.
     """
     started = through.starter_for(spec, sources)
-    if started or max(spec.resources.members, len(spec.place.hosts)) > 1 or spec.place.serve is not None:
+    if (
+        started
+        or max(spec.resources.members, len(spec.place.hosts)) > 1
+        or spec.place.serve is not None
+    ):
         _check_size(spec)
     if started:
         return through.plan_through(spec, facts, sources, job_key(spec), notes)
@@ -75,24 +84,31 @@ def plan(spec: JobSpec, facts: Facts, sources: Sources, notes: tuple[str, ...] =
         listen=listen,
         cwd=facts.cwd,
         facts=_reported(spec, facts, placement.backend.name),
-        notes=tuple(filter(None, (*notes, *reasons, *placement.notes, placement.binding.note, thread_note))),
+        notes=tuple(
+            filter(None, (*notes, *reasons, *placement.notes, placement.binding.note, thread_note))
+        ),
         starting=starting(spec, facts, sources, {**base, **spec.env}, visibility),
     )
 
 
 def _check_size(spec: JobSpec) -> None:
-    """Refuse what no node could be told. Within one node nothing is sent, and the system's own limits count."""
+    """
+    Refuse what no node could be told. Within one node nothing is sent, and the system's own limits
+    count.
+    """
     size = len(json.dumps(spec.shared()))
     if size > LONGEST_SPEC:
         raise UsageError(
             f"the script's arguments and the variables of --env make {size:,} bytes, of which nodes can be told "
-            f"{LONGEST_SPEC:,}", hint="put what is long into a file that every node reads",
-        )  # fmt: skip
+            f"{LONGEST_SPEC:,}",
+            hint="put what is long into a file that every node reads",
+        )
 
 
 def at_home(spec: JobSpec, facts: Facts, sources: Sources) -> tuple[JobSpec, Sources]:
     """
-    Return the specification of the node that this machine is among the listed hosts: its rank and its devices.
+    Return the specification of the node that this machine is among the listed hosts: its rank and
+    its devices.
 
     Raises:
         UsageError: it is none of them.
@@ -100,13 +116,16 @@ def at_home(spec: JobSpec, facts: Facts, sources: Sources) -> tuple[JobSpec, Sou
     where = spec.place
     if not where.hosts or where.simulated:
         return spec, sources
-    label, rank = sources.get("place.hosts", "--hosts"), where.node_rank
+    label = sources.get("place.hosts", "--hosts")
+    rank = where.node_rank
     if rank is None:
         names = [host.name for host in where.hosts]
         rank = next((names.index(name) for name in facts.hosts_here), None)
         if rank is None:
             raise UsageError(
-                f"{facts.hostname} is none of the {len(names)} host(s)", where=label, hint="see pdrun env for its names"
+                f"{facts.hostname} is none of the {len(names)} host(s)",
+                where=label,
+                hint="see pdrun env for its names",
             )
         where = replace(where, node_rank=rank)
         sources = {**sources, "place.node_rank": label}
@@ -118,7 +137,10 @@ def at_home(spec: JobSpec, facts: Facts, sources: Sources) -> tuple[JobSpec, Sou
 
 
 def simulated(plan: LaunchPlan, facts: Facts) -> tuple[LaunchPlan, ...]:
-    """Return the plan of each node that a ``local`` plan simulates, in order; all are as strict as a real one."""
+    """
+    Return the plan of each node that a ``local`` plan simulates, in order; all are as strict as a
+    real one.
+    """
     count = plan.spec.resources.members
     return tuple(_simulate(plan, facts, index, count) for index in range(count))
 
@@ -126,19 +148,30 @@ def simulated(plan: LaunchPlan, facts: Facts) -> tuple[LaunchPlan, ...]:
 def _simulate(whole: LaunchPlan, facts: Facts, index: int, count: int) -> LaunchPlan:
     rank = index if index < whole.nodes else None  # a spare has no place of its own
     place = replace(
-        whole.spec.place, simulated=(index, count), node_rank=rank, scheduler=whole.scheduler, node_name=""
+        whole.spec.place,
+        simulated=(index, count),
+        node_rank=rank,
+        scheduler=whole.scheduler,
+        node_name="",
     )
     return plan(replace(whole.spec, place=place), facts, whole.sources)
 
 
 def job_key(spec: JobSpec) -> str:
-    """Return the job's name, or one made of the command: equal on nodes that were given the same command."""
+    """
+    Return the job's name, or one made of the command: equal on nodes that were given the same
+    command.
+    """
     if spec.job:
         return spec.job
     import hashlib
 
     program = spec.program
-    nodes = spec.resources.nodes if spec.resources.least == spec.resources.nodes else spec.resources.range
+    nodes = (
+        spec.resources.nodes
+        if spec.resources.least == spec.resources.nodes
+        else spec.resources.range
+    )
     text = json.dumps([program.kind, program.target, list(program.args), nodes])
     digest = hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:8]
     stem = program.target.rstrip("/").rpartition("/")[2]
@@ -155,8 +188,12 @@ def command_text(spec: JobSpec) -> str:
 
     program = spec.program
     kind = {"module": ["-m"], "command": ["--no-python"]}.get(program.kind, [])
-    text = shlex.join(["pdrun", "--nodes", spec.resources.range, *kind, program.target, *program.args])
-    text = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    text = shlex.join(
+        ["pdrun", "--nodes", spec.resources.range, *kind, program.target, *program.args]
+    )
+    text = "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )
     if len(text) <= LONGEST_COMMAND:
         return text
     import hashlib
@@ -169,8 +206,8 @@ def node_name(spec: JobSpec, facts: Facts) -> str:
     """
     Return the name of this node in the job: what the user said, else the host's.
 
-    A node rank above 0 on the machine of the scheduler, which is node 0's, means several nodes on one machine, as they
-    are started to try things out: such a node's name carries its rank.
+    A node rank above 0 on the machine of the scheduler, which is node 0's, means several nodes on
+    one machine, as they are started to try things out: such a node's name carries its rank.
     """
     where = spec.place
     if where.simulated:
@@ -184,16 +221,37 @@ Meeting = tuple[Mode, Endpoint | None, str, tuple[str, ...]]
 
 
 def _meeting(spec: JobSpec, facts: Facts, sources: Sources) -> Meeting:
-    where, nodes = spec.place, spec.resources.members
+    where = spec.place
+    nodes = spec.resources.members
     if where.simulated is not None:
         index, _ = where.simulated
-        return "first" if index == 0 else "join", where.scheduler or Endpoint(LOOPBACK, 0), LOOPBACK, ()
+        return (
+            "first" if index == 0 else "join",
+            where.scheduler or Endpoint(LOOPBACK, 0),
+            LOOPBACK,
+            (),
+        )
     if where.local and nodes > 1:
-        why = f"{sources.get('place.scheduler')} is not used: --local meets on loopback" if where.scheduler else ""
-        return "local", Endpoint(LOOPBACK, 0), LOOPBACK, ("all nodes are simulated here, on loopback only", why)
-    if nodes == 1 and (where.local or where.serve is None or (where.serve is False and where.scheduler is None)):
+        why = (
+            f"{sources.get('place.scheduler')} is not used: --local meets on loopback"
+            if where.scheduler
+            else ""
+        )
+        return (
+            "local",
+            Endpoint(LOOPBACK, 0),
+            LOOPBACK,
+            ("all nodes are simulated here, on loopback only", why),
+        )
+    if nodes == 1 and (
+        where.local or where.serve is None or (where.serve is False and where.scheduler is None)
+    ):
         why = "one node: the scheduler is part of this process and nothing listens"
-        unused = (f"{sources.get('place.scheduler')} {where.scheduler} is not used",) if where.scheduler else ()
+        unused = (
+            (f"{sources.get('place.scheduler')} {where.scheduler} is not used",)
+            if where.scheduler
+            else ()
+        )
         return "alone", None, LOOPBACK, (why, *unused)
     listen = listen_address(spec, facts, sources)
     if where.scheduler is None:
@@ -203,8 +261,9 @@ def _meeting(spec: JobSpec, facts: Facts, sources: Sources) -> Meeting:
         if where.scheduler.port == 0:
             raise UsageError(
                 f"{where.scheduler} has port 0, which only the first node can choose",
-                where=sources.get("place.scheduler", "--scheduler"), hint="give the port that it printed",
-            )  # fmt: skip
+                where=sources.get("place.scheduler", "--scheduler"),
+                hint="give the port that it printed",
+            )
         meant = Endpoint(listen, where.scheduler.port) if facts.loopback_name else where.scheduler
         return "join", meant, listen, (why, facts.scheduler_fault)
     if facts.loopback_name:
@@ -223,8 +282,9 @@ def _unnamed(spec: JobSpec, sources: Sources, listen: str) -> Meeting:
         words = f"--node-rank {rank}" if rank not in (None, 0) else "--no-serve"
         raise UsageError(
             f"{words} joins another node, but nothing says where that is",
-            where=sources.get("resources.nodes", "--nodes"), hint="add --scheduler HOST:PORT",
-        )  # fmt: skip
+            where=sources.get("resources.nodes", "--nodes"),
+            hint="add --scheduler HOST:PORT",
+        )
     why = "no scheduler was named: this node is the first, and prints the line to run on the others"
     return "first", Endpoint(listen, 0), listen, (why,)
 
@@ -233,40 +293,60 @@ def _serves(spec: JobSpec, facts: Facts, sources: Sources) -> tuple[bool, str]:
     """Return whether this node runs the scheduler, and why."""
     where = spec.place
     if where.serve is not None:
-        return where.serve, f"{sources.get('place.serve', '--serve')} decides whether this node runs the scheduler"
+        return (
+            where.serve,
+            f"{sources.get('place.serve', '--serve')} decides whether this node runs the scheduler",
+        )
     if where.node_rank == 0 and facts.local_endpoint is False and not facts.loopback_name:
-        return False, f"node rank 0, but {where.scheduler} is another machine: join it (--serve: run it here)"
+        return (
+            False,
+            f"node rank 0, but {where.scheduler} is another machine: join it (--serve: run it here)",
+        )
     if where.node_rank is not None:
         return where.node_rank == 0, f"node rank {where.node_rank}: node 0 runs the scheduler"
     if facts.local_endpoint:
-        return True, f"{where.scheduler} is on this machine: run the scheduler here, or join where it already runs"
+        return (
+            True,
+            f"{where.scheduler} is on this machine: run the scheduler here, or join where it already runs",
+        )
     return False, f"{where.scheduler} is another machine: join it"
 
 
 def listen_address(spec: JobSpec, facts: Facts, sources: Sources) -> str:
     """Return the one address on which this node's own sockets listen; never all of them."""
-    wanted, source = spec.place.interface, sources.get("place.interface", "--interface")
+    wanted = spec.place.interface
+    source = sources.get("place.interface", "--interface")
     if not wanted:
         if facts.route_address:
             return facts.route_address
         if facts.scheduler_fault:
             raise ConfigError(
                 facts.scheduler_fault,
-                where=sources.get("place.scheduler" if spec.place.scheduler else "place.hosts", "--scheduler"),
+                where=sources.get(
+                    "place.scheduler" if spec.place.scheduler else "place.hosts", "--scheduler"
+                ),
                 hint="check it, or give the address",
-            )  # fmt: skip
+            )
         raise ConfigError(
-            "this machine has no route to other machines", hint="name an address with --interface, or use --local"
+            "this machine has no route to other machines",
+            hint="name an address with --interface, or use --local",
         )
     found = [address for name, address in facts.addresses if wanted in (name, address)]
     if found:
         return found[0]
     known = ", ".join(dict.fromkeys(name for name, _ in facts.addresses))
-    raise UsageError(f"{wanted!r} is no interface or address of this machine", where=source, hint=f"there are {known}")
+    raise UsageError(
+        f"{wanted!r} is no interface or address of this machine",
+        where=source,
+        hint=f"there are {known}",
+    )
 
 
 def _check_start(spec: JobSpec, facts: Facts, sources: Sources, mode: Mode) -> None:
-    """Refuse what cannot start. A node that joins says so to the job instead, before anything runs (preflight)."""
+    """
+    Refuse what cannot start. A node that joins says so to the job instead, before anything runs
+    (preflight).
+    """
     if mode == "join":
         return
     if facts.program_error:
@@ -278,7 +358,11 @@ def _check_start(spec: JobSpec, facts: Facts, sources: Sources, mode: Mode) -> N
 
 
 def _log_error(spec: JobSpec, facts: Facts, source: str) -> PdrunError:
-    return ConfigError(f"{spec.output.log_dir!r} {facts.log_error}", where=source, hint="use another, or --no-files")
+    return ConfigError(
+        f"{spec.output.log_dir!r} {facts.log_error}",
+        where=source,
+        hint="use another, or --no-files",
+    )
 
 
 def _first_of(spec: JobSpec, facts: Facts, sources: Sources) -> Placement:
@@ -291,7 +375,9 @@ def _first_of(spec: JobSpec, facts: Facts, sources: Sources) -> Placement:
     return placements[0]
 
 
-def _workers(spec: JobSpec, facts: Facts, placement: Placement, threads: tuple[int, ...]) -> tuple[WorkerPlan, ...]:
+def _workers(
+    spec: JobSpec, facts: Facts, placement: Placement, threads: tuple[int, ...]
+) -> tuple[WorkerPlan, ...]:
     argv = program_argv(spec.program, facts.python)
     return tuple(
         WorkerPlan(
@@ -307,14 +393,20 @@ def _workers(spec: JobSpec, facts: Facts, placement: Placement, threads: tuple[i
 
 
 def _visibility(placement: Placement) -> dict[int, Mapping[str, str]]:
-    return {rank: dict(grant.variables) for rank, grant in enumerate(placement.grants) if grant.variables}
+    return {
+        rank: dict(grant.variables)
+        for rank, grant in enumerate(placement.grants)
+        if grant.variables
+    }
 
 
 def _environment(spec: JobSpec, facts: Facts) -> tuple[dict[str, str], tuple[str, ...]]:
     """Return what workers inherit, and what was taken out."""
     base, scrubbed = scrub(facts.environ)
     if isinstance(spec.resources.threads, int):
-        base.pop("OMP_NUM_THREADS", None)  # an explicit --threads counts before the inherited variable
+        base.pop(
+            "OMP_NUM_THREADS", None
+        )  # an explicit --threads counts before the inherited variable
     return base, scrubbed
 
 

@@ -1,10 +1,11 @@
 """
-Is the program there? Looked at before anything starts, so that a typing slip costs milliseconds and one clear line.
+Is the program there? Looked at before anything starts, so that a typing slip costs milliseconds and
+one clear line.
 
-The program is never imported or run here. Exit codes are a shell's: 2 for a script or module that is not there, 127 for
-a command that is not found, 126 for one that is not executable. Limit: a module that only a custom import hook of the
-workers would find cannot be seen; where that is possible (another interpreter, PYTHONPATH set for the workers) nothing
-is claimed.
+The program is never imported or run here. Exit codes are a shell's: 2 for a script or module that
+is not there, 127 for a command that is not found, 126 for one that is not executable. Limit: a
+module that only a custom import hook of the workers would find cannot be seen; where that is
+possible (another interpreter, PYTHONPATH set for the workers) nothing is claimed.
 """
 
 from __future__ import annotations
@@ -51,16 +52,25 @@ def program_argv(program: Program, python: str) -> tuple[str, ...]:
     if program.kind == "module":
         return (python, "-m", program.target, *program.args)
     if program.kind == "function":
-        return (python, "-P", "-m", "pdrun.launcher.function.worker_main", program.target, *program.args)
+        return (
+            python,
+            "-P",
+            "-m",
+            "pdrun.launcher.function.worker_main",
+            program.target,
+            *program.args,
+        )
     target = f"./{program.target}" if program.target.startswith("-") else program.target
     return (python, target, *program.args)
 
 
 def look(program: Program, cwd: str, environ: Mapping[str, str]) -> Found:
-    """Return what is found of the program when it is started in ``cwd`` with the workers' environment."""
-    found = {"script": _script, "function": _script, "module": _module, "command": _command}[program.kind](
-        program, cwd, environ
-    )
+    """
+    Return what is found of the program when it is started in ``cwd`` with the workers' environment.
+    """
+    found = {"script": _script, "function": _script, "module": _module, "command": _command}[
+        program.kind
+    ](program, cwd, environ)
     if found.error or program.kind == "command" or not program.python:
         return found
     error, code = _executable(program.python, cwd, environ)
@@ -70,35 +80,52 @@ def look(program: Program, cwd: str, environ: Mapping[str, str]) -> Found:
 def _script(program: Program, cwd: str, environ: Mapping[str, str]) -> Found:
     target = program.target
     if target == "-":
-        return Found("a program on standard input is not supported: every worker needs to read it", 2)
-    path, alone = Path(cwd, target), ""
+        return Found(
+            "a program on standard input is not supported: every worker needs to read it", 2
+        )
+    path = Path(cwd, target)
+    alone = ""
     error = _unreadable(path)
     if error == "no such file":
         return Found(f"no such file {quoted(target)}{_hint(_nearby(target, cwd, environ))}", 2)
     if error == "is a directory":
-        path, error, alone = path / "__main__.py", "", "a folder is run by the interpreter itself"
+        path = path / "__main__.py"
+        error = ""
+        alone = "a folder is run by the interpreter itself"
         if _unreadable(path):
             return Found(f"{quoted(target)} is a directory without a __main__.py", 2)
     if error:
         return Found(f"{quoted(target)} {error}", 2)
     text = _beginning(path)
     if text.startswith(b"\x7fELF"):
-        return Found(f"{quoted(target)} is a compiled program, not a Python script; add --no-python", 2)
+        return Found(
+            f"{quoted(target)} is a compiled program, not a Python script; add --no-python", 2
+        )
     first = text.partition(b"\n")[0]
-    if first.startswith(b"#!") and b"python" not in first and first.rpartition(b"/")[2].split(b" ")[-1] in _SHELLS:
+    if (
+        first.startswith(b"#!")
+        and b"python" not in first
+        and first.rpartition(b"/")[2].split(b" ")[-1] in _SHELLS
+    ):
         return Found(f"{quoted(target)} is a shell script, not a Python script; add --no-python", 2)
     if path.suffix == ".pyc" or text.startswith(b"PK"):
         alone = "an archive or compiled file is run by the interpreter itself"
     mentions = any(word in text for word in _MENTIONS)
-    found = Told(b"torch" in text, optimizes=True) if program.kind == "function" else told(path, text)
-    return Found(file=str(path), imports_torch=mentions or found.torch, told=found, unforkable=alone)
+    found = (
+        Told(b"torch" in text, optimizes=True) if program.kind == "function" else told(path, text)
+    )
+    return Found(
+        file=str(path), imports_torch=mentions or found.torch, told=found, unforkable=alone
+    )
 
 
 _SHELLS = (b"sh", b"bash", b"dash", b"zsh", b"ksh", b"csh", b"tcsh", b"fish")
 
 
 def _unreadable(path: Path) -> str:
-    """Return why a regular file cannot be read, or the empty string. A FIFO or device is never opened."""
+    """
+    Return why a regular file cannot be read, or the empty string. A FIFO or device is never opened.
+    """
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
@@ -171,16 +198,23 @@ def _executable(target: str, cwd: str, environ: Mapping[str, str]) -> tuple[str,
 
 def _on_path(name: str, environ: Mapping[str, str]) -> bool:
     places = (Path(folder, name) for folder in environ.get("PATH", os.defpath).split(os.pathsep))
-    return bool(name) and any(paths.is_file(place) and os.access(place, os.X_OK) for place in places)
+    return bool(name) and any(
+        paths.is_file(place) and os.access(place, os.X_OK) for place in places
+    )
 
 
 def _module(program: Program, cwd: str, environ: Mapping[str, str]) -> Found:
     """Find a module by the interpreter's own finders, without importing it or its packages."""
-    if program.python or "PYTHONHOME" in environ or environ.get("PYTHONPATH", "") != os.environ.get("PYTHONPATH", ""):
+    if (
+        program.python
+        or "PYTHONHOME" in environ
+        or environ.get("PYTHONPATH", "") != os.environ.get("PYTHONPATH", "")
+    ):
         return Found(imports_torch=True)
     if not all(part.isidentifier() for part in program.target.split(".")):
         return Found(f"{quoted(program.target)} is not a module's name", 2)
-    spec, path = None, [cwd, *sys.path]
+    spec = None
+    path = [cwd, *sys.path]
     parts = program.target.split(".")
     for number in range(len(parts)):
         spec = _find(".".join(parts[: number + 1]), path)
@@ -190,7 +224,9 @@ def _module(program: Program, cwd: str, environ: Mapping[str, str]) -> Found:
     if spec is not None and spec.submodule_search_locations is not None:
         spec = _find(f"{program.target}.__main__", path)
         if spec is None:
-            return Found(f"{program.target} is a package without a __main__ module, so it cannot be run", 2)
+            return Found(
+                f"{program.target} is a package without a __main__ module, so it cannot be run", 2
+            )
     origin = spec.origin if spec is not None else None
     if origin is None or not paths.is_file(origin):
         return Found(imports_torch=True)
@@ -203,7 +239,11 @@ def _module(program: Program, cwd: str, environ: Mapping[str, str]) -> Found:
 def _find(name: str, path: Sequence[str]) -> machinery.ModuleSpec | None:
     for finder in sys.meta_path:
         find = getattr(finder, "find_spec", None)
-        spec = find(name, path if finder is machinery.PathFinder or "." in name else None) if find else None
+        spec = (
+            find(name, path if finder is machinery.PathFinder or "." in name else None)
+            if find
+            else None
+        )
         if spec is not None:
             return spec  # type: ignore[no-any-return]
     return None

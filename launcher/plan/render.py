@@ -1,8 +1,9 @@
 """
-What a person, or a program, is told about a plan: text and JSON of the very object that is executed.
+What a person, or a program, is told about a plan: text and JSON of the very object that is
+executed.
 
-Values of variables whose names tell of a secret are hidden; the inherited environment is not repeated, only what was
-taken out of it and what the user added.
+Values of variables whose names tell of a secret are hidden; the inherited environment is not
+repeated, only what was taken out of it and what the user added.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ _MODES = {
 
 
 def plan_text(plan: LaunchPlan, nodes: Sequence[LaunchPlan] = ()) -> str:
-    """Return a plan as lines for a terminal; ``nodes`` are the plans of the nodes that a local one simulates."""
+    """
+    Return a plan as lines for a terminal; ``nodes`` are the plans of the nodes that a local one
+    simulates.
+    """
     rows = [
         ("job", plan.job),
         ("mode", f"{plan.mode}: {_MODES[plan.mode]}"),
@@ -49,7 +53,12 @@ def plan_text(plan: LaunchPlan, nodes: Sequence[LaunchPlan] = ()) -> str:
         ("policy", _policy(plan.spec)),
         ("changes", _changes(plan.spec)),
         ("restarts", _restarts(plan.spec.policy)),
-        ("hangs", f"no progress for {seconds(hang)}" if (hang := plan.spec.policy.hang_timeout) is not None else ""),
+        (
+            "hangs",
+            f"no progress for {seconds(hang)}"
+            if (hang := plan.spec.policy.hang_timeout) is not None
+            else "",
+        ),
         *(("set", f"{name}={shown(name, value)}") for name, value in plan.spec.env.items()),
         ("removed", ", ".join(plan.scrubbed) or "-"),
     ]
@@ -65,20 +74,35 @@ def plan_text(plan: LaunchPlan, nodes: Sequence[LaunchPlan] = ()) -> str:
 
 def _nodes(plan: LaunchPlan) -> str:
     resources = plan.spec.resources
-    count = f"{resources.least} to {plan.nodes}" if resources.least < plan.nodes else str(plan.nodes)
-    spares = f" and {resources.spares} that stand{'s' * (resources.spares == 1)} by" if resources.spares else ""
-    return count + spares + (f"; this one is {plan.node}" if plan.node and plan.mode != "local" else "")
+    count = (
+        f"{resources.least} to {plan.nodes}" if resources.least < plan.nodes else str(plan.nodes)
+    )
+    spares = (
+        f" and {resources.spares} that stand{'s' * (resources.spares == 1)} by"
+        if resources.spares
+        else ""
+    )
+    return (
+        count
+        + spares
+        + (f"; this one is {plan.node}" if plan.node and plan.mode != "local" else "")
+    )
 
 
 def _changes(spec: JobSpec) -> str:
     """How an elastic job forms and changes; empty for one of a fixed size."""
-    policy, resources = spec.policy, spec.resources
+    policy = spec.policy
+    resources = spec.resources
     if not resources.elastic:
         return ""
     loss = "a lost node is replaced by one that stands by"
     if resources.least == resources.nodes:
         return loss
-    late = f"takes late nodes in after {seconds(policy.grow)}" if policy.grow is not None else "late nodes wait"
+    late = (
+        f"takes late nodes in after {seconds(policy.grow)}"
+        if policy.grow is not None
+        else "late nodes wait"
+    )
     least = f"{resources.least} node{'s' * (resources.least > 1)}"
     return f"goes on with {least}, begins after {seconds(policy.gather)} of quiet, {late}"
 
@@ -88,13 +112,17 @@ def _restarts(policy: Policy) -> str:
     window = f"within {seconds(policy.restart_window)}" if policy.restart_window is not None else ""
     only = f"after {rank_text(policy.restart_on)} only" if policy.restart_on else ""
     never = f"never after {rank_text(policy.no_restart_on)}" if policy.no_restart_on else ""
-    return ", ".join(filter(None, (window, only, never))) if policy.max_restarts else ""
+    if policy.max_restarts:
+        return ", ".join(filter(None, (window, only, never)))
+    return ""
 
 
 def _scheduler(plan: LaunchPlan) -> str:
     if plan.scheduler is None:
         return ""
-    return f"{plan.scheduler} (the system chooses the port)" if plan.scheduler.port == 0 else str(plan.scheduler)
+    if plan.scheduler.port == 0:
+        return f"{plan.scheduler} (the system chooses the port)"
+    return str(plan.scheduler)
 
 
 def _backend(plan: LaunchPlan) -> str:
@@ -112,14 +140,19 @@ def _argv(plan: LaunchPlan, nodes: Sequence[LaunchPlan]) -> tuple[str, ...]:
 
 def _logs(spec: JobSpec) -> str:
     output = spec.output
-    files = f"{output.log_dir}/RUN/GENERATION/{output.log_name}.out and .err" if output.files else "no files"
+    files = (
+        f"{output.log_dir}/RUN/GENERATION/{output.log_name}.out and .err"
+        if output.files
+        else "no files"
+    )
     return f"{files}; shown: {output.show_ranks}, prefix {output.prefix}"
 
 
 def _policy(spec: JobSpec) -> str:
     policy = spec.policy
     limit = f", at most {seconds(policy.time_limit)}" if policy.time_limit is not None else ""
-    wait, grace = seconds(policy.start_timeout), seconds(policy.grace)
+    wait = seconds(policy.start_timeout)
+    grace = seconds(policy.grace)
     return f"wait {wait} for all nodes, grace {grace}, {policy.max_restarts} restart(s){limit}"
 
 
@@ -133,7 +166,9 @@ def seconds(value: float) -> str:
 
 def _workers(node: LaunchPlan) -> list[str]:
     table = [("local rank", "device", "cpus", "threads", "sees")]
-    table += [_worker(worker, node.visibility.get(worker.local_rank, {})) for worker in node.workers]
+    table += [
+        _worker(worker, node.visibility.get(worker.local_rank, {})) for worker in node.workers
+    ]
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     padded = (zip(row, widths, strict=True) for row in table)
     return ["  " + "  ".join(cell.ljust(width) for cell, width in row).rstrip() for row in padded]
@@ -143,9 +178,12 @@ def _worker(worker: WorkerPlan, variables: Mapping[str, str]) -> tuple[str, str,
     device = f"{worker.device.kind}:{worker.device_index}" if worker.device else "cpu"
     sees = " ".join(f"{name}={value}" for name, value in variables.items())
     return (
-        str(worker.local_rank), device, rank_text(worker.cpus) if worker.cpus else "not bound", str(worker.threads),
+        str(worker.local_rank),
+        device,
+        rank_text(worker.cpus) if worker.cpus else "not bound",
+        str(worker.threads),
         sees or "-",
-    )  # fmt: skip
+    )
 
 
 def plan_json(plan: LaunchPlan, nodes: Sequence[LaunchPlan] = ()) -> str:
@@ -159,7 +197,9 @@ def plan_json(plan: LaunchPlan, nodes: Sequence[LaunchPlan] = ()) -> str:
 def _data(plan: LaunchPlan) -> dict[str, Any]:
     spec = asdict(plan.spec)
     spec["env"] = {name: shown(name, value) for name, value in plan.spec.env.items()}
-    spec["place"]["scheduler"] = str(plan.spec.place.scheduler) if plan.spec.place.scheduler else None
+    spec["place"]["scheduler"] = (
+        str(plan.spec.place.scheduler) if plan.spec.place.scheduler else None
+    )
     return {
         "mode": plan.mode,
         "job": plan.job,
@@ -193,10 +233,19 @@ def _data(plan: LaunchPlan) -> dict[str, Any]:
 
 
 def explain(plan: LaunchPlan, facts: Facts) -> str:
-    """Return every effective value with its source, what was taken out, and why each thing was decided."""
-    rows = [(path, _value(plan.spec, path, facts.python), plan.sources.get(path, "default")) for path in field_paths()]
+    """
+    Return every effective value with its source, what was taken out, and why each thing was
+    decided.
+    """
+    rows = [
+        (path, _value(plan.spec, path, facts.python), plan.sources.get(path, "default"))
+        for path in field_paths()
+    ]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    lines = [f"{path:<{widths[0]}}  {value:<{min(widths[1], 40)}}  {source}" for path, value, source in rows]
+    lines = [
+        f"{path:<{widths[0]}}  {value:<{min(widths[1], 40)}}  {source}"
+        for path, value, source in rows
+    ]
     lines += ["", "why:", *(f"  {note}" for note in plan.notes)]
     lines += [f"  start {plan.starting.how}: {plan.starting.reason}"]
     lines += [f"  {plan.starting.unused}"] if plan.starting.unused else []
@@ -213,9 +262,11 @@ def _backends(facts: Facts, chosen: str = "") -> Iterable[str]:
 
 
 _DEVICES = {
-    "auto": "auto (accelerators, else one worker)", "accelerators": "every accelerator", "cpus": "one a usable CPU",
+    "auto": "auto (accelerators, else one worker)",
+    "accelerators": "every accelerator",
+    "cpus": "one a usable CPU",
     "accelerators-or-cpus": "accelerators, else one a usable CPU",
-}  # fmt: skip
+}
 
 
 def _value(spec: JobSpec, path: str, python: str) -> str:
@@ -240,7 +291,8 @@ def _value(spec: JobSpec, path: str, python: str) -> str:
     return "-" if value in (None, "") else str(value)
 
 
-# what this environment says -------------------------------------------------------------------------------------------
+# what this environment says
+# -------------------------------------------------------------------------------------------
 
 FAMILIES = (
     ("pdrun", r"PDRUN_"),
@@ -265,7 +317,10 @@ FAMILIES = (
     ("device visibility", r"(?:CUDA|NVIDIA|HIP|ROCR)_VISIBLE_DEVICES$|ZE_AFFINITY_MASK$"),
     ("threads", r"(?:OMP|MKL|OPENBLAS|KMP)_"),
 )
-"""Who speaks in an environment, and a pattern for the beginnings of their names; the first that fits counts."""
+"""
+Who speaks in an environment, and a pattern for the beginnings of their names; the first that fits
+counts.
+"""
 
 
 def families(environ: Mapping[str, str]) -> dict[str, list[str]]:
@@ -280,7 +335,10 @@ def families(environ: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def environment_text(facts: Facts, chosen: str) -> str:
-    """Return what ``pdrun env`` says: who speaks in the environment, devices, CPUs, versions, addresses."""
+    """
+    Return what ``pdrun env`` says: who speaks in the environment, devices, CPUs, versions,
+    addresses.
+    """
     cpus = facts.cpus
     quota = "no limit" if cpus.quota is None else f"limited to {cpus.quota:g} by the cgroup"
     lines = [
@@ -297,10 +355,11 @@ def environment_text(facts: Facts, chosen: str) -> str:
         "backends:",
     ]
     lines += [
-        f"  {found.name:<5} {len(found.devices)} device(s): {found.reason}" if found.present
+        f"  {found.name:<5} {len(found.devices)} device(s): {found.reason}"
+        if found.present
         else f"  {found.name:<5} refused: {found.reason}"
         for found in facts.backends
-    ]  # fmt: skip
+    ]
     lines += ["", "environment:"]
     for family, names in families(facts.environ).items():
         lines.append(f"  {family}")

@@ -1,9 +1,10 @@
 """
-What a program's text tells about how to start it: does it import torch, will it want an optimizer, does it set
-variables too late for a fork. Nothing is imported or run; the program's own modules beside it are read too.
+What a program's text tells about how to start it: does it import torch, will it want an optimizer,
+does it set variables too late for a fork. Nothing is imported or run; the program's own modules
+beside it are read too.
 
-Limits: text, not truth. An import by a computed name is not seen (the workers are then executed, or import it
-themselves); at most FILES files and BYTES bytes are read.
+Limits: text, not truth. An import by a computed name is not seen (the workers are then executed, or
+import it themselves); at most FILES files and BYTES bytes are read.
 """
 
 from __future__ import annotations
@@ -23,9 +24,12 @@ LOOK = 1 << 20
 FILES = 64
 BYTES = 4 << 20
 _IMPORT = re.compile(
-    rb"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import[ \t(]+([\w, \t]+)|import[ \t]+([\w., \t]+))", re.MULTILINE
+    rb"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import[ \t(]+([\w, \t]+)|import[ \t]+([\w., \t]+))",
+    re.MULTILINE,
 )
-_TORCH = frozenset((b"torch", b"lightning", b"pytorch_lightning", b"transformers", b"accelerate", b"deepspeed"))
+_TORCH = frozenset(
+    (b"torch", b"lightning", b"pytorch_lightning", b"transformers", b"accelerate", b"deepspeed")
+)
 _RUNTIME = re.compile(rb"\bpdrun\.init\b|from[ \t]+pdrun[ \t]+import")
 _OPTIMIZER = re.compile(
     rb"optim|Adam|SGD|torch\.compile|torch\._dynamo|lightning|transformers|accelerate|deepspeed|Trainer"
@@ -45,7 +49,9 @@ class Told:
 @lru_cache(maxsize=2)  # a guess has asked before the plan does (`ahead`)
 def told(path: Path, text: bytes) -> Told:
     """Read a program and its own modules."""
-    torch, optimizes, late = False, False, ""
+    torch = False
+    optimizes = False
+    late = ""
     for file, body in _own(path, text):
         names = {name.partition(b".")[0] for name in _names(body)}
         torch = torch or bool(names & _TORCH) or (b"pdrun" in names and bool(_RUNTIME.search(body)))
@@ -63,12 +69,17 @@ def _names(text: bytes) -> Iterator[bytes]:
             yield from (part.strip().partition(b" ")[0] for part in match[3].split(b","))
         else:
             yield match[1]
-            yield from (match[1].rstrip(b".") + b"." + part.strip().partition(b" ")[0] for part in match[2].split(b","))
+            yield from (
+                match[1].rstrip(b".") + b"." + part.strip().partition(b" ")[0]
+                for part in match[2].split(b",")
+            )
 
 
 def _own(path: Path, text: bytes) -> Iterator[tuple[Path, bytes]]:
     """A program and those of its modules that lie beside it."""
-    todo, seen, total = deque([(path, text)]), {path}, 0
+    todo = deque([(path, text)])
+    seen = {path}
+    total = 0
     while todo and total < BYTES:
         file, body = todo.popleft()
         yield file, body

@@ -1,10 +1,11 @@
 """
 Fork or exec? Decided before anything starts, from what was asked and what is true. Pure.
 
-A fork from one process that has imported torch saves every worker its import. It is chosen where nothing can differ
-from exec but what docs/starting.md lists; in doubt, exec, which costs time only. Where a warm process has imported just
-what the job's own starter would (`pdrun warm`), the job is forked from that one. A starter may still turn out unfit (a
-plug-in of torch that starts threads or opens a device at import): then the keeper executes, and the agent says why.
+A fork from one process that has imported torch saves every worker its import. It is chosen where
+nothing can differ from exec but what docs/starting.md lists; in doubt, exec, which costs time only.
+Where a warm process has imported just what the job's own starter would (`pdrun warm`), the job is
+forked from that one. A starter may still turn out unfit (a plug-in of torch that starts threads or
+opens a device at import): then the keeper executes, and the agent says why.
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ _STARTER_SLOT = -1
 
 
 def starting(
-    spec: JobSpec, facts: Facts, sources: Sources, environ: Mapping[str, str], visibility: Mapping[int, Iterable[str]]
+    spec: JobSpec,
+    facts: Facts,
+    sources: Sources,
+    environ: Mapping[str, str],
+    visibility: Mapping[int, Iterable[str]],
 ) -> Starting:
     """
     Return how the workers are started.
@@ -40,16 +45,32 @@ def starting(
     if found.how == "exec" or not spec.program.warm or not facts.warm:
         return found
     argv = program_argv(spec.program, facts.python)
-    why = {warm.pid: unfit(warm, argv, found.modules, facts.torch_version, environ) for warm in facts.warm}
+    why = {
+        warm.pid: unfit(warm, argv, found.modules, facts.torch_version, environ)
+        for warm in facts.warm
+    }
     for warm in facts.warm:
         if not why[warm.pid]:
-            reason = f"from the warm process {warm.pid}, which has imported torch {warm.torch_version}"
-            return replace(found, reason=f"asked for, {reason}" if found.strict else reason, warm=warm.socket)
-    return replace(found, unused="; ".join(f"the warm process {pid} is not used: {text}" for pid, text in why.items()))
+            reason = (
+                f"from the warm process {warm.pid}, which has imported torch {warm.torch_version}"
+            )
+            return replace(
+                found, reason=f"asked for, {reason}" if found.strict else reason, warm=warm.socket
+            )
+    return replace(
+        found,
+        unused="; ".join(
+            f"the warm process {pid} is not used: {text}" for pid, text in why.items()
+        ),
+    )
 
 
 def unfit(
-    warm: Warm, argv: Sequence[str], modules: Iterable[str], torch_version: str, environ: Mapping[str, str]
+    warm: Warm,
+    argv: Sequence[str],
+    modules: Iterable[str],
+    torch_version: str,
+    environ: Mapping[str, str],
 ) -> str:
     """
     Return why a job cannot be forked from a warm process, or the empty string.
@@ -77,13 +98,19 @@ def unfit(
     else:
         names = {*warm.variables, *filter(importtime.frozen, wanted)}
     for name in sorted(names):
-        if wanted.get(name) != warm.variables.get(name) and not importtime.PER_WORKER.fullmatch(name):
+        if wanted.get(name) != warm.variables.get(name) and not importtime.PER_WORKER.fullmatch(
+            name
+        ):
             return f"{name} has another value, which counts at import"
     return warm.unfit
 
 
 def _starting(
-    spec: JobSpec, facts: Facts, sources: Sources, environ: Mapping[str, str], visibility: Mapping[int, Iterable[str]]
+    spec: JobSpec,
+    facts: Facts,
+    sources: Sources,
+    environ: Mapping[str, str],
+    visibility: Mapping[int, Iterable[str]],
 ) -> Starting:
     """Fork or exec, whatever warm process there is."""
     asked = spec.program.start
@@ -93,12 +120,16 @@ def _starting(
     modules = PLAIN + (OPTIMIZER if facts.optimizes else ())
     if asked == "fork":
         if why:
-            raise UsageError(f"workers cannot be forked: {why}", where=sources.get("program.start", "--start"))
+            raise UsageError(
+                f"workers cannot be forked: {why}", where=sources.get("program.start", "--start")
+            )
         return Starting("fork", "asked for", modules, strict=True)
     why = why or _pointless(facts)
     if why:
         return Starting("exec", why)
-    return Starting("fork", f"one process imports {', '.join(modules)} and forks the workers", modules)
+    return Starting(
+        "fork", f"one process imports {', '.join(modules)} and forks the workers", modules
+    )
 
 
 def _impossible(
@@ -110,7 +141,14 @@ def _impossible(
         return facts.unforkable
     if not facts.torch_version:
         return "torch is not installed for the workers' interpreter"
-    own = sorted({name for names in visibility.values() for name in names if not importtime.PER_WORKER.fullmatch(name)})
+    own = sorted(
+        {
+            name
+            for names in visibility.values()
+            for name in names
+            if not importtime.PER_WORKER.fullmatch(name)
+        }
+    )
     if own:
         return f"{own[0]} differs between the workers and may count at import"
     return importtime.needs_exec(dict(environ))
@@ -132,10 +170,16 @@ def start_of(starting: Starting) -> Literal["exec", "auto", "fork"]:
 
 
 def starter_command(plan: LaunchPlan) -> WorkerCommand:
-    """Return the command of the starter, as long as a worker's, so that it can carry that one's words later."""
+    """
+    Return the command of the starter, as long as a worker's, so that it can carry that one's words
+    later.
+    """
     python, *flags = plan.workers[0].argv[:2]
     argv = starter_words(
-        python, plan.starting.modules, plan.workers[0].argv, [flag for flag in flags if flag == "-P"]
+        python,
+        plan.starting.modules,
+        plan.workers[0].argv,
+        [flag for flag in flags if flag == "-P"],
     )
     env = importtime.importing({**plan.base_env, **plan.spec.env})
     return WorkerCommand(_STARTER_SLOT, tuple(argv), env, plan.cwd)

@@ -19,10 +19,15 @@ from pdrun.rendezvous.protocol.messages import Assign
 from pdrun.worker_env import WorkerEnv
 
 HCCL_CONNECT_TIMEOUT = "600"
-"""Seconds; HCCL's own 120 are too few for workers that import torch at different speeds; torch_npu warns below 300."""
+"""
+Seconds; HCCL's own 120 are too few for workers that import torch at different speeds; torch_npu
+warns below 300.
+"""
 
 
-def worker_env(plan: LaunchPlan, run: str, assign: Assign, worker: WorkerPlan, channel: str = "") -> dict[str, str]:
+def worker_env(
+    plan: LaunchPlan, run: str, assign: Assign, worker: WorkerPlan, channel: str = ""
+) -> dict[str, str]:
     """
     Return the environment of a worker in a generation.
 
@@ -41,7 +46,9 @@ def worker_env(plan: LaunchPlan, run: str, assign: Assign, worker: WorkerPlan, c
     }
 
 
-def identity(plan: LaunchPlan, run: str, assign: Assign, worker: WorkerPlan, channel: str = "") -> WorkerEnv:
+def identity(
+    plan: LaunchPlan, run: str, assign: Assign, worker: WorkerPlan, channel: str = ""
+) -> WorkerEnv:
     """Return who the worker is: the contract with the script."""
     master = parse_endpoint(assign.master, where="the scheduler's assignment")
     return WorkerEnv(
@@ -65,4 +72,3 @@ def identity(plan: LaunchPlan, run: str, assign: Assign, worker: WorkerPlan, cha
         agreed_step=assign.agreed_step,
         agent=channel,
     )
-

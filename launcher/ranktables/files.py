@@ -1,9 +1,9 @@
 """
-Rank tables as files: read whole even while somebody writes them, waited for while they are "initializing", written at
-once.
+Rank tables as files: read whole even while somebody writes them, waited for while they are
+"initializing", written at once.
 
-Kubernetes' controllers write with truncation, and swap links of mounted ConfigMaps: a file that changed while it was
-read, or that is cut off and still grows, is read again.
+Kubernetes' controllers write with truncation, and swap links of mounted ConfigMaps: a file that
+changed while it was read, or that is cut off and still grows, is read again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from pdrun.launcher.ranktables.read import read
 LIMIT = 64 << 20
 """Bytes of a table, at most; 65,536 ranks of dialect 1.2 take about 12 MB."""
 FRESH = 2.0
-"""Seconds without a change after which a file that cannot be read is not in the making; no clock of a server counts."""
+"""
+Seconds without a change after which a file that cannot be read is not in the making; no clock of a
+server counts.
+"""
 POLL = 1.0
 
 
@@ -39,13 +42,20 @@ class Loaded:
     faults: tuple[Fault, ...]
 
     def line(self, fault: Fault) -> str:
-        """Return one fault as a line: ``hccl.json:14: server_list[0].device[3].device_ip: WHAT; HINT``."""
+        """
+        Return one fault as a line: ``hccl.json:14: server_list[0].device[3].device_ip: WHAT;
+        HINT``.
+        """
         error = self.error(fault)
         return str(error)
 
     def error(self, fault: Fault) -> ConfigError:
-        """Return a fault as an error with its place; of what is missing, the place is the object that lacks it."""
-        path, offset = fault.path, 0
+        """
+        Return a fault as an error with its place; of what is missing, the place is the object that
+        lacks it.
+        """
+        path = fault.path
+        offset = 0
         while path and not offset:
             offset = jsontext.locate(self.text, path)
             path = path[:-1]
@@ -80,11 +90,15 @@ def load(path: str, *, lenient: bool = False) -> Loaded:
 
 
 def usable(
-    path: str, wait: float = 0.0, say: Callable[[str], None] = lambda text: None,
-    clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
-) -> RankTable:  # fmt: skip
+    path: str,
+    wait: float = 0.0,
+    say: Callable[[str], None] = lambda text: None,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> RankTable:
     """
-    Return a table that a job can use; one that is "initializing", or cut off while it still changes, is waited for.
+    Return a table that a job can use; one that is "initializing", or cut off while it still
+    changes, is waited for.
 
     Args:
         wait: seconds to wait, at most.
@@ -94,8 +108,10 @@ def usable(
         ConfigError: the table cannot be used; the first thing that is wrong, with file and line.
         DeadlineExceeded: it was still initializing at the end of the wait.
     """
-    end, told = clock() + wait, -1e9
-    seen, since = _identity(path), clock()
+    end = clock() + wait
+    told = -1e9
+    seen = _identity(path)
+    since = clock()
     while True:
         try:
             loaded = load(path)
@@ -110,9 +126,10 @@ def usable(
             what = f"{FilePath(path).name} is being written"
         if clock() >= end:
             raise DeadlineExceeded(
-                f"still after {wait:g} s: whoever writes this rank table has not completed it", where=path,
+                f"still after {wait:g} s: whoever writes this rank table has not completed it",
+                where=path,
                 hint="see why its job's pods are not all there, or give more --start-timeout",
-            )  # fmt: skip
+            )
         if clock() - told >= 10:
             say(f"waiting for the rank table: {what}")
             told = clock()
@@ -122,7 +139,10 @@ def usable(
     if loaded.wrong or loaded.table is None:
         error = loaded.error(loaded.wrong[0])
         if len(loaded.wrong) > 1:
-            error.hint = f"{error.hint}; " * bool(error.hint) + f"{len(loaded.wrong) - 1} more: pdrun rank-table check"
+            error.hint = (
+                f"{error.hint}; " * bool(error.hint)
+                + f"{len(loaded.wrong) - 1} more: pdrun rank-table check"
+            )
         raise error
     return loaded.table
 
@@ -151,7 +171,11 @@ def _permissions(path: str) -> list[Fault]:
     except OSError:
         return []
     if mode & stat.S_IWOTH:
-        return [Fault((), "every user of this machine may write this file", f"chmod o-w {path}", mild=True)]
+        return [
+            Fault(
+                (), "every user of this machine may write this file", f"chmod o-w {path}", mild=True
+            )
+        ]
     return []
 
 

@@ -1,7 +1,9 @@
 """
-Strict JSON with places: duplicate keys, NaN, endless digits and nesting are refused, and any value's line can be found.
+Strict JSON with places: duplicate keys, NaN, endless digits and nesting are refused, and any
+value's line can be found.
 
-The standard library's scanner reads; the place of a value is looked for only when there is something to say about it.
+The standard library's scanner reads; the place of a value is looked for only when there is
+something to say about it.
 """
 
 from __future__ import annotations
@@ -29,12 +31,17 @@ def parse(text: str, name: str) -> Any:
     Return what a text says.
 
     Raises:
-        ConfigError: it is no JSON, or not of the strict kind; names ``file:line`` and what would be right.
+        ConfigError: it is no JSON, or not of the strict kind; names ``file:line`` and what would be
+            right.
     """
     try:
         return json.loads(
-            text, object_pairs_hook=_pairs, parse_constant=_constant, parse_int=_int, parse_float=_float
-        )  # fmt: skip
+            text,
+            object_pairs_hook=_pairs,
+            parse_constant=_constant,
+            parse_int=_int,
+            parse_float=_float,
+        )
     except json.JSONDecodeError as error:
         raise _broken(text, error, name) from None
     except _Refused as error:
@@ -50,7 +57,9 @@ def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise _Refused(f"the key {key[:60]!r} stands twice in an object", f'"{key}"')
         for text in (key, value):
             if isinstance(text, str) and any("\ud800" <= char <= "\udfff" for char in text):
-                raise _Refused(f"the text of {key[:60]!a} is no valid Unicode (half of a surrogate pair)")
+                raise _Refused(
+                    f"the text of {key[:60]!a} is no valid Unicode (half of a surrogate pair)"
+                )
         found[key] = value
     return found
 
@@ -80,7 +89,8 @@ def _broken(text: str, error: json.JSONDecodeError, name: str) -> ConfigError:
     where = f"{name}:{error.lineno}:{error.colno}"
     if not text.strip():
         return ConfigError("is empty", where=name)
-    before, at = text[: error.pos].rstrip(), text[error.pos : error.pos + 200].lstrip()
+    before = text[: error.pos].rstrip()
+    at = text[error.pos : error.pos + 200].lstrip()
     near = _PLACEHOLDER.finditer(text, max(0, error.pos - 60), error.pos + 60)
     if placeholder := min(near, key=lambda match: abs(match.start() - error.pos), default=None):
         what = f"{placeholder[0]} is not filled in: this is a template, no rank table"
@@ -90,9 +100,15 @@ def _broken(text: str, error: json.JSONDecodeError, name: str) -> ConfigError:
     if before.endswith(",") and at[:1] in ("}", "]"):
         return ConfigError(f"a comma stands before {at[0]}", where=where, hint="take the comma out")
     if at[:1] == "'":
-        return ConfigError("single quotes, which JSON does not have", where=where, hint='write "..."')
+        return ConfigError(
+            "single quotes, which JSON does not have", where=where, hint='write "..."'
+        )
     if error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string"):
-        return ConfigError("ends in the middle", where=where, hint="the file was cut off, or is still being written")
+        return ConfigError(
+            "ends in the middle",
+            where=where,
+            hint="the file was cut off, or is still being written",
+        )
     return ConfigError(f"is not JSON: {error.msg}", where=where)
 
 
@@ -102,7 +118,10 @@ def line_of(text: str, offset: int) -> int:
 
 
 def locate(text: str, path: Path) -> int:
-    """Return the offset at which the value of a path begins, in a text that `parse` takes; 0 where there is none."""
+    """
+    Return the offset at which the value of a path begins, in a text that `parse` takes; 0 where
+    there is none.
+    """
     stack: list[list[str | int]] = []
     objects: list[bool] = []
     key_next = False
@@ -121,7 +140,9 @@ def locate(text: str, path: Path) -> int:
         elif key_next:
             stack[-1][0] = json.loads(token)
         else:
-            if len(stack) == len(path) and all(frame[0] == part for frame, part in zip(stack, path, strict=True)):
+            if len(stack) == len(path) and all(
+                frame[0] == part for frame, part in zip(stack, path, strict=True)
+            ):
                 return match.start()
             if token in "[{":
                 stack.append([0 if token == "[" else ""])

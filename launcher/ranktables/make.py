@@ -1,9 +1,10 @@
 """
-New tables: from hosts and the addresses of their network cards, and from other tables. Pure: texts in, a `RankTable`
-out.
+New tables: from hosts and the addresses of their network cards, and from other tables. Pure: texts
+in, a `RankTable` out.
 
-Addresses come as /etc/hccn.conf has them (``address_0=192.168.1.8``) or as ``hccn_tool -i N -ip -g`` prints them
-(``ipaddr:192.168.1.8``), one block a device in the order of the devices or behind a line that names the device.
+Addresses come as /etc/hccn.conf has them (``address_0=192.168.1.8``) or as ``hccn_tool -i N -ip
+-g`` prints them (``ipaddr:192.168.1.8``), one block a device in the order of the devices or behind
+a line that names the device.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from pdrun.launcher.ranktables.model import Device, RankTable, Server, SuperPod
 
 _LINE = re.compile(r"\s*address_([0-9]{1,3})\s*=\s*(\S*)\s*")
 _TOOL = re.compile(r"\s*ipaddr\s*:\s*(\S*)\s*")
-_DEVICE = re.compile(r".*?(?:hccn_tool\s+-i\s+|\b(?:device|npu)\s*[_:=]?\s*|^\s*\[)([0-9]{1,3})\b.*", re.IGNORECASE)
+_DEVICE = re.compile(
+    r".*?(?:hccn_tool\s+-i\s+|\b(?:device|npu)\s*[_:=]?\s*|^\s*\[)([0-9]{1,3})\b.*", re.IGNORECASE
+)
 
 
 def addresses(text: str, name: str) -> dict[int, str]:
@@ -34,9 +37,12 @@ def addresses(text: str, name: str) -> dict[int, str]:
     for number, line in enumerate(text.splitlines(), 1):
         where = f"{name}:{number}"
         if match := _LINE.fullmatch(line):
-            index, address = int(match[1]), match[2]
+            index = int(match[1])
+            address = match[2]
         elif match := _TOOL.fullmatch(line):
-            index, address, device = device, match[1], device + 1
+            index = device
+            address = match[1]
+            device = device + 1
         else:
             if match := _DEVICE.fullmatch(line):
                 device = int(match[1])
@@ -45,20 +51,25 @@ def addresses(text: str, name: str) -> dict[int, str]:
             ipaddress.ip_address(address)
         except ValueError:
             raise ConfigError(
-                f"{address[:60]!r} is no address of device {index}", where=where,
+                f"{address[:60]!r} is no address of device {index}",
+                where=where,
                 hint="set it with hccn_tool -i N -ip -s address A netmask M",
-            ) from None  # fmt: skip
+            ) from None
         if index in found:
             raise ConfigError(f"device {index} has an address already: {found[index]}", where=where)
         found[index] = address
     if not found:
         raise ConfigError(
-            "holds no address", where=name, hint="address_N=IP of /etc/hccn.conf, or what hccn_tool -i N -ip -g prints"
+            "holds no address",
+            where=name,
+            hint="address_N=IP of /etc/hccn.conf, or what hccn_tool -i N -ip -g prints",
         )
     return found
 
 
-def make(hosts: Sequence[Host], cards: Mapping[str, Mapping[int, str]], devices: int | None = None) -> RankTable:
+def make(
+    hosts: Sequence[Host], cards: Mapping[str, Mapping[int, str]], devices: int | None = None
+) -> RankTable:
     """
     Return a table of version 1.0: ranks in the order of the hosts and of their devices' numbers.
 
@@ -67,25 +78,29 @@ def make(hosts: Sequence[Host], cards: Mapping[str, Mapping[int, str]], devices:
         devices: how many each host has that does not say it itself.
 
     Raises:
-        UsageError: nothing says which devices a host has, or an address is missing among several hosts.
+        UsageError: nothing says which devices a host has, or an address is missing among several
+            hosts.
     """
-    servers, rank = [], 0
+    servers = []
+    rank = 0
     for host in hosts:
         known = cards.get(host.name, {})
         count = host.devices if host.devices is not None else devices
         ids = host.indices or (tuple(range(count)) if count is not None else tuple(sorted(known)))
         if not ids:
             raise UsageError(
-                f"nothing says which devices {host.name} has", where=host.where,
+                f"nothing says which devices {host.name} has",
+                where=host.where,
                 hint=f"write {host.name}:8, --devices 8, or give its addresses with --hccn {host.name}=FILE",
-            )  # fmt: skip
+            )
         made = []
         for device in ids:
             if device not in known and (len(hosts) > 1 or known):
                 raise UsageError(
-                    f"nobody gives an address for device {device} of {host.name}", where="--hccn",
+                    f"nobody gives an address for device {device} of {host.name}",
+                    where="--hccn",
                     hint=f"--hccn {host.name}=FILE, with /etc/hccn.conf of that host or the output of hccn_tool",
-                )  # fmt: skip
+                )
             made.append(Device(rank, device, (known[device],) if device in known else ()))
             rank += 1
         extra = {"host_ip": host.address} if host.address else {}
@@ -108,22 +123,34 @@ def merge(tables: Sequence[tuple[str, RankTable]]) -> RankTable:
     for name, table in tables:
         if table.dialect != first.dialect or table.dialect not in ("1.0", "1.2", "group", "lab"):
             raise ConfigError(
-                f"dialect {table.dialect}, and {first_name} has {first.dialect}", where=name,
+                f"dialect {table.dialect}, and {first_name} has {first.dialect}",
+                where=name,
                 hint="convert them to 1.0 or 1.2 first (pdrun rank-table convert)",
-            )  # fmt: skip
+            )
         for server in table.ordered:
             if server.id in servers:
-                raise ConfigError(f"server {server.id} is in {servers[server.id][0]} already", where=name)
+                raise ConfigError(
+                    f"server {server.id} is in {servers[server.id][0]} already", where=name
+                )
             for one in server.devices:
                 for ip in one.ips:
                     if ip in ips:
                         raise ConfigError(f"device_ip {ip} is in {ips[ip]} already", where=name)
                     ips[ip] = name
-            made = tuple(replace(one, rank=rank + index) for index, one in enumerate(server.devices))
+            made = tuple(
+                replace(one, rank=rank + index) for index, one in enumerate(server.devices)
+            )
             servers[server.id] = name, replace(server, devices=made)
             rank += len(made)
         for pod in table.super_pods:
             before = pods.get(pod.id)
-            pods[pod.id] = replace(before, servers=(*before.servers, *pod.servers)) if before else pod
-    return RankTable(first.dialect, "completed", tuple(server for _, server in servers.values()),
-                     tuple(pods.values()), first.extra)  # fmt: skip
+            pods[pod.id] = (
+                replace(before, servers=(*before.servers, *pod.servers)) if before else pod
+            )
+    return RankTable(
+        first.dialect,
+        "completed",
+        tuple(server for _, server in servers.values()),
+        tuple(pods.values()),
+        first.extra,
+    )

@@ -1,4 +1,7 @@
-"""What a rank table says, whatever its dialect: servers with devices, each with a rank; and its faults."""
+"""
+What a rank table says, whatever its dialect: servers with devices, each with a rank; and its
+faults.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,10 @@ class Server:
     path: Path = ()
 
     def named(self, *keys: str) -> str:
-        """Return the first of these entries that is there as a text that is not empty; ``server_id`` is the id."""
+        """
+        Return the first of these entries that is there as a text that is not empty; ``server_id``
+        is the id.
+        """
         values = (self.id if key == "server_id" else self.extra.get(key) for key in keys)
         return next((value for value in values if isinstance(value, str) and value), "")
 
@@ -67,7 +73,10 @@ class SuperPod:
 
 @dataclass(frozen=True)
 class RankTable:
-    """A whole table; servers in the order of their ranks once it has passed `pdrun.launcher.ranktables.check`."""
+    """
+    A whole table; servers in the order of their ranks once it has passed
+    `pdrun.launcher.ranktables.check`.
+    """
 
     dialect: Dialect
     status: str
@@ -78,12 +87,18 @@ class RankTable:
     @property
     def devices(self) -> tuple[Device, ...]:
         """Every device, in rank order."""
-        return tuple(sorted((one for server in self.servers for one in server.devices), key=lambda one: one.rank))
+        return tuple(
+            sorted(
+                (one for server in self.servers for one in server.devices), key=lambda one: one.rank
+            )
+        )
 
     @property
     def ordered(self) -> tuple[Server, ...]:
         """The servers in the order of their ranks."""
-        return tuple(sorted(self.servers, key=lambda server: min(one.rank for one in server.devices)))
+        return tuple(
+            sorted(self.servers, key=lambda server: min(one.rank for one in server.devices))
+        )
 
 
 @dataclass(frozen=True)

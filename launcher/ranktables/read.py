@@ -1,8 +1,9 @@
 """
-From JSON to a `RankTable`: one function a dialect, chosen by the keys as HCCL chooses, foreign dialects named.
+From JSON to a `RankTable`: one function a dialect, chosen by the keys as HCCL chooses, foreign
+dialects named.
 
-Shapes and rules after the tables' public documentation and HCCL's own parser; what HCCL would refuse later, in each
-worker, is refused here at once.
+Shapes and rules after the tables' public documentation and HCCL's own parser; what HCCL would
+refuse later, in each worker, is refused here at once.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def read(data: Any, *, lenient: bool = False) -> tuple[RankTable | None, list[Fa
             hint = "give the table with ranks that HCCL reads"
             return None, [Fault((key,), f"this is {what}, not a rank table", hint)]
     version = data.get("version")
-    if data.get("status") == "initializing" and not any(key in data for key in ("server_list", "group_list")):
+    if data.get("status") == "initializing" and not any(
+        key in data for key in ("server_list", "group_list")
+    ):
         return RankTable("1.0", "initializing", ()), []
     if version is None and "group_list" in data:
         table = _groups(data, reader)
@@ -53,7 +56,11 @@ def read(data: Any, *, lenient: bool = False) -> tuple[RankTable | None, list[Fa
     elif version == "2.0":
         table = _ranks(data, reader)
     else:
-        shown = "is missing" if version is None else f"{str(version)[:40]!r} is no version that HCCL knows"
+        shown = (
+            "is missing"
+            if version is None
+            else f"{str(version)[:40]!r} is no version that HCCL knows"
+        )
         return None, [Fault(("version",), shown, "there are 1.0, 1.1, 1.2 and 2.0")]
     return table, reader.faults
 
@@ -70,19 +77,33 @@ def _servers(data: Mapping[str, Any], version: str, reader: Reader) -> RankTable
     servers = []
     status = _status(data, reader)
     for path, item in reader.objects(data, "server_list", ()):
-        devices = tuple(_device(one, at, reader, version) for at, one in reader.objects(item, "device", path))
-        servers.append(Server(reader.text(item, "server_id", path), devices, rest(item, "server_id", "device"), path))
+        devices = tuple(
+            _device(one, at, reader, version) for at, one in reader.objects(item, "device", path)
+        )
+        servers.append(
+            Server(
+                reader.text(item, "server_id", path),
+                devices,
+                rest(item, "server_id", "device"),
+                path,
+            )
+        )
     count = reader.count(data, "server_count", (), needed=False)
     if count >= 0 and count != len(servers):
         reader.fault(("server_count",), f"{count}, but server_list has {len(servers)}")
     pods = []
     if "super_pod_list" in data:
         for path, item in reader.objects(data, "super_pod_list", ()):
-            ids = tuple(reader.text(one, "server_id", at) for at, one in reader.objects(item, "server_list", path))
+            ids = tuple(
+                reader.text(one, "server_id", at)
+                for at, one in reader.objects(item, "server_list", path)
+            )
             name = reader.text(item, "super_pod_id", path)
             pods.append(SuperPod(name, ids, rest(item, "super_pod_id", "server_list")))
     extra = rest(data, "version", "status", "server_list", "server_count", "super_pod_list")
-    return RankTable("1.2" if version == "1.2" else "1.0", status, tuple(servers), tuple(pods), extra)
+    return RankTable(
+        "1.2" if version == "1.2" else "1.0", status, tuple(servers), tuple(pods), extra
+    )
 
 
 _PORTS = ("device_port", "host_port", "backup_device_port")
@@ -96,7 +117,14 @@ def _device(data: Mapping[str, Any], path: Path, reader: Reader, version: str) -
     for key in _PORTS:
         if key in data and not reader.count(data, key, path, most=65535) >= 1:
             reader.fault((*path, key), "is no port", 'write "1" to "65535"')
-    return Device(rank, device_id, ips, sdid, rest(data, "rank_id", "device_id", "device_ip", "super_device_id"), path)
+    return Device(
+        rank,
+        device_id,
+        ips,
+        sdid,
+        rest(data, "rank_id", "device_id", "device_ip", "super_device_id"),
+        path,
+    )
 
 
 def _nodes(data: Mapping[str, Any], reader: Reader) -> RankTable:
@@ -108,21 +136,32 @@ def _nodes(data: Mapping[str, Any], reader: Reader) -> RankTable:
             device = reader.count(one, "device_id", at, needed=False, most=_DEVICES - 1)
             ips = reader.addresses(one, "rank_ip", at, needed=False)
             known = ("rank_id", "device_id", "rank_ip")
-            devices.append(Device(reader.count(one, "rank_id", at), device if device >= 0 else index, ips,
-                                  extra=rest(one, *known), path=at))  # fmt: skip
+            devices.append(
+                Device(
+                    reader.count(one, "rank_id", at),
+                    device if device >= 0 else index,
+                    ips,
+                    extra=rest(one, *known),
+                    path=at,
+                )
+            )
         name = reader.text(item, "node_addr", path)
         servers.append(Server(name, tuple(devices), rest(item, "node_addr", "ranks"), path))
     return RankTable("1.1", "completed", tuple(servers), extra=rest(data, "version", "node_list"))
 
 
 def _groups(data: Mapping[str, Any], reader: Reader) -> RankTable:
-    """The dialects without a version: `lab` has an instance a device, with its rank; `group` one a host."""
+    """
+    The dialects without a version: `lab` has an instance a device, with its rank; `group` one a
+    host.
+    """
     status = _status(data, reader)
     groups = reader.objects(data, "group_list", ())
     if len(groups) > 1:
         reader.fault(("group_list",), f"has {len(groups)} groups; one is supported")
     servers: dict[str, Server] = {}
-    lab, group_extra = False, {}
+    lab = False
+    group_extra = {}
     known = ("device_count", "device_num", "instance_count", "server_num", "instance_list")
     for path, group in groups[:1]:
         instances = reader.objects(group, "instance_list", path)
@@ -131,10 +170,15 @@ def _groups(data: Mapping[str, Any], reader: Reader) -> RankTable:
         for at, item in instances:
             devices = reader.objects(item, "devices", at)
             if lab and len(devices) != 1:
-                reader.fault((*at, "devices"), f"has {len(devices)} devices, and an instance with a rank has one")
+                reader.fault(
+                    (*at, "devices"),
+                    f"has {len(devices)} devices, and an instance with a rank has one",
+                )
             name = reader.text(item, "server_id", at)
             made = tuple(
-                _member(one, place, reader, reader.count(item, "rank_id", at) if lab else rank + index)
+                _member(
+                    one, place, reader, reader.count(item, "rank_id", at) if lab else rank + index
+                )
                 for index, (place, one) in enumerate(devices)
             )
             rank += len(devices)
@@ -144,15 +188,23 @@ def _groups(data: Mapping[str, Any], reader: Reader) -> RankTable:
             extra = rest(item, "server_id", "devices", "rank_id")
             servers[name] = Server(name, (*(before.devices if before else ()), *made), extra, at)
         total = sum(len(server.devices) for server in servers.values())
-        _counted(group, path, reader, ("device_num" if lab else "device_count", total),
-                 ("instance_count", len(instances)), ("server_num", len(servers)))  # fmt: skip
+        _counted(
+            group,
+            path,
+            reader,
+            ("device_num" if lab else "device_count", total),
+            ("instance_count", len(instances)),
+            ("server_num", len(servers)),
+        )
         group_extra = rest(group, *known)
     _counted(data, (), reader, ("group_count", len(groups)))
     extra = {**rest(data, "status", "group_count", "group_list"), "group": group_extra}
     return RankTable("lab" if lab else "group", status, tuple(servers.values()), extra=extra)
 
 
-def _counted(data: Mapping[str, Any], path: Path, reader: Reader, *expected: tuple[str, int]) -> None:
+def _counted(
+    data: Mapping[str, Any], path: Path, reader: Reader, *expected: tuple[str, int]
+) -> None:
     for key, number in expected:
         count = reader.count(data, key, path, needed=False)
         if count >= 0 and count != number:
@@ -180,8 +232,13 @@ def _ranks(data: Mapping[str, Any], reader: Reader) -> RankTable:
     for path, item in items:
         _levels(item, path, reader)
         reader.number(item, "local_id", path, most=_DEVICES)
-        rank, number = reader.number(item, "rank_id", path), reader.number(item, "device_id", path, most=_DEVICES)
-        devices.append(Device(rank, number, _level_ips(item), extra=rest(item, "rank_id", "device_id"), path=path))
+        rank = reader.number(item, "rank_id", path)
+        number = reader.number(item, "device_id", path, most=_DEVICES)
+        devices.append(
+            Device(
+                rank, number, _level_ips(item), extra=rest(item, "rank_id", "device_id"), path=path
+            )
+        )
     servers: list[list[Device]] = []
     for device in sorted(devices, key=lambda one: one.rank):
         if servers and device.device_id > servers[-1][-1].device_id:
@@ -189,10 +246,17 @@ def _ranks(data: Mapping[str, Any], reader: Reader) -> RankTable:
         else:
             servers.append([device])
     extra = rest(data, "version", "rank_count", "rank_list")
-    return RankTable("2.0", status, tuple(Server("", tuple(group)) for group in servers), extra=extra)
+    return RankTable(
+        "2.0", status, tuple(Server("", tuple(group)) for group in servers), extra=extra
+    )
 
 
-_DRAFT = {"level": "net_layer", "id": "net_instance_id", "fabric_type": "net_type", "rank_addrs": "rank_addr_list"}
+_DRAFT = {
+    "level": "net_layer",
+    "id": "net_instance_id",
+    "fabric_type": "net_type",
+    "rank_addrs": "rank_addr_list",
+}
 """Names of a draft of dialect 2.0, and today's."""
 
 
@@ -204,7 +268,9 @@ def _levels(data: Mapping[str, Any], path: Path, reader: Reader) -> None:
     for at, level in levels:
         old = [key for key in _DRAFT if key in level and _DRAFT[key] not in level]
         if old:
-            reader.fault((*at, old[0]), "is a name of a draft of dialect 2.0", f"write {_DRAFT[old[0]]}")
+            reader.fault(
+                (*at, old[0]), "is a name of a draft of dialect 2.0", f"write {_DRAFT[old[0]]}"
+            )
             return
         layer = reader.number(level, "net_layer", at, most=7)
         if 0 <= layer <= before:
@@ -214,7 +280,9 @@ def _levels(data: Mapping[str, Any], path: Path, reader: Reader) -> None:
         if layer == 0 and kind != "TOPO_FILE_DESC":
             reader.fault((*at, "net_type"), "of layer 0 is not TOPO_FILE_DESC")
         elif kind not in ("TOPO_FILE_DESC", "CLOS"):
-            reader.fault((*at, "net_type"), f"{str(kind)[:40]!r} is neither TOPO_FILE_DESC nor CLOS")
+            reader.fault(
+                (*at, "net_type"), f"{str(kind)[:40]!r} is neither TOPO_FILE_DESC nor CLOS"
+            )
         if not isinstance(level.get("net_instance_id"), str):
             reader.fault((*at, "net_instance_id"), "is no text")
         addresses = level.get("rank_addr_list")
@@ -230,9 +298,12 @@ def _level_ips(data: Mapping[str, Any]) -> tuple[str, ...]:
     for level in levels if isinstance(levels, list) else ():
         addresses = level.get("rank_addr_list") if isinstance(level, dict) else None
         found = tuple(
-            one["addr"] for one in (addresses if isinstance(addresses, list) else ())
-            if isinstance(one, dict) and one.get("addr_type") in ("IPV4", "IPV6") and isinstance(one.get("addr"), str)
-        )  # fmt: skip
+            one["addr"]
+            for one in (addresses if isinstance(addresses, list) else ())
+            if isinstance(one, dict)
+            and one.get("addr_type") in ("IPV4", "IPV6")
+            and isinstance(one.get("addr"), str)
+        )
         if found:
             return found
     return ()

@@ -1,4 +1,7 @@
-"""Scalars of a rank table: dialects 1.x write every one as text, 2.0 writes numbers; each complaint has its path."""
+"""
+Scalars of a rank table: dialects 1.x write every one as text, 2.0 writes numbers; each complaint
+has its path.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ MOST = 65536
 
 
 class Reader:
-    """Takes values out of objects and notes what is wrong with them; the value returned then is a harmless one."""
+    """
+    Takes values out of objects and notes what is wrong with them; the value returned then is a
+    harmless one.
+    """
 
     def __init__(self, *, lenient: bool = False) -> None:
         """``lenient``: numbers where text belongs are a warning."""
@@ -27,11 +33,19 @@ class Reader:
         if len(self.faults) < 1000:
             self.faults.append(Fault(path, what, hint, mild))
 
-    def objects(self, data: Mapping[str, Any], key: str, path: Path) -> list[tuple[Path, dict[str, Any]]]:
+    def objects(
+        self, data: Mapping[str, Any], key: str, path: Path
+    ) -> list[tuple[Path, dict[str, Any]]]:
         """Return the objects of a list that must be there and not be empty."""
         items = data.get(key)
         if not isinstance(items, list) or not items:
-            what = "is missing" if key not in data else "is no list" if not isinstance(items, list) else "is empty"
+            what = (
+                "is missing"
+                if key not in data
+                else "is no list"
+                if not isinstance(items, list)
+                else "is empty"
+            )
             self.fault((*path, key), what)
             return []
         if len(items) > MOST:
@@ -45,7 +59,15 @@ class Reader:
                 self.fault((*path, key, index), "is no object")
         return found
 
-    def text(self, data: Mapping[str, Any], key: str, path: Path, *, needed: bool = True, longest: int = 64) -> str:
+    def text(
+        self,
+        data: Mapping[str, Any],
+        key: str,
+        path: Path,
+        *,
+        needed: bool = True,
+        longest: int = 64,
+    ) -> str:
         """Return a text of a dialect 1.x."""
         value = data.get(key)
         if key not in data:
@@ -54,7 +76,10 @@ class Reader:
             return ""
         if isinstance(value, int) and not isinstance(value, bool):
             self.fault(
-                (*path, key), f"{value} is a number, and HCCL takes text only", f'write "{value}"', mild=self.lenient
+                (*path, key),
+                f"{value} is a number, and HCCL takes text only",
+                f'write "{value}"',
+                mild=self.lenient,
             )
             return str(value)
         if not isinstance(value, str):
@@ -70,21 +95,41 @@ class Reader:
             self.fault((*path, key), f"{value!r} is a placeholder, not filled in")
         return value
 
-    def count(self, data: Mapping[str, Any], key: str, path: Path, *, needed: bool = True, most: int = MOST) -> int:
+    def count(
+        self,
+        data: Mapping[str, Any],
+        key: str,
+        path: Path,
+        *,
+        needed: bool = True,
+        most: int = MOST,
+    ) -> int:
         """Return a number of a dialect 1.x, which stands there as text; -1 where there is none."""
         before = len(self.faults)
         value = self.text(data, key, path, needed=needed)
         if key not in data or any(not fault.mild for fault in self.faults[before:]):
             return -1
         if not re.fullmatch(r"0|[1-9][0-9]{0,8}", value):
-            self.fault((*path, key), f"{value!r} is not a whole number in text", 'write "0", "1" ...')
+            self.fault(
+                (*path, key), f"{value!r} is not a whole number in text", 'write "0", "1" ...'
+            )
             return -1
         if int(value) > most:
             self.fault((*path, key), f"{value} is above {most}")
         return int(value)
 
-    def number(self, data: Mapping[str, Any], key: str, path: Path, *, needed: bool = True, most: int = MOST) -> int:
-        """Return a number of dialect 2.0, which stands there as a number; -1 where there is none."""
+    def number(
+        self,
+        data: Mapping[str, Any],
+        key: str,
+        path: Path,
+        *,
+        needed: bool = True,
+        most: int = MOST,
+    ) -> int:
+        """
+        Return a number of dialect 2.0, which stands there as a number; -1 where there is none.
+        """
         value = data.get(key)
         if key not in data:
             if needed:
@@ -93,15 +138,21 @@ class Reader:
         if isinstance(value, bool) or not isinstance(value, int):
             digits = isinstance(value, str) and re.fullmatch("[0-9]{1,9}", value)
             hint = f"write {value} without quotes" if digits else "write a number"
-            self.fault((*path, key), f"{str(value)[:40]!r} is no number, and dialect 2.0 takes numbers only", hint,
-                       mild=bool(self.lenient and digits))  # fmt: skip
+            self.fault(
+                (*path, key),
+                f"{str(value)[:40]!r} is no number, and dialect 2.0 takes numbers only",
+                hint,
+                mild=bool(self.lenient and digits),
+            )
             return int(str(value)) if digits else -1
         if not 0 <= value <= most:
             self.fault((*path, key), f"{value} is not between 0 and {most}")
             return -1
         return value
 
-    def addresses(self, data: Mapping[str, Any], key: str, path: Path, *, needed: bool) -> tuple[str, ...]:
+    def addresses(
+        self, data: Mapping[str, Any], key: str, path: Path, *, needed: bool
+    ) -> tuple[str, ...]:
         """Return the IP addresses of a text with commas."""
         text = self.text(data, key, path, needed=needed, longest=1024)
         if not text or "*" in text:

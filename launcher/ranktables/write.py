@@ -1,5 +1,6 @@
 """
-From a `RankTable` to JSON in any dialect. What a dialect has no place for is named, never dropped in silence.
+From a `RankTable` to JSON in any dialect. What a dialect has no place for is named, never dropped
+in silence.
 
 Written in the dialect that it was read in, a table says exactly what it said before.
 """
@@ -30,13 +31,21 @@ def _compact(text: str) -> str:
 
     return re.sub(
         r"\{\s*((?:\"[^\"\\]*\": (?:\"[^\"\\]*\"|[0-9]+),?\s*)+)\}",
-        lambda match: "{" + re.sub(r",\s+", ", ", match[1].strip()) + "}", text,
-    )  # fmt: skip
+        lambda match: "{" + re.sub(r",\s+", ", ", match[1].strip()) + "}",
+        text,
+    )
 
 
 def data_of(table: RankTable) -> dict[str, Any]:
     """Return a table as the data of its dialect."""
-    writers = {"1.0": _servers, "1.2": _servers, "1.1": _nodes, "2.0": _ranks, "group": _group, "lab": _lab}
+    writers = {
+        "1.0": _servers,
+        "1.2": _servers,
+        "1.1": _nodes,
+        "2.0": _ranks,
+        "group": _group,
+        "lab": _lab,
+    }
     return writers[table.dialect](table)
 
 
@@ -62,15 +71,24 @@ def convert(table: RankTable, dialect: Dialect) -> tuple[RankTable, list[str]]:
     servers = tuple(_bare(server, lost) for server in source.ordered)
     if source.super_pods:
         lost.append("super_pod_list")
-    return RankTable(dialect, "completed", servers, extra={"group": {"group_name": "worker"}}), _once(lost)
+    return RankTable(
+        dialect, "completed", servers, extra={"group": {"group_name": "worker"}}
+    ), _once(lost)
 
 
 def _once(lost: list[str]) -> list[str]:
     return list(dict.fromkeys(lost))
 
 
-_GROUP_ONLY = ("group", "board_id", "chip_info", "deploy_mode", "para_plane_nic_location", "para_plane_nic_name",
-               "para_plane_nic_num")  # fmt: skip
+_GROUP_ONLY = (
+    "group",
+    "board_id",
+    "chip_info",
+    "deploy_mode",
+    "para_plane_nic_location",
+    "para_plane_nic_name",
+    "para_plane_nic_num",
+)
 
 
 def _top(table: RankTable, lost: list[str]) -> dict[str, Any]:
@@ -88,7 +106,9 @@ def _plain(server: Server, before: Dialect, dialect: Dialect, lost: list[str]) -
         gone = ("backup_device_ip", "backup_device_port")
         lost += ["super_device_id"] * any(one.super_device_id for one in devices)
         lost += [key for key in gone for one in devices if key in one.extra]
-        devices = tuple(replace(one, super_device_id="", extra=rest(one.extra, *gone)) for one in devices)
+        devices = tuple(
+            replace(one, super_device_id="", extra=rest(one.extra, *gone)) for one in devices
+        )
     if before == "1.1":
         lost += [f"ranks.{key}" for one in devices for key in one.extra]
         devices = tuple(replace(one, extra={}) for one in devices)
@@ -106,7 +126,9 @@ def _bare(server: Server, lost: list[str]) -> Server:
 
 def _from_flat(table: RankTable, lost: list[str]) -> RankTable:
     """2.0 as servers: the addresses of the lowest layer are kept, the layers themselves are not."""
-    lost += [key for one in table.devices for key in one.extra if key not in ("local_id", "level_list")]
+    lost += [
+        key for one in table.devices for key in one.extra if key not in ("local_id", "level_list")
+    ]
     lost.append("level_list: layers, ports and planes")
     servers = tuple(
         Server(f"node{index}", tuple(replace(one, extra={}) for one in server.devices))
@@ -134,57 +156,94 @@ def _flat(one: Device, server: Server) -> Device:
         {"addr_type": "IPV6" if ":" in ip else "IPV4", "addr": ip, "ports": []} for ip in one.ips
     ]
     level = {**_LEVEL, "net_instance_id": server.id, "rank_addr_list": addresses}
-    return Device(one.rank, one.device_id, one.ips, extra={"local_id": one.device_id, "level_list": [level]})
+    return Device(
+        one.rank, one.device_id, one.ips, extra={"local_id": one.device_id, "level_list": [level]}
+    )
 
 
-# writers --------------------------------------------------------------------------------------------------------------
+# writers
+# --------------------------------------------------------------------------------------------------------------
 
 
 def _scalars(one: Device, *, rank: bool = True) -> dict[str, Any]:
     return {
-        "device_id": str(one.device_id), **({"device_ip": ",".join(one.ips)} if one.ips else {}),
+        "device_id": str(one.device_id),
+        **({"device_ip": ",".join(one.ips)} if one.ips else {}),
         **({"super_device_id": one.super_device_id} if one.super_device_id else {}),
-        **({"rank_id": str(one.rank)} if rank else {}), **one.extra,
-    }  # fmt: skip
+        **({"rank_id": str(one.rank)} if rank else {}),
+        **one.extra,
+    }
 
 
 def _servers(table: RankTable) -> dict[str, Any]:
     pods = [
-        {"super_pod_id": pod.id, "server_list": [{"server_id": name} for name in pod.servers], **pod.extra}
+        {
+            "super_pod_id": pod.id,
+            "server_list": [{"server_id": name} for name in pod.servers],
+            **pod.extra,
+        }
         for pod in table.super_pods
     ]
     return {
-        "status": table.status, "version": table.dialect, "server_count": str(len(table.servers)),
+        "status": table.status,
+        "version": table.dialect,
+        "server_count": str(len(table.servers)),
         "server_list": [
-            {"server_id": server.id, **server.extra, "device": [_scalars(one) for one in server.devices]}
+            {
+                "server_id": server.id,
+                **server.extra,
+                "device": [_scalars(one) for one in server.devices],
+            }
             for server in table.servers
         ],
-        **({"super_pod_list": pods} if pods else {}), **table.extra,
-    }  # fmt: skip
+        **({"super_pod_list": pods} if pods else {}),
+        **table.extra,
+    }
 
 
 def _nodes(table: RankTable) -> dict[str, Any]:
     nodes = [
-        {"node_addr": server.id, **server.extra,
-         "ranks": [{"rank_id": str(one.rank), "device_id": str(one.device_id),
-                    **({"rank_ip": ",".join(one.ips)} if one.ips else {}), **one.extra} for one in server.devices]}
+        {
+            "node_addr": server.id,
+            **server.extra,
+            "ranks": [
+                {
+                    "rank_id": str(one.rank),
+                    "device_id": str(one.device_id),
+                    **({"rank_ip": ",".join(one.ips)} if one.ips else {}),
+                    **one.extra,
+                }
+                for one in server.devices
+            ],
+        }
         for server in table.servers
-    ]  # fmt: skip
+    ]
     return {"version": "1.1", "node_list": nodes, **table.extra}
 
 
 def _ranks(table: RankTable) -> dict[str, Any]:
-    ranks = [{"rank_id": one.rank, "device_id": one.device_id, **one.extra} for one in table.devices]
+    ranks = [
+        {"rank_id": one.rank, "device_id": one.device_id, **one.extra} for one in table.devices
+    ]
     return {"version": "2.0", **table.extra, "rank_count": len(ranks), "rank_list": ranks}
 
 
 def _wrapped(table: RankTable, group: Mapping[str, Any]) -> dict[str, Any]:
-    return {"status": table.status, "group_count": "1", "group_list": [group], **rest(table.extra, "group")}
+    return {
+        "status": table.status,
+        "group_count": "1",
+        "group_list": [group],
+        **rest(table.extra, "group"),
+    }
 
 
 def _group(table: RankTable) -> dict[str, Any]:
     instances = [
-        {**server.extra, "server_id": server.id, "devices": [_scalars(one, rank=False) for one in server.devices]}
+        {
+            **server.extra,
+            "server_id": server.id,
+            "devices": [_scalars(one, rank=False) for one in server.devices],
+        }
         for server in table.servers
     ]
     counts = {"device_count": str(len(table.devices)), "instance_count": str(len(instances))}
@@ -193,10 +252,18 @@ def _group(table: RankTable) -> dict[str, Any]:
 
 def _lab(table: RankTable) -> dict[str, Any]:
     instances = [
-        {"devices": [_scalars(one, rank=False)], "rank_id": str(one.rank), "server_id": server.id, **server.extra}
+        {
+            "devices": [_scalars(one, rank=False)],
+            "rank_id": str(one.rank),
+            "server_id": server.id,
+            **server.extra,
+        }
         for server in table.servers
         for one in server.devices
     ]
-    counts = {"device_num": str(len(instances)), "server_num": str(len(table.servers)),
-              "instance_count": str(len(instances))}  # fmt: skip
+    counts = {
+        "device_num": str(len(instances)),
+        "server_num": str(len(table.servers)),
+        "instance_count": str(len(instances)),
+    }
     return _wrapped(table, {**table.extra.get("group", {}), **counts, "instance_list": instances})

@@ -3,18 +3,20 @@ The starter: a process that has imported torch, has done nothing with it, and fo
 
     python fork_server.py MODULES PADDING        started by the keeper, its socket as fd 3
 
-It says ``{"why": ""}`` when it is ready, or why it is not fit: one thread and no device are what makes a fork safe, and
-both are looked at before every fork. A message then is one worker: the command (as the keeper gets it) and the worker's
-descriptors. Workers are made by a process between, which ends at once, so that they come to the keeper, the nearest
-sub-reaper: it reaps them as its own, and nothing happens to them when the starter goes.
+It says ``{"why": ""}`` when it is ready, or why it is not fit: one thread and no device are what
+makes a fork safe, and both are looked at before every fork. A message then is one worker: the
+command (as the keeper gets it) and the worker's descriptors. Workers are made by a process between,
+which ends at once, so that they come to the keeper, the nearest sub-reaper: it reaps them as its
+own, and nothing happens to them when the starter goes.
 
     python fork_server.py MODULES warm=SECONDS PATH PADDING        started by ``pdrun warm start``
 
-This one serves no keeper: it stays between jobs, and each job's keeper and starter are forked from it (`warm_server`).
-Its socket, bound to PATH, is fd 3; on fd 4 it says once whether it is ready.
+This one serves no keeper: it stays between jobs, and each job's keeper and starter are forked from
+it (`warm_server`). Its socket, bound to PATH, is fd 3; on fd 4 it says once whether it is ready.
 
-Run with the *workers'* interpreter, which needs torch and not pdrun; its environment is the workers' import-time one.
-PADDING makes room for a worker's command line. Nothing of the user's is imported here.
+Run with the *workers'* interpreter, which needs torch and not pdrun; its environment is the
+workers' import-time one. PADDING makes room for a worker's command line. Nothing of the user's is
+imported here.
 """
 
 import gc
@@ -40,12 +42,22 @@ if TYPE_CHECKING:
     from pdrun.launcher.stdlib_only import import_env as importtime
     from pdrun.launcher.stdlib_only import supervisor as keeper
 
-LISTEN, REPORT = 3, 4
+LISTEN = 3
+REPORT = 4
 Environ = dict[bytes, bytes]
 PACKET = 1 << 16
 BATCH = 64
-PLAIN_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty", "/dev/pts/",
-                 "/dev/ptmx", "/dev/shm/")  # fmt: skip
+PLAIN_DEVICES = (
+    "/dev/null",
+    "/dev/zero",
+    "/dev/full",
+    "/dev/random",
+    "/dev/urandom",
+    "/dev/tty",
+    "/dev/pts/",
+    "/dev/ptmx",
+    "/dev/shm/",
+)
 
 
 def sibling(name: str) -> "ModuleType":
@@ -123,7 +135,10 @@ def noise() -> bytes:
 
 
 def place(streams: "list[int]") -> None:
-    """Give the descriptors the numbers 0, 1, 2, ...; they came while those were in use, so all are higher."""
+    """
+    Give the descriptors the numbers 0, 1, 2, ...; they came while those were in use, so all are
+    higher.
+    """
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
@@ -132,8 +147,12 @@ def place(streams: "list[int]") -> None:
 class Starter:
     """Serves one keeper."""
 
-    def __init__(self, connection: socket.socket, leaving: "forked.Leaving", printed: bytes, before: Environ) -> None:
-        self.connection, self.leaving, self.printed = connection, leaving, printed
+    def __init__(
+        self, connection: socket.socket, leaving: "forked.Leaving", printed: bytes, before: Environ
+    ) -> None:
+        self.connection = connection
+        self.leaving = leaving
+        self.printed = printed
         changed = os.environb.items() - before.items()
         self.set_by_import = {name: (before.get(name), value) for name, value in changed}
 
@@ -161,7 +180,9 @@ class Starter:
         while len(found) < BATCH:
             try:
                 data, ancillary, _, _ = self.connection.recvmsg(  # recv_fds drops its flags
-                    PACKET, socket.CMSG_SPACE(64 * 4), socket.MSG_CMSG_CLOEXEC | (socket.MSG_DONTWAIT if found else 0)
+                    PACKET,
+                    socket.CMSG_SPACE(64 * 4),
+                    socket.MSG_CMSG_CLOEXEC | (socket.MSG_DONTWAIT if found else 0),
                 )
             except BlockingIOError:
                 break
@@ -200,7 +221,9 @@ class Starter:
         os.close(hold)
         return None
 
-    def become(self, order: Order, orders: "list[Order]", hold: int, between: int) -> "forked.Program":
+    def become(
+        self, order: Order, orders: "list[Order]", hold: int, between: int
+    ) -> "forked.Program":
         """The worker's side: take its place; an error goes to the keeper as one of exec does."""
         stage = "session"
         try:
@@ -239,14 +262,19 @@ class Starter:
             return program
         except (OSError, ValueError) as error:
             number = getattr(error, "errno", None) or 22
-            os.write(order.report, f"{number} {stage}: {os.strerror(number)}"[:4000].encode("utf-8", "replace"))
+            os.write(
+                order.report,
+                f"{number} {stage}: {os.strerror(number)}"[:4000].encode("utf-8", "replace"),
+            )
             os._exit(127)
 
     def prepare(self, order: Order, command: "dict[str, Any]") -> "forked.Program | None":
         """Everything that exec and the start of an interpreter would have done."""
         slot = keeper.marker(order.facts["token"], order.facts["slot"])
         command["env"][keeper.MARKER] = slot
-        self.environ = {keeper._bytes(name): keeper._bytes(value) for name, value in command["env"].items()}
+        self.environ = {
+            keeper._bytes(name): keeper._bytes(value) for name, value in command["env"].items()
+        }
         argv = [keeper._bytes(word) for word in command["argv"]]
         if any(b"\0" in word for word in (*argv, *self.environ, *self.environ.values())):
             raise ValueError("embedded null byte")
@@ -264,7 +292,9 @@ class Starter:
 
 
 def load(modules: str, leaving: "forked.Leaving") -> str:
-    """Import and make this process one to fork from; return why that failed, or the empty string."""
+    """
+    Import and make this process one to fork from; return why that failed, or the empty string.
+    """
     why = import_all(modules.split(","))
     forked.let_threads_finish()
     leaving.freeze()
@@ -272,8 +302,13 @@ def load(modules: str, leaving: "forked.Leaving") -> str:
 
 
 def warm(argv: "list[str]", leaving: "forked.Leaving") -> "tuple[socket.socket, bytes]":
-    """Import, then stay between jobs; returns in the starter of a job: its socket to the job's keeper, and `noise`."""
-    imported, inherited, warm_server = sibling("import_tracker"), sibling("inherited_state"), sibling("warm_server")
+    """
+    Import, then stay between jobs; returns in the starter of a job: its socket to the job's keeper,
+    and `noise`.
+    """
+    imported = sibling("import_tracker")
+    inherited = sibling("inherited_state")
+    warm_server = sibling("warm_server")
     tools = {"keeper": keeper, "inherited": inherited, "importtime": importtime, "forked": forked}
     environ = dict(os.environ)
     with imported.Lookups() as lookups:
@@ -282,9 +317,14 @@ def warm(argv: "list[str]", leaving: "forked.Leaving") -> "tuple[socket.socket, 
     os.dup2(0, 2)  # what is printed from here on is no word of an import
     server = None
     if not why:
-        forked.show_as([os.fsencode(word) for word in (sys.executable, *argv[:4])], b"", keep_room=True)
-        listener, idle = socket.socket(fileno=LISTEN), float(argv[2].partition("=")[2])
-        server = warm_server.Warm(listener, argv[3], idle, unfit, lookups, environ, imported.Files(), tools)
+        forked.show_as(
+            [os.fsencode(word) for word in (sys.executable, *argv[:4])], b"", keep_room=True
+        )
+        listener = socket.socket(fileno=LISTEN)
+        idle = float(argv[2].partition("=")[2])
+        server = warm_server.Warm(
+            listener, argv[3], idle, unfit, lookups, environ, imported.Files(), tools
+        )
     os.write(REPORT, json.dumps({"why": why}).encode())
     os.close(REPORT)
     if server is None:
@@ -295,11 +335,13 @@ def warm(argv: "list[str]", leaving: "forked.Leaving") -> "tuple[socket.socket, 
 def main(argv: "list[str]") -> "forked.Program":
     """Import, check, and serve; returns in workers only."""
     os.set_inheritable(LISTEN, False)
-    leaving, before = forked.Leaving(), dict(os.environb)
+    leaving = forked.Leaving()
+    before = dict(os.environb)
     if argv[2].startswith("warm="):
         why, (connection, printed) = "", warm(argv, leaving)
     else:
-        why, connection = load(argv[1], leaving), socket.socket(fileno=LISTEN)
+        why = load(argv[1], leaving)
+        connection = socket.socket(fileno=LISTEN)
         printed = noise()
     starter = Starter(connection, leaving, printed, before)
     starter.say(why)
@@ -309,11 +351,14 @@ def main(argv: "list[str]") -> "forked.Program":
 
 
 if __name__ == "__main__":
-    keeper, forked, importtime = sibling("supervisor"), sibling("forked_worker"), sibling("import_env")
+    keeper = sibling("supervisor")
+    forked = sibling("forked_worker")
+    importtime = sibling("import_env")
     program = main(sys.argv).parts()
     run_module = vars(importlib.import_module("runpy"))["_run_module_as_main"]
 
-    # One frame of the starter's lies below the program's own, and no more. Nothing here keeps its namespace alive.
+    # One frame of the starter's lies below the program's own, and no more. Nothing here keeps its
+    # namespace alive.
     try:
         if len(program) == 2:
             exec(program.pop(0), program.pop())  # noqa: S102  the user's own program

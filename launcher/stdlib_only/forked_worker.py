@@ -1,11 +1,14 @@
 """
-The child's side of a fork from the starter: make this process what ``python SCRIPT`` would have become.
+The child's side of a fork from the starter: make this process what ``python SCRIPT`` would have
+become.
 
-Order matters: who it is (session, descriptors, folder, CPUs) before any thread, the environment before whatever reads
-it, random state and threads before the program. What exec would have made anew is made anew here; what cannot be is
-listed in docs/starting.md (hash seed, address layout, /proc/PID/environ, frames below the program's own).
+Order matters: who it is (session, descriptors, folder, CPUs) before any thread, the environment
+before whatever reads it, random state and threads before the program. What exec would have made
+anew is made anew here; what cannot be is listed in docs/starting.md (hash seed, address layout,
+/proc/PID/environ, frames below the program's own).
 
-Loaded by path in the starter's interpreter, which may have no pdrun: standard library, and torch as it is there.
+Loaded by path in the starter's interpreter, which may have no pdrun: standard library, and torch as
+it is there.
 """
 
 from __future__ import annotations
@@ -27,12 +30,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Any
 
-PR_SET_MM, PR_SET_MM_ARG_END = 35, 9
+PR_SET_MM = 35
+PR_SET_MM_ARG_END = 9
 STACKS_SIGNAL = 51
 """As in `pdrun.elastic`, which need not be there for this interpreter."""
 KEPT_ALIVE = ("sys", "builtins", "__main__", "__mp_main__")
 TORN_DOWN = "torch.distributed"
-"""Modules in which scripts leave things that must end with the process (process groups) are torn down as ever."""
+"""
+Modules in which scripts leave things that must end with the process (process groups) are torn down
+as ever.
+"""
 
 
 class Program:
@@ -40,8 +47,12 @@ class Program:
 
     __slots__ = ("code", "module", "space")
 
-    def __init__(self, code: types.CodeType | None, space: dict[str, Any], module: str = "") -> None:
-        self.code, self.space, self.module = code, space, module
+    def __init__(
+        self, code: types.CodeType | None, space: dict[str, Any], module: str = ""
+    ) -> None:
+        self.code = code
+        self.space = space
+        self.module = module
 
     def parts(self) -> list[Any]:
         """Return the arguments of exec, or the name of a module alone."""
@@ -67,14 +78,17 @@ def show_as(argv: list[bytes], marker: bytes, *, keep_room: bool = False) -> Non
     """
     Let /proc/PID/cmdline say ``argv``, and the marker in /proc/PID/environ name this worker.
 
-    ``keep_room``: zeros stand behind it, and what is forked from here has all the room that this process had.
+    ``keep_room``: zeros stand behind it, and what is forked from here has all the room that this
+    process had.
     """
     start, end, first, last = memory_of_arguments()
     text = b"".join(word + b"\0" for word in argv)
     if 0 < len(text) <= end - start:
         ctypes.memmove(start, text + bytes(end - start - len(text)), end - start)
         if not keep_room:
-            ctypes.CDLL(None).prctl(PR_SET_MM, PR_SET_MM_ARG_END, ctypes.c_ulong(start + len(text)), 0, 0)
+            ctypes.CDLL(None).prctl(
+                PR_SET_MM, PR_SET_MM_ARG_END, ctypes.c_ulong(start + len(text)), 0, 0
+            )
     block = ctypes.string_at(first, last - first)
     name, _, value = marker.partition(b"=")
     at = name and re.search(rb"(?:^|\0)" + re.escape(name) + rb"=([^\0]*)", block)
@@ -83,13 +97,18 @@ def show_as(argv: list[bytes], marker: bytes, *, keep_room: bool = False) -> Non
 
 
 def streams() -> None:
-    """New sys.stdin, stdout and stderr on descriptors 0, 1 and 2, as the interpreter makes them at its start."""
+    """
+    New sys.stdin, stdout and stderr on descriptors 0, 1 and 2, as the interpreter makes them at its
+    start.
+    """
     old = sys.stdout, sys.stderr
     unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         before: Any = getattr(sys, f"__{name}__")
         try:
-            made: io.TextIOWrapper | None = _stream(number, f"<{name}>", before.encoding, before.errors, unbuffered)
+            made: io.TextIOWrapper | None = _stream(
+                number, f"<{name}>", before.encoding, before.errors, unbuffered
+            )
         except OSError:
             made = None  # the descriptor is closed: so it is in a process that is executed
         setattr(sys, name, made)
@@ -101,22 +120,33 @@ def streams() -> None:
             handler.stream = sys.stdout if handler.stream is old[0] else sys.stderr
 
 
-def _stream(number: int, name: str, encoding: str, errors: str | None, unbuffered: bool) -> io.TextIOWrapper:
+def _stream(
+    number: int, name: str, encoding: str, errors: str | None, unbuffered: bool
+) -> io.TextIOWrapper:
     writes = number > 0
     plain = unbuffered and writes
-    buffer: Any = open(number, "wb" if writes else "rb", buffering=0 if plain else -1, closefd=False)  # noqa: SIM115
+    buffer: Any = open(  # noqa: SIM115
+        number, "wb" if writes else "rb", buffering=0 if plain else -1, closefd=False
+    )
     raw = buffer if plain else buffer.raw
     raw.name = name
     stream = io.TextIOWrapper(
-        buffer, encoding, "backslashreplace" if number == 2 else errors, newline="\n",
-        line_buffering=not unbuffered and (number == 2 or raw.isatty()), write_through=unbuffered,
-    )  # fmt: skip
+        buffer,
+        encoding,
+        "backslashreplace" if number == 2 else errors,
+        newline="\n",
+        line_buffering=not unbuffered and (number == 2 or raw.isatty()),
+        write_through=unbuffered,
+    )
     stream.mode = "w" if writes else "r"  # type: ignore[misc]
     return stream
 
 
 def fresh_state() -> None:
-    """What an interpreter draws at its start, or at the import of a module, and every worker needs for itself."""
+    """
+    What an interpreter draws at its start, or at the import of a module, and every worker needs for
+    itself.
+    """
     modules: dict[str, Any] = dict(sys.modules)
     torch = modules.get("torch")
     if torch is not None:
@@ -129,14 +159,19 @@ def fresh_state() -> None:
         process.ORIGINAL_DIR = os.path.abspath(os.getcwd())
     logging = modules.get("logging")
     if logging is not None:
-        logging._startTime = time.time() if isinstance(logging._startTime, float) else time.time_ns()
+        logging._startTime = (
+            time.time() if isinstance(logging._startTime, float) else time.time_ns()
+        )
     if "tempfile" in modules:
         modules["tempfile"].tempdir = None
     sys.path_importer_cache.clear()
 
 
 def threads(environ: Mapping[str, str]) -> None:
-    """Apply the thread counts that the libraries would have read; the starter imported them with one thread."""
+    """
+    Apply the thread counts that the libraries would have read; the starter imported them with one
+    thread.
+    """
     most = len(os.sched_getaffinity(0))  # MKL and OpenBLAS take no more than there are CPUs
     own = int(environ.get("OMP_NUM_THREADS") or most)
     torch = sys.modules.get("torch")
@@ -145,19 +180,28 @@ def threads(environ: Mapping[str, str]) -> None:
         wanted = min(int(environ.get("MKL_NUM_THREADS") or own), most) if mkl else own
         if wanted != 1:
             torch.set_num_threads(wanted)
-    blas = min(int(environ.get("OPENBLAS_NUM_THREADS") or environ.get("GOTO_NUM_THREADS") or own), most)
+    blas = min(
+        int(environ.get("OPENBLAS_NUM_THREADS") or environ.get("GOTO_NUM_THREADS") or own), most
+    )
     if blas != 1 and "numpy" in sys.modules:
         openblas_threads(blas)
 
 
 def openblas_threads(count: int) -> None:
-    """Tell every OpenBLAS that is loaded; it makes its threads now, as it does in a process that is executed."""
+    """
+    Tell every OpenBLAS that is loaded; it makes its threads now, as it does in a process that is
+    executed.
+    """
     with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as file:
         paths = {line.split(maxsplit=5)[5].strip() for line in file if "openblas" in line}
     for path in paths:
         library = ctypes.CDLL(path)
-        for name in ("scipy_openblas_set_num_threads64_", "scipy_openblas_set_num_threads",
-                     "openblas_set_num_threads64_", "openblas_set_num_threads"):  # fmt: skip
+        for name in (
+            "scipy_openblas_set_num_threads64_",
+            "scipy_openblas_set_num_threads",
+            "openblas_set_num_threads64_",
+            "openblas_set_num_threads",
+        ):
             if hasattr(library, name):
                 getattr(library, name)(count)
                 break
@@ -167,9 +211,9 @@ def let_threads_finish() -> None:
     """
     In the starter: have ``destroy_process_group`` let go of the interpreter for a moment first.
 
-    torch joins a group's thread while it holds the interpreter, and that thread may need the interpreter to drop the
-    last collective's tensor: a script whose end follows within the 5 ms of a switch hangs, however it was started.
-    Workers that find torch._dynamo imported are that quick.
+    torch joins a group's thread while it holds the interpreter, and that thread may need the
+    interpreter to drop the last collective's tensor: a script whose end follows within the 5 ms of
+    a switch hangs, however it was started. Workers that find torch._dynamo imported are that quick.
     """
     home: Any = sys.modules.get("torch.distributed.distributed_c10d")
     original = getattr(home, "destroy_process_group", None)
@@ -187,7 +231,10 @@ def let_threads_finish() -> None:
 
 
 def offer_stacks(agent: str) -> None:
-    """Have STACKS_SIGNAL write this worker's stacks into a file beside its agent's socket, as `pdrun.elastic` does."""
+    """
+    Have STACKS_SIGNAL write this worker's stacks into a file beside its agent's socket, as
+    `pdrun.elastic` does.
+    """
     import faulthandler
     import fcntl
 
@@ -210,17 +257,27 @@ def _by_torch() -> bool:
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__") == "os":
         frame = frame.f_back
-    return frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "triton")
+    return frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
+        "torch",
+        "triton",
+    )
 
 
 def watch_late(frozen: Callable[[str], bool]) -> None:
     """Say once for each variable that the program sets too late to count; see `importtime`."""
-    put, given, told = os.putenv, dict(os.environ), set()
+    put = os.putenv
+    given = dict(os.environ)
+    told = set()
 
     def putenv(name: Any, value: Any, /) -> None:
         put(name, value)
         text = os.fsdecode(name)
-        if text not in told and frozen(text) and given.get(text) != os.fsdecode(value) and not _by_torch():
+        if (
+            text not in told
+            and frozen(text)
+            and given.get(text) != os.fsdecode(value)
+            and not _by_torch()
+        ):
             told.add(text)
             note = f"pdrun: {text} is set after torch was imported and has no effect on it; use --start exec\n"
             os.write(2, note.encode(errors="replace"))
@@ -265,12 +322,17 @@ def program(argv: list[str]) -> Program | None:
 
 
 def hide_frame() -> None:
-    """Have the exception on its way out reported without the one frame of the starter below the program's."""
+    """
+    Have the exception on its way out reported without the one frame of the starter below the
+    program's.
+    """
     hook = getattr(sys, "excepthook", None)
     if hook is None:
         return
 
-    def excepthook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+    def excepthook(
+        kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
+    ) -> None:
         sys.excepthook = hook
         own = trace.tb_next if trace is not None else None
         sys.last_traceback = own
@@ -281,7 +343,10 @@ def hide_frame() -> None:
 
 
 class _Stand:
-    """Stands in sys.modules for a module that the starter imported, while the interpreter takes the others apart."""
+    """
+    Stands in sys.modules for a module that the starter imported, while the interpreter takes the
+    others apart.
+    """
 
     def __init__(self, module: types.ModuleType) -> None:
         self.__dict__["_module"] = module
@@ -292,11 +357,12 @@ class _Stand:
 
 class Leaving:
     """
-    Makes the end of a worker cheap: nothing that the starter imported is taken apart, neither by Python nor by C.
+    Makes the end of a worker cheap: nothing that the starter imported is taken apart, neither by
+    Python nor by C.
 
-    Everything of the worker's own ends as ever: threads are joined, its exit handlers run, its objects are destroyed,
-    its files flushed, and libraries that it loaded itself are ended. Made before any other exit handler is registered
-    (so that its own runs last), `arm`ed in the worker.
+    Everything of the worker's own ends as ever: threads are joined, its exit handlers run, its
+    objects are destroyed, its files flushed, and libraries that it loaded itself are ended. Made
+    before any other exit handler is registered (so that its own runs last), `arm`ed in the worker.
     """
 
     def __init__(self) -> None:
@@ -308,15 +374,17 @@ class Leaving:
         for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
             found = finalizer.peek()
             if found and (getattr(found[1], "__module__", None) or "").startswith("torch."):
-                finalizer.atexit = False  # operators that torch registered from Python: the process takes them along
+                # operators that torch registered from Python: the process takes them along
+                finalizer.atexit = False
         gc.freeze()
 
     def arm(self) -> None:
         """In the worker: this is one."""
         self.modules = {
-            name: module for name, module in sys.modules.items()
+            name: module
+            for name, module in sys.modules.items()
             if name not in KEPT_ALIVE and not name.startswith(TORN_DOWN)
-        }  # fmt: skip
+        }
         libc = ctypes.CDLL(None)
         if not hasattr(libc, "on_exit"):
             return  # not glibc: the long way out
@@ -324,19 +392,25 @@ class Leaving:
         libc["__cxa_atexit"](ctypes.cast(libc.fflush, ctypes.c_void_p), None, None)
 
     def last(self) -> None:
-        """The last exit handler: flush what is open, and take the starter's modules out of the interpreter's sight."""
+        """
+        The last exit handler: flush what is open, and take the starter's modules out of the
+        interpreter's sight.
+        """
         if self.modules is None:
             return
         for thing in gc.get_objects():
-            if issubclass(type(thing), io.IOBase):  # not isinstance: a proxy of what is gone would raise
+            if issubclass(
+                type(thing), io.IOBase
+            ):  # not isinstance: a proxy of what is gone would raise
                 try:
                     if not thing.closed and thing.writable():
                         thing.flush()
                 except Exception:
                     continue
         if len(os.listdir("/proc/self/task")) > 1:
-            # A thread of torch that waits for the interpreter to let go of a last tensor must have its turn before
-            # process groups are destroyed, which join it; a slow end gives it that by chance, a quick one would hang.
+            # A thread of torch that waits for the interpreter to let go of a last tensor must have
+            # its turn before process groups are destroyed, which join it; a slow end gives it that
+            # by chance, a quick one would hang.
             for _ in range(3):
                 time.sleep(0.001)
         kept = []

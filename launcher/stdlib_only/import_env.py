@@ -1,11 +1,12 @@
 """
-Which variables are read when a process starts or imports torch, and so come too late in a worker forked after that.
+Which variables are read when a process starts or imports torch, and so come too late in a worker
+forked after that.
 
-Pure text work, standard library only: the launcher decides with it, and the starter, which may run in an interpreter
-without pdrun, loads this file by its path. The names come from tracing ``import torch`` (2.11 to 2.13), its libraries
-and torch._dynamo. A name that is missing here makes a forked worker ignore a late change of it; one too many costs
-speed only. Variables that torch, NCCL, gloo or a driver read at first use (NCCL_*, GLOO_*, CUDA_VISIBLE_DEVICES) are
-not among them.
+Pure text work, standard library only: the launcher decides with it, and the starter, which may run
+in an interpreter without pdrun, loads this file by its path. The names come from tracing ``import
+torch`` (2.11 to 2.13), its libraries and torch._dynamo. A name that is missing here makes a forked
+worker ignore a late change of it; one too many costs speed only. Variables that torch, NCCL, gloo
+or a driver read at first use (NCCL_*, GLOO_*, CUDA_VISIBLE_DEVICES) are not among them.
 """
 
 from __future__ import annotations
@@ -29,15 +30,34 @@ OF_A_SESSION = re.compile(
     r"_|PWD|OLDPWD|SHLVL|COLUMNS|LINES|PS[1-4]|PROMPT\w*|HIST\w*|LS_COLORS|LESS\w*|MAIL|COLORTERM|TERM\w*|WINDOWID|VTE_\w+"
     r"|SSH_\w+|TMUX\w*|STY|GPG_\w+|DISPLAY|WAYLAND_DISPLAY|DBUS_\w+|XDG_(?:SESSION|SEAT|VTNR)\w*|INVOCATION_ID|JOURNAL_STREAM"
 )
-"""Names that a shell or a terminal has for itself: they count where they were asked for by name, not in a walk."""
+"""
+Names that a shell or a terminal has for itself: they count where they were asked for by name, not
+in a walk.
+"""
 PER_WORKER = re.compile(r"(?:\w+_)?VISIBLE_DEVICES|ZE_AFFINITY_MASK")
 """Names that differ between the workers of a node, beside ranks, and are read at first use."""
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS")
 """Names that a forked worker applies itself: whole numbers only."""
-FIXED_PLACES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "GOMP_SPINCOUNT", "LD_PRELOAD",
-                "LD_AUDIT", "KMP_BLOCKTIME", "NVTX_INJECTION64_PATH", "CUDA_INJECTION64_PATH", "COVERAGE_PROCESS_START",
-                "PYTHONPROFILEIMPORTTIME", "PYTHONDUMPREFS", "PYTHONINSPECT")  # fmt: skip
-"""Names whose very presence means that a process is to be started by exec: tools that attach there, fixed CPUs."""
+FIXED_PLACES = (
+    "OMP_PROC_BIND",
+    "OMP_PLACES",
+    "GOMP_CPU_AFFINITY",
+    "KMP_AFFINITY",
+    "GOMP_SPINCOUNT",
+    "LD_PRELOAD",
+    "LD_AUDIT",
+    "KMP_BLOCKTIME",
+    "NVTX_INJECTION64_PATH",
+    "CUDA_INJECTION64_PATH",
+    "COVERAGE_PROCESS_START",
+    "PYTHONPROFILEIMPORTTIME",
+    "PYTHONDUMPREFS",
+    "PYTHONINSPECT",
+)
+"""
+Names whose very presence means that a process is to be started by exec: tools that attach there,
+fixed CPUs.
+"""
 
 
 def frozen(name: str) -> bool:
@@ -62,7 +82,10 @@ def needs_exec(environ: dict[str, str]) -> str:
 
 
 def importing(environ: dict[str, str]) -> dict[str, str]:
-    """Return the environment for the import itself: one thread, so that no pool is ever made before a fork."""
+    """
+    Return the environment for the import itself: one thread, so that no pool is ever made before a
+    fork.
+    """
     return {**environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
@@ -71,8 +94,9 @@ _SETS = re.compile(r"environ|putenv")
 
 def late_assignment(text: str) -> tuple[int, str] | None:
     """
-    Return line and name of the first variable that a program sets before its own import of torch, and that a forked
-    worker would find set too late; None where there is none, or the text is no Python.
+    Return line and name of the first variable that a program sets before its own import of torch,
+    and that a forked worker would find set too late; None where there is none, or the text is no
+    Python.
     """
     if not _SETS.search(text):
         return None
@@ -82,8 +106,16 @@ def late_assignment(text: str) -> tuple[int, str] | None:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    torch = min((getattr(node, "lineno", 0) for node in ast.walk(tree) if _imports_torch(node)), default=1 << 30)
-    found = [(line, name) for node in ast.walk(tree) for line, name in _assigned(node) if frozen(name) and line < torch]
+    torch = min(
+        (getattr(node, "lineno", 0) for node in ast.walk(tree) if _imports_torch(node)),
+        default=1 << 30,
+    )
+    found = [
+        (line, name)
+        for node in ast.walk(tree)
+        for line, name in _assigned(node)
+        if frozen(name) and line < torch
+    ]
     return min(found, default=None)
 
 
@@ -103,15 +135,31 @@ def _assigned(node: object) -> list[tuple[int, str]]:
     line = getattr(node, "lineno", 0)
     if isinstance(node, ast.Assign | ast.AugAssign | ast.Delete):
         targets = [node.target] if isinstance(node, ast.AugAssign) else node.targets
-        keys = [target.slice for target in targets if isinstance(target, ast.Subscript) and _environ(target.value)]
-        if isinstance(node, ast.AugAssign) and _environ(node.target) and isinstance(node.value, ast.Dict):
+        keys = [
+            target.slice
+            for target in targets
+            if isinstance(target, ast.Subscript) and _environ(target.value)
+        ]
+        if (
+            isinstance(node, ast.AugAssign)
+            and _environ(node.target)
+            and isinstance(node.value, ast.Dict)
+        ):
             keys += [key for key in node.value.keys if key is not None]
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         name = node.func.attr
-        if name in ("putenv", "unsetenv") or (name in ("setdefault", "pop") and _environ(node.func.value)):
+        if name in ("putenv", "unsetenv") or (
+            name in ("setdefault", "pop") and _environ(node.func.value)
+        ):
             keys = node.args[:1]
         elif name == "update" and _environ(node.func.value):
-            keys = [key for arg in node.args if isinstance(arg, ast.Dict) for key in arg.keys if key is not None]
+            keys = [
+                key
+                for arg in node.args
+                if isinstance(arg, ast.Dict)
+                for key in arg.keys
+                if key is not None
+            ]
             return [*_names(keys, line), *((line, word.arg) for word in node.keywords if word.arg)]
     return _names(keys, line)
 
@@ -119,9 +167,13 @@ def _assigned(node: object) -> list[tuple[int, str]]:
 def _names(keys: Iterable[object], line: int) -> list[tuple[int, str]]:
     found = (getattr(key, "value", None) for key in keys)
     return [
-        (line, name if isinstance(name, str) else name.decode(errors="surrogateescape"))  # as os.environb has it
-        for name in found if isinstance(name, str | bytes)
-    ]  # fmt: skip
+        (
+            line,
+            name if isinstance(name, str) else name.decode(errors="surrogateescape"),
+        )  # as os.environb has it
+        for name in found
+        if isinstance(name, str | bytes)
+    ]
 
 
 def _environ(node: object) -> bool:

@@ -1,9 +1,11 @@
 """
-What an import depended on: which variables Python looked up while it ran, and the files that it came from.
+What an import depended on: which variables Python looked up while it ran, and the files that it
+came from.
 
-With this a process that has imported torch knows later whether the same import would still give the same: a variable
-that was looked up has another value now, a module's file was changed, or another one would now be found first. What
-compiled code reads by ``getenv`` is not seen here; its names stand in `importtime.FROZEN`.
+With this a process that has imported torch knows later whether the same import would still give the
+same: a variable that was looked up has another value now, a module's file was changed, or another
+one would now be found first. What compiled code reads by ``getenv`` is not seen here; its names
+stand in `importtime.FROZEN`.
 
 Loaded by path in the workers' interpreter: standard library only.
 """
@@ -19,15 +21,23 @@ if TYPE_CHECKING:
     from typing import Any
 
 _MARKS = (".pth", ".dist-info", ".egg-info", ".egg-link")
-"""Entries of a folder of modules that count whatever they are called: paths to more of them, and plug-ins of torch."""
+"""
+Entries of a folder of modules that count whatever they are called: paths to more of them, and
+plug-ins of torch.
+"""
 
 
-_OF_A_WALK = ("_collections_abc", "collections.abc", "os", __name__)  # the first two are one module, and its two names
+_OF_A_WALK = (
+    "_collections_abc",
+    "collections.abc",
+    "os",
+    __name__,
+)  # the first two are one module, and its two names
 """Modules that stand between a walk through os.environ and whoever walks."""
 _KNOWN_WALKERS = ("tqdm.utils",)
 """
-Modules that go through the whole environment for names of their own, which `importtime.FROZEN` has: almost every
-installation has tqdm, which torch imports.
+Modules that go through the whole environment for names of their own, which `importtime.FROZEN` has:
+almost every installation has tqdm, which torch imports.
 """
 
 
@@ -41,7 +51,10 @@ class Lookups:
         """Whether something went through the whole environment, whose names are not known."""
         self._kind: Any = type(os.environ)
         self._walked: dict[int, Any] = {}
-        """The very objects that walks have given: whoever asks for the value of one goes on with a walk."""
+        """
+        The very objects that walks have given: whoever asks for the value of one goes on with a
+        walk.
+        """
 
     def __enter__(self) -> Lookups:
         get, walk = self._real = self._kind.__getitem__, self._kind.__iter__
@@ -57,11 +70,15 @@ class Lookups:
                 self._walked[id(key)] = key
                 yield key
 
-        self._kind.__getitem__, self._kind.__iter__ = __getitem__, __iter__
+        self._kind.__getitem__ = __getitem__
+        self._kind.__iter__ = __iter__
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._kind.__getitem__, self._kind.__iter__ = self._real
         self._walked.clear()
@@ -79,12 +96,22 @@ Stamp = tuple[int, int, int]
 
 
 class Files:
-    """The files of everything that is imported or mapped now, and what stands in the folders of ``sys.path``."""
+    """
+    The files of everything that is imported or mapped now, and what stands in the folders of
+    ``sys.path``.
+    """
 
     def __init__(self) -> None:
-        self._names = {name.partition(".")[0] for name in sys.modules} | {"sitecustomize", "usercustomize"}
-        self._stamps = {path: _stamp(path) for path in sorted({*_modules(), *_libraries(), *_settings()})}
-        self._folders = {path: (_stamp(path), self._entries(path)) for path in map(os.path.abspath, sys.path)}
+        self._names = {name.partition(".")[0] for name in sys.modules} | {
+            "sitecustomize",
+            "usercustomize",
+        }
+        self._stamps = {
+            path: _stamp(path) for path in sorted({*_modules(), *_libraries(), *_settings()})
+        }
+        self._folders = {
+            path: (_stamp(path), self._entries(path)) for path in map(os.path.abspath, sys.path)
+        }
 
     def changed(self) -> str:
         """Return the first path that is not what it was, or the empty string."""
@@ -106,7 +133,9 @@ class Files:
             names = os.listdir(folder)
         except OSError:
             return frozenset()
-        return frozenset(name for name in names if name.partition(".")[0] in self._names or name.endswith(_MARKS))
+        return frozenset(
+            name for name in names if name.partition(".")[0] in self._names or name.endswith(_MARKS)
+        )
 
 
 def _stamp(path: str) -> Stamp:
@@ -126,15 +155,22 @@ def _libraries() -> set[str]:
     """Files that are mapped: the interpreter, shared libraries."""
     with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as file:
         words = (line.split(maxsplit=5) for line in file)
-        return {word[5].rstrip("\n") for word in words if len(word) == 6 and word[5].startswith("/")}
+        return {
+            word[5].rstrip("\n") for word in words if len(word) == 6 and word[5].startswith("/")
+        }
 
 
 def _settings() -> set[str]:
-    """What the interpreter reads before any module: the virtual environment, files that lengthen sys.path."""
+    """
+    What the interpreter reads before any module: the virtual environment, files that lengthen
+    sys.path.
+    """
     found = {os.path.realpath(sys.executable), os.path.join(sys.prefix, "pyvenv.cfg")}
     for folder in sys.path:
         try:
-            found |= {os.path.join(folder, name) for name in os.listdir(folder) if name.endswith(".pth")}
+            found |= {
+                os.path.join(folder, name) for name in os.listdir(folder) if name.endswith(".pth")
+            }
         except OSError:
             continue
     return found

@@ -1,12 +1,14 @@
 """
 What a process has from its parent, read in one process and taken on in another.
 
-The keeper of a job is a child of its agent and stands where that stands: same limits, priority, namespaces, cgroup. A
-keeper that was forked from a warm process (`warm_server`) stands where somebody once typed ``pdrun warm start``. Part
-of that can be set (`SETTABLE`), the rest must be equal already; `take_on` does both, and says what cannot be had.
+The keeper of a job is a child of its agent and stands where that stands: same limits, priority,
+namespaces, cgroup. A keeper that was forked from a warm process (`warm_server`) stands where
+somebody once typed ``pdrun warm start``. Part of that can be set (`SETTABLE`), the rest must be
+equal already; `take_on` does both, and says what cannot be had.
 
-Loaded by path in the workers' interpreter: standard library only. Limits: the I/O priority, the session keyring and
-the memory policy are compared on x86-64 and aarch64 alone, where their system calls' numbers are known here.
+Loaded by path in the workers' interpreter: standard library only. Limits: the I/O priority, the
+session keyring and the memory policy are compared on x86-64 and aarch64 alone, where their system
+calls' numbers are known here.
 """
 
 from __future__ import annotations
@@ -21,15 +23,36 @@ if TYPE_CHECKING:
     from typing import Any
 
 SETTABLE = ("umask", "nice", "scheduler", "cpus", "oom_score_adj", "limits", "ignored")
-_STATUS = ("Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp",
-           "Seccomp_filters", "Speculation_Store_Bypass", "SpeculationIndirectBranch", "THP_enabled",
-           "Mems_allowed")  # fmt: skip
+_STATUS = (
+    "Uid",
+    "Gid",
+    "Groups",
+    "CapInh",
+    "CapPrm",
+    "CapEff",
+    "CapBnd",
+    "CapAmb",
+    "NoNewPrivs",
+    "Seccomp",
+    "Seccomp_filters",
+    "Speculation_Store_Bypass",
+    "SpeculationIndirectBranch",
+    "THP_enabled",
+    "Mems_allowed",
+)
 """Lines of /proc/self/status that must be equal."""
 _FILES = ("cgroup", "personality", "attr/current", "loginuid", "coredump_filter", "timerslack_ns")
 """Files of /proc/self that must be equal."""
 _CALLS = {"x86_64": (252, 250, 239), "aarch64": (31, 219, 236)}
 """machine -> numbers of ioprio_get, keyctl, get_mempolicy."""
-OWN = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ)
+OWN = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGQUIT,
+    signal.SIGCHLD,
+    signal.SIGPIPE,
+    signal.SIGXFSZ,
+)
 """Signals that a worker never inherits as ignored (`keeper.become`)."""
 
 _LIBRARYS = (32, 33)
@@ -37,11 +60,19 @@ _LIBRARYS = (32, 33)
 
 
 def read() -> dict[str, Any]:
-    """Return what this process has inherited: JSON, every name of SETTABLE and those that must be equal."""
+    """
+    Return what this process has inherited: JSON, every name of SETTABLE and those that must be
+    equal.
+    """
     status = dict(line.split(":", 1) for line in _text("status").splitlines() if ":" in line)
     found: dict[str, Any] = {name: status.get(name, "").strip() for name in _STATUS}
     found.update({name: _text(name) for name in _FILES})
-    found.update({f"namespace {name}": os.readlink(f"/proc/self/ns/{name}") for name in os.listdir("/proc/self/ns")})
+    found.update(
+        {
+            f"namespace {name}": os.readlink(f"/proc/self/ns/{name}")
+            for name in os.listdir("/proc/self/ns")
+        }
+    )
     root = os.stat("/")
     found.update(root=[root.st_dev, root.st_ino], calls=_calls())
     names = sorted(name for name in dir(resource) if name.startswith("RLIMIT_"))
@@ -59,7 +90,10 @@ def read() -> dict[str, Any]:
 
 
 def difference(here: dict[str, Any], wanted: dict[str, Any], *, settable: bool = False) -> str:
-    """Return the name of the first thing that differs, or empty; what can be set only where that is asked for."""
+    """
+    Return the name of the first thing that differs, or empty; what can be set only where that is
+    asked for.
+    """
     for name in sorted({*here, *wanted}):
         if (settable or name not in SETTABLE) and here.get(name) != wanted.get(name):
             return name
@@ -67,7 +101,10 @@ def difference(here: dict[str, Any], wanted: dict[str, Any], *, settable: bool =
 
 
 def take_on(wanted: dict[str, Any]) -> str:
-    """Make this process stand as ``wanted`` says (see `read`); return what cannot be had, or the empty string."""
+    """
+    Make this process stand as ``wanted`` says (see `read`); return what cannot be had, or the empty
+    string.
+    """
     here = read()
     differs = difference(here, wanted)
     if differs:
@@ -96,8 +133,11 @@ def _calls() -> list[str]:
         return []
     libc = ctypes.CDLL(None)
     libc.syscall.restype = ctypes.c_long
-    mode, nodes = ctypes.c_int(-1), (ctypes.c_ulong * 64)()
-    policy = libc.syscall(numbers[2], ctypes.byref(mode), nodes, ctypes.c_ulong(64 * 64), None, ctypes.c_ulong(0))
+    mode = ctypes.c_int(-1)
+    nodes = (ctypes.c_ulong * 64)()
+    policy = libc.syscall(
+        numbers[2], ctypes.byref(mode), nodes, ctypes.c_ulong(64 * 64), None, ctypes.c_ulong(0)
+    )
     return [
         str(libc.syscall(numbers[0], 1, 0)),
         str(libc.syscall(numbers[1], 0, -3, 0)),

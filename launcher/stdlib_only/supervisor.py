@@ -1,26 +1,30 @@
 """
 The keeper: a small process between the agent and the workers, so that nothing outlives a job.
 
-It is the parent of every worker and a sub-reaper: whatever a worker leaves behind, `setsid` or not, comes back to it.
-The agent holds the other end of a socket; when that end closes, for whatever reason (SIGKILL included), the keeper
-kills every descendant and leaves; a keeper that was stopped is woken for that (its own PDEATHSIG is SIGCONT). Workers
-die with the keeper by PR_SET_PDEATHSIG, and what they had started comes to the agent. Should both be killed in one
-instant, a child of the keeper stands by, forked at the start: it ends every process that carries this keeper's mark.
-No root and no cgroup is needed.
+It is the parent of every worker and a sub-reaper: whatever a worker leaves behind, `setsid` or not,
+comes back to it. The agent holds the other end of a socket; when that end closes, for whatever
+reason (SIGKILL included), the keeper kills every descendant and leaves; a keeper that was stopped
+is woken for that (its own PDEATHSIG is SIGCONT). Workers die with the keeper by PR_SET_PDEATHSIG,
+and what they had started comes to the agent. Should both be killed in one instant, a child of the
+keeper stands by, forked at the start: it ends every process that carries this keeper's mark. No
+root and no cgroup is needed.
 
-Where there is a starter (`starter_main`: a child of the keeper that has imported torch), workers are forked from it and
-come to the keeper as to the nearest sub-reaper, so that nothing of this differs. A starter that is not fit, or dies
-before it has forked a worker, costs its speed only: the keeper still holds the command, and executes it.
+Where there is a starter (`starter_main`: a child of the keeper that has imported torch), workers
+are forked from it and come to the keeper as to the nearest sub-reaper, so that nothing of this
+differs. A starter that is not fit, or dies before it has forked a worker, costs its speed only: the
+keeper still holds the command, and executes it.
 
-Started as ``python -I -S -c BOOT supervisor.py FD TOKEN`` (`boot`), or forked from a warm process (`warm_server`):
-standard library only, nothing of pdrun is imported (so all is in one file), and nothing slow: dataclasses, typing and
-pathlib would double the 20 ms of its start, which every launch waits for. Messages are JSON, one a SOCK_SEQPACKET
-packet; descriptors come with SCM_RIGHTS; a command lies in the first of them.
+Started as ``python -I -S -c BOOT supervisor.py FD TOKEN`` (`boot`), or forked from a warm process
+(`warm_server`): standard library only, nothing of pdrun is imported (so all is in one file), and
+nothing slow: dataclasses, typing and pathlib would double the 20 ms of its start, which every
+launch waits for. Messages are JSON, one a SOCK_SEQPACKET packet; descriptors come with SCM_RIGHTS;
+a command lies in the first of them.
 
-Limits. The one that stands by does not find a process that has emptied its environment, nor helps when it is killed in
-the same instant too. A set-user-ID worker loses its PDEATHSIG (the kernel clears it), not the sweep. A process in
-uninterruptible sleep cannot be killed by anybody: it is named, and waited for no longer than STUCK seconds. Only what
-descends from this process is ever signalled: each is pinned by a pidfd and known by its start time before it is.
+Limits. The one that stands by does not find a process that has emptied its environment, nor helps
+when it is killed in the same instant too. A set-user-ID worker loses its PDEATHSIG (the kernel
+clears it), not the sweep. A process in uninterruptible sleep cannot be killed by anybody: it is
+named, and waited for no longer than STUCK seconds. Only what descends from this process is ever
+signalled: each is pinned by a pidfd and known by its start time before it is.
 """
 
 from __future__ import annotations
@@ -45,9 +49,15 @@ if TYPE_CHECKING:
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 MARKER = "PDRUN_WORKER_OF"
-"""Variable in every worker's environment: ``TOKEN.SLOT``, by which a leftover that left its session is known."""
+"""
+Variable in every worker's environment: ``TOKEN.SLOT``, by which a leftover that left its session is
+known.
+"""
 SETTLE = 0.1
-"""Seconds in which what a worker left behind may end by itself (multiprocessing's resource tracker cleans up then)."""
+"""
+Seconds in which what a worker left behind may end by itself (multiprocessing's resource tracker
+cleans up then).
+"""
 STUCK = 5.0
 """Seconds after which a process that SIGKILL does not end is given up."""
 RETRY = 0.02
@@ -70,14 +80,20 @@ def _read(path: str) -> bytes:
 
 
 class Process:
-    """What /proc/PID/stat says. ``start`` is in ticks since boot: with the pid, the identity of a process."""
+    """
+    What /proc/PID/stat says. ``start`` is in ticks since boot: with the pid, the identity of a
+    process.
+    """
 
     __slots__ = ("pid", "ppid", "session", "start", "state")
 
     def __init__(self, pid: int, stat: bytes) -> None:
-        words = stat[stat.rindex(b")") + 2:].split()
-        self.pid, self.state, self.start = pid, words[0].decode(), words[19]
-        self.ppid, self.session = int(words[1]), int(words[3])
+        words = stat[stat.rindex(b")") + 2 :].split()
+        self.pid = pid
+        self.state = words[0].decode()
+        self.start = words[19]
+        self.ppid = int(words[1])
+        self.session = int(words[3])
 
     def __str__(self) -> str:
         try:
@@ -104,7 +120,10 @@ def _numbers(folder: str) -> list[int]:
 
 
 def _child_pids(pid: int) -> list[int]:
-    """Pids of the children of all threads of a process; of all processes there are where that file is missing."""
+    """
+    Pids of the children of all threads of a process; of all processes there are where that file is
+    missing.
+    """
     pids: list[int] = []
     for thread in _numbers(f"/proc/{pid}/task"):
         try:
@@ -118,8 +137,15 @@ def _child_pids(pid: int) -> list[int]:
 
 
 def children(parent: Process) -> list[Process]:
-    """Children of exactly that process: nothing is returned when its pid has meanwhile been given to another."""
-    found = [child for child in map(process, _child_pids(parent.pid)) if child and child.ppid == parent.pid]
+    """
+    Children of exactly that process: nothing is returned when its pid has meanwhile been given to
+    another.
+    """
+    found = [
+        child
+        for child in map(process, _child_pids(parent.pid))
+        if child and child.ppid == parent.pid
+    ]
     now = process(parent.pid)
     return found if now is not None and now.start == parent.start else []
 
@@ -134,7 +160,10 @@ def family(roots: list[Process]) -> Iterator[Process]:
 
 
 def kill(target: Process) -> None:
-    """SIGKILL that very process, never one that has taken over its pid, as far as this machine can tell them apart."""
+    """
+    SIGKILL that very process, never one that has taken over its pid, as far as this machine can
+    tell them apart.
+    """
     try:
         handle = os.pidfd_open(target.pid)
     except ProcessLookupError:
@@ -156,27 +185,36 @@ def kill(target: Process) -> None:
 
 class Child:
     """
-    A process that the keeper has started. ``report``: read end of the pipe that closes at exec or brings the error.
+    A process that the keeper has started. ``report``: read end of the pipe that closes at exec or
+    brings the error.
 
-    ``waiting``: signals that came before exec, when the child does not yet stand as its program would. ``order``: what
-    the starter was asked to fork, until it has; ``pid`` is 0 so long.
+    ``waiting``: signals that came before exec, when the child does not yet stand as its program
+    would. ``order``: what the starter was asked to fork, until it has; ``pid`` is 0 so long.
     """
 
     __slots__ = ("error", "order", "pid", "report", "slot", "waiting")
 
     def __init__(self, slot: int, pid: int, report: int, order: Order | None = None) -> None:
-        self.slot, self.pid, self.report, self.order = slot, pid, report, order
+        self.slot = slot
+        self.pid = pid
+        self.report = report
+        self.order = order
         self.waiting: list[tuple[int, bool]] = []
         self.error = ""
 
 
 class Order:
-    """A command with its descriptors, kept until a process has them; the first descriptor holds the command's text."""
+    """
+    A command with its descriptors, kept until a process has them; the first descriptor holds the
+    command's text.
+    """
 
     __slots__ = ("command", "descriptors", "strict")
 
     def __init__(self, command: dict[str, Any], descriptors: list[int], strict: bool) -> None:
-        self.command, self.descriptors, self.strict = command, descriptors, strict
+        self.command = command
+        self.descriptors = descriptors
+        self.strict = strict
 
     def close(self) -> None:
         """Let go of the descriptors; once."""
@@ -186,27 +224,40 @@ class Order:
 
 
 class Starter:
-    """The process that forks workers. ``waiting``: those that it will be asked for once it says that it is ready."""
+    """
+    The process that forks workers. ``waiting``: those that it will be asked for once it says that
+    it is ready.
+    """
 
     __slots__ = ("pid", "ready", "socket", "waiting")
 
     def __init__(self, pid: int, connection: socket.socket, ready: bool = False) -> None:
-        self.pid, self.socket, self.ready = pid, connection, ready
+        self.pid = pid
+        self.socket = connection
+        self.ready = ready
         self.waiting: list[Child] = []
 
 
 class Sweep:
-    """A request to end what a slot (None: every slot) has left; ``ended`` maps the pids killed so far to their text."""
+    """
+    A request to end what a slot (None: every slot) has left; ``ended`` maps the pids killed so far
+    to their text.
+    """
 
     __slots__ = ("ended", "give_up_at", "kill_at", "slot")
 
     def __init__(self, slot: int | None, now: float) -> None:
-        self.slot, self.kill_at, self.give_up_at = slot, now + SETTLE, now + STUCK
+        self.slot = slot
+        self.kill_at = now + SETTLE
+        self.give_up_at = now + STUCK
         self.ended: dict[int, str] = {}
 
 
 def exec_program(argv: list[bytes], env: dict[bytes, bytes]) -> NoReturn:
-    """As execvpe, with PATH of the new environment; EACCES on the way is reported rather than a later ENOENT."""
+    """
+    As execvpe, with PATH of the new environment; EACCES on the way is reported rather than a later
+    ENOENT.
+    """
     if b"/" in argv[0]:
         os.execve(argv[0], argv, env)
     refused: OSError | None = None
@@ -221,7 +272,10 @@ def exec_program(argv: list[bytes], env: dict[bytes, bytes]) -> NoReturn:
 
 
 def place_descriptors(descriptors: list[int], report: int) -> int:
-    """Give the descriptors the numbers 0, 1, 2, ..., and ``report`` the next one, which is returned; close the rest."""
+    """
+    Give the descriptors the numbers 0, 1, 2, ..., and ``report`` the next one, which is returned;
+    close the rest.
+    """
     count = len(descriptors)
     high = max([*descriptors, report]) + count + 1
     for offset, number in enumerate([*descriptors, report]):
@@ -233,8 +287,13 @@ def place_descriptors(descriptors: list[int], report: int) -> int:
     return count
 
 
-def become(command: dict[str, Any], descriptors: list[int], report: int, keeper: int, hangup: bool) -> NoReturn:
-    """The child's side of a fork: take the command's surroundings, then its program; an error goes to ``report``."""
+def become(
+    command: dict[str, Any], descriptors: list[int], report: int, keeper: int, hangup: bool
+) -> NoReturn:
+    """
+    The child's side of a fork: take the command's surroundings, then its program; an error goes to
+    ``report``.
+    """
     stage = "session"
     try:
         signal.set_wakeup_fd(-1)
@@ -242,7 +301,14 @@ def become(command: dict[str, Any], descriptors: list[int], report: int, keeper:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != keeper:
             os._exit(127)
-        plain = {signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ}
+        plain = {
+            signal.SIGINT,
+            signal.SIGTERM,
+            signal.SIGQUIT,
+            signal.SIGCHLD,
+            signal.SIGPIPE,
+            signal.SIGXFSZ,
+        }
         for number in plain if hangup else plain | {signal.SIGHUP}:
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -258,7 +324,12 @@ def become(command: dict[str, Any], descriptors: list[int], report: int, keeper:
             resource.setrlimit(resource.RLIMIT_NOFILE, tuple(command["nofile"]))
         exec_program([_bytes(word) for word in command["argv"]], env)
     except OSError as error:
-        os.write(report, f"{error.errno} {stage}: {os.strerror(error.errno or 0)}"[:4000].encode("utf-8", "replace"))
+        os.write(
+            report,
+            f"{error.errno} {stage}: {os.strerror(error.errno or 0)}"[:4000].encode(
+                "utf-8", "replace"
+            ),
+        )
     except ValueError as error:
         os.write(report, f"{errno.EINVAL} {stage}: {error}"[:4000].encode("utf-8", "replace"))
     finally:
@@ -267,9 +338,11 @@ def become(command: dict[str, Any], descriptors: list[int], report: int, keeper:
 
 def survive_notices() -> None:
     """
-    Have the notices of a batch system do nothing here: Slurm signals every process of a job, the workers' keeper too.
+    Have the notices of a batch system do nothing here: Slurm signals every process of a job, the
+    workers' keeper too.
 
-    A handler, unlike SIG_IGN, does not outlive exec: workers have the default, or what they inherit as ignored.
+    A handler, unlike SIG_IGN, does not outlive exec: workers have the default, or what they inherit
+    as ignored.
     """
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         if signal.getsignal(number) == signal.SIG_DFL:
@@ -277,7 +350,10 @@ def survive_notices() -> None:
 
 
 def marker(token: str, slot: int) -> str:
-    """The value of MARKER for the starter and what it forks: of one width, so that each can write its own in place."""
+    """
+    The value of MARKER for the starter and what it forks: of one width, so that each can write its
+    own in place.
+    """
     return f"{token}.{slot:0{SLOT_WIDTH}d}"
 
 
@@ -289,7 +365,8 @@ class Keeper:
     """One loop over the agent's socket, SIGCHLD and the pipes of children on their way to exec."""
 
     def __init__(self, agent: socket.socket, token: str) -> None:
-        self.agent, self.token = agent, token
+        self.agent = agent
+        self.token = token
         self.standby = 0
         """Pid of the child that stands by; 0: none."""
         self.myself = process(os.getpid())
@@ -324,7 +401,11 @@ class Keeper:
         poll = select.poll()
         poll.register(self.agent, select.POLLIN | (select.POLLOUT if self.outbox else 0))
         poll.register(self.wake, select.POLLIN)
-        execs = {child.report: child for child in (*self.children.values(), *self.unborn) if child.report >= 0}
+        execs = {
+            child.report: child
+            for child in (*self.children.values(), *self.unborn)
+            if child.report >= 0
+        }
         for number in execs:
             poll.register(number, select.POLLIN)
         starter = self.starter
@@ -338,7 +419,11 @@ class Keeper:
                     return False
             elif number in execs:
                 self.after_exec(execs[number])
-            elif starter is not None and starter is self.starter and number == starter.socket.fileno():
+            elif (
+                starter is not None
+                and starter is self.starter
+                and number == starter.socket.fileno()
+            ):
                 self.hear_starter(starter)
         self.reap()
         self.sweeps = [sweep for sweep in self.sweeps if not self.advance(sweep)]
@@ -376,7 +461,9 @@ class Keeper:
         return True
 
     def send(self, **event: Any) -> None:
-        """Queue an event for the agent; never blocks, so that the agent may block in its own sending."""
+        """
+        Queue an event for the agent; never blocks, so that the agent may block in its own sending.
+        """
         self.outbox.append(json.dumps(event).encode())
         self.flush()
 
@@ -393,8 +480,11 @@ class Keeper:
             self.outbox.popleft()
 
     def spawn(self, message: dict[str, Any], descriptors: list[int]) -> None:
-        """Start a process in a slot; whether that went well is known when its report pipe closes."""
-        slot, order = message["slot"], Order({}, descriptors, message.get("start") == "fork")
+        """
+        Start a process in a slot; whether that went well is known when its report pipe closes.
+        """
+        slot = message["slot"]
+        order = Order({}, descriptors, message.get("start") == "fork")
         try:
             if len(descriptors) != message["count"]:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -418,7 +508,8 @@ class Keeper:
         """Fork and exec the order's command; return the pid."""
         report, write = os.pipe2(os.O_CLOEXEC)
         try:
-            keeper, pid = os.getpid(), os.fork()
+            keeper = os.getpid()
+            pid = os.fork()
             if pid == 0:
                 become(order.command, order.descriptors[1:], write, keeper, self.hangup_ignored)
         except OSError:
@@ -431,11 +522,16 @@ class Keeper:
         self.sessions[pid] = slot
         return pid
 
-    # The starter ------------------------------------------------------------------------------------------------------
+    # The starter
+    # ------------------------------------------------------------------------------------------------------
 
     def prepare(self, descriptors: list[int]) -> None:
-        """Start the starter; its command is in the first descriptor, and it gets a socket to this process as fd 3."""
-        order, ours = Order({}, descriptors, False), None
+        """
+        Start the starter; its command is in the first descriptor, and it gets a socket to this
+        process as fd 3.
+        """
+        order = Order({}, descriptors, False)
+        ours = None
         try:
             if not descriptors:  # the kernel could not give them to this process
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -456,20 +552,29 @@ class Keeper:
             self.send(ev="starter", slot=STARTER, why=self.no_starter)
 
     def adopt_starter(self, pid: int, connection: socket.socket) -> None:
-        """Take a child that was forked before this object was made for the starter; it will say that it is ready."""
+        """
+        Take a child that was forked before this object was made for the starter; it will say that
+        it is ready.
+        """
         self.starter = Starter(pid, connection)
         self.children[pid] = Child(STARTER, pid, -1)
         self.sessions[pid] = STARTER
 
     def hear_starter(self, starter: Starter) -> None:
-        """It is ready, or says why it is not, or is gone; what waits for it is forked or executed."""
+        """
+        It is ready, or says why it is not, or is gone; what waits for it is forked or executed.
+        """
         try:
             said = starter.socket.recv(PACKET, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
         except OSError:
             said = b""
-        why = json.loads(said)["why"] if said else f"the starter ended{'' if starter.ready else ' before it was ready'}"
+        why = (
+            json.loads(said)["why"]
+            if said
+            else f"the starter ended{'' if starter.ready else ' before it was ready'}"
+        )
         if said and not why:
             starter.ready = True
             self.send(ev="starter", slot=STARTER, why="")
@@ -491,14 +596,22 @@ class Keeper:
             self.instead(child)
 
     def dismiss_starter(self) -> None:
-        """No more workers will be wanted: the end of its socket, behind the last order, ends a starter."""
+        """
+        No more workers will be wanted: the end of its socket, behind the last order, ends a
+        starter.
+        """
         if self.dismissed and self.starter is not None and self.starter.ready:
             self.starter.socket.close()
-            self.starter, self.no_starter = None, "it was dismissed"
+            self.starter = None
+            self.no_starter = "it was dismissed"
 
     def order_fork(self, child: Child) -> None:
-        """Ask the starter for a worker, now or as soon as it is ready; it is known by its pid when that has come."""
-        starter, order = self.starter, child.order
+        """
+        Ask the starter for a worker, now or as soon as it is ready; it is known by its pid when
+        that has come.
+        """
+        starter = self.starter
+        order = child.order
         assert order is not None
         if starter is None:
             self.instead(child)
@@ -512,14 +625,18 @@ class Keeper:
             return
         try:
             facts = {"token": self.token, "slot": child.slot, "keeper": os.getpid()}
-            socket.send_fds(starter.socket, [json.dumps(facts).encode()], [write, *order.descriptors])
+            socket.send_fds(
+                starter.socket, [json.dumps(facts).encode()], [write, *order.descriptors]
+            )
         except OSError:
             pass  # it is gone: the report's end says so
         finally:
             os.close(write)
 
     def order_waiting(self, child: Child) -> None:
-        """Ask for what waited until the starter was ready; where that fails its slot is free again."""
+        """
+        Ask for what waited until the starter was ready; where that fails its slot is free again.
+        """
         try:
             self.order_fork(child)
         except OSError as error:
@@ -530,7 +647,8 @@ class Keeper:
     def instead(self, child: Child) -> None:
         """Execute what could not be forked."""
         self.unborn.remove(child)
-        order, child.order = child.order, None
+        order = child.order
+        child.order = None
         assert order is not None
         try:
             self.without_starter(child.slot, order)
@@ -570,7 +688,10 @@ class Keeper:
         return rest
 
     def look_for_newborns(self) -> None:
-        """Read every pid that is there to be read: what ends may be a worker whose pid is not known yet."""
+        """
+        Read every pid that is there to be read: what ends may be a worker whose pid is not known
+        yet.
+        """
         poll = select.poll()
         reports = {child.report: child for child in self.unborn if child.report >= 0}
         for number in reports:
@@ -579,7 +700,10 @@ class Keeper:
             self.after_exec(reports[number])
 
     def after_exec(self, child: Child) -> None:
-        """The report pipe has something: nothing but its end means that exec (or becoming a worker) went well."""
+        """
+        The report pipe has something: nothing but its end means that exec (or becoming a worker)
+        went well.
+        """
         text = os.read(child.report, 4096).decode("utf-8", "replace")
         if child.order is not None:
             text = self.born(child, text)
@@ -608,8 +732,12 @@ class Keeper:
                     self.deliver(child, number, group)
 
     def signal_unborn(self, child: Child, number: int, group: bool) -> None:
-        """A deadly signal for what the starter was not yet asked for ends it unstarted; others wait for the worker."""
-        starter, deadly = self.starter, (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+        """
+        A deadly signal for what the starter was not yet asked for ends it unstarted; others wait
+        for the worker.
+        """
+        starter = self.starter
+        deadly = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
         if starter is None or child not in starter.waiting or number not in deadly:
             child.waiting.append((number, group))
             return
@@ -631,7 +759,10 @@ class Keeper:
             pass
 
     def reap(self) -> None:
-        """Collect every child that has ended; those of slots are reported with the time of this moment."""
+        """
+        Collect every child that has ended; those of slots are reported with the time of this
+        moment.
+        """
         try:
             while os.read(self.wake, 512):
                 pass
@@ -663,7 +794,10 @@ class Keeper:
             return
 
     def owner(self, root: Process) -> int | None:
-        """The slot that a direct child belongs to: by itself, by session, by the marker in its environment."""
+        """
+        The slot that a direct child belongs to: by itself, by session, by the marker in its
+        environment.
+        """
         slot = self.sessions.get(root.pid, self.sessions.get(root.session))
         if slot is not None:
             return slot
@@ -676,11 +810,17 @@ class Keeper:
 
     def advance(self, sweep: Sweep) -> bool:
         """Take a sweep one step further; True when it is done and answered."""
-        roots = [root for root in children(self.myself) if root.pid != self.standby] if self.myself else []
+        roots = (
+            [root for root in children(self.myself) if root.pid != self.standby]
+            if self.myself
+            else []
+        )
         if sweep.slot is not None:
             everybody = (*self.children.values(), *self.unborn)
             others = any(child.slot >= 0 and child.slot != sweep.slot for child in everybody)
-            mine = {sweep.slot} if others else {sweep.slot, None}  # whose owner is unknown goes with the last worker
+            mine = (
+                {sweep.slot} if others else {sweep.slot, None}
+            )  # whose owner is unknown goes with the last worker
             roots = [root for root in roots if self.owner(root) in mine]
         now = time.monotonic()
         if roots and now < sweep.give_up_at:
@@ -692,13 +832,23 @@ class Keeper:
                     kill(member)
             return False
         stuck = [member for member in family(roots) if member.state != "Z"]
-        swept = {pid: text for pid, text in sweep.ended.items() if pid not in {member.pid for member in stuck}}
+        swept = {
+            pid: text
+            for pid, text in sweep.ended.items()
+            if pid not in {member.pid for member in stuck}
+        }
         self.send(
-            ev="swept", slot=sweep.slot, processes=_shortened(list(swept.values())),
+            ev="swept",
+            slot=sweep.slot,
+            processes=_shortened(list(swept.values())),
             stuck=_shortened([f"{member} {member.state}" for member in stuck]),
-        )  # fmt: skip
+        )
         alive = self.children.keys()
-        done = [pid for pid, slot in self.sessions.items() if sweep.slot in (None, slot) and pid not in alive]
+        done = [
+            pid
+            for pid, slot in self.sessions.items()
+            if sweep.slot in (None, slot) and pid not in alive
+        ]
         for pid in done:
             del self.sessions[pid]
         return True
@@ -720,7 +870,9 @@ class Keeper:
 
 
 def _shortened(lines: list[str]) -> list[str]:
-    return lines if len(lines) <= LISTED else [*lines[:LISTED], f"... and {len(lines) - LISTED} more"]
+    if len(lines) <= LISTED:
+        return lines
+    return [*lines[:LISTED], f"... and {len(lines) - LISTED} more"]
 
 
 def marked(token: str) -> Iterator[Process]:
@@ -737,7 +889,8 @@ def marked(token: str) -> Iterator[Process]:
 
 def end_marked(token: str) -> None:
     """SIGKILL every process that is marked as one of this keeper's, for at most STUCK seconds."""
-    give_up_at, empty = time.monotonic() + STUCK, 0
+    give_up_at = time.monotonic() + STUCK
+    empty = 0
     while empty < 3 and time.monotonic() < give_up_at:  # what is being forked is not seen yet
         empty += 1
         for member in marked(token):
@@ -748,15 +901,18 @@ def end_marked(token: str) -> None:
 
 def stand_by(token: str, keeper: int, agent: int = -1) -> NoReturn:
     """
-    Wait for the end of pipe ``keeper``: the keeper was killed, for in order it ends this process first.
+    Wait for the end of pipe ``keeper``: the keeper was killed, for in order it ends this process
+    first.
 
-    ``agent``: its pidfd, where the keeper is no child of it and so has no PDEATHSIG: one that was stopped is woken.
+    ``agent``: its pidfd, where the keeper is no child of it and so has no PDEATHSIG: one that was
+    stopped is woken.
     """
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_IGN)
         survive_notices()
-        parent, poll = os.getppid(), select.poll()
+        parent = os.getppid()
+        poll = select.poll()
         for descriptor in (keeper, agent):
             if descriptor >= 0:
                 poll.register(descriptor, select.POLLIN)
@@ -770,7 +926,10 @@ def stand_by(token: str, keeper: int, agent: int = -1) -> NoReturn:
 
 
 def start_standby(sockets: tuple[int, ...], token: str, agent: int = -1) -> int:
-    """Fork the process that stands by; return its pid, 0 where there can be none. It must not hold the ``sockets``."""
+    """
+    Fork the process that stands by; return its pid, 0 where there can be none. It must not hold the
+    ``sockets``.
+    """
     try:
         read, write = os.pipe2(os.O_CLOEXEC)
     except OSError:
@@ -794,7 +953,9 @@ def main(argv: list[str]) -> NoReturn:
     """Take the socket's descriptor and the token from the command line, and serve."""
     number = int(argv[1])
     prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
-    if os.getsid(0) != os.getpid():  # `boot` has begun the session: a Ctrl-C must not meet the start of this process
+    if (
+        os.getsid(0) != os.getpid()
+    ):  # `boot` has begun the session: a Ctrl-C must not meet the start of this process
         os.setsid()
     with open(os.devnull, "r+b", buffering=0) as null:
         os.dup2(null.fileno(), 0)

@@ -1,17 +1,20 @@
 """
-The warm process: it has imported torch and waits for jobs; each gets a keeper and a starter that are forked from it.
+The warm process: it has imported torch and waits for jobs; each gets a keeper and a starter that
+are forked from it.
 
     warm process --fork--> keeper of a job --fork--> starter --fork--> worker 0..n
                               ^-- the connection that the job's agent made is the keeper's socket from then on
 
-So a job holds on to nothing here but a parent: its keeper hears its agent, is sub-reaper and parent of its workers and
-ends them with the agent, as a keeper that the agent started does (`keeper`); the warm process may be stopped or killed
-meanwhile. What such a keeper lacks, being no child of the agent, is made up for: it takes on what the agent has
-inherited, or refuses (`inherited`); its standby wakes it when it was stopped and the agent has died; what a killed
-keeper's workers leave comes to the warm process, the sub-reaper above it, and is ended there.
+So a job holds on to nothing here but a parent: its keeper hears its agent, is sub-reaper and parent
+of its workers and ends them with the agent, as a keeper that the agent started does (`keeper`); the
+warm process may be stopped or killed meanwhile. What such a keeper lacks, being no child of the
+agent, is made up for: it takes on what the agent has inherited, or refuses (`inherited`); its
+standby wakes it when it was stopped and the agent has died; what a killed keeper's workers leave
+comes to the warm process, the sub-reaper above it, and is ended there.
 
-One thread, one loop, no signal handler (workers must find none). It speaks with processes of its own user alone, one
-JSON packet each way; it never sees a job's command, environment, descriptors or token: those go to the keeper.
+One thread, one loop, no signal handler (workers must find none). It speaks with processes of its
+own user alone, one JSON packet each way; it never sees a job's command, environment, descriptors or
+token: those go to the keeper.
 
     {"ask": "hello"}                       -> what was imported, and whether it is still so
     {"ask": "keeper", "inherited": {...}}  -> {"keeper": PID, "mark": ...} with a pidfd, from the keeper; or {"refused"}
@@ -62,11 +65,23 @@ class Warm:
     """
 
     def __init__(
-        self, listener: socket.socket, path: str, idle: float, unfit: Callable[[], str], lookups: Lookups,
-        environ: dict[str, str], files: Files, tools: dict[str, ModuleType],
-    ) -> None:  # fmt: skip
-        self.listener, self.path, self.idle, self.unfit = listener, path, idle, unfit
-        self.lookups, self.environ, self.files = lookups, environ, files
+        self,
+        listener: socket.socket,
+        path: str,
+        idle: float,
+        unfit: Callable[[], str],
+        lookups: Lookups,
+        environ: dict[str, str],
+        files: Files,
+        tools: dict[str, ModuleType],
+    ) -> None:
+        self.listener = listener
+        self.path = path
+        self.idle = idle
+        self.unfit = unfit
+        self.lookups = lookups
+        self.environ = environ
+        self.files = files
         self.keeper, self.inherited, self.importtime, self.forked = (
             tools[name] for name in ("keeper", "inherited", "importtime", "forked")
         )
@@ -76,14 +91,17 @@ class Warm:
         self.stuck: set[int] = set()
         """Orphans that even SIGKILL did not end."""
         self.served = 0
-        self.started, self.used = time.time(), time.monotonic()
+        self.started = time.time()
+        self.used = time.monotonic()
         self.keeper.prctl(self.keeper.PR_SET_CHILD_SUBREAPER, 1)
         listener.listen(CLIENTS)
         listener.setblocking(False)
         self.inode = os.stat(path).st_ino
 
     def serve(self) -> socket.socket:
-        """Answer until it is stopped or has been idle for too long; returns in a job's starter only."""
+        """
+        Answer until it is stopped or has been idle for too long; returns in a job's starter only.
+        """
         while True:
             ready = self.wait()
             if self.listener.fileno() in ready:
@@ -100,7 +118,10 @@ class Warm:
                 self.leave()
 
     def wait(self) -> set[int]:
-        """Sleep until somebody speaks, a keeper ends, or something is due; return the readable descriptors."""
+        """
+        Sleep until somebody speaks, a keeper ends, or something is due; return the readable
+        descriptors.
+        """
         poll = select.poll()
         for number in (self.listener.fileno(), *(client.fileno() for client in self.clients)):
             poll.register(number, select.POLLIN)
@@ -133,7 +154,9 @@ class Warm:
     def hear(self, client: socket.socket) -> socket.socket | None:
         """Answer the one question of a connection; whatever is no question ends it."""
         try:
-            data, _, flags, _ = client.recvmsg(PACKET)  # descriptors that come with it are closed by the kernel
+            data, _, flags, _ = client.recvmsg(
+                PACKET
+            )  # descriptors that come with it are closed by the kernel
             asked = json.loads(data) if data and not flags & socket.MSG_TRUNC else {}
             what = asked.get("ask") if isinstance(asked, dict) else None
         except BlockingIOError:
@@ -169,29 +192,49 @@ class Warm:
         os._exit(0)
 
     def describe(self) -> dict[str, Any]:
-        """Return what a job needs to know before it uses this process, and what ``pdrun warm status`` shows."""
+        """
+        Return what a job needs to know before it uses this process, and what ``pdrun warm status``
+        shows.
+        """
         torch = sys.modules.get("torch")
         return {
-            "pid": os.getpid(), "python": sys.executable, "torch": str(getattr(torch, "__version__", "")),
+            "pid": os.getpid(),
+            "python": sys.executable,
+            "torch": str(getattr(torch, "__version__", "")),
             "modules": [name for name in sys.argv[1].split(",") if name in sys.modules],
-            "variables": self.variables(), "all": self.lookups.all, "changed": self.files.changed(),
-            "unfit": self.unfit(), "inherited": self.inherited.read(), "started": self.started,
-            "unused": time.monotonic() - self.used, "idle": self.idle, "running": len(self.jobs),
-            "served": self.served, "memory": memory(),
-        }  # fmt: skip
+            "variables": self.variables(),
+            "all": self.lookups.all,
+            "changed": self.files.changed(),
+            "unfit": self.unfit(),
+            "inherited": self.inherited.read(),
+            "started": self.started,
+            "unused": time.monotonic() - self.used,
+            "idle": self.idle,
+            "running": len(self.jobs),
+            "served": self.served,
+            "memory": memory(),
+        }
 
     def variables(self) -> dict[str, str | None]:
         """Return the variables on which the import depended; None: looked up and not there."""
-        names = self.lookups.names | {name for name in self.environ if self.importtime.frozen(name)} | {"HOME"}
+        names = (
+            self.lookups.names
+            | {name for name in self.environ if self.importtime.frozen(name)}
+            | {"HOME"}
+        )
         if self.lookups.all:
             names |= {name for name in self.environ if not self.importtime.passing(name)}
         names -= {self.keeper.MARKER}
         return {name: self.environ.get(name) for name in sorted(names)}
 
-    # One job ----------------------------------------------------------------------------------------------------------
+    # One job
+    # ----------------------------------------------------------------------------------------------------------
 
     def lend(self, client: socket.socket, wanted: dict[str, Any]) -> socket.socket | None:
-        """Fork the keeper of a job, which takes the connection over; returns a socket in the job's starter only."""
+        """
+        Fork the keeper of a job, which takes the connection over; returns a socket in the job's
+        starter only.
+        """
         why = self.unfit()
         agent = -1
         try:
@@ -217,8 +260,13 @@ class Warm:
             self.jobs[pid] = -1
         return None
 
-    def become_keeper(self, client: socket.socket, wanted: dict[str, Any], agent: int) -> socket.socket:
-        """The child's side: serve the agent as its keeper; returns in the starter that is forked on the way."""
+    def become_keeper(
+        self, client: socket.socket, wanted: dict[str, Any], agent: int
+    ) -> socket.socket:
+        """
+        The child's side: serve the agent as its keeper; returns in the starter that is forked on
+        the way.
+        """
         try:
             self.let_go(client)
             os.setsid()
@@ -228,13 +276,15 @@ class Warm:
                 os._exit(0)
             mark = os.urandom(8).hex()
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            keeper, starter = os.getpid(), os.fork()
+            keeper = os.getpid()
+            starter = os.fork()
             if starter == 0:
                 ours.close()
                 client.close()
                 os.close(agent)
                 self.become_starter(keeper, mark)
-                # where a starter that is executed has it: descriptors that come with an order get higher numbers
+                # where a starter that is executed has it: descriptors that come with an order get
+                # higher numbers
                 number = theirs.detach()
                 if number != STARTER_SOCKET:
                     os.dup2(number, STARTER_SOCKET, inheritable=False)
@@ -266,7 +316,9 @@ class Warm:
         slot = self.keeper.marker(mark, self.keeper.STARTER)
         self.forked.show_as([], f"{self.keeper.MARKER}={slot}".encode())
 
-    def be_keeper(self, client: socket.socket, ours: socket.socket, starter: int, mark: str, agent: int) -> None:
+    def be_keeper(
+        self, client: socket.socket, ours: socket.socket, starter: int, mark: str, agent: int
+    ) -> None:
         """Run the keeper until the agent has gone."""
         standby = self.keeper.start_standby((client.fileno(), ours.fileno()), mark, agent)
         os.close(agent)
@@ -281,7 +333,10 @@ class Warm:
         made.send(ev="ended")
 
     def reap(self) -> None:
-        """Collect keepers that have ended; what the workers of a killed one have left came here, and is ended."""
+        """
+        Collect keepers that have ended; what the workers of a killed one have left came here, and
+        is ended.
+        """
         try:
             while True:
                 pid, _ = os.waitpid(-1, os.WNOHANG)
@@ -318,14 +373,21 @@ class Warm:
 
 
 def peer(connection: socket.socket) -> tuple[int, int, int]:
-    """Return (pid, user, group) of the process at the other end of a unix socket, as the kernel knows them."""
+    """
+    Return (pid, user, group) of the process at the other end of a unix socket, as the kernel knows
+    them.
+    """
     size = struct.calcsize("3i")
-    pid, user, group = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    pid, user, group = struct.unpack(
+        "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    )
     return pid, user, group
 
 
 def memory() -> int:
-    """Return this process's proportional share of memory in bytes; 0 where the kernel does not tell."""
+    """
+    Return this process's proportional share of memory in bytes; 0 where the kernel does not tell.
+    """
     try:
         with open("/proc/self/smaps_rollup", encoding="ascii") as file:
             return next(int(line.split()[1]) << 10 for line in file if line.startswith("Pss:"))

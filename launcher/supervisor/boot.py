@@ -1,5 +1,6 @@
 """
-How a keeper is started, and how a command is laid before it. Nothing here takes time to import: `ahead` needs it first.
+How a keeper is started, and how a command is laid before it. Nothing here takes time to import:
+`ahead` needs it first.
 """
 
 from __future__ import annotations
@@ -39,21 +40,28 @@ def start_keeper(python: str) -> tuple[int, socket.socket]:
 
 
 def lay(
-    argv: Iterable[str], env: Mapping[str, str], cwd: str, cpus: Iterable[int], nofile: tuple[int, int] | None
+    argv: Iterable[str],
+    env: Mapping[str, str],
+    cwd: str,
+    cpus: Iterable[int],
+    nofile: tuple[int, int] | None,
 ) -> int:
     """
     Lay a command into an anonymous file, for the keeper; return its descriptor.
 
-    An environment may be larger than any packet. Text goes as the bytes that this process got it from, whatever its
-    locale is. ``nofile``: the user's own limit of open files, soft and hard; None: this process's.
+    An environment may be larger than any packet. Text goes as the bytes that this process got it
+    from, whatever its locale is. ``nofile``: the user's own limit of open files, soft and hard;
+    None: this process's.
     """
-    body = json.dumps({
-        "argv": [_portable(word) for word in argv],
-        "env": {_portable(name): _portable(value) for name, value in env.items()},
-        "cwd": _portable(cwd),
-        "cpus": list(cpus),
-        "nofile": nofile,
-    }).encode()  # fmt: skip
+    body = json.dumps(
+        {
+            "argv": [_portable(word) for word in argv],
+            "env": {_portable(name): _portable(value) for name, value in env.items()},
+            "cwd": _portable(cwd),
+            "cpus": list(cpus),
+            "nofile": nofile,
+        }
+    ).encode()
     if hasattr(os, "memfd_create"):
         number = os.memfd_create("pdrun-command", os.MFD_CLOEXEC)
     else:
@@ -63,7 +71,7 @@ def lay(
         os.remove(path)  # noqa: PTH107
     view = memoryview(body)
     while view:
-        view = view[os.write(number, view):]
+        view = view[os.write(number, view) :]
     return number
 
 

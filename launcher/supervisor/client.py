@@ -1,10 +1,12 @@
 """
-The agent's handle of the keeper process: starts it, speaks to it, and cleans up should the keeper itself be killed.
+The agent's handle of the keeper process: starts it, speaks to it, and cleans up should the keeper
+itself be killed.
 
-The agent makes itself a sub-reaper as well: when the keeper dies, its workers die with it (PR_SET_PDEATHSIG) and what
-they had started comes to the agent, which ends it. Everything here is bounded; nothing waits for a keeper that hangs:
-it is asked for a sign of life every PING seconds (`beat`), and one that leaves PINGS of them unanswered is ended. What
-counts are questions that it had PING seconds to answer, not time, so that a stall of the agent itself ends nothing.
+The agent makes itself a sub-reaper as well: when the keeper dies, its workers die with it
+(PR_SET_PDEATHSIG) and what they had started comes to the agent, which ends it. Everything here is
+bounded; nothing waits for a keeper that hangs: it is asked for a sign of life every PING seconds
+(`beat`), and one that leaves PINGS of them unanswered is ended. What counts are questions that it
+had PING seconds to answer, not time, so that a stall of the agent itself ends nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +25,15 @@ from typing import TYPE_CHECKING, Any
 
 from pdrun import process_setup as early
 from pdrun.errors import PdrunError
-from pdrun.launcher.plan.model import Exited, KeeperEvent, Spawned, SpawnFailed, StarterState, Swept, WorkerCommand
+from pdrun.launcher.plan.model import (
+    Exited,
+    KeeperEvent,
+    Spawned,
+    SpawnFailed,
+    StarterState,
+    Swept,
+    WorkerCommand,
+)
 from pdrun.launcher.stdlib_only import supervisor as proc
 from pdrun.launcher.supervisor import boot
 
@@ -44,9 +54,11 @@ class KeeperProcess:
 
     Args:
         python: interpreter to run the keeper with.
-        spare: children of this process that are not the keeper's and must outlive it (the scheduler, say);
+        spare: children of this process that are not the keeper's and must outlive it (the
+            scheduler, say);
             those that exist now are spared anyway. May be added to later.
-        lent: one that was forked from a warm process, its starter ready (`warm.borrow`); none is started then.
+        lent: one that was forked from a warm process, its starter ready (`warm.borrow`); none is
+            started then.
         ahead: one that was started beforehand, and its starter (`ahead.take`).
 
     Raises:
@@ -54,25 +66,40 @@ class KeeperProcess:
     """
 
     def __init__(
-        self, *, python: str = sys.executable, spare: Iterable[int] = (), lent: Lent | None = None,
+        self,
+        *,
+        python: str = sys.executable,
+        spare: Iterable[int] = (),
+        lent: Lent | None = None,
         ahead: Ahead | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if sys.platform != "linux":
-            raise PdrunError(f"workers cannot be started on {sys.platform}", hint="pdrun's keeper needs Linux")
+            raise PdrunError(
+                f"workers cannot be started on {sys.platform}", hint="pdrun's keeper needs Linux"
+            )
         self._dead: str = ""
-        self._unanswered, self._ping_at, self._frozen = 0, 0.0, False
-        self._lent, self._has_starter = lent, lent is not None or ahead is not None
+        self._unanswered = 0
+        self._ping_at = 0.0
+        self._frozen = False
+        self._lent = lent
+        self._has_starter = lent is not None or ahead is not None
         if lent is None:
             proc.prctl(proc.PR_SET_CHILD_SUBREAPER, 1)
         if lent is not None:
-            self.pid, self.spare, ours = lent.pid, set(spare), lent.socket
+            self.pid = lent.pid
+            self.spare = set(spare)
+            ours = lent.socket
         elif ahead is not None:
-            self.pid, self.spare, ours = ahead.pid, {*spare, *_others(ahead.pid)}, ahead.socket
+            self.pid = ahead.pid
+            self.spare = {*spare, *_others(ahead.pid)}
+            ours = ahead.socket
         else:
             self.spare = {*spare, *_others(0)}
             self.pid, ours = self._start(python)
         self._socket: socket.socket | None = ours
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(PING * PINGS), 0))
+        ours.setsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(PING * PINGS), 0)
+        )
 
     @staticmethod
     def _start(python: str) -> tuple[int, socket.socket]:
@@ -81,19 +108,33 @@ class KeeperProcess:
         except OSError as error:
             if early.no_more_processes(error):
                 raise early.too_many_processes("pdrun") from error
-            raise PdrunError(f"could not start the keeper: {error.strerror}", where=python) from error
+            raise PdrunError(
+                f"could not start the keeper: {error.strerror}", where=python
+            ) from error
 
     def fileno(self) -> int:
         """Readable when `events` may have something; -1 after `close`."""
         return self._socket.fileno() if self._socket else -1
 
-    def spawn(self, command: WorkerCommand, stdin: int, stdout: int, stderr: int, pass_fds: Sequence[int] = ()) -> None:
+    def spawn(
+        self,
+        command: WorkerCommand,
+        stdin: int,
+        stdout: int,
+        stderr: int,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
         """Ask for a process; the descriptors may be closed after the call."""
         body = _body(command)
         try:
             descriptors = [body, stdin, stdout, stderr, *pass_fds]
             start = "" if command.start == "exec" else command.start
-            message = {"op": "spawn", "slot": command.slot, "count": len(descriptors), "start": start}
+            message = {
+                "op": "spawn",
+                "slot": command.slot,
+                "count": len(descriptors),
+                "start": start,
+            }
             self._send(message, descriptors)
         finally:
             os.close(body)
@@ -118,7 +159,9 @@ class KeeperProcess:
         self._send({"op": "signal", "slot": slot, "number": int(number), "group": group})
 
     def sweep(self, slot: int | None) -> None:
-        """SIGKILL every descendant of a slot (None: of all slots) that is left; answered by one Swept."""
+        """
+        SIGKILL every descendant of a slot (None: of all slots) that is left; answered by one Swept.
+        """
         self._send({"op": "sweep", "slot": slot})
 
     def events(self) -> Iterable[KeeperEvent]:
@@ -139,7 +182,8 @@ class KeeperProcess:
             except OSError:
                 data = b""
             if data:
-                self._unanswered, self._frozen = 0, False
+                self._unanswered = 0
+                self._frozen = False
                 if data != PONG:
                     found.append(_event(json.loads(data)))
             elif found:
@@ -151,20 +195,27 @@ class KeeperProcess:
         return found
 
     def beat(self) -> float:
-        """Ask for a sign of life, when that is due; return when it is due next. Call after `events`, which hears it."""
+        """
+        Ask for a sign of life, when that is due; return when it is due next. Call after `events`,
+        which hears it.
+        """
         now = time.monotonic()
         if now >= self._ping_at and not self._frozen:
             self._frozen = self._unanswered >= PINGS
             if not self._frozen:
-                self._unanswered, self._ping_at = self._unanswered + 1, now + PING
+                self._unanswered = self._unanswered + 1
+                self._ping_at = now + PING
                 self._send({"op": "ping"})
         return now if self._frozen else self._ping_at
 
     def close(self) -> None:
-        """End all descendants, the keeper with them, and wait for it (at most 6 s, then it is killed)."""
+        """
+        End all descendants, the keeper with them, and wait for it (at most 6 s, then it is killed).
+        """
         if self._socket is None:
             return
-        ours, self._socket = self._socket, None
+        ours = self._socket
+        self._socket = None
         with suppress(OSError):
             ours.shutdown(socket.SHUT_WR)
         self._signal(signal.SIGCONT)  # one that was stopped would not see the end of the connection
@@ -178,14 +229,19 @@ class KeeperProcess:
         if self._socket is None:
             return
         try:
-            socket.send_fds(self._socket, [json.dumps(message).encode()], descriptors, socket.MSG_NOSIGNAL)
+            socket.send_fds(
+                self._socket, [json.dumps(message).encode()], descriptors, socket.MSG_NOSIGNAL
+            )
         except (BrokenPipeError, ConnectionResetError):
             pass  # `events` says so
         except BlockingIOError:  # it has read nothing for as long as SO_SNDTIMEO says
             self._frozen = True
 
     def _signal(self, number: int) -> None:
-        """Signal the keeper; its pid cannot be another's: as a child it was not reaped, else there is a pidfd."""
+        """
+        Signal the keeper; its pid cannot be another's: as a child it was not reaped, else there is
+        a pidfd.
+        """
         try:
             if self._lent is not None:
                 signal.pidfd_send_signal(self._lent.handle, number)
@@ -201,9 +257,11 @@ class KeeperProcess:
 
     def _ended(self, seconds: float) -> int:
         """
-        Wait for the keeper's end, kill it after that many seconds, and return how it ended, as waitpid does.
+        Wait for the keeper's end, kill it after that many seconds, and return how it ended, as
+        waitpid does.
 
-        How one that is no child ended is not known: 0 then, and it says itself that all is in order ("ended").
+        How one that is no child ended is not known: 0 then, and it says itself that all is in order
+        ("ended").
         """
         handle = self._lent.handle if self._lent is not None else None
         if not _ends_within(self.pid, seconds, handle):
@@ -213,26 +271,37 @@ class KeeperProcess:
         return _reap(self.pid) if handle is None else 0
 
     def _bury(self) -> PdrunError:
-        """The keeper is gone without having been asked: end what it had started, and say how it went."""
+        """
+        The keeper is gone without having been asked: end what it had started, and say how it went.
+        """
         if self._socket is not None:
             self._socket.close()
             self._socket = None
         code = os.waitstatus_to_exitcode(self._ended(0.0 if self._frozen else 1.0))
         self._end_orphans()
         self._let_go()
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        how = (
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"ended with exit code {code}"
+        )
         if self._lent is not None:
             how = "ended or was killed"
         if self._frozen:
             how = f"did not answer for {PING * PINGS:g} s (was it stopped?) and was ended"
-        self._dead = f"the keeper process {self.pid} {how}; every worker on this node has been ended"
+        self._dead = (
+            f"the keeper process {self.pid} {how}; every worker on this node has been ended"
+        )
         return PdrunError(self._dead, hint="nothing of the job is left here; start it again")
 
     def _end_orphans(self) -> None:
-        """SIGKILL and reap what came to this process when the keeper died, for at most STUCK seconds."""
+        """
+        SIGKILL and reap what came to this process when the keeper died, for at most STUCK seconds.
+        """
         if self._lent is not None:
             return proc.end_marked(self._lent.mark)
-        myself, give_up_at = proc.process(os.getpid()), time.monotonic() + proc.STUCK
+        myself = proc.process(os.getpid())
+        give_up_at = time.monotonic() + proc.STUCK
         while myself is not None and time.monotonic() < give_up_at:
             orphans = [child for child in proc.children(myself) if child.pid not in self.spare]
             if not orphans:
@@ -266,7 +335,8 @@ def _says_that_it_ended(connection: socket.socket) -> bool:
 
 
 def _event(message: dict[str, Any]) -> KeeperEvent:
-    kind, slot = message["ev"], message["slot"]
+    kind = message["ev"]
+    slot = message["slot"]
     if kind == "spawned":
         return Spawned(slot, message["pid"])
     if kind == "failed":
@@ -283,7 +353,10 @@ def _body(command: WorkerCommand) -> int:
 
 
 def _ends_within(pid: int, seconds: float, known: int | None = None) -> bool:
-    """Wait until a child, or one whose pidfd is known, has ended (not reaped here); False: it has not in that time."""
+    """
+    Wait until a child, or one whose pidfd is known, has ended (not reaped here); False: it has not
+    in that time.
+    """
     try:
         handle = os.pidfd_open(pid) if known is None else known
     except OSError:

@@ -1,11 +1,13 @@
 """
-This user's warm processes on this node, as a launcher sees them: found, asked, borrowed from, started, stopped.
+This user's warm processes on this node, as a launcher sees them: found, asked, borrowed from,
+started, stopped.
 
     $XDG_RUNTIME_DIR/pdrun/KEY.sock        or, without that variable, ~/.local/state/pdrun/warm-HOST/KEY.sock
 
-One for each interpreter and import-time environment (KEY is their hash). The folder is this user's alone (0700, looked
-at each time), and so is whoever answers (SO_PEERCRED). A socket that nobody listens on was left by a killed process: it
-is no error, and the next start replaces it. `warm_server` is the other end; `starting.unfit` decides what fits a job.
+One for each interpreter and import-time environment (KEY is their hash). The folder is this user's
+alone (0700, looked at each time), and so is whoever answers (SO_PEERCRED). A socket that nobody
+listens on was left by a killed process: it is no error, and the next start replaces it.
+`warm_server` is the other end; `starting.unfit` decides what fits a job.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ _MAIN_FILE = Path(__file__).parents[1] / "stdlib_only" / "fork_server.py"
 @contextmanager
 def opened(path: Path) -> Iterator[int]:
     """
-    A descriptor of the folder, by which its files are reached: a path of any length, and the folder that was checked.
+    A descriptor of the folder, by which its files are reached: a path of any length, and the folder
+    that was checked.
 
     Raises:
         ConfigError: somebody else could write there. OSError: there is no such folder.
@@ -64,7 +67,9 @@ def opened(path: Path) -> Iterator[int]:
     try:
         found = os.fstat(number)
         if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-            raise ConfigError("is not a folder of yours alone (0700)", where=str(path), hint="remove it")
+            raise ConfigError(
+                "is not a folder of yours alone (0700)", where=str(path), hint="remove it"
+            )
         yield number
     finally:
         os.close(number)
@@ -96,7 +101,9 @@ def _connect(number: int, name: str) -> socket.socket:
 
 def _user(connection: socket.socket) -> tuple[int, int]:
     """Return pid and user of the process that listens at the other end."""
-    pid, user, _ = array.array("i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    pid, user, _ = array.array(
+        "i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    )
     return pid, user
 
 
@@ -128,11 +135,15 @@ def _reply(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     return found, handles
 
 
-# Looking --------------------------------------------------------------------------------------------------------------
+# Looking
+# --------------------------------------------------------------------------------------------------------------
 
 
 class Look:
-    """Asks every warm process of this user at once; `found` waits for the answers. Nothing here raises."""
+    """
+    Asks every warm process of this user at once; `found` waits for the answers. Nothing here
+    raises.
+    """
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         self._asked: list[tuple[str, socket.socket]] = []
@@ -182,15 +193,25 @@ def _described(path: str, said: dict[str, Any]) -> Warm:
     here = inherited.difference(said["inherited"], inherited.read())
     changed = f"{said['changed']} has changed since" if said["changed"] else ""
     return Warm(
-        socket=path, pid=int(said["pid"]), python=str(said["python"]), torch_version=str(said["torch"]),
-        modules=tuple(map(str, said["modules"])), variables=dict(said["variables"]), every_variable=bool(said["all"]),
+        socket=path,
+        pid=int(said["pid"]),
+        python=str(said["python"]),
+        torch_version=str(said["torch"]),
+        modules=tuple(map(str, said["modules"])),
+        variables=dict(said["variables"]),
+        every_variable=bool(said["all"]),
         unfit=str(said["unfit"] or changed or (here and f"its {here} is not that of this process")),
-        memory=int(said["memory"]), started=float(said["started"]), unused=float(said["unused"]),
-        idle=float(said["idle"]), running=int(said["running"]), served=int(said["served"]),
-    )  # fmt: skip
+        memory=int(said["memory"]),
+        started=float(said["started"]),
+        unused=float(said["unused"]),
+        idle=float(said["idle"]),
+        running=int(said["running"]),
+        served=int(said["served"]),
+    )
 
 
-# Borrowing ------------------------------------------------------------------------------------------------------------
+# Borrowing
+# ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -221,7 +242,11 @@ def borrow(path: str) -> Lent:
         connection.settimeout(LEND)
         connection.send(json.dumps({"ask": "keeper", "inherited": inherited.read()}).encode())
         reply, handles = _reply(connection)
-        if len(handles) != 1 or not isinstance(reply.get("keeper"), int) or not isinstance(reply.get("mark"), str):
+        if (
+            len(handles) != 1
+            or not isinstance(reply.get("keeper"), int)
+            or not isinstance(reply.get("mark"), str)
+        ):
             for handle in handles:
                 os.close(handle)
             raise OSError(1, str(reply.get("refused", "what came is no answer")))
@@ -232,12 +257,15 @@ def borrow(path: str) -> Lent:
         raise
 
 
-# Starting and stopping ------------------------------------------------------------------------------------------------
+# Starting and stopping
+# ------------------------------------------------------------------------------------------------
 
 
 def key(python: str, environ: Mapping[str, str]) -> str:
     """Return the name of the warm process for an interpreter and an environment."""
-    counted = {name: value for name, value in environ.items() if name == "HOME" or importtime.frozen(name)}
+    counted = {
+        name: value for name, value in environ.items() if name == "HOME" or importtime.frozen(name)
+    }
     text = json.dumps([python, sorted(importtime.importing(counted).items())])
     return hashlib.sha256(os.fsencode(text)).hexdigest()[:16]
 
@@ -251,13 +279,16 @@ def changing(path: Path, say: Callable[[str], None]) -> Iterator[int]:
         say: told when somebody else does, and is waited for.
 
     Raises:
-        ConfigError: it cannot be used. DeadlineExceeded: another pdrun has been at it for longer than an import takes.
+        ConfigError: it cannot be used. DeadlineExceeded: another pdrun has been at it for longer
+            than an import takes.
     """
     with ExitStack() as held:
         with _holding(path):
             make_private(path)
             number = held.enter_context(opened(path))
-            lock = os.open("lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=number)
+            lock = os.open(
+                "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=number
+            )
             held.callback(os.close, lock)
             _lock(lock, path, say)
         yield number
@@ -273,7 +304,8 @@ def _holding(path: Path) -> Iterator[None]:
 
 
 def _lock(lock: int, path: Path, say: Callable[[str], None]) -> None:
-    told, deadline = False, time.monotonic() + LOCKED
+    told = False
+    deadline = time.monotonic() + LOCKED
     while True:
         try:
             return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -284,7 +316,9 @@ def _lock(lock: int, path: Path, say: Callable[[str], None]) -> None:
             told = True
         if time.monotonic() > deadline:
             raise DeadlineExceeded(
-                f"another pdrun has held it for {LOCKED:g} s", where=str(path / "lock"), hint="see what it waits for"
+                f"another pdrun has held it for {LOCKED:g} s",
+                where=str(path / "lock"),
+                hint="see what it waits for",
             )
         time.sleep(0.05)
 
@@ -310,13 +344,18 @@ def launch(number: int, path: Path, python: str, environ: Mapping[str, str], idl
     except FileNotFoundError:
         pass
     read, write = os.pipe2(os.O_CLOEXEC)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, open(os.devnull, "r+b", buffering=0) as null:
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
+        open(os.devnull, "r+b", buffering=0) as null,
+    ):
         with _holding(path.parent):
             listener.bind(f"/proc/self/fd/{number}/{path.name}")
         printed = os.memfd_create("pdrun-warm", os.MFD_CLOEXEC)
         pid = os.fork()
         if pid == 0:
-            _become(argv, environ, [null.fileno(), null.fileno(), printed, listener.fileno()], write)
+            _become(
+                argv, environ, [null.fileno(), null.fileno(), printed, listener.fileno()], write
+            )
     os.close(write)
     try:
         why = _ready(read)
@@ -333,8 +372,13 @@ def launch(number: int, path: Path, python: str, environ: Mapping[str, str], idl
         raise ConfigError(f"no process can be kept warm: {why}", where=python)
 
 
-def _become(argv: list[str], environ: Mapping[str, str], descriptors: list[int], report: int) -> None:
-    """The child's side: a session of its own, nothing of this process's signals or descriptors, then the program."""
+def _become(
+    argv: list[str], environ: Mapping[str, str], descriptors: list[int], report: int
+) -> None:
+    """
+    The child's side: a session of its own, nothing of this process's signals or descriptors, then
+    the program.
+    """
     try:
         for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
             signal.signal(number, signal.SIG_DFL)
@@ -352,7 +396,10 @@ def _become(argv: list[str], environ: Mapping[str, str], descriptors: list[int],
 
 
 def _ready(report: int) -> str | None:
-    """Wait for the process's own word: empty when it is ready, why it is not, None when it ended without one."""
+    """
+    Wait for the process's own word: empty when it is ready, why it is not, None when it ended
+    without one.
+    """
     import select
 
     poll = select.poll()
@@ -397,14 +444,21 @@ def replace_silent(look: Look, name: str, say: Callable[[str], None]) -> None:
 
     Once another one has the socket's name, nothing would find it any more but its own idle time.
     """
-    found = proc.process(look.pids[name]) if look.faults.get(name, DEAD) != DEAD and name in look.pids else None
+    found = (
+        proc.process(look.pids[name])
+        if look.faults.get(name, DEAD) != DEAD and name in look.pids
+        else None
+    )
     if found is not None:
         say(f"replacing the warm process {found.pid}, which does not answer")
         proc.kill(found)
 
 
 def clear(look: Look, say: Callable[[str], None]) -> list[str]:
-    """Remove the sockets of dead processes that were found; return their names. ``say``: see `changing`."""
+    """
+    Remove the sockets of dead processes that were found; return their names. ``say``: see
+    `changing`.
+    """
     dead = [name for name, why in look.faults.items() if why == DEAD]
     if dead:
         with changing(look.path, say) as number:  # nobody begins another there meanwhile

@@ -1,9 +1,9 @@
 """
 Whether a checkpoint belongs to a run: looked at before anything of it is taken up.
 
-Weights, their state and buffers go by name and shape, groups of the optimizer by their place: a checkpoint of another
-model may have all that this one asks for, and one of another optimizer or of other groups would be taken up without a
-word, and train with other rates or from half a state.
+Weights, their state and buffers go by name and shape, groups of the optimizer by their place: a
+checkpoint of another model may have all that this one asks for, and one of another optimizer or of
+other groups would be taken up without a word, and train with other rates or from half a state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ ALONE = "make the run as it was saved; run.export and run.load_weights carry wei
 
 
 def made(run: Run) -> dict[str, Any]:
-    """Return what a run was made of, as a checkpoint tells it: kinds, and the names of the weights of each group."""
+    """
+    Return what a run was made of, as a checkpoint tells it: kinds, and the names of the weights of
+    each group.
+    """
     scheduler = run.scheduler
     return {
         "optimizer": type(run.optimizer).__qualname__,
@@ -37,16 +40,28 @@ def check(run: Run, reader: Reader) -> None:
     Raises:
         ConfigError: it belongs to another model, optimizer or scheduler; names what differs.
     """
-    for told in (*_names(run, reader), *_kinds(run, reader.run.get("made")), *_groups(run, reader.run)):
+    for told in (
+        *_names(run, reader),
+        *_kinds(run, reader.run.get("made")),
+        *_groups(run, reader.run),
+    ):
         raise ConfigError(told, where=str(reader.folder), hint=ALONE)
 
 
 def _names(run: Run, reader: Reader) -> Iterator[str]:
     whole = run.original or run.model
     kept = set(whole.state_dict()) | run.persistent
-    known = {f"buffers/{name}" for name, _ in (*whole.named_buffers(), *run.model.named_buffers()) if name in kept}
+    known = {
+        f"buffers/{name}"
+        for name, _ in (*whole.named_buffers(), *run.model.named_buffers())
+        if name in kept
+    }
     for entry in run.engine.catalogue.entries:
-        names = [f"{entry.name}@{rank}" for rank in range(run.axis.world)] if entry.alone else [entry.name]
+        names = (
+            [f"{entry.name}@{rank}" for rank in range(run.axis.world)]
+            if entry.alone
+            else [entry.name]
+        )
         known.update(f"weights/{name}" for name in names)
     for name in reader.names():
         kind, _, rest = name.partition("/")
@@ -57,7 +72,8 @@ def _names(run: Run, reader: Reader) -> Iterator[str]:
 def _kinds(run: Run, saved: Mapping[str, Any] | None) -> Iterator[str]:
     mine = made(run)
     for what in ("optimizer", "scheduler") if saved is not None else ():
-        here, there = mine[what], saved[what] if saved else None
+        here = mine[what]
+        there = saved[what] if saved else None
         if here != there:
             yield f"was saved with {_called(what, there)}, and this run has {_called(what, here)}"
 
@@ -67,7 +83,8 @@ def _called(what: str, kind: str | None) -> str:
 
 
 def _groups(run: Run, saved: Mapping[str, Any]) -> Iterator[str]:
-    here, there = len(run.optimizer.param_groups), len(saved["groups"])
+    here = len(run.optimizer.param_groups)
+    there = len(saved["groups"])
     if here != there:
         yield f"has {there} groups of weights, the optimizer {here}"
     members: Sequence[Sequence[str]] = saved.get("made", {}).get("members", ())

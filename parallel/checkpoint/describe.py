@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from pdrun.parallel.checkpoint.storage import Reader
-from pdrun.parallel.checkpoint.transform import find, placement_for, rank_lists, rank_of, read_placement, transform
+from pdrun.parallel.checkpoint.transform import (
+    find,
+    placement_for,
+    rank_lists,
+    rank_of,
+    read_placement,
+    transform,
+)
 from pdrun.parallel.layouts.mindspore import to_mindspore
 
 
@@ -25,21 +32,31 @@ def describe(reader: Reader) -> dict[str, Any]:
         }
     run = reader.run
     return {
-        "folder": str(reader.folder), "format": run["format"], "steps": run["steps"], "ranks": len(run["indices"]),
-        "epoch": run["position"][0], "batch": run["position"][1], "seed": run["seed"], "tensors": tensors,
-    }  # fmt: skip
+        "folder": str(reader.folder),
+        "format": run["format"],
+        "steps": run["steps"],
+        "ranks": len(run["indices"]),
+        "epoch": run["position"][0],
+        "batch": run["position"][1],
+        "seed": run["seed"],
+        "tensors": tensors,
+    }
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> str:
     """Return rows as columns."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
     )
 
 
 def show(source: str, mesh: str = "", strategy: str = "", as_json: bool = False) -> str:
-    """Return what is in a checkpoint and, with a mesh or a file of layouts, which ranks' files each rank needs."""
+    """
+    Return what is in a checkpoint and, with a mesh or a file of layouts, which ranks' files each
+    rank needs.
+    """
     reader = Reader(find(Path(source)))
     told = describe(reader)
     lists = rank_lists(reader, placement_for(mesh, strategy)) if mesh or strategy else None
@@ -55,7 +72,12 @@ def show(source: str, mesh: str = "", strategy: str = "", as_json: bool = False)
 
 def needs(lists: Mapping[int, list[int]]) -> str:
     """Return lists of ranks as lines."""
-    return table([("rank", "needs the files of ranks"), *((str(rank), spans(found)) for rank, found in lists.items())])
+    return table(
+        [
+            ("rank", "needs the files of ranks"),
+            *((str(rank), spans(found)) for rank, found in lists.items()),
+        ]
+    )
 
 
 def spans(numbers: list[int]) -> str:
@@ -66,7 +88,10 @@ def spans(numbers: list[int]) -> str:
             found[-1].append(number)
         else:
             found.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found) or "none"
+    return (
+        ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found)
+        or "none"
+    )
 
 
 def transformed(source: str, target: str, mesh: str, strategy: str) -> str:
@@ -74,11 +99,15 @@ def transformed(source: str, target: str, mesh: str, strategy: str) -> str:
     placement = placement_for(mesh, strategy)
     done = transform(Path(source), Path(target), placement)
     rows = [("rank", "bytes", "from the files of ranks")]
-    rows += [(str(rank), f"{count:,}", spans(done.needed[rank])) for rank, count in done.nbytes.items()]
+    rows += [
+        (str(rank), f"{count:,}", spans(done.needed[rank])) for rank, count in done.nbytes.items()
+    ]
     return f"{done.folder}: {placement.grid.size} ranks ({placement.grid})\n{table(rows)}"
 
 
 def converted(path: str, to: str) -> str:
     """Return a file of layouts in another form: ``pdrun`` or ``mindspore``."""
     found = read_placement(Path(path))
-    return found.to_json() if to == "pdrun" else json.dumps(to_mindspore(found), indent=2) + "\n"
+    if to == "pdrun":
+        return found.to_json()
+    return json.dumps(to_mindspore(found), indent=2) + "\n"

@@ -22,7 +22,10 @@ def export(run: Run, path: Path) -> None:
     weights = {weight.name: (weight.dtype, weight.shape) for weight in wholes.in_order(run.engine)}
     saved = set((run.original or run.model).state_dict())
     buffers = {name: buffer for name, buffer in wholes.buffers(run).items() if name in saved}
-    shapes = {**weights, **{name: (buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()}}
+    shapes = {
+        **weights,
+        **{name: (buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()},
+    }
     for name, (dtype, _) in shapes.items():
         if dtype not in safetensors.NAMES:
             what = f"{name} has the type {str(dtype).removeprefix('torch.')}, which a safetensors file does not"
@@ -37,7 +40,8 @@ def export(run: Run, path: Path) -> None:
 
 def load_weights(run: Run, path: Path) -> None:
     """
-    Read this rank's ranges of the weights, and the buffers; tied weights may have any of their names.
+    Read this rank's ranges of the weights, and the buffers; tied weights may have any of their
+    names.
 
     Raises:
         ConfigError: the file lacks a weight, or one has another shape.
@@ -47,11 +51,14 @@ def load_weights(run: Run, path: Path) -> None:
     run.engine.settle()
     with torch.no_grad():
         for held in wholes.held(run.engine):
-            plain, tile = held.weight.name, held.tile
+            plain = held.weight.name
+            tile = held.tile
             name = next((name for name in other.get(plain, ()) if name in file.entries), plain)
             value = file.read(name)
             if tuple(value.shape) != tile.shape:
-                raise ConfigError(f"{name} is {tuple(value.shape)} there and {tile.shape} here", where=str(path))
+                raise ConfigError(
+                    f"{name} is {tuple(value.shape)} there and {tile.shape} here", where=str(path)
+                )
             value = value if tile.is_whole else tile.take(value)
             held.part.copy_(value.reshape(-1)[held.start : held.stop].view(held.part.shape))
         for name, buffer in run.model.named_buffers():

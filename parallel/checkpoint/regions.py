@@ -1,10 +1,12 @@
 """
-Boxes: parts of tensors that are cut along any dims, and which elements of one are elements of another. Whole numbers.
+Boxes: parts of tensors that are cut along any dims, and which elements of one are elements of
+another. Whole numbers.
 
-A box is what a rank holds of a tensor of some shape: ranges of each dim (see `tiles.Tile`), laid out row by row, and of
-that, flattened, the elements ``start`` to ``stop`` (a shard of the optimizer's). The elements of a box lie in the whole
-tensor, flattened too, as *runs*: stretches without a gap. Runs come in the order of the whole tensor on either side, so
-what two boxes have in common is found in one pass over both.
+A box is what a rank holds of a tensor of some shape: ranges of each dim (see `tiles.Tile`), laid
+out row by row, and of that, flattened, the elements ``start`` to ``stop`` (a shard of the
+optimizer's). The elements of a box lie in the whole tensor, flattened too, as *runs*: stretches
+without a gap. Runs come in the order of the whole tensor on either side, so what two boxes have in
+common is found in one pass over both.
 """
 
 from __future__ import annotations
@@ -62,7 +64,9 @@ def volume(ranges: Sequence[Ranges]) -> int:
 
 def runs(box: Box) -> Iterator[Run]:
     """Yield the runs of a box, in order."""
-    inner = len(box.shape)  # dims from here on are whole, so that each of a run's rows follows the one before
+    inner = len(
+        box.shape
+    )  # dims from here on are whole, so that each of a run's rows follows the one before
     while inner and box.ranges[inner - 1] == ((0, box.shape[inner - 1]),):
         inner -= 1
     below = prod(box.shape[inner:])
@@ -70,18 +74,24 @@ def runs(box: Box) -> Iterator[Run]:
         if box.numel:
             yield Run(box.start, box.start, box.numel)
         return
-    last = [((low * below), (high - low) * below) for low, high in box.ranges[inner - 1] if high > low]
+    last = [
+        ((low * below), (high - low) * below) for low, high in box.ranges[inner - 1] if high > low
+    ]
     row = sum(count for _, count in last)
     if not row or box.numel <= 0:
         return
-    outer = [[place for low, high in dim for place in range(low, high)] for dim in box.ranges[: inner - 1]]
+    outer = [
+        [place for low, high in dim for place in range(low, high)]
+        for dim in box.ranges[: inner - 1]
+    ]
     strides = [prod(box.shape[dim + 1 :]) for dim in range(inner - 1)]
     rows = itertools.islice(itertools.product(*outer), box.start // row, -(-box.stop // row))
     at = box.start // row * row
     for places in rows:
         base = sum(place * stride for place, stride in zip(places, strides, strict=True))
         for low, count in last:
-            first, end = max(at, box.start), min(at + count, box.stop)
+            first = max(at, box.start)
+            end = min(at + count, box.stop)
             if first < end:
                 yield Run(first, base + low + first - at, end - first)
             at += count
@@ -105,14 +115,21 @@ def common(source: Box, target: Box) -> list[Copy]:
     if not _touch(source, target):
         return []
     found: list[Copy] = []
-    here, there = runs(source), runs(target)
-    a, b = next(here, None), next(there, None)
+    here = runs(source)
+    there = runs(target)
+    a = next(here, None)
+    b = next(there, None)
     while a is not None and b is not None:
-        low, high = max(a.where, b.where), min(a.where + a.count, b.where + b.count)
+        low = max(a.where, b.where)
+        high = min(a.where + a.count, b.where + b.count)
         if low < high:
             made = Copy(a.at + low - a.where, b.at + low - b.where, high - low)
             last = found[-1] if found else None
-            if last and last.source + last.count == made.source and last.target + last.count == made.target:
+            if (
+                last
+                and last.source + last.count == made.source
+                and last.target + last.count == made.target
+            ):
                 found[-1] = Copy(last.source, last.target, last.count + made.count)
             else:
                 found.append(made)
@@ -125,7 +142,11 @@ def common(source: Box, target: Box) -> list[Copy]:
 
 def _touch(a: Box, b: Box) -> bool:
     """Whether the ranges of two boxes have something in common in every dim."""
-    return a.numel > 0 and b.numel > 0 and all(
-        any(max(l1, l2) < min(h1, h2) for l1, h1 in mine for l2, h2 in theirs)
-        for mine, theirs in zip(a.ranges, b.ranges, strict=True)
-    )  # fmt: skip
+    return (
+        a.numel > 0
+        and b.numel > 0
+        and all(
+            any(max(l1, l2) < min(h1, h2) for l1, h1 in mine for l2, h2 in theirs)
+            for mine, theirs in zip(a.ranges, b.ranges, strict=True)
+        )
+    )

@@ -1,6 +1,6 @@
 """
-Weights in the safetensors format: eight bytes of length, a JSON header, the tensors' bytes. Read and written without
-the library, which holds a file whole in memory.
+Weights in the safetensors format: eight bytes of length, a JSON header, the tensors' bytes. Read
+and written without the library, which holds a file whole in memory.
 
 Format: https://github.com/huggingface/safetensors#format
 """
@@ -19,25 +19,45 @@ from pdrun.errors import ConfigError
 from pdrun.parallel.checkpoint.storage import buffer_of
 
 NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.float8_e4m3fn: "F8_E4M3",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
+}
 TYPES = {name: dtype for dtype, name in NAMES.items()}
 LIMIT = 100_000_000
 """Bytes of a header, as in the library."""
 
 
 def write(
-    path: Path, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], tensors: Iterable[tuple[str, torch.Tensor]]
+    path: Path,
+    shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    tensors: Iterable[tuple[str, torch.Tensor]],
 ) -> None:
-    """Write tensors one after the other, in the order of ``shapes``; the file appears when it is complete."""
+    """
+    Write tensors one after the other, in the order of ``shapes``; the file appears when it is
+    complete.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, (dtype, shape) in shapes.items():
         size = torch.Size(shape).numel() * dtype.itemsize
-        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
+        header[name] = {
+            "dtype": NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [offset, offset + size],
+        }
         offset += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -71,14 +91,22 @@ class File:
                     raise ValueError(f"a header of {length} bytes")
                 header = json.loads(file.read(length))
             self._start = 8 + length
-            self.entries = {name: self._entry(value, size) for name, value in header.items() if name != "__metadata__"}
+            self.entries = {
+                name: self._entry(value, size)
+                for name, value in header.items()
+                if name != "__metadata__"
+            }
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"is no safetensors file ({error})", where=str(path)) from None
 
     def _entry(self, value: Any, size: int) -> tuple[torch.dtype, tuple[int, ...], int]:
-        dtype, shape = TYPES[value["dtype"]], tuple(int(count) for count in value["shape"])
+        dtype = TYPES[value["dtype"]]
+        shape = tuple(int(count) for count in value["shape"])
         low, high = value["data_offsets"]
-        if high - low != torch.Size(shape).numel() * dtype.itemsize or not 0 <= low <= high <= size - self._start:
+        if (
+            high - low != torch.Size(shape).numel() * dtype.itemsize
+            or not 0 <= low <= high <= size - self._start
+        ):
             raise ValueError("offsets and shape differ")
         return dtype, shape, low
 

@@ -3,9 +3,10 @@ What a run saves and how it takes it up again, on any number of ranks and at any
 
     weights/NAME, state/NAME/KEY, plain/NAME/KEY, buffers/NAME, rng/RANK
 
-Weights and state are saved as boxes of whole tensors, state that is no tensor as text. Of what several ranks hold the
-same of, one saves it. Agreement goes through torch's store, never through a collective, so that a save can go on in a
-thread while the next steps compute, and a rank that could not read its part of a checkpoint is heard of by all.
+Weights and state are saved as boxes of whole tensors, state that is no tensor as text. Of what
+several ranks hold the same of, one saves it. Agreement goes through torch's store, never through a
+collective, so that a save can go on in a thread while the next steps compute, and a rank that could
+not read its part of a checkpoint is heard of by all.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class Saving:
         """
         self._thread.join()
         atexit.unregister(self._at_exit)
-        error, self._error = self._error, None
+        error = self._error
+        self._error = None
         if error is not None:
             raise error
         return self._final
@@ -80,10 +82,14 @@ class Saving:
         """Say that the last save of a program has failed, for which nobody has waited."""
         self._thread.join()
         if self._error is not None:
-            print(f"pdrun: error: {self._final} was not saved: {self._error}", file=sys.stderr, flush=True)
+            print(
+                f"pdrun: error: {self._final} was not saved: {self._error}",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
-# ---- saving ------------------------------------------------------------------------------------------------------
+# ---- saving -----------------------------------------------------------------
 
 
 def snapshot(run: Run) -> tuple[list[tuple[Piece, torch.Tensor]], dict[str, Any]]:
@@ -96,7 +102,9 @@ def snapshot(run: Run) -> tuple[list[tuple[Piece, torch.Tensor]], dict[str, Any]
                 pieces.append((piece, _copy(tensor)))
     for name, buffer in run.model.named_buffers():
         if name in run.persistent:
-            piece = _whole(f"buffers/{name}", buffer)  # on every rank, so that all of them refuse what can't be saved
+            piece = _whole(
+                f"buffers/{name}", buffer
+            )  # on every rank, so that all of them refuse what can't be saved
             if run.axis.rank == 0 and run.engine.place.leads:
                 pieces.append((piece, _copy(buffer)))
     state = torch.get_rng_state()
@@ -110,14 +118,21 @@ def _box(held: Held) -> Box:
 
 
 def _tensors(run: Run, held: Held) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Yield the name and value of what a rank holds of a weight, and whether there is one for all of the weight."""
+    """
+    Yield the name and value of what a rank holds of a weight, and whether there is one for all of
+    the weight.
+    """
     yield f"weights/{held.name}", held.part.detach(), False
     for key, value in run.optimizer.state.get(held.part, {}).items():
         if isinstance(value, torch.Tensor):
             yield f"state/{held.name}/{key}", value.detach(), value.shape != held.part.shape
         else:
             text = json.dumps(encode(value)).encode()
-            yield f"plain/{held.name}/{key}", torch.frombuffer(bytearray(text), dtype=torch.uint8), True
+            yield (
+                f"plain/{held.name}/{key}",
+                torch.frombuffer(bytearray(text), dtype=torch.uint8),
+                True,
+            )
 
 
 def _whole(name: str, tensor: torch.Tensor) -> Piece:
@@ -156,7 +171,8 @@ def save(run: Run, folder: Path, keep: int | None, timeout: float) -> Saving:
     hidden = folder / f".new-{final.name}"
     _claim(run, final)
     pieces, plain = snapshot(run)
-    world, rank = run.context.world_size, run.context.rank
+    world = run.context.world_size
+    rank = run.context.rank
     meeting = _Meeting(world, rank, "save", timeout)
 
     def work() -> None:
@@ -173,7 +189,8 @@ def _claim(run: Run, final: Path) -> None:
     """Refuse to replace what another living run of this process has saved."""
     key = str(final.resolve())
     if _savers.get(key, run) is not run:
-        gc.collect()  # one that nobody has any more may be there still: runs hold themselves in circles
+        # one that nobody has any more may be there still: runs hold themselves in circles
+        gc.collect()
     if _savers.get(key, run) is not run:
         what = f"{final} is the checkpoint of another run of this process, which this one would replace"
         raise UsageError(what, where=WHERE, hint="a folder for each run")
@@ -194,12 +211,16 @@ def _make(folder: Path, hidden: Path) -> None:
     hidden.mkdir()
 
 
-def _end(hidden: Path, final: Path, folder: Path, plain: dict[str, Any], world: int, keep: int | None) -> None:
+def _end(
+    hidden: Path, final: Path, folder: Path, plain: dict[str, Any], world: int, keep: int | None
+) -> None:
     names = [f"rank-{rank:05d}.json" for rank in range(world)]
     missing = [name for name in names if not (hidden / name).is_file()]
     if missing:
         raise ConfigError(
-            f"{missing[0]} is not there on rank 0's machine", where=str(folder), hint="save to a shared file system"
+            f"{missing[0]} is not there on rank 0's machine",
+            where=str(folder),
+            hint="save to a shared file system",
         )
     turn = 1 + max((storage.turn(path) for path in storage.whole(folder)), default=0)
     storage.write_json(hidden / "run.json", {**plain, "indices": names, "turn": turn})
@@ -221,8 +242,11 @@ class _Meeting:
 
     def __init__(self, world: int, rank: int, what: str, timeout: float) -> None:
         self._store: Any = dist.distributed_c10d._get_default_store() if world > 1 else None
-        self._rank, self._name, self._timeout = rank, f"pdrun/{what}/{next(_count)}", timeout
-        self._world, self._where = world, f"pdrun.Run.{what}"
+        self._rank = rank
+        self._name = f"pdrun/{what}/{next(_count)}"
+        self._timeout = timeout
+        self._world = world
+        self._where = f"pdrun.Run.{what}"
         self._own: dict[str, str] = {}
 
     def tell(self, what: str, trouble: str) -> None:
@@ -237,10 +261,15 @@ class _Meeting:
         for rank in ranks:
             told = self._own.get(what) if rank == self._rank else self._ask(what, rank, end)
             if told not in ("", "done", None):
-                raise ConfigError(told if "rank " in str(told) else f"rank {rank}: {told}", where=self._where)
+                raise ConfigError(
+                    told if "rank " in str(told) else f"rank {rank}: {told}", where=self._where
+                )
 
     def end(self, what: str, then: Any = lambda: None) -> None:
-        """Wait until all ranks have told, and rank 0 has done something more; ConfigError where one had trouble."""
+        """
+        Wait until all ranks have told, and rank 0 has done something more; ConfigError where one
+        had trouble.
+        """
         if self._rank == 0:
             self.tell("end", _try(lambda: self.hear(what, range(self._world))) or _try(then))
         self.hear("end", [0])
@@ -249,20 +278,24 @@ class _Meeting:
         key = f"{self._name}/{what}/{rank}"
         while not self._store.check([key]):
             if time.monotonic() > end:
-                raise DeadlineExceeded(f"rank {rank} has not come in {self._timeout:g} s", where=self._where)
+                raise DeadlineExceeded(
+                    f"rank {rank} has not come in {self._timeout:g} s", where=self._where
+                )
             time.sleep(POLL)
         return str(self._store.get(key).decode())
 
 
-# ---- loading -----------------------------------------------------------------------------------------------------
+# ---- loading ----------------------------------------------------------------
 
 
 def load(run: Run, folder: Path) -> None:
     """
-    Take up a checkpoint; the number of ranks and the optimizer level may differ from those that saved it.
+    Take up a checkpoint; the number of ranks and the optimizer level may differ from those that
+    saved it.
 
     Raises:
-        ConfigError: it isn't whole, or belongs to another model or optimizer; on every rank, whichever has seen it.
+        ConfigError: it isn't whole, or belongs to another model or optimizer; on every rank,
+            whichever has seen it.
     """
     meeting = _Meeting(run.context.world_size, run.context.rank, "load", run.axis.watch.seconds)
     run.engine.settle()
@@ -283,12 +316,17 @@ def load(run: Run, folder: Path) -> None:
     for group, saved in zip(run.optimizer.param_groups, plain["groups"], strict=True):
         for name, value in saved.items():
             old = group.get(name)
-            group[name] = value.to(old) if isinstance(value, torch.Tensor) and isinstance(old, torch.Tensor) else value
+            group[name] = (
+                value.to(old)
+                if isinstance(value, torch.Tensor) and isinstance(old, torch.Tensor)
+                else value
+            )
     if run.scheduler is not None and plain["scheduler"] is not None:
         run.scheduler.load_state_dict(plain["scheduler"])
     if run.scale is not None and plain["scale"] is not None:
         run.scale.value, run.scale.good = plain["scale"]
-    run.steps, run.seed = plain["steps"], plain["seed"]
+    run.steps = plain["steps"]
+    run.seed = plain["seed"]
     run.feed.stand(*plain["position"])
     if plain["rng"] is not None:
         torch.set_rng_state(plain["rng"])
@@ -320,10 +358,15 @@ def _check_shape(reader: Reader, name: str, shape: tuple[int, ...]) -> None:
 
 
 def _load_weight(run: Run, reader: Reader, held: Held) -> None:
-    """Read a part of a weight and of its optimizer's state, which has the weight's type where it had it there."""
-    name, box = f"weights/{held.name}", _box(held)
+    """
+    Read a part of a weight and of its optimizer's state, which has the weight's type where it had
+    it there.
+    """
+    name = f"weights/{held.name}"
+    box = _box(held)
     _check_shape(reader, name, box.shape)
-    part, value = held.part, reader.read(name, box)
+    part = held.part
+    value = reader.read(name, box)
     there = value.dtype
     part.copy_(value.view(part.shape))
     state: dict[str, Any] = {}
@@ -334,7 +377,11 @@ def _load_weight(run: Run, reader: Reader, held: Held) -> None:
         if kind != "state":
             continue
         shape = reader.shape(found)
-        value = reader.read(found, box).view(part.shape) if shape == box.shape else reader.read(found).view(shape)
+        value = (
+            reader.read(found, box).view(part.shape)
+            if shape == box.shape
+            else reader.read(found).view(shape)
+        )
         if value.dtype == there and (shape or not box.shape):
             value = value.to(part.dtype)
         stays = shape == () and not _on_device(run)
@@ -346,17 +393,21 @@ def _load_weight(run: Run, reader: Reader, held: Held) -> None:
 
 
 def _on_device(run: Run) -> bool:
-    """Whether the optimizer keeps its step counts on the device, as fused and capturable ones do."""
-    return any(group.get("fused") or group.get("capturable") for group in run.optimizer.param_groups)
+    """
+    Whether the optimizer keeps its step counts on the device, as fused and capturable ones do.
+    """
+    return any(
+        group.get("fused") or group.get("capturable") for group in run.optimizer.param_groups
+    )
 
 
-# ---- plain values as JSON ----------------------------------------------------------------------------------------
+# ---- plain values as JSON ---------------------------------------------------
 
 
 def encode(value: Any) -> Any:
     """
-    Return a plain value as JSON has it: tuples, tensors of one number and dicts with other keys than text are
-    marked.
+    Return a plain value as JSON has it: tuples, tensors of one number and dicts with other keys
+    than text are marked.
     """
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return {"!tensor": value.item(), "type": str(value.dtype).removeprefix("torch.")}
@@ -373,7 +424,8 @@ def encode(value: Any) -> Any:
     if callable(value):
         return {"!code": True}
     raise UsageError(
-        f"a {type(value).__name__} in the state of the optimizer or scheduler can't be saved", where="pdrun.Run.save"
+        f"a {type(value).__name__} in the state of the optimizer or scheduler can't be saved",
+        where="pdrun.Run.save",
     )
 
 
@@ -390,4 +442,6 @@ def decode(value: Any) -> Any:
         return Counter({decode(key): count for key, count in inner})
     if mark == "!tuple":
         return tuple(decode(entry) for entry in inner)
-    return None if mark == "!code" else {decode(key): decode(entry) for key, entry in inner}
+    if mark == "!code":
+        return None
+    return {decode(key): decode(entry) for key, entry in inner}

@@ -5,14 +5,16 @@ Checkpoints on disk: a folder that is whole or not there.
     DIR/step-00000120/rank-00003.json    what lies where in it: name, type, shape, box, offset, checksum
     DIR/step-00000120/run.json           everything that isn't a tensor; written last
 
-Each rank writes its own pieces into a hidden folder. When all have told that theirs are on the disk, rank 0 writes
-run.json and renames the folder. A process that dies anywhere leaves a hidden folder, which the next save removes.
-Pieces are boxes (`boxes`): any ranks on any mesh find what they need by arithmetic. Nothing is unpickled.
+Each rank writes its own pieces into a hidden folder. When all have told that theirs are on the
+disk, rank 0 writes run.json and renames the folder. A process that dies anywhere leaves a hidden
+folder, which the next save removes. Pieces are boxes (`boxes`): any ranks on any mesh find what
+they need by arithmetic. Nothing is unpickled.
 
 Each block of a piece has a checksum, so that who reads a part of it is told of damage too.
 
-Format 2 has ``ranges``, for each dim the [low, high] ranges of the whole tensor that the piece was cut from; ``start``
-and ``stop`` count elements of that, flattened. In format 1 pieces are ranges of whole tensors.
+Format 2 has ``ranges``, for each dim the [low, high] ranges of the whole tensor that the piece was
+cut from; ``start`` and ``stop`` count elements of that, flattened. In format 1 pieces are ranges of
+whole tensors.
 """
 
 from __future__ import annotations
@@ -36,13 +38,36 @@ from pdrun.parallel.checkpoint.regions import Box, Copy, Ranges, common, everyth
 
 ALIGN = 64
 BLOCK = 1 << 20
-"""Bytes that have a checksum of their own: who reads a part of a piece reads and checks the blocks that it lies in."""
+"""
+Bytes that have a checksum of their own: who reads a part of a piece reads and checks the blocks
+that it lies in.
+"""
 PREFIX = "step-"
-TYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.complex32, torch.complex64,
-    torch.complex128, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz,
-)}  # fmt: skip
+TYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+        torch.bool,
+        torch.complex32,
+        torch.complex64,
+        torch.complex128,
+        torch.float8_e4m3fn,
+        torch.float8_e4m3fnuz,
+        torch.float8_e5m2,
+        torch.float8_e5m2fnuz,
+    )
+}
 FORMAT = 2
 READS = (1, 2)
 
@@ -73,10 +98,14 @@ class Piece:
 
     @classmethod
     def of(cls, name: str, dtype: torch.dtype, box: Box) -> Piece:
-        """Return a piece that is not written yet; UsageError where no checkpoint can hold its type."""
+        """
+        Return a piece that is not written yet; UsageError where no checkpoint can hold its type.
+        """
         kind = str(dtype).removeprefix("torch.")
         if kind not in TYPES:
-            raise UsageError(f"{name} has the type {kind}, which no checkpoint holds", where="pdrun.Run.save")
+            raise UsageError(
+                f"{name} has the type {kind}, which no checkpoint holds", where="pdrun.Run.save"
+            )
         return cls(name, kind, box.shape, box.start, box.stop, ranges=box.ranges)
 
     def entry(self) -> dict[str, Any]:
@@ -86,10 +115,12 @@ class Piece:
 
 def sources(pieces: Iterable[Piece], box: Box) -> Iterator[tuple[Piece, list[Copy]]]:
     """
-    Yield the pieces of which a box of a tensor is put together, each with the elements to take from it.
+    Yield the pieces of which a box of a tensor is put together, each with the elements to take from
+    it.
 
-    Nothing is read, and a piece that has nothing of the box is left out: a rank, or an offline transform, opens the
-    files of these only. Pieces with the same box are replicas: the first is taken.
+    Nothing is read, and a piece that has nothing of the box is left out: a rank, or an offline
+    transform, opens the files of these only. Pieces with the same box are replicas: the first is
+    taken.
 
     Args:
         pieces: of one tensor, in any order.
@@ -106,10 +137,12 @@ def sources(pieces: Iterable[Piece], box: Box) -> Iterator[tuple[Piece, list[Cop
 def buffer_of(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor on the host; the tensor must outlive them."""
     size = tensor.numel() * tensor.element_size()
-    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B") if size else memoryview(b"")
+    if size:
+        return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
+    return memoryview(b"")
 
 
-# ---- writing -----------------------------------------------------------------------------------------------------
+# ---- writing ----------------------------------------------------------------
 
 
 def write_rank(folder: Path, rank: int, pieces: Iterable[tuple[Piece, torch.Tensor]]) -> None:
@@ -121,7 +154,9 @@ def write_rank(folder: Path, rank: int, pieces: Iterable[tuple[Piece, torch.Tens
             file.write(b"\0" * (-file.tell() % ALIGN))
             data = buffer_of(tensor)
             crcs = [zlib.crc32(data[low : low + BLOCK]) for low in range(0, len(data), BLOCK)]
-            index.append({**piece.entry(), "file": f"{name}.bin", "offset": file.tell(), "crcs": crcs})
+            index.append(
+                {**piece.entry(), "file": f"{name}.bin", "offset": file.tell(), "crcs": crcs}
+            )
             file.write(data)
         _flush(file)
     write_json(folder / f"{name}.json", index)
@@ -149,7 +184,9 @@ def publish(hidden: Path, final: Path) -> None:
 
 
 def prune(folder: Path, keep: int | None) -> None:
-    """Remove all but the newest checkpoints: first their run.json, so that none is ever half there."""
+    """
+    Remove all but the newest checkpoints: first their run.json, so that none is ever half there.
+    """
     for path in [] if keep is None else whole(folder)[:-keep]:
         (path / "run.json").unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)
@@ -168,15 +205,16 @@ def _flush_folder(path: Path) -> None:
         os.close(handle)
 
 
-# ---- reading -----------------------------------------------------------------------------------------------------
+# ---- reading ----------------------------------------------------------------
 
 
 def whole(folder: Path) -> list[Path]:
     """
-    Return the whole checkpoints in a folder in the order in which they were written; one that was being replaced counts
-    where its successor isn't there.
+    Return the whole checkpoints in a folder in the order in which they were written; one that was
+    being replaced counts where its successor isn't there.
 
-    That is the order of their steps, but where a run has gone back to an earlier step, or begun anew in the folder.
+    That is the order of their steps, but where a run has gone back to an earlier step, or begun
+    anew in the folder.
     """
     found: dict[int, Path] = {}
     for path in sorted(folder.glob(f"*{PREFIX}*")) if folder.is_dir() else []:
@@ -200,14 +238,18 @@ class Reader:
     The tensors of one checkpoint.
 
     Raises:
-        ConfigError: the folder is no whole checkpoint, or of a format that this version does not know.
+        ConfigError: the folder is no whole checkpoint, or of a format that this version does not
+            know.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
             self.run: dict[str, Any] = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-            indices = [json.loads((folder / name).read_text(encoding="utf-8")) for name in self.run["indices"]]
+            indices = [
+                json.loads((folder / name).read_text(encoding="utf-8"))
+                for name in self.run["indices"]
+            ]
             found = [_piece(entry) for index in indices for entry in index]
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f"is no whole checkpoint ({error})", where=str(folder)) from None
@@ -219,7 +261,9 @@ class Reader:
             if Path(piece.file).name != piece.file:
                 raise ConfigError(f"{piece.name} lies outside of the folder", where=str(folder))
             if piece.dtype not in TYPES:
-                raise ConfigError(f"{piece.name} has the unknown type {piece.dtype}", where=str(folder))
+                raise ConfigError(
+                    f"{piece.name} has the unknown type {piece.dtype}", where=str(folder)
+                )
             self._pieces.setdefault(piece.name, []).append(piece)
 
     def names(self) -> list[str]:
@@ -237,7 +281,9 @@ class Reader:
     def _find(self, name: str) -> list[Piece]:
         if name not in self._pieces:
             raise ConfigError(
-                f"has no {name}", where=str(self.folder), hint="the model differs from the one that was saved"
+                f"has no {name}",
+                where=str(self.folder),
+                hint="the model differs from the one that was saved",
             )
         return self._pieces[name]
 
@@ -264,12 +310,18 @@ class Reader:
                 break
             covered = max(covered, high)
         if covered < box.stop:
-            raise ConfigError(f"lacks elements {covered} to {box.stop} of {name}", where=str(self.folder))
+            raise ConfigError(
+                f"lacks elements {covered} to {box.stop} of {name}", where=str(self.folder)
+            )
         return out
 
     def _fill(self, out: torch.Tensor, start: int, piece: Piece, copies: list[Copy]) -> None:
-        """Copy elements of a piece to where they belong; ``start`` is what the first of ``out`` counts as."""
-        size, target = out.element_size(), buffer_of(out)
+        """
+        Copy elements of a piece to where they belong; ``start`` is what the first of ``out`` counts
+        as.
+        """
+        size = out.element_size()
+        target = buffer_of(out)
         length = (piece.stop - piece.start) * size
         with self._open(piece) as file:
             if os.fstat(file.fileno()).st_size < piece.offset + length:
@@ -281,12 +333,18 @@ class Reader:
                 file.readinto(data)
                 self._check(piece, data, [(0, length)])
                 return
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
+            with (
+                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+                memoryview(mapped) as view,
+            ):
                 with view[piece.offset : piece.offset + length] as data:
                     parts = []
                     for copy in copies:
-                        low, high = (copy.source - piece.start) * size, (copy.target - start) * size
-                        target[high : high + copy.count * size] = data[low : low + copy.count * size]
+                        low = (copy.source - piece.start) * size
+                        high = (copy.target - start) * size
+                        target[high : high + copy.count * size] = data[
+                            low : low + copy.count * size
+                        ]
                         parts.append((low, low + copy.count * size))
                     self._check(piece, data, parts)
 
@@ -294,16 +352,26 @@ class Reader:
         try:
             return open(self.folder / piece.file, "rb")
         except OSError as error:
-            raise ConfigError(f"{piece.file} cannot be read ({error.strerror})", where=str(self.folder)) from None
+            raise ConfigError(
+                f"{piece.file} cannot be read ({error.strerror})", where=str(self.folder)
+            ) from None
 
     def _check(self, piece: Piece, data: memoryview, parts: list[tuple[int, int]]) -> None:
-        """Hold the blocks of a piece in which parts lie, given as [low, high) bytes of it, against their checksums."""
+        """
+        Hold the blocks of a piece in which parts lie, given as [low, high) bytes of it, against
+        their checksums.
+        """
         if piece.crcs is None:
-            right = sum(high - low for low, high in parts) < len(data) or zlib.crc32(data) == piece.crc
+            right = (
+                sum(high - low for low, high in parts) < len(data) or zlib.crc32(data) == piece.crc
+            )
         else:
-            blocks = {block for low, high in parts for block in range(low // BLOCK, -(-high // BLOCK))}
+            blocks = {
+                block for low, high in parts for block in range(low // BLOCK, -(-high // BLOCK))
+            }
             right = all(
-                piece.crcs[block : block + 1] == (zlib.crc32(data[block * BLOCK : (block + 1) * BLOCK]),)
+                piece.crcs[block : block + 1]
+                == (zlib.crc32(data[block * BLOCK : (block + 1) * BLOCK]),)
                 for block in sorted(blocks)
             )
         if not right:
@@ -312,10 +380,22 @@ class Reader:
 
 
 def _piece(entry: Any) -> Piece:
-    """Return the piece of an entry of an index; TypeError, KeyError or ValueError where it is something else."""
+    """
+    Return the piece of an entry of an index; TypeError, KeyError or ValueError where it is
+    something else.
+    """
     crcs = None if entry.get("crcs") is None else tuple(entry["crcs"])
-    return Piece(**{**entry, "shape": tuple(entry["shape"]), "ranges": _ranges(entry.get("ranges")), "crcs": crcs})
+    return Piece(
+        **{
+            **entry,
+            "shape": tuple(entry["shape"]),
+            "ranges": _ranges(entry.get("ranges")),
+            "crcs": crcs,
+        }
+    )
 
 
 def _ranges(value: Any) -> tuple[Ranges, ...] | None:
-    return None if value is None else tuple(tuple((low, high) for low, high in dim) for dim in value)
+    if value is None:
+        return None
+    return tuple(tuple((low, high) for low, high in dim) for dim in value)

@@ -1,8 +1,10 @@
 """
-Checkpoints without a job: what is in one, which ranks' files a rank needs, and laying one out for another mesh.
+Checkpoints without a job: what is in one, which ranks' files a rank needs, and laying one out for
+another mesh.
 
-Any mesh loads any checkpoint, as long as every rank sees all files. A checkpoint that has been transformed has in each
-rank's own file what that rank saves by itself, so that files can be handed out.
+Any mesh loads any checkpoint, as long as every rank sees all files. A checkpoint that has been
+transformed has in each rank's own file what that rank saves by itself, so that files can be handed
+out.
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ from pdrun.parallel.layouts.placement import Part, Placement
 
 MOST = 2**16
 """More ranks than a job has; every one of them is looked at."""
-WEIGHTS, STATE = "weights/", "state/"
+WEIGHTS = "weights/"
+STATE = "state/"
 
 
-# ---- what is given -----------------------------------------------------------------------------------------------
+# ---- what is given ----------------------------------------------------------
 
 
 def find(folder: Path) -> Path:
@@ -45,7 +48,9 @@ def find(folder: Path) -> Path:
     found = storage.whole(folder)
     if not found:
         what = "holds no whole checkpoint" if folder.is_dir() else "is no folder"
-        raise ConfigError(what, where=str(folder), hint="a folder that run.save was given, or a step in it")
+        raise ConfigError(
+            what, where=str(folder), hint="a folder that run.save was given, or a step in it"
+        )
     return found[-1]
 
 
@@ -60,7 +65,9 @@ def read_placement(path: Path) -> Placement:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot be read as JSON ({error})", where=str(path)) from None
-    return from_mindspore(value, str(path)) if is_mindspore(value) else Placement.from_plain(value, str(path))
+    if is_mindspore(value):
+        return from_mindspore(value, str(path))
+    return Placement.from_plain(value, str(path))
 
 
 def read_mesh(text: str) -> Grid:
@@ -74,7 +81,9 @@ def read_mesh(text: str) -> Grid:
     for word in text.split(","):
         matched = re.fullmatch(r"\s*([A-Za-z_]\w*)\s*=\s*(\d+)\s*", word)
         if matched is None or int(matched[2]) < 1:
-            raise UsageError(f"{word!r} is not AXIS=COUNT", where="--mesh", hint="as in --mesh dp=2,tp=4")
+            raise UsageError(
+                f"{word!r} is not AXIS=COUNT", where="--mesh", hint="as in --mesh dp=2,tp=4"
+            )
         if matched[1] in degrees:
             raise UsageError(f"{matched[1]} is given twice", where="--mesh")
         degrees[matched[1]] = int(matched[2])
@@ -94,20 +103,28 @@ def placement_for(mesh: str, strategy: str) -> Placement:
         ConfigError: the file names an axis that the mesh lacks.
     """
     if not mesh and not strategy:
-        raise UsageError("neither a mesh nor a file of layouts is given", hint="--mesh dp=2,tp=2 or --strategy FILE")
+        raise UsageError(
+            "neither a mesh nor a file of layouts is given",
+            hint="--mesh dp=2,tp=2 or --strategy FILE",
+        )
     found = read_placement(Path(strategy)) if strategy else None
     grid = read_mesh(mesh) if mesh or found is None else found.grid
     if grid.size > MOST:
-        raise UsageError(f"({grid}) has {grid.size} ranks, more than {MOST}", where="--mesh" if mesh else strategy)
+        raise UsageError(
+            f"({grid}) has {grid.size} ranks, more than {MOST}",
+            where="--mesh" if mesh else strategy,
+        )
     return Placement(grid, found.weights if found is not None else {})
 
 
-# ---- what is where -----------------------------------------------------------------------------------------------
+# ---- what is where ----------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Share:
-    """A part of a tensor, the ranks of the new mesh that hold it, and the one of them that saves it."""
+    """
+    A part of a tensor, the ranks of the new mesh that hold it, and the one of them that saves it.
+    """
 
     name: str
     box: Box
@@ -133,10 +150,15 @@ def shares(reader: Reader, placement: Placement) -> Iterator[Share]:
     turns = {weight: turn for turn, weight in enumerate(shapes)}
     held: dict[str, dict[Part, list[int]]] = {}
     for name in reader.names():
-        shape, weight = reader.shape(name), weight_of(name)
-        if weight not in shapes:  # a buffer or a random state: one for all, the latter kept by its own rank
+        shape = reader.shape(name)
+        weight = weight_of(name)
+        if (
+            weight not in shapes
+        ):  # a buffer or a random state: one for all, the latter kept by its own rank
             number = name.rpartition("/")[2]
-            yield Share(name, everything(shape), ranks, int(number) % len(ranks) if number.isdigit() else 0)
+            yield Share(
+                name, everything(shape), ranks, int(number) % len(ranks) if number.isdigit() else 0
+            )
             continue
         if weight not in held:
             held[weight] = placement.holders(weight, shapes[weight])
@@ -152,25 +174,32 @@ def weight_of(name: str) -> str:
     """Return the weight that a tensor of a checkpoint is of; empty for none."""
     if name.startswith(WEIGHTS):
         return name.removeprefix(WEIGHTS)
-    return name.removeprefix(STATE).rpartition("/")[0] if name.startswith(STATE) else ""
+    if name.startswith(STATE):
+        return name.removeprefix(STATE).rpartition("/")[0]
+    return ""
 
 
 def weight_shapes(reader: Reader) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all whole weights of a checkpoint."""
-    return {weight_of(name): reader.shape(name) for name in reader.names() if name.startswith(WEIGHTS)}
+    return {
+        weight_of(name): reader.shape(name) for name in reader.names() if name.startswith(WEIGHTS)
+    }
 
 
 def rank_lists(reader: Reader, placement: Placement) -> dict[int, list[int]]:
     """
     Return for each rank of another mesh the ranks whose files it needs, and no others.
 
-    That is for weights, their state and buffers; random states are of use on the same number of ranks only.
+    That is for weights, their state and buffers; random states are of use on the same number of
+    ranks only.
     """
     found: dict[int, set[int]] = {rank: set() for rank in range(placement.grid.size)}
     for share in shares(reader, placement):
         if share.name.startswith("rng/"):
             continue
-        files = {rank_of(piece) for piece, _ in storage.sources(reader.pieces(share.name), share.box)}
+        files = {
+            rank_of(piece) for piece, _ in storage.sources(reader.pieces(share.name), share.box)
+        }
         for rank in share.ranks:
             found[rank] |= files
     return {rank: sorted(ranks) for rank, ranks in found.items()}
@@ -181,7 +210,7 @@ def rank_of(piece: Piece) -> int:
     return int(re.sub(r"\D", "", Path(piece.file).stem))
 
 
-# ---- what is done ------------------------------------------------------------------------------------------------
+# ---- what is done -----------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -206,7 +235,8 @@ def transform(source: Path, target: Path, placement: Placement) -> Done:
 
     Args:
         source: a checkpoint, or a folder whose newest one is meant.
-        target: the folder in which the new one appears, under the same name and only when it is whole.
+        target: the folder in which the new one appears, under the same name and only when it is
+            whole.
         placement: the new ranks, and where weights lie on them.
 
     Raises:
@@ -226,12 +256,16 @@ def transform(source: Path, target: Path, placement: Placement) -> Done:
     try:
         hidden.mkdir(parents=True)
     except OSError as error:
-        raise ConfigError(f"no folder can be made in it ({error.strerror})", where=str(target)) from None
+        raise ConfigError(
+            f"no folder can be made in it ({error.strerror})", where=str(target)
+        ) from None
     try:
         for rank, own in dealt.items():
             storage.write_rank(hidden, rank, _read(reader, own))
         names = [f"rank-{rank:05d}.json" for rank in dealt]
-        storage.write_json(hidden / "run.json", {**reader.run, "format": storage.FORMAT, "indices": names})
+        storage.write_json(
+            hidden / "run.json", {**reader.run, "format": storage.FORMAT, "indices": names}
+        )
         storage.publish(hidden, final)
     except BaseException as error:
         shutil.rmtree(hidden, ignore_errors=True)

@@ -1,7 +1,8 @@
 """
 Collectives that gradients flow through, for modules and programs that place their tensors by hand.
 
-One convention holds throughout: *a tensor that all ranks of an axis hold alike has a gradient that all hold alike*.
+One convention holds throughout: *a tensor that all ranks of an axis hold alike has a gradient that
+all hold alike*.
 
     forward                             backward
     fan_out     replicated, used cut    sum over the ranks       what each computes from it is another part
@@ -12,8 +13,8 @@ One convention holds throughout: *a tensor that all ranks of an axis hold alike 
     collect     cut, used cut           reduce-scatter           gather + fan_out
     swap        cut elsewhere           the way back             all-to-all
 
-``collect`` is `gather` followed by `fan_out`, in one; a replicated tensor that goes into a computation whose result is
-cut or partial must pass `fan_out` (or `collect`) once.
+``collect`` is `gather` followed by `fan_out`, in one; a replicated tensor that goes into a
+computation whose result is cut or partial must pass `fan_out` (or `collect`) once.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from pdrun.parallel.layouts.layout import cut
 
 
 def fan_out(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Return ``x``, a replicated tensor that each rank uses for another part; gradients are summed."""
+    """
+    Return ``x``, a replicated tensor that each rank uses for another part; gradients are summed.
+    """
     return x if axis.size == 1 else _FanOut.apply(x, axis)
 
 
@@ -37,12 +40,18 @@ def add_up(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def gather(x: torch.Tensor, axis: Axis, dim: int, total: int | None = None) -> torch.Tensor:
-    """Return the whole of a tensor that is cut along ``dim``, of ``total`` elements, for what all compute alike."""
+    """
+    Return the whole of a tensor that is cut along ``dim``, of ``total`` elements, for what all
+    compute alike.
+    """
     return x if axis.size == 1 else _Gather.apply(x, axis, dim, total)
 
 
 def collect(x: torch.Tensor, axis: Axis, dim: int, total: int | None = None) -> torch.Tensor:
-    """Return the whole of a tensor that is cut along ``dim``, of which each rank computes another part."""
+    """
+    Return the whole of a tensor that is cut along ``dim``, of which each rank computes another
+    part.
+    """
     return x if axis.size == 1 else _Collect.apply(x, axis, dim, total)
 
 
@@ -58,12 +67,13 @@ def scatter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
 
 def swap(x: torch.Tensor, axis: Axis, cut_dim: int, whole_dim: int, total: int) -> torch.Tensor:
     """
-    Return a tensor that is cut along ``whole_dim``, of ``total`` elements, cut along ``cut_dim`` instead (all-to-all).
+    Return a tensor that is cut along ``whole_dim``, of ``total`` elements, cut along ``cut_dim``
+    instead (all-to-all).
     """
     return x if axis.size == 1 else _Swap.apply(x, axis, cut_dim, whole_dim, total)
 
 
-# ---- inside ------------------------------------------------------------------------------------------------------
+# ---- inside -----------------------------------------------------------------
 
 
 def _own(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
@@ -95,7 +105,8 @@ class _AddUp(torch.autograd.Function):
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int, total: int | None) -> torch.Tensor:
-        ctx.axis, ctx.dim = axis, dim
+        ctx.axis = axis
+        ctx.dim = dim
         return axis.all_gather(x, dim, total)
 
     @staticmethod
@@ -106,7 +117,8 @@ class _Gather(torch.autograd.Function):
 class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int, total: int | None) -> torch.Tensor:
-        ctx.axis, ctx.dim = axis, dim
+        ctx.axis = axis
+        ctx.dim = dim
         return axis.all_gather(x, dim, total)
 
     @staticmethod
@@ -117,7 +129,9 @@ class _Collect(torch.autograd.Function):
 class _Part(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-        ctx.axis, ctx.dim, ctx.total = axis, dim, x.shape[dim]
+        ctx.axis = axis
+        ctx.dim = dim
+        ctx.total = x.shape[dim]
         return _own(x, axis, dim).contiguous()
 
     @staticmethod
@@ -128,7 +142,9 @@ class _Part(torch.autograd.Function):
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-        ctx.axis, ctx.dim, ctx.total = axis, dim, x.shape[dim]
+        ctx.axis = axis
+        ctx.dim = dim
+        ctx.total = x.shape[dim]
         return axis.reduce_scatter(x, dim)
 
     @staticmethod
@@ -138,8 +154,13 @@ class _Scatter(torch.autograd.Function):
 
 class _Swap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis, cut_dim: int, whole_dim: int, total: int) -> torch.Tensor:
-        ctx.axis, ctx.cut_dim, ctx.whole_dim, ctx.total = axis, cut_dim, whole_dim, x.shape[cut_dim]
+    def forward(
+        ctx: Any, x: torch.Tensor, axis: Axis, cut_dim: int, whole_dim: int, total: int
+    ) -> torch.Tensor:
+        ctx.axis = axis
+        ctx.cut_dim = cut_dim
+        ctx.whole_dim = whole_dim
+        ctx.total = x.shape[cut_dim]
         return axis.swap(x, cut_dim, whole_dim, total)
 
     @staticmethod

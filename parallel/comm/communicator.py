@@ -1,8 +1,8 @@
 """
 The plain collectives along an axis of a mesh.
 
-They know nothing of autograd (`collectives` does), return new tensors unless they say otherwise, and are counted. Along
-an axis of one device they cost nothing and count nothing.
+They know nothing of autograd (`collectives` does), return new tensors unless they say otherwise,
+and are counted. Along an axis of one device they cost nothing and count nothing.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ class Pending:
     label: str = ""
 
     def wait(self) -> torch.Tensor:
-        """Return what came, when it is there (on an accelerator: for what is put on its stream from now on)."""
+        """
+        Return what came, when it is there (on an accelerator: for what is put on its stream from
+        now on).
+        """
         if self.axes is not None and self.works:
             self.axes.pause()
             for work in self.works:
@@ -75,8 +78,14 @@ class Axis:
         group: torch's process group; None where this rank is alone.
     """
 
-    def __init__(self, axes: Axes, names: tuple[str, ...], ranks: tuple[int, ...], index: int, group: Any) -> None:
-        self.axes, self.names, self.ranks, self.index, self.group = axes, names, ranks, index, group
+    def __init__(
+        self, axes: Axes, names: tuple[str, ...], ranks: tuple[int, ...], index: int, group: Any
+    ) -> None:
+        self.axes = axes
+        self.names = names
+        self.ranks = ranks
+        self.index = index
+        self.group = group
         self.size = len(ranks)
         self._label = f"along {'/'.join(names)}"
         ordered = sorted(ranks)
@@ -92,16 +101,21 @@ class Axis:
         """Return itself: a copy of a model works at the same place."""
         return self
 
-    # ---- collectives -------------------------------------------------------------------------------------------
+    # ---- collectives --------------------------------------------------------
 
     def all_reduce(self, x: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        """Return the sum ("sum"), largest ("max") or smallest ("min") over the ranks, element by element."""
+        """
+        Return the sum ("sum"), largest ("max") or smallest ("min") over the ranks, element by
+        element.
+        """
         if self.size == 1:
             return x
         if torch.compiler.is_compiling():
             return torch.ops.pdrun_axis.all_reduce(x, self._number, op)
         out = x.clone(memory_format=torch.contiguous_format)
-        start = functools.partial(dist.all_reduce, out, op=_OPS[op], group=self.group, async_op=True)
+        start = functools.partial(
+            dist.all_reduce, out, op=_OPS[op], group=self.group, async_op=True
+        )
         self._run("all_reduce", x, start, comes=out)
         return out
 
@@ -110,7 +124,8 @@ class Axis:
         Return the ranks' tensors, one after the other along ``dim``.
 
         Args:
-            total: size of ``dim`` of the result where parts may differ by one (see `cut`); default: all are like ``x``.
+            total: size of ``dim`` of the result where parts may differ by one (see `cut`); default:
+                all are like ``x``.
         """
         if self.size == 1:
             return x
@@ -120,14 +135,18 @@ class Axis:
         sizes = self._sizes(x.shape[dim], dim, total)
         most = max(sizes)
         if min(sizes) == most and (peers := self._reaching(x, dim)):
-            whole, x = x.new_empty(*x.shape[:dim], self.size * most, *x.shape[dim + 1 :]), x.contiguous()
+            whole = x.new_empty(*x.shape[:dim], self.size * most, *x.shape[dim + 1 :])
+            x = x.contiguous()
             rows = x.view(math.prod(x.shape[:dim]), -1)
             start = functools.partial(Gather, peers, whole.view(len(rows), self.size, -1), rows)
             self._run("all_gather", x, start, comes=whole)
             return whole
         if self._by_rows(x, dim) and min(sizes) == most:
-            whole, x = x.new_empty(x.shape[0], self.size * most, *x.shape[2:]), x.contiguous()
-            self._run("all_gather", x, lambda: compat.gather_rows(whole, x, self.group), comes=whole)
+            whole = x.new_empty(x.shape[0], self.size * most, *x.shape[2:])
+            x = x.contiguous()
+            self._run(
+                "all_gather", x, lambda: compat.gather_rows(whole, x, self.group), comes=whole
+            )
             return whole
         front = x.transpose(0, dim)
         if front.shape[0] < most:
@@ -151,14 +170,20 @@ class Axis:
         bounds = [cut(x.shape[dim], self.size, place) for place in range(self.size)]
         most = bounds[0][1] - bounds[0][0]
         if x.shape[dim] % self.size == 0 and (peers := self._reaching(x.narrow(dim, 0, most), dim)):
-            part, x = x.new_empty(*x.shape[:dim], most, *x.shape[dim + 1 :]), x.contiguous()
+            part = x.new_empty(*x.shape[:dim], most, *x.shape[dim + 1 :])
+            x = x.contiguous()
             rows = x.view(math.prod(x.shape[:dim]), self.size, -1)
-            start = functools.partial(Sum, peers, part.view(len(rows), -1), lambda place: rows[:, place])
+            start = functools.partial(
+                Sum, peers, part.view(len(rows), -1), lambda place: rows[:, place]
+            )
             self._run("reduce_scatter", x, start, comes=part)
             return part
         if self._by_rows(x, dim) and x.shape[dim] % self.size == 0:
-            part, x = x.new_empty(x.shape[0], most, *x.shape[2:]), x.contiguous()
-            self._run("reduce_scatter", x, lambda: compat.scatter_rows(part, x, self.group), comes=part)
+            part = x.new_empty(x.shape[0], most, *x.shape[2:])
+            x = x.contiguous()
+            self._run(
+                "reduce_scatter", x, lambda: compat.scatter_rows(part, x, self.group), comes=part
+            )
             return part
         front = x.transpose(0, dim)
         if not self.sorted or x.shape[dim] % self.size:
@@ -168,12 +193,16 @@ class Axis:
             front = padded
         front = front.contiguous()
         out = front.new_empty(most, *front.shape[2:] if front.dim() > x.dim() else front.shape[1:])
-        start = functools.partial(compat.reduce_scatter_flat, out.view(-1), front.view(-1), self.group)
+        start = functools.partial(
+            compat.reduce_scatter_flat, out.view(-1), front.view(-1), self.group
+        )
         self._run("reduce_scatter", front, start, comes=out if dim == 0 else None, given=x)
         low, high = bounds[self.index]
         return out[: high - low].transpose(0, dim).contiguous()
 
-    def all_to_all(self, parts: list[torch.Tensor], shapes: list[tuple[int, ...]]) -> list[torch.Tensor]:
+    def all_to_all(
+        self, parts: list[torch.Tensor], shapes: list[tuple[int, ...]]
+    ) -> list[torch.Tensor]:
         """
         Send ``parts[i]`` to the rank with index i; return what each rank sent here.
 
@@ -188,19 +217,25 @@ class Axis:
         out = send.new_empty(sum(counts))
         given = [parts[place].numel() for place in inverse]
         options: dict[str, Any] = {"group": self.group, "async_op": True}
-        self._run("all_to_all", send, lambda: dist.all_to_all_single(out, send, counts, given, **options))
+        self._run(
+            "all_to_all", send, lambda: dist.all_to_all_single(out, send, counts, given, **options)
+        )
         found = dict(zip(inverse, out.split(counts), strict=True))
         return [found[place].view(shapes[place]) for place in range(self.size)]
 
     def swap(self, x: torch.Tensor, cut_dim: int, whole_dim: int, total: int) -> torch.Tensor:
-        """Return a tensor that is cut along ``whole_dim``, of ``total`` elements, cut along ``cut_dim`` instead."""
+        """
+        Return a tensor that is cut along ``whole_dim``, of ``total`` elements, cut along
+        ``cut_dim`` instead.
+        """
         if self.size == 1:
             return x
         if torch.compiler.is_compiling():
             return torch.ops.pdrun_axis.all_to_all(x, self._number, cut_dim, whole_dim, total)
         bounds = [cut(x.shape[cut_dim], self.size, place) for place in range(self.size)]
         parts = [x.narrow(cut_dim, low, high - low) for low, high in bounds]
-        shapes, mine = [], bounds[self.index][1] - bounds[self.index][0]
+        shapes = []
+        mine = bounds[self.index][1] - bounds[self.index][0]
         for place in range(self.size):
             low, high = cut(total, self.size, place)
             shape = list(x.shape)
@@ -213,14 +248,23 @@ class Axis:
         if self.size > 1:
             source = self.ranks[index]
             raw = compat.sendable(x)
-            self._run("broadcast", x, lambda: dist.broadcast(raw, src=source, group=self.group, async_op=True))
+            self._run(
+                "broadcast",
+                x,
+                lambda: dist.broadcast(raw, src=source, group=self.group, async_op=True),
+            )
         return x
 
     def shift(self, x: torch.Tensor, by: int = 1) -> torch.Tensor:
-        """Send ``x`` to the rank ``by`` places on, in a ring; return what came, which has the same shape."""
+        """
+        Send ``x`` to the rank ``by`` places on, in a ring; return what came, which has the same
+        shape.
+        """
         return self.start_shift(x, by).wait()
 
-    def start_shift(self, x: torch.Tensor, by: int = 1, shape: tuple[int, ...] | None = None) -> Pending:
+    def start_shift(
+        self, x: torch.Tensor, by: int = 1, shape: tuple[int, ...] | None = None
+    ) -> Pending:
         """
         Start a `shift`; what comes is there when the result's ``wait()`` has returned.
 
@@ -233,7 +277,8 @@ class Axis:
         out = x.new_empty(x.shape if shape is None else shape)
         if self.axes.pretends:
             return Pending(out)
-        to, source = self.ranks[(self.index + by) % self.size], self.ranks[(self.index - by) % self.size]
+        to = self.ranks[(self.index + by) % self.size]
+        source = self.ranks[(self.index - by) % self.size]
         moves = [dist.P2POp(dist.isend, x, to, self.group)] if x.numel() else []
         moves += [dist.P2POp(dist.irecv, out, source, self.group)] if out.numel() else []
         works = dist.batch_isend_irecv(moves) if moves else []
@@ -255,9 +300,15 @@ class Axis:
         return self._peers
 
     def begin(
-        self, name: str, nbytes: int, start: Callable[[], Any], comes: torch.Tensor, *, whole: bool,
+        self,
+        name: str,
+        nbytes: int,
+        start: Callable[[], Any],
+        comes: torch.Tensor,
+        *,
+        whole: bool,
         sent: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """
         Start a collective and wait for it, or leave that to whoever `deferring` is.
 
@@ -276,12 +327,16 @@ class Axis:
         else:
             pending.wait()
 
-    # ---- inside ------------------------------------------------------------------------------------------------
+    # ---- inside -------------------------------------------------------------
 
     def _reaching(self, part: torch.Tensor, dim: int) -> Peers | None:
-        """Return what `peers` does for a part along a dim; None where it would travel in small pieces."""
+        """
+        Return what `peers` does for a part along a dim; None where it would travel in small pieces.
+        """
         lead = math.prod(part.shape[:dim])
-        return self.peers(part) if lead == 1 or _nbytes(part) >= lead * ROW else None
+        if lead == 1 or _nbytes(part) >= lead * ROW:
+            return self.peers(part)
+        return None
 
     def _by_rows(self, x: torch.Tensor, dim: int) -> bool:
         """
@@ -289,7 +344,9 @@ class Axis:
 
         gloo knows no such thing, and rows of a few bytes are not worth it.
         """
-        return dim == 1 and x.is_cuda and self.sorted and x.shape[1:].numel() * x.element_size() >= ROW
+        return (
+            dim == 1 and x.is_cuda and self.sorted and x.shape[1:].numel() * x.element_size() >= ROW
+        )
 
     def _sizes(self, mine: int, dim: int, total: int | None) -> list[int]:
         if total is None:
@@ -302,9 +359,14 @@ class Axis:
         return sizes
 
     def _run(
-        self, name: str, sent: torch.Tensor, start: Callable[[], Any], *, comes: torch.Tensor | None = None,
+        self,
+        name: str,
+        sent: torch.Tensor,
+        start: Callable[[], Any],
+        *,
+        comes: torch.Tensor | None = None,
         given: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """
         `begin` a collective of torch, if anything is to move.
 
@@ -315,7 +377,14 @@ class Axis:
         """
         if not self.axes.pretends:
             nbytes = _nbytes(sent if given is None else given)
-            self.begin(name, nbytes, start, sent if comes is None else comes, whole=comes is not None, sent=sent)
+            self.begin(
+                name,
+                nbytes,
+                start,
+                sent if comes is None else comes,
+                whole=comes is not None,
+                sent=sent,
+            )
 
     def _count(self, name: str, nbytes: int) -> None:
         count = self.axes.counts.setdefault((name, self.names), Count())

@@ -1,9 +1,10 @@
 """
 Collectives as operators of torch, for what torch.compile makes of a module.
 
-A compiler sees four functions of a tensor and of the number of an `Axis`, with shapes and without insides. When its
-code runs, they do what the axis's own methods do: counted, watched, and in turns with another copy of the step.
-`overlap` parts three of them into a start and a wait, and joins two with the products beside them (`products`).
+A compiler sees four functions of a tensor and of the number of an `Axis`, with shapes and without
+insides. When its code runs, they do what the axis's own methods do: counted, watched, and in turns
+with another copy of the step. `overlap` parts three of them into a start and a wait, and joins two
+with the products beside them (`products`).
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ def number(axis: Axis) -> int:
     """
     Return what stands for an axis in a graph, from now on for as long as it lives.
 
-    After its run has gone the next one's takes its place, and finds code that has been compiled already.
+    After its run has gone the next one's takes its place, and finds code that has been compiled
+    already.
     """
     given = _numbers.setdefault((axis.names, axis.ranks, axis.index), [])
     mine = next((one for one in given if one not in _known), -1)
     if mine < 0:
-        # shapes of results follow from size and index: torch's caches on disk have to tell such graphs apart
+        # shapes of results follow from size and index: torch's caches on disk have to tell such
+        # graphs apart
         mine = next(_count) << 32 | len(axis.ranks) << 16 | axis.index
         given.append(mine)
     _known[mine] = axis
@@ -61,7 +64,9 @@ def _reduce_scatter(x: torch.Tensor, axis: int, dim: int) -> torch.Tensor:
     return _known[axis].reduce_scatter(x, dim)
 
 
-def _all_to_all(x: torch.Tensor, axis: int, cut_dim: int, whole_dim: int, total: int) -> torch.Tensor:
+def _all_to_all(
+    x: torch.Tensor, axis: int, cut_dim: int, whole_dim: int, total: int
+) -> torch.Tensor:
     return _known[axis].swap(x, cut_dim, whole_dim, total)
 
 
@@ -76,14 +81,16 @@ def _gathered(x: torch.Tensor, axis: int, dim: int, total: int | None) -> torch.
 
 
 def _scattered(x: torch.Tensor, axis: int, dim: int) -> torch.Tensor:
-    shape, place = list(x.shape), _known[axis]
+    shape = list(x.shape)
+    place = _known[axis]
     low, high = cut(shape[dim], place.size, place.index)
     shape[dim] = high - low
     return x.new_empty(shape)
 
 
 def _swapped(x: torch.Tensor, axis: int, cut_dim: int, whole_dim: int, total: int) -> torch.Tensor:
-    shape, place = list(x.shape), _known[axis]
+    shape = list(x.shape)
+    place = _known[axis]
     low, high = cut(shape[cut_dim], place.size, place.index)
     shape[cut_dim], shape[whole_dim] = high - low, total
     return x.new_empty(shape)
@@ -115,11 +122,16 @@ def _products_of(
 def _product_scattered(
     inputs: list[torch.Tensor], axis: int, weights: list[torch.Tensor], shape: list[int], dim: int
 ) -> torch.Tensor:
-    return _scattered(inputs[0].new_empty(inputs[0].shape[0], weights[0].shape[1]).view(shape), axis, dim)
+    return _scattered(
+        inputs[0].new_empty(inputs[0].shape[0], weights[0].shape[1]).view(shape), axis, dim
+    )
 
 
 def _start(axis: int, call: Callable[[Axis], torch.Tensor]) -> torch.Tensor:
-    """Do what an operator does, but for the wait, where the result needs nothing done to it afterwards."""
+    """
+    Do what an operator does, but for the wait, where the result needs nothing done to it
+    afterwards.
+    """
     place = _known[axis]
     with place.axes.deferring() as started:
         out = call(place)
@@ -157,26 +169,42 @@ for _schema, _run, _shape in (
     ("all_reduce(Tensor x, int axis, str op) -> Tensor", _all_reduce, _reduced),
     ("all_gather(Tensor x, int axis, int dim, SymInt? total) -> Tensor", _all_gather, _gathered),
     ("reduce_scatter(Tensor x, int axis, int dim) -> Tensor", _reduce_scatter, _scattered),
-    ("all_to_all(Tensor x, int axis, int cut_dim, int whole_dim, SymInt total) -> Tensor", _all_to_all, _swapped),
+    (
+        "all_to_all(Tensor x, int axis, int cut_dim, int whole_dim, SymInt total) -> Tensor",
+        _all_to_all,
+        _swapped,
+    ),
     ("start_all_reduce(Tensor x, int axis, str op) -> Tensor", _start_all_reduce, _reduced),
-    ("start_all_gather(Tensor x, int axis, int dim, SymInt? total) -> Tensor", _start_all_gather, _gathered),
-    ("start_reduce_scatter(Tensor x, int axis, int dim) -> Tensor", _start_reduce_scatter, _scattered),
+    (
+        "start_all_gather(Tensor x, int axis, int dim, SymInt? total) -> Tensor",
+        _start_all_gather,
+        _gathered,
+    ),
+    (
+        "start_reduce_scatter(Tensor x, int axis, int dim) -> Tensor",
+        _start_reduce_scatter,
+        _scattered,
+    ),
     (
         "gathered_products(Tensor x, Tensor whole, int axis, int dim, Tensor[] weights) -> Tensor[]",
-        _gathered_products, _products_of,
+        _gathered_products,
+        _products_of,
     ),
     (
         "product_scatter(Tensor[] inputs, int axis, Tensor[] weights, SymInt[] shape, int dim) -> Tensor",
-        _product_scatter, _product_scattered,
+        _product_scatter,
+        _product_scattered,
     ),
     (
         "start_product_scatter(Tensor[] inputs, int axis, Tensor[] weights, SymInt[] shape, int dim) -> Tensor",
-        _start_product_scatter, _product_scattered,
+        _start_product_scatter,
+        _product_scattered,
     ),
     ("wait(Tensor(a!) out, Tensor[] after, int axis) -> ()", _wait, lambda out, after, axis: None),
 ):
     _name = _schema.partition("(")[0]
-    # strides are part of what the compiler relies on: results are contiguous, as those of the methods
+    # strides are part of what the compiler relies on: results are contiguous, as those of the
+    # methods
     _LIBRARY.define(_schema)
     _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"pdrun_axis::{_name}", _shape, lib=_LIBRARY)
@@ -189,7 +217,8 @@ STARTS = {
     _OPS.product_scatter.default: _OPS.start_product_scatter.default,
 }
 """Of each collective the operator that only starts it."""
-GATHER, SCATTER = _OPS.all_gather.default, _OPS.reduce_scatter.default
+GATHER = _OPS.all_gather.default
+SCATTER = _OPS.reduce_scatter.default
 PRODUCTS = _OPS.gathered_products.default
 """Multiplies what is gathered while it comes: (part, whole, axis, dim, weights)."""
 PRODUCT_SCATTER = _OPS.product_scatter.default

@@ -1,12 +1,13 @@
 """
-Places along the axes of a mesh: who is there, and the process groups; what travels along one is `axis`'s.
+Places along the axes of a mesh: who is there, and the process groups; what travels along one is
+`axis`'s.
 
     axes = Axes(mesh.grid, rank, device, watch)
     axes["tp"].all_reduce(x)            over the ranks that differ along tp only
     axes["dp", "cp"]                    over two axes at once, dp the major one
 
-Collectives are counted: ``axes.counts[("all_reduce", ("tp",))]`` is how many there were and how many bytes this rank
-gave to them.
+Collectives are counted: ``axes.counts[("all_reduce", ("tp",))]`` is how many there were and how
+many bytes this rank gave to them.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ class Axes:
     """
 
     def __init__(self, grid: Grid, rank: int, device: torch.device, watch: Watch) -> None:
-        self.grid, self.rank, self.device, self.watch = grid, rank, device, watch
+        self.grid = grid
+        self.rank = rank
+        self.device = device
+        self.watch = watch
         self.coordinate = grid.coordinate(rank)
         self.counts: dict[tuple[str, tuple[str, ...]], Count] = {}
         self.pretends = False
@@ -54,29 +58,43 @@ class Axes:
         self._views: dict[Grid, Axes] = {}
 
     def __getitem__(self, names: str | tuple[str, ...]) -> Axis:
-        """Return the place along one axis or several; axes of one device are left out of the names."""
+        """
+        Return the place along one axis or several; axes of one device are left out of the names.
+        """
         wanted = (names,) if isinstance(names, str) else tuple(names)
         key = tuple(name for name in wanted if self.grid.degree(name) > 1)
         if key not in self._made:
             ranks = self.grid.group(key, self.rank)
-            self._made[key] = Axis(self, key, ranks, self.grid.index(key, self.rank), self._group(ranks))
+            self._made[key] = Axis(
+                self, key, ranks, self.grid.index(key, self.rank), self._group(ranks)
+            )
         return self._made[key]
 
     def on(self, grid: Grid) -> Axes:
-        """Return the places along another grid's axes over the same ranks; groups and counts are shared."""
+        """
+        Return the places along another grid's axes over the same ranks; groups and counts are
+        shared.
+        """
         if grid == self.grid:
             return self
         if grid not in self._views:
             if grid.size != self.grid.size:
-                raise UsageError(f"({grid}) and ({self.grid}) are of other numbers of ranks", where="Axes")
+                raise UsageError(
+                    f"({grid}) and ({self.grid}) are of other numbers of ranks", where="Axes"
+                )
             view = self._views[grid] = Axes(grid, self.rank, self.device, self.watch)
-            view.counts, view._groups = self.counts, self._groups
+            view.counts = self.counts
+            view._groups = self._groups
             view.on_way = self.on_way
-            view.pretends, view.pause = self.pretends, self.pause
+            view.pretends = self.pretends
+            view.pause = self.pause
         return self._views[grid]
 
     def among(self, name: str, places: tuple[int, ...]) -> Axis | None:
-        """Return the place along an axis among the ranks of some indices; None where this rank is none of them."""
+        """
+        Return the place along an axis among the ranks of some indices; None where this rank is none
+        of them.
+        """
         axis = self[name]
         if axis.index not in places:
             return None
@@ -85,7 +103,10 @@ class Axes:
 
     @contextmanager
     def pretending(self) -> Iterator[None]:
-        """While this lasts, collectives return tensors of the right shape without moving anything, as for fake ones."""
+        """
+        While this lasts, collectives return tensors of the right shape without moving anything, as
+        for fake ones.
+        """
         every = [self, *self._views.values()]
         for axes in every:
             axes.pretends = True
@@ -97,7 +118,10 @@ class Axes:
 
     @contextmanager
     def pausing(self, pause: Callable[[], None]) -> Iterator[None]:
-        """While this lasts, something else may be done between the start of each collective and the wait for it."""
+        """
+        While this lasts, something else may be done between the start of each collective and the
+        wait for it.
+        """
         every = [self, *self._views.values()]
         before = self.pause
         for axes in every:
@@ -125,7 +149,10 @@ class Axes:
 
     @contextmanager
     def deferring(self) -> Iterator[list[Pending]]:
-        """While this lasts, a collective whose result is whole as it comes is not waited for, but put into the list."""
+        """
+        While this lasts, a collective whose result is whole as it comes is not waited for, but put
+        into the list.
+        """
         self._deferred = []
         try:
             yield self._deferred

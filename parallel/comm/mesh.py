@@ -5,8 +5,9 @@ The mesh: how many devices each kind of parallelism gets, as named axes.
     mesh(pp=2, dp=-1, tp=2)  the degrees multiply to the number of devices; -1 is what is left
     mesh(dp=2, x=2, y=2)     any other name is a tensor axis as tp is, for layouts over several
 
-From outer to inner: pp (pipeline stages), dp (data), cp (context: parts of each sequence), and the tensor axes in the
-order in which they are given. Ranks are numbered so that the inner axis changes first: neighbours share a tensor axis.
+From outer to inner: pp (pipeline stages), dp (data), cp (context: parts of each sequence), and the
+tensor axes in the order in which they are given. Ranks are numbered so that the inner axis changes
+first: neighbours share a tensor axis.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from dataclasses import dataclass
 from pdrun.errors import UsageError
 from pdrun.parallel.layouts.grid import Grid
 
-STAGES, DATA = "pp", ("dp", "cp")
+STAGES = "pp"
+DATA = ("dp", "cp")
 FIXED = (STAGES, *DATA)
 """Axes with a meaning of their own, outer to inner; every other axis is a tensor axis."""
 
@@ -49,7 +51,10 @@ class Mesh:
 
     @property
     def data_axes(self) -> tuple[str, ...]:
-        """The axes along which ranks compute other parts of the loss with the same weights, as far as there are any."""
+        """
+        The axes along which ranks compute other parts of the loss with the same weights, as far as
+        there are any.
+        """
         return tuple(name for name in DATA if self.degree(name) > 1)
 
     @property
@@ -73,7 +78,11 @@ class Mesh:
         return self.degree("tp")
 
     def __str__(self) -> str:
-        named = [f"{axis}={self.degree(axis)}" for axis in self.grid.names if axis == "dp" or self.degree(axis) > 1]
+        named = [
+            f"{axis}={self.degree(axis)}"
+            for axis in self.grid.names
+            if axis == "dp" or self.degree(axis) > 1
+        ]
         return f"mesh({', '.join(named)})"
 
 
@@ -93,10 +102,15 @@ def solve(world: int, degrees: dict[str, int]) -> Mesh:
     """
     for axis, degree in degrees.items():
         if isinstance(degree, bool) or not isinstance(degree, int) or (degree < 1 and degree != -1):
-            raise UsageError(f"{axis}={degree!r} is neither -1 nor a count of at least 1", where="pdrun.mesh")
+            raise UsageError(
+                f"{axis}={degree!r} is neither -1 nor a count of at least 1", where="pdrun.mesh"
+            )
     free = [axis for axis, degree in degrees.items() if degree == -1]
     if len(free) > 1:
-        raise UsageError(f"{' and '.join(free)} are both -1: only one degree can be what is left", where="pdrun.mesh")
+        raise UsageError(
+            f"{' and '.join(free)} are both -1: only one degree can be what is left",
+            where="pdrun.mesh",
+        )
     fixed = math.prod(degree for degree in degrees.values() if degree != -1)
     if free and world % fixed == 0:
         degrees = {**degrees, free[0]: world // fixed}
@@ -104,17 +118,20 @@ def solve(world: int, degrees: dict[str, int]) -> Mesh:
         given = ", ".join(f"{axis}={degree}" for axis, degree in degrees.items())
         verb = "does not divide" if free else "is not"
         raise UsageError(
-            f"the product of ({given}), {fixed}, {verb} the number of devices, {world}", where="pdrun.mesh"
+            f"the product of ({given}), {fixed}, {verb} the number of devices, {world}",
+            where="pdrun.mesh",
         )
     return of(**degrees)
 
 
 def mesh(**degrees: int) -> Mesh:
     """
-    Return the mesh over all devices of the job, which is joined first (`pdrun.init`) where that hasn't been done.
+    Return the mesh over all devices of the job, which is joined first (`pdrun.init`) where that
+    hasn't been done.
 
     Args:
-        degrees: ``pp``, ``dp``, ``cp``, ``tp`` or any name of a tensor axis; an axis left out has degree 1, and -1
+        degrees: ``pp``, ``dp``, ``cp``, ``tp`` or any name of a tensor axis; an axis left out has
+            degree 1, and -1
             stands for what is left. Nothing at all means ``dp=-1``.
 
     Raises:

@@ -4,8 +4,8 @@ Products of matrices beside the collective that brings what they need, or takes 
     gather, then multiply       this rank's part is multiplied while the others' are on their way
     multiply, then scatter      the others' parts are multiplied first, and go while this rank's own is multiplied
 
-Results agree with a product of the whole to rounding. Rows that lie apart are multiplied batch by batch, straight out
-of and into their places: nothing is copied.
+Results agree with a product of the whole to rounding. Rows that lie apart are multiplied batch by
+batch, straight out of and into their places: nothing is copied.
 """
 
 from __future__ import annotations
@@ -23,18 +23,26 @@ if TYPE_CHECKING:
 
 
 def gathered(
-    axis: Axis, part: torch.Tensor, whole: torch.Tensor, dim: int, weights: list[torch.Tensor], coming: Pending | None
+    axis: Axis,
+    part: torch.Tensor,
+    whole: torch.Tensor,
+    dim: int,
+    weights: list[torch.Tensor],
+    coming: Pending | None,
 ) -> list[torch.Tensor]:
     """
     Return ``whole.flatten(0, -2) @ weight`` for each weight.
 
     Args:
         part: what this rank has given: ``[.., part of dim, .., in]``.
-        whole: ``[.., dim, .., in]``, which is complete when ``coming`` has been waited for (None: is).
+        whole: ``[.., dim, .., in]``, which is complete when ``coming`` has been waited for (None:
+            is).
         weights: each ``[in, out]``.
     """
-    lead, inner = math.prod(whole.shape[:dim]), math.prod(whole.shape[dim + 1 : -1])
-    size, width = whole.shape[dim], whole.shape[-1]
+    lead = math.prod(whole.shape[:dim])
+    inner = math.prod(whole.shape[dim + 1 : -1])
+    size = whole.shape[dim]
+    width = whole.shape[-1]
     low, high = (bound * inner for bound in cut(size, axis.size, axis.index))
     rows = whole.view(lead, size * inner, width)
     results = [rows.new_empty(lead, size * inner, weight.shape[1]) for weight in weights]
@@ -63,10 +71,13 @@ def scattered(
         weights: each ``[in, out]``.
         shape: of the product, ``[..., out]``; one size may be -1.
     """
-    rows, width = inputs[0].shape[0], weights[0].shape[1]
+    rows = inputs[0].shape[0]
+    width = weights[0].shape[1]
     fixed = math.prod(size for size in shape if size >= 0)
     shape = [size if size >= 0 else rows * width // fixed for size in shape]
-    size, lead, inner = shape[dim], math.prod(shape[:dim]), math.prod(shape[dim + 1 : -1])
+    size = shape[dim]
+    lead = math.prod(shape[:dim])
+    inner = math.prod(shape[dim + 1 : -1])
     low, high = cut(size, axis.size, axis.index)
     out = inputs[0].new_empty(*shape[:dim], high - low, *shape[dim + 1 :])
     peers = axis.peers(out) if size % axis.size == 0 else None
@@ -79,7 +90,9 @@ def scattered(
     step = (high - low) * inner
 
     def part(place: int) -> torch.Tensor:
-        found = out.view(lead, step, width) if place == axis.index else out.new_empty(lead, step, width)
+        found = (
+            out.view(lead, step, width) if place == axis.index else out.new_empty(lead, step, width)
+        )
         for number, (x, weight) in enumerate(zip(places, weights, strict=True)):
             _multiply(x[:, place * step : (place + 1) * step], weight, found, add=number > 0)
         return found
@@ -90,7 +103,9 @@ def scattered(
     return out
 
 
-def _multiply(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, add: bool = False) -> None:
+def _multiply(
+    rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, add: bool = False
+) -> None:
     """Write ``rows @ weight`` into ``out``, or add it: ``[batches, rows, in]``, ``[in, out]``."""
     if rows.shape[0] == 1:  # one product is what most is known of
         if add:

@@ -3,9 +3,9 @@ Going from one layout to another with real tensors, and gradients back along the
 
     y = redistribute(x, L("dp", None), L(None, "dp"), axes, shape=(64, 512))
 
-``x`` is what this rank holds; so is ``y``. Each step is one of `collectives`: all-to-alls are true ones on every back
-end. By their convention the gradient of ``y``, held as ``y`` is (and alike by ranks whose parts add up), becomes the
-gradient of ``x``, held as ``x`` is.
+``x`` is what this rank holds; so is ``y``. Each step is one of `collectives`: all-to-alls are true
+ones on every back end. By their convention the gradient of ``y``, held as ``y`` is (and alike by
+ranks whose parts add up), becomes the gradient of ``x``, held as ``x`` is.
 """
 
 from __future__ import annotations
@@ -117,7 +117,10 @@ def _padded(x: torch.Tensor, step: Step, rank: int) -> torch.Tensor:
 
 
 class _First(torch.autograd.Function):
-    """A replicated tensor as terms of a sum, all of them zero but the first; each term has the sum's gradient."""
+    """
+    A replicated tensor as terms of a sum, all of them zero but the first; each term has the sum's
+    gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, first: bool) -> torch.Tensor:

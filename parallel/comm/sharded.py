@@ -1,14 +1,16 @@
 """
-The collectives of the engine: sums of flat buffers that end up whole or in shards, and gathers of shards.
+The collectives of the engine: sums of flat buffers that end up whole or in shards, and gathers of
+shards.
 
-The ranks along some axes of the mesh (the data axes, as a rule) are cut into shard groups of consecutive ranks; those
-that hold the same shard in different groups replicate each other. The rank with index ``i * shards + j`` is member j of
-group i. No sharding is one shard a group, full sharding is one group.
+The ranks along some axes of the mesh (the data axes, as a rule) are cut into shard groups of
+consecutive ranks; those that hold the same shard in different groups replicate each other. The rank
+with index ``i * shards + j`` is member j of group i. No sharding is one shard a group, full
+sharding is one group.
 
-Two ways to sum. *Native*: torch's all-reduce and reduce-scatter, whose order of additions depends on where in the
-buffer an element lies. *Ordered*: each rank receives its part from everybody and adds the parts in the order of the
-ranks, so that the bits of a sum depend neither on the buffer nor on the sharding; it costs the same bytes and one
-local pass.
+Two ways to sum. *Native*: torch's all-reduce and reduce-scatter, whose order of additions depends
+on where in the buffer an element lies. *Ordered*: each rank receives its part from everybody and
+adds the parts in the order of the ranks, so that the bits of a sum depend neither on the buffer nor
+on the sharding; it costs the same bytes and one local pass.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ from pdrun.parallel.comm.communicator import Axis
 
 
 class Pending:
-    """A collective on its way: `wait` ends it and returns what it was for. May be waited for more than once."""
+    """
+    A collective on its way: `wait` ends it and returns what it was for. May be waited for more than
+    once.
+    """
 
     def __init__(self, comm: Comm, works: list[Any], label: str, then: Callable[[], Any]) -> None:
         self._comm = comm
@@ -34,11 +39,14 @@ class Pending:
         self._result: Any = None
 
     def wait(self) -> Any:
-        """Return the result once it is there; on an accelerator, once the current stream will see it."""
+        """
+        Return the result once it is there; on an accelerator, once the current stream will see it.
+        """
         if self._then is not None:
             for work in self._works:
                 self._comm.watch.wait(work, self._label)
-            self._result, self._then = self._then(), None
+            self._result = self._then()
+            self._then = None
             self._works = []
         return self._result
 
@@ -50,15 +58,20 @@ class Comm:
     Args:
         axis: the place.
         shards: size of a shard group.
-        own: make process groups that nobody else uses, so that what others send may come in between on some ranks only.
+        own: make process groups that nobody else uses, so that what others send may come in between
+            on some ranks only.
 
     Attributes:
         world, rank: how many ranks there are, and this one's index; ``ranks`` are their numbers in the job.
     """
 
     def __init__(self, axis: Axis, shards: int = 1, *, own: bool = False) -> None:
-        self.ranks, self.world, self.rank, self.shards = axis.ranks, axis.size, axis.index, shards
-        self.device, self.watch = axis.axes.device, axis.axes.watch
+        self.ranks = axis.ranks
+        self.world = axis.size
+        self.rank = axis.index
+        self.shards = shards
+        self.device = axis.axes.device
+        self.watch = axis.axes.watch
         self.copies = self.world // shards
         self.copy, self.shard = divmod(self.rank, shards)
         self.calls: dict[str, int] = {}
@@ -71,32 +84,41 @@ class Comm:
         self._host_group = self.device.type == "cpu" or "gloo" in str(config)
 
     def _subgroups(self) -> tuple[Any, Any]:
-        """Return the groups of this rank's shards and of its replicas; None for one of a single rank."""
+        """
+        Return the groups of this rank's shards and of its replicas; None for one of a single rank.
+        """
         everyone = self.group
         if self.shards == 1 or self.copies == 1:
             return (everyone if self.shards > 1 else None), (everyone if self.copies > 1 else None)
-        row, column = self.ranks[self.copy * self.shards :][: self.shards], self.ranks[self.shard :: self.shards]
+        row = self.ranks[self.copy * self.shards :][: self.shards]
+        column = self.ranks[self.shard :: self.shards]
         return self._group(row), self._group(column)
 
     def _group(self, ranks: tuple[int, ...]) -> Any:
         return compat.new_group(list(ranks), self.watch.seconds, self)
 
     def _start(
-        self, name: str, label: str, works: list[Any], then: Callable[[], Any], sent: torch.Tensor | None = None
+        self,
+        name: str,
+        label: str,
+        works: list[Any],
+        then: Callable[[], Any],
+        sent: torch.Tensor | None = None,
     ) -> Pending:
         self.calls[name] = self.calls.get(name, 0) + bool(works)
         if sent is not None:
             self.nbytes[name] = self.nbytes.get(name, 0) + sent.numel() * sent.element_size()
         return Pending(self, works, label, then)
 
-    # ---- sums ----------------------------------------------------------------------------------------------------
+    # ---- sums ---------------------------------------------------------------
 
     def sum_shards(self, flat: torch.Tensor, label: str) -> Pending:
         """
-        Sum a buffer over all ranks natively; the result is this rank's shard of it (all of it where there is one
-        shard).
+        Sum a buffer over all ranks natively; the result is this rank's shard of it (all of it where
+        there is one shard).
 
-        ``flat`` is used up: it must not be touched before the end, and holds nothing useful after it.
+        ``flat`` is used up: it must not be touched before the end, and holds nothing useful after
+        it.
         """
         if self.world == 1:
             return self._start("none", label, [], lambda: flat)
@@ -111,18 +133,24 @@ class Comm:
         again = dist.all_reduce(own, group=self._copy_group, async_op=True)
         return self._start("reduce_scatter", label, [again], lambda: own, flat)
 
-    def sum_parts(self, flat: torch.Tensor, label: str, onto: torch.Tensor | None, dtype: torch.dtype) -> Pending:
+    def sum_parts(
+        self, flat: torch.Tensor, label: str, onto: torch.Tensor | None, dtype: torch.dtype
+    ) -> Pending:
         """
-        Sum a buffer over all ranks in their order; the result is this rank's part, one of ``world`` equal ones.
+        Sum a buffer over all ranks in their order; the result is this rank's part, one of ``world``
+        equal ones.
 
         Args:
             onto: what the sum starts from, or None for nothing; it is changed and returned.
-            dtype: type in which to add, where ``flat`` has been rounded to a narrower one for the wire.
+            dtype: type in which to add, where ``flat`` has been rounded to a narrower one for the
+                wire.
         """
         if self.world == 1:
             return self._start("none", label, [], lambda: _add_up([flat.to(dtype)], onto))
         send = flat
-        if 1 < self.shards < self.world:  # the part of shard j that copy i sums belongs to rank i * shards + j
+        if (
+            1 < self.shards < self.world
+        ):  # the part of shard j that copy i sums belongs to rank i * shards + j
             send = flat.view(self.shards, self.copies, -1).transpose(0, 1).contiguous().view(-1)
         received = torch.empty_like(send)
         work = dist.all_to_all_single(received, send, group=self.group, async_op=True)
@@ -132,18 +160,26 @@ class Comm:
 
         return self._start("all_to_all", label, [work], finish, send)
 
-    def join_parts(self, part: torch.Tensor, label: str, out: torch.Tensor | None = None) -> Pending:
-        """Gather the parts of `sum_parts` into this rank's shard, which is ``out`` where that is given."""
+    def join_parts(
+        self, part: torch.Tensor, label: str, out: torch.Tensor | None = None
+    ) -> Pending:
+        """
+        Gather the parts of `sum_parts` into this rank's shard, which is ``out`` where that is
+        given.
+        """
         if self.copies == 1:
             return self._start("none", label, [], lambda: part)
         own = part.new_empty(part.numel() * self.copies) if out is None else out
         work = compat.all_gather_flat(own, part, self._copy_group)
         return self._start("join", label, [work], lambda: own, part)
 
-    # ---- gathers -------------------------------------------------------------------------------------------------
+    # ---- gathers ------------------------------------------------------------
 
     def gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Pending:
-        """Fill a buffer from the shards of this rank's group; ``shard`` may be this rank's part of ``full`` itself."""
+        """
+        Fill a buffer from the shards of this rank's group; ``shard`` may be this rank's part of
+        ``full`` itself.
+        """
         if self.shards == 1:
             if full.data_ptr() != shard.data_ptr():
                 full.copy_(shard)
@@ -161,9 +197,11 @@ class Comm:
 
     def exchange(self, numbers: torch.Tensor, flags: list[bool], label: str) -> Pending:
         """
-        Return ``[world, *numbers.shape]``, the numbers of every rank, and which flags are set on any.
+        Return ``[world, *numbers.shape]``, the numbers of every rank, and which flags are set on
+        any.
 
-        On a CPU one message holds both. On an accelerator the flags go from host to host, past the device's queue.
+        On a CPU one message holds both. On an accelerator the flags go from host to host, past the
+        device's queue.
         """
         if self.world == 1:
             return self._start("none", label, [], lambda: (numbers.unsqueeze(0), flags))
@@ -182,7 +220,9 @@ class Comm:
 
     def _exchange_apart(self, numbers: torch.Tensor, told: torch.Tensor, label: str) -> Pending:
         rows = numbers.new_empty(self.world, *numbers.shape)
-        works = [compat.all_gather_flat(rows.view(-1), numbers.reshape(-1).contiguous(), self.group)]
+        works = [
+            compat.all_gather_flat(rows.view(-1), numbers.reshape(-1).contiguous(), self.group)
+        ]
         there = told.to(torch.uint8) if self._host_group else told.to(self.device)
         works.append(dist.all_reduce(there, op=dist.ReduceOp.MAX, group=self.group, async_op=True))
         return self._start("exchange", label, works, lambda: (rows, (there > 0).tolist()))
@@ -195,9 +235,12 @@ class Comm:
         """Start giving every rank what the one with that index has, in place."""
         if self.world == 1:
             return self._start("none", label, [], lambda: tensor)
-        # the network knows memory, not strides: of a slice it would send and overwrite what lies between, too
+        # the network knows memory, not strides: of a slice it would send and overwrite what lies
+        # between, too
         sent = tensor.contiguous()
-        work = dist.broadcast(compat.sendable(sent), src=self.ranks[index], group=self.group, async_op=True)
+        work = dist.broadcast(
+            compat.sendable(sent), src=self.ranks[index], group=self.group, async_op=True
+        )
 
         def finish() -> torch.Tensor:
             if sent is not tensor:

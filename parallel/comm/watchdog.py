@@ -1,14 +1,16 @@
 """
 No hang without a name: when a collective does not end in time, say where every rank is.
 
-Each process publishes nothing while all goes well. When a wait has lasted for four fifths of the limit, a thread of
-the waiting process asks in torch's store, at which the threads of all processes look every second; each answers with
-its place: the collective that it waits in, or the line of the user's program that it executes. On a CPU the wait then
-ends with DeadlineExceeded and all answers; on an accelerator, where a wait doesn't hold the process up and torch's own
-watchdog ends it, they are told on stderr before that happens.
+Each process publishes nothing while all goes well. When a wait has lasted for four fifths of the
+limit, a thread of the waiting process asks in torch's store, at which the threads of all processes
+look every second; each answers with its place: the collective that it waits in, or the line of the
+user's program that it executes. On a CPU the wait then ends with DeadlineExceeded and all answers;
+on an accelerator, where a wait doesn't hold the process up and torch's own watchdog ends it, they
+are told on stderr before that happens.
 
-The threads end before the interpreter does: one that came back from torch's store while Python is taken down would have
-to leave through frames of C++, which end the process with SIGABRT, after all its work is done.
+The threads end before the interpreter does: one that came back from torch's store while Python is
+taken down would have to leave through frames of C++, which end the process with SIGABRT, after all
+its work is done.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ ANSWER = 5.0
 ASK = 0.8
 """Part of the limit after which the others are asked."""
 QUESTION = "pdrun/watch/question"
-_GONE = re.compile(r"Connection closed by peer|Connection reset by peer|Broken pipe|ncclRemoteError")
+_GONE = re.compile(
+    r"Connection closed by peer|Connection reset by peer|Broken pipe|ncclRemoteError"
+)
 """What gloo and NCCL say of a rank whose process has ended."""
 OURS = str(Path(__file__).parents[1])
 
@@ -72,8 +76,18 @@ class Watch:
         blocking: whether waits hold the process up.
     """
 
-    def __init__(self, seconds: float, rank: int = 0, world: int = 1, store: Any = None, blocking: bool = True) -> None:
-        self.seconds, self.rank, self.world, self.blocking = seconds, rank, world, blocking
+    def __init__(
+        self,
+        seconds: float,
+        rank: int = 0,
+        world: int = 1,
+        store: Any = None,
+        blocking: bool = True,
+    ) -> None:
+        self.seconds = seconds
+        self.rank = rank
+        self.world = world
+        self.blocking = blocking
         self._place = ""
         self._since: float | None = None
         self._waiting = ""
@@ -92,7 +106,10 @@ class Watch:
             self._thread.start()
 
     def close(self, wait: float = 0.0) -> None:
-        """Have the thread end, and wait for that so many seconds: a store that does not answer must not hold us up."""
+        """
+        Have the thread end, and wait for that so many seconds: a store that does not answer must
+        not hold us up.
+        """
         self._stop.set()
         if self._thread is not None:
             self._thread.join(wait)
@@ -103,7 +120,8 @@ class Watch:
 
     def leave(self) -> None:
         """Note that it has ended."""
-        self._since, self._told = None, ""
+        self._since = None
+        self._told = ""
 
     def wait(self, work: Any, label: str) -> None:
         """
@@ -123,22 +141,29 @@ class Watch:
         try:
             work.wait(timedelta(seconds=self.seconds))
         except RuntimeError as error:
-            if time.monotonic() - begin >= self.seconds * 0.9:  # the first whose time is over leaves the others, too
+            if (
+                time.monotonic() - begin >= self.seconds * 0.9
+            ):  # the first whose time is over leaves the others, too
                 raise self._error(self._ask(label)) from error
             if gone := _GONE.search(str(error)):
                 what = f"{label} cannot come: {PeerLost.SIGN} ({gone[0]})"
-                raise PeerLost(what, where=self._place if self._since is not None else "pdrun.parallelize") from error
+                raise PeerLost(
+                    what, where=self._place if self._since is not None else "pdrun.parallelize"
+                ) from error
             raise  # something else: the tensors differ, say
-        self._waiting, self._waits_since = "", None
+        self._waiting = ""
+        self._waits_since = None
 
     def _error(self, told: str) -> DeadlineExceeded:
         hint = "every rank must take part in every step, in the same order"
-        return DeadlineExceeded(f"no end after {self.seconds:g} s: {told}", where="pdrun.parallelize", hint=hint)
+        return DeadlineExceeded(
+            f"no end after {self.seconds:g} s: {told}", where="pdrun.parallelize", hint=hint
+        )
 
     def _ask(self, label: str) -> str:
         """
-        Return where every rank is; the thread and the process itself may both ask, the second gets the first's
-        answer.
+        Return where every rank is; the thread and the process itself may both ask, the second gets
+        the first's answer.
         """
         with self._lock:
             if self._told:
@@ -151,11 +176,16 @@ class Watch:
                 self._collect(answers)
             except RuntimeError:
                 pass  # the store went with rank 0
-            self._told = "; ".join(f"rank {r} {answers.get(r, 'does not answer')}" for r in range(self.world))
+            self._told = "; ".join(
+                f"rank {r} {answers.get(r, 'does not answer')}" for r in range(self.world)
+            )
             return self._told
 
     def _collect(self, answers: dict[int, str]) -> None:
-        """Wait for the others' answers to the newest question, which may be another's that came a moment later."""
+        """
+        Wait for the others' answers to the newest question, which may be another's that came a
+        moment later.
+        """
         end = time.monotonic() + ANSWER
         while len(answers) < self.world and time.monotonic() < end and not self._stop.is_set():
             question = self._question()
@@ -169,10 +199,14 @@ class Watch:
             time.sleep(0.05)
 
     def _question(self) -> str:
-        return str(self._store.get(QUESTION).decode()) if self._store.check([QUESTION]) else ""
+        if self._store.check([QUESTION]):
+            return str(self._store.get(QUESTION).decode())
+        return ""
 
     def _where(self) -> str:
-        return f" in {self._place}" if self._place and self._since is not None else ""
+        if self._place and self._since is not None:
+            return f" in {self._place}"
+        return ""
 
     def _serve(self) -> None:
         try:
@@ -193,8 +227,14 @@ class Watch:
             except RuntimeError:
                 return  # the store is gone: there is nobody to answer
             since = self._waits_since if self.blocking else self._since
-            if since is not None and time.monotonic() - since > ASK * self.seconds and not self._told:
-                told = self._ask(self._waiting if self.blocking else f"its device at {self._line()}")
+            if (
+                since is not None
+                and time.monotonic() - since > ASK * self.seconds
+                and not self._told
+            ):
+                told = self._ask(
+                    self._waiting if self.blocking else f"its device at {self._line()}"
+                )
                 if not self.blocking:
                     print(f"pdrun: {self._error(told)}", file=sys.stderr, flush=True)
 

@@ -5,9 +5,9 @@ torch.compile, module by module.
     ["blocks.*"]            the modules of these names
     {"mode": "max-autotune-no-cudagraphs", "modules": ["blocks.*"]}     options of torch.compile, and which modules
 
-Compiling happens on this rank's part of the model, once everything is cut, and inside of what happens around a unit:
-hooks, recomputation, gathered weights. Collectives of tensor axes are operators in the graph (see `traced`). Modules of
-one kind share their code.
+Compiling happens on this rank's part of the model, once everything is cut, and inside of what
+happens around a unit: hooks, recomputation, gathered weights. Collectives of tensor axes are
+operators in the graph (see `traced`). Modules of one kind share their code.
 """
 
 from __future__ import annotations
@@ -70,7 +70,10 @@ def _some(globs: tuple[str, ...] | None) -> tuple[str, ...] | None:
 
 
 def _overlapping(options: dict[str, Any]) -> dict[str, Any]:
-    """Return options by which torch's own compiler puts collectives beside computation (see `overlap`)."""
+    """
+    Return options by which torch's own compiler puts collectives beside computation (see
+    `overlap`).
+    """
     if options.get("backend", "inductor") != "inductor":
         return options
     from torch._inductor import list_mode_options
@@ -78,7 +81,10 @@ def _overlapping(options: dict[str, Any]) -> dict[str, Any]:
     from pdrun.parallel.compiler.overlap_pass import OVERLAP
 
     # torch takes a mode or options, not both; an order for less memory would undo ours
-    chosen = {**list_mode_options(options.get("mode") or "default"), **(options.get("options") or {})}
+    chosen = {
+        **list_mode_options(options.get("mode") or "default"),
+        **(options.get("options") or {}),
+    }
     ours = {"post_grad_custom_post_pass": OVERLAP, "reorder_for_peak_memory": False}
     rest = {key: value for key, value in options.items() if key not in ("mode", "options")}
     return {**rest, "options": {**ours, **chosen}}
@@ -96,9 +102,15 @@ def check(compiled: list[str], recompute: Any, recomputed: list[str], splits: bo
     inner = [name for name in recomputed if any(name.startswith(f"{outer}.") for outer in compiled)]
     if inner:
         what = f"recompute={recompute!r} has {inner[0]}, which lies in a compiled module, computed again"
-        raise UsageError(what, where=WHERE, hint="recompute what is compiled, or something around it")
-    selective = recompute == "selective" or (isinstance(recompute, tuple) and recompute[1:] == ("selective",))
-    if selective and any(f"{inner}.".startswith(f"{outer}.") for outer in recomputed for inner in compiled):
+        raise UsageError(
+            what, where=WHERE, hint="recompute what is compiled, or something around it"
+        )
+    selective = recompute == "selective" or (
+        isinstance(recompute, tuple) and recompute[1:] == ("selective",)
+    )
+    if selective and any(
+        f"{inner}.".startswith(f"{outer}.") for outer in recomputed for inner in compiled
+    ):
         what = "recompute='selective' in compiled modules: a compiler chooses by itself what is computed again"
         raise UsageError(what, where=WHERE, hint="leave recompute= out, or recompute='full'")
     if splits:
@@ -125,5 +137,7 @@ def apply(model: nn.Module, value: Any) -> list[str]:
             wrap(model.get_submodule(name), lambda forward: torch.compile(forward, **kinds))
     except (RuntimeError, torch._dynamo.exc.InvalidBackend) as error:
         what = f"compile={value!r}: {str(error).splitlines()[0]}"
-        raise UsageError(what, where=WHERE, hint="see torch.compile's mode, backend and options") from error
+        raise UsageError(
+            what, where=WHERE, hint="see torch.compile's mode, backend and options"
+        ) from error
     return names

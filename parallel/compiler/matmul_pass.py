@@ -1,5 +1,6 @@
 """
-Products of matrices joined with the collective beside them, in the graphs that torch.compile makes: see `products`.
+Products of matrices joined with the collective beside them, in the graphs that torch.compile makes:
+see `products`.
 
     whole = all_gather(x)   y = mm(whole, w)          y = gathered_products(x, whole on its way, w)
     part = reduce_scatter(mm(h, w) + mm(g, v))        part = product_scatter([h, g], [w, v])
@@ -45,11 +46,15 @@ def numel(value: torch.Tensor) -> float:
 
 def hint(size: Any) -> float:
     """Return a size; one that is a symbol counts as large."""
-    return float(size) if isinstance(size, int) else float(getattr(size.node, "hint", None) or 1024)
+    if isinstance(size, int):
+        return float(size)
+    return float(getattr(size.node, "hint", None) or 1024)
 
 
 def worth(node: fx.Node) -> bool:
-    """Whether a product is taken apart for a collective: on an accelerator, where it may hide enough."""
+    """
+    Whether a product is taken apart for a collective: on an accelerator, where it may hide enough.
+    """
     value = value_of(node)
     return value is not None and value.is_cuda and nbytes(value) >= WORTH
 
@@ -61,7 +66,12 @@ def readers(node: fx.Node) -> list[fx.Node]:
     These have it as rows of their left side, and a weight on the right.
     """
     value = value_of(node)
-    if node.target is not traced.GATHER or value is None or not worth(node) or not 0 <= node.args[2] < value.dim() - 1:
+    if (
+        node.target is not traced.GATHER
+        or value is None
+        or not worth(node)
+        or not 0 <= node.args[2] < value.dim() - 1
+    ):
         return []
     views = [user for user in node.users if user.target in VIEWS] if value.dim() > 2 else [node]
     found = []
@@ -69,7 +79,9 @@ def readers(node: fx.Node) -> list[fx.Node]:
         rows = value_of(view)
         if rows is not None and rows.dim() == 2 and hint(rows.shape[1]) == hint(value.shape[-1]):
             found += [user for user in view.users if user.target in TAKEN and user.args[-2] is view]
-    return [each for each in found if weight_of(each.args[-1]) and not each.kwargs and _is_row(each)]
+    return [
+        each for each in found if weight_of(each.args[-1]) and not each.kwargs and _is_row(each)
+    ]
 
 
 def _is_row(product: fx.Node) -> bool:
@@ -78,7 +90,10 @@ def _is_row(product: fx.Node) -> bool:
 
 
 def weight_of(node: Any) -> list[fx.Node]:
-    """Return a node and what it is a view of, up to an input of the graph; empty: it is something else."""
+    """
+    Return a node and what it is a view of, up to an input of the graph; empty: it is something
+    else.
+    """
     chain = []
     while isinstance(node, fx.Node):
         chain.append(node)
@@ -90,14 +105,21 @@ def weight_of(node: Any) -> list[fx.Node]:
     return []
 
 
-def join_gather(graph: fx.Graph, started: fx.Node, products: list[fx.Node], first: fx.Node) -> list[fx.Node]:
-    """Have products begin with this rank's part, before ``first``; return what has their results."""
+def join_gather(
+    graph: fx.Graph, started: fx.Node, products: list[fx.Node], first: fx.Node
+) -> list[fx.Node]:
+    """
+    Have products begin with this rank's part, before ``first``; return what has their results.
+    """
     part, axis, dim = started.args[:3]
     with graph.inserting_before(first):
         weights = [product.args[-1] for product in products]
         joint = graph.call_function(traced.PRODUCTS, (part, started, axis, dim, weights))
         joint.meta["val"] = [product.meta["val"] for product in products]
-        made = [graph.call_function(operator.getitem, (joint, number)) for number in range(len(products))]
+        made = [
+            graph.call_function(operator.getitem, (joint, number))
+            for number in range(len(products))
+        ]
     for product, result in zip(products, made, strict=True):
         _describe(result, product)
         if product.target is ATEN.addmm.default:
@@ -122,7 +144,9 @@ def join_scatters(graph: fx.Graph) -> None:
         inputs, weights = zip(*(product.args for _, product in terms), strict=True)
         with graph.inserting_before(node):
             axis, dim = node.args[1:3]
-            joint = graph.call_function(traced.PRODUCT_SCATTER, (list(inputs), axis, list(weights), shape, dim))
+            joint = graph.call_function(
+                traced.PRODUCT_SCATTER, (list(inputs), axis, list(weights), shape, dim)
+            )
             _describe(joint, node)
         whole = node.args[0]
         node.replace_all_uses_with(joint)
@@ -132,7 +156,10 @@ def join_scatters(graph: fx.Graph) -> None:
 
 
 def _describe(node: fx.Node, other: fx.Node) -> None:
-    """Say of a node's result what is known of another's; what is known of its arguments is another matter."""
+    """
+    Say of a node's result what is known of another's; what is known of its arguments is another
+    matter.
+    """
     node.meta.update({key: other.meta[key] for key in ("val", "stack_trace") if key in other.meta})
 
 
@@ -144,13 +171,22 @@ def _sums(node: Any) -> list[fx.Node]:
 
 
 def _terms(node: Any, user: fx.Node) -> list[tuple[list[fx.Node], fx.Node]]:
-    """Return the products that a node is the sum of, each with the view of it; empty: it is something else."""
+    """
+    Return the products that a node is the sum of, each with the view of it; empty: it is something
+    else.
+    """
     if not isinstance(node, fx.Node) or list(node.users) != [user]:
         return []
     if node.target is ATEN.mm.default:
         return [([], node)]
-    if node.target in VIEWS and isinstance(node.args[0], fx.Node) and node.args[0].target is ATEN.mm.default:
-        return [([node], node.args[0])] if list(node.args[0].users) == [node] else []
+    if (
+        node.target in VIEWS
+        and isinstance(node.args[0], fx.Node)
+        and node.args[0].target is ATEN.mm.default
+    ):
+        if list(node.args[0].users) == [node]:
+            return [([node], node.args[0])]
+        return []
     if node.target is ATEN.add.Tensor and not node.kwargs and node.args[0] is not node.args[1]:
         terms = [_terms(each, node) for each in node.args[:2]]
         left, right = map(value_of, node.args[:2])

@@ -4,16 +4,17 @@ Collectives of compiled layers beside computation: a pass over the graphs that t
     before      dx = mm(dy, w)   dw = mm(dy.t, x)   part = reduce_scatter(dx)   ... part ...
     after       dx = mm(dy, w)   part = start(dx)   dw = mm(dy.t, x)   wait(part)   ... part ...
 
-In the backward of a cut layer gradients of weights wait for nothing and nothing in the layer waits for them. So they
-are put off until a collective is on its way, as many as it takes to hide it; each collective is started as soon as its
-input is there, and waited for where its result is first used. (Megatron-LM does so by hand for its linear layers.)
-Nothing passes a node that writes into a tensor.
+In the backward of a cut layer gradients of weights wait for nothing and nothing in the layer waits
+for them. So they are put off until a collective is on its way, as many as it takes to hide it; each
+collective is started as soon as its input is there, and waited for where its result is first used.
+(Megatron-LM does so by hand for its linear layers.) Nothing passes a node that writes into a
+tensor.
 
     before      whole = all_gather(x)   y = mm(whole, w)        y = mm(h, w)   part = reduce_scatter(y)
     after       whole = start(x)   y = gathered_products(x, whole, w)          part = product_scatter(h, w)
 
-In a forward little can be put off. There the product that reads what is gathered begins with this rank's part, and the
-product that is added up over the ranks ends with it: `products`.
+In a forward little can be put off. There the product that reads what is gathered begins with this
+rank's part, and the product that is added up over the ranks ends with it: `products`.
 """
 
 from __future__ import annotations
@@ -39,12 +40,14 @@ from pdrun.parallel.compiler.matmul_pass import (
     weight_of,
 )
 
-COMPUTE, NETWORK = 7e14, 2e11
+COMPUTE = 7e14
+NETWORK = 2e11
 """
-Operations a second and device, and bytes a second between two, at which the balance is struck: those seen of an H200.
+Operations a second and device, and bytes a second between two, at which the balance is struck:
+those seen of an H200.
 
-A collective that finds all processors taken starts when the product before it ends: rather a product too many beside
-it than one too few.
+A collective that finds all processors taken starts when the product before it ends: rather a
+product too many beside it than one too few.
 """
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
@@ -67,7 +70,10 @@ class Overlap(CustomGraphPass):
             _part(graph, node, others, [each for each in readers(node) if each not in taken])
 
     def uuid(self) -> Any:
-        """Return what compiled code is stored under: it depends on these files, and on what counts as worth it."""
+        """
+        Return what compiled code is stored under: it depends on these files, and on what counts as
+        worth it.
+        """
         return get_hash_for_files((__file__, joining.__file__, traced.__file__), str(joining.WORTH))
 
 
@@ -77,7 +83,8 @@ OVERLAP = Overlap()
 
 def _ordered(graph: fx.Graph, collectives: dict[fx.Node, list[fx.Node]]) -> Iterator[fx.Node]:
     """
-    Yield the nodes in their new order: each as before, but what can wait beside a collective, or at the end.
+    Yield the nodes in their new order: each as before, but what can wait beside a collective, or at
+    the end.
 
     Args:
         collectives: of each, what is computed beside it is put into the list.
@@ -89,7 +96,8 @@ def _ordered(graph: fx.Graph, collectives: dict[fx.Node, list[fx.Node]]) -> Iter
     """Collectives that nobody has waited for yet, and the seconds that they may take."""
 
     def beside(enough: float) -> Iterator[fx.Node]:
-        spent, blocked = 0.0, set(on_way)
+        spent = 0.0
+        blocked = set(on_way)
         for node in list(waiting):
             if spent >= enough or blocked.intersection(node.all_input_nodes):
                 blocked.add(node)
@@ -115,16 +123,28 @@ def _ordered(graph: fx.Graph, collectives: dict[fx.Node, list[fx.Node]]) -> Iter
 
 
 def _loose(nodes: list[fx.Node]) -> set[fx.Node]:
-    """Return the products that only the output needs, with what they are made into, and what only they need."""
+    """
+    Return the products that only the output needs, with what they are made into, and what only they
+    need.
+    """
     needed: set[fx.Node] = set()
     for node in reversed(nodes):
         if node.op == "output":
             continue  # it needs everything
-        if node.op != "call_function" or node.target in traced.STARTS or _writes(node) or needed & set(node.users):
+        if (
+            node.op != "call_function"
+            or node.target in traced.STARTS
+            or _writes(node)
+            or needed & set(node.users)
+        ):
             needed.add(node)
     loose: set[fx.Node] = set()
     for node in nodes:
-        if node not in needed and node.op != "output" and (_is_product(node) or loose & set(node.all_input_nodes)):
+        if (
+            node not in needed
+            and node.op != "output"
+            and (_is_product(node) or loose & set(node.all_input_nodes))
+        ):
             loose.add(node)
     for node in reversed(nodes):
         if node not in needed and node.op != "output" and node.users and set(node.users) <= loose:
@@ -144,7 +164,8 @@ def _is_product(node: fx.Node) -> bool:
 def _seconds(node: fx.Node) -> float:
     if not _is_product(node):
         return 0.0
-    value, out = value_of(node.args[-2]), value_of(node)
+    value = value_of(node.args[-2])
+    out = value_of(node)
     if value is None or out is None:
         return 0.0
     return 2 * numel(out) * hint(value.shape[-1]) / COMPUTE
@@ -172,7 +193,8 @@ def _on_way(node: fx.Node, products: list[fx.Node]) -> float:
 
 def _part(graph: fx.Graph, node: fx.Node, beside: list[fx.Node], products: list[fx.Node]) -> None:
     """
-    Replace a collective by its start, and wait before its first use, after what is computed beside it.
+    Replace a collective by its start, and wait before its first use, after what is computed beside
+    it.
 
     Args:
         products: those that are to begin before its result has come.
@@ -189,8 +211,9 @@ def _part(graph: fx.Graph, node: fx.Node, beside: list[fx.Node], products: list[
             if position[each] > position[first]:
                 first.prepend(each)
     made = join_gather(graph, started, products, first) if products else []
-    # What is sent has to stay as it is until then. The code's own order is made anew, by what needs what: the
-    # wait is said to need the products, since kernels that need it may be put before them.
+    # What is sent has to stay as it is until then. The code's own order is made anew, by what needs
+    # what: the wait is said to need the products, since kernels that need it may be put before
+    # them.
     after = [*_sent(node), *made, *(each for each in beside if value_of(each) is not None)]
     with graph.inserting_before(first):
         graph.call_function(traced.WAIT, (started, after, node.args[1]))

@@ -1,13 +1,14 @@
 """
 Attention of one block of queries to one block of keys, with what is needed to put blocks together.
 
-A forward returns the block's output and, for each query, the logarithm of its sum of exponentials (lse). Outputs of a
-query over several blocks of keys are put together by weights exp(lse - lse of all) (Milakov and Gimelshein, Online
-normalizer calculation for softmax, 2018; Dao et al., FlashAttention, 2022). A backward takes the output and the lse
-over *all* keys and gives the gradients that this block contributes (FlashAttention, algorithm 4).
+A forward returns the block's output and, for each query, the logarithm of its sum of exponentials
+(lse). Outputs of a query over several blocks of keys are put together by weights exp(lse - lse of
+all) (Milakov and Gimelshein, Online normalizer calculation for softmax, 2018; Dao et al.,
+FlashAttention, 2022). A backward takes the output and the lse over *all* keys and gives the
+gradients that this block contributes (FlashAttention, algorithm 4).
 
-torch's fused kernels are used where they exist for the device and the types; plain mathematics, in fp32 or wider,
-everywhere else and where there is a bias or dropout.
+torch's fused kernels are used where they exist for the device and the types; plain mathematics, in
+fp32 or wider, everywhere else and where there is a bias or dropout.
 
 All tensors are [batch, heads, positions, size]; lse is [batch, heads, queries].
 """
@@ -21,7 +22,8 @@ import torch
 from torch.nn import functional
 
 _aten = torch.ops.aten
-FLASH, EFFICIENT = 1, 2
+FLASH = 1
+EFFICIENT = 2
 """What torch's own choice among its kernels is called (at::SDPBackend)."""
 _ALIGNED = 32
 """The memory-efficient kernel's lse has room for a multiple of this many queries."""
@@ -38,7 +40,8 @@ class Extra:
     What is added to scores or drawn for weights of a block.
 
     Attributes:
-        bias: added to the scores, broadcast to [batch, heads, queries, keys]; -inf where a key is not seen.
+        bias: added to the scores, broadcast to [batch, heads, queries, keys]; -inf where a key is
+            not seen.
         drop: what the weights are multiplied by, 0 or 1 / (1 - p); the same shape.
     """
 
@@ -49,17 +52,25 @@ class Extra:
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, extra: Extra
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (output, lse) of a block; keys and values may have fewer heads, each for a group of query heads."""
-    k, v = spread(k, q.shape[1]), spread(v, q.shape[1])
+    """
+    Return (output, lse) of a block; keys and values may have fewer heads, each for a group of query
+    heads.
+    """
+    k = spread(k, q.shape[1])
+    v = spread(v, q.shape[1])
     kind = _kernel(q, k, v, extra)
     if kind == "cpu":
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, scale=scale
+        )
         return out, lse
     if kind == "flash":
         found = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
         return found[0], found[1]
     if kind == "efficient":
-        found = _aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+        found = _aten._scaled_dot_product_efficient_attention(
+            q, k, v, None, True, 0.0, causal, scale=scale
+        )
         return found[0], found[1][..., : q.shape[2]]
     return _plain(q, k, v, causal, scale, extra)
 
@@ -74,12 +85,22 @@ class Finished:
 
 
 def backward(
-    done: Finished, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, extra: Extra
+    done: Finished,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    scale: float,
+    extra: Extra,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return this block's part of the gradients of q, k, v, and (where there is a bias) of the scores."""
+    """
+    Return this block's part of the gradients of q, k, v, and (where there is a bias) of the scores.
+    """
     heads = k.shape[1]
-    k, v = spread(k, q.shape[1]), spread(v, q.shape[1])
-    kind, scores = _kernel(q, k, v, extra), None
+    k = spread(k, q.shape[1])
+    v = spread(v, q.shape[1])
+    kind = _kernel(q, k, v, extra)
+    scores = None
     if kind == "cpu":
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             done.grad, q, k, v, done.out, done.lse, 0.0, causal, scale=scale
@@ -105,7 +126,7 @@ def gathered(grad: torch.Tensor, heads: int) -> torch.Tensor:
     return grad.unflatten(1, (heads, grad.shape[1] // heads)).sum(2, dtype=wide(grad.dtype))
 
 
-# ---- which kernel --------------------------------------------------------------------------------------------------
+# ---- which kernel -----------------------------------------------------------
 
 
 def _kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extra: Extra) -> str:
@@ -124,26 +145,57 @@ def _kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extra: Extra) -> 
 
 def _flash_backward(done: Finished, q: Any, k: Any, v: Any, causal: bool, scale: float) -> Any:
     none = torch.empty(0, dtype=torch.int32, device=q.device)
-    state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, of which there is none
+    state = torch.zeros(
+        2, dtype=torch.uint64, device=q.device
+    )  # of dropout, of which there is none
     return _aten._scaled_dot_product_flash_attention_backward(
-        done.grad, q, k, v, done.out, done.lse.contiguous(), none, none, q.shape[2], k.shape[2], 0.0, causal,
-        state, state, scale=scale,
-    )  # fmt: skip
+        done.grad,
+        q,
+        k,
+        v,
+        done.out,
+        done.lse.contiguous(),
+        none,
+        none,
+        q.shape[2],
+        k.shape[2],
+        0.0,
+        causal,
+        state,
+        state,
+        scale=scale,
+    )
 
 
 def _efficient_backward(done: Finished, q: Any, k: Any, v: Any, causal: bool, scale: float) -> Any:
-    lse = functional.pad(done.lse, (0, -done.lse.shape[-1] % _ALIGNED), value=float("inf")).contiguous()
+    lse = functional.pad(
+        done.lse, (0, -done.lse.shape[-1] % _ALIGNED), value=float("inf")
+    ).contiguous()
     state = torch.zeros((), dtype=torch.int64, device=q.device)
     found = _aten._scaled_dot_product_efficient_attention_backward(
-        done.grad, q, k, v, None, done.out, lse, state, state, 0.0, [True, True, True, False], causal, scale=scale
+        done.grad,
+        q,
+        k,
+        v,
+        None,
+        done.out,
+        lse,
+        state,
+        state,
+        0.0,
+        [True, True, True, False],
+        causal,
+        scale=scale,
     )
     return found[:3]
 
 
-# ---- plain mathematics ---------------------------------------------------------------------------------------------
+# ---- plain mathematics ------------------------------------------------------
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float, extra: Extra) -> torch.Tensor:
+def _scores(
+    q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float, extra: Extra
+) -> torch.Tensor:
     kind = wide(q.dtype)
     scores = q.to(kind) @ k.to(kind).mT * scale
     if extra.bias is not None:
@@ -171,15 +223,24 @@ def _plain(
 
 
 def _plain_backward(
-    done: Finished, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, extra: Extra
+    done: Finished,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    scale: float,
+    extra: Extra,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     kind = wide(q.dtype)
     weights = _weights(_scores(q, k, causal, scale, extra), done.lse)
     grad = done.grad.to(kind)
     delta = (grad * done.out.to(kind)).sum(-1, keepdim=True)
-    kept, back = weights, grad @ v.to(kind).mT
+    kept = weights
+    back = grad @ v.to(kind).mT
     if extra.drop is not None:
-        kept, back = weights * extra.drop, back * extra.drop
+        kept = weights * extra.drop
+        back = back * extra.drop
     scores = weights * (back - delta)
-    dq, dk = scores @ k.to(kind) * scale, scores.mT @ q.to(kind) * scale
+    dq = scores @ k.to(kind) * scale
+    dk = scores.mT @ q.to(kind) * scale
     return dq, dk, kept.mT @ grad, scores if extra.bias is not None else None

@@ -1,8 +1,8 @@
 """
 Context parallel: ``parallelize(..., mesh=pdrun.mesh(cp=4), context=pdrun.ContextParallel())``.
 
-Each rank along cp computes its part of every sequence. What a model does position by position needs nothing else;
-attention has to see the whole sequence, and does: while the run computes,
+Each rank along cp computes its part of every sequence. What a model does position by position needs
+nothing else; attention has to see the whole sequence, and does: while the run computes,
 ``torch.nn.functional.scaled_dot_product_attention`` is a ring, an all-to-all, or both.
 
 What else knows about positions has to be told, and `tables`, batches and `positions` are how:
@@ -43,15 +43,20 @@ class ContextParallel:
     How sequences are cut over the axis cp.
 
     Attributes:
-        ulysses: how many ranks exchange heads for positions (all-to-all); they divide the heads. The others, cp /
+        ulysses: how many ranks exchange heads for positions (all-to-all); they divide the heads.
+            The others, cp /
             ulysses, are a ring, in which keys and values go round. 1: a ring; -1: all-to-all only.
-        order: "zigzag" or "contiguous"; None: zigzag where there is a ring, so that all ranks have the same to do under
+        order: "zigzag" or "contiguous"; None: zigzag where there is a ring, so that all ranks have
+            the same to do under
             a causal mask.
-        dims: which dim of each tensor of a batch is the sequence: by key for a dict, in order otherwise, None for one
+        dims: which dim of each tensor of a batch is the sequence: by key for a dict, in order
+            otherwise, None for one
             that is not cut. Default: dim 1 of the first tensor that has one, and of all that have the same size there.
-        tables: globs of buffers and weights that hold a row for each position, and the dim of their rows. A model
+        tables: globs of buffers and weights that hold a row for each position, and the dim of their
+            rows. A model
             that takes its first rows gets those of this rank's positions.
-        elsewhere: compute attention whose sizes are not those of the cut sequences as it is, on each rank; without it,
+        elsewhere: compute attention whose sizes are not those of the cut sequences as it is, on
+            each rank; without it,
             it is refused.
     """
 
@@ -92,7 +97,9 @@ class ContextParallel:
         for pattern, dim in self.tables.items():
             found = [name for name, _ in _tensors(model) if fnmatchcase(name, pattern)]
             if not found:
-                raise UsageError(f"tables: {pattern!r} matches no weight and no buffer", where=WHERE)
+                raise UsageError(
+                    f"tables: {pattern!r} matches no weight and no buffer", where=WHERE
+                )
             for name in found:
                 owner, _, attribute = name.rpartition(".")
                 module = model.get_submodule(owner)
@@ -106,7 +113,8 @@ class ContextParallel:
 
     def part(self, batch: Any, axes: Axes) -> Any:
         """
-        Return this rank's part of the sequences of a batch; tensors without positions are passed on.
+        Return this rank's part of the sequences of a batch; tensors without positions are passed
+        on.
 
         Raises:
             UsageError: there is no sequence to cut, or sequences have different lengths.
@@ -116,10 +124,16 @@ class ContextParallel:
             return batch
         leaves, form = pytree.tree_flatten(batch)
         dims = _dims(batch, leaves, self.dims)
-        lengths = {leaf.shape[dim] for leaf, dim in zip(leaves, dims, strict=True) if dim is not None}
+        lengths = {
+            leaf.shape[dim] for leaf, dim in zip(leaves, dims, strict=True) if dim is not None
+        }
         if len(lengths) != 1:
             told = f"lengths {sorted(lengths)}" if lengths else "no tensor has a dim 1"
-            raise UsageError(f"the batch has no sequence to cut: {told}", where=WHERE, hint="dims= says which they are")
+            raise UsageError(
+                f"the batch has no sequence to cut: {told}",
+                where=WHERE,
+                hint="dims= says which they are",
+            )
         sequences.begin(lengths.pop())
         pairs = zip(leaves, dims, strict=True)
         cut = [leaf if dim is None else sequences.take(leaf, dim) for leaf, dim in pairs]
@@ -133,11 +147,13 @@ class ContextParallel:
     def running(self, axes: Axes) -> Iterator[None]:
         """While this lasts, attention is over whole sequences and tables give this rank's rows."""
         global _current
-        sequences, before = self.sequences(axes), _current
+        sequences = self.sequences(axes)
+        before = _current
         if before is sequences or sequences.axis.size == 1:
             yield
             return
-        attention, heads = functional.scaled_dot_product_attention, functional.multi_head_attention_forward
+        attention = functional.scaled_dot_product_attention
+        heads = functional.multi_head_attention_forward
         _current = sequences
         functional.scaled_dot_product_attention = sequences.stands_in(attention)
         functional.multi_head_attention_forward = _without_weights(heads)
@@ -150,12 +166,15 @@ class ContextParallel:
             functional.multi_head_attention_forward = heads
         if not sequences.calls and axes["pp"].size == 1:
             told = "the model did not call torch.nn.functional.scaled_dot_product_attention on its sequences"
-            raise UsageError(told, where=WHERE, hint="attention in the open would see this rank's positions only")
+            raise UsageError(
+                told, where=WHERE, hint="attention in the open would see this rank's positions only"
+            )
 
 
 def positions(count_here: int, device: Any = None) -> torch.Tensor:
     """
-    Return the positions of the ``count_here`` ones that a tensor has here: 0 to n - 1 in one process.
+    Return the positions of the ``count_here`` ones that a tensor has here: 0 to n - 1 in one
+    process.
 
     Raises:
         UsageError: sequences are cut, and this rank's part is another number of positions.
@@ -165,30 +184,37 @@ def positions(count_here: int, device: Any = None) -> torch.Tensor:
     mine = count(_current.mine)
     if count_here != mine:
         told = f"positions of {count_here} tokens, where this rank has {mine} of {_current.length}"
-        raise UsageError(told, where="pdrun.positions", hint="positions(x.shape[1]), of a tensor of the sequence")
+        raise UsageError(
+            told, where="pdrun.positions", hint="positions(x.shape[1]), of a tensor of the sequence"
+        )
     return _current.positions(device)
 
 
-# ---- batches -------------------------------------------------------------------------------------------------------
+# ---- batches ----------------------------------------------------------------
 
 
 def _dims(batch: Any, leaves: list[Any], given: Any) -> list[int | None]:
     """Return along which dim each leaf of a batch is cut."""
     if isinstance(given, Mapping):
         if not isinstance(batch, Mapping) or set(given) - set(batch):
-            unknown = ", ".join(map(str, set(given) - set(batch if isinstance(batch, Mapping) else ())))
+            unknown = ", ".join(
+                map(str, set(given) - set(batch if isinstance(batch, Mapping) else ()))
+            )
             raise UsageError(f"dims= names what the batch lacks: {unknown}", where=WHERE)
         return [given.get(key) for key, value in batch.items() for _ in pytree.tree_leaves(value)]
     if given is not None:
         if not isinstance(given, Sequence) or len(given) != len(leaves):
             raise UsageError(f"dims={given!r} for a batch of {len(leaves)} leaves", where=WHERE)
         return list(given)
-    sizes = [leaf.shape[1] if isinstance(leaf, torch.Tensor) and leaf.dim() > 1 else None for leaf in leaves]
+    sizes = [
+        leaf.shape[1] if isinstance(leaf, torch.Tensor) and leaf.dim() > 1 else None
+        for leaf in leaves
+    ]
     length = next((size for size in sizes if size is not None), None)
     return [1 if size is not None and size == length else None for size in sizes]
 
 
-# ---- tables --------------------------------------------------------------------------------------------------------
+# ---- tables -----------------------------------------------------------------
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -197,7 +223,10 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _make_table(module: nn.Module, attribute: str, dim: int, name: str) -> None:
-    """Have an attribute of a module give this rank's rows while a run computes; what the module holds stays whole."""
+    """
+    Have an attribute of a module give this rank's rows while a run computes; what the module holds
+    stays whole.
+    """
 
     def rows(self: nn.Module) -> torch.Tensor:
         held: Any = self._parameters.get(attribute)
@@ -210,7 +239,9 @@ def _make_table(module: nn.Module, attribute: str, dim: int, name: str) -> None:
         return _current.take(held, dim)
 
     kind = type(module)
-    module.__class__ = type(kind.__name__, (kind,), {attribute: property(rows), "__module__": kind.__module__})
+    module.__class__ = type(
+        kind.__name__, (kind,), {attribute: property(rows), "__module__": kind.__module__}
+    )
 
 
 @functools.cache  # one function for one: compiled code relies on its identity

@@ -1,11 +1,11 @@
 """
 Ring attention: each rank holds its part of every sequence; keys and values go round, queries stay.
 
-In each of n steps a rank attends with its own queries to the keys and values that it holds at the moment, which are on
-their way to the next rank meanwhile (Liu, Zaharia, Abbeel, Ring Attention with Blockwise Transformers, 2023). Outputs
-are put together by their log-sum-exps, in fp32. In the backward keys and values go round once more, and their
-gradients one step behind them, until they are home: n - 1 shifts each. A rank never holds more than two parts beside
-its own.
+In each of n steps a rank attends with its own queries to the keys and values that it holds at the
+moment, which are on their way to the next rank meanwhile (Liu, Zaharia, Abbeel, Ring Attention with
+Blockwise Transformers, 2023). Outputs are put together by their log-sum-exps, in fp32. In the
+backward keys and values go round once more, and their gradients one step behind them, until they
+are home: n - 1 shifts each. A rank never holds more than two parts beside its own.
 """
 
 from __future__ import annotations
@@ -41,17 +41,20 @@ def ring_attention(
     drop: Drop | None = None,
 ) -> torch.Tensor:
     """
-    Return this rank's part of softmax(q k^T scale + mask) v over whole sequences that are cut over an axis.
+    Return this rank's part of softmax(q k^T scale + mask) v over whole sequences that are cut over
+    an axis.
 
     Args:
         q, k, v: this rank's positions, [batch, heads, positions, size] or without batch; k and v may have fewer heads,
             each for a group of query heads.
         axis: along which the sequences are cut.
-        length: of the whole sequences, cut by `placement.part`; default: all ranks have as much as this one.
+        length: of the whole sequences, cut by `placement.part`; default: all ranks have as much as
+            this one.
         order: how positions lie on the ranks, "zigzag" or "contiguous".
         causal: a position sees itself and those before it.
         scale: default: size ** -0.5.
-        mask: for this rank's queries and *all* positions as keys, in the order of the sequence, broadcast to
+        mask: for this rank's queries and *all* positions as keys, in the order of the sequence,
+            broadcast to
             [batch, heads, queries, length]: bool, True where a key is seen, or a bias on the scores.
         drop: dropout of the weights, by position.
 
@@ -64,16 +67,28 @@ def ring_attention(
     _check(q, k, v, mask, length, count(parts[axis.index]))
     if q.dim() == 3:
         told = ring_attention(
-            q[None], k[None], v[None], axis, length=length, order=order, causal=causal, scale=scale,
-            mask=mask, drop=drop,
-        )  # fmt: skip
+            q[None],
+            k[None],
+            v[None],
+            axis,
+            length=length,
+            order=order,
+            causal=causal,
+            scale=scale,
+            mask=mask,
+            drop=drop,
+        )
         return told[0]
     plan = Plan(axis, parts, causal, q.shape[-1] ** -0.5 if scale is None else scale, drop)
     device = q.device.type
     if torch.is_autocast_enabled(device):
-        q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))  # as torch's own attention does
+        q, k, v = (
+            x.to(torch.get_autocast_dtype(device)) for x in (q, k, v)
+        )  # as torch's own attention does
     with torch.autocast(device, enabled=False):
-        found: torch.Tensor = _Ring.apply(q, k, v, None if mask is None else as_bias(mask, q.dtype), plan)
+        found: torch.Tensor = _Ring.apply(
+            q, k, v, None if mask is None else as_bias(mask, q.dtype), plan
+        )
     return found
 
 
@@ -86,24 +101,39 @@ def as_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _check(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, length: int, mine: int
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    length: int,
+    mine: int,
 ) -> None:
     if q.dim() not in (3, 4) or k.dim() != q.dim() or v.dim() != q.dim():
         dims = f"q, k and v have {q.dim()}, {k.dim()} and {v.dim()} dims"
-        raise UsageError(dims, where=WHERE, hint="[batch, heads, positions, size], or without batch")
+        raise UsageError(
+            dims, where=WHERE, hint="[batch, heads, positions, size], or without batch"
+        )
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.shape[-2] != mine:
             told = f"{name} has {x.shape[-2]} positions; this rank's part of {length} is {mine}"
             raise UsageError(told, where=WHERE, hint="length= is that of whole sequences")
     if q.shape[-3] % k.shape[-3] or k.shape[-3] != v.shape[-3]:
-        told = f"{q.shape[-3]} heads of queries over {k.shape[-3]} of keys and {v.shape[-3]} of values"
-        raise UsageError(told, where=WHERE, hint="each head of keys and values serves the same number of query heads")
-    if mask is not None and (mask.dim() < 2 or mask.shape[-2] not in (1, mine) or mask.shape[-1] != length):
+        told = (
+            f"{q.shape[-3]} heads of queries over {k.shape[-3]} of keys and {v.shape[-3]} of values"
+        )
+        raise UsageError(
+            told,
+            where=WHERE,
+            hint="each head of keys and values serves the same number of query heads",
+        )
+    if mask is not None and (
+        mask.dim() < 2 or mask.shape[-2] not in (1, mine) or mask.shape[-1] != length
+    ):
         told = f"a mask of {list(mask.shape)} for {mine} queries of this rank and {length} keys"
         raise UsageError(told, where=WHERE, hint="rows for this rank's positions, columns for all")
 
 
-# ---- inside --------------------------------------------------------------------------------------------------------
+# ---- inside -----------------------------------------------------------------
 
 
 @dataclass
@@ -115,10 +145,13 @@ class _Output:
 
     def add(self, low: int, high: int, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Put a block of keys to queries ``low`` to ``high``."""
-        old, so_far = self.lse[:, :, low:high], self.out[:, :, low:high]
+        old = self.lse[:, :, low:high]
+        so_far = self.out[:, :, low:high]
         lse = lse.to(old.dtype)
         both = torch.logaddexp(old, lse)
-        shown = both.masked_fill(both == float("-inf"), 0.0)  # no key seen yet: weights exp(-inf), which are 0
+        shown = both.masked_fill(
+            both == float("-inf"), 0.0
+        )  # no key seen yet: weights exp(-inf), which are 0
         so_far.mul_((old - shown).exp().unsqueeze(-1))
         so_far.add_(out * (lse - shown).exp().unsqueeze(-1))
         old.copy_(both)
@@ -127,11 +160,17 @@ class _Output:
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, plan: Plan
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        bias: torch.Tensor | None,
+        plan: Plan,
     ) -> torch.Tensor:
         kind = kernels.wide(q.dtype)
         found = _Output(
-            q.new_zeros(*q.shape[:3], v.shape[3], dtype=kind), q.new_full(q.shape[:3], float("-inf"), dtype=kind)
+            q.new_zeros(*q.shape[:3], v.shape[3], dtype=kind),
+            q.new_full(q.shape[:3], float("-inf"), dtype=kind),
         )
         ring = Round(k, v, plan)
         for step in range(plan.axis.size):
@@ -140,9 +179,13 @@ class _Ring(torch.autograd.Function):
             for block in blocks(plan.mine, plan.parts[source], plan.causal):
                 (low, high), (first, last) = block.q, block.k
                 out, lse = kernels.forward(
-                    q[:, :, low:high], keys[:, :, first:last], values[:, :, first:last], block.causal, plan.scale,
+                    q[:, :, low:high],
+                    keys[:, :, first:last],
+                    values[:, :, first:last],
+                    block.causal,
+                    plan.scale,
                     plan.extra(block, source, bias),
-                )  # fmt: skip
+                )
                 found.add(low, high, out, lse)
         out = found.out.to(q.dtype)
         ctx.plan = plan
@@ -152,10 +195,16 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         q, k, v, bias, out, lse = ctx.saved_tensors
-        plan, kind = ctx.plan, kernels.wide(q.dtype)
+        plan = ctx.plan
+        kind = kernels.wide(q.dtype)
         dq = torch.zeros_like(q, dtype=kind, memory_format=torch.contiguous_format)
-        dbias = torch.zeros_like(bias, dtype=kind) if bias is not None and ctx.needs_input_grad[3] else None
-        ring, pair = Round(k, v, plan), pair_of(k, v)
+        dbias = (
+            torch.zeros_like(bias, dtype=kind)
+            if bias is not None and ctx.needs_input_grad[3]
+            else None
+        )
+        ring = Round(k, v, plan)
+        pair = pair_of(k, v)
         back = Gradients(plan, pair)
         for step in range(plan.axis.size):
             source = plan.source(step)
@@ -167,9 +216,14 @@ class _Ring(torch.autograd.Function):
                 (low, high), (first, last) = block.q, block.k
                 done = Finished(grad[:, :, low:high], out[:, :, low:high], lse[:, :, low:high])
                 parts = kernels.backward(
-                    done, q[:, :, low:high], keys[:, :, first:last], values[:, :, first:last], block.causal,
-                    plan.scale, plan.extra(block, source, bias),
-                )  # fmt: skip
+                    done,
+                    q[:, :, low:high],
+                    keys[:, :, first:last],
+                    values[:, :, first:last],
+                    block.causal,
+                    plan.scale,
+                    plan.extra(block, source, bias),
+                )
                 dq[:, :, low:high] += parts[0]
                 dk[:, :, first:last] += parts[1]
                 dv[:, :, first:last] += parts[2]
@@ -177,7 +231,13 @@ class _Ring(torch.autograd.Function):
                     _add_bias(dbias, parts[3], block, within(plan.parts[source], first, last))
             back.put(step, flat)
         dk, dv = pair.unpack(back.home(), k.shape[2])
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None if dbias is None else dbias.to(bias.dtype), None
+        return (
+            dq.to(q.dtype),
+            dk.to(k.dtype),
+            dv.to(v.dtype),
+            None if dbias is None else dbias.to(bias.dtype),
+            None,
+        )
 
 
 def _add_bias(total: torch.Tensor, scores: Any, block: Block, columns: Ranges) -> None:

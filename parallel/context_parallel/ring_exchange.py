@@ -1,8 +1,8 @@
 """
 What goes round in ring attention: keys and values, and behind them their gradients.
 
-A rank sends what it has as soon as it has it and waits for what comes when it needs it, so that both travel while it
-computes. Everything is flat: two tensors are one message.
+A rank sends what it has as soon as it has it and waits for what comes when it needs it, so that
+both travel while it computes. Everything is flat: two tensors are one message.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from pdrun.parallel.context_parallel.block_attention import Extra
 from pdrun.parallel.layouts.sequence_order import Block, Ranges, count, within
 
 Drop = Callable[[Ranges, Ranges], torch.Tensor]
-"""(positions of queries, positions of keys) -> what their weights are multiplied by, 0 or 1 / (1 - p)."""
+"""
+(positions of queries, positions of keys) -> what their weights are multiplied by, 0 or 1 / (1 - p).
+"""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,9 @@ class Plan:
         return (self.axis.index - step) % self.axis.size
 
     def extra(self, block: Block, source: int, bias: torch.Tensor | None) -> Extra:
-        """Return what belongs to a block of the bias (this rank's rows, all columns) and of dropout."""
+        """
+        Return what belongs to a block of the bias (this rank's rows, all columns) and of dropout.
+        """
         if bias is None and self.drop is None:
             return Extra()
         q = within(self.mine, *block.q)
@@ -85,7 +89,8 @@ class Round:
     """Keys and values on their way round; the next ones are sent for when these are handed out."""
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> None:
-        self.plan, self.pair = plan, pair_of(k, v)
+        self.plan = plan
+        self.pair = pair_of(k, v)
         self._next: Pending | None = None
         self._here = (k, v)
         self._flat = self.pair.pack(k, v) if plan.axis.size > 1 else k
@@ -94,7 +99,9 @@ class Round:
         """Return the keys and values of a step, and send them on."""
         if self._next is not None:
             self._flat = self._next.wait()
-            self._here = self.pair.unpack(self._flat, count(self.plan.parts[self.plan.source(step)]))
+            self._here = self.pair.unpack(
+                self._flat, count(self.plan.parts[self.plan.source(step)])
+            )
             self._next = None
         if step < self.plan.axis.size - 1:
             coming = self.pair.size(count(self.plan.parts[self.plan.source(step + 1)]))
@@ -104,7 +111,10 @@ class Round:
 
 @dataclass
 class Gradients:
-    """Gradients of keys and values: those of this rank's own stay here, all others travel behind what they are of."""
+    """
+    Gradients of keys and values: those of this rank's own stay here, all others travel behind what
+    they are of.
+    """
 
     plan: Plan
     pair: Pair
@@ -113,19 +123,25 @@ class Gradients:
     _pending: Pending | None = field(default=None)
 
     def expect(self, step: int) -> None:
-        """Before a step's computation: send on what the step before gave, and begin to receive what belongs here."""
+        """
+        Before a step's computation: send on what the step before gave, and begin to receive what
+        belongs here.
+        """
         if step >= 2:
             assert self._travelling is not None
             self._pending = self._send(count(self.plan.parts[self.plan.source(step)]))
 
     def put(self, step: int, grads: torch.Tensor) -> None:
-        """After a step's computation: its gradients, added to what came with the keys and values."""
+        """
+        After a step's computation: its gradients, added to what came with the keys and values.
+        """
         if step == 0:
             self.own = grads
             return
         if self._pending is not None:
             grads += self._pending.wait()
-        self._travelling, self._pending = grads, None
+        self._travelling = grads
+        self._pending = None
 
     def home(self) -> torch.Tensor:
         """Return all gradients of this rank's own keys and values."""

@@ -1,8 +1,8 @@
 """
 How the sequences of one run lie on the ranks along cp, and the attention over them.
 
-Rank ``r * ulysses + u`` of cp is member r of a ring and member u of an all-to-all group: the ring cuts a sequence in
-its order (see `placement`), and each part is cut once more over u.
+Rank ``r * ulysses + u`` of cp is member r of a ring and member u of an all-to-all group: the ring
+cuts a sequence in its order (see `placement`), and each part is cut once more over u.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Sequences:
     """
 
     def __init__(self, axes: Axes, ulysses: int, order: str | None, elsewhere: bool) -> None:
-        self.axis, self.elsewhere = axes["cp"], elsewhere
+        self.axis = axes["cp"]
+        self.elsewhere = elsewhere
         degree = self.axis.size
         if degree % ulysses:
             told = f"ulysses={ulysses} does not divide the {degree} ranks along cp"
@@ -54,8 +55,10 @@ class Sequences:
         ring = axes.among("cp", tuple(r * ulysses + member for r in range(degree // ulysses)))
         group = axes.among("cp", tuple(place * ulysses + u for u in range(ulysses)))
         assert ring is not None and group is not None  # both hold this rank
-        self.ring, self.ulysses = ring, group
-        self.length, self.calls = 0, 0
+        self.ring = ring
+        self.ulysses = group
+        self.length = 0
+        self.calls = 0
         self._stand_in: tuple[Original, Original] | None = None
         self.parts: tuple[Ranges, ...] = ()
         """Positions of each rank along cp, by index."""
@@ -64,14 +67,15 @@ class Sequences:
         self.tables: list[tuple[nn.Module, str, str]] = []
         """Modules whose attribute gives this rank's rows, and the name of what that is."""
 
-    # ---- positions -----------------------------------------------------------------------------------------------
+    # ---- positions ----------------------------------------------------------
 
     def begin(self, length: int) -> None:
         """
         Note how long the sequences of the step are.
 
         Raises:
-            UsageError: a rank would have none of their positions, or what else cuts the model has undone a table.
+            UsageError: a rank would have none of their positions, or what else cuts the model has
+                undone a table.
         """
         for module, attribute, name in self.tables:
             if not isinstance(getattr(type(module), attribute, None), property):
@@ -84,7 +88,9 @@ class Sequences:
         if min(sizes) == 0:
             told = f"sequences of {length} positions leave some of {self.axis.size} ranks along cp without any"
             raise UsageError(told, where=WHERE, hint="a smaller cp, or longer sequences")
-        self.length, self.parts, self.sizes = length, parts, sizes
+        self.length = length
+        self.parts = parts
+        self.sizes = sizes
 
     @property
     def mine(self) -> Ranges:
@@ -106,13 +112,23 @@ class Sequences:
         return torch.cat([x.narrow(dim, low, high - low) for low, high in self.mine], dim)
 
     def whole(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return all positions of a tensor that has this rank's along a dim, in their order; without gradients."""
-        sizes, most = self.sizes, max(self.sizes)
+        """
+        Return all positions of a tensor that has this rank's along a dim, in their order; without
+        gradients.
+        """
+        sizes = self.sizes
+        most = max(self.sizes)
         front = x.detach().transpose(0, dim)
-        padded = torch.cat([front, front.new_zeros(most - front.shape[0], *front.shape[1:])]).contiguous()
+        padded = torch.cat(
+            [front, front.new_zeros(most - front.shape[0], *front.shape[1:])]
+        ).contiguous()
         parts = self.axis.all_gather(padded, 0).unflatten(0, (self.axis.size, most))
         held = torch.cat([parts[index, :size] for index, size in enumerate(sizes)])
-        order = [torch.arange(low, high, device=x.device) for ranges in self.parts for low, high in ranges]
+        order = [
+            torch.arange(low, high, device=x.device)
+            for ranges in self.parts
+            for low, high in ranges
+        ]
         found = torch.empty_like(held)
         found[torch.cat(order)] = held
         return found.transpose(0, dim)
@@ -122,10 +138,13 @@ class Sequences:
         ways += [f"all-to-all over {self.ulysses.size}"] if self.ulysses.size > 1 else []
         return f"each sequence is cut over {self.axis.size} ranks; attention by {' and '.join(ways) or 'itself'}"
 
-    # ---- attention -----------------------------------------------------------------------------------------------
+    # ---- attention ----------------------------------------------------------
 
     def stands_in(self, original: Original) -> Original:
-        """Return what stands in for torch's function: the same one each time, which compiled code only calls."""
+        """
+        Return what stands in for torch's function: the same one each time, which compiled code only
+        calls.
+        """
         if self._stand_in is None or self._stand_in[0] is not original:
 
             def attend(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -146,35 +165,66 @@ class Sequences:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        """Stand in for torch's scaled_dot_product_attention, whose arguments these are, on cut sequences."""
+        """
+        Stand in for torch's scaled_dot_product_attention, whose arguments these are, on cut
+        sequences.
+        """
         if not self._is_ours(query.shape[-2], key.shape[-2], is_causal):
-            return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+            return original(
+                query,
+                key,
+                value,
+                attn_mask,
+                dropout_p,
+                is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
+            )
         self.calls += 1
         mask = None if attn_mask is None else self.mask(attn_mask)
         drop = self._drop(query, dropout_p) if dropout_p else None
 
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, m: torch.Tensor | None) -> torch.Tensor:
+        def attend(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, m: torch.Tensor | None
+        ) -> torch.Tensor:
             if self.ring.size == 1 and drop is None:
                 grouped = q.shape[-3] != k.shape[-3]
                 return original(q, k, v, m, 0.0, is_causal, scale=scale, enable_gqa=grouped)
             return ring_attention(
-                q, k, v, self.ring, length=self.length, order=self.order, causal=is_causal, scale=scale, mask=m,
+                q,
+                k,
+                v,
+                self.ring,
+                length=self.length,
+                order=self.order,
+                causal=is_causal,
+                scale=scale,
+                mask=m,
                 drop=drop,
-            )  # fmt: skip
+            )
 
         if self.ulysses.size == 1:
             return attend(query, key, value, mask)
-        held = count(part(self.length, self.ring.size, self.axis.index // self.ulysses.size, self.order))
-        return ulysses_attention(query, key, value, self.ulysses, length=held, mask=mask, attend=attend)
+        held = count(
+            part(self.length, self.ring.size, self.axis.index // self.ulysses.size, self.order)
+        )
+        return ulysses_attention(
+            query, key, value, self.ulysses, length=held, mask=mask, attend=attend
+        )
 
     def _drop(self, query: torch.Tensor, p: float) -> Drop:
-        """Return the dropout of the weights of one attention: for any block what it is for the whole sequences."""
+        """
+        Return the dropout of the weights of one attention: for any block what it is for the whole
+        sequences.
+        """
         run = dice.current()
         if run is None:
             what = "dropout of attention over cut sequences is that of a run"
             raise UsageError(what, where=WHERE, hint="pdrun.parallelize(..., context=...)")
-        drawn, here = run.draw(), query.shape[-3]
-        # of the heads here, which may be some of the model's (tensor parallel), an all-to-all leaves this rank a part
+        drawn = run.draw()
+        here = query.shape[-3]
+        # of the heads here, which may be some of the model's (tensor parallel), an all-to-all
+        # leaves this rank a part
         shape = (*query.shape[:-1], query.shape[-2])
         ranges, heads = dice.cuts_of(shape).get(len(shape) - 3, (((0, here),), here))
         low, high = heads_of(self.ulysses, here)
@@ -189,11 +239,19 @@ class Sequences:
         return drop
 
     def _is_ours(self, queries: int, keys: int, causal: bool) -> bool:
-        """Return whether an attention is one over the cut sequences, by its sizes; the same on all ranks."""
-        mine, sizes = count(self.mine), set(self.sizes)
+        """
+        Return whether an attention is one over the cut sequences, by its sizes; the same on all
+        ranks.
+        """
+        mine = count(self.mine)
+        sizes = set(self.sizes)
         if queries == keys == mine:
             return True
-        if self.elsewhere and keys not in sizes and (queries not in sizes or (queries == mine and not causal)):
+        if (
+            self.elsewhere
+            and keys not in sizes
+            and (queries not in sizes or (queries == mine and not causal))
+        ):
             return False
         told = f"attention of {queries} queries over {keys} keys, where this rank has {mine} positions of {self.length}"
         hint = "elsewhere=True computes attention over other things as it is; run.verify() shows whether that is right"
@@ -207,7 +265,9 @@ class Sequences:
             UsageError: it can't be told what it means for the whole sequence.
         """
         mask = mask if mask.dim() > 1 else mask[None]
-        rows, columns, mine = mask.shape[-2], mask.shape[-1], count(self.mine)
+        rows = mask.shape[-2]
+        columns = mask.shape[-1]
+        mine = count(self.mine)
         if columns == self.length and rows in (1, mine):
             return mask
         if columns == self.length and rows == self.length:

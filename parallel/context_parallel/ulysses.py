@@ -1,9 +1,9 @@
 """
 Ulysses attention: sequences are cut everywhere but in attention, where heads are cut instead.
 
-An all-to-all gives each rank whole sequences of some heads, one more gives the positions back (Jacobs et al.,
-DeepSpeed Ulysses, 2023). With a ring beside it, the sequences that it makes whole are those of one member of the ring
-(Fang and Zhao, USP, 2024).
+An all-to-all gives each rank whole sequences of some heads, one more gives the positions back
+(Jacobs et al., DeepSpeed Ulysses, 2023). With a ring beside it, the sequences that it makes whole
+are those of one member of the ring (Fang and Zhao, USP, 2024).
 """
 
 from __future__ import annotations
@@ -43,15 +43,18 @@ def ulysses_attention(
     attend: Attend | None = None,
 ) -> torch.Tensor:
     """
-    Return this rank's part of softmax(q k^T scale + mask) v over whole sequences that are cut over an axis, in order.
+    Return this rank's part of softmax(q k^T scale + mask) v over whole sequences that are cut over
+    an axis, in order.
 
     Args:
         q, k, v: this rank's positions, [batch, heads, positions, size] or without batch. The heads of q are divided
             over the axis; k and v may have fewer: where theirs don't divide, they are repeated until they do.
         length: of the whole sequences; default: all ranks have as much as this one.
         causal, scale: as torch's scaled_dot_product_attention has them.
-        mask: for this rank's queries and *all* positions as keys, as `ring.ring_attention` takes it.
-        attend: computes the attention of some heads over whole sequences, in place of torch's function, which is
+        mask: for this rank's queries and *all* positions as keys, as `ring.ring_attention` takes
+            it.
+        attend: computes the attention of some heads over whole sequences, in place of torch's
+            function, which is
             given ``causal`` and ``scale``.
 
     Raises:
@@ -60,12 +63,22 @@ def ulysses_attention(
     if q.dim() == 3:
         mask = mask if mask is None or mask.dim() < 3 else mask[None]
         told = ulysses_attention(
-            q[None], k[None], v[None], axis, length=length, causal=causal, scale=scale, mask=mask, attend=attend
+            q[None],
+            k[None],
+            v[None],
+            axis,
+            length=length,
+            causal=causal,
+            scale=scale,
+            mask=mask,
+            attend=attend,
         )
         return told[0]
     length = q.shape[2] * axis.size if length is None else length
-    heads, times = q.shape[1], repeats(q.shape[1], k.shape[1], axis)
-    k, v = spread(k, k.shape[1] * times), spread(v, v.shape[1] * times)
+    heads = q.shape[1]
+    times = repeats(q.shape[1], k.shape[1], axis)
+    k = spread(k, k.shape[1] * times)
+    v = spread(v, v.shape[1] * times)
     q, k, v = (collectives.swap(x, axis, 1, 2, length) for x in (q, k, v))
     mask = None if mask is None else rows_for_heads(mask, axis, heads, length)
     if attend is None:
@@ -79,7 +92,8 @@ def ulysses_attention(
 
 def repeats(heads: int, key_heads: int, axis: Axis) -> int:
     """
-    Return how often keys and values have to be repeated so that their heads divide as those of the queries do.
+    Return how often keys and values have to be repeated so that their heads divide as those of the
+    queries do.
 
     Raises:
         UsageError: the heads of the queries do not divide, or no repetition helps.
@@ -87,11 +101,17 @@ def repeats(heads: int, key_heads: int, axis: Axis) -> int:
     where = f"{axis.size} ranks along {'/'.join(axis.names)}"
     if heads % axis.size:
         what = f"{heads} heads of queries do not divide over {where}"
-        raise UsageError(what, where=WHERE, hint="give Ulysses a degree that divides the heads, and the ring the rest")
+        raise UsageError(
+            what,
+            where=WHERE,
+            hint="give Ulysses a degree that divides the heads, and the ring the rest",
+        )
     times = axis.size // gcd(axis.size, key_heads)
     if heads % key_heads or (heads // key_heads) % times:
         what = f"{key_heads} heads of keys, {times} times each, do not serve {heads} heads of queries over {where}"
-        raise UsageError(what, where=WHERE, hint="give Ulysses a smaller degree, and the ring the rest")
+        raise UsageError(
+            what, where=WHERE, hint="give Ulysses a smaller degree, and the ring the rest"
+        )
     return times
 
 
@@ -99,7 +119,9 @@ def rows_for_heads(mask: torch.Tensor, axis: Axis, heads: int, length: int) -> t
     """Return a mask of this rank's rows as one of all rows, for this rank's heads."""
     mask = mask.reshape(*[1] * (4 - mask.dim()), *mask.shape)
     if mask.shape[1] == 1:
-        return mask if mask.shape[2] == 1 else collectives.collect(mask, axis, 2, length)
+        if mask.shape[2] == 1:
+            return mask
+        return collectives.collect(mask, axis, 2, length)
     if mask.shape[2] == 1:
         low, high = heads_of(axis, heads)
         return mask[:, low:high]

@@ -1,8 +1,10 @@
 """
-What `Run.data` yields: the batches of sources, one after the other, and the run's position in its training data.
+What `Run.data` yields: the batches of sources, one after the other, and the run's position in its
+training data.
 
-A batch of a `Loader` holds this rank's rows only. That is known of the very object that a loop has yielded last;
-`Feed.check` refuses another one in a step of that loop, for its rows would be cut a second time.
+A batch of a `Loader` holds this rank's rows only. That is known of the very object that a loop has
+yielded last; `Feed.check` refuses another one in a step of that loop, for its rows would be cut a
+second time.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from pdrun.parallel.data.loader import Loader, Position, Shard, from_torch, read
 
 LOOPS = 4
 """Loops over Loaders that may lie in one another, each with a batch that can still be computed."""
-EVALUATE = "run.data(source, training=False) is for loops that evaluate: they leave the position alone"
+EVALUATE = (
+    "run.data(source, training=False) is for loops that evaluate: they leave the position alone"
+)
 WHERE = "pdrun.Run.data"
 
 
@@ -41,12 +45,21 @@ class Feed:
         self._loop: object | None = None
         """The loop over training data that is under way."""
         self._before: Position | None = None
-        """Where the batch at hand lies, as long as no step has used it: a run that is resumed begins with it."""
+        """
+        Where the batch at hand lies, as long as no step has used it: a run that is resumed begins
+        with it.
+        """
         self._handed: deque[tuple[object, Any, Shard]] = deque(maxlen=LOOPS)
         """The last batch of each loop over a Loader, and what of it is this rank's."""
 
     def data(
-        self, source: Any, training: bool, seed: int, ranks: tuple[int, int], accumulate: int, strategy: Strategy
+        self,
+        source: Any,
+        training: bool,
+        seed: int,
+        ranks: tuple[int, int],
+        accumulate: int,
+        strategy: Strategy,
     ) -> Iterator[Any]:
         """
         Yield the batches of one epoch (see `Run.data`).
@@ -58,7 +71,8 @@ class Feed:
             strategy: how the user's batches are cut.
 
         Raises:
-            UsageError: an epoch of another source is under way, or another loop has gone on with this one.
+            UsageError: an epoch of another source is under way, or another loop has gone on with
+                this one.
         """
         loader = from_torch(source) if isinstance(source, DataLoader) else source
         if isinstance(loader, Loader) and strategy != Strategy():
@@ -77,9 +91,12 @@ class Feed:
                 if self._loop is not loop:
                     what = "another loop over training data has begun inside this one, and has moved its position"
                     raise UsageError(what, where=WHERE, hint=EVALUATE)
-                before, self._before = replace(self.position), None
+                before = replace(self.position)
+                self._before = None
         finally:
-            if self._loop is loop:  # left with a batch that no step has used: the next loop begins with it
+            if (
+                self._loop is loop
+            ):  # left with a batch that no step has used: the next loop begins with it
                 self._loop = None
                 self.position.epoch, self.position.batch = self.standing()
                 self._before = None
@@ -90,7 +107,8 @@ class Feed:
 
     def check(self, batch: Any) -> None:
         """
-        Refuse to step on another batch than the one that the loop over a training Loader has just yielded.
+        Refuse to step on another batch than the one that the loop over a training Loader has just
+        yielded.
 
         Raises:
             UsageError: it was changed, kept for later, or comes from elsewhere.
@@ -98,9 +116,10 @@ class Feed:
         if self.shard(batch) is None and any(loop is self._loop for loop, _, _ in self._handed):
             raise UsageError(
                 "this is not the batch that run.data has just yielded: of that one each rank has its own rows, and of "
-                "any other they would be cut once more", where="pdrun.Run.step",
+                "any other they would be cut once more",
+                where="pdrun.Run.step",
                 hint="give step the very batch; what changes it belongs into the dataset, collate or forward=",
-            )  # fmt: skip
+            )
 
     def used(self) -> None:
         """Note that a step has used the batch at hand."""
@@ -108,7 +127,8 @@ class Feed:
 
     def stand(self, epoch: int, batch: int) -> None:
         """Take up a position, of a source that is yet to be given."""
-        self.position.epoch, self.position.batch = epoch, batch
+        self.position.epoch = epoch
+        self.position.batch = batch
         self._bound = self._before = None
 
     def standing(self) -> tuple[int, int]:
@@ -117,7 +137,9 @@ class Feed:
         return at.epoch, at.batch
 
     def _bind(self, source: Any, loader: Any) -> None:
-        """Have the position be one of a source; refuse it while an epoch of another one is under way."""
+        """
+        Have the position be one of a source; refuse it while an epoch of another one is under way.
+        """
         middle = self.position.batch or self._loop is not None
         if middle and self._bound is not None and not same_source(self._bound, source):
             at = self.position
@@ -129,7 +151,13 @@ class Feed:
             self.source = loader
 
     def _epoch(
-        self, source: Any, position: Position, loop: object, seed: int, ranks: tuple[int, int], accumulate: int
+        self,
+        source: Any,
+        position: Position,
+        loop: object,
+        seed: int,
+        ranks: tuple[int, int],
+        accumulate: int,
     ) -> Iterator[Any]:
         """Yield the batches of one epoch from a position, which moves on."""
         if isinstance(source, Loader):
@@ -139,9 +167,12 @@ class Feed:
                 self._handed.append((loop, batch, shard))
                 yield batch
             return
-        epoch, skip = position.epoch, position.batch
+        epoch = position.epoch
+        skip = position.batch
         for index, batch in enumerate(source):
             if index >= skip:
-                position.epoch, position.batch = epoch, index + 1
+                position.epoch = epoch
+                position.batch = index + 1
                 yield batch
-        position.epoch, position.batch = epoch + 1, 0
+        position.epoch = epoch + 1
+        position.batch = 0

@@ -1,6 +1,7 @@
 """
-Batches by global index: the order of samples depends on seed and epoch only, each rank reads its own rows of each
-batch, and the position can be saved in the middle of an epoch and taken up by any number of ranks.
+Batches by global index: the order of samples depends on seed and epoch only, each rank reads its
+own rows of each batch, and the position can be saved in the middle of an epoch and taken up by any
+number of ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, default_collate
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
 
 from pdrun.errors import UsageError
 from pdrun.parallel.data.batch_slicing import cut_rows
@@ -36,12 +44,15 @@ class Loader:
     Batches of a dataset with a length and an index.
 
     Attributes:
-        batch: rows of a global batch: what one step trains on, over all ranks and micro-batches together.
+        batch: rows of a global batch: what one step trains on, over all ranks and micro-batches
+            together.
         shuffle: a new order each epoch, made from the run's seed and the epoch.
-        drop_last: leave out the last batch of an epoch where it is smaller; otherwise it counts by its rows.
+        drop_last: leave out the last batch of an epoch where it is smaller; otherwise it counts by
+            its rows.
         collate: makes a batch of a list of samples; default: torch's.
         workers: processes that read ahead.
-        seeded: whether randomness inside the dataset (torch, random, numpy) is seeded by (seed, epoch, index), so that
+        seeded: whether randomness inside the dataset (torch, random, numpy) is seeded by (seed,
+            epoch, index), so that
             a
             sample is the same whoever reads it.
     """
@@ -58,7 +69,9 @@ class Loader:
     def __post_init__(self) -> None:
         if not isinstance(self.dataset, Sized) or not hasattr(self.dataset, "__getitem__"):
             hint = "pass an iterable of batches to run.data instead"
-            raise UsageError("a Loader's dataset has a length and an index", where="pdrun.Loader", hint=hint)
+            raise UsageError(
+                "a Loader's dataset has a length and an index", where="pdrun.Loader", hint=hint
+            )
         if self.batch < 1:
             raise UsageError(f"batch={self.batch}", where="pdrun.Loader")
 
@@ -78,7 +91,8 @@ class Loader:
 
 def from_torch(loader: DataLoader[Any]) -> Loader | None:
     """
-    Return what a DataLoader of torch does as a Loader; None for one over an IterableDataset, which is read as it is.
+    Return what a DataLoader of torch does as a Loader; None for one over an IterableDataset, which
+    is read as it is.
 
     Raises:
         UsageError: its sampler is its user's own: which ranks get which samples can't be told.
@@ -88,25 +102,41 @@ def from_torch(loader: DataLoader[Any]) -> Loader | None:
     sampler: Any = loader.sampler if loader.batch_size is not None else loader.batch_sampler
     if loader.batch_size is None or type(sampler) not in (RandomSampler, SequentialSampler):
         raise UsageError(
-            f"the DataLoader has a {type(sampler).__name__} of its own", where=WHERE,
+            f"the DataLoader has a {type(sampler).__name__} of its own",
+            where=WHERE,
             hint="pdrun.Loader(dataset, batch, shuffle=True); or dataset_strategy='data_parallel' for sliced batches",
-        )  # fmt: skip
-    if isinstance(sampler, RandomSampler) and (sampler.replacement or len(sampler) != len(loader.dataset)):
+        )
+    if isinstance(sampler, RandomSampler) and (
+        sampler.replacement or len(sampler) != len(loader.dataset)
+    ):
         raise UsageError("a RandomSampler that leaves samples out or repeats them", where=WHERE)
     return Loader(
-        loader.dataset, loader.batch_size, isinstance(sampler, RandomSampler), loader.drop_last,
-        loader.collate_fn, loader.num_workers, loader.pin_memory,
-    )  # fmt: skip
+        loader.dataset,
+        loader.batch_size,
+        isinstance(sampler, RandomSampler),
+        loader.drop_last,
+        loader.collate_fn,
+        loader.num_workers,
+        loader.pin_memory,
+    )
 
 
 def same_source(one: Any, other: Any) -> bool:
-    """Whether two sources of batches have the same ones: one object, loaders alike, or calls of one generator."""
+    """
+    Whether two sources of batches have the same ones: one object, loaders alike, or calls of one
+    generator.
+    """
     if one is other:
         return True
-    kinds = [from_torch(source) if isinstance(source, DataLoader) else source for source in (one, other)]
+    kinds = [
+        from_torch(source) if isinstance(source, DataLoader) else source for source in (one, other)
+    ]
     loaders = [source for source in kinds if isinstance(source, Loader)]
     if len(loaders) == 2:
-        alike = [(id(source.dataset), source.batch, source.shuffle, source.drop_last) for source in loaders]
+        alike = [
+            (id(source.dataset), source.batch, source.shuffle, source.drop_last)
+            for source in loaders
+        ]
         return alike[0] == alike[1]
     codes = [getattr(source, "gi_code", None) for source in (one, other)]
     return codes[0] is not None and codes[0] is codes[1]
@@ -119,23 +149,41 @@ class Shard:
     rows: int
     """Rows of the global batch."""
     sizes: list[int]
-    """Rows of each of this rank's micro-batches; a rank without rows holds the batch's first one and has all zeros."""
+    """
+    Rows of each of this rank's micro-batches; a rank without rows holds the batch's first one and
+    has all zeros.
+    """
 
 
 def read(
     loader: Loader, seed: int, position: Position, world: int, rank: int, accumulate: int
 ) -> Iterator[tuple[Any, Shard]]:
-    """Yield this rank's part of each batch, from the position to the end of the epoch, which it moves on."""
-    epoch, first = position.epoch, position.batch
+    """
+    Yield this rank's part of each batch, from the position to the end of the epoch, which it moves
+    on.
+    """
+    epoch = position.epoch
+    first = position.batch
     order = loader.order(seed, epoch)
     batches = [order[i * loader.batch : (i + 1) * loader.batch] for i in range(len(loader))][first:]
     cuts = [cut_rows(len(batch), world, accumulate)[rank] for batch in batches]
-    mine = [[batch[i] for part in cut for i in part] or batch[:1] for batch, cut in zip(batches, cuts, strict=True)]
+    mine = [
+        [batch[i] for part in cut for i in part] or batch[:1]
+        for batch, cut in zip(batches, cuts, strict=True)
+    ]
     source: Any = _Seeded(loader.dataset, seed, epoch) if loader.seeded else loader.dataset
-    feed: Iterable[Any] = DataLoader(
-        source, batch_sampler=mine, num_workers=loader.workers, collate_fn=loader.collate, pin_memory=loader.pin,
-        generator=torch.Generator().manual_seed(mix(seed, epoch, 4)),
-    ) if mine else []  # fmt: skip
+    feed: Iterable[Any] = (
+        DataLoader(
+            source,
+            batch_sampler=mine,
+            num_workers=loader.workers,
+            collate_fn=loader.collate,
+            pin_memory=loader.pin,
+            generator=torch.Generator().manual_seed(mix(seed, epoch, 4)),
+        )
+        if mine
+        else []
+    )
     for done, (batch, indices, cut) in enumerate(zip(feed, batches, cuts, strict=True), first + 1):
         position.epoch, position.batch = (epoch, done) if done < len(loader) else (epoch + 1, 0)
         yield batch, Shard(len(indices), [len(part) for part in cut])
@@ -145,7 +193,9 @@ class _Seeded(Dataset[Any]):
     """A dataset whose randomness depends on the sample, not on who reads it when."""
 
     def __init__(self, dataset: Any, seed: int, epoch: int) -> None:
-        self._dataset, self._seed, self._epoch = dataset, seed, epoch
+        self._dataset = dataset
+        self._seed = seed
+        self._epoch = epoch
 
     def __getitem__(self, index: int) -> Any:
         seed = mix(self._seed, self._epoch, index, 5)

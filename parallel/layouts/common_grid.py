@@ -1,10 +1,11 @@
 """
 One grid and one shape for two views of the same ranks and elements.
 
-Grids: the products of sizes from the right, of both, sorted; where each divides the next they are the strides of a
-grid that refines both, and an axis of either is a run of its axes. Shapes: the same, where before a dim that several
-axes cut is written as several dims, one axis on each: 8 over ("sp", "dp") of 2 and 2 is (2, 4) over "sp" and "dp". A
-cut dim that falls into several takes its axis along if sizes allow, which may refine the grid once more.
+Grids: the products of sizes from the right, of both, sorted; where each divides the next they are
+the strides of a grid that refines both, and an axis of either is a run of its axes. Shapes: the
+same, where before a dim that several axes cut is written as several dims, one axis on each: 8 over
+("sp", "dp") of 2 and 2 is (2, 4) over "sp" and "dp". A cut dim that falls into several takes its
+axis along if sizes allow, which may refine the grid once more.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ Pieces = list[tuple[int, Stack]]
 
 @dataclass(frozen=True)
 class Pair:
-    """Two views of one shape on one grid that hold the same elements, in the same order, as the views given."""
+    """
+    Two views of one shape on one grid that hold the same elements, in the same order, as the views
+    given.
+    """
 
     source: View
     target: View
@@ -36,7 +40,8 @@ class _Refine(Exception):
 
     def __init__(self, axis: str, major: int) -> None:
         super().__init__(axis, major)
-        self.axis, self.major = axis, major
+        self.axis = axis
+        self.major = major
 
 
 class _Misfit(Exception):
@@ -56,7 +61,8 @@ def unify(source: View, target: View, expand: bool = True) -> Pair | None:
     grid, first, second = joined
     while True:
         try:
-            here, there = _renamed(source, first, grid), _renamed(target, second, grid)
+            here = _renamed(source, first, grid)
+            there = _renamed(target, second, grid)
             dims = _blocks(here, there, grid, (source.virtual, target.virtual), expand)
             break
         except _Refine as wish:
@@ -73,13 +79,18 @@ def unify(source: View, target: View, expand: bool = True) -> Pair | None:
     )
 
 
-# ---- grids -------------------------------------------------------------------------------------------------------
+# ---- grids ------------------------------------------------------------------
 
 
 def common_grid(first: Grid, second: Grid) -> tuple[Grid, Split, Split] | None:
-    """Return the coarsest grid that refines both, and the run of its axes that each axis of either is."""
+    """
+    Return the coarsest grid that refines both, and the run of its axes that each axis of either is.
+    """
     if first == second:
-        same: Split = {name: (name,) if size > 1 else () for name, size in zip(first.names, first.sizes, strict=True)}
+        same: Split = {
+            name: (name,) if size > 1 else ()
+            for name, size in zip(first.names, first.sizes, strict=True)
+        }
         return first, same, same
     both = [spans(first), spans(second)]
     strides = sorted({1, *(stride for one in both for span in one.values() for stride in span)})
@@ -102,7 +113,8 @@ def common_grid(first: Grid, second: Grid) -> tuple[Grid, Split, Split] | None:
 
 def spans(grid: Grid) -> dict[str, tuple[int, int]]:
     """Return for each axis its stride and that of the axis outside it."""
-    found, stride = {}, 1
+    found = {}
+    stride = 1
     for name, size in zip(reversed(grid.names), reversed(grid.sizes), strict=True):
         found[name] = (stride, stride * size)
         stride *= size
@@ -110,12 +122,19 @@ def spans(grid: Grid) -> dict[str, tuple[int, int]]:
 
 
 def _name(span: tuple[int, int], both: list[dict[str, tuple[int, int]]], taken: set[str]) -> str:
-    """Return what an axis of the common grid is called: as the axis that it is, or after the one that it is part of."""
+    """
+    Return what an axis of the common grid is called: as the axis that it is, or after the one that
+    it is part of.
+    """
     for at, one in enumerate(both):
         for axis, whole in one.items():
             if whole == span and axis not in taken and (at == 0 or axis not in both[0]):
                 return axis
-    inside = next(axis for axis, (low, high) in both[0].items() if low <= span[0] and span[1] <= high and high > low)
+    inside = next(
+        axis
+        for axis, (low, high) in both[0].items()
+        if low <= span[0] and span[1] <= high and high > low
+    )
     return _fresh(inside, taken | set(both[0]) | set(both[1]))
 
 
@@ -130,7 +149,8 @@ def _split_axis(grid: Grid, axis: str, major: int) -> tuple[Grid, Split]:
     taken = set(grid.names)
     first = _fresh(axis, taken)
     second = _fresh(axis, taken | {first})
-    place, size = grid.names.index(axis), grid.degree(axis)
+    place = grid.names.index(axis)
+    size = grid.degree(axis)
     names = (*grid.names[:place], first, second, *grid.names[place + 1 :])
     sizes = (*grid.sizes[:place], major, size // major, *grid.sizes[place + 1 :])
     return Grid(names, sizes), {axis: (first, second)}
@@ -141,11 +161,17 @@ def _through(names: Stack, split: Split) -> Stack:
 
 
 def _renamed(view: View, split: Split, grid: Grid) -> Pieces:
-    """Return a view's dims by the axes of the common grid; one that this would cut elsewhere is a misfit."""
+    """
+    Return a view's dims by the axes of the common grid; one that this would cut elsewhere is a
+    misfit.
+    """
     dims: Pieces = []
     for size, stack in zip(view.shape, view.layout.dims, strict=True):
         fine = _through(stack, split)
-        sizes = [view.degree(axis) for axis in stack], [view.virtual if a == VIRTUAL else grid.degree(a) for a in fine]
+        sizes = (
+            [view.degree(axis) for axis in stack],
+            [view.virtual if a == VIRTUAL else grid.degree(a) for a in fine],
+        )
         if size % math.prod(sizes[0]) and _bounds(size, sizes[0]) != _bounds(size, sizes[1]):
             raise _Misfit
         dims.append((size, fine))
@@ -166,7 +192,8 @@ def _bounds(size: int, degrees: list[int]) -> list[tuple[int, int]]:
 
 def split_at(grid: Grid, strides: tuple[int, ...]) -> tuple[Grid, Split]:
     """
-    Return the grid whose axes end at some strides too, and the run of its axes that each axis becomes.
+    Return the grid whose axes end at some strides too, and the run of its axes that each axis
+    becomes.
 
     Raises:
         ValueError: a stride that does not fit the grid's.
@@ -183,7 +210,7 @@ def split_at(grid: Grid, strides: tuple[int, ...]) -> tuple[Grid, Split]:
     return grid, split
 
 
-# ---- shapes ------------------------------------------------------------------------------------------------------
+# ---- shapes -----------------------------------------------------------------
 
 
 def _blocks(
@@ -198,13 +225,17 @@ def _blocks(
                 found.append(pair)
                 continue
             try:
-                found += _common(_expanded(here, grid, virtual[0]), _expanded(there, grid, virtual[1]), grid)
+                found += _common(
+                    _expanded(here, grid, virtual[0]), _expanded(there, grid, virtual[1]), grid
+                )
             except _Misfit:
                 if VIRTUAL in (*pair[1], *pair[2]):
                     raise
                 found.append(pair)
         else:
-            found += _common(_expanded(here, grid, virtual[0]), _expanded(there, grid, virtual[1]), grid)
+            found += _common(
+                _expanded(here, grid, virtual[0]), _expanded(there, grid, virtual[1]), grid
+            )
     return found
 
 
@@ -222,11 +253,17 @@ def _matched(source: Pieces, target: Pieces) -> list[tuple[Pieces, Pieces]]:
         return [([here], [there]) for here, there in zip(source, target, strict=True)]
     if any(size == 0 for size, _ in source):
         raise _Misfit
-    found, left, right = [], list(source), list(target)
+    found = []
+    left = list(source)
+    right = list(target)
     while left or right:
-        here, there = left[:1], right[:1]
-        left, right = left[1:], right[1:]
-        while (a := math.prod(size for size, _ in here)) != (b := math.prod(size for size, _ in there)):
+        here = left[:1]
+        there = right[:1]
+        left = left[1:]
+        right = right[1:]
+        while (a := math.prod(size for size, _ in here)) != (
+            b := math.prod(size for size, _ in there)
+        ):
             if a < b:
                 here.append(left.pop(0))
             else:
@@ -259,12 +296,14 @@ def _common(source: Pieces, target: Pieces, grid: Grid) -> list[tuple[int, Stack
     strides = sorted({1, *_strides(source), *_strides(target)})
     if any(high % low for low, high in pairwise(strides)):
         raise _Misfit
-    here, there = _cut_up(source, strides, grid), _cut_up(target, strides, grid)
+    here = _cut_up(source, strides, grid)
+    there = _cut_up(target, strides, grid)
     return [(size, a, b) for (size, a), (_, b) in zip(here, there, strict=True)]
 
 
 def _strides(dims: Pieces) -> list[int]:
-    found, stride = [], 1
+    found = []
+    stride = 1
     for size, _ in reversed(dims):
         stride *= size
         found.append(stride)
@@ -272,7 +311,10 @@ def _strides(dims: Pieces) -> list[int]:
 
 
 def _cut_up(dims: Pieces, strides: list[int], grid: Grid) -> Pieces:
-    """Cut dims at strides; a cut dim's axis goes to the first of its parts, and on to the next where it is larger."""
+    """
+    Cut dims at strides; a cut dim's axis goes to the first of its parts, and on to the next where
+    it is larger.
+    """
     found: Pieces = []
     high = math.prod(size for size, _ in dims)
     if high == 1:

@@ -5,8 +5,9 @@ Layouts with a grid of their own: MindSpore's two forms, and its tensor maps.
     counts((4, 2), devices=8)                                             4 cuts of dim 0, 2 of dim 1
     match((4, 2), grid)                                                   the same, by the axes of a mesh
 
-What an axis cuts is told by names here and by numbers in a tensor map: the place of the axis counted from the right, -1
-for none. Devices that the cuts leave unused repeat the calculation: the axis of the repeats is the last.
+What an axis cuts is told by names here and by numbers in a tensor map: the place of the axis
+counted from the right, -1 for none. Devices that the cuts leave unused repeat the calculation: the
+axis of the repeats is the last.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ TensorMap = tuple[int | tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class BoundLayout:
-    """A layout on a grid of its own, for tensors of any shape; ``virtual``: parts along `VIRTUAL`."""
+    """
+    A layout on a grid of its own, for tensors of any shape; ``virtual``: parts along `VIRTUAL`.
+    """
 
     grid: Grid
     layout: L
@@ -53,14 +56,17 @@ class BoundLayout:
 
 class Layout:
     """
-    A device matrix with names, called with a name, a tuple of names (major first) or "None" for each dim of a tensor.
+    A device matrix with names, called with a name, a tuple of names (major first) or "None" for
+    each dim of a tensor.
 
     Args:
         device_matrix: number of devices along each axis, outer to inner.
-        alias_name: what the axes are called; "interleaved_parallel" may be the last and stands for no devices.
+        alias_name: what the axes are called; "interleaved_parallel" may be the last and stands for
+            no devices.
 
     Raises:
-        UsageError: no tuples, unlike lengths, counts below 1, names that are empty, used twice or reserved.
+        UsageError: no tuples, unlike lengths, counts below 1, names that are empty, used twice or
+            reserved.
     """
 
     def __init__(self, device_matrix: tuple[int, ...], alias_name: tuple[str, ...]) -> None:
@@ -72,17 +78,22 @@ class Layout:
             raise UsageError(what, where=where, hint="give one name to each axis")
         for count in device_matrix:
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-                raise UsageError(f"{count!r} in device_matrix is not a count of at least 1", where=where)
+                raise UsageError(
+                    f"{count!r} in device_matrix is not a count of at least 1", where=where
+                )
         for name in alias_name:
             if not isinstance(name, str) or not name:
                 raise UsageError(f"{name!r} in alias_name is not a name", where=where)
             if name == NONE:
-                raise UsageError(f'the name "{NONE}" is reserved for dims that are whole', where=where)
+                raise UsageError(
+                    f'the name "{NONE}" is reserved for dims that are whole', where=where
+                )
             if alias_name.count(name) > 1:
                 raise UsageError(f"the name {name!r} is given twice", where=where)
         if VIRTUAL in alias_name[:-1]:
             raise UsageError(f"{VIRTUAL!r} must be the last axis", where=where)
-        self.alias_name, self.device_matrix = alias_name, device_matrix
+        self.alias_name = alias_name
+        self.device_matrix = device_matrix
         real = len(alias_name) - (alias_name[-1] == VIRTUAL)
         self.grid = Grid(alias_name[:real], device_matrix[:real])
         self.virtual = device_matrix[-1] if real < len(alias_name) else 1
@@ -92,14 +103,21 @@ class Layout:
         Return the layout of a tensor.
 
         Raises:
-            UsageError: something that is neither a name nor a tuple of names, an unknown name, or one used twice.
+            UsageError: something that is neither a name nor a tuple of names, an unknown name, or
+                one used twice.
         """
         dims: list[tuple[str, ...]] = []
         for entry in tensor_map:
             names = (entry,) if isinstance(entry, str) else entry
-            if not isinstance(names, tuple) or not names or not all(isinstance(name, str) for name in names):
+            if (
+                not isinstance(names, tuple)
+                or not names
+                or not all(isinstance(name, str) for name in names)
+            ):
                 what = f"{entry!r} is neither a name nor a tuple of names"
-                raise UsageError(what, where="Layout", hint=f'"{NONE}" stands for a dim that is whole')
+                raise UsageError(
+                    what, where="Layout", hint=f'"{NONE}" stands for a dim that is whole'
+                )
             if names == (NONE,):
                 dims.append(())
                 continue
@@ -134,22 +152,27 @@ def from_tensor_map(tensor_map: TensorMap, names: tuple[str, ...]) -> L:
         for number in numbers:
             if not -1 <= number < len(names):
                 what = f"{number} in the tensor map {tensor_map} is no axis of {len(names)}"
-                raise UsageError(what, where="Layout", hint=f"0 to {len(names) - 1}, or -1 for none")
+                raise UsageError(
+                    what, where="Layout", hint=f"0 to {len(names) - 1}, or -1 for none"
+                )
         dims.append(tuple(names[len(names) - 1 - number] for number in numbers if number >= 0))
     return L(*dims)
 
 
 def is_counts(value: Any) -> bool:
     """Return whether a value is a layout as counts: a tuple of whole numbers."""
-    return isinstance(value, tuple) and all(isinstance(one, int) and not isinstance(one, bool) for one in value)
+    return isinstance(value, tuple) and all(
+        isinstance(one, int) and not isinstance(one, bool) for one in value
+    )
 
 
 def counts(cuts: tuple[int, ...], devices: int) -> BoundLayout:
     """
     Return the layout that cuts each dim that often, on the grid that this implies.
 
-    The grid has an axis a dim, ``d0``, ``d1`` and so on, and where the cuts use fewer than all devices the axis
-    `REPEAT` at the end: ``(2, 1)`` on 8 devices puts the first half on ranks 0 to 3.
+    The grid has an axis a dim, ``d0``, ``d1`` and so on, and where the cuts use fewer than all
+    devices the axis `REPEAT` at the end: ``(2, 1)`` on 8 devices puts the first half on ranks 0 to
+    3.
 
     Raises:
         UsageError: a count below 1, or a product that does not divide the number of devices.
@@ -162,7 +185,9 @@ def counts(cuts: tuple[int, ...], devices: int) -> BoundLayout:
     names = tuple(f"d{dim}" for dim in range(len(cuts)))
     layout = L(*[name if count > 1 else None for name, count in zip(names, cuts, strict=True)])
     repeats = devices // used
-    return BoundLayout(Grid((*names, REPEAT), (*cuts, repeats)) if repeats > 1 else Grid(names, cuts), layout)
+    return BoundLayout(
+        Grid((*names, REPEAT), (*cuts, repeats)) if repeats > 1 else Grid(names, cuts), layout
+    )
 
 
 def match(cuts: tuple[int, ...], grid: Grid, axes: tuple[str, ...] | None = None) -> L:
@@ -173,14 +198,22 @@ def match(cuts: tuple[int, ...], grid: Grid, axes: tuple[str, ...] | None = None
         axes: those that may be used; default: all.
 
     Raises:
-        UsageError: a count below 1, no axes that make the counts, or more than one way to choose them.
+        UsageError: a count below 1, no axes that make the counts, or more than one way to choose
+            them.
     """
     _check_counts(cuts)
     usable = [name for name in axes or grid.names if grid.degree(name) > 1]
     found = list(_ways(cuts, usable, grid))
-    shown = ", ".join(f"{name}={grid.degree(name)}" for name in usable) or "none of more than one device"
+    shown = (
+        ", ".join(f"{name}={grid.degree(name)}" for name in usable)
+        or "none of more than one device"
+    )
     if not found:
-        raise UsageError(f"no axes make the counts {cuts}", where="layout by counts", hint=f"the axes are {shown}")
+        raise UsageError(
+            f"no axes make the counts {cuts}",
+            where="layout by counts",
+            hint=f"the axes are {shown}",
+        )
     if len(found) > 1:
         what = f"the counts {cuts} can be {found[0]} or {found[1]}"
         raise UsageError(what, where="layout by counts", hint=f"name the axes; they are {shown}")
@@ -190,11 +223,15 @@ def match(cuts: tuple[int, ...], grid: Grid, axes: tuple[str, ...] | None = None
 def _check_counts(cuts: tuple[int, ...]) -> None:
     for count in cuts:
         if not isinstance(count, int) or count < 1:
-            raise UsageError(f"{count!r} in {cuts!r} is not a count of at least 1", where="layout by counts")
+            raise UsageError(
+                f"{count!r} in {cuts!r} is not a count of at least 1", where="layout by counts"
+            )
 
 
 def _ways(cuts: tuple[int, ...], usable: list[str], grid: Grid) -> Iterator[L]:
-    """Yield every layout whose dims are cut that often, the axes of a dim in the order of the grid."""
+    """
+    Yield every layout whose dims are cut that often, the axes of a dim in the order of the grid.
+    """
 
     def fill(dim: int, free: list[str]) -> Iterator[tuple[tuple[str, ...], ...]]:
         if dim == len(cuts):
@@ -224,13 +261,18 @@ def onto(bound: BoundLayout, grid: Grid) -> L:
     Return a bound layout by the axes of another grid over the same ranks.
 
     Raises:
-        UsageError: other ranks, a virtual axis, or an axis that is no run of whole axes of the grid.
+        UsageError: other ranks, a virtual axis, or an axis that is no run of whole axes of the
+            grid.
     """
     if bound.grid.size != grid.size:
-        raise UsageError(f"({bound.grid}) has {bound.grid.size} devices, ({grid}) {grid.size}", where="Layout")
+        raise UsageError(
+            f"({bound.grid}) has {bound.grid.size} devices, ({grid}) {grid.size}", where="Layout"
+        )
     if VIRTUAL in bound.layout.axes:
         raise UsageError(f"{VIRTUAL!r} is no axis of the mesh ({grid})", where="Layout")
-    named = {axis: _run(bound.grid, axis, grid) for axis in (*bound.layout.axes, *bound.layout.sums)}
+    named = {
+        axis: _run(bound.grid, axis, grid) for axis in (*bound.layout.axes, *bound.layout.sums)
+    }
     dims = [tuple(name for axis in dim for name in named[axis]) for dim in bound.layout.dims]
     return L(*dims, sums=tuple(name for axis in bound.layout.sums for name in named[axis]))
 
@@ -238,20 +280,25 @@ def onto(bound: BoundLayout, grid: Grid) -> L:
 def _run(own: Grid, axis: str, grid: Grid) -> tuple[str, ...]:
     place = own.names.index(axis)
     low = math.prod(own.sizes[place + 1 :])
-    high, found, stride = low * own.degree(axis), [], 1
+    high = low * own.degree(axis)
+    found = []
+    stride = 1
     for name, size in zip(reversed(grid.names), reversed(grid.sizes), strict=True):
         if size > 1 and low <= stride and stride * size <= high:
             found.append(name)
         stride *= size
     if math.prod(grid.degree(name) for name in found) != own.degree(axis):
         what = f"the axis {axis!r} of ({own}) is made of no whole axes of the mesh ({grid})"
-        raise UsageError(what, where="Layout", hint="redistribute between two views, or choose a finer mesh")
+        raise UsageError(
+            what, where="Layout", hint="redistribute between two views, or choose a finer mesh"
+        )
     return tuple(reversed(found))
 
 
 def as_layout(value: Any, grid: Grid, axes: tuple[str, ...] | None = None) -> L:
     """
-    Return what a user gave for a layout, an `L`, a `BoundLayout` or counts, as one by the axes of a grid.
+    Return what a user gave for a layout, an `L`, a `BoundLayout` or counts, as one by the axes of a
+    grid.
 
     Args:
         axes: which axes counts may use; default: all.
@@ -268,4 +315,6 @@ def as_layout(value: Any, grid: Grid, axes: tuple[str, ...] | None = None) -> L:
     if is_counts(value):
         return match(value, grid, axes)
     what = f"{value!r} is no layout"
-    raise UsageError(what, where="Layout", hint='L("dp", None), Layout(...)(...) or counts such as (4, 2)')
+    raise UsageError(
+        what, where="Layout", hint='L("dp", None), Layout(...)(...) or counts such as (4, 2)'
+    )

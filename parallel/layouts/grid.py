@@ -1,7 +1,8 @@
 """
 The grid: devices as a box with named axes, outer to inner.
 
-Ranks are numbered so that the last axis changes first: on ``Grid(("dp", "tp"), (2, 4))`` rank 5 is (dp=1, tp=1).
+Ranks are numbered so that the last axis changes first: on ``Grid(("dp", "tp"), (2, 4))`` rank 5 is
+(dp=1, tp=1).
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class Grid:
     def coordinate(self, rank: int) -> dict[str, int]:
         """Return where a rank lies along each axis."""
         if not 0 <= rank < self.size:
-            raise UsageError(f"there is no rank {rank} on ({self})", where="Grid", hint=f"0 to {self.size - 1}")
+            raise UsageError(
+                f"there is no rank {rank} on ({self})", where="Grid", hint=f"0 to {self.size - 1}"
+            )
         found = {}
         for name, size in zip(reversed(self.names), reversed(self.sizes), strict=True):
             rank, found[name] = divmod(rank, size)
@@ -64,25 +67,36 @@ class Grid:
 
     def group(self, axes: tuple[str, ...], rank: int) -> tuple[int, ...]:
         """
-        Return the ranks that differ from ``rank`` along ``axes`` only, in the order of their index (see `index`).
+        Return the ranks that differ from ``rank`` along ``axes`` only, in the order of their index
+        (see `index`).
 
         The first of ``axes`` is the major one, whatever its place in the grid.
         """
         here = self.coordinate(rank)
         spans = [range(self.degree(axis)) for axis in axes]
-        return tuple(self.rank({**here, **dict(zip(axes, at, strict=True))}) for at in itertools.product(*spans))
+        return tuple(
+            self.rank({**here, **dict(zip(axes, at, strict=True))})
+            for at in itertools.product(*spans)
+        )
 
     def index(self, axes: tuple[str, ...], rank: int) -> int:
         """Return a rank's place among `group`'s ranks."""
-        here, total = self.coordinate(rank), 0
+        here = self.coordinate(rank)
+        total = 0
         for axis in axes:
             total = total * self.degree(axis) + here[axis]
         return total
 
     def _place(self, axis: str) -> int:
         if axis not in self.names:
-            raise UsageError(f"there is no axis {axis!r}", where="Grid", hint=f"the axes are {', '.join(self.names)}")
+            raise UsageError(
+                f"there is no axis {axis!r}",
+                where="Grid",
+                hint=f"the axes are {', '.join(self.names)}",
+            )
         return self.names.index(axis)
 
     def __str__(self) -> str:
-        return ", ".join(f"{name}={size}" for name, size in zip(self.names, self.sizes, strict=True))
+        return ", ".join(
+            f"{name}={size}" for name, size in zip(self.names, self.sizes, strict=True)
+        )

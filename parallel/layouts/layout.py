@@ -5,7 +5,8 @@ A layout: which axes of the grid cut each dim of a tensor.
     L(("dp", "cp"), None)           dim 0 is cut over dp, and each part over cp
     L("dp", None).partial("tp")     what the ranks along tp hold adds up to the tensor
 
-Dims are cut as evenly as they go, axis after axis, the first parts one longer: 6 over (a=2, b=2) is 2, 1, 2, 1.
+Dims are cut as evenly as they go, axis after axis, the first parts one longer: 6 over (a=2, b=2) is
+2, 1, 2, 1.
 """
 
 from __future__ import annotations
@@ -21,8 +22,13 @@ WHERE = "Layout"
 
 
 def cut(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Return (low, high) of part ``index`` of ``parts`` of a dim; the first ``size % parts`` parts are one longer."""
-    base, extra = size // parts, size % parts  # not divmod: a compiler's sizes may be symbols
+    """
+    Return (low, high) of part ``index`` of ``parts`` of a dim; the first ``size % parts`` parts are
+    one longer.
+    """
+    # not divmod: a compiler's sizes may be symbols
+    base = size // parts
+    extra = size % parts
     low = index * base + min(index, extra)
     return low, low + base + (index < extra)
 
@@ -45,13 +51,17 @@ class L:
             if dim is not None and not isinstance(dim, (str, tuple, list)):
                 what = f"{dim!r} is neither an axis, several of them, nor None"
                 raise UsageError(what, where=WHERE, hint='L("dp", ("x", "y"), None)')
-        plain = tuple(() if dim is None else (dim,) if isinstance(dim, str) else tuple(dim) for dim in dims)
+        plain = tuple(
+            () if dim is None else (dim,) if isinstance(dim, str) else tuple(dim) for dim in dims
+        )
         used = [axis for dim in plain for axis in dim] + list(sums)
         for axis in used:
             if not isinstance(axis, str) or not axis:
                 raise UsageError(f"{axis!r} is not the name of an axis", where=WHERE)
             if used.count(axis) > 1:
-                raise UsageError(f"the axis {axis!r} is used twice", where=WHERE, hint="an axis cuts one dim")
+                raise UsageError(
+                    f"the axis {axis!r} is used twice", where=WHERE, hint="an axis cuts one dim"
+                )
         object.__setattr__(self, "dims", plain)
         object.__setattr__(self, "sums", tuple(sums))
 
@@ -76,7 +86,9 @@ class L:
             UsageError: an axis that the grid lacks, or another number of dims.
         """
         if len(self.dims) != len(shape):
-            raise UsageError(f"{self} is for {len(self.dims)} dims, the tensor is {list(shape)}", where=WHERE)
+            raise UsageError(
+                f"{self} is for {len(self.dims)} dims, the tensor is {list(shape)}", where=WHERE
+            )
         for axis in (*self.axes, *self.sums):
             grid.degree(axis)
 
@@ -84,9 +96,11 @@ class L:
         """Return (low, high) of each dim of a rank's part of a tensor of ``shape``."""
         if len(self.dims) != len(shape):
             self.check(grid, shape)
-        here, found = grid.coordinate(rank), []
+        here = grid.coordinate(rank)
+        found = []
         for dim, size in zip(self.dims, shape, strict=True):
-            low, high = 0, size
+            low = 0
+            high = size
             for axis in dim:
                 start, stop = cut(high - low, grid.degree(axis), here[axis])
                 low, high = low + start, low + stop
@@ -94,13 +108,19 @@ class L:
         return tuple(found)
 
     def ranges(
-        self, grid: Grid, shape: tuple[int, ...], rank: int, blocks: Mapping[int, tuple[int, ...]] | None = None
+        self,
+        grid: Grid,
+        shape: tuple[int, ...],
+        rank: int,
+        blocks: Mapping[int, tuple[int, ...]] | None = None,
     ) -> tuple[tuple[tuple[int, int], ...], ...]:
         """
-        Return for each dim the (low, high) ranges of a rank's part of a tensor of ``shape``, in order.
+        Return for each dim the (low, high) ranges of a rank's part of a tensor of ``shape``, in
+        order.
 
         Args:
-            blocks: dims that hold several matrices side by side, each of which is cut, with the size of each.
+            blocks: dims that hold several matrices side by side, each of which is cut, with the
+                size of each.
 
         Raises:
             UsageError: the layout does not fit, or the blocks of a dim do not add up to it.
@@ -110,8 +130,11 @@ class L:
         for dim, size in enumerate(shape):
             sizes = (blocks or {}).get(dim, (size,))
             if sum(sizes) != size:
-                raise UsageError(f"blocks {sizes} of dim {dim} do not add up to {size}", where=WHERE)
-            held, start = [], 0
+                raise UsageError(
+                    f"blocks {sizes} of dim {dim} do not add up to {size}", where=WHERE
+                )
+            held = []
+            start = 0
             for block in sizes:
                 ((low, high),) = L(self.dims[dim]).box(grid, (block,), rank)
                 held.append((start + low, start + high))
@@ -125,9 +148,15 @@ class L:
 
     def __str__(self) -> str:
         def show(dim: tuple[str, ...]) -> str:
-            return "None" if not dim else repr(dim[0]) if len(dim) == 1 else repr(dim)
+            if not dim:
+                return "None"
+            if len(dim) == 1:
+                return repr(dim[0])
+            return repr(dim)
 
         text = f"L({', '.join(show(dim) for dim in self.dims)})"
-        return f"{text}.partial({', '.join(map(repr, self.sums))})" if self.sums else text
+        if self.sums:
+            return f"{text}.partial({', '.join(map(repr, self.sums))})"
+        return text
 
     __repr__ = __str__

@@ -1,9 +1,10 @@
 """
 MindSpore's strategy files, in their JSON form, to placements and back.
 
-Each parameter has a device matrix of its own, over the devices of its stage, and a tensor map; with optimizer parallel
-its dim 0 is cut further, among ``opt_weight_shard_size`` devices that are ``opt_weight_shard_step`` apart. Shapes
-aren't in the file, and several axes on one dim neither: those that are neighbours in the mesh become one.
+Each parameter has a device matrix of its own, over the devices of its stage, and a tensor map; with
+optimizer parallel its dim 0 is cut further, among ``opt_weight_shard_size`` devices that are
+``opt_weight_shard_step`` apart. Shapes aren't in the file, and several axes on one dim neither:
+those that are neighbours in the mesh become one.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.layouts.placement import STAGES, Placement, WeightLayout
 
-LAYOUTS, STRATEGIES = "parallel_layout_item", "parallel_strategy_item"
+LAYOUTS = "parallel_layout_item"
+STRATEGIES = "parallel_strategy_item"
 
 
 def is_mindspore(value: Any) -> bool:
@@ -31,11 +33,12 @@ def from_mindspore(value: Any, where: str = "strategy file") -> Placement:
     """
     Return the placement that a strategy file says.
 
-    The mesh is the coarsest in which all device matrices can be said, with axes ``d0``, ``d1`` and so on, and ``pp``
-    outside where there are several stages.
+    The mesh is the coarsest in which all device matrices can be said, with axes ``d0``, ``d1`` and
+    so on, and ``pp`` outside where there are several stages.
 
     Raises:
-        ConfigError: it is no strategy file; device matrices that no mesh has in common; parameters cut by hand.
+        ConfigError: it is no strategy file; device matrices that no mesh has in common; parameters
+            cut by hand.
     """
     try:
         items: dict[str, Any] = value[LAYOUTS]
@@ -63,19 +66,28 @@ def from_mindspore(value: Any, where: str = "strategy file") -> Placement:
 
 
 def _own(name: str, item: dict[str, Any]) -> tuple[Grid, L]:
-    """Return one parameter's device matrix and layout; optimizer parallel is an axis like others."""
+    """
+    Return one parameter's device matrix and layout; optimizer parallel is an axis like others.
+    """
     if item.get("indices_offset") or item.get("param_split_shape"):
         raise ValueError(f"{name} is cut by hand, which a layout cannot say")
     matrix = tuple(int(size) for size in item["dev_matrix"])
     names = tuple(f"m{place}" for place in range(len(matrix)))
-    layout = from_tensor_map(tuple(tuple(e) if isinstance(e, list) else e for e in item["tensor_map"]), names)
+    layout = from_tensor_map(
+        tuple(tuple(e) if isinstance(e, list) else e for e in item["tensor_map"]), names
+    )
     grid = Grid(names, matrix)
-    size, step = int(item.get("opt_weight_shard_size") or 0), int(item.get("opt_weight_shard_step") or 0)
+    size = int(item.get("opt_weight_shard_size") or 0)
+    step = int(item.get("opt_weight_shard_step") or 0)
     if size <= 1 or step < 1 or not layout.dims:
         return grid, layout
     fine, split = split_at(grid, (step, step * size))
     dims = [tuple(new for axis in dim for new in split[axis]) for dim in layout.dims]
-    shards = tuple(axis for axis, (low, high) in reversed(spans(fine).items()) if step <= low and high <= step * size)
+    shards = tuple(
+        axis
+        for axis, (low, high) in reversed(spans(fine).items())
+        if step <= low and high <= step * size
+    )
     return fine, L((*dims[0], *shards), *dims[1:])
 
 
@@ -84,7 +96,9 @@ def _common(grids: Iterable[Grid], where: str) -> Grid:
     for grid in grids:
         joined = common_grid(grid if found is None else found, grid)
         if joined is None:
-            raise ConfigError(f"no mesh has the device matrices {found} and {grid} in common", where=where)
+            raise ConfigError(
+                f"no mesh has the device matrices {found} and {grid} in common", where=where
+            )
         sizes = [size for size in joined[0].sizes if size > 1] or [1]
         found = Grid(tuple(f"d{place}" for place in range(len(sizes))), tuple(sizes))
     assert found is not None
@@ -96,14 +110,22 @@ def to_mindspore(placement: Placement) -> dict[str, Any]:
     Return a placement as the JSON value of a strategy file.
 
     Raises:
-        ConfigError: what MindSpore has no form for: blocks, weights on several stages or of unknown dims, and several
+        ConfigError: what MindSpore has no form for: blocks, weights on several stages or of unknown
+            dims, and several
             axes on one dim that aren't neighbours in the mesh.
     """
-    layouts, strategies = {}, {}
+    layouts = {}
+    strategies = {}
     for name, one in placement.weights.items():
         stages = one.stages or (0,)
         if len(stages) > 1 or one.blocks or one.layout is None:
-            what = "it is on several stages" if len(stages) > 1 else "it has blocks" if one.blocks else "it has no dims"
+            what = (
+                "it is on several stages"
+                if len(stages) > 1
+                else "it has blocks"
+                if one.blocks
+                else "it has no dims"
+            )
             raise ConfigError(f"MindSpore has no form for it: {what}", where=name)
         names, sizes, layout = _plain(name, placement.grid, one.layout)
         layouts[name] = {
@@ -121,7 +143,9 @@ def to_mindspore(placement: Placement) -> dict[str, Any]:
 
 def _plain(name: str, grid: Grid, layout: L) -> tuple[tuple[str, ...], tuple[int, ...], L]:
     """Return a device matrix on which no dim is cut by more than one axis."""
-    axes = [(axis, size) for axis, size in zip(grid.names, grid.sizes, strict=True) if axis != STAGES]
+    axes = [
+        (axis, size) for axis, size in zip(grid.names, grid.sizes, strict=True) if axis != STAGES
+    ]
     dims = []
     for dim in layout.dims:
         dim = tuple(axis for axis in dim if grid.degree(axis) > 1)
@@ -132,6 +156,8 @@ def _plain(name: str, grid: Grid, layout: L) -> tuple[tuple[str, ...], tuple[int
                 what = f"several axes {dim} cut one dim, and they aren't neighbours in the mesh ({grid})"
                 raise ConfigError(f"MindSpore has no form for it: {what}", where=name)
             total = math.prod(size for axis, size in axes if axis in dim)
-            axes = [(a, total if a == dim[0] else s) for a, s in axes if a == dim[0] or a not in dim]
+            axes = [
+                (a, total if a == dim[0] else s) for a, s in axes if a == dim[0] or a not in dim
+            ]
         dims.append(dim[:1])
     return tuple(axis for axis, _ in axes), tuple(size for _, size in axes), L(*dims)

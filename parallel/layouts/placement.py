@@ -1,8 +1,9 @@
 """
-Where every weight of a model lies: a mesh, and for each weight its layout, its stages and its blocks.
+Where every weight of a model lies: a mesh, and for each weight its layout, its stages and its
+blocks.
 
-A run's plan has it (``run.plan.save("plan.json")``), a file says it to those that work without a run, and from it
-follows which ranks of one job hold what a rank of another needs (`rank_list`).
+A run's plan has it (``run.plan.save("plan.json")``), a file says it to those that work without a
+run, and from it follows which ranks of one job hold what a rank of another needs (`rank_list`).
 
     {"mesh": {"dp": 2, "tp": 2}, "weights": {"fc.weight": {"layout": ["tp", null]},
      "qkv.weight": {"layout": ["tp", null], "blocks": {"0": [8, 4, 4]}, "stages": [0]}}}
@@ -41,7 +42,8 @@ class WeightLayout:
     Attributes:
         layout: the axes that cut its dims; None: it is whole.
         stages: which pipeline stages hold it; None: all.
-        blocks: dims that hold several matrices side by side, each of which is cut, with the size of each.
+        blocks: dims that hold several matrices side by side, each of which is cut, with the size of
+            each.
     """
 
     layout: L | None = None
@@ -51,7 +53,9 @@ class WeightLayout:
     def to_plain(self) -> dict[str, Any]:
         """Return it as JSON has it."""
         dims = self.layout.dims if self.layout is not None else None
-        found: dict[str, Any] = {"layout": None if dims is None else [_plain_dim(dim) for dim in dims]}
+        found: dict[str, Any] = {
+            "layout": None if dims is None else [_plain_dim(dim) for dim in dims]
+        }
         if self.stages is not None:
             found["stages"] = list(self.stages)
         if self.blocks:
@@ -60,18 +64,29 @@ class WeightLayout:
 
     @classmethod
     def from_plain(cls, value: Any) -> WeightLayout:
-        """Undo `to_plain`; TypeError, ValueError, KeyError or UsageError where it is something else."""
+        """
+        Undo `to_plain`; TypeError, ValueError, KeyError or UsageError where it is something else.
+        """
         dims = value["layout"]
         if dims == IRREGULAR:
             raise ValueError("a weight is cut as no layout says")
         if not (dims is None or isinstance(dims, list)):
             raise ValueError(f"the layout {dims!r} is no list")
-        layout = None if dims is None else L(*[tuple(dim) if isinstance(dim, list) else dim for dim in dims])
+        layout = (
+            None
+            if dims is None
+            else L(*[tuple(dim) if isinstance(dim, list) else dim for dim in dims])
+        )
         stages = value.get("stages")
-        blocks = {int(dim): tuple(int(size) for size in sizes) for dim, sizes in value.get("blocks", {}).items()}
+        blocks = {
+            int(dim): tuple(int(size) for size in sizes)
+            for dim, sizes in value.get("blocks", {}).items()
+        }
         if stages == [] or any(size < 0 for sizes in blocks.values() for size in sizes):
             raise ValueError(f"stages {stages!r}, blocks {blocks}")
-        return cls(layout, None if stages is None else tuple(int(stage) for stage in stages), blocks)
+        return cls(
+            layout, None if stages is None else tuple(int(stage) for stage in stages), blocks
+        )
 
 
 def _plain_dim(dim: tuple[str, ...]) -> str | list[str] | None:
@@ -91,7 +106,8 @@ class Placement:
         weights: by name; those that are missing are whole on every rank.
 
     Raises:
-        ConfigError: a layout names an axis that the grid lacks, or a weight is on a stage that there isn't.
+        ConfigError: a layout names an axis that the grid lacks, or a weight is on a stage that
+            there isn't.
     """
 
     grid: Grid
@@ -102,7 +118,9 @@ class Placement:
         for name, one in self.weights.items():
             for axis in one.layout.axes if one.layout is not None else ():
                 if axis not in self.grid.names:
-                    raise ConfigError(f"is cut over {axis!r}, and the mesh is ({self.grid})", where=name)
+                    raise ConfigError(
+                        f"is cut over {axis!r}, and the mesh is ({self.grid})", where=name
+                    )
             for stage in one.stages or ():
                 if not 0 <= stage < stages:
                     raise ConfigError(f"is on stage {stage} of {stages}", where=name)
@@ -112,7 +130,8 @@ class Placement:
         Return what a rank holds of a weight; None where its stage doesn't.
 
         Raises:
-            ConfigError: the layout is for another number of dims, or the blocks are of another size.
+            ConfigError: the layout is for another number of dims, or the blocks are of another
+                size.
         """
         one = self.weights.get(name, WHOLE)
         stage = self.grid.coordinate(rank).get(STAGES, 0)
@@ -122,7 +141,9 @@ class Placement:
         try:
             return layout.ranges(self.grid, shape, rank, one.blocks)
         except UsageError as error:
-            raise ConfigError(error.what, where=name, hint="the file belongs to another model") from None
+            raise ConfigError(
+                error.what, where=name, hint="the file belongs to another model"
+            ) from None
 
     def holders(self, name: str, shape: tuple[int, ...]) -> dict[Part, list[int]]:
         """Return the different parts of a weight, each with the ranks that hold it."""
@@ -133,7 +154,7 @@ class Placement:
                 found.setdefault(part, []).append(rank)
         return found
 
-    # ---- files ---------------------------------------------------------------------------------------------------
+    # ---- files --------------------------------------------------------------
 
     def to_json(self) -> str:
         """Return it as indented JSON."""
@@ -148,7 +169,8 @@ class Placement:
     @classmethod
     def from_plain(cls, value: Any, where: str = "placement") -> Placement:
         """
-        Return the placement of a JSON object with ``mesh`` and ``weights``, which may have more in it.
+        Return the placement of a JSON object with ``mesh`` and ``weights``, which may have more in
+        it.
 
         Raises:
             ConfigError: it is no such thing.
@@ -158,14 +180,16 @@ class Placement:
             sizes = tuple(mesh.values())
             if not all(isinstance(size, int) and not isinstance(size, bool) for size in sizes):
                 raise ValueError(f"mesh {mesh}")
-            weights = {str(name): WeightLayout.from_plain(one) for name, one in value["weights"].items()}
+            weights = {
+                str(name): WeightLayout.from_plain(one) for name, one in value["weights"].items()
+            }
             return cls(Grid(tuple(mesh), sizes), weights)
         except (KeyError, TypeError, ValueError, AttributeError, UsageError) as error:
             told = f"lacks {error}" if isinstance(error, KeyError) else str(error)
             raise ConfigError(f"is no file of layouts ({told})", where=where) from None
 
 
-# ---- ranks -------------------------------------------------------------------------------------------------------
+# ---- ranks ------------------------------------------------------------------
 
 
 def touches(a: Part, b: Part) -> bool:
@@ -176,12 +200,15 @@ def touches(a: Part, b: Part) -> bool:
     )
 
 
-def rank_list(source: Placement, target: Placement, shapes: Mapping[str, tuple[int, ...]], rank: int) -> list[int]:
+def rank_list(
+    source: Placement, target: Placement, shapes: Mapping[str, tuple[int, ...]], rank: int
+) -> list[int]:
     """
-    Return the ranks of ``source`` that together hold what a rank of ``target`` needs, and no others.
+    Return the ranks of ``source`` that together hold what a rank of ``target`` needs, and no
+    others.
 
-    A part that several hold is taken from one that is needed anyway, or else from the first: no rank of the list can be
-    left out.
+    A part that several hold is taken from one that is needed anyway, or else from the first: no
+    rank of the list can be left out.
 
     Args:
         shapes: of all whole weights.
@@ -190,7 +217,11 @@ def rank_list(source: Placement, target: Placement, shapes: Mapping[str, tuple[i
     for name, shape in shapes.items():
         part = target.part(name, shape, rank)
         if part is not None:
-            wanted |= {tuple(ranks) for held, ranks in source.holders(name, shape).items() if touches(held, part)}
+            wanted |= {
+                tuple(ranks)
+                for held, ranks in source.holders(name, shape).items()
+                if touches(held, part)
+            }
     chosen: list[int] = []
     for ranks in sorted(wanted, key=lambda ranks: (len(ranks), ranks)):
         if not set(ranks) & set(chosen):
@@ -202,7 +233,7 @@ def rank_list(source: Placement, target: Placement, shapes: Mapping[str, tuple[i
     return sorted(chosen)
 
 
-# ---- from what ranks hold ----------------------------------------------------------------------------------------
+# ---- from what ranks hold ---------------------------------------------------
 
 
 def from_parts(grid: Grid, shape: tuple[int, ...], parts: Sequence[Part | None]) -> WeightLayout:
@@ -216,9 +247,12 @@ def from_parts(grid: Grid, shape: tuple[int, ...], parts: Sequence[Part | None])
         ConfigError: no layout does.
     """
     stage_of = [grid.coordinate(rank).get(STAGES, 0) for rank in range(grid.size)]
-    stages = tuple(sorted({stage for stage, part in zip(stage_of, parts, strict=True) if part is not None}))
+    stages = tuple(
+        sorted({stage for stage, part in zip(stage_of, parts, strict=True) if part is not None})
+    )
     every = grid.degree(STAGES) if STAGES in grid.names else 1
-    dims, blocks = [], {}
+    dims = []
+    blocks = {}
     for dim, size in enumerate(shape):
         held = {rank: part[dim] for rank, part in enumerate(parts) if part is not None}
         axes, sizes = _cut_as(grid, size, held)
@@ -227,7 +261,10 @@ def from_parts(grid: Grid, shape: tuple[int, ...], parts: Sequence[Part | None])
             blocks[dim] = sizes
     made = WeightLayout(L(*dims), None if len(stages) == every else stages, blocks)
     placed = Placement(grid, {"": made})
-    if any(_elements(placed.part("", shape, rank)) != _elements(part) for rank, part in enumerate(parts)):
+    if any(
+        _elements(placed.part("", shape, rank)) != _elements(part)
+        for rank, part in enumerate(parts)
+    ):
         raise ConfigError(f"no layout on ({grid}) gives the ranks their parts of {list(shape)}")
     return made
 
@@ -239,20 +276,33 @@ def _elements(part: Part | None) -> Part | None:
     return tuple(joined(pair for pair in ranges if pair[0] < pair[1]) for ranges in part)
 
 
-def _cut_as(grid: Grid, size: int, held: Mapping[int, Ranges]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+def _cut_as(
+    grid: Grid, size: int, held: Mapping[int, Ranges]
+) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Return the axes that cut a dim, and its blocks, from the ranges that each rank holds."""
     if all(_elements((ranges,)) == (((0, size),),) for ranges in held.values()):
         return (), (size,)
 
     def differs(axis: str) -> bool:
-        return any(held.get(other, held[rank]) != held[rank] for rank in held for other in grid.group((axis,), rank))
+        return any(
+            held.get(other, held[rank]) != held[rank]
+            for rank in held
+            for other in grid.group((axis,), rank)
+        )
 
     used = [axis for axis in grid.names if differs(axis)]
-    first = next(ranges for rank, ranges in held.items() if all(grid.coordinate(rank)[axis] == 0 for axis in used))
+    first = next(
+        ranges
+        for rank, ranges in held.items()
+        if all(grid.coordinate(rank)[axis] == 0 for axis in used)
+    )
     starts = [low for low, _ in first]
     sizes = tuple(high - low for low, high in zip(starts, [*starts[1:], size], strict=True))
     for axes in itertools.permutations(used):
         layout = L(tuple(axes))
-        if all(layout.ranges(grid, (size,), rank, {0: sizes})[0] == ranges for rank, ranges in held.items()):
+        if all(
+            layout.ranges(grid, (size,), rank, {0: sizes})[0] == ranges
+            for rank, ranges in held.items()
+        ):
             return axes, sizes
     raise ConfigError(f"no axes of ({grid}) cut {size} as the ranks hold it")

@@ -1,8 +1,8 @@
 """
 From one layout to another: the list of steps, the same on every rank.
 
-Both ends are brought to one grid and one shape (`unify`), where they differ in the axes of some dims. Then, until no
-dim differs, always by ascending dim:
+Both ends are brought to one grid and one shape (`unify`), where they differ in the axes of some
+dims. Then, until no dim differs, always by ascending dim:
 
 1. *slice* wherever the next axis of a dim is free, *reduce-scatter* where there are partial sums over it, then
    *all-to-all* where it cuts another dim, until nothing more of that can be done;
@@ -10,10 +10,11 @@ dim differs, always by ascending dim:
 3. *all-gather* dims whose innermost axis isn't needed anywhere (*pad*, where it becomes a partial sum);
 4. if nothing has changed, the axes change places in a circle: all-gather the first dim that differs.
 
-That is MindSpore's way, with partial sums. Where there is no common form the tensor is gathered whole, reshaped and cut
-again. Dims that are cut by several axes can be seen as one dim or as several: of all ways the one that sends least is
-taken, so that none ever sends more than gathering everything. Where that way cuts something after it was sent, a
-search (`search`) may save more than its additional collectives cost.
+That is MindSpore's way, with partial sums. Where there is no common form the tensor is gathered
+whole, reshaped and cut again. Dims that are cut by several axes can be seen as one dim or as
+several: of all ways the one that sends least is taken, so that none ever sends more than gathering
+everything. Where that way cuts something after it was sent, a search (`search`) may save more than
+its additional collectives cost.
 """
 
 from __future__ import annotations
@@ -63,9 +64,12 @@ def redistribute(
         target_shape: another shape of the same elements.
 
     Raises:
-        UsageError: layout, grid and shape don't fit, or the two ends are of other ranks or numbers of elements.
+        UsageError: layout, grid and shape don't fit, or the two ends are of other ranks or numbers
+            of elements.
     """
-    return route(View(grid, source, shape), View(target_grid or grid, target, target_shape or shape))
+    return route(
+        View(grid, source, shape), View(target_grid or grid, target, target_shape or shape)
+    )
 
 
 def route(source: View, target: View) -> Plan:
@@ -76,16 +80,24 @@ def route(source: View, target: View) -> Plan:
         UsageError: other numbers of ranks or of elements.
     """
     if source.grid.size != target.grid.size:
-        raise UsageError(f"({source.grid}) and ({target.grid}) are of other numbers of ranks", where=WHERE)
+        raise UsageError(
+            f"({source.grid}) and ({target.grid}) are of other numbers of ranks", where=WHERE
+        )
     if math.prod(source.shape) != math.prod(target.shape):
         what = f"{list(source.shape)} and {list(target.shape)} have other numbers of elements"
         raise UsageError(what, where=WHERE)
-    pairs = [pair for pair in (unify(source, target, expand) for expand in (False, True)) if pair is not None]
+    pairs = [
+        pair
+        for pair in (unify(source, target, expand) for expand in (False, True))
+        if pair is not None
+    ]
     plans = [*(_direct(source, target, pair) for pair in pairs), fall_back(source, target)]
     best = min(plans, key=lambda plan: (plan.moved(), len(plan.collectives), len(plan.steps)))
     if best.moved() > LATENCY and is_roundabout(best.steps):
         found = [best, *(_searched(source, target, pair) for pair in pairs)]
-        best = min((plan for plan in found if plan.moved() <= best.moved()), key=lambda plan: plan.weight)
+        best = min(
+            (plan for plan in found if plan.moved() <= best.moved()), key=lambda plan: plan.weight
+        )
     return best
 
 
@@ -99,7 +111,9 @@ def fall_back(source: View, target: View) -> Plan:
 
 
 def _certain(source: View, target: View) -> Plan:
-    """Return the way to or from a whole tensor on one grid, for which there is always a common form."""
+    """
+    Return the way to or from a whole tensor on one grid, for which there is always a common form.
+    """
     pair = unify(source, target, expand=False)
     assert pair is not None, f"no common form of {source} and {target}"
     return _direct(source, target, pair)
@@ -180,7 +194,9 @@ class _Walk:
         return self.steps
 
     def _approach(self) -> bool:
-        """Give every dim the axes that it can get without a gather; return whether there were any."""
+        """
+        Give every dim the axes that it can get without a gather; return whether there were any.
+        """
         changed = False
         for how in (SLICE, ALL_TO_ALL):
             for dim in range(len(self.dims)):
@@ -188,7 +204,8 @@ class _Walk:
         return changed
 
     def _push(self, dim: int, how: str) -> bool:
-        here, wanted = self.dims[dim], self.wanted[dim]
+        here = self.dims[dim]
+        wanted = self.wanted[dim]
         if len(here) >= len(wanted) or wanted[: len(here)] != here:
             return False
         axis = wanted[len(here)]
@@ -208,14 +225,20 @@ class _Walk:
 
     def _add_up(self) -> bool:
         """Add up what is partial and stays in no form; return whether there was any."""
-        done = tuple(axis for axis in self.sums if axis not in self.needed and axis not in self.end.layout.sums)
+        done = tuple(
+            axis
+            for axis in self.sums
+            if axis not in self.needed and axis not in self.end.layout.sums
+        )
         if done:
             self.sums = [axis for axis in self.sums if axis not in done]
             self._note(ALL_REDUCE, done)
         return bool(done)
 
     def _gather_unneeded(self) -> bool:
-        """Gather each dim whose innermost axis cuts nothing at the end; return whether there were any."""
+        """
+        Gather each dim whose innermost axis cuts nothing at the end; return whether there were any.
+        """
         changed = False
         for dim, axes in enumerate(self.dims):
             if axes and axes != self.wanted[dim] and axes[-1] not in self.needed:
@@ -247,7 +270,9 @@ class _Walk:
 
 
 def _merged(steps: list[Step]) -> list[Step]:
-    """Join all-reduces that follow one another, and all-gathers of one dim where its parts are equal."""
+    """
+    Join all-reduces that follow one another, and all-gathers of one dim where its parts are equal.
+    """
     found: list[Step] = []
     for step in steps:
         last = found[-1] if found else None
@@ -255,7 +280,8 @@ def _merged(steps: list[Step]) -> list[Step]:
             found[-1] = Step(ALL_REDUCE, last.before, step.after, (*last.axes, *step.axes))
             continue
         if last and last.kind == step.kind == ALL_GATHER and last.dim == step.dim:
-            axes, all_axes = (*step.axes, *last.axes), last.before.layout.dims[last.dim]
+            axes = (*step.axes, *last.axes)
+            all_axes = last.before.layout.dims[last.dim]
             if last.before.shape[last.dim] % last.before.grid.extent(all_axes) == 0:
                 found[-1] = Step(ALL_GATHER, last.before, step.after, axes, step.dim)
                 continue

@@ -1,8 +1,9 @@
 """
 The cheapest way between two layouts of one shape on one grid, by Dijkstra's search over layouts.
 
-A state is a layout, an edge a step. Rules alone (`redistribute`) send too much where axes change places: to come from
-("tp", None) to (("dp", "tp"), None) they gather dim 0, where tp can wait on dim 1 meanwhile.
+A state is a layout, an edge a step. Rules alone (`redistribute`) send too much where axes change
+places: to come from ("tp", None) to (("dp", "tp"), None) they gather dim 0, where tp can wait on
+dim 1 meanwhile.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class State:
 
 def cheapest(start: View, end: View) -> list[Move] | None:
     """
-    Return the moves that send least, a collective counting as `LATENCY` elements more; None: given up.
+    Return the moves that send least, a collective counting as `LATENCY` elements more; None: given
+    up.
 
     Sums that the end has and the start lacks are left to the caller, who makes them last.
     """
@@ -87,8 +89,10 @@ class _Maze:
     """The steps that may be of use between two layouts."""
 
     def __init__(self, start: View, end: View) -> None:
-        self.shape, self.grid = start.shape, start.grid
-        self.dims, self.sums = end.layout.dims, set(end.layout.sums)
+        self.shape = start.shape
+        self.grid = start.grid
+        self.dims = end.layout.dims
+        self.sums = set(end.layout.sums)
         self.needed = end.layout.axes
         self._sizes: dict[tuple[int, tuple[str, ...]], int] = {}
 
@@ -98,7 +102,8 @@ class _Maze:
 
     def moves(self, state: State) -> Iterator[tuple[Move, int, State]]:
         """Yield (move, price, layout after it)."""
-        dims, used = state.dims, {axis for dim in state.dims for axis in dim}
+        dims = state.dims
+        used = {axis for dim in state.dims for axis in dim}
         every = range(len(dims))
         before = self._count(dims)
         for axis in self.needed:
@@ -118,7 +123,8 @@ class _Maze:
         for origin in every:
             if not dims[origin]:
                 continue
-            axis, bare = dims[origin][-1], (*dims[:origin], dims[origin][:-1], *dims[origin + 1 :])
+            axis = dims[origin][-1]
+            bare = (*dims[:origin], dims[origin][:-1], *dims[origin + 1 :])
             if axis in self.sums:
                 yield Move(PAD, axis, origin), 1, State(bare, (*state.sums, axis))
                 continue
@@ -128,7 +134,11 @@ class _Maze:
                 if dim != origin:
                     after = _pushed(bare, dim, axis)
                     sent = max(before, self._count(after)) - self._common(dims, after)
-                    yield Move(ALL_TO_ALL, axis, dim, origin), sent + LATENCY, State(after, state.sums)
+                    yield (
+                        Move(ALL_TO_ALL, axis, dim, origin),
+                        sent + LATENCY,
+                        State(after, state.sums),
+                    )
 
     def _size(self, dim: int, axes: tuple[str, ...]) -> int:
         if (dim, axes) not in self._sizes:
@@ -144,7 +154,9 @@ class _Maze:
 
     def _common(self, before: Dims, after: Dims) -> int:
         pairs = zip(before, after, strict=True)
-        return math.prod(min(self._size(dim, a), self._size(dim, b)) for dim, (a, b) in enumerate(pairs))
+        return math.prod(
+            min(self._size(dim, a), self._size(dim, b)) for dim, (a, b) in enumerate(pairs)
+        )
 
 
 def _pushed(dims: Dims, dim: int, axis: str) -> Dims:

@@ -1,12 +1,13 @@
 """
-Which positions of a sequence each rank of a context-parallel group holds, and which of its blocks attend to which.
+Which positions of a sequence each rank of a context-parallel group holds, and which of its blocks
+attend to which.
 
     contiguous      0 0 0 1 1 1 2 2 2 3 3 3         rank 3 has most to do under a causal mask, rank 0 least
     zigzag          0 1 2 3 3 2 1 0                 chunk i and chunk 2n-1-i go to rank i: all have the same to do
 
-The zigzag placement is that of Brandon et al., Striped Attention (2023), section 5, and of torch's and Megatron's
-"head-tail" balancers. Dims are cut as evenly as they go (see `cut`). A place is a tuple of (low, high) ranges in
-ascending order. Pure integers, no torch.
+The zigzag placement is that of Brandon et al., Striped Attention (2023), section 5, and of torch's
+and Megatron's "head-tail" balancers. Dims are cut as evenly as they go (see `cut`). A place is a
+tuple of (low, high) ranges in ascending order. Pure integers, no torch.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from pdrun.errors import UsageError
 from pdrun.parallel.layouts.layout import cut
 
 Ranges = tuple[tuple[int, int], ...]
-CONTIGUOUS, ZIGZAG = "contiguous", "zigzag"
+CONTIGUOUS = "contiguous"
+ZIGZAG = "zigzag"
 ORDERS = (CONTIGUOUS, ZIGZAG)
 
 
@@ -32,7 +34,11 @@ def part(length: int, parts: int, index: int, order: str) -> Ranges:
         UsageError: an order that is neither "zigzag" nor "contiguous".
     """
     if order not in ORDERS:
-        raise UsageError(f"{order!r} is no order of a sequence", where="ContextParallel", hint=" or ".join(ORDERS))
+        raise UsageError(
+            f"{order!r} is no order of a sequence",
+            where="ContextParallel",
+            hint=" or ".join(ORDERS),
+        )
     if order == CONTIGUOUS:
         return joined([cut(length, parts, index)])
     return joined([cut(length, 2 * parts, index), cut(length, 2 * parts, 2 * parts - 1 - index)])
@@ -57,10 +63,14 @@ def count(ranges: Ranges) -> int:
 
 
 def within(ranges: Ranges, low: int, high: int) -> Ranges:
-    """Return what lies at places ``low`` to ``high`` of the positions written one after the other."""
-    found, start = [], 0
+    """
+    Return what lies at places ``low`` to ``high`` of the positions written one after the other.
+    """
+    found = []
+    start = 0
     for first, last in ranges:
-        begin, end = max(low, start), min(high, start + last - first)
+        begin = max(low, start)
+        end = min(high, start + last - first)
         if begin < end:
             found.append((first + begin - start, first + end - start))
         start += last - first
@@ -83,14 +93,20 @@ class Block:
 
 @functools.lru_cache(maxsize=1024)
 def blocks(q: Ranges, k: Ranges, causal: bool) -> tuple[Block, ...]:
-    """Return the fewest blocks that make up the attention of one rank's queries to another's (or its own) keys."""
-    wide, deep = count(q), count(k)
+    """
+    Return the fewest blocks that make up the attention of one rank's queries to another's (or its
+    own) keys.
+    """
+    wide = count(q)
+    deep = count(k)
     if not wide or not deep:
         return ()
     if not causal:
         return (Block((0, wide), (0, deep), False),)
     if q == k:
-        return (Block((0, wide), (0, deep), True),)  # ascending on both sides: order in memory is order in the sequence
+        return (
+            Block((0, wide), (0, deep), True),
+        )  # ascending on both sides: order in memory is order in the sequence
     edges = sorted({edge for ranges in (q, k) for pair in ranges for edge in pair})
     keys = _pieces(k, edges)
     found: list[Block] = []
@@ -98,13 +114,18 @@ def blocks(q: Ranges, k: Ranges, causal: bool) -> tuple[Block, ...]:
         here = (at, at + high - low)
         seen = [(place, place + last - first) for first, last, place in keys if last <= low]
         found += [Block(here, span, False) for span in joined(seen)]
-        found += [Block(here, (place, place + last - first), True) for first, last, place in keys if first == low]
+        found += [
+            Block(here, (place, place + last - first), True)
+            for first, last, place in keys
+            if first == low
+        ]
     return tuple(_merged(found))
 
 
 def _pieces(ranges: Ranges, edges: list[int]) -> list[tuple[int, int, int]]:
     """Cut ranges at all edges; return (low, high, place in memory) of each piece."""
-    found, start = [], 0
+    found = []
+    start = 0
     for low, high in ranges:
         inner = [low, *[edge for edge in edges if low < edge < high], high]
         found += [(first, last, start + first - low) for first, last in pairwise(inner)]
@@ -117,7 +138,13 @@ def _merged(found: list[Block]) -> list[Block]:
     merged: list[Block] = []
     for block in sorted(found, key=lambda one: (one.causal, one.k, one.q)):
         last = merged[-1] if merged else None
-        if last and not last.causal and not block.causal and last.k == block.k and last.q[1] == block.q[0]:
+        if (
+            last
+            and not last.causal
+            and not block.causal
+            and last.k == block.k
+            and last.q[1] == block.q[0]
+        ):
             merged[-1] = Block((last.q[0], block.q[1]), block.k, False)
         else:
             merged.append(block)

@@ -11,8 +11,8 @@ The steps from one layout to another, and what they cost.
     pad             cut -> partial             nothing             slice         each part among zeros
     reshape         another shape              nothing             reshape
 
-Backward follows one convention: the gradient of a tensor that all ranks of an axis hold alike, or that their parts add
-up to, is held alike by all.
+Backward follows one convention: the gradient of a tensor that all ranks of an axis hold alike, or
+that their parts add up to, is held alike by all.
 """
 
 from __future__ import annotations
@@ -22,10 +22,19 @@ from dataclasses import dataclass
 
 from pdrun.parallel.layouts.view import View
 
-SLICE, ALL_TO_ALL, ALL_GATHER = "slice", "all_to_all", "all_gather"
-ALL_REDUCE, REDUCE_SCATTER, FIRST, PAD, RESHAPE = "all_reduce", "reduce_scatter", "first", "pad", "reshape"
+SLICE = "slice"
+ALL_TO_ALL = "all_to_all"
+ALL_GATHER = "all_gather"
+ALL_REDUCE = "all_reduce"
+REDUCE_SCATTER = "reduce_scatter"
+FIRST = "first"
+PAD = "pad"
+RESHAPE = "reshape"
 LATENCY = 1 << 16
-"""How many elements a collective counts for besides what it sends, where bytes are weighed against steps."""
+"""
+How many elements a collective counts for besides what it sends, where bytes are weighed against
+steps.
+"""
 LOCAL = (SLICE, FIRST, PAD, RESHAPE)
 """Steps without communication."""
 
@@ -57,14 +66,19 @@ class Step:
 
     def moved(self, backward: bool = False) -> int:
         """
-        Return how many elements a rank sends, by ring and pairwise algorithms: the least that the step can do with.
+        Return how many elements a rank sends, by ring and pairwise algorithms: the least that the
+        step can do with.
 
-        All-gather: its part to all others, and reduce-scatter as many; all-reduce: both; all-to-all: what it does not
-        keep, or receives if that is more. Where parts differ, each counts as the largest one, to which collectives pad.
+        All-gather: its part to all others, and reduce-scatter as many; all-reduce: both;
+        all-to-all: what it does not keep, or receives if that is more. Where parts differ, each
+        counts as the largest one, to which collectives pad.
         """
-        before, after, n = self.before.count(), self.after.count(), self.parts
+        before = self.before.count()
+        after = self.after.count()
+        n = self.parts
         if self.kind == ALL_TO_ALL:
-            old, new = self.before.local_shape(), self.after.local_shape()
+            old = self.before.local_shape()
+            new = self.after.local_shape()
             return max(before, after) - math.prod(min(pair) for pair in zip(old, new, strict=True))
         if backward:
             return (n - 1) * after if self.kind in (SLICE, REDUCE_SCATTER) else 0
@@ -75,14 +89,18 @@ class Step:
         return 2 * (before - -(-before // n)) if self.kind == ALL_REDUCE else 0
 
     def rounds(self, backward: bool = False) -> int:
-        """Return how many messages follow one another: n - 1 around a ring, twice that for an all-reduce."""
+        """
+        Return how many messages follow one another: n - 1 around a ring, twice that for an
+        all-reduce.
+        """
         if self.moved(backward) == 0:
             return 0
         return (self.parts - 1) * (2 if self.kind == ALL_REDUCE else 1)
 
     def mindspore(self) -> MindSporeCost:
         """Return the cost by MindSpore's forms, in elements."""
-        s, n = self.before.count(), self.parts
+        s = self.before.count()
+        n = self.parts
         if self.kind == ALL_GATHER:
             whole = (s, n * s) if self.dim == 0 else (s + 2 * s * n, 2 * s * n + s)
             return MindSporeCost(n * s * 0.5, s * 0.5, *whole)
@@ -108,10 +126,10 @@ class MindSporeCost:
     """
     What MindSpore's searches take a redistribution to cost.
 
-    With s elements of a rank before the step and n ranks: all-gather n*s/2 forward and s/2 backward, all-to-all 2s
-    both, an all-reduce its s forward; a reduce-scatter, which MindSpore plans none of, is the all-gather turned round.
-    Computation and memory: all-gather s and n*s on dim 0, elsewhere s + 2sn and 2sn + s (a slice and a concatenation
-    more), slice s, reshape 2s.
+    With s elements of a rank before the step and n ranks: all-gather n*s/2 forward and s/2
+    backward, all-to-all 2s both, an all-reduce its s forward; a reduce-scatter, which MindSpore
+    plans none of, is the all-gather turned round. Computation and memory: all-gather s and n*s on
+    dim 0, elsewhere s + 2sn and 2sn + s (a slice and a concatenation more), slice s, reshape 2s.
     """
 
     forward: float
@@ -143,7 +161,9 @@ class Plan:
     steps: tuple[Step, ...]
 
     def moved(self, itemsize: int = 1, backward: bool = False) -> int:
-        """Return how many bytes a rank sends, of elements of ``itemsize`` bytes (see `Step.moved`)."""
+        """
+        Return how many bytes a rank sends, of elements of ``itemsize`` bytes (see `Step.moved`).
+        """
         return itemsize * sum(step.moved(backward) for step in self.steps)
 
     def seconds(self, alpha: float, beta: float, itemsize: int, backward: bool = False) -> float:
@@ -155,7 +175,10 @@ class Plan:
             beta: seconds per byte, the inverse of the bandwidth.
             itemsize: bytes of an element.
         """
-        return sum(alpha * step.rounds(backward) + beta * itemsize * step.moved(backward) for step in self.steps)
+        return sum(
+            alpha * step.rounds(backward) + beta * itemsize * step.moved(backward)
+            for step in self.steps
+        )
 
     def mindspore(self) -> MindSporeCost:
         """Return the cost by MindSpore's forms, in elements."""

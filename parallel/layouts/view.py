@@ -1,11 +1,12 @@
 """
 A view: one tensor, laid over the ranks in one way.
 
-Ranks may be seen through several grids: 8 of them as (dp=2, tp=4), as (4, 2), or as one axis; and the elements of a
-tensor through several shapes. A view is a grid, a shape and the layout that joins them.
+Ranks may be seen through several grids: 8 of them as (dp=2, tp=4), as (4, 2), or as one axis; and
+the elements of a tensor through several shapes. A view is a grid, a shape and the layout that joins
+them.
 
-A layout may name the *virtual axis* `VIRTUAL`, MindSpore's "interleaved_parallel": the parts along it lie on the same
-device, so that one part's communication can run beside the other's computation.
+A layout may name the *virtual axis* `VIRTUAL`, MindSpore's "interleaved_parallel": the parts along
+it lie on the same device, so that one part's communication can run beside the other's computation.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class View:
         virtual: number of parts along `VIRTUAL`.
 
     Raises:
-        UsageError: the layout fits neither grid nor shape, or a dim that is cut over `VIRTUAL` isn't cut evenly.
+        UsageError: the layout fits neither grid nor shape, or a dim that is cut over `VIRTUAL`
+            isn't cut evenly.
     """
 
     grid: Grid
@@ -61,7 +63,10 @@ class View:
         return math.prod(self.degree(axis) for axis in axes)
 
     def ranges(self, rank: int) -> tuple[Ranges, ...]:
-        """Return for each dim the (low, high) ranges that a rank holds, in order; one each without `VIRTUAL`."""
+        """
+        Return for each dim the (low, high) ranges that a rank holds, in order; one each without
+        `VIRTUAL`.
+        """
         here = self.grid.coordinate(rank)
         found = []
         for dim, size in zip(self.layout.dims, self.shape, strict=True):
@@ -71,7 +76,9 @@ class View:
                 held = [
                     (low + start, low + stop)
                     for low, high in held
-                    for start, stop in (cut(high - low, self.degree(axis), place) for place in places)
+                    for start, stop in (
+                        cut(high - low, self.degree(axis), place) for place in places
+                    )
                 ]
             found.append(joined(held))
         return tuple(found)

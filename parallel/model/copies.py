@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 def blank(model: nn.Module) -> nn.Module:
     """Return a copy of a model whose parameters are on the meta device; buffers are copied."""
     memo: dict[int, Any] = {
-        id(param): hooks.carry(param, nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad))
+        id(param): hooks.carry(
+            param, nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+        )
         for param in model.parameters()
     }
     return copy.deepcopy(model, memo)
@@ -35,7 +37,9 @@ def plain_copy(run: Run) -> nn.Module:
 
     def value_of(weight: Entry | Weight, param: nn.Parameter) -> nn.Parameter:
         dtype = run.settings.precision.weights(weight.dtype, weight.wide)
-        return hooks.carry(param, nn.Parameter(full[weight.name].to(dtype, copy=True), weight.trained))
+        return hooks.carry(
+            param, nn.Parameter(full[weight.name].to(dtype, copy=True), weight.trained)
+        )
 
     if run.original is not None:
         params = dict(run.original.named_parameters())
@@ -56,7 +60,10 @@ def plain_copy(run: Run) -> nn.Module:
 
 
 def shell(run: Run, fake: Any) -> nn.Module:
-    """Return the model with fake weights and buffers, which have shapes and no data; recomputation works in it."""
+    """
+    Return the model with fake weights and buffers, which have shapes and no data; recomputation
+    works in it.
+    """
     from pdrun.parallel.model.recompute import apply
 
     memo: dict[int, Any] = {}

@@ -1,10 +1,12 @@
 """
-Models too large to be made whole: parameters without memory, filled where they are needed and cut at once.
+Models too large to be made whole: parameters without memory, filled where they are needed and cut
+at once.
 
-Inside `empty_init` modules are built with parameters on torch's meta device. Buffers are left alone, so that tables
-computed in a constructor (rotary positions, masks) hold what they should. `parallelize` then makes one module after
-the other real, has it initialise itself, and keeps this rank's part. Each module draws from a generator seeded by
-(seed, place in the model): the same weights on any number of ranks, at any level, in whatever order they are made.
+Inside `empty_init` modules are built with parameters on torch's meta device. Buffers are left
+alone, so that tables computed in a constructor (rotary positions, masks) hold what they should.
+`parallelize` then makes one module after the other real, has it initialise itself, and keeps this
+rank's part. Each module draws from a generator seeded by (seed, place in the model): the same
+weights on any number of ranks, at any level, in whatever order they are made.
 """
 
 from __future__ import annotations
@@ -31,7 +33,11 @@ def empty_init() -> Iterator[None]:
     original = nn.Module.register_parameter
 
     def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and param.device.type != "meta" and not isinstance(param, nn.UninitializedParameter):
+        if (
+            param is not None
+            and param.device.type != "meta"
+            and not isinstance(param, nn.UninitializedParameter)
+        ):
             param = nn.Parameter(param.detach().to("meta"), param.requires_grad)
         original(module, name, param)
 
@@ -43,12 +49,16 @@ def empty_init() -> Iterator[None]:
 
 
 def _own_memory(model: nn.Module) -> None:
-    """Give each element of a buffer a place of its own: an expanded one (a mask, positions) can't be written to."""
+    """
+    Give each element of a buffer a place of its own: an expanded one (a mask, positions) can't be
+    written to.
+    """
     copies: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and any(
-                stride == 0 and size > 1 for size, stride in zip(buffer.shape, _strides(buffer), strict=False)
+                stride == 0 and size > 1
+                for size, stride in zip(buffer.shape, _strides(buffer), strict=False)
             ):
                 module._buffers[name] = copies.setdefault(id(buffer), buffer.detach().contiguous())
 
@@ -67,9 +77,10 @@ def move(model: nn.Module, device: torch.device) -> bool:
     for name, buffer in model.named_buffers():
         if buffer.device.type == "meta":
             raise UsageError(
-                f"nobody knows what the buffer {name} should hold: it is on the meta device", where=WHERE,
+                f"nobody knows what the buffer {name} should hold: it is on the meta device",
+                where=WHERE,
                 hint="build the model inside pdrun.empty_init(), which leaves buffers alone",
-            )  # fmt: skip
+            )
     _own_memory(model)
     empty = any(param.device.type == "meta" for param in model.parameters())
     if not empty:
@@ -94,9 +105,15 @@ class Filler:
     """
 
     def __init__(
-        self, model: nn.Module, device: torch.device, seed: int, init: Callable[[nn.Module], Any] | None = None
+        self,
+        model: nn.Module,
+        device: torch.device,
+        seed: int,
+        init: Callable[[nn.Module], Any] | None = None,
     ) -> None:
-        self._device, self._seed, self._init = device, seed, init
+        self._device = device
+        self._seed = seed
+        self._init = init
         self._owners: dict[str, tuple[int, str, nn.Module]] = {}
         self._parts: dict[str, Weight] | None = None
         seen: dict[int, str] = {}
@@ -107,7 +124,10 @@ class Filler:
                     self._owners.setdefault(first, (place, name, module))
 
     def adopt(self, weights: Sequence[Weight]) -> None:
-        """Have these be filled with the parts that they are of the model's weights; the model itself stays empty."""
+        """
+        Have these be filled with the parts that they are of the model's weights; the model itself
+        stays empty.
+        """
         self._parts = {weight.name: weight for weight in weights}
 
     def fill(self, weights: Sequence[Weight]) -> None:
@@ -148,9 +168,13 @@ class Filler:
 
     def _blank(self, param: nn.Parameter) -> nn.Parameter:
         real = torch.empty(param.shape, dtype=param.dtype, device=self._device)
-        return nn.Parameter(real.fill_(float("nan") if param.is_floating_point() else 0), param.requires_grad)
+        return nn.Parameter(
+            real.fill_(float("nan") if param.is_floating_point() else 0), param.requires_grad
+        )
 
-    def _initialise(self, place: int, name: str, module: nn.Module, made: dict[str, nn.Parameter]) -> None:
+    def _initialise(
+        self, place: int, name: str, module: nn.Module, made: dict[str, nn.Parameter]
+    ) -> None:
         """Have a module fill its parameters, drawing from a generator of its own."""
         init = (
             self._init
@@ -159,7 +183,9 @@ class Filler:
         )
         if init is None:
             what = f"{name or 'the model'} ({type(module).__name__}) has no reset_parameters"
-            raise UsageError(what, where=WHERE, hint="init=lambda module: ... fills a module's own parameters")
+            raise UsageError(
+                what, where=WHERE, hint="init=lambda module: ... fills a module's own parameters"
+            )
         kept = torch.get_rng_state()
         seed = mix(self._seed, place, 6)
         torch.default_generator.manual_seed(seed)

@@ -1,5 +1,6 @@
 """
-Recomputation: activations of a module are dropped after its forward pass and computed again in the backward pass.
+Recomputation: activations of a module are dropped after its forward pass and computed again in the
+backward pass.
 
     "full"            each unit (member of a ModuleList or Sequential) keeps its input only
     "selective"       each unit keeps the results of its matrix products and attentions too, and computes the cheap
@@ -25,11 +26,22 @@ from pdrun.parallel.model.weights import find_units
 
 WHERE = "recompute"
 KEPT = (
-    "mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_fused_attention_overrideable",
-)  # fmt: skip
-"""ATen operators whose results ``selective`` keeps: those that take long for the memory of their result."""
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "linear",
+    "convolution",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+"""
+ATen operators whose results ``selective`` keeps: those that take long for the memory of their
+result.
+"""
 
 
 def apply(model: nn.Module, value: Any) -> list[str]:
@@ -37,7 +49,8 @@ def apply(model: nn.Module, value: Any) -> list[str]:
     Have modules recompute; return their names.
 
     Raises:
-        UsageError: an unknown word, or a glob that matches no module, or modules inside one another.
+        UsageError: an unknown word, or a glob that matches no module, or modules inside one
+            another.
     """
     if value is None or value is False or value == "none":
         return []
@@ -54,7 +67,11 @@ def _parse(value: Any) -> tuple[str, Sequence[str] | None]:
     if isinstance(value, tuple) and len(value) == 2 and value[1] in ("full", "selective"):
         globs = [value[0]] if isinstance(value[0], str) else list(value[0])
         return value[1], globs
-    if isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(glob, str) for glob in value):
+    if (
+        isinstance(value, Sequence)
+        and not isinstance(value, str)
+        and all(isinstance(glob, str) for glob in value)
+    ):
         return "full", list(value)
     hint = "'full', 'selective', a list of globs, or (globs, 'selective')"
     raise UsageError(f"{value!r} is no way to recompute", where=WHERE, hint=hint)
@@ -72,7 +89,9 @@ def match(model: nn.Module, globs: Sequence[str], where: str) -> list[str]:
     for glob in globs:
         hits = fnmatch.filter(known, glob)
         if not hits:
-            raise UsageError(f"{glob!r} matches no module", where=where, hint=did_you_mean(glob, known))
+            raise UsageError(
+                f"{glob!r} matches no module", where=where, hint=did_you_mean(glob, known)
+            )
         chosen += [name for name in hits if name not in chosen]
     # of modules inside one another the outer one stands for both
     return [name for name in chosen if not any(name.startswith(other + ".") for other in chosen)]
@@ -81,7 +100,9 @@ def match(model: nn.Module, globs: Sequence[str], where: str) -> list[str]:
 def _recomputed(forward: Callable[..., Any], policy: str) -> Callable[..., Any]:
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
     if policy == "selective":
-        options["context_fn"] = functools.partial(torch_checkpoint.create_selective_checkpoint_contexts, _decide)
+        options["context_fn"] = functools.partial(
+            torch_checkpoint.create_selective_checkpoint_contexts, _decide
+        )
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -94,5 +115,7 @@ def _recomputed(forward: Callable[..., Any], policy: str) -> Callable[..., Any]:
 
 def _decide(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
     policy = torch_checkpoint.CheckpointPolicy
-    name = operator.overloadpacket.__name__ if hasattr(operator, "overloadpacket") else str(operator)
+    name = (
+        operator.overloadpacket.__name__ if hasattr(operator, "overloadpacket") else str(operator)
+    )
     return policy.MUST_SAVE if name in KEPT else policy.PREFER_RECOMPUTE

@@ -1,9 +1,10 @@
 """
-Who holds which part of which weight over the model axes (stages and tensor axes): known to every rank, once.
+Who holds which part of which weight over the model axes (stages and tensor axes): known to every
+rank, once.
 
-Ranks tell each other the ranges of their tiles as whole numbers. From that follows, alike on all ranks: who sends a
-part when a whole weight is put together, which of several equal parts counts in a norm and is saved, and which weights
-several stages share (tied ones).
+Ranks tell each other the ranges of their tiles as whole numbers. From that follows, alike on all
+ranks: who sends a part when a whole weight is put together, which of several equal parts counts in
+a norm and is saved, and which weights several stages share (tied ones).
 """
 
 from __future__ import annotations
@@ -48,10 +49,13 @@ class Catalogue:
     """
 
     def __init__(self, model: nn.Module, weights: Iterable[Weight]) -> None:
-        self.entries = [Entry(w.name, w.index, w.shape, w.dtype, w.trained, w.alone, w.wide) for w in weights]
+        self.entries = [
+            Entry(w.name, w.index, w.shape, w.dtype, w.trained, w.alone, w.wide) for w in weights
+        ]
         first: dict[int, str] = {}
         self._first = {
-            name: first.setdefault(id(param), name) for name, param in model.named_parameters(remove_duplicate=False)
+            name: first.setdefault(id(param), name)
+            for name, param in model.named_parameters(remove_duplicate=False)
         }
         self._by_name = {entry.name: entry for entry in self.entries}
 
@@ -61,7 +65,8 @@ class Catalogue:
 
     def collect(self, model: nn.Module) -> list[Weight]:
         """
-        Return the weights of what this rank runs, as parts of those of the whole model and in their order.
+        Return the weights of what this rank runs, as parts of those of the whole model and in their
+        order.
 
         Raises:
             UsageError: one that the whole model doesn't have, or has in another shape or type.
@@ -72,14 +77,23 @@ class Catalogue:
             if entry is None:
                 raise UsageError(f"{name} is no weight of the model that was given", where=WHERE)
             if entry.index in found:
-                raise UsageError(f"{name} and {found[entry.index].name} were tied, and no longer are", where=WHERE)
+                raise UsageError(
+                    f"{name} and {found[entry.index].name} were tied, and no longer are",
+                    where=WHERE,
+                )
             own = entry.dtype, entry.trained, entry.alone, entry.wide
             made = Weight(entry.name, param, entry.index, tuple(param.shape), *own)
             if made.tile.shape != entry.shape or param.dtype != entry.dtype:
                 what = f"{list(made.tile.shape)} {param.dtype}, the model's is {list(entry.shape)} {entry.dtype}"
-                raise UsageError(f"{name} is a part of {what}", where=WHERE, hint="set_tile tells what a part is of")
+                raise UsageError(
+                    f"{name} is a part of {what}",
+                    where=WHERE,
+                    hint="set_tile tells what a part is of",
+                )
             if entry.alone and (made.tile.sums or not made.tile.is_whole):
-                raise UsageError(f"layerwise weight {name} is cut over {made.tile.layout.axes}", where=WHERE)
+                raise UsageError(
+                    f"layerwise weight {name} is cut over {made.tile.layout.axes}", where=WHERE
+                )
             found[entry.index] = made
             param.requires_grad_(entry.trained)
         return [found[index] for index in sorted(found)]
@@ -96,12 +110,17 @@ class Holders:
     """
 
     def __init__(self, axis: Axis, stages: int, parts: Sequence[dict[int, Box]]) -> None:
-        self.axis, self.parts = axis, parts
+        self.axis = axis
+        self.parts = parts
         self._per_stage = axis.size // stages
 
     def stages_of(self, index: int) -> tuple[int, ...]:
         """Return the stages that hold a weight."""
-        return tuple(dict.fromkeys(place // self._per_stage for place, part in enumerate(self.parts) if index in part))
+        return tuple(
+            dict.fromkeys(
+                place // self._per_stage for place, part in enumerate(self.parts) if index in part
+            )
+        )
 
     def alike(self, index: int) -> list[int]:
         """Return the places that hold the same part of a weight as this rank."""
@@ -109,7 +128,9 @@ class Holders:
         return [place for place, part in enumerate(self.parts) if part.get(index) == mine]
 
     def sources(self, index: int) -> list[tuple[int, Box]]:
-        """Return the parts of which a weight is put together, each with the first place that holds it."""
+        """
+        Return the parts of which a weight is put together, each with the first place that holds it.
+        """
         found: dict[Box, int] = {}
         for place, part in enumerate(self.parts):
             if index in part:
@@ -121,7 +142,9 @@ class Holders:
         return len(self.sources(index)) == 1 and all(index in part for part in self.parts)
 
     def leads(self, index: int) -> bool:
-        """Whether this rank's part of a weight is the first of those of which it is put together."""
+        """
+        Whether this rank's part of a weight is the first of those of which it is put together.
+        """
         return self.parts[self.axis.index][index] == self.sources(index)[0][1]
 
     def check(self, catalogue: Catalogue) -> None:
@@ -129,18 +152,27 @@ class Holders:
         Hold the parts against the weights.
 
         Raises:
-            UsageError: parts that do not make a whole, or a weight shared by stages that cut it differently.
+            UsageError: parts that do not make a whole, or a weight shared by stages that cut it
+                differently.
         """
         for entry in catalogue.entries:
             held = sum(volume(box) for _, box in self.sources(entry.index))
             if held != prod(entry.shape):
                 what = f"the ranks hold {held} of {prod(entry.shape)} elements of {entry.name}"
-                raise UsageError(what, where=WHERE, hint="every weight belongs to a stage, and its tiles to one whole")
+                raise UsageError(
+                    what,
+                    where=WHERE,
+                    hint="every weight belongs to a stage, and its tiles to one whole",
+                )
             stages = self.stages_of(entry.index)
             for inner in range(self._per_stage):
-                boxes = {self.parts[stage * self._per_stage + inner].get(entry.index) for stage in stages}
+                boxes = {
+                    self.parts[stage * self._per_stage + inner].get(entry.index) for stage in stages
+                }
                 if len(boxes) > 1:
-                    raise UsageError(f"stages {stages} share {entry.name} and cut it differently", where=WHERE)
+                    raise UsageError(
+                        f"stages {stages} share {entry.name} and cut it differently", where=WHERE
+                    )
 
 
 def volume(box: Box) -> int:
@@ -171,7 +203,9 @@ def _decode(row: list[int]) -> dict[int, Box]:
     found: dict[int, Box] = {}
     at = 0
     while at < len(row) and row[at] >= 0:
-        index, dims, at = row[at], row[at + 1], at + 2
+        index = row[at]
+        dims = row[at + 1]
+        at = at + 2
         box = []
         for _ in range(dims):
             bounds = row[at + 1 : at + 1 + 2 * row[at]]

@@ -1,9 +1,11 @@
 """
-Tiles: what a rank holds of a weight that is cut over the model axes of a mesh (tensor axes and pipeline stages).
+Tiles: what a rank holds of a weight that is cut over the model axes of a mesh (tensor axes and
+pipeline stages).
 
-Whoever cuts a model (module styles, the operator engine) replaces a parameter by this rank's part and tells with
-`set_tile` what part of which whole it is. Everything that deals in whole weights (gradient sums, norms, checkpoints,
-proofs) reads that with `tile_of` and knows nothing else of how the model was cut.
+Whoever cuts a model (module styles, the operator engine) replaces a parameter by this rank's part
+and tells with `set_tile` what part of which whole it is. Everything that deals in whole weights
+(gradient sums, norms, checkpoints, proofs) reads that with `tile_of` and knows nothing else of how
+the model was cut.
 """
 
 from __future__ import annotations
@@ -31,10 +33,12 @@ class Cutter(Protocol):
 
     def apply(self, model: nn.Module, axes: Axes, sample: Any) -> nn.Module:
         """
-        Return the model to run; its parameters have the names that they had, and tiles (`set_tile`) where they are cut.
+        Return the model to run; its parameters have the names that they had, and tiles (`set_tile`)
+        where they are cut.
 
         Args:
-            model: equal on all ranks; its weights may be on the meta device, and are filled afterwards.
+            model: equal on all ranks; its weights may be on the meta device, and are filled
+                afterwards.
             axes: this rank's places; tensor axes are those that are none of pp, dp and cp.
             sample: a batch as the user gave it to ``parallelize(sample=...)``, or None.
         """
@@ -43,11 +47,14 @@ class Cutter(Protocol):
 
 @runtime_checkable
 class StagedCutter(Cutter, Protocol):
-    """A `Cutter` that sees across modules, and so has to know on which stages of a pipeline these are."""
+    """
+    A `Cutter` that sees across modules, and so has to know on which stages of a pipeline these are.
+    """
 
     def apply_in_stages(self, model: nn.Module, axes: Axes, sample: Any, split: Split) -> nn.Module:
         """
-        Do what `Cutter.apply` does, of the whole model; the pipeline takes what it needs of it afterwards.
+        Do what `Cutter.apply` does, of the whole model; the pipeline takes what it needs of it
+        afterwards.
 
         Args:
             split: which module is on which stage.
@@ -56,14 +63,20 @@ class StagedCutter(Cutter, Protocol):
 
 
 class SequenceCutter(Protocol):
-    """What ``parallelize(context=...)`` takes: has attention see the whole sequence where each rank has a part."""
+    """
+    What ``parallelize(context=...)`` takes: has attention see the whole sequence where each rank
+    has a part.
+    """
 
     def apply(self, model: nn.Module, axes: Axes, sample: Any) -> nn.Module:
         """Return the model to run; see `Cutter.apply`."""
         ...
 
     def part(self, batch: Any, axes: Axes) -> Any:
-        """Return this rank's part along cp of every sequence of a micro-batch; losses are summed over these parts."""
+        """
+        Return this rank's part along cp of every sequence of a micro-batch; losses are summed over
+        these parts.
+        """
         ...
 
     def told(self, axes: Axes) -> str:
@@ -83,9 +96,11 @@ class Tile:
     Attributes:
         shape: of the whole weight.
         layout: the axes that cut each dim; over all others the tile is replicated.
-        ranges: for each dim the (low, high) ranges that this rank holds, in order. One each, as a rule; more where a
+        ranges: for each dim the (low, high) ranges that this rank holds, in order. One each, as a
+            rule; more where a
             weight holds several matrices side by side (fused q, k and v), each of which is cut.
-        sums: tensor axes over which the ranks' gradients of this weight have to be added up (norms under sequence
+        sums: tensor axes over which the ranks' gradients of this weight have to be added up (norms
+            under sequence
             parallel). Data axes go without saying.
     """
 
@@ -120,7 +135,9 @@ class Tile:
             for source, target in views:
                 at = 0
                 for low, high in ranges:
-                    cut_up.append((source.narrow(dim, at, high - low), target.narrow(dim, low, high - low)))
+                    cut_up.append(
+                        (source.narrow(dim, at, high - low), target.narrow(dim, low, high - low))
+                    )
                     at += high - low
             views = cut_up
         for source, target in views:
@@ -142,7 +159,8 @@ def tile(
         shape: of the whole weight.
         layout: how it is cut.
         sums: see `Tile`.
-        blocks: dims that hold several matrices side by side, with the size of each: every one of them is cut, as
+        blocks: dims that hold several matrices side by side, with the size of each: every one of
+            them is cut, as
             ``{0: (512, 128, 128)}`` for fused q, k and v. The sizes add up to the dim.
     """
     return Tile(shape, layout, layout.ranges(grid, shape, rank, blocks), sums)
@@ -155,7 +173,9 @@ def whole(param: torch.Tensor) -> Tile:
 
 
 def set_tile(param: nn.Parameter, tile: Tile) -> nn.Parameter:
-    """Note on a parameter which part of which weight it is; its shape must be the tile's local one."""
+    """
+    Note on a parameter which part of which weight it is; its shape must be the tile's local one.
+    """
     if tuple(param.shape) != tile.local_shape:
         raise ValueError(f"a parameter of {tuple(param.shape)} is no tile of {tile.local_shape}")
     param._pdrun_tile = tile

@@ -1,8 +1,9 @@
 """
 Batch normalisation over the whole micro-batch of all ranks.
 
-Statistics of a batch are a sum over its rows, so ranks that normalise by their own rows compute another model than one
-process does. Either the sums are taken over all ranks, or pdrun refuses. Works on every device.
+Statistics of a batch are a sum over its rows, so ranks that normalise by their own rows compute
+another model than one process does. Either the sums are taken over all ranks, or pdrun refuses.
+Works on every device.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class _SumOverRanks(torch.autograd.Function):
 
 class SyncedBatchNorm(_BatchNorm):
     """
-    `torch.nn.BatchNorm*d` with the statistics of all rows; parameters and buffers have the same names.
+    `torch.nn.BatchNorm*d` with the statistics of all rows; parameters and buffers have the same
+    names.
 
     ``weight_of_rows`` is 0 while a rank computes a row that isn't part of the batch.
     """
@@ -65,10 +67,16 @@ class SyncedBatchNorm(_BatchNorm):
         return result.to(input.dtype)
 
     def _track(self, mean: torch.Tensor, var: torch.Tensor, count: float) -> None:
-        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+        if (
+            self.running_mean is None
+            or self.running_var is None
+            or self.num_batches_tracked is None
+        ):
             return
         self.num_batches_tracked.add_(1)
-        share = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
+        share = (
+            self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
+        )
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
         self.running_var.lerp_((var * count / max(count - 1, 1)).to(self.running_var.dtype), share)
 
@@ -78,7 +86,9 @@ _axis: Axis | None = None
 
 
 def place(axis: Axis) -> None:
-    """Have statistics be those of the rows of all ranks along some axes, from now on in this process."""
+    """
+    Have statistics be those of the rows of all ranks along some axes, from now on in this process.
+    """
     global _axis
     _axis = axis
 
@@ -128,8 +138,8 @@ def own_weights(model: nn.Module) -> set[int]:
     """
     Return the ids of the parameters of modules that normalise with running statistics.
 
-    These stay in the type that they have, and torch wants weights of the same one beside them, or of the input's
-    where the statistics have that too.
+    These stay in the type that they have, and torch wants weights of the same one beside them, or
+    of the input's where the statistics have that too.
     """
     return {
         id(param)
@@ -145,12 +155,17 @@ def find(model: nn.Module) -> list[str]:
         name
         for name, module in model.named_modules()
         if (_is_local(module) and (module.training or not module.track_running_stats))
-        or (isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats)
+        or (
+            isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats
+        )
     ]
 
 
 def resting(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the modules that would normalise by the statistics of their own rows if they were put into training."""
+    """
+    Return the modules that would normalise by the statistics of their own rows if they were put
+    into training.
+    """
     return [(name, module) for name, module in model.named_modules() if _is_local(module)]
 
 
@@ -165,9 +180,12 @@ def check_resting(modules: list[tuple[str, nn.Module]]) -> None:
         if module.training:
             raise UsageError(
                 f"{name} is in training since parallelize, and would normalise by its own rank's rows",
-                where="pdrun.Run.step", hint="sync_batchnorm=True, or .eval() on it after each model.train()",
-            )  # fmt: skip
+                where="pdrun.Run.step",
+                hint="sync_batchnorm=True, or .eval() on it after each model.train()",
+            )
 
 
 def _is_local(module: nn.Module) -> bool:
-    return isinstance(module, _BatchNorm) and not isinstance(module, (SyncedBatchNorm, nn.SyncBatchNorm))
+    return isinstance(module, _BatchNorm) and not isinstance(
+        module, (SyncedBatchNorm, nn.SyncBatchNorm)
+    )

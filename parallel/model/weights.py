@@ -1,9 +1,11 @@
 """
-The weights of a model as the runtime sees them: each once, however often it is used, and the groups they travel in.
+The weights of a model as the runtime sees them: each once, however often it is used, and the groups
+they travel in.
 
-A *bundle* is what is reduced, gathered and sharded together. Below level 3 bundles are filled by size in the order in
-which gradients are expected (the reverse of registration); at level 3 a bundle is what one unit of the model holds, a
-unit being a module whose weights are gathered just before it runs.
+A *bundle* is what is reduced, gathered and sharded together. Below level 3 bundles are filled by
+size in the order in which gradients are expected (the reverse of registration); at level 3 a bundle
+is what one unit of the model holds, a unit being a module whose weights are gathered just before it
+runs.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ class Weight:
     wide: bool = False
     """Computes in its own type, whatever that of the policy is."""
     unit: str = ""
-    """Name of the module with which it is gathered at level 3; the empty string is the model itself."""
+    """
+    Name of the module with which it is gathered at level 3; the empty string is the model itself.
+    """
     sums: tuple[str, ...] = ()
     """Axes besides those of the data over which its gradients are added up."""
     stages: tuple[int, ...] = ()
@@ -59,7 +63,10 @@ class Weight:
     chunks: tuple[int, ...] = (0,)
     """Which parts of the stage compute with it."""
     counted: bool = True
-    """Whether this rank's part counts in norms; of several ranks with the same part only the first does."""
+    """
+    Whether this rank's part counts in norms; of several ranks with the same part only the first
+    does.
+    """
     tile: Tile = field(init=False)
     """Which part of the whole weight this rank holds."""
 
@@ -82,7 +89,9 @@ class Weight:
         return self.numel * int(self.dtype.itemsize)
 
 
-def collect(model: nn.Module, layerwise: Sequence[str] = (), wide: Collection[int] = ()) -> list[Weight]:
+def collect(
+    model: nn.Module, layerwise: Sequence[str] = (), wide: Collection[int] = ()
+) -> list[Weight]:
     """
     Return the weights in registration order.
 
@@ -96,8 +105,18 @@ def collect(model: nn.Module, layerwise: Sequence[str] = (), wide: Collection[in
     found = []
     for index, (name, param) in enumerate(model.named_parameters()):
         if isinstance(param, nn.parameter.UninitializedParameter):
-            raise UsageError(f"{name} has no shape yet", where=WHERE, hint="run the lazy module once before")
-        made = Weight(name, param, index, tuple(param.shape), param.dtype, param.requires_grad, wide=id(param) in wide)
+            raise UsageError(
+                f"{name} has no shape yet", where=WHERE, hint="run the lazy module once before"
+            )
+        made = Weight(
+            name,
+            param,
+            index,
+            tuple(param.shape),
+            param.dtype,
+            param.requires_grad,
+            wide=id(param) in wide,
+        )
         found.append(made)
     for glob in layerwise:
         hits = [weight for weight in found if fnmatch.fnmatchcase(weight.name, glob)]
@@ -111,12 +130,15 @@ def collect(model: nn.Module, layerwise: Sequence[str] = (), wide: Collection[in
     return found
 
 
-# ---- fusion ------------------------------------------------------------------------------------------------------
+# ---- fusion -----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Fusion:
-    """How weights are put together: by ``nbytes``, or before each of the ``cuts`` (indices in registration order)."""
+    """
+    How weights are put together: by ``nbytes``, or before each of the ``cuts`` (indices in
+    registration order).
+    """
 
     nbytes: int = AUTO_BYTES
     cuts: tuple[int, ...] | None = None
@@ -128,11 +150,13 @@ def parse_fusion(value: Any, level: int) -> Fusion:
     Return what a user's ``comm_fusion`` means.
 
     Args:
-        value: "auto"; a number of MiB; a list of indices, each the first weight of a transfer; False for one a weight;
+        value: "auto"; a number of MiB; a list of indices, each the first weight of a transfer;
+            False for one a weight;
             or
             MindSpore's form ``{"openstate": True, "allreduce": {"mode": "size", "config": 64}}`` with the keys
             allreduce, reducescatter and allgather and the modes auto, size and index.
-        level: optimizer level: 0 reads ``allreduce``, the others ``reducescatter`` and ``allgather``, which must agree.
+        level: optimizer level: 0 reads ``allreduce``, the others ``reducescatter`` and
+            ``allgather``, which must agree.
 
     Raises:
         UsageError: none of these.
@@ -147,17 +171,25 @@ def parse_fusion(value: Any, level: int) -> Fusion:
         return Fusion(nbytes=int(value * MIB), auto=False)
     if isinstance(value, Sequence) and not isinstance(value, str):
         cuts = tuple(value)
-        if all(isinstance(cut, int) and cut > 0 for cut in cuts) and list(cuts) == sorted(set(cuts)):
+        if all(isinstance(cut, int) and cut > 0 for cut in cuts) and list(cuts) == sorted(
+            set(cuts)
+        ):
             return Fusion(cuts=cuts, auto=False)
         raise UsageError(f"{value!r}: indices must be above 0 and grow", where="comm_fusion")
-    raise UsageError(f"{value!r} is no fusion", where="comm_fusion", hint="'auto', MiB, a list of indices or False")
+    raise UsageError(
+        f"{value!r} is no fusion",
+        where="comm_fusion",
+        hint="'auto', MiB, a list of indices or False",
+    )
 
 
 def _parse_openstate(value: Mapping[str, Any], level: int) -> Fusion:
     keys = ("openstate", "allreduce", "reducescatter", "allgather")
     for key in value:
         if key not in keys:
-            raise UsageError(f"there is no key {key!r}", where="comm_fusion", hint=did_you_mean(key, keys))
+            raise UsageError(
+                f"there is no key {key!r}", where="comm_fusion", hint=did_you_mean(key, keys)
+            )
     if not value.get("openstate", True):
         return Fusion(nbytes=0, auto=False)
     parsed = {}
@@ -165,29 +197,46 @@ def _parse_openstate(value: Mapping[str, Any], level: int) -> Fusion:
         entry = value.get(key, {"mode": "auto"})
         mode = entry.get("mode")
         if mode not in ("auto", "size", "index") or (mode == "index" and key != "allreduce"):
-            raise UsageError(f"{key} has no mode {mode!r}", where="comm_fusion", hint="auto, size; index for allreduce")
-        parsed[key] = parse_fusion("auto", level) if mode == "auto" else parse_fusion(entry.get("config"), level)
+            raise UsageError(
+                f"{key} has no mode {mode!r}",
+                where="comm_fusion",
+                hint="auto, size; index for allreduce",
+            )
+        parsed[key] = (
+            parse_fusion("auto", level)
+            if mode == "auto"
+            else parse_fusion(entry.get("config"), level)
+        )
     if level == 0:
         return parsed["allreduce"]
-    if parsed["reducescatter"] != parsed["allgather"] and {"reducescatter", "allgather"} <= set(value):
+    if parsed["reducescatter"] != parsed["allgather"] and {"reducescatter", "allgather"} <= set(
+        value
+    ):
         raise UsageError(
-            "reducescatter and allgather must agree: a shard is gathered as it was reduced", where="comm_fusion"
+            "reducescatter and allgather must agree: a shard is gathered as it was reduced",
+            where="comm_fusion",
         )
     return parsed["reducescatter" if "reducescatter" in value else "allgather"]
 
 
 def bundle(weights: Iterable[Weight], fusion: Fusion) -> list[list[Weight]]:
-    """Put weights of one type that are summed over the same ranks together, in the order of their gradients."""
+    """
+    Put weights of one type that are summed over the same ranks together, in the order of their
+    gradients.
+    """
     kinds: dict[tuple[Any, ...], list[Weight]] = {}
     for weight in weights:
         kinds.setdefault(weight.together, []).append(weight)
     found = [group for kind in kinds.values() for group in _bundle(kind, fusion)]
-    return sorted(found, key=lambda group: -group[-1].index)  # a bundle is there with the last of its gradients
+    return sorted(
+        found, key=lambda group: -group[-1].index
+    )  # a bundle is there with the last of its gradients
 
 
 def _bundle(weights: Iterable[Weight], fusion: Fusion) -> list[list[Weight]]:
     found: list[list[Weight]] = []
-    size, key = 0, None
+    size = 0
+    key = None
     for weight in sorted(weights, key=lambda weight: -weight.index):
         limit = FIRST_BYTES if fusion.auto and len(found) == 1 else fusion.nbytes
         if fusion.cuts is not None:
@@ -200,32 +249,41 @@ def _bundle(weights: Iterable[Weight], fusion: Fusion) -> list[list[Weight]]:
             found.append([])
             size = 0
         found[-1].append(weight)
-        size, key = size + weight.nbytes, now
+        size = size + weight.nbytes
+        key = now
     return found
 
 
-# ---- units -------------------------------------------------------------------------------------------------------
+# ---- units ------------------------------------------------------------------
 
 
 def find_units(model: nn.Module, globs: Sequence[str] | None) -> list[str]:
     """
-    Return the names of the modules whose weights are gathered together at level 3, in registration order.
+    Return the names of the modules whose weights are gathered together at level 3, in registration
+    order.
 
     Args:
-        globs: names of modules; None takes the members of the outermost ModuleLists and Sequentials, or, where there
+        globs: names of modules; None takes the members of the outermost ModuleLists and
+            Sequentials, or, where there
             are none, the children of the model.
 
     Raises:
         UsageError: a glob that matches no module with weights, or units inside one another.
     """
-    names = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
+    names = [
+        name
+        for name, module in model.named_modules()
+        if name and any(True for _ in module.parameters())
+    ]
     if globs is None:
         holders = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
         lists = [name for name, module in model.named_modules() if isinstance(module, holders)]
         outer = [
             name
             for name in lists
-            if not any(name.startswith(other + ".") or not other for other in lists if other != name)
+            if not any(
+                name.startswith(other + ".") or not other for other in lists if other != name
+            )
         ]
         members = [name for name in names if name.rpartition(".")[0] in outer] if outer else []
         return members or [name for name in names if "." not in name]
@@ -234,7 +292,9 @@ def find_units(model: nn.Module, globs: Sequence[str] | None) -> list[str]:
         hits = fnmatch.filter(names, glob)
         if not hits:
             raise UsageError(
-                f"units={glob!r} matches no module with weights", where=WHERE, hint=did_you_mean(glob, names)
+                f"units={glob!r} matches no module with weights",
+                where=WHERE,
+                hint=did_you_mean(glob, names),
             )
         chosen += hits
     for name in chosen:
@@ -247,8 +307,8 @@ def assign_units(model: nn.Module, weights: list[Weight], units: Sequence[str]) 
     """
     Write into each weight the unit that gathers it.
 
-    A weight used by two units belongs to the model as a whole; so does one that several stages share, which all of
-    them have to lay out alike.
+    A weight used by two units belongs to the model as a whole; so does one that several stages
+    share, which all of them have to lay out alike.
     """
     owners: dict[int, set[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -256,7 +316,9 @@ def assign_units(model: nn.Module, weights: list[Weight], units: Sequence[str]) 
         owners.setdefault(id(param), set()).add(unit)
     for weight in weights:
         mine = owners[id(weight.param)]
-        weight.unit = next(iter(mine)) if len(mine) == len(weight.chunks) == 1 and not weight.stages else ""
+        weight.unit = (
+            next(iter(mine)) if len(mine) == len(weight.chunks) == 1 and not weight.stages else ""
+        )
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:

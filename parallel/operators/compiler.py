@@ -1,8 +1,8 @@
 """
 Plans and local graphs of one model on one rank, by the shapes that they are for.
 
-The first plan decides the layouts; later ones, for other shapes, follow it. In a pipeline every rank plans the whole
-model, and makes the local graphs of the stages that it runs.
+The first plan decides the layouts; later ones, for other shapes, follow it. In a pipeline every
+rank plans the whole model, and makes the local graphs of the stages that it runs.
 """
 
 from __future__ import annotations
@@ -44,9 +44,14 @@ class Engine:
         split: which module is on which stage, where there is a pipeline.
     """
 
-    def __init__(self, strategy: Operators, model: nn.Module, axes: Axes, split: Split | None = None) -> None:
-        self.strategy, self.axes, self._split = strategy, axes, split
-        self.shadow, self.inner = meta_copy(model), inner(model)
+    def __init__(
+        self, strategy: Operators, model: nn.Module, axes: Axes, split: Split | None = None
+    ) -> None:
+        self.strategy = strategy
+        self.axes = axes
+        self._split = split
+        self.shadow = meta_copy(model)
+        self.inner = inner(model)
         self.names = _names(self.shadow)
         self.plans: dict[Any, Plan] = {}
         self.programs: dict[Any, Program] = {}
@@ -74,7 +79,9 @@ class Engine:
                     self.plans[key].keep()
         return self.plans[key]
 
-    def program(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], stage: int = 0) -> Program:
+    def program(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], stage: int = 0
+    ) -> Program:
         """Return what runs for a call, made now where there is nothing for its shapes yet."""
         key = (stage, _key(args, kwargs, model.training))
         if key not in self.programs:
@@ -87,14 +94,19 @@ class Engine:
     def split(self) -> Split | None:
         """See `pdrun.parallel.pipeline.stage.Graphed`."""
         assert self.first is not None
-        return None if self._split is None else holders(self.first, self._split, self.names)
+        if self._split is None:
+            return None
+        return holders(self.first, self._split, self.names)
 
     def enter(self, stages: Stages) -> None:
         """See `pdrun.parallel.pipeline.stage.Graphed`."""
         self.stages = stages
 
     def _held(self, model: nn.Module, part: Part, first: str) -> str:
-        """Return the name under which this rank has a weight or buffer, which in the whole model may have several."""
+        """
+        Return the name under which this rank has a weight or buffer, which in the whole model may
+        have several.
+        """
         for name in self.names[first]:
             path, _, own = name.rpartition(".")
             module = model.get_submodule(path)
@@ -125,7 +137,9 @@ def _key(args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Any:
 def _part(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return (tuple(value.shape), value.dtype)
-    return value if isinstance(value, (int, float, str, bool, type(None))) else str(value)
+    if isinstance(value, (int, float, str, bool, type(None))):
+        return value
+    return str(value)
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
@@ -133,32 +147,43 @@ def meta_copy(model: nn.Module) -> nn.Module:
     memo = {}
     for tensor in (*model.parameters(), *model.buffers()):
         bare = tensor.detach().to("meta")
-        memo[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
+        memo[id(tensor)] = (
+            nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
+        )
     return copy.deepcopy(model, memo)
 
 
 def on_meta(values: Any) -> Any:
     """Return nested values with their tensors on the meta device."""
-    return pytree.tree_map(lambda value: value.to("meta") if isinstance(value, torch.Tensor) else value, values)
+    return pytree.tree_map(
+        lambda value: value.to("meta") if isinstance(value, torch.Tensor) else value, values
+    )
 
 
 def _names(model: nn.Module) -> dict[str, list[str]]:
     """Return all names of each weight and buffer, by the first."""
     first: dict[int, str] = {}
     found: dict[str, list[str]] = {}
-    for kind in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+    for kind in (
+        model.named_parameters(remove_duplicate=False),
+        model.named_buffers(remove_duplicate=False),
+    ):
         for name, tensor in kind:
             found.setdefault(first.setdefault(id(tensor), name), []).append(name)
     return found
 
 
 def inner(model: nn.Module) -> dict[str, Said]:
-    """Return the layouts of weights that `shard` set on modules, by the first name of the weight."""
+    """
+    Return the layouts of weights that `shard` set on modules, by the first name of the weight.
+    """
     first = {id(param): name for name, param in model.named_parameters()}
     found = {}
     for module in model.modules():
         sharding = getattr(module, "_pdrun_sharding", None)
         if isinstance(sharding, Sharding):
             params = dict(module.named_parameters())
-            found.update({first[id(params[name])]: layout for name, layout in sharding.weights.items()})
+            found.update(
+                {first[id(params[name])]: layout for name, layout in sharding.weights.items()}
+            )
     return found

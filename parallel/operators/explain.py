@@ -1,8 +1,9 @@
 """
-A plan as text: for each operator what it is cut into, what happens to its inputs before, and how many bytes that moves.
+A plan as text: for each operator what it is cut into, what happens to its inputs before, and how
+many bytes that moves.
 
-Bytes are what a rank sends in one forward and backward pass, by rings; the rank with the largest part where parts are
-uneven.
+Bytes are what a rank sends in one forward and backward pass, by rings; the rank with the largest
+part where parts are uneven.
 """
 
 from __future__ import annotations
@@ -46,10 +47,16 @@ def moves(plan: Plan, part: Part | None = None) -> Iterator[Moved]:
         for one in parts(plan):
             yield from moves(plan, one)
         return
-    graph, seen = plan.graph, set()
+    graph = plan.graph
+    seen = set()
 
     def new(
-        place: int, index: int, source: L, target: L, fans: tuple[str, ...] = (), shares: tuple[str, ...] = ()
+        place: int,
+        index: int,
+        source: L,
+        target: L,
+        fans: tuple[str, ...] = (),
+        shares: tuple[str, ...] = (),
     ) -> Iterator[Moved]:
         tensor = graph.tensors[index]
         done: tuple[Move, ...] = ()
@@ -61,11 +68,14 @@ def moves(plan: Plan, part: Part | None = None) -> Iterator[Moved]:
                 yield Moved(place, index, move, *sent)
 
     for place in part.places:
-        operator, choice = graph.operators[place], plan.choices[place]
+        operator = graph.operators[place]
+        choice = plan.choices[place]
         for at, index in enumerate(operator.inputs):
             target = choice.layout_in(at, len(graph.shape(index)))
             source = part.source(plan, index)
-            yield from new(place, index, source, target, plan.fans(place, at), plan.shares(place, at))
+            yield from new(
+                place, index, source, target, plan.fans(place, at), plan.shares(place, at)
+            )
         for at, index in enumerate(operator.outputs):
             if index in plan.placed:
                 raw = choice.layout_out(at, len(graph.shape(index)))
@@ -74,12 +84,18 @@ def moves(plan: Plan, part: Part | None = None) -> Iterator[Moved]:
         yield from new(len(graph.operators), index, part.source(plan, index), layout)
     for value in graph.results if part.ends else ():
         if isinstance(value, Ref):
-            yield from new(len(graph.operators), value.index, part.source(plan, value.index), plan.result(value.index))
+            yield from new(
+                len(graph.operators),
+                value.index,
+                part.source(plan, value.index),
+                plan.result(value.index),
+            )
 
 
 def explain(plan: Plan) -> str:
     """Return a plan as text, stage by stage where there are some."""
-    every, lines = list[Moved](), [f"operators over ({plan.grid})"]
+    every = list[Moved]()
+    lines = [f"operators over ({plan.grid})"]
     for part in parts(plan):
         mine = list(moves(plan, part))
         every += mine
@@ -90,20 +106,25 @@ def explain(plan: Plan) -> str:
 
 
 def _operators(plan: Plan, part: Part, mine: list[Moved]) -> Iterator[str]:
-    """Yield a line for each operator of a part, with what is moved before it, and for what goes out."""
+    """
+    Yield a line for each operator of a part, with what is moved before it, and for what goes out.
+    """
     graph = plan.graph
     found: dict[int, list[Moved]] = {}
     for moved in mine:
         found.setdefault(moved.operator, []).append(moved)
     for place in part.places:
-        operator, choice = graph.operators[place], plan.choices[place]
+        operator = graph.operators[place]
+        choice = plan.choices[place]
         for moved in found.get(place, ()):
             yield f"    {_move(plan, moved)}"
         ins = ", ".join(
-            _short(choice.layout_in(at, len(graph.shape(index)))) for at, index in enumerate(operator.inputs)
+            _short(choice.layout_in(at, len(graph.shape(index))))
+            for at, index in enumerate(operator.inputs)
         )
         outs = ", ".join(
-            _short(choice.layout_out(at, len(graph.shape(index)))) for at, index in enumerate(operator.outputs)
+            _short(choice.layout_out(at, len(graph.shape(index))))
+            for at, index in enumerate(operator.outputs)
         )
         said = "  (as configured)" if choice.fixed else ""
         yield f"{operator.name}: {ins} -> {outs}{said}"
@@ -141,7 +162,9 @@ def _short(layout: L) -> str:
 
 def _bytes(moved: Moved) -> str:
     told = [
-        f"{size(count)} {way}" for way, count in (("forward", moved.forward), ("backward", moved.backward)) if count
+        f"{size(count)} {way}"
+        for way, count in (("forward", moved.forward), ("backward", moved.backward))
+        if count
     ]
     return f"({', '.join(told)})" if told else ""
 
@@ -163,7 +186,8 @@ def _weights(plan: Plan) -> Iterator[str]:
 def _total(plan: Plan, every: list[Moved]) -> Iterator[str]:
     for axis in plan.grid.names:
         mine = [moved for moved in every if moved.move.axis == axis]
-        forward, backward = sum(moved.forward for moved in mine), sum(moved.backward for moved in mine)
+        forward = sum(moved.forward for moved in mine)
+        backward = sum(moved.backward for moved in mine)
         yield f"over {axis}: {size(forward)} forward, {size(backward)} backward a pass"
 
 

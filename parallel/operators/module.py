@@ -6,9 +6,10 @@ The operator engine as a strategy of `parallelize`: cuts a model operator by ope
         "blocks.*.attn.out.weight": L(None, "tp"),
     }))
 
-The model stays the object that it is, with its parameters' names; its class becomes one whose forward runs this rank's
-local graph. Graphs are made for the shapes that come, by the layouts that were chosen first, and kept. In a pipeline
-the whole model is planned on every rank, and the local graph is that of the stage which is computed.
+The model stays the object that it is, with its parameters' names; its class becomes one whose
+forward runs this rank's local graph. Graphs are made for the shapes that come, by the layouts that
+were chosen first, and kept. In a pipeline the whole model is planned on every rank, and the local
+graph is that of the stage which is computed.
 """
 
 from __future__ import annotations
@@ -44,11 +45,14 @@ if TYPE_CHECKING:
 
 class Operators:
     """
-    Cuts operators over the tensor axes of a mesh; see `pdrun.parallel.operators.strategy` for what may be said.
+    Cuts operators over the tensor axes of a mesh; see `pdrun.parallel.operators.strategy` for what
+    may be said.
 
     Args:
-        entries: operators, modules and weights by name or glob. What is left out follows by propagation.
-        gather: False leaves results that are cut along their last dim (the words of logits) cut there, for
+        entries: operators, modules and weights by name or glob. What is left out follows by
+            propagation.
+        gather: False leaves results that are cut along their last dim (the words of logits) cut
+            there, for
             `pdrun.cross_entropy`; otherwise every rank returns all of them.
     """
 
@@ -57,13 +61,22 @@ class Operators:
             isinstance(entries, Mapping) and all(isinstance(name, str) for name in entries)
         ):
             hint = '{"fc1.weight": pdrun.L("tp", None)}'
-            raise UsageError(f"{entries!r} is no dict of layouts and cuts by name", where=WHERE, hint=hint)
+            raise UsageError(
+                f"{entries!r} is no dict of layouts and cuts by name", where=WHERE, hint=hint
+            )
         if not isinstance(gather, bool):
             hint = "gather=False leaves logits cut by words, for pdrun.cross_entropy"
             raise UsageError(f"gather={gather!r} is neither True nor False", where=WHERE, hint=hint)
-        self.entries, self.gather = dict(entries or {}), gather
+        self.entries = dict(entries or {})
+        self.gather = gather
 
-    def plan(self, model: nn.Module, mesh: Grid, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Plan:
+    def plan(
+        self,
+        model: nn.Module,
+        mesh: Grid,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+    ) -> Plan:
         """
         Return the plan for a model, for all ranks; nothing is computed, and no device is needed.
 
@@ -73,7 +86,8 @@ class Operators:
             args, kwargs: of a call, with the rows of one data rank; only shapes and types matter.
 
         Raises:
-            UsageError: the model does not export, an operator has no rule, or an entry can't be met.
+            UsageError: the model does not export, an operator has no rule, or an entry can't be
+                met.
         """
         shadow = meta_copy(model)
         args, kwargs = on_meta((args, kwargs or {}))
@@ -87,7 +101,11 @@ class Operators:
             plan.keep()
             if not plan.kept and grid.size > 1:
                 what = "gather=False, and no result of the model is cut along its last dim"
-                raise UsageError(what, where=WHERE, hint='cut the head by words: {"head.weight": pdrun.L("tp", None)}')
+                raise UsageError(
+                    what,
+                    where=WHERE,
+                    hint='cut the head by words: {"head.weight": pdrun.L("tp", None)}',
+                )
         return plan
 
     def apply(self, model: nn.Module, axes: Axes, sample: Any) -> nn.Module:
@@ -98,7 +116,8 @@ class Operators:
             sample: a batch as `parallelize` takes it.
 
         Raises:
-            UsageError: see `plan`; or there is no sample, or the mesh has parts of sequences, or stages that no
+            UsageError: see `plan`; or there is no sample, or the mesh has parts of sequences, or
+                stages that no
                 `pdrun.Pipeline` makes.
         """
         if axes.grid.degree("pp") > 1:
@@ -107,7 +126,10 @@ class Operators:
         return self._apply(model, axes, sample, None)
 
     def apply_in_stages(self, model: nn.Module, axes: Axes, sample: Any, split: Split) -> nn.Module:
-        """Cut a model that a pipeline will cut besides: see `pdrun.parallel.model.shards.StagedCutter`."""
+        """
+        Cut a model that a pipeline will cut besides: see
+        `pdrun.parallel.model.shards.StagedCutter`.
+        """
         return self._apply(model, axes, sample, split)
 
     def _apply(self, model: nn.Module, axes: Axes, sample: Any, split: Split | None) -> nn.Module:
@@ -121,12 +143,19 @@ class Operators:
             raise UsageError(told, where=WHERE, hint=hint)
         if sample is None:
             raise UsageError(
-                "a strategy of operators needs a batch to see shapes", where=WHERE, hint="give sample=batch"
+                "a strategy of operators needs a batch to see shapes",
+                where=WHERE,
+                hint="give sample=batch",
             )
         return self.cut(model, axes, *arguments(model, sample), split)
 
     def cut(
-        self, model: nn.Module, axes: Axes, args: tuple[Any, ...], kwargs: dict[str, Any], split: Split | None = None
+        self,
+        model: nn.Module,
+        axes: Axes,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        split: Split | None = None,
     ) -> nn.Module:
         """Cut a model (see `apply`) for a call with these arguments."""
         engine = Engine(self, model, axes, split)
@@ -155,7 +184,10 @@ class PartitionedModule(nn.Module):
     _pdrun_engine: Engine
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the model returns, on every rank, whole; of a pipeline, do the part of the stage that runs."""
+        """
+        Return what the model returns, on every rank, whole; of a pipeline, do the part of the stage
+        that runs.
+        """
         engine = self._pdrun_engine
         leaves = pytree.tree_leaves((args, kwargs))
         if engine.stages is None:
@@ -170,7 +202,10 @@ class PartitionedModule(nn.Module):
         return pytree.tree_unflatten(results, program.plan.graph.structure)
 
     def explain(self) -> str:
-        """Return each operator's layout, its collectives and their bytes, as text; those of every stage."""
+        """
+        Return each operator's layout, its collectives and their bytes, as text; those of every
+        stage.
+        """
         from pdrun.parallel.operators.explain import explain
 
         assert self._pdrun_engine.first is not None
@@ -184,11 +219,16 @@ def tensor_grid(mesh: Grid) -> Grid:
 
 
 def arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return how `parallelize` calls a model on a batch; see `pdrun.parallel.training.loss.call_model`."""
+    """
+    Return how `parallelize` calls a model on a batch; see
+    `pdrun.parallel.training.loss.call_model`.
+    """
     if isinstance(batch, Mapping):
         known = inspect.signature(model.forward).parameters
         takes_all = any(found.kind is found.VAR_KEYWORD for found in known.values())
         return (), {key: value for key, value in batch.items() if takes_all or key in known}
     if isinstance(batch, (tuple, list)) and not batch:
-        raise UsageError("the sample is empty", where=WHERE, hint="sample= is a batch as run.step takes it")
+        raise UsageError(
+            "the sample is empty", where=WHERE, hint="sample= is a batch as run.step takes it"
+        )
     return (batch[0] if isinstance(batch, (tuple, list)) else batch,), {}

@@ -1,10 +1,12 @@
 """
-Partition: from a plan to what one rank runs, a graph of torch functions over local tensors with explicit collectives.
+Partition: from a plan to what one rank runs, a graph of torch functions over local tensors with
+explicit collectives.
 
-Every operator's inputs are brought to the layouts that its choice wants (`convert.way`), each (tensor, moves) once,
-however many operators use it. The result is an `fx.GraphModule` whose arguments are the weights and buffers by name,
-then the tensors of the call, then those that the pipeline stage before has sent: it holds no state, and autograd runs
-through it. The first argument is the model, whose submodules are called where they have to be (`segments`).
+Every operator's inputs are brought to the layouts that its choice wants (`convert.way`), each
+(tensor, moves) once, however many operators use it. The result is an `fx.GraphModule` whose
+arguments are the weights and buffers by name, then the tensors of the call, then those that the
+pipeline stage before has sent: it holds no state, and autograd runs through it. The first argument
+is the model, whose submodules are called where they have to be (`segments`).
 """
 
 from __future__ import annotations
@@ -38,16 +40,25 @@ class Program:
     What one rank runs for one set of shapes.
 
     Attributes:
-        names: of the weights and buffers that ``module`` takes, in order; then come the tensors of the call, then what
+        names: of the weights and buffers that ``module`` takes, in order; then come the tensors of
+            the call, then what
             the stage before has sent.
-        module: the local graph. It returns the model's results, flat, or what the next stage is sent.
+        module: the local graph. It returns the model's results, flat, or what the next stage is
+            sent.
         words: of the results that stay cut along their last dim, by place: which part is here.
     """
 
-    def __init__(self, plan: Plan, module: fx.GraphModule, names: list[str], words: dict[int, Words]) -> None:
-        self.plan, self.module, self.names, self.words = plan, module, names, words
+    def __init__(
+        self, plan: Plan, module: fx.GraphModule, names: list[str], words: dict[int, Words]
+    ) -> None:
+        self.plan = plan
+        self.module = module
+        self.names = names
+        self.words = words
 
-    def run(self, model: nn.Module, inputs: list[Any], taken: Sequence[torch.Tensor] = ()) -> list[Any]:
+    def run(
+        self, model: nn.Module, inputs: list[Any], taken: Sequence[torch.Tensor] = ()
+    ) -> list[Any]:
         """
         Return what ``module`` returns.
 
@@ -77,11 +88,14 @@ class MoveModule(nn.Module):
 
     def __init__(self, move: Move, axis: Axis, total: int) -> None:
         super().__init__()
-        self.move, self.axis, self.total = move, axis, total
+        self.move = move
+        self.axis = axis
+        self.total = total
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the tensor in the layout after the move."""
-        move, axis = self.move, self.axis
+        move = self.move
+        axis = self.axis
         if move.kind == convert.FAN_OUT:
             return collectives.fan_out(x, axis) if x.requires_grad else x
         if move.kind == convert.SHARE:
@@ -109,7 +123,11 @@ class MoveModule(nn.Module):
 
 
 def partition(
-    plan: Plan, axes: Axes, part: Part, units: list[str] | None = None, held: Callable[[str], str] = str
+    plan: Plan,
+    axes: Axes,
+    part: Part,
+    units: list[str] | None = None,
+    held: Callable[[str], str] = str,
 ) -> Program:
     """
     Return what this rank runs.
@@ -117,17 +135,25 @@ def partition(
     Args:
         part: the operators of its stage, and what comes in and goes out.
         units: paths of submodules that are to be called for their part of the graph.
-        held: from the first name of a weight or buffer to the one that this rank's model has it under.
+        held: from the first name of a weight or buffer to the one that this rank's model has it
+            under.
     """
     return _Partition(plan, axes, part, units or [], held).run()
 
 
 class _Partition:
-    def __init__(self, plan: Plan, axes: Axes, part: Part, units: list[str], held: Callable[[str], str]) -> None:
-        self.plan, self.axes, self.graph, self.units = plan, axes, plan.graph, units
-        self.part, self.held = part, held
+    def __init__(
+        self, plan: Plan, axes: Axes, part: Part, units: list[str], held: Callable[[str], str]
+    ) -> None:
+        self.plan = plan
+        self.axes = axes
+        self.graph = plan.graph
+        self.units = units
+        self.part = part
+        self.held = held
         self.grid: Grid = axes.grid
-        self.root, self.local = nn.Module(), fx.Graph()
+        self.root = nn.Module()
+        self.local = fx.Graph()
         self.nodes: dict[tuple[int, tuple[Move, ...]], fx.Node] = {}
         self.count = 0
 
@@ -141,7 +167,9 @@ class _Partition:
             self._mark(before, unit_of(self.graph.operators[place].module, self.units))
         self.local.output(self._results())
         self.local.eliminate_dead_code(_is_impure)
-        graph, names = segmented(self.root, self.local, names) if self.units else (self.local, names)
+        graph, names = (
+            segmented(self.root, self.local, names) if self.units else (self.local, names)
+        )
         graph.lint()
         words = {
             place: self._words(value.index)
@@ -154,13 +182,18 @@ class _Partition:
         if not self.part.ends:
             return [self._as(index, layout, ()) for index, layout in self.part.given.items()]
         return [
-            self._as(value.index, self.plan.result(value.index), ()) if isinstance(value, Ref) else value
+            self._as(value.index, self.plan.result(value.index), ())
+            if isinstance(value, Ref)
+            else value
             for value in self.graph.results
         ]
 
     def _words(self, index: int) -> Words:
-        layout, shape = self.plan.kept[index], self.graph.shape(index)
-        return Words(self.axes[layout.dims[-1]], shape[-1], *layout.box(self.grid, shape, self.axes.rank)[-1])
+        layout = self.plan.kept[index]
+        shape = self.graph.shape(index)
+        return Words(
+            self.axes[layout.dims[-1]], shape[-1], *layout.box(self.grid, shape, self.axes.rank)[-1]
+        )
 
     def _mark(self, before: fx.Node, unit: str) -> None:
         """Note on all nodes behind one which submodule they belong to."""
@@ -171,16 +204,26 @@ class _Partition:
 
     def _placeholders(self) -> list[str]:
         used = {index for place in self.part.places for index in self.graph.operators[place].inputs}
-        used |= {value.index for value in self.graph.results if isinstance(value, Ref)} if self.part.ends else set()
+        used |= (
+            {value.index for value in self.graph.results if isinstance(value, Ref)}
+            if self.part.ends
+            else set()
+        )
         used |= set(self.part.given)
         names: list[str] = []
         for index, tensor in enumerate(self.graph.tensors):
-            if tensor.kind in ("param", "buffer") and index in used and index not in self.part.taken:
+            if (
+                tensor.kind in ("param", "buffer")
+                and index in used
+                and index not in self.part.taken
+            ):
                 self.nodes[index, ()] = self.local.placeholder(f"w_{len(names)}")
                 names.append(self.held(tensor.name))
         for index, tensor in enumerate(self.graph.tensors):
             if tensor.kind == "constant" and index in used:
-                self.root.register_buffer(f"c_{index}", self.graph.constants[index].to(self.axes.device))
+                self.root.register_buffer(
+                    f"c_{index}", self.graph.constants[index].to(self.axes.device)
+                )
                 self.nodes[index, ()] = self.local.get_attr(f"c_{index}")
         for place, known in enumerate(self.graph.inputs):
             node = self.local.placeholder(f"x_{place}")
@@ -190,8 +233,13 @@ class _Partition:
             self.nodes[index, ()] = self.local.placeholder(f"t_{place}")
         return names
 
-    def _as(self, index: int, target: L, fans: tuple[str, ...], shares: tuple[str, ...] = ()) -> fx.Node:
-        """Return a tensor in a layout; the moves that lead there are inserted where they haven't been yet."""
+    def _as(
+        self, index: int, target: L, fans: tuple[str, ...], shares: tuple[str, ...] = ()
+    ) -> fx.Node:
+        """
+        Return a tensor in a layout; the moves that lead there are inserted where they haven't been
+        yet.
+        """
         moves = way(self.part.source(self.plan, index), target, fans, shares)
         return self._moved(index, (), moves)
 
@@ -219,16 +267,22 @@ class _Partition:
         low, high = layout.box(self.grid, shape, self.axes.rank)[dim]
         return high - low
 
-    # ---- operators -----------------------------------------------------------------------------------------------
+    # ---- operators ----------------------------------------------------------
 
     def _operator(self, place: int, operator: Operator) -> None:
         choice = self.plan.choices[place]
         inputs = []
         for at, index in enumerate(operator.inputs):
             wanted = choice.layout_in(at, len(self.graph.shape(index)))
-            inputs.append(self._as(index, wanted, self.plan.fans(place, at), self.plan.shares(place, at)))
+            inputs.append(
+                self._as(index, wanted, self.plan.fans(place, at), self.plan.shares(place, at))
+            )
         if operator.kind in NOTHING:
-            made: Any = inputs[0] if operator.kind == "constrain" else self.local.call_method("detach", (inputs[0],))
+            made: Any = (
+                inputs[0]
+                if operator.kind == "constrain"
+                else self.local.call_method("detach", (inputs[0],))
+            )
         else:
             made = self._call(place, operator, inputs)
         for at, index in enumerate(operator.outputs):
@@ -246,12 +300,17 @@ class _Partition:
         def take(ref: Ref) -> fx.Node:
             return rest[id(ref)]
 
-        args, kwargs = (_placed(substitute(some, take), self.axes.device) for some in (args, kwargs))
+        args, kwargs = (
+            _placed(substitute(some, take), self.axes.device) for some in (args, kwargs)
+        )
         return self.local.call_function(target, tuple(args), dict(kwargs))
 
 
 def _placed(value: Any, device: torch.device) -> Any:
-    """Return arguments with this rank's device in place of those that they name: it was exported on none."""
+    """
+    Return arguments with this rank's device in place of those that they name: it was exported on
+    none.
+    """
     if isinstance(value, torch.device):
         return device
     if isinstance(value, (list, tuple)):
@@ -268,7 +327,9 @@ def _positions(operator: Operator) -> list[int]:
 
 def place_of(plan: Plan, place: int, grid: Grid, rank: int) -> Place:
     """Return one rank's share of an operator."""
-    graph, operator, choice = plan.graph, plan.graph.operators[place], plan.choices[place]
+    graph = plan.graph
+    operator = plan.graph.operators[place]
+    choice = plan.choices[place]
     ins = tuple(graph.shape(index) for index in operator.inputs)
     outs = tuple(graph.shape(index) for index in operator.outputs)
     here = grid.coordinate(rank)
@@ -277,8 +338,13 @@ def place_of(plan: Plan, place: int, grid: Grid, rank: int) -> Place:
         choice.splits,
         ins,
         outs,
-        tuple(choice.layout_in(at, len(shape)).box(grid, shape, rank) for at, shape in enumerate(ins)),
-        tuple(choice.layout_out(at, len(shape)).box(grid, shape, rank) for at, shape in enumerate(outs)),
+        tuple(
+            choice.layout_in(at, len(shape)).box(grid, shape, rank) for at, shape in enumerate(ins)
+        ),
+        tuple(
+            choice.layout_out(at, len(shape)).box(grid, shape, rank)
+            for at, shape in enumerate(outs)
+        ),
         {axis: here[axis] for axis in choice.splits},
         {axis: grid.degree(axis) for axis in choice.splits},
     )

@@ -1,7 +1,8 @@
 """
 The plan: how every operator, weight and result of a graph is cut over the tensor axes of a mesh.
 
-A plan is data. `propagate` makes it, `partition` turns it into what one rank runs, `explain` into text.
+A plan is data. `propagate` makes it, `partition` turns it into what one rank runs, `explain` into
+text.
 """
 
 from __future__ import annotations
@@ -40,17 +41,24 @@ class Choice:
         return WHOLE if split is None else split.outs[place]
 
     def fans(self, axis: str, place: int) -> bool:
-        """Whether an input is whole and each rank along the axis uses it for another part: its gradient is a term."""
+        """
+        Whether an input is whole and each rank along the axis uses it for another part: its
+        gradient is a term.
+        """
         split = self.splits.get(axis)
         return split is not None and not split.is_whole and split.ins[place] is WHOLE
 
     def layout_in(self, place: int, rank: int) -> L:
         """Return the layout that an input of ``rank`` dims has to have."""
-        return layout_of({axis: split.ins[place] for axis, split in self.splits.items()}, self.order, rank)
+        return layout_of(
+            {axis: split.ins[place] for axis, split in self.splits.items()}, self.order, rank
+        )
 
     def layout_out(self, place: int, rank: int) -> L:
         """Return the layout that an output of ``rank`` dims has."""
-        return layout_of({axis: split.outs[place] for axis, split in self.splits.items()}, self.order, rank)
+        return layout_of(
+            {axis: split.outs[place] for axis, split in self.splits.items()}, self.order, rank
+        )
 
 
 def layout_of(states: dict[str, State], order: tuple[str, ...], rank: int) -> L:
@@ -81,9 +89,12 @@ class Plan:
         grid: the tensor axes.
         choices: one for each operator of the graph.
         weights: how parameters are stored, by index of the tensor.
-        sums: axes over which gradients of parameters are added up once a step, by index of the tensor.
-        placed: tensors that are laid out otherwise as soon as they are made: the user gave an operator's ``out``.
-        kept: results that stay cut along their last dim, by index of the tensor; all others are made whole.
+        sums: axes over which gradients of parameters are added up once a step, by index of the
+            tensor.
+        placed: tensors that are laid out otherwise as soon as they are made: the user gave an
+            operator's ``out``.
+        kept: results that stay cut along their last dim, by index of the tensor; all others are
+            made whole.
         notes: what a reader should know: inconsistencies that cost communication.
     """
 
@@ -108,7 +119,10 @@ class Plan:
         return self.kept.get(index) or L(*[None] * len(self.graph.shape(index)))
 
     def keep(self) -> None:
-        """Leave results that are cut along their last dim (the words of logits) cut there, and there alone."""
+        """
+        Leave results that are cut along their last dim (the words of logits) cut there, and there
+        alone.
+        """
         for value in self.graph.results:
             if isinstance(value, Ref) and len(self.graph.shape(value.index)) > 1:
                 *dims, last = self.source(value.index).dims
@@ -117,18 +131,25 @@ class Plan:
 
     def fans(self, place: int, at: int) -> tuple[str, ...]:
         """
-        Return the axes along which an input of an operator has to fan out, because its gradients are terms of a sum.
+        Return the axes along which an input of an operator has to fan out, because its gradients
+        are terms of a sum.
 
         Those of weights are added up by whoever updates them (`sums`).
         """
         index = self.graph.operators[place].inputs[at]
         if not self.graph.tensors[index].grad:
             return ()
-        choice, summed = self.choices[place], self.sums.get(index, ())
-        return tuple(axis for axis in self.grid.names if choice.fans(axis, at) and axis not in summed)
+        choice = self.choices[place]
+        summed = self.sums.get(index, ())
+        return tuple(
+            axis for axis in self.grid.names if choice.fans(axis, at) and axis not in summed
+        )
 
     def shares(self, place: int, at: int) -> tuple[str, ...]:
-        """Return the axes over which gradients of a weight are added up though this use computes no other part."""
+        """
+        Return the axes over which gradients of a weight are added up though this use computes no
+        other part.
+        """
         summed = self.sums.get(self.graph.operators[place].inputs[at], ())
         return tuple(axis for axis in summed if not self.choices[place].fans(axis, at))
 

@@ -1,12 +1,13 @@
 """
 Propagation: operators that nobody configured follow those that were.
 
-Along one axis after the other, breadth first from the configured operators, successors before predecessors. The next
-operator takes, of all ways that its rule allows, one that needs no redistribution towards its neighbours that are
-already cut; of these the one that communicates least, then the one whose weights' gradients do, then the first of the
-rule. Where redistribution can't be avoided, the way with the least of it is taken, a cut one before the whole.
-Operators that are never reached compute everything on every rank, on the rows of their data rank. Nothing here depends
-on hashes: every rank finds the same plan.
+Along one axis after the other, breadth first from the configured operators, successors before
+predecessors. The next operator takes, of all ways that its rule allows, one that needs no
+redistribution towards its neighbours that are already cut; of these the one that communicates
+least, then the one whose weights' gradients do, then the first of the rule. Where redistribution
+can't be avoided, the way with the least of it is taken, a cut one before the whole. Operators that
+are never reached compute everything on every rank, on the rows of their data rank. Nothing here
+depends on hashes: every rank finds the same plan.
 
 The order of the criteria is that of MindSpore's sharding propagation.
 """
@@ -41,7 +42,9 @@ Key = tuple[int, float, float, int, int]
 
 class _Propagation:
     def __init__(self, graph: Graph, grid: Grid, wishes: Wishes) -> None:
-        self.graph, self.grid, self.wishes = graph, grid, wishes
+        self.graph = graph
+        self.grid = grid
+        self.wishes = wishes
         self.options: list[list[Split]] = []
         for place, operator in enumerate(graph.operators):
             view = view_of(graph, operator)
@@ -51,10 +54,13 @@ class _Propagation:
             if options is None:
                 raise missing(operator)
             self.options.append(options)
-        self.users, self.makers = graph.users(), graph.makers()
+        self.users = graph.users()
+        self.makers = graph.makers()
         self.chosen: list[dict[str, Split]] = [{} for _ in graph.operators]
         self.weights: dict[int, dict[str, State]] = {}
-        self.placed = {graph.operators[place].outputs[0]: layout for place, layout in wishes.outs.items()}
+        self.placed = {
+            graph.operators[place].outputs[0]: layout for place, layout in wishes.outs.items()
+        }
         self.placed_states = {index: states_of(layout) for index, layout in self.placed.items()}
         for index, layout in wishes.weights.items():
             self.weights[index] = {axis: states_of(layout).get(axis) for axis in grid.names}
@@ -77,18 +83,28 @@ class _Propagation:
         return plan
 
     def _choice(self, place: int, before: list[Choice]) -> Choice:
-        """Return an operator's choice; axes that cut one dim are nested as the user said, or as in its first input."""
+        """
+        Return an operator's choice; axes that cut one dim are nested as the user said, or as in its
+        first input.
+        """
         given = self.wishes.choices.get(place)
-        splits = {axis: self.chosen[place][axis] for axis in self.grid.names if axis in self.chosen[place]}
+        splits = {
+            axis: self.chosen[place][axis] for axis in self.grid.names if axis in self.chosen[place]
+        }
         if given is not None and given.order:
             return Choice(splits, given.order, given.fixed)
-        makers = [self.makers[index] for index in self.graph.operators[place].inputs if index in self.makers]
+        makers = [
+            self.makers[index]
+            for index in self.graph.operators[place].inputs
+            if index in self.makers
+        ]
         return Choice(splits, before[makers[0]].order if makers else self.grid.names)
 
     def _stored(self, index: int, plan: Plan) -> L:
         if index in self.wishes.weights:
             return self.wishes.weights[index]
-        states, order = self.weights.get(index, {}), self.grid.names
+        states = self.weights.get(index, {})
+        order = self.grid.names
         if self.users[index]:
             order = plan.choices[self.users[index][0]].order
         return layout_of(states, order, len(self.graph.shape(index)))
@@ -98,8 +114,11 @@ class _Axis:
     """Propagation along one axis."""
 
     def __init__(self, whole: _Propagation, axis: str) -> None:
-        self.whole, self.axis, self.n = whole, axis, whole.grid.degree(axis)
-        self.graph, self.options = whole.graph, whole.options
+        self.whole = whole
+        self.axis = axis
+        self.n = whole.grid.degree(axis)
+        self.graph = whole.graph
+        self.options = whole.options
         self.known: dict[int, Split] = {}
         self.fanned: set[int] = set()
         for place, choice in whole.wishes.choices.items():
@@ -126,17 +145,27 @@ class _Axis:
         split = self.known[place]
         for at, index in enumerate(self.graph.operators[place].inputs):
             if self.graph.tensors[index].kind == "param":
-                self.whole.weights.setdefault(index, {}).setdefault(self.axis, _stored(split.ins[at]))
+                self.whole.weights.setdefault(index, {}).setdefault(
+                    self.axis, _stored(split.ins[at])
+                )
             if split.ins[at] is WHOLE and not split.is_whole:
                 self.fanned.add(index)
 
     def _neighbours(self, place: int) -> list[int]:
-        """Return the operators after one, those before it, and those that share a weight with it."""
+        """
+        Return the operators after one, those before it, and those that share a weight with it.
+        """
         operator = self.graph.operators[place]
         after = [user for index in operator.outputs for user in self.whole.users[index]]
-        before = [self.whole.makers[index] for index in operator.inputs if index in self.whole.makers]
-        shared = [user for index in operator.inputs if self.graph.tensors[index].kind == "param"
-                  for user in self.whole.users[index]]  # fmt: skip
+        before = [
+            self.whole.makers[index] for index in operator.inputs if index in self.whole.makers
+        ]
+        shared = [
+            user
+            for index in operator.inputs
+            if self.graph.tensors[index].kind == "param"
+            for user in self.whole.users[index]
+        ]
         return list(dict.fromkeys((*sorted(after), *before, *shared)))
 
     def _best(self, place: int) -> Split:
@@ -144,7 +173,7 @@ class _Axis:
         allowed = [(key, at) for key, at in keys if key is not None]
         return self.options[place][min(allowed)[1]]
 
-    # ---- costs, in bytes of whole tensors ------------------------------------------------------------------------
+    # ---- costs, in bytes of whole tensors -----------------------------------
 
     def _key(self, place: int, split: Split, at: int) -> Key | None:
         """Return what a split costs, in the order of the criteria; None where it can't be."""
@@ -153,7 +182,8 @@ class _Axis:
             return None
         moved = own = grads = 0.0
         for input_at, index in enumerate(operator.inputs):
-            tensor, wanted = self.graph.tensors[index], split.ins[input_at]
+            tensor = self.graph.tensors[index]
+            wanted = split.ins[input_at]
             have, known = self._state(index)
             fans = wanted is WHOLE and not split.is_whole and tensor.grad
             if tensor.kind == "param":
@@ -165,7 +195,8 @@ class _Axis:
             if fans and tensor.kind != "param" and index not in self.fanned:
                 own += 2 * tensor.nbytes * (self.n - 1) / self.n
         for output_at, index in enumerate(operator.outputs):
-            tensor, state = self.graph.tensors[index], split.outs[output_at]
+            tensor = self.graph.tensors[index]
+            state = split.outs[output_at]
             if state == PARTIAL:
                 own += 2 * tensor.nbytes * (self.n - 1) / self.n
                 state = WHOLE
@@ -180,16 +211,26 @@ class _Axis:
         return (int(moved > 0), moved + own, grads, int(moved > 0 and split.is_whole), at)
 
     def _fits(self, place: int, split: Split) -> bool:
-        """Whether a split may be used along this axis too, beside those along the axes before it."""
+        """
+        Whether a split may be used along this axis too, beside those along the axes before it.
+        """
         if split.is_whole:
             return True
-        others = [axis for axis, other in self.whole.chosen[place].items() if other == split and axis != self.axis]
+        others = [
+            axis
+            for axis, other in self.whole.chosen[place].items()
+            if other == split and axis != self.axis
+        ]
         if split.divides and split.divides % (self.whole.grid.extent(tuple(others)) * self.n):
             return False
-        return all(state is None or state == PARTIAL or self.graph.shape(index)[state] >= self.n
-                   for states, tensors in ((split.ins, self.graph.operators[place].inputs),
-                                           (split.outs, self.graph.operators[place].outputs))
-                   for state, index in zip(states, tensors, strict=True))  # fmt: skip
+        return all(
+            state is None or state == PARTIAL or self.graph.shape(index)[state] >= self.n
+            for states, tensors in (
+                (split.ins, self.graph.operators[place].inputs),
+                (split.outs, self.graph.operators[place].outputs),
+            )
+            for state, index in zip(states, tensors, strict=True)
+        )
 
     def _state(self, index: int) -> tuple[State, bool]:
         """Return how a tensor lies along the axis, and whether that is settled."""
@@ -225,7 +266,8 @@ def _stored(state: State) -> State:
 
 def sums_of_weights(plan: Plan, users: list[list[int]]) -> None:
     """
-    Note the axes over which gradients of weights are sums: those along which some user computes another part.
+    Note the axes over which gradients of weights are sums: those along which some user computes
+    another part.
 
     Users that compute the same on all ranks there contribute a share (`convert.SHARE`).
     """

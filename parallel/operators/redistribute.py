@@ -1,9 +1,11 @@
 """
-From one layout of a tensor to the one that an operator wants: a list of moves, each a differentiable collective.
+From one layout of a tensor to the one that an operator wants: a list of moves, each a
+differentiable collective.
 
-Where an operator uses a whole tensor for another part on each rank, `fan_out` comes last, or is one with the gather
-before it (`collect`); see `pdrun.parallel.comm.autograd` for the convention. Moves are the same on all ranks, and equal
-beginnings of several ways are shared: q, k and v gather and fan out their input once.
+Where an operator uses a whole tensor for another part on each rank, `fan_out` comes last, or is one
+with the gather before it (`collect`); see `pdrun.parallel.comm.autograd` for the convention. Moves
+are the same on all ranks, and equal beginnings of several ways are shared: q, k and v gather and
+fan out their input once.
 """
 
 from __future__ import annotations
@@ -13,13 +15,17 @@ from dataclasses import dataclass
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
 
-FAN_OUT, ADD_UP, GATHER, COLLECT, PART, SCATTER, SWAP = (
-    "fan_out", "add_up", "gather", "collect", "part", "scatter", "swap",
-)  # fmt: skip
+FAN_OUT = "fan_out"
+ADD_UP = "add_up"
+GATHER = "gather"
+COLLECT = "collect"
+PART = "part"
+SCATTER = "scatter"
+SWAP = "swap"
 SHARE = "share"
 """
-Of a weight whose gradients are added up over an axis, where it is used alike by all ranks there: nothing forward, and
-backward each takes its share of the gradient, of which all have the whole.
+Of a weight whose gradients are added up over an axis, where it is used alike by all ranks there:
+nothing forward, and backward each takes its share of the gradient, of which all have the whole.
 """
 
 
@@ -42,17 +48,23 @@ class Move:
     dim: int = -1
     origin: int = -1
 
-    def moved(self, grid: Grid, shape: tuple[int, ...], itemsize: int, grad: bool) -> tuple[int, int]:
+    def moved(
+        self, grid: Grid, shape: tuple[int, ...], itemsize: int, grad: bool
+    ) -> tuple[int, int]:
         """
-        Return the bytes that the rank with the largest part sends, forward and backward, as rings send them.
+        Return the bytes that the rank with the largest part sends, forward and backward, as rings
+        send them.
 
         Args:
             shape: of the whole tensor.
             grad: whether a gradient comes back.
         """
         n = grid.degree(self.axis)
-        small, large = sorted(count(grid, layout, shape) * itemsize for layout in (self.before, self.after))
-        gathered, summed = large - small, 2 * (large - large // n)
+        small, large = sorted(
+            count(grid, layout, shape) * itemsize for layout in (self.before, self.after)
+        )
+        gathered = large - small
+        summed = 2 * (large - large // n)
         ways = {
             FAN_OUT: (0, summed),
             SHARE: (0, 0),
@@ -69,13 +81,20 @@ class Move:
     def told(self, grad: bool = True) -> str:
         """Return the move as text, with what happens in the backward pass if there is one."""
         names = {
-            FAN_OUT: ("", "all-reduce"), SHARE: ("", "share"), ADD_UP: ("all-reduce", ""), GATHER: ("all-gather", ""),
-            COLLECT: ("all-gather", "reduce-scatter"), PART: ("slice", "all-gather"),
-            SCATTER: ("reduce-scatter", "all-gather"), SWAP: ("all-to-all", "all-to-all"),
-        }  # fmt: skip
+            FAN_OUT: ("", "all-reduce"),
+            SHARE: ("", "share"),
+            ADD_UP: ("all-reduce", ""),
+            GATHER: ("all-gather", ""),
+            COLLECT: ("all-gather", "reduce-scatter"),
+            PART: ("slice", "all-gather"),
+            SCATTER: ("reduce-scatter", "all-gather"),
+            SWAP: ("all-to-all", "all-to-all"),
+        }
         forward, backward = names[self.kind]
         dim = f" dim {self.dim}" if self.dim >= 0 else ""
-        said = [text for text in (forward, f"backward {backward}" if backward and grad else "") if text]
+        said = [
+            text for text in (forward, f"backward {backward}" if backward and grad else "") if text
+        ]
         return f"{', '.join(said)} over {self.axis}{dim}"
 
 
@@ -87,7 +106,9 @@ def count(grid: Grid, layout: L, shape: tuple[int, ...]) -> int:
     return total
 
 
-def way(source: L, target: L, fans: tuple[str, ...] = (), shares: tuple[str, ...] = ()) -> tuple[Move, ...]:
+def way(
+    source: L, target: L, fans: tuple[str, ...] = (), shares: tuple[str, ...] = ()
+) -> tuple[Move, ...]:
     """
     Return the moves from one layout to another.
 
@@ -107,7 +128,8 @@ class _Way:
     def __init__(self, source: L, target: L, fans: tuple[str, ...]) -> None:
         self.dims = [list(dim) for dim in source.dims]
         self.sums = list(source.sums)
-        self.target, self.fans = target, list(fans)
+        self.target = target
+        self.fans = list(fans)
         self.moves: list[Move] = []
         if set(target.sums) - set(source.sums):
             raise ValueError(f"{source} does not become {target}: nothing makes a tensor a sum")

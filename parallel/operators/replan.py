@@ -1,4 +1,6 @@
-"""The same layouts for other shapes: what a first plan chose, as wishes for the graph of another call."""
+"""
+The same layouts for other shapes: what a first plan chose, as wishes for the graph of another call.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from pdrun.parallel.operators.strategy import Wishes
 
 def wishes_like(first: Plan, graph: Graph) -> Wishes:
     """
-    Return a first plan's layouts for another graph of the same model, by the names of operators and weights.
+    Return a first plan's layouts for another graph of the same model, by the names of operators and
+    weights.
 
     Operators that are new, or whose way isn't possible with these sizes, are left open.
     """
@@ -24,7 +27,8 @@ def wishes_like(first: Plan, graph: Graph) -> Wishes:
         before = names.get(operator.name)
         if before is None:
             continue
-        choice, old = first.choices[before], first.graph.operators[before]
+        choice = first.choices[before]
+        old = first.graph.operators[before]
         splits = splits_of(view_of(graph, operator))
         if splits is None:  # the user had it replicated
             wishes.whole.add(place)
@@ -39,7 +43,9 @@ def wishes_like(first: Plan, graph: Graph) -> Wishes:
 
 
 def _like(splits: list[Split], wanted: Split) -> Split | None:
-    return next((split for split in splits if (split.ins, split.outs) == (wanted.ins, wanted.outs)), None)
+    return next(
+        (split for split in splits if (split.ins, split.outs) == (wanted.ins, wanted.outs)), None
+    )
 
 
 def _divides(first: Plan, found: dict[str, Split | None]) -> bool:

@@ -1,10 +1,11 @@
 """
 The proof of every rule: the operator on parts, put together, is the operator on the whole.
 
-For each example of each kind, and each way in which its rule may cut it, the ranks along one axis (2 or 3 of them, so
-that parts are uneven too) are played through in one process: inputs are cut, or made terms of a sum; each rank computes
-what `rule.call_of` says; results are joined or added up and compared with the operator's own, and so are the gradients
-of all inputs. All pairs of ways are tried on two axes as well.
+For each example of each kind, and each way in which its rule may cut it, the ranks along one axis
+(2 or 3 of them, so that parts are uneven too) are played through in one process: inputs are cut, or
+made terms of a sum; each rank computes what `rule.call_of` says; results are joined or added up and
+compared with the operator's own, and so are the gradients of all inputs. All pairs of ways are
+tried on two axes as well.
 
     python -m pdrun.parallel.operators.rule_checker        prints a line for each kind; its exit code is 1 if a rule is wrong
 """
@@ -24,7 +25,16 @@ from pdrun.parallel.operators import rules as rules  # registers them
 from pdrun.parallel.operators.graph.graph import Operator, Ref, substitute
 from pdrun.parallel.operators.plan import Choice
 from pdrun.parallel.operators.rules.examples import Example, examples
-from pdrun.parallel.operators.rules.rule import PARTIAL, RULES, Place, Split, State, View, call_of, splits_of
+from pdrun.parallel.operators.rules.rule import (
+    PARTIAL,
+    RULES,
+    Place,
+    Split,
+    State,
+    View,
+    call_of,
+    splits_of,
+)
 from pdrun.parallel.operators.strategy import describe
 
 
@@ -43,7 +53,10 @@ class Case:
 
 
 def cases(example: Example) -> Iterator[Case]:
-    """Return every way to cut an example: along one axis of 2 and of 3, and every pair of ways along two of 2."""
+    """
+    Return every way to cut an example: along one axis of 2 and of 3, and every pair of ways along
+    two of 2.
+    """
     _, view = _viewed(example)
     splits = [split for split in splits_of(view) or [] if not split.is_whole]
     for split, size in itertools.product(splits, (2, 3)):
@@ -51,7 +64,9 @@ def cases(example: Example) -> Iterator[Case]:
             yield Case(example, Grid(("a",), (size,)), Choice({"a": split}, ("a",)))
     for first, second in itertools.combinations_with_replacement(splits, 2):
         if first != second or not first.divides or first.divides % 4 == 0:
-            yield Case(example, Grid(("a", "b"), (2, 2)), Choice({"a": first, "b": second}, ("a", "b")))
+            yield Case(
+                example, Grid(("a", "b"), (2, 2)), Choice({"a": first, "b": second}, ("a", "b"))
+            )
 
 
 def check(case: Case) -> str:
@@ -102,7 +117,11 @@ def _gradients(whole: list[Any], found: list[Any], leaves: list[Any], others: li
         (b * weight).sum().backward(retain_graph=True)
     for place, (a, b) in enumerate(zip(leaves, others, strict=True)):
         if a.grad is not None:
-            told = _differ(torch.zeros_like(b) if b.grad is None else b.grad, a.grad, f"gradient of input {place}")
+            told = _differ(
+                torch.zeros_like(b) if b.grad is None else b.grad,
+                a.grad,
+                f"gradient of input {place}",
+            )
             if told:
                 return told
     return ""
@@ -111,7 +130,8 @@ def _gradients(whole: list[Any], found: list[Any], leaves: list[Any], others: li
 def _differ(found: torch.Tensor, wanted: torch.Tensor, what: str) -> str:
     if found.shape != wanted.shape:
         return f"{what} is {list(found.shape)}, not {list(wanted.shape)}"
-    found, wanted = found.detach(), wanted.detach()
+    found = found.detach()
+    wanted = wanted.detach()
     tight = 1e-5 if wanted.dtype == torch.float32 else 1e-9
     if torch.allclose(found.double(), wanted.double(), rtol=tight, atol=tight, equal_nan=True):
         return ""
@@ -123,13 +143,18 @@ def _viewed(example: Example) -> tuple[Operator, View]:
     tensors = _tensors(example)
     count = itertools.count()
     mark = lambda _: Ref(next(count))  # noqa: E731
-    args, kwargs = _replace(example.args, mark), _replace(example.kwargs, mark)
+    args = _replace(example.args, mark)
+    kwargs = _replace(example.kwargs, mark)
     torch.manual_seed(0)
     outs = _flat(_run(example.target, args, kwargs, tensors))
     places = tuple(range(len(tensors)))
     made = tuple(range(len(tensors), len(tensors) + len(outs)))
-    operator = Operator(example.kind, example.kind, example.target, args, kwargs, places, made, len(outs) > 1)
-    return operator, View(operator, tuple(tuple(x.shape) for x in tensors), tuple(tuple(x.shape) for x in outs))
+    operator = Operator(
+        example.kind, example.kind, example.target, args, kwargs, places, made, len(outs) > 1
+    )
+    return operator, View(
+        operator, tuple(tuple(x.shape) for x in tensors), tuple(tuple(x.shape) for x in outs)
+    )
 
 
 def _tensors(example: Example) -> list[torch.Tensor]:
@@ -160,9 +185,16 @@ def _flat(value: Any) -> list[torch.Tensor]:
 
 
 def _place(operator: Operator, view: View, case: Case, rank: int) -> Place:
-    choice, here = case.choice, case.grid.coordinate(rank)
-    ins = [choice.layout_in(at, len(shape)).box(case.grid, shape, rank) for at, shape in enumerate(view.ins)]
-    outs = [choice.layout_out(at, len(shape)).box(case.grid, shape, rank) for at, shape in enumerate(view.outs)]
+    choice = case.choice
+    here = case.grid.coordinate(rank)
+    ins = [
+        choice.layout_in(at, len(shape)).box(case.grid, shape, rank)
+        for at, shape in enumerate(view.ins)
+    ]
+    outs = [
+        choice.layout_out(at, len(shape)).box(case.grid, shape, rank)
+        for at, shape in enumerate(view.outs)
+    ]
     sizes = {axis: case.grid.degree(axis) for axis in choice.splits}
     return Place(operator, choice.splits, view.ins, view.outs, tuple(ins), tuple(outs), here, sizes)
 
@@ -173,13 +205,19 @@ _SHARES = {2: (2.5, -1.5), 3: (2.5, -2.0, 0.5)}
 
 def _cut(x: torch.Tensor, case: Case, place: int) -> list[torch.Tensor]:
     """Return what each rank holds of an input; sums are made of shares that differ."""
-    layout, found = case.choice.layout_in(place, x.dim()), []
+    layout = case.choice.layout_in(place, x.dim())
+    found = []
     for rank in range(case.grid.size):
-        share, here = 1.0, case.grid.coordinate(rank)
+        share = 1.0
+        here = case.grid.coordinate(rank)
         for axis in layout.sums:
             share *= _SHARES[case.grid.degree(axis)][here[axis]]
         part = x * share if layout.sums else x
-        found.append(part[tuple(slice(low, high) for low, high in layout.box(case.grid, tuple(x.shape), rank))])
+        found.append(
+            part[
+                tuple(slice(low, high) for low, high in layout.box(case.grid, tuple(x.shape), rank))
+            ]
+        )
     return found
 
 
@@ -200,7 +238,9 @@ def _together(group: list[torch.Tensor], state: State) -> torch.Tensor:
     for other in group[1:]:
         if not torch.allclose(other.double(), group[0].double(), equal_nan=True):
             return other * float("nan")
-    return torch.stack([one / len(group) for one in group]).sum(0) if group[0].requires_grad else group[0]
+    if group[0].requires_grad:
+        return torch.stack([one / len(group) for one in group]).sum(0)
+    return group[0]
 
 
 def main() -> int:

@@ -1,10 +1,11 @@
 """
 Calls of submodules in a local graph.
 
-Some features work on a submodule's forward: level 3 gathers a unit's weights around it, recomputation repeats it. A
-local graph calls no submodules; so the stretch of it that comes from such a module is made a graph of its own, and the
-module is called with it: its hooks run, its forward (recomputed or not) takes its weights from the module and computes
-the stretch. A module that is called several times has several stretches.
+Some features work on a submodule's forward: level 3 gathers a unit's weights around it,
+recomputation repeats it. A local graph calls no submodules; so the stretch of it that comes from
+such a module is made a graph of its own, and the module is called with it: its hooks run, its
+forward (recomputed or not) takes its weights from the module and computes the stretch. A module
+that is called several times has several stretches.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class Segment:
 
 
 class Segmented(nn.Module):
-    """What the class of every submodule gets as a base: called with a `Segment`, it computes that."""
+    """
+    What the class of every submodule gets as a base: called with a `Segment`, it computes that.
+    """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the segment computes, or what the module does."""
@@ -52,7 +55,8 @@ class Call(nn.Module):
 
     def __init__(self, path: str, segment: Segment) -> None:
         super().__init__()
-        self.path, self.segment = path, segment
+        self.path = path
+        self.segment = segment
 
     def forward(self, model: nn.Module, *tensors: torch.Tensor) -> Any:
         """Return the tuple of the segment's results."""
@@ -67,7 +71,10 @@ def tensor_at(module: nn.Module, name: str) -> torch.Tensor:
 
 
 def derived(module: nn.Module, base: type[nn.Module]) -> None:
-    """Give a module a class of the same name that has ``base`` in front of the old one; ``forward`` looks as before."""
+    """
+    Give a module a class of the same name that has ``base`` in front of the old one; ``forward``
+    looks as before.
+    """
     kind = type(module)
     if (kind, base) not in _classes:
         _classes[kind, base] = _derived(kind, base)
@@ -94,7 +101,10 @@ def prepare(model: nn.Module) -> None:
 
 
 def called(model: nn.Module) -> list[str]:
-    """Return the paths of the submodules that have to be called: the outermost with hooks or a forward of their own."""
+    """
+    Return the paths of the submodules that have to be called: the outermost with hooks or a forward
+    of their own.
+    """
     found: list[str] = []
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{other}.") for other in found)
@@ -115,7 +125,8 @@ def unit_of(module: str, paths: list[str]) -> str:
 
 def segmented(root: nn.Module, graph: fx.Graph, names: list[str]) -> tuple[fx.Graph, list[str]]:
     """
-    Return a graph in which stretches of equal `UNIT` are calls, and the names of the weights that are left to it.
+    Return a graph in which stretches of equal `UNIT` are calls, and the names of the weights that
+    are left to it.
 
     Args:
         root: has the modules and buffers of the graph, and gets the calls.
@@ -126,14 +137,21 @@ def segmented(root: nn.Module, graph: fx.Graph, names: list[str]) -> tuple[fx.Gr
 
 class _Segmenter:
     def __init__(self, root: nn.Module, graph: fx.Graph, names: list[str]) -> None:
-        self.root, self.names, self.nodes = root, names, list(graph.nodes)
-        self.model, *weights = [node for node in self.nodes if node.op == "placeholder"][: len(names) + 1]
+        self.root = root
+        self.names = names
+        self.nodes = list(graph.nodes)
+        self.model, *weights = [node for node in self.nodes if node.op == "placeholder"][
+            : len(names) + 1
+        ]
         self.weights = dict(zip(weights, names, strict=True))
         self.main = fx.Graph()
         self.made: dict[fx.Node, fx.Node] = {}
         self.calls = 0
         self.known: dict[tuple[Any, ...], fx.GraphModule] = {}
-        """The graphs of stretches, by what they compute: layers of a kind share one, and what it is compiled to."""
+        """
+        The graphs of stretches, by what they compute: layers of a kind share one, and what it is
+        compiled to.
+        """
 
     def run(self) -> tuple[fx.Graph, list[str]]:
         """Copy node by node, stretch by stretch."""
@@ -146,7 +164,9 @@ class _Segmenter:
             if unit:
                 self._stretch(unit, self.nodes[at:end])
             else:
-                self.made[self.nodes[at]] = self.main.node_copy(self.nodes[at], self.made.__getitem__)
+                self.made[self.nodes[at]] = self.main.node_copy(
+                    self.nodes[at], self.made.__getitem__
+                )
             at = end
         left = []
         for node, name in self.weights.items():
@@ -158,7 +178,9 @@ class _Segmenter:
 
     def _stretch(self, unit: str, nodes: list[fx.Node]) -> None:
         inside = set(nodes)
-        entering = dict.fromkeys(one for node in nodes for one in node.all_input_nodes if one not in inside)
+        entering = dict.fromkeys(
+            one for node in nodes for one in node.all_input_nodes if one not in inside
+        )
         own = [one for one in entering if self.weights.get(one, "").startswith(f"{unit}.")]
         others = [one for one in entering if one not in own]
         leaving = [node for node in nodes if any(user not in inside for user in node.users)]
@@ -177,10 +199,11 @@ class _Segmenter:
             self.known[key] = fx.GraphModule(self.root, graph, "Segment")
         segment = Segment(self.known[key], names)
         self.root.add_module(name, Call(unit, segment))
-        result = self.main.call_module(name, (self.made[self.model], *(self.made[one] for one in others)))
+        result = self.main.call_module(
+            name, (self.made[self.model], *(self.made[one] for one in others))
+        )
         for place, node in enumerate(leaving):
             self.made[node] = self.main.call_function(item, (result, place))
-
 
     def _key(self, graph: fx.Graph) -> tuple[Any, ...]:
         """Return what two graphs have in common only if they compute the same."""
@@ -193,10 +216,13 @@ class _Segmenter:
             return getattr(module, "same", id(module))
 
         return tuple(
-            (node.op, "" if node.op == "placeholder" else target(node),
-             repr(fx.node.map_arg((node.args, node.kwargs), lambda one: numbers[one])))
+            (
+                node.op,
+                "" if node.op == "placeholder" else target(node),
+                repr(fx.node.map_arg((node.args, node.kwargs), lambda one: numbers[one])),
+            )
             for node in graph.nodes
-        )  # fmt: skip
+        )
 
 
 def item(values: Any, place: int) -> Any:

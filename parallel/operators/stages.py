@@ -1,13 +1,16 @@
 """
-A graph in pipeline stages: which stage computes which operator, and what travels from one to the next.
+A graph in pipeline stages: which stage computes which operator, and what travels from one to the
+next.
 
-Operators inside of a unit (a module that belongs to a stage) are computed by its stage. Those between units follow
-their inputs, to the latest stage that one of them comes from. What depends on nothing but the batch, weights and
-buffers (masks, positions, a transposed embedding) is computed by every stage that needs it, and never travels.
+Operators inside of a unit (a module that belongs to a stage) are computed by its stage. Those
+between units follow their inputs, to the latest stage that one of them comes from. What depends on
+nothing but the batch, weights and buffers (masks, positions, a transposed embedding) is computed by
+every stage that needs it, and never travels.
 
-The constraints, the plan and the layouts are those of the whole graph. What an operator of a later stage needs travels
-through the stages between in the layout in which it was made, so that each rank sends its part to the rank that has the
-same places along the tensor axes; terms of a sum are added up before, or scattered where a part is wanted.
+The constraints, the plan and the layouts are those of the whole graph. What an operator of a later
+stage needs travels through the stages between in the layout in which it was made, so that each rank
+sends its part to the rank that has the same places along the tensor axes; terms of a sum are added
+up before, or scattered where a part is wanted.
 """
 
 from __future__ import annotations
@@ -58,7 +61,8 @@ def locate(graph: Graph, cut: Split) -> None:
     Note on a graph which stage computes each operator.
 
     Raises:
-        UsageError: values would flow back to an earlier stage, dropouts would be counted in another order than in one
+        UsageError: values would flow back to an earlier stage, dropouts would be counted in another
+            order than in one
             process, or a stage has nothing to compute; names stage and operator.
     """
     graph.stages = cut.stages
@@ -73,7 +77,9 @@ def locate(graph: Graph, cut: Split) -> None:
             stage = 0 if stage is None else stage
             if stage < dropped:
                 what = f"{operator.name} of stage {stage} drops after a dropout of stage {dropped}"
-                raise UsageError(f"{what}: its mask would not be that of one process", where=WHERE, hint=ORDER)
+                raise UsageError(
+                    f"{what}: its mask would not be that of one process", where=WHERE, hint=ORDER
+                )
             dropped = stage
         graph.operators[place] = replace(operator, stage=stage)
         if stage is not None:
@@ -81,7 +87,11 @@ def locate(graph: Graph, cut: Split) -> None:
     for stage in range(cut.stages):
         if not any(operator.stage == stage for operator in graph.operators):
             names = ", ".join(cut.modules(stage))
-            raise UsageError(f"stage {stage} computes nothing: forward calls none of {names}", where=WHERE, hint=ORDER)
+            raise UsageError(
+                f"stage {stage} computes nothing: forward calls none of {names}",
+                where=WHERE,
+                hint=ORDER,
+            )
 
 
 def _stage(graph: Graph, operator: Operator, cut: Split) -> int | None:
@@ -108,10 +118,12 @@ def _draws(operator: Operator) -> bool:
     """Whether an operator draws a mask."""
     if operator.kind == "scaled_dot_product_attention":
         return bool(operator.arg(4, "dropout_p", 0.0))
-    return "dropout" in operator.kind and bool(operator.arg(1, "p")) and bool(operator.arg(2, "train"))
+    return (
+        "dropout" in operator.kind and bool(operator.arg(1, "p")) and bool(operator.arg(2, "train"))
+    )
 
 
-# ---- what each stage computes, takes and gives ---------------------------------------------------------------------
+# ---- what each stage computes, takes and gives ------------------------------
 
 
 def parts(plan: Plan) -> tuple[Part, ...]:
@@ -136,7 +148,9 @@ def parts(plan: Plan) -> tuple[Part, ...]:
     found: list[Part] = []
     taken: dict[int, L] = {}
     for stage, some in enumerate(places):
-        crossing = sorted(index for index, end in until.items() if graph.origins[index] <= stage < end)
+        crossing = sorted(
+            index for index, end in until.items() if graph.origins[index] <= stage < end
+        )
         given = {index: layouts[index] for index in crossing}
         found.append(Part(stage, some, taken, given, stage == graph.stages - 1))
         taken = given
@@ -167,7 +181,10 @@ def _wanted(plan: Plan, places: Iterable[int], results: Iterable[int]) -> Iterat
 
 
 def _travelling(plan: Plan, index: int, wanted: L) -> L:
-    """Return the layout in which a tensor travels to one that wants it in a layout: as it lies, but for sums."""
+    """
+    Return the layout in which a tensor travels to one that wants it in a layout: as it lies, but
+    for sums.
+    """
     layout = plan.source(index)
     for move in way(layout, wanted):
         if not layout.sums:
@@ -176,14 +193,15 @@ def _travelling(plan: Plan, index: int, wanted: L) -> L:
     return layout
 
 
-# ---- who holds which weight ----------------------------------------------------------------------------------------
+# ---- who holds which weight -------------------------------------------------
 
 
 def holders(plan: Plan, cut: Split, names: Mapping[str, list[str]]) -> Split:
     """
     Return a split in which every stage holds the weights that its operators use.
 
-    A weight around the units that nobody gave to a stage is held by those that use it, if there are any.
+    A weight around the units that nobody gave to a stage is held by those that use it, if there are
+    any.
 
     Args:
         names: all names of a weight, by its first.

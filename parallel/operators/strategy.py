@@ -9,7 +9,8 @@ What a user configures: operators and weights by name, as layouts or as counts a
         "strange.op": replicate(),                        computed whole on every rank: needs no rule
     })
 
-Names are those of modules, parameters and operators (``MODULE.kind``), with ``*``, ``?`` and ``[...]`` as in globs.
+Names are those of modules, parameters and operators (``MODULE.kind``), with ``*``, ``?`` and
+``[...]`` as in globs.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Cut:
     How one operator is cut.
 
     Attributes:
-        in_: for each tensor input a layout, counts a dim, or None to leave it open; missing ones are open.
+        in_: for each tensor input a layout, counts a dim, or None to leave it open; missing ones
+            are open.
         out: the layout of its (first) result, where it isn't what comes out by itself.
     """
 
@@ -50,7 +52,9 @@ class Cut:
     def __post_init__(self) -> None:
         if not isinstance(self.in_, tuple) or not (self.out is None or is_layout(self.out)):
             hint = 'Cut(in_=(L("dp", "tp"), None), out=L("dp", None))'
-            raise UsageError(f"{self} has no tuple of inputs, or no layout as its result", where=WHERE, hint=hint)
+            raise UsageError(
+                f"{self} has no tuple of inputs, or no layout as its result", where=WHERE, hint=hint
+            )
 
 
 Entry = Cut | L | BoundLayout | tuple[Any, ...] | Replicate
@@ -76,7 +80,9 @@ class Wishes:
     said: dict[int, str] = field(default_factory=dict)
 
 
-def resolve(graph: Graph, grid: Grid, mesh: Grid, entries: Mapping[str, Entry], inner: Mapping[str, Said]) -> Wishes:
+def resolve(
+    graph: Graph, grid: Grid, mesh: Grid, entries: Mapping[str, Entry], inner: Mapping[str, Said]
+) -> Wishes:
     """
     Return what the entries of a strategy and the constraints inside a model mean for a graph.
 
@@ -86,7 +92,8 @@ def resolve(graph: Graph, grid: Grid, mesh: Grid, entries: Mapping[str, Entry], 
         inner: layouts of weights that `shard` set, by name.
 
     Raises:
-        UsageError: a name that matches nothing, a layout that an operator can't have, or a weight with two layouts.
+        UsageError: a name that matches nothing, a layout that an operator can't have, or a weight
+            with two layouts.
     """
     resolver = _Resolver(graph, grid, mesh)
     for name, layout in inner.items():
@@ -100,25 +107,38 @@ def resolve(graph: Graph, grid: Grid, mesh: Grid, entries: Mapping[str, Entry], 
 
 class _Resolver:
     def __init__(self, graph: Graph, grid: Grid, mesh: Grid) -> None:
-        self.graph, self.grid, self.mesh, self.wishes = graph, grid, mesh, Wishes()
-        self.params = {tensor.name: index for index, tensor in enumerate(graph.tensors) if tensor.kind == "param"}
+        self.graph = graph
+        self.grid = grid
+        self.mesh = mesh
+        self.wishes = Wishes()
+        self.params = {
+            tensor.name: index
+            for index, tensor in enumerate(graph.tensors)
+            if tensor.kind == "param"
+        }
         self.operators = {operator.name: place for place, operator in enumerate(graph.operators)}
         self.modules: dict[str, list[int]] = {}
         for place, operator in enumerate(graph.operators):
             if operator.module:
                 self.modules.setdefault(operator.module, []).append(place)
 
-    # ---- names ---------------------------------------------------------------------------------------------------
+    # ---- names --------------------------------------------------------------
 
     def entry(self, pattern: str, entry: Entry) -> None:
         """Apply one entry to everything that its name matches."""
-        for kind, known in (("param", self.params), ("operator", self.operators), ("module", self.modules)):
+        for kind, known in (
+            ("param", self.params),
+            ("operator", self.operators),
+            ("module", self.modules),
+        ):
             names = [name for name in known if fnmatch.fnmatchcase(name, pattern)]
             if names and (kind == "param") == is_layout(entry):
                 for name in names:
                     self._apply(kind, name, entry)
                 return
-        if is_layout(entry) and any(fnmatch.fnmatchcase(name, pattern) for name in (*self.operators, *self.modules)):
+        if is_layout(entry) and any(
+            fnmatch.fnmatchcase(name, pattern) for name in (*self.operators, *self.modules)
+        ):
             what = f"{pattern} is an operator: {entry!r} says nothing of its inputs"
             hint = "give a tuple with an entry for each, as ((2, 4),), or Cut(in_=..., out=...)"
             raise UsageError(what, where=WHERE, hint=hint)
@@ -128,7 +148,11 @@ class _Resolver:
         every = [*self.modules, *self.params, *self.operators]
         near = difflib.get_close_matches(pattern, every, n=1)
         what = f"nothing is called {pattern!r} (modules, weights and operators of the model)"
-        hint = f"did you mean {near[0]!r}?" if near else f"there are, for example, {', '.join(every[:4])}"
+        hint = (
+            f"did you mean {near[0]!r}?"
+            if near
+            else f"there are, for example, {', '.join(every[:4])}"
+        )
         raise UsageError(what, where=WHERE, hint=hint)
 
     def _apply(self, kind: str, name: str, entry: Any) -> None:
@@ -139,23 +163,36 @@ class _Resolver:
         self.operator(place, entry, name)
 
     def _main(self, module: str) -> int:
-        """Return the operator that a module's name stands for: the only one, or the first that has a weight."""
+        """
+        Return the operator that a module's name stands for: the only one, or the first that has a
+        weight.
+        """
         places = self.modules[module]
-        weighted = [place for place in places if any(
-            self.graph.tensors[index].kind == "param" for index in self.graph.operators[place].inputs)]  # fmt: skip
+        weighted = [
+            place
+            for place in places
+            if any(
+                self.graph.tensors[index].kind == "param"
+                for index in self.graph.operators[place].inputs
+            )
+        ]
         if len(places) == 1 or weighted:
             return (weighted or places)[0]
         told = ", ".join(self.graph.operators[place].name for place in places)
-        raise UsageError(f"{module} has {len(places)} operators", where=WHERE, hint=f"name one of {told}")
+        raise UsageError(
+            f"{module} has {len(places)} operators", where=WHERE, hint=f"name one of {told}"
+        )
 
-    # ---- weights -------------------------------------------------------------------------------------------------
+    # ---- weights ------------------------------------------------------------
 
     def weight(self, name: str, given: Said, said: str) -> None:
         """Set the layout of a weight."""
         index = self.params.get(name)
         if index is None:
             raise UsageError(f"no operator uses the weight {name}", where=WHERE)
-        layout = self._inner(self._named(given, name, batch=False), self.graph.shape(index), name, batch=False)
+        layout = self._inner(
+            self._named(given, name, batch=False), self.graph.shape(index), name, batch=False
+        )
         if layout.sums:
             raise UsageError(f"{name}: a weight is never a sum, as in {layout}", where=WHERE)
         old = self.wishes.weights.setdefault(index, layout)
@@ -165,21 +202,31 @@ class _Resolver:
         self.wishes.said.setdefault(-1 - index, said)
 
     def weights_decide(self) -> None:
-        """Configure the operators that use a weight with a layout, and weights of configured operators."""
+        """
+        Configure the operators that use a weight with a layout, and weights of configured
+        operators.
+        """
         for place, choice in self.wishes.choices.items():
             operator = self.graph.operators[place]
             for at, index in enumerate(operator.inputs):
                 if self.graph.tensors[index].kind == "param":
                     layout = choice.layout_in(at, len(self.graph.shape(index)))
-                    self.weight(self.graph.tensors[index].name, layout, self.wishes.said.get(place, operator.name))
+                    self.weight(
+                        self.graph.tensors[index].name,
+                        layout,
+                        self.wishes.said.get(place, operator.name),
+                    )
         for place, operator in enumerate(self.graph.operators):
             cut = [index for index in operator.inputs if self.wishes.weights.get(index, L()).axes]
             if cut and place not in self.wishes.choices and place not in self.wishes.whole:
-                wanted = tuple(self.wishes.weights.get(index) if index in cut else None for index in operator.inputs)
+                wanted = tuple(
+                    self.wishes.weights.get(index) if index in cut else None
+                    for index in operator.inputs
+                )
                 said = self.wishes.said.get(-1 - cut[0], "")
                 self.wishes.choices[place] = self._choose(place, wanted, None, said, by_weight=True)
 
-    # ---- operators -----------------------------------------------------------------------------------------------
+    # ---- operators ----------------------------------------------------------
 
     def operator(self, place: int, entry: Entry, said: str) -> None:
         """Configure one operator."""
@@ -194,23 +241,33 @@ class _Resolver:
         if not isinstance(entry, (Cut, tuple)):
             what = f"{said}: {entry!r} is no way to cut an operator"
             raise UsageError(
-                what, where=WHERE, hint="give a tuple with an entry for each input, or Cut(in_=..., out=...)"
+                what,
+                where=WHERE,
+                hint="give a tuple with an entry for each input, or Cut(in_=..., out=...)",
             )
         cut = entry if isinstance(entry, Cut) else Cut(tuple(entry))
         if len(cut.in_) > len(self.graph.operators[place].inputs):
             count = len(self.graph.operators[place].inputs)
-            raise UsageError(f"{said} has {count} inputs, {len(cut.in_)} are described", where=WHERE)
+            raise UsageError(
+                f"{said} has {count} inputs, {len(cut.in_)} are described", where=WHERE
+            )
         for one in cut.in_:
-            if not (one is None or is_layout(one)) or (isinstance(one, tuple) and not all(map(_is_count, one))):
+            if not (one is None or is_layout(one)) or (
+                isinstance(one, tuple) and not all(map(_is_count, one))
+            ):
                 what = f"{said}: {one!r} is neither a layout nor a tuple of counts"
-                raise UsageError(what, where=WHERE, hint="an operator of one input has ((2, 4),), with a comma")
+                raise UsageError(
+                    what, where=WHERE, hint="an operator of one input has ((2, 4),), with a comma"
+                )
         out = None
         if cut.out is not None:
             shape = self.graph.shape(self.graph.operators[place].outputs[0])
             out = self._inner(self._named(cut.out, said), shape, said)
             self.wishes.outs[place] = out
         if cut.in_:
-            wanted = tuple(self._named(one, said) if isinstance(one, BoundLayout) else one for one in cut.in_)
+            wanted = tuple(
+                self._named(one, said) if isinstance(one, BoundLayout) else one for one in cut.in_
+            )
             self.wishes.choices[place] = self._choose(place, wanted, out, said)
 
     def constraints(self) -> None:
@@ -224,7 +281,10 @@ class _Resolver:
                 self.wishes.said[place] = said
 
     def _named(self, given: Said, said: str, batch: bool = True) -> L:
-        """Return a layout by the axes of the mesh; counts in dim 0 may stand for dp where it is a batch's."""
+        """
+        Return a layout by the axes of the mesh; counts in dim 0 may stand for dp where it is a
+        batch's.
+        """
         try:
             if isinstance(given, BoundLayout):
                 return onto(given, self.grid if given.grid.size == self.grid.size else self.mesh)
@@ -249,9 +309,7 @@ class _Resolver:
             for axis in axes:
                 if axis not in self.grid.names and not (axis == "dp" and dim == 0 and batch):
                     what = f"{said}: {layout} has {axis} cut dim {dim}"
-                    hint = (
-                        "operators are cut over tensor axes; dp may stand for the batch, in dim 0 of what is no weight"
-                    )
+                    hint = "operators are cut over tensor axes; dp may stand for the batch, in dim 0 of what is no weight"
                     raise UsageError(what, where=WHERE, hint=hint)
         plain = tuple(tuple(axis for axis in axes if self._real(axis)) for axes in layout.dims)
         return L(*plain, sums=tuple(axis for axis in layout.sums if self._real(axis)))
@@ -260,7 +318,12 @@ class _Resolver:
         return axis in self.grid.names and self.grid.degree(axis) > 1
 
     def _choose(
-        self, place: int, wanted: tuple[L | Counts | None, ...], out: L | None, said: str, by_weight: bool = False
+        self,
+        place: int,
+        wanted: tuple[L | Counts | None, ...],
+        out: L | None,
+        said: str,
+        by_weight: bool = False,
     ) -> Choice:
         operator = self.graph.operators[place]
         view = view_of(self.graph, operator)
@@ -272,7 +335,9 @@ class _Resolver:
         layouts: list[L | None] = []
         for at, one in enumerate(wanted):
             batch = self.graph.tensors[operator.inputs[at]].kind != "param"
-            layouts.append(self._inner(one, view.ins[at], said, batch) if isinstance(one, L) else None)
+            layouts.append(
+                self._inner(one, view.ins[at], said, batch) if isinstance(one, L) else None
+            )
         found = {}
         for axis in self.grid.names:
             split = _matching(splits, axis, layouts, out)
@@ -284,7 +349,9 @@ class _Resolver:
         fixed = tuple(found) if by_weight else self.grid.names
         return Choice(found, _order(self.grid, [*layouts, out]), fixed)
 
-    def _refusal(self, operator: Operator, splits: list[Split], axis: str, layouts: list[Any], said: str) -> UsageError:
+    def _refusal(
+        self, operator: Operator, splits: list[Split], axis: str, layouts: list[Any], said: str
+    ) -> UsageError:
         told = "; ".join(describe(split) for split in splits)
         where = f" at {operator.source}" if operator.source else ""
         asked = ", ".join(str(layout) for layout in layouts)
@@ -298,10 +365,15 @@ class _Resolver:
                 what = f"{said}: {_kind(operator)} can be cut so into parts of {split.divides}, not into {parts}"
                 raise UsageError(what, where=operator.source or WHERE)
 
-    # ---- counts a dim --------------------------------------------------------------------------------------------
+    # ---- counts a dim -------------------------------------------------------
 
-    def _by_counts(self, operator: Operator, splits: list[Split], wanted: tuple[Any, ...], said: str) -> Choice:
-        """Give axes to counts: outer axes to the dims named first; axes that no count needs repeat the computation."""
+    def _by_counts(
+        self, operator: Operator, splits: list[Split], wanted: tuple[Any, ...], said: str
+    ) -> Choice:
+        """
+        Give axes to counts: outer axes to the dims named first; axes that no count needs repeat the
+        computation.
+        """
         counts = []
         for at, one in enumerate(wanted):
             shape = self.graph.shape(operator.inputs[at])
@@ -321,8 +393,13 @@ class _Resolver:
         hint = f"a mesh has an axis for each count, as pdrun.mesh(x=2, y=4); along one axis its inputs may be {told}"
         raise UsageError(what, where=WHERE, hint=hint)
 
-    def _assign(self, names: tuple[str, ...], splits: list[Split], counts: list[Counts | None],
-                found: dict[str, Split]) -> dict[str, Split] | None:  # fmt: skip
+    def _assign(
+        self,
+        names: tuple[str, ...],
+        splits: list[Split],
+        counts: list[Counts | None],
+        found: dict[str, Split],
+    ) -> dict[str, Split] | None:
         """Return the first assignment of a split to each axis, by depth, that makes the counts."""
         if not names:
             return found if self._product(counts, found) == 0 else None
@@ -340,11 +417,16 @@ class _Resolver:
         return None
 
     def _product(self, counts: list[Counts | None], found: dict[str, Split]) -> int:
-        """Return 0 where the axes given so far make the counts, -1 where they may still do so, 1 where they can't."""
+        """
+        Return 0 where the axes given so far make the counts, -1 where they may still do so, 1 where
+        they can't.
+        """
         short = False
         for at, wanted in enumerate(counts):
             for dim, count in enumerate(wanted or ()):
-                have = self.mesh.extent(tuple(axis for axis, split in found.items() if split.ins[at] == dim))
+                have = self.mesh.extent(
+                    tuple(axis for axis, split in found.items() if split.ins[at] == dim)
+                )
                 if count % have:
                     return 1
                 short |= have != count
@@ -355,12 +437,21 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _matching(splits: list[Split], axis: str, layouts: list[L | None], out: L | None) -> Split | None:
-    """Return the split along an axis that fits the layouts, best one whose result is what is wanted."""
+def _matching(
+    splits: list[Split], axis: str, layouts: list[L | None], out: L | None
+) -> Split | None:
+    """
+    Return the split along an axis that fits the layouts, best one whose result is what is wanted.
+    """
     wanted = [None if layout is None else states_of(layout).get(axis) for layout in layouts]
-    fitting = [split for split in splits if all(
-        layout is None or split.ins[at] == state
-        for at, (layout, state) in enumerate(zip(layouts, wanted, strict=True)))]  # fmt: skip
+    fitting = [
+        split
+        for split in splits
+        if all(
+            layout is None or split.ins[at] == state
+            for at, (layout, state) in enumerate(zip(layouts, wanted, strict=True))
+        )
+    ]
     if out is not None:
         state = states_of(out).get(axis)
         for split in fitting:
@@ -383,13 +474,17 @@ def _order(grid: Grid, layouts: list[L | None]) -> tuple[str, ...]:
 
 def _kind(operator: Operator) -> str:
     """Return the kind of an operator, with its name and stage in a pipeline."""
-    return operator.kind if operator.stage is None else f"{operator.kind} ({operator.told})"
+    if operator.stage is None:
+        return operator.kind
+    return f"{operator.kind} ({operator.told})"
 
 
 def missing(operator: Operator) -> UsageError:
     """Return the error for an operator without a rule."""
     what = f"there is no rule for cutting {operator.kind} ({operator.told})"
-    hint = f'Operators({{..., "{operator.name}": pdrun.replicate()}}) computes it whole on every rank'
+    hint = (
+        f'Operators({{..., "{operator.name}": pdrun.replicate()}}) computes it whole on every rank'
+    )
     return UsageError(what, where=operator.source or WHERE, hint=hint)
 
 

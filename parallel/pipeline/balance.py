@@ -1,4 +1,7 @@
-"""Cutting a row of things with costs into consecutive parts: evenly by number, or so that the largest part is least."""
+"""
+Cutting a row of things with costs into consecutive parts: evenly by number, or so that the largest
+part is least.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,10 @@ WHERE = "pdrun.Pipeline"
 
 
 def even(count: int, parts: int) -> list[range]:
-    """Return ``parts`` consecutive ranges of 0..count-1; sizes differ by at most one, the first are the longer ones."""
+    """
+    Return ``parts`` consecutive ranges of 0..count-1; sizes differ by at most one, the first are
+    the longer ones.
+    """
     _check(count, parts)
     base, extra = divmod(count, parts)
     bounds = [part * base + min(part, extra) for part in range(parts + 1)]
@@ -22,15 +28,17 @@ def balanced(costs: Sequence[float], parts: int) -> list[range]:
     """
     Return ``parts`` consecutive, non-empty ranges with the least possible largest sum.
 
-    Exact, by dynamic programming in O(parts * n**2): best(k, n) = min over i of max(best(k - 1, i), sum of i..n). Among
-    equals the one whose parts' sums have the least squares wins, and of these the one that is longest at the front.
+    Exact, by dynamic programming in O(parts * n**2): best(k, n) = min over i of max(best(k - 1, i),
+    sum of i..n). Among equals the one whose parts' sums have the least squares wins, and of these
+    the one that is longest at the front.
     """
     _check(len(costs), parts)
     total = [0.0, *accumulate(costs)]
     best: list[tuple[float, float]] = [(0.0, 0.0)] + [(float("inf"), 0.0)] * len(costs)
     cuts: list[list[int]] = []
     for part in range(1, parts + 1):
-        fresh, chosen = [(float("inf"), 0.0)] * (len(costs) + 1), [0] * (len(costs) + 1)
+        fresh = [(float("inf"), 0.0)] * (len(costs) + 1)
+        chosen = [0] * (len(costs) + 1)
         for end in range(part, len(costs) + 1):
             for start in range(part - 1, end):
                 mine = total[end] - total[start]
@@ -39,7 +47,8 @@ def balanced(costs: Sequence[float], parts: int) -> list[range]:
                     fresh[end], chosen[end] = value, start
         best = fresh
         cuts.append(chosen)
-    found, end = list[range](), len(costs)
+    found = list[range]()
+    end = len(costs)
     for chosen in reversed(cuts):
         found.append(range(chosen[end], end))
         end = chosen[end]
@@ -49,4 +58,6 @@ def balanced(costs: Sequence[float], parts: int) -> list[range]:
 def _check(count: int, parts: int) -> None:
     if count < parts:
         what = f"{count} layer{'s' * (count != 1)} can't be cut into {parts} stages"
-        raise UsageError(what, where=WHERE, hint="fewer stages (pp times chunks), or stages={glob: stage}")
+        raise UsageError(
+            what, where=WHERE, hint="fewer stages (pp times chunks), or stages={glob: stage}"
+        )

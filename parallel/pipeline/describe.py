@@ -1,4 +1,7 @@
-"""A pipeline in words: what lies on which stage, what share of the work that is, and what of the time is bubble."""
+"""
+A pipeline in words: what lies on which stage, what share of the work that is, and what of the time
+is bubble.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ def describe(schedule: Schedule, cut: Split) -> str:
     """
     Return lines about stages and schedule.
 
-    The bubble is simulated twice: for stages of equal size, where the schedule alone makes it, and with the stages'
-    shares of the cost (of the number of weights, where no cost was given).
+    The bubble is simulated twice: for stages of equal size, where the schedule alone makes it, and
+    with the stages' shares of the cost (of the number of weights, where no cost was given).
     """
     sized = Costs(shares=cut.shares)
     lines = [
@@ -27,9 +30,13 @@ def describe(schedule: Schedule, cut: Split) -> str:
         f"  at most {max(validate(schedule).live)} activations of a stage live on a rank",
     ]
     for stage, place in enumerate(schedule.places):
-        lines.append(f"  stage {stage} on rank {place}, {cut.shares[stage]:6.1%}: {_ranges(cut.modules(stage))}")
+        lines.append(
+            f"  stage {stage} on rank {place}, {cut.shares[stage]:6.1%}: {_ranges(cut.modules(stage))}"
+        )
     for name, stages in cut.loose.items():
-        lines.append(f"  {name} is held by {'stage' if len(stages) == 1 else 'stages'} {', '.join(map(str, stages))}")
+        lines.append(
+            f"  {name} is held by {'stage' if len(stages) == 1 else 'stages'} {', '.join(map(str, stages))}"
+        )
     drawn = picture(schedule).splitlines()
     lines += [f"  {line if len(line) <= WIDTH else line[: WIDTH - 4] + ' ...'}" for line in drawn]
     return "\n".join(lines)
@@ -41,7 +48,13 @@ def _ranges(names: list[str]) -> str:
     for name in names:
         before = found[-1][-1] if found else ""
         (holder, _, number), (other, _, last) = name.rpartition("."), before.rpartition(".")
-        if found and holder == other and number.isdigit() and last.isdigit() and int(number) == int(last) + 1:
+        if (
+            found
+            and holder == other
+            and number.isdigit()
+            and last.isdigit()
+            and int(number) == int(last) + 1
+        ):
             found[-1].append(name)
         else:
             found.append([name])

@@ -1,8 +1,10 @@
 """
-What travels between stages during a step: activations down the line, gradients back, and what announces them.
+What travels between stages during a step: activations down the line, gradients back, and what
+announces them.
 
-The first micro-batch of each shape is preceded by a `Record`, which says what travels; from then on both ends know.
-What a rank receives from another comes in the order in which that one sends it, which both read off the schedule.
+The first micro-batch of each shape is preceded by a `Record`, which says what travels; from then on
+both ends know. What a rank receives from another comes in the order in which that one sends it,
+which both read off the schedule.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ from pdrun.parallel.pipeline.schedules.validate import messages
 from pdrun.parallel.pipeline.split_backward import Later
 
 Key = tuple[Any, ...]
-"""What the activations' form depends on: whether gradients are wanted, whether one trains, the shapes of the batch."""
+"""
+What the activations' form depends on: whether gradients are wanted, whether one trains, the shapes
+of the batch.
+"""
 Came = tuple[Record | None, list[torch.Tensor]]
 """What a stage has been sent, and how it was announced; gradients need no announcement."""
 
@@ -35,7 +40,8 @@ class Work:
     Attributes:
         told, taken: what came from the stage before; those tensors that want a gradient are leaves.
         sent: what was sent on; None on the last stage.
-        roots: where the backward begins: the loss's sum, or the places in autograd's graph of what was sent.
+        roots: where the backward begins: the loss's sum, or the places in autograd's graph of what
+            was sent.
         later: what a split backward has left to do.
     """
 
@@ -46,7 +52,10 @@ class Work:
     later: Later | None = None
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return the gradients of what was taken, as far as they are wanted; zeros where there are none."""
+        """
+        Return the gradients of what was taken, as far as they are wanted; zeros where there are
+        none.
+        """
         pairs = zip(self.told.sent if self.told else (), self.taken, strict=True)
         return [torch.zeros_like(x) if x.grad is None else x.grad for one, x in pairs if one.grad]
 
@@ -62,9 +71,14 @@ class Traffic:
     """
 
     def __init__(self, schedule: Schedule, links: Links, dynamic: bool) -> None:
-        self.schedule, self.links, self.dynamic = schedule, links, dynamic
-        self.rank, self.places = links.axis.index, schedule.places
-        self._order = {ends: [one.action for one in sent] for ends, sent in messages(schedule).items()}
+        self.schedule = schedule
+        self.links = links
+        self.dynamic = dynamic
+        self.rank = links.axis.index
+        self.places = schedule.places
+        self._order = {
+            ends: [one.action for one in sent] for ends, sent in messages(schedule).items()
+        }
         self._known: dict[tuple[int, Key], Record] = {}
         """How what a stage sends on looks."""
         self._at: dict[tuple[int, int], int] = {}
@@ -80,7 +94,7 @@ class Traffic:
         mode = (torch.is_grad_enabled(), training)
         self._keys = [(*mode, *map(_look, pytree.tree_leaves(batch))) for batch in batches]
 
-    # ---- what is sent --------------------------------------------------------------------------------------------
+    # ---- what is sent -------------------------------------------------------
 
     def send_on(self, action: Action, sent: Record, tensors: list[torch.Tensor]) -> None:
         """
@@ -89,15 +103,18 @@ class Traffic:
         Raises:
             UsageError: it looks otherwise than for a micro-batch of the same shapes before.
         """
-        stage, micro = action.stage, action.micro
-        place, key = self.places[stage + 1], (stage, self._keys[micro])
+        stage = action.stage
+        micro = action.micro
+        place = self.places[stage + 1]
+        key = (stage, self._keys[micro])
         known = self._known.setdefault(key, sent) if not self.dynamic else sent
         if known != sent:
             raise UsageError(
                 f"stage {stage} ran other modules, or made other shapes, for micro-batch {micro} than for one before"
-                f" of the same shapes: {_difference(known, sent)}", where=WHERE,
+                f" of the same shapes: {_difference(known, sent)}",
+                where=WHERE,
                 hint="pipeline=Pipeline(dynamic=True), which announces every micro-batch",
-            )  # fmt: skip
+            )
         if place == self.rank:
             self._local[Action(stage + 1, "F", micro)] = (known, [x.detach() for x in tensors])
             return
@@ -110,30 +127,41 @@ class Traffic:
         """Send the gradients of what a stage took to the stage before."""
         if action.stage == 0:
             return
-        place, grads = self.places[action.stage - 1], work.gradients()
+        place = self.places[action.stage - 1]
+        grads = work.gradients()
         if place == self.rank:
             split = Action(action.stage - 1, "I", action.micro)
             here = split if split in self.schedule.rows[self.rank] else split._replace(kind="B")
             self._local[here] = (None, grads)
         else:
-            self.links.send(grads, place, f"stage {action.stage}'s gradients for micro-batch {action.micro}")
+            self.links.send(
+                grads, place, f"stage {action.stage}'s gradients for micro-batch {action.micro}"
+            )
         for x in work.taken:
             x.grad = None
 
     def send_losses(self, sums: torch.Tensor) -> torch.Tensor:
-        """Return the losses on the last rank, which gets them from that of the last stage; zeros on the others."""
-        source, target = self.places[-1], self.schedule.ranks - 1
+        """
+        Return the losses on the last rank, which gets them from that of the last stage; zeros on
+        the others.
+        """
+        source = self.places[-1]
+        target = self.schedule.ranks - 1
         if source != target and self.rank == source:
             self.links.send([sums], target, "the losses")
             return torch.zeros_like(sums)
         if source != target and self.rank == target:
-            return self.links.wait(self.links.post([(tuple(sums.shape), sums.dtype)], source), "the losses")[0]
+            return self.links.wait(
+                self.links.post([(tuple(sums.shape), sums.dtype)], source), "the losses"
+            )[0]
         return sums
 
-    # ---- what arrives --------------------------------------------------------------------------------------------
+    # ---- what arrives -------------------------------------------------------
 
     def _source(self, action: Action) -> Action | None:
-        """Return the action of another rank whose message an action needs; None where there is none."""
+        """
+        Return the action of another rank whose message an action needs; None where there is none.
+        """
         if action.kind == "W" or (action.kind == "F" and action.stage == 0):
             return None
         stage = action.stage + (-1 if action.kind == "F" else 1)
@@ -142,7 +170,9 @@ class Traffic:
         if action.kind == "F":
             return Action(stage, "F", action.micro)
         split = Action(stage, "I", action.micro)
-        return split if split in self._order[self.places[stage], self.rank] else Action(stage, "B", action.micro)
+        if split in self._order[self.places[stage], self.rank]:
+            return split
+        return Action(stage, "B", action.micro)
 
     def post(self, action: Action, live: dict[tuple[int, int], Work], wait: bool) -> None:
         """
@@ -150,7 +180,8 @@ class Traffic:
 
         Args:
             live: what this rank has sent and has no gradients of yet.
-            wait: whether to wait for announcements; without that, what isn't known yet is left for later.
+            wait: whether to wait for announcements; without that, what isn't known yet is left for
+                later.
         """
         source = self._source(action)
         while source is not None and source not in self._arrived:
@@ -159,11 +190,15 @@ class Traffic:
             record = self._announced(coming, ends[0], live, wait)
             if record is None:
                 return
-            shapes = [(one.shape, one.dtype) for one in record.sent if one.grad or coming.kind == "F"]
+            shapes = [
+                (one.shape, one.dtype) for one in record.sent if one.grad or coming.kind == "F"
+            ]
             self._arrived[coming] = (record, self.links.post(shapes, ends[0]))
             self._at[ends] += 1
 
-    def _announced(self, coming: Action, place: int, live: dict[tuple[int, int], Work], wait: bool) -> Record | None:
+    def _announced(
+        self, coming: Action, place: int, live: dict[tuple[int, int], Work], wait: bool
+    ) -> Record | None:
         """Return what a message consists of; None where that would have to be waited for."""
         if coming.kind != "F":  # as this rank has sent it
             work = live.get((coming.stage - 1, coming.micro))
@@ -186,10 +221,15 @@ class Traffic:
             return None, []
         record, arriving = self._arrived.pop(source)
         what = "output" if action.kind == "F" else "gradients"
-        return record, self.links.wait(arriving, f"stage {source.stage}'s {what} for micro-batch {action.micro}")
+        return record, self.links.wait(
+            arriving, f"stage {source.stage}'s {what} for micro-batch {action.micro}"
+        )
 
     def take_forward(self, action: Action) -> Came:
-        """Return what a stage needs where there are forwards only, of all micro-batches one stage after the other."""
+        """
+        Return what a stage needs where there are forwards only, of all micro-batches one stage
+        after the other.
+        """
         source = self._source(action)
         if action not in self._local and source is not None:
             record = self._announced(source, self.places[source.stage], {}, wait=True)
@@ -201,7 +241,9 @@ class Traffic:
 
 def _look(leaf: Any) -> Any:
     """Return what of a leaf of a batch decides about shapes."""
-    return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf)[:99]
+    if isinstance(leaf, torch.Tensor):
+        return (tuple(leaf.shape), leaf.dtype)
+    return repr(leaf)[:99]
 
 
 def _difference(known: Record, now: Record) -> str:
@@ -212,4 +254,6 @@ def _difference(known: Record, now: Record) -> str:
         return f"sends {[list(one.shape) for one in now.sent]}, not {[list(one.shape) for one in known.sent]}"
     if [name for name, _ in known.returned] != [name for name, _ in now.returned]:
         return "the modules that ran differ"
-    return "the number of dropouts differs" if known.calls != now.calls else "what modules returned differs"
+    if known.calls != now.calls:
+        return "the number of dropouts differs"
+    return "what modules returned differs"

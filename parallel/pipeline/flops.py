@@ -1,4 +1,7 @@
-"""Floating point operations of each unit of a model on a batch, counted on fake tensors: nothing is computed."""
+"""
+Floating point operations of each unit of a model on a batch, counted on fake tensors: nothing is
+computed.
+"""
 
 from __future__ import annotations
 
@@ -38,23 +41,31 @@ def count(model: nn.Module, names: Sequence[str], sample: Any) -> dict[str, floa
     Return the operations of each named module in one forward pass.
 
     Args:
-        sample: a batch, as the model takes it (see `call_model`); its size matters as a factor only.
+        sample: a batch, as the model takes it (see `call_model`); its size matters as a factor
+            only.
 
     Raises:
         UsageError: there is no batch, or the model can't run on fake tensors.
     """
     if sample is None:
         what = 'balance="flops" has to see a batch'
-        raise UsageError(what, where=WHERE, hint='sample=batch of parallelize, or balance="parameters"')
+        raise UsageError(
+            what, where=WHERE, hint='sample=batch of parallelize, or balance="parameters"'
+        )
     caller = _Caller(model)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
 
         def blank(tensor: torch.Tensor) -> torch.Tensor:
-            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            return torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
+            )
 
-        state = {name: blank(x) for name, x in [*caller.named_parameters(), *caller.named_buffers()]}
+        state = {
+            name: blank(x) for name, x in [*caller.named_parameters(), *caller.named_buffers()]
+        }
         batch = pytree.tree_map(
-            lambda leaf: fake.from_tensor(leaf.cpu()) if isinstance(leaf, torch.Tensor) else leaf, sample
+            lambda leaf: fake.from_tensor(leaf.cpu()) if isinstance(leaf, torch.Tensor) else leaf,
+            sample,
         )
         counter = FlopCounterMode(display=False, custom_mapping={_ATTENTION: _attention})
         try:
@@ -62,6 +73,11 @@ def count(model: nn.Module, names: Sequence[str], sample: Any) -> dict[str, floa
                 functional_call(caller, state, (batch,))
         except Exception as error:
             what = f"the model does not run on fake tensors: {type(error).__name__}: {error}"
-            raise UsageError(what, where=WHERE, hint='balance="parameters" or {glob: cost}') from error
-    found = {key.removeprefix("_Caller.model."): sum(by.values()) for key, by in counter.get_flop_counts().items()}
+            raise UsageError(
+                what, where=WHERE, hint='balance="parameters" or {glob: cost}'
+            ) from error
+    found = {
+        key.removeprefix("_Caller.model."): sum(by.values())
+        for key, by in counter.get_flop_counts().items()
+    }
     return {name: float(found.get(name, 0)) for name in names}

@@ -1,9 +1,10 @@
 """
 What one stage tells the next about a micro-batch, besides the tensors: text, never code.
 
-A record says at which module the model was left and how many dropouts came before; which of the arguments of that
-module's call are tensors that travel; and what every module called so far returned, so that the next stage, which runs
-the model's ``forward`` from its beginning, has something of the same shape to put in their places.
+A record says at which module the model was left and how many dropouts came before; which of the
+arguments of that module's call are tensors that travel; and what every module called so far
+returned, so that the next stage, which runs the model's ``forward`` from its beginning, has
+something of the same shape to put in their places.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ from pdrun.errors import UsageError
 WHERE = "pdrun.Pipeline"
 Form = list[Any]
 """
-The form of a value: ``["tensor", shape, dtype]``, ``["list", forms]``, ``["tuple", forms]``, ``["dict", keys, forms]``
-or ``["plain", value]``.
+The form of a value: ``["tensor", shape, dtype]``, ``["list", forms]``, ``["tuple", forms]``,
+``["dict", keys, forms]`` or ``["plain", value]``.
 """
 
 
 @dataclass(frozen=True)
 class Sent:
-    """A tensor that travels: its place among the leaves of the arguments, and whether its gradient comes back."""
+    """
+    A tensor that travels: its place among the leaves of the arguments, and whether its gradient
+    comes back.
+    """
 
     index: int
     shape: tuple[int, ...]
@@ -66,7 +70,9 @@ class Record:
     def decode(told: torch.Tensor) -> Record:
         """Return the record that bytes stand for."""
         door, leaves, sent, calls, returned = json.loads(bytes(told.cpu().tolist()))
-        tensors = tuple(Sent(index, tuple(shape), dtype_of(kind), grad) for index, shape, kind, grad in sent)
+        tensors = tuple(
+            Sent(index, tuple(shape), dtype_of(kind), grad) for index, shape, kind, grad in sent
+        )
         return Record(door, leaves, tensors, calls, tuple((name, form) for name, form in returned))
 
 
@@ -87,15 +93,19 @@ def form_of(value: Any, name: str) -> Form:
     if isinstance(value, torch.Tensor):
         return ["tensor", list(value.shape), str(value.dtype)]
     if type(value) in (list, tuple):
-        return ["list" if isinstance(value, list) else "tuple", [form_of(one, name) for one in value]]
+        return [
+            "list" if isinstance(value, list) else "tuple",
+            [form_of(one, name) for one in value],
+        ]
     if type(value) is dict and all(isinstance(key, str) for key in value):
         return ["dict", list(value), [form_of(one, name) for one in value.values()]]
     if value is None or isinstance(value, (bool, int, float, str)):
         return ["plain", value]
     raise UsageError(
-        f"{name} returns a {type(value).__name__}", where=WHERE,
+        f"{name} returns a {type(value).__name__}",
+        where=WHERE,
         hint="modules at which a model is cut return tensors and plain values, in tuples, lists or dicts",
-    )  # fmt: skip
+    )
 
 
 def build(form: Form, tensor: Callable[[tuple[int, ...], torch.dtype], Any]) -> Any:
@@ -106,4 +116,8 @@ def build(form: Form, tensor: Callable[[tuple[int, ...], torch.dtype], Any]) -> 
     if kind == "plain":
         return form[1]
     values = [build(one, tensor) for one in form[-1]]
-    return values if kind == "list" else tuple(values) if kind == "tuple" else dict(zip(form[1], values, strict=True))
+    if kind == "list":
+        return values
+    if kind == "tuple":
+        return tuple(values)
+    return dict(zip(form[1], values, strict=True))

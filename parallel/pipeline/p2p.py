@@ -1,9 +1,10 @@
 """
 Point-to-point connections along pp: tensors go from rank to rank in an order that both ends know.
 
-Each pair of neighbours has two process groups, one for each direction. So what goes up never waits for what comes down,
-on NCCL too, where all transfers of a group pass through one stream; and within a direction the receiver posts its
-receives in the order of the sender's sends. The groups form a ring, or join all with all where a schedule needs it.
+Each pair of neighbours has two process groups, one for each direction. So what goes up never waits
+for what comes down, on NCCL too, where all transfers of a group pass through one stream; and within
+a direction the receiver posts its receives in the order of the sender's sends. The groups form a
+ring, or join all with all where a schedule needs it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class Links:
     """
 
     def __init__(self, axes: Axes, wanted: Iterable[tuple[int, int]]) -> None:
-        self.axes, self.axis = axes, axes[AXIS]
+        self.axes = axes
+        self.axis = axes[AXIS]
         self._groups: dict[tuple[int, int], Any] = {}
         self._sending: list[tuple[Any, torch.Tensor, str]] = []
         size = self.axis.size
@@ -60,8 +62,8 @@ class Links:
         """
         Have each pair exchange an element, in one order on all ranks.
 
-        NCCL joins a pair at its first transfer, and holds both processes up until then: inside a schedule, where either
-        may be waiting for somebody else, that could be for ever.
+        NCCL joins a pair at its first transfer, and holds both processes up until then: inside a
+        schedule, where either may be waiting for somebody else, that could be for ever.
         """
         one = torch.zeros(1, device=self.axes.device)
         for (source, target), group in self._groups.items():
@@ -80,12 +82,17 @@ class Links:
         for tensor in tensors:
             if tensor.numel():
                 plain = tensor.detach().contiguous()
-                work = dist.isend(plain, self.axis.ranks[place], group=self._groups[self.axis.index, place])
+                work = dist.isend(
+                    plain, self.axis.ranks[place], group=self._groups[self.axis.index, place]
+                )
                 self._sending.append((work, plain, label))
                 self._count(plain)
 
     def post(self, shapes: list[tuple[tuple[int, ...], torch.dtype]], place: int) -> Arriving:
-        """Begin to receive tensors from a place; `wait` ends it. Receives are posted in the order of the sends."""
+        """
+        Begin to receive tensors from a place; `wait` ends it. Receives are posted in the order of
+        the sends.
+        """
         found = Arriving([], [])
         for shape, dtype in shapes:
             tensor = torch.empty(shape, dtype=dtype, device=self.axes.device)

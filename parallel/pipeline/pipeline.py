@@ -1,5 +1,6 @@
 """
-`pdrun.Pipeline`: what the user says about stages and their schedule, held against model and mesh before anything runs.
+`pdrun.Pipeline`: what the user says about stages and their schedule, held against model and mesh
+before anything runs.
 """
 
 from __future__ import annotations
@@ -29,11 +30,14 @@ class Pipeline:
 
     Attributes:
         microbatches: pieces of this rank's part of a batch; the rows needn't divide evenly.
-        schedule: "gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v", or one's own (see `parse`).
+        schedule: "gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v", or one's own (see
+            `parse`).
         stages: {glob of modules: stage}; default: by ``balance``.
         chunks: stages a rank; default: 2 for "interleaved" and "zero-bubble-v", else 1.
-        balance: "layers", "parameters", "flops" (which wants ``sample=`` of parallelize) or {glob: cost}.
-        shared: globs of weights that the last stage uses besides the stage of their module (an embedding that is also
+        balance: "layers", "parameters", "flops" (which wants ``sample=`` of parallelize) or {glob:
+            cost}.
+        shared: globs of weights that the last stage uses besides the stage of their module (an
+            embedding that is also
             the output layer by ``h @ self.embedding.weight.T``), or {glob: stages}. Ties by assignment need no word.
         dynamic: announce every micro-batch anew, for models whose branches depend on the data.
     """
@@ -48,21 +52,37 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         for name, value in (("microbatches", self.microbatches), ("chunks", self.chunks)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            if value is not None and (
+                isinstance(value, bool) or not isinstance(value, int) or value < 1
+            ):
                 raise UsageError(f"{name}={value!r} is no count of at least 1", where=WHERE)
         if not isinstance(self.schedule, Sequence):
             raise UsageError(
-                f"schedule={self.schedule!r} is none", where=WHERE, hint=f"one of {', '.join(DEFAULT_CHUNKS)}"
+                f"schedule={self.schedule!r} is none",
+                where=WHERE,
+                hint=f"one of {', '.join(DEFAULT_CHUNKS)}",
             )
         if self.stages is not None and not isinstance(self.stages, Mapping):
-            raise UsageError(f"stages={self.stages!r} is no dict", where=WHERE, hint='stages={"blocks.[0-3]": 0}')
+            raise UsageError(
+                f"stages={self.stages!r} is no dict", where=WHERE, hint='stages={"blocks.[0-3]": 0}'
+            )
         if not isinstance(self.balance, (str, Mapping)):
             raise UsageError(f"balance={self.balance!r}", where=WHERE, hint=BALANCE)
         for glob, cost in self.balance.items() if isinstance(self.balance, Mapping) else ():
-            if isinstance(cost, bool) or not isinstance(cost, (int, float)) or not 0 <= cost < math.inf:
-                raise UsageError(f"balance: the cost of {glob!r} is {cost!r}", where=WHERE, hint="a number, 0 or more")
+            if (
+                isinstance(cost, bool)
+                or not isinstance(cost, (int, float))
+                or not 0 <= cost < math.inf
+            ):
+                raise UsageError(
+                    f"balance: the cost of {glob!r} is {cost!r}",
+                    where=WHERE,
+                    hint="a number, 0 or more",
+                )
         if not isinstance(self.shared, (Sequence, Mapping)):
-            raise UsageError(f"shared={self.shared!r} is no list", where=WHERE, hint='shared=["emb.weight"]')
+            raise UsageError(
+                f"shared={self.shared!r} is no list", where=WHERE, hint='shared=["emb.weight"]'
+            )
         if not isinstance(self.dynamic, bool):
             raise UsageError(f"dynamic={self.dynamic!r} is neither True nor False", where=WHERE)
 
@@ -71,10 +91,17 @@ class Pipeline:
         Return the schedule for a number of ranks along pp.
 
         Raises:
-            UsageError: an unknown or unsound one, or one that doesn't fit ranks, chunks and micro-batches.
+            UsageError: an unknown or unsound one, or one that doesn't fit ranks, chunks and
+                micro-batches.
         """
-        if isinstance(self.schedule, str) and "\n" not in self.schedule and self.schedule.strip() != "":
-            named = self.schedule in DEFAULT_CHUNKS or not any(kind in self.schedule for kind in "FBIW")
+        if (
+            isinstance(self.schedule, str)
+            and "\n" not in self.schedule
+            and self.schedule.strip() != ""
+        ):
+            named = self.schedule in DEFAULT_CHUNKS or not any(
+                kind in self.schedule for kind in "FBIW"
+            )
             if named:
                 return self._named(self.schedule, ranks)
         found = parse(self.schedule)
@@ -82,7 +109,11 @@ class Pipeline:
         said = {"pp": (ranks, found.ranks), "microbatches": (self.microbatches, found.microbatches)}
         if self.chunks is not None:
             said["chunks"] = (self.chunks, found.stages // found.ranks)
-        wrong = [f"{name}={mine}, the schedule has {its}" for name, (mine, its) in said.items() if mine != its]
+        wrong = [
+            f"{name}={mine}, the schedule has {its}"
+            for name, (mine, its) in said.items()
+            if mine != its
+        ]
         if wrong:
             raise UsageError("; ".join(wrong), where=WHERE)
         return found
@@ -92,8 +123,10 @@ class Pipeline:
         if self.microbatches < ranks and name != "gpipe":
             raise UsageError(
                 f"microbatches={self.microbatches} is less than pp={ranks}: {name} has each stage work on a micro-batch"
-                " of its own", where=WHERE, hint=f'microbatches={ranks} or more, or schedule="gpipe"',
-            )  # fmt: skip
+                " of its own",
+                where=WHERE,
+                hint=f'microbatches={ranks} or more, or schedule="gpipe"',
+            )
         validate(found)
         return found
 
@@ -109,7 +142,8 @@ class Pipeline:
 
     def apply(self, model: nn.Module, axes: Axes, sample: Any) -> tuple[nn.Module, Runner]:
         """
-        Return this rank's stage of a model and what drives it; see `pdrun.parallel.training.driver.Pipeline`.
+        Return this rank's stage of a model and what drives it; see
+        `pdrun.parallel.training.driver.Pipeline`.
 
         Raises:
             UsageError: the model can't be cut as was said.

@@ -1,7 +1,8 @@
 """
 Carrying a schedule out: this rank's actions in their order.
 
-The target of a micro-batch is part of its batch, on every rank, and so never meets another's output.
+The target of a micro-batch is part of its batch, on every rank, and so never meets another's
+output.
 """
 
 from __future__ import annotations
@@ -41,11 +42,16 @@ class Runner:
         dynamic: announce every micro-batch anew: for models whose branches depend on the data.
     """
 
-    def __init__(self, schedule: Schedule, stages: Stages, links: Links, dynamic: bool = False) -> None:
-        self.schedule, self.stages = schedule, stages
+    def __init__(
+        self, schedule: Schedule, stages: Stages, links: Links, dynamic: bool = False
+    ) -> None:
+        self.schedule = schedule
+        self.stages = stages
         self.traffic = Traffic(schedule, links, dynamic)
         self._row = schedule.rows[links.axis.index]
-        ends = {action.stage: place for place, action in enumerate(self._row) if action.kind in "BW"}
+        ends = {
+            action.stage: place for place, action in enumerate(self._row) if action.kind in "BW"
+        }
         self._mine = sorted(ends, key=lambda stage: -ends[stage])
         """The stages of this rank, as chunks 0, 1, ...: chunk 0 is done last."""
         self._owner = {
@@ -67,7 +73,10 @@ class Runner:
         return self.schedule.splits
 
     def chunk_of(self, name: str) -> int:
-        """Return in which of this rank's chunks a weight is; one that several stages use belongs to chunk 0."""
+        """
+        Return in which of this rank's chunks a weight is; one that several stages use belongs to
+        chunk 0.
+        """
         return self._owner.get(self.stages.held[name], 0)
 
     def users_of(self, name: str) -> tuple[int, ...]:
@@ -77,16 +86,22 @@ class Runner:
     def check_units(self, names: Sequence[str]) -> None:
         """Refuse modules around others that lie on several stages; see `Driver.check_units`."""
         for name in names:
-            inside = [at for unit, at in self.stages.cut.units.items() if f"{unit}.".startswith(f"{name}.")]
+            inside = [
+                at
+                for unit, at in self.stages.cut.units.items()
+                if f"{unit}.".startswith(f"{name}.")
+            ]
             if len(set(inside)) > 1:
                 what = f"the unit {name} lies on the stages {min(inside)} to {max(inside)}"
-                raise UsageError(what, where=WHERE, hint="units= of modules that lie on one stage each")
+                raise UsageError(
+                    what, where=WHERE, hint="units= of modules that lie on one stage each"
+                )
 
     def explain(self) -> str:
         """Return the stages, their shares and the schedule in words."""
         return describe(self.schedule, self.stages.cut)
 
-    # ---- a step --------------------------------------------------------------------------------------------------
+    # ---- a step -------------------------------------------------------------
 
     def passes(self, run: Run, micros: Sequence[MicroBatch]) -> torch.Tensor:
         """
@@ -102,7 +117,9 @@ class Runner:
         sums = torch.zeros(len(micros), 2, dtype=wide_type(run.device), device=run.device)
         done: dict[tuple[int, bool], int] = {}
         for place, action in enumerate(self._row):
-            for soon in self._row[place : place + 2]:  # what the next action needs travels during this one
+            for soon in self._row[
+                place : place + 2
+            ]:  # what the next action needs travels during this one
                 self.traffic.post(soon, self._live, wait=soon is action)
             if action.kind == "F":
                 told = self._forward(run, action, micros[action.micro])
@@ -130,7 +147,9 @@ class Runner:
             for stage in sorted(self._mine):
                 for micro in micros:
                     action = Action(stage, "F", micro.place)
-                    _, sent, tensors, output = self._stage(run, action, micro, self.traffic.take_forward(action))
+                    _, sent, tensors, output = self._stage(
+                        run, action, micro, self.traffic.take_forward(action)
+                    )
                     if sent is not None:
                         self.traffic.send_on(action, sent, tensors)
                     elif micro.weight:
@@ -145,56 +164,81 @@ class Runner:
         self._batches = [run.here(micro.batch) for micro in micros]
         self.traffic.begin(self._batches, run.model.training)
 
-    # ---- forward -------------------------------------------------------------------------------------------------
+    # ---- forward ------------------------------------------------------------
 
-    def _forward(self, run: Run, action: Action, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def _forward(
+        self, run: Run, action: Action, micro: MicroBatch
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Do a forward; return the loss's sum and count on the last stage."""
-        (told, taken), sent, tensors, output = self._stage(run, action, micro, self.traffic.take(action), judge=True)
+        (told, taken), sent, tensors, output = self._stage(
+            run, action, micro, self.traffic.take(action), judge=True
+        )
         work = self._live[action.stage, action.micro] = Work(told, taken, sent)
         if sent is not None:
             self.traffic.send_on(action, sent, tensors)
             pairs = zip(sent.sent, tensors, strict=True)
-            work.roots = [get_gradient_edge(x) for one, x in pairs if one.grad]  # the tensors themselves may go
+            work.roots = [
+                get_gradient_edge(x) for one, x in pairs if one.grad
+            ]  # the tensors themselves may go
             return None
         total, count = output
         check_trains(total)
         if not micro.weight:
-            total, count = total * 0.0, count * 0.0
+            total = total * 0.0
+            count = count * 0.0
         work.roots = [total]
         return total.detach().to(wide_type(run.device)), count.to(wide_type(run.device))
 
     def _stage(
         self, run: Run, action: Action, micro: MicroBatch, came: Came, judge: bool = False
     ) -> tuple[Came, Record | None, list[torch.Tensor], Any]:
-        """Run a stage's part of the model; return what it sends on, and on the last stage the output or its loss."""
+        """
+        Run a stage's part of the model; return what it sends on, and on the last stage the output
+        or its loss.
+        """
         told, taken = came
         batch = self._batches[micro.place]
         if told is not None:
             for one, tensor in zip(told.sent, taken, strict=True):
                 tensor.requires_grad_(one.grad)
-        part, calls = self._mine.index(action.stage), told.calls if told else 0
+        part = self._mine.index(action.stage)
+        calls = told.calls if told else 0
         # what lies before this stage's part in forward may have drawn numbers for blanks
-        again = partial(run.dice.throw, run.steps, micro.index, micro.rows, run.device, part=part, calls=calls)
-        one_pass = Pass(self.stages, action.stage, batch, told, taken, again if told else lambda: None)
+        again = partial(
+            run.dice.throw, run.steps, micro.index, micro.rows, run.device, part=part, calls=calls
+        )
+        one_pass = Pass(
+            self.stages, action.stage, batch, told, taken, again if told else lambda: None
+        )
         last = action.stage == self.schedule.stages - 1
-        weights, split = run.engine.forward(part, micro.place), self.schedule.splits and torch.is_grad_enabled()
+        weights = run.engine.forward(part, micro.place)
+        split = self.schedule.splits and torch.is_grad_enabled()
         with weights, run.around(micro, part, calls), deferred.splitting(split):
             output = self.stages.run(one_pass, lambda: run.objective.output(run.model, batch))
             if last and judge:
                 output = run.objective.judge(output, batch, max(len(micro.rows), 1))
         return came, None if last else one_pass.told(run.dice.calls), one_pass.outputs, output
 
-    # ---- backward ------------------------------------------------------------------------------------------------
+    # ---- backward -----------------------------------------------------------
 
     def _backward(self, run: Run, action: Action, first: bool, last: bool) -> None:
-        """Do a backward, or one of its parts; ``first`` and ``last`` are among those that end one of the stage."""
-        work, chunk = self._live[action.stage, action.micro], self._mine.index(action.stage)
+        """
+        Do a backward, or one of its parts; ``first`` and ``last`` are among those that end one of
+        the stage.
+        """
+        work = self._live[action.stage, action.micro]
+        chunk = self._mine.index(action.stage)
         if action.kind == "W":
             self._weights(run, action, work, first, last)
             return
-        roots, work.roots = work.roots, []
-        grads: list[torch.Tensor | None] = [None] if work.sent is None else [*self.traffic.take(action)[1]]
-        if action.kind == "I" or any(self._owner[weight] != chunk for weight in self.stages.weights[action.stage]):
+        roots = work.roots
+        work.roots = []
+        grads: list[torch.Tensor | None] = (
+            [None] if work.sent is None else [*self.traffic.take(action)[1]]
+        )
+        if action.kind == "I" or any(
+            self._owner[weight] != chunk for weight in self.stages.weights[action.stage]
+        ):
             self._input(run, action, work, roots, grads)
             self.traffic.send_back(action, work)
             if action.kind == "B":
@@ -209,18 +253,28 @@ class Runner:
             run.engine.backward_done()
         del self._live[action.stage, action.micro]
 
-    def _input(self, run: Run, action: Action, work: Work, roots: list[Any], grads: list[torch.Tensor | None]) -> None:
+    def _input(
+        self,
+        run: Run,
+        action: Action,
+        work: Work,
+        roots: list[Any],
+        grads: list[torch.Tensor | None],
+    ) -> None:
         """Go backward for the input, and keep what is left to do for the weights."""
         if work.sent is None and run.scale is not None:
             roots = [root * run.scale.value for root in roots]
         inputs = [x for x in work.taken if x.requires_grad]
         weights = list(dict.fromkeys(self.stages.weights[action.stage]))
-        chunk, last = self._mine.index(action.stage), action == self._final[action.stage]
+        chunk = self._mine.index(action.stage)
+        last = action == self._final[action.stage]
         with run.engine.backward(chunk, action.micro, last, for_input=True):
             if not roots or not (inputs or weights):
                 return
             with run.computing():  # forwards may be computed again
-                found, work.later = deferred.backward_input(roots, grads, inputs, weights, self.schedule.splits)
+                found, work.later = deferred.backward_input(
+                    roots, grads, inputs, weights, self.schedule.splits
+                )
             for x, grad in zip(inputs, found, strict=True):
                 x.grad = grad
 
@@ -240,7 +294,11 @@ class Runner:
 
     def _borrowed(self, chunk: int) -> dict[nn.Parameter, torch.Tensor]:
         """Return what other chunks have computed for a chunk's weights."""
-        return {weight: self._extra.pop(weight) for weight in list(self._extra) if self._owner[weight] == chunk}
+        return {
+            weight: self._extra.pop(weight)
+            for weight in list(self._extra)
+            if self._owner[weight] == chunk
+        }
 
 
 def _add(found: dict[nn.Parameter, torch.Tensor], weight: nn.Parameter, grad: torch.Tensor) -> None:

@@ -1,11 +1,12 @@
 """
 Which module belongs to which stage, by name.
 
-A model is seen as a row of *units*, in the order in which its modules were defined: the members of its outermost lists
-(``ModuleList``, ``Sequential``), and whatever modules with weights lie beside these. The row is cut into stages by
-number of list members, by cost, or as the user's map says. Modules without weights and buffers belong to no stage and
-run wherever they are called. Weights that lie directly on a module around the units (a position embedding on the model
-itself) are held by every stage, since who uses them can't be seen.
+A model is seen as a row of *units*, in the order in which its modules were defined: the members of
+its outermost lists (``ModuleList``, ``Sequential``), and whatever modules with weights lie beside
+these. The row is cut into stages by number of list members, by cost, or as the user's map says.
+Modules without weights and buffers belong to no stage and run wherever they are called. Weights
+that lie directly on a module around the units (a position embedding on the model itself) are held
+by every stage, since who uses them can't be seen.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ class Split:
     def shares(self) -> tuple[float, ...]:
         """Share of the cost of each stage; they add up to 1."""
         total = sum(self.costs.values()) or 1.0
-        sums = [sum(self.costs[name] for name, at in self.units.items() if at == stage) for stage in range(self.stages)]
+        sums = [
+            sum(self.costs[name] for name, at in self.units.items() if at == stage)
+            for stage in range(self.stages)
+        ]
         return tuple(value / total for value in sums)
 
     def holders(self, weight: str) -> tuple[int, ...]:
@@ -75,28 +79,39 @@ def split(
     Cut a model into stages.
 
     Args:
-        by: stage of modules or loose weights, by glob; what matches none goes with the unit before it.
-        balance: "layers": members of lists, evenly; "parameters" or "flops": least possible largest number of weights,
+        by: stage of modules or loose weights, by glob; what matches none goes with the unit before
+            it.
+        balance: "layers": members of lists, evenly; "parameters" or "flops": least possible largest
+            number of weights,
             or of operations; or the cost of units by glob, 0 for those that match none.
-        shared: weights that other modules than their own use: those stages hold them too (of a sequence: the last).
+        shared: weights that other modules than their own use: those stages hold them too (of a
+            sequence: the last).
 
         sample: a batch, for "flops".
 
     Raises:
-        UsageError: names that match nothing, stages that don't exist or get nothing, or fewer units than stages.
+        UsageError: names that match nothing, stages that don't exist or get nothing, or fewer units
+            than stages.
     """
     if by is not None and balance != "layers":
-        raise UsageError("stages= says where modules go; balance= has nothing to do then", where=WHERE)
+        raise UsageError(
+            "stages= says where modules go; balance= has nothing to do then", where=WHERE
+        )
     said = _Map(by or {}, model)
     names, free, loose = _units(model, said)
     costs = _costs(model, names, balance, sample)
     if by is not None:
         units, pinned = _by_map(model, names, loose, stages, said)
     else:
-        units, pinned = _by_cost(model, names, stages, costs, balance), {}
+        units = _by_cost(model, names, stages, costs, balance)
+        pinned = {}
     for stage in range(stages):
         if stage not in units.values():
-            raise UsageError(f"stage {stage} of {stages} has no module", where=WHERE, hint="every stage needs one")
+            raise UsageError(
+                f"stage {stage} of {stages} has no module",
+                where=WHERE,
+                hint="every stage needs one",
+            )
     every = tuple(range(stages))
     held = {name: (pinned[name],) if name in pinned else every for name in loose}
     found = Split(stages, units, costs, held, tuple(free))
@@ -113,35 +128,48 @@ def _has_state(module: nn.Module) -> bool:
 
 
 class _Map:
-    """A user's map from globs to stages; what holds of a module holds of all inside it, unless more is said."""
+    """
+    A user's map from globs to stages; what holds of a module holds of all inside it, unless more is
+    said.
+    """
 
     def __init__(self, by: Globs, model: nn.Module) -> None:
         self.by = by
         self._known: dict[str, tuple[str | None, bool, frozenset[str]]] = {}
-        self._names = [name for name, _ in model.named_modules(remove_duplicate=False) if name] if by else []
+        self._names = (
+            [name for name, _ in model.named_modules(remove_duplicate=False) if name] if by else []
+        )
 
     def stage(self, name: str) -> int | None:
         """
-        Return the stage that a module or weight is given, by its own name or that of a module around it.
+        Return the stage that a module or weight is given, by its own name or that of a module
+        around it.
 
-        A name that is spelt out counts more than a glob, of globs the first. What matches a module around it as well
-        (the ``*`` of "blocks.*" matches "0.attn", too) has had its say there.
+        A name that is spelt out counts more than a glob, of globs the first. What matches a module
+        around it as well (the ``*`` of "blocks.*" matches "0.attn", too) has had its say there.
         """
         glob, _, _ = self._placed(name)
         return None if glob is None else self.by[glob]
 
     def _placed(self, name: str) -> tuple[str | None, bool, frozenset[str]]:
-        """Return what places a module, whether by a name spelt out, and all that match it or a module around it."""
+        """
+        Return what places a module, whether by a name spelt out, and all that match it or a module
+        around it.
+        """
         if not name:
             return None, False, frozenset()
         if name not in self._known:
             glob, spelt, seen = self._placed(name.rpartition(".")[0])
-            new = [other for other in self.by if other not in seen and fnmatch.fnmatchcase(name, other)]
+            new = [
+                other for other in self.by if other not in seen and fnmatch.fnmatchcase(name, other)
+            ]
             order = list(self.by)
             if name in self.by:
-                glob, spelt = name, True
+                glob = name
+                spelt = True
             elif new and (glob is None or spelt or order.index(new[0]) < order.index(glob)):
-                glob, spelt = new[0], False
+                glob = new[0]
+                spelt = False
             self._known[name] = glob, spelt, seen.union(new)
         return self._known[name]
 
@@ -165,7 +193,10 @@ def _units(model: nn.Module, by: _Map) -> tuple[list[str], list[str], list[str]]
         elif not _has_state(module) and not (said and by.cuts(name)):
             free.append(name)
         elif not name or not callable_ or by.cuts(name) or (not inside and _holds_list(module)):
-            loose.extend(f"{name}.{own}" if name else own for own, _ in module.named_parameters(recurse=False))
+            loose.extend(
+                f"{name}.{own}" if name else own
+                for own, _ in module.named_parameters(recurse=False)
+            )
             for child, each in module.named_children():
                 walk(each, f"{name}.{child}" if name else child, inside or _is_list(module))
         else:
@@ -180,10 +211,15 @@ def _holds_list(module: nn.Module) -> bool:
     return any(_is_list(each) and _has_state(each) for each in module.modules())
 
 
-def _costs(model: nn.Module, names: Sequence[str], balance: str | Mapping[str, float], sample: Any) -> dict[str, float]:
+def _costs(
+    model: nn.Module, names: Sequence[str], balance: str | Mapping[str, float], sample: Any
+) -> dict[str, float]:
     if balance == "flops":
         return flops.count(model, names, sample)
-    sizes = {name: float(sum(param.numel() for param in model.get_submodule(name).parameters())) for name in names}
+    sizes = {
+        name: float(sum(param.numel() for param in model.get_submodule(name).parameters()))
+        for name in names
+    }
     if isinstance(balance, str):
         if balance not in ("layers", "parameters"):
             raise UsageError(f"balance={balance!r}", where=WHERE, hint=BALANCE)
@@ -192,13 +228,19 @@ def _costs(model: nn.Module, names: Sequence[str], balance: str | Mapping[str, f
     if missing:
         raise _unknown("balance", missing, names)
     return {
-        name: float(next((cost for glob, cost in balance.items() if fnmatch.fnmatchcase(name, glob)), 0.0))
+        name: float(
+            next((cost for glob, cost in balance.items() if fnmatch.fnmatchcase(name, glob)), 0.0)
+        )
         for name in names
     }
 
 
 def _by_cost(
-    model: nn.Module, names: list[str], stages: int, costs: dict[str, float], balance: str | Mapping[str, float]
+    model: nn.Module,
+    names: list[str],
+    stages: int,
+    costs: dict[str, float],
+    balance: str | Mapping[str, float],
 ) -> dict[str, int]:
     if balance != "layers":
         parts = balanced([costs[name] for name in names], stages)
@@ -206,11 +248,13 @@ def _by_cost(
     layers = [name for name in names if _is_list(model.get_submodule(name.rpartition(".")[0]))]
     if not layers:
         raise UsageError(
-            f"{type(model).__name__} has no ModuleList or Sequential whose members could be shared out", where=WHERE,
+            f"{type(model).__name__} has no ModuleList or Sequential whose members could be shared out",
+            where=WHERE,
             hint='stages={"module": stage, ...} says where modules go',
-        )  # fmt: skip
+        )
     at = {layers[i]: stage for stage, part in enumerate(even(len(layers), stages)) for i in part}
-    found, stage = {}, 0
+    found = {}
+    stage = 0
     for name in names:
         stage = found[name] = at.get(name, stage)
     return found
@@ -222,7 +266,10 @@ def _by_map(
     """Return the stages of units, and of loose weights that the map names."""
     for glob, stage in said.by.items():
         if isinstance(stage, bool) or not isinstance(stage, int) or not 0 <= stage < stages:
-            raise UsageError(f"{glob!r} goes to stage {stage!r}, and the stages are 0 to {stages - 1}", where=WHERE)
+            raise UsageError(
+                f"{glob!r} goes to stage {stage!r}, and the stages are 0 to {stages - 1}",
+                where=WHERE,
+            )
     known = [*(name for name, _ in model.named_modules(remove_duplicate=False) if name), *loose]
     missing = [glob for glob in said.by if not fnmatch.filter(known, glob)]
     if missing:
@@ -240,10 +287,16 @@ def _unknown(what: str, missing: Sequence[str], known: Sequence[str]) -> UsageEr
     hints = " ".join(filter(None, (did_you_mean(name, known) for name in missing)))
     hints = hints or f"there are, for example, {', '.join(known[:4])}"
     told = ", ".join(repr(name) for name in missing)
-    return UsageError(f"{what}: {told} match{'es' * (len(missing) == 1)} nothing in the model", where=WHERE, hint=hints)
+    return UsageError(
+        f"{what}: {told} match{'es' * (len(missing) == 1)} nothing in the model",
+        where=WHERE,
+        hint=hints,
+    )
 
 
-def _share(model: nn.Module, found: Split, shared: Mapping[str, Sequence[int]] | Sequence[str]) -> None:
+def _share(
+    model: nn.Module, found: Split, shared: Mapping[str, Sequence[int]] | Sequence[str]
+) -> None:
     """Have more stages than its unit's hold a weight."""
     if isinstance(shared, str):
         shared = (shared,)

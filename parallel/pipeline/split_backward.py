@@ -1,10 +1,11 @@
 """
-Backward in two parts, for zero-bubble schedules: first for the input, which another stage waits for, later for weights.
+Backward in two parts, for zero-bubble schedules: first for the input, which another stage waits
+for, later for weights.
 
 The work of a backward lies in matrix products. While a stage that splits its backward computes,
-``torch.nn.functional.linear`` (which ``nn.Linear`` calls) leaves the product for its weight undone and notes what it
-takes; `Later.finish` does it. The gradients of all other weights (norms, biases, embeddings, convolutions) are computed
-in the first part and kept until the second.
+``torch.nn.functional.linear`` (which ``nn.Linear`` calls) leaves the product for its weight undone
+and notes what it takes; `Later.finish` does it. The gradients of all other weights (norms, biases,
+embeddings, convolutions) are computed in the first part and kept until the second.
 """
 
 from __future__ import annotations
@@ -32,8 +33,11 @@ class Later:
         products: those that aren't.
     """
 
-    def __init__(self, grads: dict[torch.nn.Parameter, torch.Tensor], products: list[Product]) -> None:
-        self.grads, self.products = grads, products
+    def __init__(
+        self, grads: dict[torch.nn.Parameter, torch.Tensor], products: list[Product]
+    ) -> None:
+        self.grads = grads
+        self.products = products
 
     def finish(self) -> dict[torch.nn.Parameter, torch.Tensor]:
         """Return the gradient of each weight."""
@@ -46,7 +50,9 @@ class Later:
 
 @contextmanager
 def splitting(wanted: bool = True) -> Iterator[None]:
-    """While this lasts, linear layers can put the gradients of their weights off, if that is wanted."""
+    """
+    While this lasts, linear layers can put the gradients of their weights off, if that is wanted.
+    """
     functional.linear = _linear if wanted else _plain  # type: ignore[assignment]
     try:
         yield
@@ -55,9 +61,12 @@ def splitting(wanted: bool = True) -> Iterator[None]:
 
 
 def backward_input(
-    tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor],
-    weights: Sequence[torch.nn.Parameter], split: bool,
-) -> tuple[list[torch.Tensor | None], Later]:  # fmt: skip
+    tensors: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor | None],
+    inputs: Sequence[torch.Tensor],
+    weights: Sequence[torch.nn.Parameter],
+    split: bool,
+) -> tuple[list[torch.Tensor | None], Later]:
     """
     Go backward from some tensors as far as the inputs.
 
@@ -74,12 +83,20 @@ def backward_input(
             found = torch.autograd.grad(tensors, [*inputs, *weights], grads, allow_unused=True)
     finally:
         _noting.pop()
-    known = {weight: grad for weight, grad in zip(weights, found[len(inputs) :], strict=True) if grad is not None}
+    known = {
+        weight: grad
+        for weight, grad in zip(weights, found[len(inputs) :], strict=True)
+        if grad is not None
+    }
     return list(found[: len(inputs)]), Later(known, products)
 
 
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    ours = isinstance(weight, torch.nn.Parameter) and weight.requires_grad and torch.is_grad_enabled()
+def _linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    ours = (
+        isinstance(weight, torch.nn.Parameter) and weight.requires_grad and torch.is_grad_enabled()
+    )
     if not ours or x.dim() < 2 or type(x) is not torch.Tensor:
         return _plain(x, weight, bias)
     return _Linear.apply(x, weight, bias)
@@ -87,9 +104,12 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.nn.Parameter, bias: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.nn.Parameter, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.weight, ctx.bias = weight, bias is not None
+        ctx.weight = weight
+        ctx.bias = bias is not None
         return _plain(x, weight, bias).data  # no view of a product: it may be changed in place
 
     @staticmethod

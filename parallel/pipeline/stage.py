@@ -6,10 +6,11 @@ A stage of a plain model: the model's own ``forward``, of which only this stage'
     its other modules               compute; where they are given a blank again that has been replaced, it is replaced
     a later stage's first module    ends the pass: the arguments of its call are what this stage sends on
 
-So nothing is traced and nothing is rewritten: branches, loops and whatever lies between modules run as they stand, and
-inputs such as masks and positions come from the batch, on every stage. What can't be right is found out: a computation
-on blanks yields blanks (they are torch's fake tensors), and a blank that reaches a module of this stage, the loss, or
-the next stage is an error which names it; a branch on the value of one is an error, too.
+So nothing is traced and nothing is rewritten: branches, loops and whatever lies between modules run
+as they stand, and inputs such as masks and positions come from the batch, on every stage. What
+can't be right is found out: a computation on blanks yields blanks (they are torch's fake tensors),
+and a blank that reaches a module of this stage, the loss, or the next stage is an error which names
+it; a branch on the value of one is an error, too.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ class Graphed(Protocol):
     """What a model has in ``_pdrun_engine`` whose forward is one graph."""
 
     def split(self) -> Split | None:
-        """Return which module is on which stage, with the weights that each stage holds; None: as `split` says."""
+        """
+        Return which module is on which stage, with the weights that each stage holds; None: as
+        `split` says.
+        """
         ...
 
     def enter(self, stages: Stages) -> None:
@@ -47,7 +51,10 @@ class Graphed(Protocol):
 
 
 class Left(BaseException):
-    """The forward pass has come to the next stage's first module. Not an Exception, so that no model catches it."""
+    """
+    The forward pass has come to the next stage's first module. Not an Exception, so that no model
+    catches it.
+    """
 
 
 class Stages:
@@ -61,8 +68,12 @@ class Stages:
         device: of the model.
     """
 
-    def __init__(self, model: nn.Module, cut: Split, mine: Iterable[int], device: torch.device) -> None:
-        self.cut, self.mine, self.device = cut, tuple(mine), device
+    def __init__(
+        self, model: nn.Module, cut: Split, mine: Iterable[int], device: torch.device
+    ) -> None:
+        self.cut = cut
+        self.mine = tuple(mine)
+        self.device = device
         self.blank = FakeTensorMode(allow_non_fake_inputs=True)
         self.current: Pass | None = None
         self.weights: dict[int, list[nn.Parameter]] = {stage: [] for stage in self.mine}
@@ -79,11 +90,15 @@ class Stages:
             module._pdrun_unit = Unit(self, name, stage)
             module.__class__ = staged(type(module))
             if stage in self.weights:
-                self.weights[stage] += [param for param in module.parameters() if param.requires_grad]
+                self.weights[stage] += [
+                    param for param in module.parameters() if param.requires_grad
+                ]
             else:
                 self._empty(name, module)
         self._loose(model)
-        self.held = {names[name]: param for name, param in model.named_parameters(remove_duplicate=False)}
+        self.held = {
+            names[name]: param for name, param in model.named_parameters(remove_duplicate=False)
+        }
         """The weights of this rank, by the first of the names that they have in the whole model."""
         self.users = {name: sorted(holders[name] & set(self.mine)) for name in self.held}
         """The stages of this rank that compute with each."""
@@ -104,7 +119,9 @@ class Stages:
             seen[id(module)] = name
 
     def _empty(self, unit: str, module: nn.Module) -> None:
-        """Take the weights and buffers of another stage's module, but for those that this rank shares."""
+        """
+        Take the weights and buffers of another stage's module, but for those that this rank shares.
+        """
         for inner, each in module.named_modules(remove_duplicate=False):
             prefix = f"{unit}.{inner}." if inner else f"{unit}."
             gone = each.__dict__.setdefault("_pdrun_absent", {})
@@ -147,7 +164,9 @@ class Stages:
         """
         if self.current is None:
             what = f"the model is cut into {self.cut.stages} stages, and this rank has {list(self.mine)}"
-            raise UsageError(what, where=WHERE, hint="run.step and run.evaluate run a model in stages")
+            raise UsageError(
+                what, where=WHERE, hint="run.step and run.evaluate run a model in stages"
+            )
         return self.current
 
     def run(self, one: Pass, forward: Callable[[], Any]) -> Any:
@@ -165,8 +184,9 @@ class Stages:
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise UsageError(
                 f"stage {one.stage} of the model looks at a value that stage {one.stage - 1} or one before computed",
-                where=WHERE, hint="what a forward decides on must come from the batch, or happen inside a module",
-            ) from error  # fmt: skip
+                where=WHERE,
+                hint="what a forward decides on must come from the batch, or happen inside a module",
+            ) from error
         finally:
             self.current = None
         return one.returns(output)
@@ -188,12 +208,23 @@ class Pass:
     """
 
     def __init__(
-        self, stages: Stages, stage: int, batch: Any, record: Record | None, tensors: list[torch.Tensor],
+        self,
+        stages: Stages,
+        stage: int,
+        batch: Any,
+        record: Record | None,
+        tensors: list[torch.Tensor],
         entered: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
-        self.stages, self.stage, self.record, self.tensors = stages, stage, record, tensors
-        self._entered, self._inside = entered, False
-        self._given = {id(leaf) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)}
+    ) -> None:
+        self.stages = stages
+        self.stage = stage
+        self.record = record
+        self.tensors = tensors
+        self._entered = entered
+        self._inside = False
+        self._given = {
+            id(leaf) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)
+        }
         self._returned: list[tuple[str, Form]] = list(record.returned) if record else []
         self._forms: dict[tuple[str, int], Form] = {}
         calls = Counter[str]()
@@ -204,14 +235,18 @@ class Pass:
         self._swaps: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
         self.read: list[str] = []
         self.outputs: list[torch.Tensor] = []
-        self._door, self._leaves, self._sent = "", 0, list[Sent]()
+        self._door = ""
+        self._leaves = 0
+        self._sent = list[Sent]()
         self._graph = False
 
     def told(self, calls: int) -> Record:
         """Return what to tell the next stage."""
         return Record(self._door, self._leaves, tuple(self._sent), calls, tuple(self._returned))
 
-    def call(self, unit: Unit, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(
+        self, unit: Unit, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Do what the call of a unit means in this stage."""
         if self._graph:  # which has this stage's units called, and no others
             return inner(*args, **kwargs)
@@ -229,7 +264,8 @@ class Pass:
         Go through this stage of a model that is one graph.
 
         Args:
-            compute: takes what the stage before has sent; returns tensors to send on, on the last stage the results.
+            compute: takes what the stage before has sent; returns tensors to send on, on the last
+                stage the results.
 
         Raises:
             UsageError: the model was called before in this pass.
@@ -243,7 +279,9 @@ class Pass:
         if self.stage == self.stages.cut.stages - 1:
             return made
         self._door, self._leaves = "the graph's next part", len(made)
-        self._sent = [Sent(place, tuple(x.shape), x.dtype, x.requires_grad) for place, x in enumerate(made)]
+        self._sent = [
+            Sent(place, tuple(x.shape), x.dtype, x.requires_grad) for place, x in enumerate(made)
+        ]
         self.outputs = made
         raise Left
 
@@ -252,10 +290,12 @@ class Pass:
         key = (unit.name, self._blanked[unit.name])
         if self._inside or key not in self._forms:
             raise UsageError(
-                f"{unit.name} is of stage {unit.stage} and is called " + ("after" if self._inside else "in")
-                + f" stage {self.stage}'s part of this micro-batch, and not before", where=WHERE,
+                f"{unit.name} is of stage {unit.stage} and is called "
+                + ("after" if self._inside else "in")
+                + f" stage {self.stage}'s part of this micro-batch, and not before",
+                where=WHERE,
                 hint="stages={glob: stage} in the order in which forward calls them",
-            )  # fmt: skip
+            )
         self._blanked[unit.name] += 1
         assert self.record is not None
         value = self.record.blanks.get(key)
@@ -263,7 +303,9 @@ class Pass:
             value = self.record.blanks[key] = build(self._forms[key], self.stages.make)
         return value
 
-    def _enter(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+    def _enter(
+        self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], Any]:
         """Return the arguments with what was received in the place of blanks."""
         leaves, form = pytree.tree_flatten((args, kwargs))
         if not self._inside:
@@ -279,8 +321,9 @@ class Pass:
         if record.door != unit.name or record.leaves != len(leaves):
             raise UsageError(
                 f"stage {self.stage} begins with {unit.name}, and stage {self.stage - 1} ended before {record.door}",
-                where=WHERE, hint="the order in which forward calls modules must follow from the batch alone",
-            )  # fmt: skip
+                where=WHERE,
+                hint="the order in which forward calls modules must follow from the batch alone",
+            )
         for sent, tensor in zip(record.sent, self.tensors, strict=True):
             mine = leaves[sent.index]
             if isinstance(mine, FakeTensor):
@@ -293,7 +336,9 @@ class Pass:
             if isinstance(leaf, FakeTensor):
                 blank, version, real = self._swaps.get(id(leaf), (leaf, -1, leaf))
                 if real is leaf or blank._version != version:
-                    self._refuse(f"{name} of stage {self.stage} takes a value that an earlier stage computed")
+                    self._refuse(
+                        f"{name} of stage {self.stage} takes a value that an earlier stage computed"
+                    )
                 leaf = real
             found.append(leaf)
         return found
@@ -302,14 +347,16 @@ class Pass:
         if self.read:
             names = ", ".join(dict.fromkeys(self.read))
             raise UsageError(
-                f"{what} with {names}, which this stage does not hold", where=WHERE,
+                f"{what} with {names}, which this stage does not hold",
+                where=WHERE,
                 hint=f"shared=[{', '.join(map(repr, dict.fromkeys(self.read)))}] has the last stage hold it too",
-            )  # fmt: skip
+            )
         raise UsageError(
-            f"{what} and does not pass on", where=WHERE,
+            f"{what} and does not pass on",
+            where=WHERE,
             hint="only the arguments of a stage's first module travel: have it take and return the value, or cut"
             " elsewhere with stages={glob: stage}",
-        )  # fmt: skip
+        )
 
     def _leave(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
         """End the pass at the first module of a later stage."""
@@ -326,9 +373,10 @@ class Pass:
         last = self.stages.cut.stages - 1
         if self.stage < last:
             raise UsageError(
-                f"forward ended in stage {self.stage}, without a call of a module of a later one", where=WHERE,
+                f"forward ended in stage {self.stage}, without a call of a module of a later one",
+                where=WHERE,
                 hint="a micro-batch may leave out modules, but not all that follow",
-            )  # fmt: skip
+            )
         leaves, form = pytree.tree_flatten(output)
         if not self._inside:
             raise UsageError(f"forward called no module of stage {self.stage}", where=WHERE)
@@ -336,7 +384,10 @@ class Pass:
 
 
 class _Fresh(torch.autograd.Function):
-    """A received tensor as the model gets it: one that may be changed in place, as what a module returns may be."""
+    """
+    A received tensor as the model gets it: one that may be changed in place, as what a module
+    returns may be.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

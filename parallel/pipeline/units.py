@@ -1,8 +1,9 @@
 """
 Modules at which a model is cut, and modules whose weights lie on another stage.
 
-A module stays the object that it is, under its name, and is still an instance of its class: only its class becomes a
-subclass, which asks the running stage what a call means, and reads weights that aren't here as blanks.
+A module stays the object that it is, under its name, and is still an instance of its class: only
+its class becomes a subclass, which asks the running stage what a call means, and reads weights that
+aren't here as blanks.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ class Unit:
     """What a module at which a model may be cut knows: its name and its stage."""
 
     def __init__(self, stages: Stages, name: str, stage: int) -> None:
-        self.stages, self.name, self.stage = stages, name, stage
+        self.stages = stages
+        self.name = name
+        self.stage = stage
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
         """Return itself."""
@@ -52,8 +55,12 @@ class Staged(Absent):
         if one is not None:
             return one.call(unit, super().__call__, args, kwargs)  # type: ignore[misc]
         if unit.stage not in unit.stages.mine:
-            what = f"{unit.name} is on stage {unit.stage}, and this rank has {list(unit.stages.mine)}"
-            raise UsageError(what, where=WHERE, hint="run.step and run.evaluate run a model in stages")
+            what = (
+                f"{unit.name} is on stage {unit.stage}, and this rank has {list(unit.stages.mine)}"
+            )
+            raise UsageError(
+                what, where=WHERE, hint="run.step and run.evaluate run a model in stages"
+            )
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
 

@@ -43,13 +43,21 @@ class Plan:
     """How many micro-batches are computed at a time."""
     exact: bool
     gather: str | None
-    """How long weights that level 3 gathers stay: for a "pass" or a "step"; None at the other levels."""
+    """
+    How long weights that level 3 gathers stay: for a "pass" or a "step"; None at the other levels.
+    """
     recompute: tuple[str, ...]
     transfers: tuple[dict[str, Any], ...]
-    """What is summed together: names of weights, bytes, into how many shards it is cut, over which axes besides."""
+    """
+    What is summed together: names of weights, bytes, into how many shards it is cut, over which
+    axes besides.
+    """
     layerwise: tuple[str, ...]
     tiles: dict[str, dict[str, Any]]
-    """Weights that are cut over tensor axes: shape of the whole, layout, and axes over which gradients are summed."""
+    """
+    Weights that are cut over tensor axes: shape of the whole, layout, and axes over which gradients
+    are summed.
+    """
     shared: dict[str, tuple[int, ...]]
     """Weights that several stages hold, and these stages."""
 
@@ -100,8 +108,10 @@ def plan_of(run: Run) -> Plan:
 
 def explain(run: Run, batch: Any = None) -> str:
     """Return what the run does, a fact a line."""
-    settings, plan = run.settings, plan_of(run)
-    world, rows = run.axis.world, run.rows.size
+    settings = run.settings
+    plan = plan_of(run)
+    world = run.axis.world
+    rows = run.rows.size
     trained = [weight for weight in run.engine.weights if weight.trained]
     total = sum(weight.numel for weight in trained)
     slices = f"{rows} x {settings.accumulate} = {rows * settings.accumulate} slices"
@@ -115,7 +125,10 @@ def explain(run: Run, batch: Any = None) -> str:
     lines += [GATHERS[settings.gather]] if settings.level == 3 else []
     lines += _model_axes(run, plan)
     lines += [told] if (told := run.driver.explain()) else []
-    lines += [f"tied, counted once: {' = '.join(names)}" for names in tied_names(run.original or run.model)]
+    lines += [
+        f"tied, counted once: {' = '.join(names)}"
+        for names in tied_names(run.original or run.model)
+    ]
     if plan.layerwise:
         lines.append(f"each rank trains by itself: {', '.join(plan.layerwise)}")
     if run.recomputed:
@@ -124,22 +137,31 @@ def explain(run: Run, batch: Any = None) -> str:
         lines.append(f"compiled: {', '.join(run.compiled)}")
     lines.append(_numbers(run))
     if run.objective.plain:
-        lines.append("the loss returns one number: it is taken for the mean over the rows of its slice")
+        lines.append(
+            "the loss returns one number: it is taken for the mean over the rows of its slice"
+        )
     if run.buffers:
         lines.append(f"{len(run.buffers)} buffers; those that a forward pass changes are rank 0's")
     lines += [sent] if (sent := volume.told(run)) else []
     found = memory.estimate(run, batch)
-    lines.append(str(found) + ("; activations are not counted: this is a stage" if run.mesh.pp > 1 else ""))
+    lines.append(
+        str(found) + ("; activations are not counted: this is a stage" if run.mesh.pp > 1 else "")
+    )
     return "\n".join(lines)
 
 
 def _model_axes(run: Run, plan: Plan) -> list[str]:
-    """Return what is cut over the model axes, and what is summed there: layouts with the weights that have them."""
+    """
+    Return what is cut over the model axes, and what is summed there: layouts with the weights that
+    have them.
+    """
     lines = []
     if run.mesh.pp > 1:
         here = sum(weight.nbytes for weight in run.engine.weights)
         stage = f"stage {run.axes['pp'].index} of {run.mesh.pp}"
-        lines.append(f"{stage}: {len(run.engine.weights)} weights, {here / MIB:.1f} MiB on this rank")
+        lines.append(
+            f"{stage}: {len(run.engine.weights)} weights, {here / MIB:.1f} MiB on this rank"
+        )
     if run.sequences is not None and run.mesh.cp > 1:
         lines.append(run.sequences.told(run.axes))
     by_layout: dict[str, list[str]] = {}
@@ -153,7 +175,9 @@ def _model_axes(run: Run, plan: Plan) -> list[str]:
     if run.mesh.tensor_axes and by_layout:
         rest = [weight.name for weight in run.engine.weights if weight.tile.shape == weight.shape]
         lines.append(f"whole on every rank along the tensor axes: {', '.join(rest) or 'nothing'}")
-    lines += [f"gradients summed over {axes} too: {', '.join(names)}" for axes, names in by_sums.items()]
+    lines += [
+        f"gradients summed over {axes} too: {', '.join(names)}" for axes, names in by_sums.items()
+    ]
     for name, stages in plan.shared.items():
         lines.append(f"shared by stages {', '.join(map(str, stages))}: {name}")
     return lines

@@ -1,9 +1,9 @@
 """
 How much memory a step will take on this rank's device, before it is made.
 
-What stays (weights, masters, gradients, optimizer state) follows from the layouts. What comes and goes is found by
-running one micro-batch on fake tensors, which have shapes and no data, and counting the storages that live at each
-moment.
+What stays (weights, masters, gradients, optimizer state) follows from the layouts. What comes and
+goes is found by running one micro-batch on fake tensors, which have shapes and no data, and
+counting the storages that live at each moment.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ class Estimate:
     """Totals, and the flat buffers on their way."""
     state: int
     activations: int | None
-    """Most that one micro-batch's passes hold besides; None where no batch was given, and for a pipeline's stage."""
+    """
+    Most that one micro-batch's passes hold besides; None where no batch was given, and for a
+    pipeline's stage.
+    """
 
     @property
     def peak(self) -> int:
@@ -48,14 +51,16 @@ class Estimate:
         return sum(getattr(self, field.name) or 0 for field in fields(self))
 
     def __str__(self) -> str:
-        parts = [f"{field.name} {(getattr(self, field.name) or 0) / MIB:,.1f}" for field in fields(self)]
+        parts = [
+            f"{field.name} {(getattr(self, field.name) or 0) / MIB:,.1f}" for field in fields(self)
+        ]
         return f"peak {self.peak / MIB:,.1f} MiB a device: {', '.join(parts)}"
 
 
 class Ledger(TorchDispatchMode):
     """
-    Counts the bytes of all storages that operators make while it is on: ``now``, and the most at any moment,
-    ``peak``.
+    Counts the bytes of all storages that operators make while it is on: ``now``, and the most at
+    any moment, ``peak``.
     """
 
     def __init__(self) -> None:
@@ -72,7 +77,9 @@ class Ledger(TorchDispatchMode):
         """Whether a tensor's storage was there before."""
         return self._known.get(id(tensor.untyped_storage())) is not None
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
@@ -80,7 +87,8 @@ class Ledger(TorchDispatchMode):
         return result
 
     def _count(self, storage: Any) -> None:
-        key, size = id(storage), storage.nbytes()
+        key = id(storage)
+        size = storage.nbytes()
         if key in self._known:
             return
         self._known[key] = None
@@ -95,14 +103,16 @@ class Ledger(TorchDispatchMode):
 
 class Away:
     """
-    Stands in for `pdrun.parallel.zero.offload.Saver` where tensors are fake: what would go to the host is let go.
+    Stands in for `pdrun.parallel.zero.offload.Saver` where tensors are fake: what would go to the
+    host is let go.
 
     Args:
         least: bytes below which a tensor stays.
     """
 
     def __init__(self, ledger: Ledger, least: int) -> None:
-        self._ledger, self._least = ledger, least
+        self._ledger = ledger
+        self._least = least
         self._largest = 0
 
     @property
@@ -112,7 +122,9 @@ class Away:
 
     def around(self) -> AbstractContextManager[Any]:
         """Return what the forward pass runs in."""
-        hooks: AbstractContextManager[Any] = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        hooks: AbstractContextManager[Any] = torch.autograd.graph.saved_tensors_hooks(
+            self._pack, self._unpack
+        )
         return hooks
 
     def _pack(self, tensor: torch.Tensor) -> Any:
@@ -132,11 +144,12 @@ class Away:
 
 def passes(run: Run, batch: Any, away: bool | None = None) -> int:
     """
-    Return the most bytes that passes hold at once, weights and gradients left out: those of the largest micro-batch,
-    as often as there are copies.
+    Return the most bytes that passes hold at once, weights and gradients left out: those of the
+    largest micro-batch, as often as there are copies.
 
     Args:
-        away: whether what autograd saves leaves the device; default: where it is offloaded and the host is another.
+        away: whether what autograd saves leaves the device; default: where it is offloaded and the
+            host is another.
     """
     if away is None:
         away = run.offload.activations and run.device.type != "cpu"
@@ -144,7 +157,9 @@ def passes(run: Run, batch: Any, away: bool | None = None) -> int:
     rows = count_rows(batch, run.strategy)
     pieces = [
         piece
-        for rank in cut_rows(rows, 1 if run.strategy.whole or run.strategy.local else run.rows.size, times)
+        for rank in cut_rows(
+            rows, 1 if run.strategy.whole or run.strategy.local else run.rows.size, times
+        )
         for piece in rank
     ]
     largest = max(pieces, key=len)
@@ -185,41 +200,57 @@ def estimate(run: Run, batch: Any = None) -> Estimate:
     engine = run.engine
     cut = {weight.name for part in engine.cuts for weight in part.weights}
     policy = run.settings.precision
-    kept = sum(w.numel * policy.weights(w.dtype, w.wide).itemsize for w in engine.weights if w.name not in cut)
-    whole = [part.full.numel() * part.full.element_size() for part in engine.cuts if not part.released]
+    kept = sum(
+        w.numel * policy.weights(w.dtype, w.wide).itemsize
+        for w in engine.weights
+        if w.name not in cut
+    )
+    whole = [
+        part.full.numel() * part.full.element_size() for part in engine.cuts if not part.released
+    ]
     gathered = _gathered(run)
     here = run.device.type  # what is offloaded lives elsewhere
     wide = [part.master for part in engine.cuts if not part.shared] + list(engine.masters.values())
-    masters = sum(master.numel() * master.element_size() for master in wide if master.device.type == here)
+    masters = sum(
+        master.numel() * master.element_size() for master in wide if master.device.type == here
+    )
     params = [param for group in run.optimizer.param_groups for param in group["params"]]
     trained = sum(param.numel() for param in params if param.device.type == here)
     state = int(trained * state_bytes(run.optimizer, run.device))
-    activations = passes(run, batch) if batch is not None and run.mesh.pp == 1 else None  # a stage's depend on others
+    activations = (
+        passes(run, batch) if batch is not None and run.mesh.pp == 1 else None
+    )  # a stage's depend on others
     return Estimate(kept + sum(whole) + gathered, masters, _gradients(run), state, activations)
 
 
 def _gathered(run: Run) -> int:
     """
-    Return the bytes of what lies outside of units and of the two largest units: one computes while the next is on its
-    way. Where units are kept for a step, all are there at once.
+    Return the bytes of what lies outside of units and of the two largest units: one computes while
+    the next is on its way. Where units are kept for a step, all are there at once.
     """
     sizes: dict[str, int] = {}
     for part in run.engine.cuts:
         if part.released:
             unit = part.weights[0].unit
             sizes[unit] = sizes.get(unit, 0) + part.full.numel() * part.full.element_size()
-    root, units = sizes.pop("", 0), sorted(sizes.values())
+    root = sizes.pop("", 0)
+    units = sorted(sizes.values())
     return root + sum(units if run.settings.keeps else units[-2:])
 
 
 def _gradients(run: Run) -> int:
-    """Return the bytes of totals and of what is on the way: flat buffers, and gradients that wait for their bundle."""
+    """
+    Return the bytes of totals and of what is on the way: flat buffers, and gradients that wait for
+    their bundle.
+    """
     totals = flats = waiting = 0
     on_way: list[int] = []
     policy = run.settings.precision
     for part in run.engine.bundles:
         size = part.layout.numel * part.dtype.itemsize
-        waiting = max(waiting, sum(w.numel * policy.weights(w.dtype, w.wide).itemsize for w in part.weights))
+        waiting = max(
+            waiting, sum(w.numel * policy.weights(w.dtype, w.wide).itemsize for w in part.weights)
+        )
         if part.comm.shards == 1:
             totals += size
             continue

@@ -13,10 +13,15 @@ if TYPE_CHECKING:
 
 
 def weights_of(run: Run) -> dict[str, Any]:
-    """Return each weight's shape, layout, stages and blocks, alike on all ranks: the ``weights`` of a plan's file."""
+    """
+    Return each weight's shape, layout, stages and blocks, alike on all ranks: the ``weights`` of a
+    plan's file.
+    """
     names = (STAGES, *run.mesh.tensor_axes)
     grid = Grid(names, tuple(run.mesh.degree(name) for name in names))
-    known: dict[tuple[tuple[int, ...], tuple[Part | None, ...]], dict[str, Any]] = {}  # blocks repeat
+    known: dict[
+        tuple[tuple[int, ...], tuple[Part | None, ...]], dict[str, Any]
+    ] = {}  # blocks repeat
     found = {}
     for entry in run.engine.catalogue.entries:
         parts = tuple(held.get(entry.index) for held in run.engine.holders.parts)
@@ -27,7 +32,9 @@ def weights_of(run: Run) -> dict[str, Any]:
 
 
 def _told(grid: Grid, shape: tuple[int, ...], parts: tuple[Part | None, ...]) -> dict[str, Any]:
-    """Return a weight's layout as plain data; tiles that somebody has made by hand may have none."""
+    """
+    Return a weight's layout as plain data; tiles that somebody has made by hand may have none.
+    """
     try:
         return from_parts(grid, shape, parts).to_plain()
     except ConfigError:

@@ -1,5 +1,6 @@
 """
-What a step sends over the data axes, as a closed form: how often each collective runs, and the bytes given to it.
+What a step sends over the data axes, as a closed form: how often each collective runs, and the
+bytes given to it.
 
 With P passes a step (micro-batches, or groups of copies), for every bundle of weights
 
@@ -38,12 +39,17 @@ class Volume:
 
 
 def volumes(run: Run) -> dict[str, Volume]:
-    """Return what a step sends over the data axes, by the collectives' names in `Comm.calls` and `Comm.nbytes`."""
+    """
+    Return what a step sends over the data axes, by the collectives' names in `Comm.calls` and
+    `Comm.nbytes`.
+    """
     found: dict[str, Volume] = {}
     passes = run.settings.accumulate // run.copies
     for cut in run.engine.cuts:
         if cut.comm.shards > 1:
-            times = 2 * passes if cut.released and cut.weights[0].unit and not run.settings.keeps else 1
+            times = (
+                2 * passes if cut.released and cut.weights[0].unit and not run.settings.keeps else 1
+            )
             _add(found, "all_gather", times, _shard(cut))
     for part in run.engine.bundles:
         if part.comm.world > 1:
@@ -53,8 +59,13 @@ def volumes(run: Run) -> dict[str, Volume]:
 
 def told(run: Run) -> str:
     """Return the volumes in words; nothing where there is one rank on the data axes."""
-    kinds = [f"{one.calls} x {name} of {one.nbytes / MIB:,.1f} MiB" for name, one in sorted(volumes(run).items())]
-    return f"a step sends over the data axes, on this rank: {', '.join(kinds)}" if kinds else ""
+    kinds = [
+        f"{one.calls} x {name} of {one.nbytes / MIB:,.1f} MiB"
+        for name, one in sorted(volumes(run).items())
+    ]
+    if kinds:
+        return f"a step sends over the data axes, on this rank: {', '.join(kinds)}"
+    return ""
 
 
 def _shard(cut: Cut) -> int:
@@ -62,8 +73,15 @@ def _shard(cut: Cut) -> int:
 
 
 def _sums(found: dict[str, Volume], part: GradBundle, times: int) -> None:
-    numel, wire = part.layout.numel, part.policy.wire or part.dtype
-    name = "all_to_all" if part.ordered else "all_reduce" if part.comm.shards == 1 else "reduce_scatter"
+    numel = part.layout.numel
+    wire = part.policy.wire or part.dtype
+    name = (
+        "all_to_all"
+        if part.ordered
+        else "all_reduce"
+        if part.comm.shards == 1
+        else "reduce_scatter"
+    )
     _add(found, name, times, numel * wire.itemsize)
     if part.ordered and part.comm.copies > 1:
         _add(found, "join", 1, numel // part.comm.world * part.dtype.itemsize)

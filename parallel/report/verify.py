@@ -1,13 +1,15 @@
 """
 `run.verify()`: the same batches once more in one process, and nothing may differ.
 
-Each rank makes a copy of the whole model, computes every slice of the global batch by itself, in order, in plain torch
-(no hooks, no shards, no recomputation), and compares loss, norm and every whole gradient with what the run computes.
-Weights and optimizer stay as they are; the run goes on afterwards as if nothing had happened.
+Each rank makes a copy of the whole model, computes every slice of the global batch by itself, in
+order, in plain torch (no hooks, no shards, no recomputation), and compares loss, norm and every
+whole gradient with what the run computes. Weights and optimizer stay as they are; the run goes on
+afterwards as if nothing had happened.
 
-A run and one process that work through the same slices agree also where a loss looks across rows, as a contrastive one
-does, or has a penalty of weights that each slice adds: it would be another on another number of ranks. So two slices
-are computed as one, too, and the report says where that makes a difference.
+A run and one process that work through the same slices agree also where a loss looks across rows,
+as a contrastive one does, or has a penalty of weights that each slice adds: it would be another on
+another number of ranks. So two slices are computed as one, too, and the report says where that
+makes a difference.
 """
 
 from __future__ import annotations
@@ -28,11 +30,13 @@ from pdrun.parallel.zero.grad_norm import square_sum
 if TYPE_CHECKING:
     from pdrun.parallel.run import Run
 
-FINE, COARSE = 1e-5, 3e-2
+FINE = 1e-5
+COARSE = 3e-2
 """Largest relative difference of a gradient in fp32 and fp64, and in narrower types."""
 ROWS = 1e-4
 """From which on two slices that are computed at once have another loss than one after the other."""
-TENSOR, STAGES = 1e-6, 2e-6
+TENSOR = 1e-6
+STAGES = 2e-6
 """Largest relative difference of a loss where operators are cut, and where there are stages."""
 
 
@@ -46,13 +50,15 @@ class Compared:
     norm_alone: float
     worst: float
     """
-    Largest relative difference of a weight's gradient: the norm of the difference over its norm and a hundredth of
-    all's.
+    Largest relative difference of a weight's gradient: the norm of the difference over its norm and
+    a hundredth of all's.
     """
     name: str
     """The weight that has it."""
     rows: float = 0.0
-    """Relative difference of the loss of two slices in one process, at once and one after the other."""
+    """
+    Relative difference of the loss of two slices in one process, at once and one after the other.
+    """
 
     def __str__(self) -> str:
         bits = (
@@ -76,7 +82,10 @@ class Report:
         return all(step.loss == step.alone and step.worst == 0 for step in self.steps)
 
     across: float = 0.0
-    """Where rows are not computed each by itself: how much the loss of two slices depends on whether they are one."""
+    """
+    Where rows are not computed each by itself: how much the loss of two slices depends on whether
+    they are one.
+    """
 
     def __str__(self) -> str:
         lines = [f"step {place}: {step}" for place, step in enumerate(self.steps, 1)]
@@ -116,13 +125,18 @@ def verify(run: Run, source: Iterable[Any] | None, steps: int) -> Report:
     report = Report(tuple(found), across if across > (ROWS if limit < COARSE else COARSE) else 0.0)
     for place, step in enumerate(found, 1):
         close = abs(step.loss - step.alone) <= of_loss * max(abs(step.alone), 1e-6)
-        # weights are each within the limit, plus a hundredth of the norm for those that vanish: so is the norm, nearly
-        if not (step.worst <= limit and close and abs(step.norm - step.norm_alone) <= 2 * limit * step.norm_alone):
-            hint = (
-                "is there something in the model that depends on which rank it runs on, or on other rows of the batch?"
-            )
+        # weights are each within the limit, plus a hundredth of the norm for those that vanish: so
+        # is the norm, nearly
+        if not (
+            step.worst <= limit
+            and close
+            and abs(step.norm - step.norm_alone) <= 2 * limit * step.norm_alone
+        ):
+            hint = "is there something in the model that depends on which rank it runs on, or on other rows of the batch?"
             raise ConfigError(
-                f"batch {place} is not what one process computes: {step}", where="pdrun.Run.verify", hint=hint
+                f"batch {place} is not what one process computes: {step}",
+                where="pdrun.Run.verify",
+                hint=hint,
             )
     return report
 
@@ -137,7 +151,10 @@ def _limits(run: Run) -> tuple[float, float]:
 
 
 def _probe(run: Run, batch: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return what `Run.probe` does; in fp16 with a loss scale that does not overflow, as training would find it."""
+    """
+    Return what `Run.probe` does; in fp16 with a loss scale that does not overflow, as training
+    would find it.
+    """
     if run.scale is None:
         return run.probe(batch)
     before = run.scale.value
@@ -158,10 +175,14 @@ def _batches(run: Run, source: Any, steps: int) -> Iterable[Any]:
         order = source.order(run.seed, run.position.epoch)
         starts = range(0, min(len(source), steps) * source.batch, source.batch)
         for start in starts:
-            yield source.collate([source.dataset[index] for index in order[start : start + source.batch]])
+            yield source.collate(
+                [source.dataset[index] for index in order[start : start + source.batch]]
+            )
         return
     if source is None or run.strategy.local:
-        raise UsageError("no global batches are known", where="pdrun.Run.verify", hint="run.verify([batch, ...])")
+        raise UsageError(
+            "no global batches are known", where="pdrun.Run.verify", hint="run.verify([batch, ...])"
+        )
     for _, batch in zip(range(steps), source, strict=False):
         yield batch
 
@@ -174,24 +195,36 @@ def _put_back(run: Run, buffers: list[torch.Tensor]) -> None:
 
 def _alone(run: Run, batch: Any) -> tuple[float, float, dict[str, torch.Tensor], float]:
     """
-    Return loss, norm and gradients of a batch, computed slice by slice in this process, and how much the loss of the
-    first two slices changes where they are one.
+    Return loss, norm and gradients of a batch, computed slice by slice in this process, and how
+    much the loss of the first two slices changes where they are one.
     """
     model = plain_copy(run)
-    world, times = run.rows.size, run.settings.accumulate
+    world = run.rows.size
+    times = run.settings.accumulate
     strategy = Strategy(dims=run.strategy.dims)
     pieces = cut_rows(count_rows(batch, strategy), world, times)
     if run.strategy.whole:
         pieces = [cut_rows(count_rows(batch, strategy), 1, times)[0]] * world
-    order = [(place * world + rank, pieces[rank][place]) for place in range(times) for rank in range(world)]
+    order = [
+        (place * world + rank, pieces[rank][place])
+        for place in range(times)
+        for rank in range(world)
+    ]
     joined = any(isinstance(module, norm_sync.SyncedBatchNorm) for module in model.modules())
     if joined:
-        order = [(place, _joined([pieces[rank][place] for rank in range(world)])) for place in range(times)]
-    totals, counts, rows_of = [], [], []
+        order = [
+            (place, _joined([pieces[rank][place] for rank in range(world)]))
+            for place in range(times)
+        ]
+    totals = []
+    counts = []
+    rows_of = []
     with norm_sync.alone():
         for index, rows in order:
             if len(rows):
-                part = to_device(take(batch, rows, strategy), run.device, run.settings.precision.inputs)
+                part = to_device(
+                    take(batch, rows, strategy), run.device, run.settings.precision.inputs
+                )
                 total, count = run.objective_of(model, part, rows, index)
                 total.backward()
                 totals.append(float(total.detach()))
@@ -202,11 +235,15 @@ def _alone(run: Run, batch: Any) -> tuple[float, float, dict[str, torch.Tensor],
             both = _joined(rows_of[:2])
             part = to_device(take(batch, both, strategy), run.device, run.settings.precision.inputs)
             with torch.no_grad():
-                at_once, apart = float(run.objective_of(model, part, both, 0)[0]), totals[0] + totals[1]
+                at_once = float(run.objective_of(model, part, both, 0)[0])
+                apart = totals[0] + totals[1]
             across = abs(at_once - apart) / max(abs(apart), 1e-6)
     grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
     by = sum(counts) if run.settings.mean else 1.0
-    grads = {name: grad.float().div_(by) if grad.dtype.itemsize < 4 else grad.div_(by) for name, grad in grads.items()}
+    grads = {
+        name: grad.float().div_(by) if grad.dtype.itemsize < 4 else grad.div_(by)
+        for name, grad in grads.items()
+    }
     norm = float(square_sum(list(grads.values()), exact=True).sqrt())
     if run.settings.clip:
         for grad in grads.values():
@@ -219,15 +256,22 @@ def _joined(ranges: list[range]) -> range:
 
 
 def _compare(numbers: Any, norm: Any, grads: dict[str, torch.Tensor], want: Any) -> Compared:
-    worst, name = 0.0, ""
+    worst = 0.0
+    name = ""
     for key, expected in want[2].items():
         mine = grads.get(key)
         # a gradient that should vanish is rounding alone: it is held against the whole model's
         size = float(expected.double().norm()) + 1e-2 * want[1]
-        off = float("inf") if mine is None else float((mine.double() - expected.double()).norm()) / max(size, 1e-12)
+        off = (
+            float("inf")
+            if mine is None
+            else float((mine.double() - expected.double()).norm()) / max(size, 1e-12)
+        )
         if not off <= worst:
-            worst, name = off, key
+            worst = off
+            name = key
     for key in set(grads) - set(want[2]):
-        worst, name = float("inf"), key
+        worst = float("inf")
+        name = key
     total, count = numbers.tolist()
     return Compared(total / count, want[0], float(norm), want[1], worst, name, want[3])

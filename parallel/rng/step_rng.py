@@ -10,11 +10,13 @@ them, so nothing in a model changes. The rows lie along dim 0 of the tensor, pos
 *Everything else* that draws from torch's generators inside a step (noise, stochastic depth) is seeded by (seed, step,
 slice): the same on any number of ranks that work on the same slices.
 
-A recomputed forward pass must find its own masks again. Each dropout draws one number from torch's generator; the
-order in which numbers first appear counts the dropouts. A checkpoint that restores the generator, as torch's does,
-draws the same numbers again, and these are looked up, whatever other micro-batches have come in between.
+A recomputed forward pass must find its own masks again. Each dropout draws one number from torch's
+generator; the order in which numbers first appear counts the dropouts. A checkpoint that restores
+the generator, as torch's does, draws the same numbers again, and these are looked up, whatever
+other micro-batches have come in between.
 
-Where a tensor is cut over ranks, its mask is a part of the whole tensor's: whoever cuts it says so with `region`.
+Where a tensor is cut over ranks, its mask is a part of the whole tensor's: whoever cuts it says so
+with `region`.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ def _scramble(x: torch.Tensor) -> torch.Tensor:
 
 def uniform31(key: int, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """
-    Return ``[len(rows), len(places)]`` integers, uniform in 0..2**31 - 1: a hash of key, row and place in the row.
+    Return ``[len(rows), len(places)]`` integers, uniform in 0..2**31 - 1: a hash of key, row and
+    place in the row.
 
     Args:
         key: 63 bits.
@@ -78,10 +81,12 @@ def at_least(key: int, rows: torch.Tensor, places: torch.Tensor, limit: int) -> 
     return torch.cat([uniform31(key, some, places) >= limit for some in rows.split(piece)])
 
 
-# ---- parts of tensors ----------------------------------------------------------------------------------------------
+# ---- parts of tensors -------------------------------------------------------
 
 Cut = tuple[int, int, int] | tuple[tuple[tuple[int, int], ...], int]
-"""(low, high, total) of a dim, or (ranges, total) where several ranges lie here, one after the other."""
+"""
+(low, high, total) of a dim, or (ranges, total) where several ranges lie here, one after the other.
+"""
 _regions: list[dict[int, Cut]] = []
 """The regions that are entered, the innermost last."""
 _sequence: Callable[[], tuple[Ranges, int]] | None = None
@@ -99,7 +104,8 @@ class region:
     While this lasts, tensors that are dropped are parts: the masks are those of the whole ones.
 
     Args:
-        cuts: for each dim that is cut (it may be counted from the end) which elements are here: ``{1: (0, 512, 2048)}``
+        cuts: for each dim that is cut (it may be counted from the end) which elements are here:
+            ``{1: (0, 512, 2048)}``
             or ``{1: (((0, 256), (1792, 2048)), 2048)}``. A dim counts where a tensor has it in the size of the part.
 
     An empty mapping ends the region that surrounds it.
@@ -124,7 +130,8 @@ def sequence(where: Callable[[], tuple[Ranges, int]]) -> Iterator[None]:
         where: returns which ranges are here, and the whole size.
     """
     global _sequence
-    before, _sequence = _sequence, where
+    before = _sequence
+    _sequence = where
     try:
         yield
     finally:
@@ -132,7 +139,10 @@ def sequence(where: Callable[[], tuple[Ranges, int]]) -> Iterator[None]:
 
 
 def cuts_of(shape: tuple[int, ...]) -> dict[int, tuple[tuple[tuple[int, int], ...], int]]:
-    """Return the dims of a tensor that the innermost region cuts, each with the ranges that are here and its total."""
+    """
+    Return the dims of a tensor that the innermost region cuts, each with the ranges that are here
+    and its total.
+    """
     found = {}
     for dim, cut in (_regions[-1] if _regions else {}).items():
         place = dim + len(shape) if dim < 0 else dim
@@ -145,14 +155,20 @@ def cuts_of(shape: tuple[int, ...]) -> dict[int, tuple[tuple[tuple[int, int], ..
 def _with_sequence(
     shape: tuple[int, ...], rows: int, cuts: dict[int, tuple[Ranges, int]]
 ) -> tuple[tuple[int, ...], dict[int, tuple[Ranges, int]]]:
-    """Return the shape and the cuts of a tensor whose positions are cut, in dim 1 or flattened behind rows in dim 0."""
+    """
+    Return the shape and the cuts of a tensor whose positions are cut, in dim 1 or flattened behind
+    rows in dim 0.
+    """
     if _sequence is None or not shape:
         return shape, cuts
     ranges, total = _sequence()
     held = sum(high - low for low, high in ranges)
     inner, size = cuts.get(1, (((0, shape[1]),), shape[1])) if len(shape) > 1 else ((), 0)
     if size == held:
-        return shape, {**cuts, 1: (tuple(one for low, high in inner for one in within(ranges, low, high)), total)}
+        return shape, {
+            **cuts,
+            1: (tuple(one for low, high in inner for one in within(ranges, low, high)), total),
+        }
     if rows and shape[0] == rows * held and 0 not in cuts:
         apart = {dim + 1: cut for dim, cut in cuts.items()}
         return (rows, held, *shape[1:]), {**apart, 1: (ranges, total)}
@@ -160,9 +176,13 @@ def _with_sequence(
 
 
 def _indices(
-    shape: tuple[int, ...], cuts: Mapping[int, tuple[tuple[tuple[int, int], ...], int]], device: torch.device
+    shape: tuple[int, ...],
+    cuts: Mapping[int, tuple[tuple[tuple[int, int], ...], int]],
+    device: torch.device,
 ) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Return where each element of a part is in the flattened whole, flattened, and the whole's shape."""
+    """
+    Return where each element of a part is in the flattened whole, flattened, and the whole's shape.
+    """
     whole = tuple(cuts[dim][1] if dim in cuts else size for dim, size in enumerate(shape))
     found = torch.zeros((), dtype=torch.int64, device=device)
     for dim, size in enumerate(shape):
@@ -189,13 +209,18 @@ class Dice:
 
     Args:
         seed: the run's.
-        native: leave dropout to torch's generators, seeded by slice: faster, equal for equal slices only.
+        native: leave dropout to torch's generators, seeded by slice: faster, equal for equal slices
+            only.
     """
 
     def __init__(self, seed: int, native: bool = False) -> None:
-        self.seed, self.native = seed, native
+        self.seed = seed
+        self.native = native
         self._standins: dict[str, tuple[Any, Callable[..., Any]]] = {}
-        """Each replaced function and what drops in its place: made once, for compiled code relies on its identity."""
+        """
+        Each replaced function and what drops in its place: made once, for compiled code relies on
+        its identity.
+        """
         self._throws: dict[tuple[int, int], Throw] = {}
         self._throw: Throw | None = None
         self._step = -1
@@ -206,12 +231,25 @@ class Dice:
 
     @property
     def calls(self) -> int:
-        """How many dropouts the newest forward pass has had so far, those of the stages before it included."""
+        """
+        How many dropouts the newest forward pass has had so far, those of the stages before it
+        included.
+        """
         return self._throw.calls if self._throw is not None else 0
 
-    def throw(self, step: int, index: int, rows: range, device: torch.device, *, part: int = 0, calls: int = 0) -> None:
+    def throw(
+        self,
+        step: int,
+        index: int,
+        rows: range,
+        device: torch.device,
+        *,
+        part: int = 0,
+        calls: int = 0,
+    ) -> None:
         """
-        Begin the forward pass of a micro-batch: slice ``index`` of ``step``, which is these rows of the global batch.
+        Begin the forward pass of a micro-batch: slice ``index`` of ``step``, which is these rows of
+        the global batch.
 
         Args:
             part: tells the parts of a model apart that compute the same slice in this process.
@@ -221,7 +259,9 @@ class Dice:
         torch.default_generator.manual_seed(seed)
         if device.type != "cpu":
             getattr(torch, device.type).manual_seed(seed)
-        if self._step != step:  # not that of `_throw`, which is another step's where a copy has just entered
+        if (
+            self._step != step
+        ):  # not that of `_throw`, which is another step's where a copy has just entered
             self._throws.clear()
             self._seen.clear()
             self._step = step
@@ -234,12 +274,15 @@ class Dice:
     @contextmanager
     def apart(self, device: torch.device) -> Iterator[None]:
         """
-        While this lasts, torch's generators are the run's; then they go on as if it had drawn nothing.
+        While this lasts, torch's generators are the run's; then they go on as if it had drawn
+        nothing.
 
-        They are seeded by slice, so that ranks differ: what a program draws between two steps would, too.
+        They are seeded by slice, so that ranks differ: what a program draws between two steps
+        would, too.
         """
         kit = getattr(torch, device.type) if device.type != "cpu" else None
-        host, state = torch.default_generator.get_state(), kit.get_rng_state(device) if kit is not None else None
+        host = torch.default_generator.get_state()
+        state = kit.get_rng_state(device) if kit is not None else None
         try:
             yield
         finally:
@@ -254,7 +297,8 @@ class Dice:
         if _current is self:  # whoever came first leaves last
             yield
             return
-        before, _current = _current, self
+        before = _current
+        _current = self
         old = {name: getattr(functional, name) for name in _REPLACED}
         if training and not self.native:
             for name, make in _REPLACED.items():
@@ -269,7 +313,9 @@ class Dice:
                 setattr(functional, name, function)
 
     @compat.untraced
-    def keep(self, like: torch.Tensor, p: float, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+    def keep(
+        self, like: torch.Tensor, p: float, shape: tuple[int, ...] | None = None
+    ) -> torch.Tensor:
         """
         Return which elements stay, as a boolean tensor of ``shape`` (default: that of ``like``).
 
@@ -297,26 +343,36 @@ class Dice:
         """
         self.used = True
         throw, call = drawn
-        key, limit = mix(self.seed, throw.step, call, 2), int(p * (1 << 31))
+        key = mix(self.seed, throw.step, call, 2)
+        limit = int(p * (1 << 31))
         rows = throw.rows if throw.rows.device == device else throw.rows.to(device)
         whole = tuple(cuts[dim][1] if dim in cuts else size for dim, size in enumerate(shape))
         if torch.Size(shape).numel() == 0:
             return torch.ones(shape, dtype=torch.bool, device=device)
         if len(rows) == 0 or (whole and whole[0] % len(rows)):
-            rows = torch.zeros(1, dtype=torch.int32, device=device)  # no row of the batch: the same everywhere
+            rows = torch.zeros(
+                1, dtype=torch.int32, device=device
+            )  # no row of the batch: the same everywhere
         if 0 in cuts:  # rows themselves are cut: each element is looked up
             flat, _ = _indices(shape, cuts, device)
             width = torch.Size(whole).numel() // len(rows)
-            return _single(key, rows[flat // width], (flat % width).to(torch.int32), limit).view(shape)
+            return _single(key, rows[flat // width], (flat % width).to(torch.int32), limit).view(
+                shape
+            )
         if not cuts:
-            places = torch.arange(torch.Size(shape).numel() // len(rows), dtype=torch.int32, device=device)
+            places = torch.arange(
+                torch.Size(shape).numel() // len(rows), dtype=torch.int32, device=device
+            )
         else:
             inner = (shape[0] // len(rows), *shape[1:])  # of a row
             places = _indices(inner, cuts, device)[0].to(torch.int32)
         return at_least(key, rows, places, limit).view(shape)
 
     def leave(self, device: torch.device) -> Any:
-        """Return what `enter` needs to go on here later, when another forward or backward has come in between."""
+        """
+        Return what `enter` needs to go on here later, when another forward or backward has come in
+        between.
+        """
         kit = getattr(torch, device.type)
         state = kit.get_rng_state(device) if device.type != "cpu" else None
         return torch.default_generator.get_state(), state, self._throw, list(_regions)
@@ -330,7 +386,9 @@ class Dice:
 
     def draw(self) -> tuple[Throw, int]:
         """Count a dropout; return which one of which forward pass it is."""
-        with unset_fake_temporarily():  # memory is estimated on tensors without data; this number is needed
+        with (
+            unset_fake_temporarily()
+        ):  # memory is estimated on tensors without data; this number is needed
             drawn = int(torch.randint(1 << 62, (), device="cpu", generator=torch.default_generator))
         found = self._seen.get(drawn)
         if found is None:
@@ -346,7 +404,7 @@ def _single(key: int, rows: torch.Tensor, places: torch.Tensor, limit: int) -> t
     return (_scramble(_scramble(places + (key & _LOW31)) ^ row) & _LOW31) >= limit
 
 
-# ---- what stands in for torch.nn.functional's functions ----------------------------------------------------------
+# ---- what stands in for torch.nn.functional's functions ---------------------
 
 
 def _dropped(x: torch.Tensor, keep: torch.Tensor, p: float) -> torch.Tensor:
@@ -355,7 +413,9 @@ def _dropped(x: torch.Tensor, keep: torch.Tensor, p: float) -> torch.Tensor:
 
 
 def _make_dropout(dice: Dice, original: Callable[..., Any]) -> Callable[..., Any]:
-    def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    def dropout(
+        input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> torch.Tensor:
         if not training or p == 0 or not 0 <= p <= 1:
             return original(input, p, training, inplace)
         result = _dropped(input, dice.keep(input, p), p)
@@ -367,7 +427,9 @@ def _make_dropout(dice: Dice, original: Callable[..., Any]) -> Callable[..., Any
 def _make_channels(dice: Dice, original: Callable[..., Any]) -> Callable[..., Any]:
     """Dropout of whole channels, ``[rows, channels, ...]``."""
 
-    def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    def dropout(
+        input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> torch.Tensor:
         if not training or p == 0 or not 0 <= p <= 1 or input.dim() < 3:
             return original(input, p, training, inplace)
         keep = dice.keep(input, p, (*input.shape[:2], *[1] * (input.dim() - 2)))
@@ -379,11 +441,13 @@ def _make_channels(dice: Dice, original: Callable[..., Any]) -> Callable[..., An
 
 def _make_alpha(dice: Dice, original: Callable[..., Any]) -> Callable[..., Any]:
     """
-    Alpha dropout (Klambauer et al., Self-Normalizing Neural Networks, 2017): keeps mean 0 and variance 1 after
-    SELU.
+    Alpha dropout (Klambauer et al., Self-Normalizing Neural Networks, 2017): keeps mean 0 and
+    variance 1 after SELU.
     """
 
-    def dropout(input: torch.Tensor, p: float = 0.5, training: bool = False, inplace: bool = False) -> torch.Tensor:
+    def dropout(
+        input: torch.Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
+    ) -> torch.Tensor:
         if not training or p == 0 or not 0 <= p < 1:
             return original(input, p, training, inplace)
         low = -1.7580993408473766  # -scale * alpha of SELU
@@ -408,11 +472,16 @@ def _make_attention(dice: Dice, original: Callable[..., Any]) -> Callable[..., A
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         if dropout_p == 0:
-            return original(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+            return original(
+                query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
         if enable_gqa:
             times = query.shape[-3] // key.shape[-3]
-            key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
-        scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+            key = key.repeat_interleave(times, -3)
+            value = value.repeat_interleave(times, -3)
+        scores = (
+            query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+        )
         if is_causal:
             attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
         if attn_mask is not None:

@@ -1,5 +1,6 @@
 """
-A dynamic cluster seen from the script: `init` registers this process with the scheduler, which gives it a rank.
+A dynamic cluster seen from the script: `init` registers this process with the scheduler, which
+gives it a rank.
 
 The membership lasts as long as the process; when a peer fails, it ends this process and says why.
 """
@@ -17,12 +18,15 @@ if TYPE_CHECKING:
     from pdrun.rendezvous.clients.member import DynamicMember
 
 
-def enter(environ: Mapping[str, str], prepare: Callable[[], None]) -> tuple[DynamicMember | None, WorkerEnv | None]:
+def enter(
+    environ: Mapping[str, str], prepare: Callable[[], None]
+) -> tuple[DynamicMember | None, WorkerEnv | None]:
     """
     Join the cluster that the environment names; (None, None) where it names none.
 
-    A process whose role is the scheduler never returns: it serves, and leaves with the job's exit code. ``prepare`` is
-    called before others count on this process's heartbeats: what holds the interpreter for long is done there.
+    A process whose role is the scheduler never returns: it serves, and leaves with the job's exit
+    code. ``prepare`` is called before others count on this process's heartbeats: what holds the
+    interpreter for long is done there.
 
     Raises:
         ConfigError: the variables contradict each other, or one is missing.
@@ -44,7 +48,8 @@ def worker_of(member: DynamicMember) -> WorkerEnv:
     """
     Return the member's place in the launcher's terms.
 
-    Nobody is told how many workers the other hosts have: hosts are counted as if they all had as many as this one.
+    Nobody is told how many workers the other hosts have: hosts are counted as if they all had as
+    many as this one.
     """
     each = member.local_world_size
     return WorkerEnv(
@@ -68,13 +73,22 @@ def worker_of(member: DynamicMember) -> WorkerEnv:
 
 def open_store(dist: Any, member: DynamicMember) -> Any:
     """
-    Return torch's store: rank 0 serves it on the socket that it has held since it joined, the others connect.
+    Return torch's store: rank 0 serves it on the socket that it has held since it joined, the
+    others connect.
 
-    Nothing is retried and no port is guessed: the socket was listening before anybody was told its address.
+    Nothing is retried and no port is guessed: the socket was listening before anybody was told its
+    address.
     """
-    held, member.store_socket = member.store_socket, None
-    serve = {"is_master": True, "master_listen_fd": held.detach()} if held is not None else {"is_master": False}
-    return dist.TCPStore(member.master.host, member.master.port, member.world_size, wait_for_workers=False, **serve)
+    held = member.store_socket
+    member.store_socket = None
+    serve = (
+        {"is_master": True, "master_listen_fd": held.detach()}
+        if held is not None
+        else {"is_master": False}
+    )
+    return dist.TCPStore(
+        member.master.host, member.master.port, member.world_size, wait_for_workers=False, **serve
+    )
 
 
 def on_loopback(member: DynamicMember) -> bool:
@@ -88,7 +102,10 @@ def loopback_interface() -> str:
 
 
 def use_loopback() -> bool:
-    """Keep gloo on loopback unless the user chose an interface; return whether the variable was set here."""
+    """
+    Keep gloo on loopback unless the user chose an interface; return whether the variable was set
+    here.
+    """
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return False
     os.environ["GLOO_SOCKET_IFNAME"] = loopback_interface()

@@ -1,5 +1,6 @@
 """
-`pdrun.init()`: who am I, on which device, and how do I talk to the others, however the job was started.
+`pdrun.init()`: who am I, on which device, and how do I talk to the others, however the job was
+started.
 
 Five situations, told apart by the environment; the innermost launcher wins:
 
@@ -9,7 +10,8 @@ Five situations, told apart by the environment; the innermost launcher wins:
 4. one of several tasks of mpirun, srun and their kin: the tasks meet by themselves (`pdrun.parallel.startup.mpi_tasks`);
 5. alone: a world of one, without a launcher and without a network.
 
-Limits: one context a process; the default group is torch's own, so a script that has made it already keeps it.
+Limits: one context a process; the default group is torch's own, so a script that has made it
+already keeps it.
 """
 
 from __future__ import annotations
@@ -48,7 +50,10 @@ class Context:
     nodes: int
     """In a dynamic cluster counted as if every host had as many workers as this one."""
     device: torch.device | str
-    """This worker's device, already made the current one; as text (``cuda:1``) where torch is not installed."""
+    """
+    This worker's device, already made the current one; as text (``cuda:1``) where torch is not
+    installed.
+    """
     backend: str
     """Kind of the device: cpu, cuda, rocm, npu, xpu or mps."""
     collective: str
@@ -64,14 +69,20 @@ class Context:
         return self.rank == 0
 
     def close(self) -> None:
-        """Leave the process group that `init` made; one that the script made is left alone. May be called twice."""
+        """
+        Leave the process group that `init` made; one that the script made is left alone. May be
+        called twice.
+        """
         _close()
 
     def __enter__(self) -> Context:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -108,20 +119,25 @@ def init(
     """
     Return this worker's context; make its device the current one and torch's default process group.
 
-    With a group it returns when all ranks have come. A second call returns the same context. The group is left when the
-    process ends, or by `Context.close`.
+    With a group it returns when all ranks have come. A second call returns the same context. The
+    group is left when the process ends, or by `Context.close`.
 
     Args:
-        backend: kind of device (cpu, cuda, rocm, npu, xpu, mps); default: the launcher's choice, else what torch has.
-        collective: torch.distributed's backend, when it should not be the usual one of the device (``gloo`` on a GPU).
+        backend: kind of device (cpu, cuda, rocm, npu, xpu, mps); default: the launcher's choice,
+            else what torch has.
+        collective: torch.distributed's backend, when it should not be the usual one of the device
+            (``gloo`` on a GPU).
         timeout: seconds that a collective may take before it fails; default: torch's own.
         group: False makes no process group; then torch is not needed.
 
-    An error that the script does not catch is told in one line and ends it with the error's exit code.
+    An error that the script does not catch is told in one line and ends it with the error's exit
+    code.
 
     Raises:
-        ConfigError: a half-set or contradictory environment, a missing device or a torch without the collective.
-        RendezvousError: the scheduler of a dynamic cluster cannot be reached or refuses this process.
+        ConfigError: a half-set or contradictory environment, a missing device or a torch without
+            the collective.
+        RendezvousError: the scheduler of a dynamic cluster cannot be reached or refuses this
+            process.
     """
     complain.watch()
     elastic.attach()
@@ -140,12 +156,20 @@ def init(
 
 
 def _compare(context: Context, backend: str | None, collective: str | None) -> None:
-    for wanted, has, what in ((backend, context.backend, "backend"), (collective, context.collective, "collective")):
+    for wanted, has, what in (
+        (backend, context.backend, "backend"),
+        (collective, context.collective, "collective"),
+    ):
         if wanted not in (None, has):
-            raise ConfigError(f"{what} {wanted} was asked for, but this process already has {has}", where="pdrun.init")
+            raise ConfigError(
+                f"{what} {wanted} was asked for, but this process already has {has}",
+                where="pdrun.init",
+            )
 
 
-def _build(environ: Mapping[str, str], backend: str | None, collective: str | None, group: bool) -> Context:
+def _build(
+    environ: Mapping[str, str], backend: str | None, collective: str | None, group: bool
+) -> Context:
     """Find out which situation this is, and choose the device."""
     worker = WorkerEnv.from_env(environ)
     if worker is None:
@@ -167,14 +191,17 @@ def _build(environ: Mapping[str, str], backend: str | None, collective: str | No
 
 
 def _alone() -> WorkerEnv:
-    return WorkerEnv(0, 1, 0, 1, 0, 1, master_addr="", master_port=0, run_id="", device_kind="", collective="")
+    return WorkerEnv(
+        0, 1, 0, 1, 0, 1, master_addr="", master_port=0, run_id="", device_kind="", collective=""
+    )
 
 
 def _prepare(group: bool) -> None:
     """
     Import torch now: it would be next anyway.
 
-    From a slow disk, or on a machine that is busy, that holds the interpreter longer than others bear to hear nothing.
+    From a slow disk, or on a machine that is busy, that holds the interpreter longer than others
+    bear to hear nothing.
     """
     if group or _has_torch():
         from pdrun.backends.collectives import import_torch
@@ -236,13 +263,15 @@ def _open_group(context: Context, collective: str, timeout: float | None) -> Non
         if (dist.get_rank(), dist.get_world_size()) != (context.rank, context.world_size):
             raise ConfigError(
                 f"the script's process group says rank {dist.get_rank()} of {dist.get_world_size()}, the launcher rank "
-                f"{context.rank} of {context.world_size}", where="pdrun.init",
-            )  # fmt: skip
+                f"{context.rank} of {context.world_size}",
+                where="pdrun.init",
+            )
         return
     group_backend(table, collective)  # complain before anything is opened
     store = _store(dist, context, os.environ)
     open_group(table, collective, context.device, context.rank, context.world_size, timeout, store)
-    _process.owns_group, _process.groups = True, _process.groups + 1
+    _process.owns_group = True
+    _process.groups = _process.groups + 1
     if context.world_size > 1:
         from pdrun.parallel import torch_compat as compat
 
@@ -250,7 +279,10 @@ def _open_group(context: Context, collective: str, timeout: float | None) -> Non
 
 
 def _store(dist: Any, context: Context, environ: Mapping[str, str]) -> Any:
-    """Return the store at which the workers meet, or None for the one that MASTER_ADDR and MASTER_PORT name."""
+    """
+    Return the store at which the workers meet, or None for the one that MASTER_ADDR and MASTER_PORT
+    name.
+    """
     from pdrun.parallel.startup import dynamic_cluster as cluster
 
     if _process.member is not None:
@@ -262,17 +294,27 @@ def _store(dist: Any, context: Context, environ: Mapping[str, str]) -> Any:
         return None
     if context.world_size > 1:
         name = "MASTER_ADDR" if not environ.get("MASTER_ADDR") else "MASTER_PORT"
-        raise ConfigError("is not set, though RANK and WORLD_SIZE are", where=name, hint="start the script with pdrun")
-    _process.interface = cluster.use_loopback()  # a world of one needs neither a network nor this host's name
+        raise ConfigError(
+            "is not set, though RANK and WORLD_SIZE are",
+            where=name,
+            hint="start the script with pdrun",
+        )
+    _process.interface = (
+        cluster.use_loopback()
+    )  # a world of one needs neither a network nor this host's name
     return dist.HashStore()
 
 
 def _close() -> None:
-    """Undo what `init` did; the context object keeps its numbers, and a later `init` starts anew."""
+    """
+    Undo what `init` did; the context object keeps its numbers, and a later `init` starts anew.
+    """
     owns = _process.owns_group and _process.pid == os.getpid()
     if _process.interface:
         os.environ.pop("GLOO_SOCKET_IFNAME", None)
-    _process.context, _process.owns_group, _process.interface = None, False, False
+    _process.context = None
+    _process.owns_group = False
+    _process.interface = False
     if owns:
         from pdrun.backends.collectives import import_torch
 
@@ -282,7 +324,10 @@ def _close() -> None:
 
 
 def _at_exit() -> None:
-    """Leave in order; after an exception the group is left as it is, since destroying one may wait for dead peers."""
+    """
+    Leave in order; after an exception the group is left as it is, since destroying one may wait for
+    dead peers.
+    """
     if _process.pid != os.getpid():
         return
     if getattr(sys, "last_value", None) is not None:

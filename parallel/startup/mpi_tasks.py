@@ -1,12 +1,14 @@
 """
-A script that mpirun, srun or one of their kin has started itself, once a rank: `init` finds the others all the same.
+A script that mpirun, srun or one of their kin has started itself, once a rank: `init` finds the
+others all the same.
 
     mpirun -n 16 python train.py
 
-Each task knows its rank and how many there are; nobody tells it where rank 0 is. So they meet as a dynamic cluster
-does: rank 0 runs the scheduler, a process of its own, at an address that all of them derive alike: PDRUN_SCHEDULER
-where it is set, loopback where all tasks are on one host, else the first host of the allocation or the one that mpirun
-runs on, with a port made from the job's id. Whoever comes to a wrong one is refused: by the secret, by the job's name.
+Each task knows its rank and how many there are; nobody tells it where rank 0 is. So they meet as a
+dynamic cluster does: rank 0 runs the scheduler, a process of its own, at an address that all of
+them derive alike: PDRUN_SCHEDULER where it is set, loopback where all tasks are on one host, else
+the first host of the allocation or the one that mpirun runs on, with a port made from the job's id.
+Whoever comes to a wrong one is refused: by the secret, by the job's name.
 
 Limit: the exit of rank 0 waits for the others, whose scheduler it holds.
 """
@@ -33,9 +35,15 @@ if TYPE_CHECKING:
     from pdrun.rendezvous.scheduler.child import SchedulerChild
 
 MARKS = (
-    "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_STEP_ID", "PALS_RANKID", "MV2_COMM_WORLD_RANK",
-    "JSM_NAMESPACE_RANK", "FLUX_TASK_RANK",
-)  # fmt: skip
+    "OMPI_COMM_WORLD_RANK",
+    "PMI_RANK",
+    "PMIX_RANK",
+    "SLURM_STEP_ID",
+    "PALS_RANKID",
+    "MV2_COMM_WORLD_RANK",
+    "JSM_NAMESPACE_RANK",
+    "FLUX_TASK_RANK",
+)
 """Without one of these nobody is asked anything."""
 _NO_TASKS = ("pdrun", "torchrun", "pet", "mindspore", "ascend")
 LOOPBACK = "127.0.0.1"
@@ -45,14 +53,19 @@ PATIENCE = 3.0
 """Seconds after which it is said who is missing."""
 
 
-def enter(environ: Mapping[str, str], prepare: Callable[[], None]) -> tuple[DynamicMember | None, WorkerEnv | None]:
+def enter(
+    environ: Mapping[str, str], prepare: Callable[[], None]
+) -> tuple[DynamicMember | None, WorkerEnv | None]:
     """
-    Meet the other tasks of the launcher that started this process; (None, None) where it is no task, or the only one.
+    Meet the other tasks of the launcher that started this process; (None, None) where it is no
+    task, or the only one.
 
-    ``prepare`` is called before others count on this process's heartbeats, as in `pdrun.parallel.startup.dynamic_cluster.enter`.
+    ``prepare`` is called before others count on this process's heartbeats, as in
+    `pdrun.parallel.startup.dynamic_cluster.enter`.
 
     Raises:
-        ConfigError: the launcher contradicts itself, or nothing says where rank 0 is; says what to pass.
+        ConfigError: the launcher contradicts itself, or nothing says where rank 0 is; says what to
+            pass.
         RendezvousError, AuthenticationError: the tasks did not come together.
     """
     if not any(name in environ for name in MARKS):
@@ -62,13 +75,19 @@ def enter(environ: Mapping[str, str], prepare: Callable[[], None]) -> tuple[Dyna
 
     probes = real()
     found = detect(environ, probes)
-    if found.kind != "task" or found.launcher in _NO_TASKS or found.rank is None or found.world == 1:
+    if (
+        found.kind != "task"
+        or found.launcher in _NO_TASKS
+        or found.rank is None
+        or found.world == 1
+    ):
         return None, None
     if found.world is None:
         raise ConfigError(
-            f"{found.title} does not say how many ranks there are", where=found.sources.get("rank", ""),
+            f"{found.title} does not say how many ranks there are",
+            where=found.sources.get("rank", ""),
             hint="start the script with pdrun, or through PDRUN_ROLE=worker (docs/starting.md)",
-        )  # fmt: skip
+        )
     prepare()
     return _meet(found, environ, probes)
 
@@ -88,16 +107,17 @@ def meeting_point(found: Found, environ: Mapping[str, str], probes: Probes) -> E
     host = found.hosts[0].name if found.hosts else found.head
     if not host:
         raise ConfigError(
-            f"{found.title} does not say where rank 0 is", where=found.sources.get("rank", ""),
+            f"{found.title} does not say where rank 0 is",
+            where=found.sources.get("rank", ""),
             hint="set PDRUN_SCHEDULER=HOST:PORT for all ranks, HOST being the one of rank 0 (Open MPI: mpirun -x"
             " PDRUN_SCHEDULER)",
-        )  # fmt: skip
+        )
     if found.rank == 0 and not probes.is_here(host):
         raise ConfigError(
             f"rank 0 runs on {probes.hostname}, but the others will look for it at {host}",
             where=found.sources.get("hosts" if found.hosts else "head", ""),
             hint=f"set PDRUN_SCHEDULER={probes.hostname}:{port} for all ranks",
-        )  # fmt: skip
+        )
     return Endpoint(host, port)
 
 
@@ -106,12 +126,15 @@ def job_of(found: Found) -> str:
     return found.job_name or f"{found.launcher}-{found.world}"
 
 
-def _meet(found: Found, environ: Mapping[str, str], probes: Probes) -> tuple[DynamicMember, WorkerEnv]:
+def _meet(
+    found: Found, environ: Mapping[str, str], probes: Probes
+) -> tuple[DynamicMember, WorkerEnv]:
     from pdrun.parallel.startup.dynamic_cluster import worker_of
     from pdrun.rendezvous.clients.member import join_scheduler
     from pdrun.rendezvous.protocol.security import find_secret
 
-    scheduler, job = meeting_point(found, environ, probes), job_of(found)
+    scheduler = meeting_point(found, environ, probes)
+    job = job_of(found)
     secret = find_secret()[0]
     if found.rank == 0:
         child = _serve(scheduler, job, found, secret)
@@ -119,16 +142,27 @@ def _meet(found: Found, environ: Mapping[str, str], probes: Probes) -> tuple[Dyn
         scheduler = child.endpoint
     say, all_met = _voice(found.rank or 0)
     member = join_scheduler(
-        scheduler, secret, job=job, name=f"rank-{found.rank:08d}", rank=found.rank, timeout=TIMEOUT, say=say
+        scheduler,
+        secret,
+        job=job,
+        name=f"rank-{found.rank:08d}",
+        rank=found.rank,
+        timeout=TIMEOUT,
+        say=say,
     )
     all_met()
     if member.world_size != found.world:
         member.finish(78)
-        raise ConfigError(f"{found.title} counts {found.world} ranks, the scheduler has {member.world_size}")
+        raise ConfigError(
+            f"{found.title} counts {found.world} ranks, the scheduler has {member.world_size}"
+        )
     worker = worker_of(member)
     if found.local_rank is not None and found.local_size is not None:
         worker = replace(
-            worker, local_rank=found.local_rank, local_world_size=found.local_size, device_index=found.local_rank
+            worker,
+            local_rank=found.local_rank,
+            local_world_size=found.local_size,
+            device_index=found.local_rank,
         )
     if found.node_rank is not None and found.nodes is not None:
         worker = replace(worker, node_rank=found.node_rank, nodes=found.nodes)
@@ -141,31 +175,50 @@ def _serve(scheduler: Endpoint, job: str, found: Found, secret: Secret) -> Sched
 
     assert found.world is not None
     config = SchedulerConfig(
-        job=job, run=f"{job[:40]}-{secrets.token_hex(4)}", nodes=found.world, start_timeout=TIMEOUT, grace=30.0,
-        host=socket.gethostname(), unit="worker",
-    )  # fmt: skip
+        job=job,
+        run=f"{job[:40]}-{secrets.token_hex(4)}",
+        nodes=found.world,
+        start_timeout=TIMEOUT,
+        grace=30.0,
+        host=socket.gethostname(),
+        unit="worker",
+    )
     try:
-        return SchedulerChild(config, secret, endpoint=Endpoint(_own_address(scheduler.host), scheduler.port))
+        return SchedulerChild(
+            config, secret, endpoint=Endpoint(_own_address(scheduler.host), scheduler.port)
+        )
     except ConfigError as error:
         if "in use" in error.what:
-            error.hint = f"another job may hold it: set PDRUN_SCHEDULER={scheduler.host}:PORT for all ranks"
+            error.hint = (
+                f"another job may hold it: set PDRUN_SCHEDULER={scheduler.host}:PORT for all ranks"
+            )
         raise
 
 
 def _own_address(host: str) -> str:
-    """Return the address of this machine that others reach by ``host``; its own name often means loopback here."""
+    """
+    Return the address of this machine that others reach by ``host``; its own name often means
+    loopback here.
+    """
     from pdrun.launcher.common import network
 
     if host == LOOPBACK:
         return host
     found = network.resolve(host)
     own = {address.partition("%")[0] for _, address in network.addresses()}
-    far = [address for address in found if address.partition("%")[0] in own and not network.is_loopback(address)]
+    far = [
+        address
+        for address in found
+        if address.partition("%")[0] in own and not network.is_loopback(address)
+    ]
     return far[0] if far else network.route(None) or host
 
 
 def _stay(child: SchedulerChild) -> None:
-    """Wait until the others have ended too, unless this process is on its way out of a failure: then all are told."""
+    """
+    Wait until the others have ended too, unless this process is on its way out of a failure: then
+    all are told.
+    """
     if getattr(sys, "last_value", None) is None:
         while child.returncode is None:
             time.sleep(0.02)
@@ -176,11 +229,13 @@ def _voice(rank: int) -> tuple[Callable[[str], None], Callable[[], None]]:
     """
     Return what says a line, and what to call once all have met.
 
-    Who is missing is said by rank 0, and not of those who are only a moment late; what ends a job, by every rank.
+    Who is missing is said by rank 0, and not of those who are only a moment late; what ends a job,
+    by every rank.
     """
     from pdrun import async_writer as lane
 
-    began, met = time.monotonic(), list[bool]()
+    began = time.monotonic()
+    met = list[bool]()
 
     def say(text: str) -> None:
         if met or (rank == 0 and time.monotonic() > began + PATIENCE):

@@ -1,8 +1,8 @@
 """
 Styles for modules that are cut over tensor axes, and `Strategy`, which says what gets which.
 
-For models that cannot be exported, or whose cut is to be said module by module. Everything computes on plain local
-tensors with explicit collectives.
+For models that cannot be exported, or whose cut is to be said module by module. Everything computes
+on plain local tensors with explicit collectives.
 
 May import: model, comm, rng, layouts.
 Start reading here: strategy.py.

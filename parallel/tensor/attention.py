@@ -1,4 +1,6 @@
-"""Attention by heads: each rank computes some heads, in a module that counts its heads by itself."""
+"""
+Attention by heads: each rank computes some heads, in a module that counts its heads by itself.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "nhead", "head
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
 GROUPS = ("num_key_value_groups", "num_queries_per_kv", "n_rep")
 WIDTHS = ("split_size", "all_head_size", "inner_dim")
-"""Names under which modules keep their numbers of heads, queries to a key, and the width of all heads together."""
+"""
+Names under which modules keep their numbers of heads, queries to a key, and the width of all heads
+together.
+"""
 
 
 @dataclass(frozen=True)
@@ -82,10 +87,14 @@ class Heads(Style):
         fits = [n for n in range(1, heads + 1) if heads % n == 0 and (kv % n == 0 or n % kv == 0)]
         if parts not in fits:
             hint = f"these fit: {', '.join(map(str, fits))}"
-            raise refuse(name, f"{what} cannot be cut over {parts} ranks ({shown(self.axis)})", hint)
+            raise refuse(
+                name, f"{what} cannot be cut over {parts} ranks ({shown(self.axis)})", hint
+            )
         return Counts(heads, kv, parts)
 
-    def within(self, name: str, module: nn.Module, inside: dict[str, Style], seat: Seat) -> dict[str, Style]:
+    def within(
+        self, name: str, module: nn.Module, inside: dict[str, Style], seat: Seat
+    ) -> dict[str, Style]:
         """
         Return the styles of the linear modules in the attention, which heads decide about.
 
@@ -97,10 +106,15 @@ class Heads(Style):
         """
         counts = self.count(name, module, seat.parts(self.axis))
         if isinstance(module, nn.MultiheadAttention) and inside:
-            what = f"torch's attention is cut as one, and {next(iter(inside))} has a style of its own"
+            what = (
+                f"torch's attention is cut as one, and {next(iter(inside))} has a style of its own"
+            )
             raise refuse(name, what, "leave its modules out of the globs")
-        rows = [linear.whole_sizes(f"{name}.{key}", module.get_submodule(key))[0]
-                for key, style in inside.items() if isinstance(style, linear.Row)]  # fmt: skip
+        rows = [
+            linear.whole_sizes(f"{name}.{key}", module.get_submodule(key))[0]
+            for key, style in inside.items()
+            if isinstance(style, linear.Row)
+        ]
         width = getattr(module, "head_dim", None) or (rows[0] // counts.heads if rows else None)
         found: dict[str, Style] = {}
         for key, style in inside.items():
@@ -108,7 +122,11 @@ class Heads(Style):
                 size = linear.whole_sizes(f"{name}.{key}", module.get_submodule(key))[1]
                 found[key] = _column(f"{name}.{key}", style, size, counts, width)
         # attentions take lengths from their input: it has to be whole before they see it
-        dims = {style.sequence for style in found.values() if isinstance(style, (linear.Col, linear.Shared))} - {None}
+        dims = {
+            style.sequence
+            for style in found.values()
+            if isinstance(style, (linear.Col, linear.Shared))
+        } - {None}
         if dims:
             found[""] = replace(self, sequence=dims.pop())
         if dims:
@@ -116,7 +134,10 @@ class Heads(Style):
         return found
 
     def tiles(self, name: str, module: nn.Module, seat: Seat) -> dict[str, Tile]:
-        """Nothing: weights of its own are somebody else's to speak of, but for those of torch's attention."""
+        """
+        Nothing: weights of its own are somebody else's to speak of, but for those of torch's
+        attention.
+        """
         check_forward(name, module)
         self._attributes(name, module, self.count(name, module, seat.parts(self.axis)))
         if isinstance(module, nn.MultiheadAttention):
@@ -130,17 +151,23 @@ class Heads(Style):
             setattr(module, key, value)
         enter = same if self.sequence is None else entry
         low = axis.index * counts.local_heads
-        here: Cuts = {1: (low, low + counts.local_heads, counts.heads)}  # of [rows, heads, queries, keys]
+        here: Cuts = {
+            1: (low, low + counts.local_heads, counts.heads)
+        }  # of [rows, heads, queries, keys]
         place = Place(axis, enter, same, nothing_cut if axis.size == 1 else lambda x: here)
         if isinstance(module, nn.MultiheadAttention):
             module._heads = (low, counts.heads)
-            module._qkv_same_embed_dim = False  # layers around it read this, and then leave its weights alone
+            module._qkv_same_embed_dim = (
+                False  # layers around it read this, and then leave its weights alone
+            )
             become(module, multihead.MultiheadParallel, place)
         else:
             make_region(module, place)
 
     def _attributes(self, name: str, module: nn.Module, counts: Counts) -> dict[str, int]:
-        """Return the attributes that depend on the number of heads, with the values for this rank."""
+        """
+        Return the attributes that depend on the number of heads, with the values for this rank.
+        """
         found: dict[str, int] = {}
         given: tuple[tuple[Any, tuple[str, ...], int, int], ...] = (
             (self.heads, HEADS, counts.heads, counts.local_heads),
@@ -163,8 +190,13 @@ class Heads(Style):
         return found
 
 
-def _number(name: str, module: nn.Module, given: int | str | None, known: tuple[str, ...]) -> int | None:
-    """Return a number of heads: as given, from an attribute, or from the configuration that transformers' have."""
+def _number(
+    name: str, module: nn.Module, given: int | str | None, known: tuple[str, ...]
+) -> int | None:
+    """
+    Return a number of heads: as given, from an attribute, or from the configuration that
+    transformers' have.
+    """
     if isinstance(given, int):
         return given
     if isinstance(given, str):
@@ -181,25 +213,36 @@ def _number(name: str, module: nn.Module, given: int | str | None, known: tuple[
 
 
 def _column(name: str, style: linear.Col, size: int, counts: Counts, width: int | None) -> Style:
-    """Return what becomes of a linear module of ``size`` outputs in an attention of some heads of some width."""
-    heads, kv = counts.heads, counts.kv
+    """
+    Return what becomes of a linear module of ``size`` outputs in an attention of some heads of some
+    width.
+    """
+    heads = counts.heads
+    kv = counts.kv
     if width is None:
         width = size // heads
     fused = (heads + 2 * kv) * width
     if style.blocks != 1:
         if kv < counts.parts:
-            raise refuse(name, f"{kv} heads of keys and values for {counts.parts} ranks need q, k and v by themselves")
+            raise refuse(
+                name,
+                f"{kv} heads of keys and values for {counts.parts} ranks need q, k and v by themselves",
+            )
         uneven = [block for block in style.sizes(name, size) if block % (width * counts.parts)]
         if uneven:
-            raise refuse(name, f"a block of {uneven[0]} does not divide into {counts.parts} parts of heads of {width}")
+            raise refuse(
+                name,
+                f"a block of {uneven[0]} does not divide into {counts.parts} parts of heads of {width}",
+            )
         return replace(style, entered=style.sequence is not None)
     if size == fused:
-        hint = (
-            "col(axis, blocks=3) where all of q comes first, then k and v; blocks=(size,) where each head has its own"
-        )
+        hint = "col(axis, blocks=3) where all of q comes first, then k and v; blocks=(size,) where each head has its own"
         raise refuse(name, "how q, k and v lie side by side in its output is not known", hint)
     if size == kv * width and kv < counts.parts:
         return linear.Shared(style.axis, style.sequence, kv, style.sequence is not None)
     if size % (width * counts.parts):
-        raise refuse(name, f"its output of {size} does not divide into {counts.parts} parts of heads of {width}")
+        raise refuse(
+            name,
+            f"its output of {size} does not divide into {counts.parts} parts of heads of {width}",
+        )
     return replace(style, entered=style.sequence is not None)

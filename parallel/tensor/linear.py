@@ -1,4 +1,7 @@
-"""Linear modules cut by columns or rows (Shoeybi et al., Megatron-LM, 2019; sequence: Korthikanti et al., 2022)."""
+"""
+Linear modules cut by columns or rows (Shoeybi et al., Megatron-LM, 2019; sequence: Korthikanti et
+al., 2022).
+"""
 
 from __future__ import annotations
 
@@ -29,8 +32,13 @@ from pdrun.parallel.tensor.style import (
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether a module is GPT-2's Conv1D of transformers: a linear module whose weight is ``[in, out]``."""
-    return type(module).__name__.endswith("Conv1D") and hasattr(module, "nf") and hasattr(module, "nx")
+    """
+    Whether a module is GPT-2's Conv1D of transformers: a linear module whose weight is ``[in,
+    out]``.
+    """
+    return (
+        type(module).__name__.endswith("Conv1D") and hasattr(module, "nf") and hasattr(module, "nx")
+    )
 
 
 def out_dim(name: str, module: nn.Module) -> int:
@@ -43,18 +51,28 @@ def out_dim(name: str, module: nn.Module) -> int:
     check_forward(name, module)
     if not is_transposed(module):
         if not isinstance(module, nn.Linear):
-            raise refuse(name, f"a {type(module).__name__} is no linear module", "nn.Linear, or transformers' Conv1D")
+            raise refuse(
+                name,
+                f"a {type(module).__name__} is no linear module",
+                "nn.Linear, or transformers' Conv1D",
+            )
         if type(module).forward is not nn.Linear.forward:
-            raise refuse(name, f"{type(module).__name__} has a forward of its own, which a cut one would not call")
+            raise refuse(
+                name,
+                f"{type(module).__name__} has a forward of its own, which a cut one would not call",
+            )
     found = {key for key, _ in module.named_parameters(recurse=False)}
     if found - {"bias"} != {"weight"}:
-        raise refuse(name, f"its weights are {', '.join(sorted(found)) or 'none'}, not weight and bias")
+        raise refuse(
+            name, f"its weights are {', '.join(sorted(found)) or 'none'}, not weight and bias"
+        )
     return 1 if is_transposed(module) else 0
 
 
 def whole_sizes(name: str, module: nn.Module) -> tuple[int, int]:
     """Return the sizes of a linear module's input and output, before it was cut."""
-    dim, shape = out_dim(name, module), tile_of(module.weight).shape
+    dim = out_dim(name, module)
+    shape = tile_of(module.weight).shape
     return shape[1 - dim], shape[dim]
 
 
@@ -68,14 +86,19 @@ def note_sizes(module: nn.Module, into: int, out: int) -> None:
 def brought(
     x: torch.Tensor, enter: Callable[[torch.Tensor], torch.Tensor], name: str, width: int, hint: str
 ) -> torch.Tensor:
-    """Bring an input in; refuse one of another width, which the module before it has left cut or whole."""
+    """
+    Bring an input in; refuse one of another width, which the module before it has left cut or
+    whole.
+    """
     x = enter(x)
     if x.shape[-1] != width:
-        raise refuse(name, f"on this rank it takes {width} features, and was given {x.shape[-1]}", hint)
+        raise refuse(
+            name, f"on this rank it takes {width} features, and was given {x.shape[-1]}", hint
+        )
     return x
 
 
-# ---- columns -----------------------------------------------------------------------------------------------------
+# ---- columns ----------------------------------------------------------------
 
 
 class ColumnParallel:
@@ -84,7 +107,9 @@ class ColumnParallel:
     _place: Place
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``[..., out / parts]`` of ``[..., in]``, or all of it where the output is gathered."""
+        """
+        Return ``[..., out / parts]`` of ``[..., in]``, or all of it where the output is gathered.
+        """
         place = self._place
         return place.leave(super().forward(place.enter(x)))  # type: ignore[misc]
 
@@ -104,7 +129,10 @@ class Col(Style):
         return f"columns over {shown(self.axis)}" + (", gathered" if self.gather else "")
 
     def sizes(self, name: str, total: int) -> tuple[int, ...]:
-        """Return the sizes of the matrices that lie side by side in an output of ``total``; one: the empty tuple."""
+        """
+        Return the sizes of the matrices that lie side by side in an output of ``total``; one: the
+        empty tuple.
+        """
         if isinstance(self.blocks, tuple):
             if sum(self.blocks) != total:
                 raise refuse(name, f"blocks {self.blocks} do not add up to its output of {total}")
@@ -118,7 +146,9 @@ class Col(Style):
         dim = out_dim(name, module)
         blocks = self.sizes(name, module.weight.shape[dim])
         return {
-            key: seat.tile(name, tuple(param.shape), dim if key == "weight" else 0, self.axis, blocks)
+            key: seat.tile(
+                name, tuple(param.shape), dim if key == "weight" else 0, self.axis, blocks
+            )
             for key, param in module.named_parameters(recurse=False)
         }
 
@@ -127,19 +157,29 @@ class Col(Style):
         into, out = whole_sizes(name, module)
         local = int(module.weight.shape[out_dim(name, module)])
         note_sizes(module, into, out if self.gather and not is_transposed(module) else local)
-        leave = functools.partial(collectives.gather, axis=axis, dim=-1, total=out) if self.gather else same
+        leave = (
+            functools.partial(collectives.gather, axis=axis, dim=-1, total=out)
+            if self.gather
+            else same
+        )
         enter = functools.partial(
-            brought, enter=same if self.entered else entry, name=name, width=into,
+            brought,
+            enter=same if self.entered else entry,
+            name=name,
+            width=into,
             hint="col takes what is whole: row after col, or col(axis, gather=True) before it",
-        )  # fmt: skip
+        )
         become(module, ColumnParallel, Place(axis, enter, leave))
 
 
-# ---- columns that fewer than all ranks need -----------------------------------------------------------------------
+# ---- columns that fewer than all ranks need ---------------------------------
 
 
 class SomeColumns:
-    """A linear module with all of its weight that computes the part of the output which this rank needs."""
+    """
+    A linear module with all of its weight that computes the part of the output which this rank
+    needs.
+    """
 
     _place: Place
     _range: tuple[int, int]
@@ -154,10 +194,11 @@ class SomeColumns:
 @dataclass(frozen=True)
 class Shared(Style):
     """
-    Key and value heads of grouped-query attention, fewer than ranks: each rank has all of them and computes one.
+    Key and value heads of grouped-query attention, fewer than ranks: each rank has all of them and
+    computes one.
 
-    What `Col` becomes within `Heads`; never said by a user. Ranks get gradients for the head that they have used, so
-    those of the weight are partial over the axis.
+    What `Col` becomes within `Heads`; never said by a user. Ranks get gradients for the head that
+    they have used, so those of the weight are partial over the axis.
     """
 
     axis: Names
@@ -178,23 +219,27 @@ class Shared(Style):
     def change(self, name: str, module: nn.Module, axis: Axis, entry: Entry) -> None:
         """Compute this rank's head."""
         into, out = whole_sizes(name, module)
-        width, head = out // self.heads, axis.index * self.heads // axis.size
+        width = out // self.heads
+        head = axis.index * self.heads // axis.size
         become(module, SomeColumns, Place(axis, same if self.entered else entry, same))
         module._range = (head * width, head * width + width)
         note_sizes(module, into, width)
 
 
-# ---- rows --------------------------------------------------------------------------------------------------------
+# ---- rows -------------------------------------------------------------------
 
 
 class RowParallel:
-    """A linear module that takes this rank's part of the input; the bias is added once, after the sum."""
+    """
+    A linear module that takes this rank's part of the input; the bias is added once, after the sum.
+    """
 
     _place: Place
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``[..., out]`` of ``[..., in / parts]``."""
-        place, bias = self._place, self.bias  # type: ignore[attr-defined]
+        place = self._place
+        bias = self.bias  # type: ignore[attr-defined]
         y = place.leave(functional.linear(place.enter(x), self.weight))  # type: ignore[attr-defined]
         return y if bias is None else y + bias
 
@@ -217,11 +262,20 @@ class Row(Style):
     sequence: int | None = None
 
     def __str__(self) -> str:
-        return f"rows over {shown(self.axis)}" + ("" if self.sequence is None else ", sums to sequence parts")
+        return f"rows over {shown(self.axis)}" + (
+            "" if self.sequence is None else ", sums to sequence parts"
+        )
 
     def tiles(self, name: str, module: nn.Module, seat: Seat) -> dict[str, Tile]:
-        """Cut the weight along the input; with sequence parts the bias is added to a part on each rank."""
-        found = {"weight": seat.tile(name, tuple(module.weight.shape), 1 - out_dim(name, module), self.axis)}
+        """
+        Cut the weight along the input; with sequence parts the bias is added to a part on each
+        rank.
+        """
+        found = {
+            "weight": seat.tile(
+                name, tuple(module.weight.shape), 1 - out_dim(name, module), self.axis
+            )
+        }
         if module.bias is not None and self.sequence is not None:
             found["bias"] = seat.kept(tuple(module.bias.shape), self.axis)
         elif module.bias is not None:
@@ -229,17 +283,24 @@ class Row(Style):
         return found
 
     def change(self, name: str, module: nn.Module, axis: Axis, entry: Entry) -> None:
-        """Take a part of the input, or cut it first; add up, or add up into parts of the sequence."""
+        """
+        Take a part of the input, or cut it first; add up, or add up into parts of the sequence.
+        """
         transposed = is_transposed(module)
         into, out = whole_sizes(name, module)
         part = int(module.weight.shape[0 if transposed else 1])
         note_sizes(module, into if self.cut else part, out)
         enter = functools.partial(collectives.part, axis=axis, dim=-1) if self.cut else same
         enter = functools.partial(
-            brought, enter=enter, name=name, width=part,
+            brought,
+            enter=enter,
+            name=name,
+            width=part,
             hint="row takes a part: col before it, or row(axis, cut=True) of what is whole",
-        )  # fmt: skip
+        )
         leave = functools.partial(collectives.add_up, axis=axis)
         if self.sequence is not None:
             leave = functools.partial(scatter_parts, axis=axis, dim=self.sequence, name=name)
-        become(module, TransposedRowParallel if transposed else RowParallel, Place(axis, enter, leave))
+        become(
+            module, TransposedRowParallel if transposed else RowParallel, Place(axis, enter, leave)
+        )

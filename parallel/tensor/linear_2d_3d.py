@@ -1,15 +1,15 @@
 """
-Linear modules that are cut over two or three tensor axes (Xu and You, "An Efficient 2D Method for Training Super-Large
-Deep Learning Models", 2021; Bian et al., "Maximizing Parallelism in Distributed Training for Huge Neural Networks",
-2021; the layouts are MindSpore's).
+Linear modules that are cut over two or three tensor axes (Xu and You, "An Efficient 2D Method for
+Training Super-Large Deep Learning Models", 2021; Bian et al., "Maximizing Parallelism in
+Distributed Training for Huge Neural Networks", 2021; the layouts are MindSpore's).
 
     style                    input               weight, as [in, out]    output
     linear2d("x", "y")       (None, ("x","y"))   ("x", "y")              (None, ("y","x"))
     linear3d("x", "y", "z")  (("z","y"), "x")    (("x","z"), "y")        (("z","x"), "y")
 
-The input is gathered over y, in 3D the weight over z, and the sums are scattered over x. The output lies as the input
-does with x and y exchanged: the next module is ``linear2d("y", "x")``. With b*s rows, h inputs and e outputs a rank
-sends, forward and backward together,
+The input is gathered over y, in 3D the weight over z, and the sums are scattered over x. The output
+lies as the input does with x and y exchanged: the next module is ``linear2d("y", "x")``. With b*s
+rows, h inputs and e outputs a rank sends, forward and backward together,
 
     2D   2 * b*s * (e*(x-1) + h*(y-1)) / (x*y)
     3D   2 * (b*s*e*(x-1) + b*s*h*(y-1) + h*e*(z-1)) / (x*y*z)
@@ -44,7 +44,8 @@ def linear2d(x: str, y: str, *, cut: bool = False, gather: bool = False) -> High
     Args:
         x: the axis over which sums are scattered; the input is cut over it first.
         y: the axis over which the input is gathered.
-        cut: the input is whole on every rank, and is cut here; default: a module before has left it cut.
+        cut: the input is whole on every rank, and is cut here; default: a module before has left it
+            cut.
         gather: return all of the output on every rank.
 
     Raises:
@@ -53,7 +54,9 @@ def linear2d(x: str, y: str, *, cut: bool = False, gather: bool = False) -> High
     return HighDim(_distinct("linear2d", x, y), None, cut, gather)
 
 
-def linear3d(x: str, y: str, z: str, *, rows: int = 0, cut: bool = False, gather: bool = False) -> HighDim:
+def linear3d(
+    x: str, y: str, z: str, *, rows: int = 0, cut: bool = False, gather: bool = False
+) -> HighDim:
     """
     Cut a linear module over three axes: rows and columns of its input, and its weight.
 
@@ -61,21 +64,29 @@ def linear3d(x: str, y: str, z: str, *, rows: int = 0, cut: bool = False, gather
         x: the axis over which sums are scattered.
         y: the axis over which rows are gathered.
         z: the axis over which the weight is gathered.
-        rows: the dim of the input that is cut over z and y (z and x afterwards); it must divide by these.
-        cut: the input is whole on every rank, and is cut here; default: a module before has left it cut.
+        rows: the dim of the input that is cut over z and y (z and x afterwards); it must divide by
+            these.
+        cut: the input is whole on every rank, and is cut here; default: a module before has left it
+            cut.
         gather: return all of the output on every rank.
 
     Raises:
         UsageError: an axis that is given twice, or ``rows`` is no dim.
     """
     if isinstance(rows, bool) or not isinstance(rows, int) or rows < 0:
-        raise UsageError(f"rows={rows!r} is no dim", where=f"{WHERE}, linear3d", hint="0 for the first")
+        raise UsageError(
+            f"rows={rows!r} is no dim", where=f"{WHERE}, linear3d", hint="0 for the first"
+        )
     return HighDim(_distinct("linear3d", x, y, z), rows, cut, gather)
 
 
 def _distinct(style: str, *axes: str) -> tuple[str, ...]:
     if len(set(axes)) != len(axes) or not all(isinstance(axis, str) and axis for axis in axes):
-        raise UsageError(f"{axes} are not different axes", where=f"{WHERE}, {style}", hint=f'{style}("x", "y", ...)')
+        raise UsageError(
+            f"{axes} are not different axes",
+            where=f"{WHERE}, {style}",
+            hint=f'{style}("x", "y", ...)',
+        )
     return axes
 
 
@@ -98,7 +109,10 @@ class HighDim(Style):
         return L(y, (x, *z))
 
     def bias(self) -> tuple[L, tuple[str, ...]]:
-        """Return the layout of a bias, and the axes over which its gradient is partial: those that cut the rows."""
+        """
+        Return the layout of a bias, and the axes over which its gradient is partial: those that cut
+        the rows.
+        """
         x, y, *z = self.axis
         return (L(y), (*z, x)) if z else (L((y, x)), ())
 
@@ -118,19 +132,26 @@ class HighDim(Style):
         """Cut the weight over all axes, and the bias as the output is."""
         if out_dim(name, module) != 0:
             raise refuse(name, "its weight is [in, out]", "an nn.Linear")
-        layouts: dict[str, tuple[L, tuple[str, ...]]] = {"weight": (self.weight, ()), "bias": self.bias()}
+        layouts: dict[str, tuple[L, tuple[str, ...]]] = {
+            "weight": (self.weight, ()),
+            "bias": self.bias(),
+        }
         found = {}
         for key, param in module.named_parameters(recurse=False):
             layout, sums = layouts[key]
             for size, axes in zip(param.shape, layout.dims, strict=True):
                 if size < seat.parts(axes):
-                    raise refuse(name, f"{size} cannot be cut into {seat.parts(axes)} parts over {' x '.join(axes)}")
+                    raise refuse(
+                        name,
+                        f"{size} cannot be cut into {seat.parts(axes)} parts over {' x '.join(axes)}",
+                    )
             found[key] = tile(tuple(param.shape), layout, seat.grid, seat.rank, sums=sums)
         return found
 
     def change(self, name: str, module: nn.Module, axis: Axis, entry: Entry) -> None:
         """Gather, multiply and scatter."""
-        into, out = int(module.in_features), int(module.out_features)
+        into = int(module.in_features)
+        out = int(module.out_features)
         become(module, HighDimLinear, Cube(self, axis.axes, name, into, out))
 
 
@@ -157,7 +178,8 @@ class Cube:
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x``, cut first where it is whole, gathered over y."""
-        style, y = self.style, self.axes[self.style.axis[1]]
+        style = self.style
+        y = self.axes[self.style.axis[1]]
         if style.cut:
             whole = L(*[None] * x.dim())
             layout = style.tensor(x.dim())
@@ -171,11 +193,14 @@ class Cube:
     def whole_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """Return the weight gathered over z."""
         x, _, *z = self.style.axis
-        return collectives.collect(weight, self.axes[z[0]], 1, self._part(self.into, x)) if z else weight
+        if z:
+            return collectives.collect(weight, self.axes[z[0]], 1, self._part(self.into, x))
+        return weight
 
     def leave(self, y: torch.Tensor) -> torch.Tensor:
         """Return the sums over x, scattered."""
-        style, x = self.style, self.axes[self.style.axis[0]]
+        style = self.style
+        x = self.axes[self.style.axis[0]]
         if style.rows is not None:
             self._check(y, style.rows, (style.axis[0],))
         return collectives.scatter(y, x, -1 if style.rows is None else style.rows)
@@ -185,7 +210,8 @@ class Cube:
         style = self.style
         if not style.gather:
             return y
-        layout, shape = style.tensor(y.dim(), after=True), list(y.shape)
+        layout = style.tensor(y.dim(), after=True)
+        shape = list(y.shape)
         shape[-1] = self.out
         if style.rows is not None:
             shape[style.rows] *= self.axes.grid.extent(layout.dims[style.rows])
@@ -202,7 +228,9 @@ class Cube:
         parts = self.axes.grid.extent(axes)
         if x.shape[dim] % parts:
             what = f"dim {dim} of {list(x.shape)} does not divide into {parts} parts over {' x '.join(axes)}"
-            raise refuse(self.name, what, "choose another dim with rows=, or another number of rows")
+            raise refuse(
+                self.name, what, "choose another dim with rows=, or another number of rows"
+            )
 
 
 class HighDimLinear:
@@ -211,8 +239,12 @@ class HighDimLinear:
     _place: Cube
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of the output for its part of the input, or whole ones where that was asked for."""
-        place, bias = self._place, self.bias  # type: ignore[attr-defined]
+        """
+        Return this rank's part of the output for its part of the input, or whole ones where that
+        was asked for.
+        """
+        place = self._place
+        bias = self.bias  # type: ignore[attr-defined]
         weight = place.whole_weight(self.weight)  # type: ignore[attr-defined]
         y = place.leave(functional.linear(place.enter(x), weight))
         return place.finish(y if bias is None else y + bias)

@@ -1,4 +1,7 @@
-"""torch's own `nn.MultiheadAttention` by heads: it keeps q, k and v in one matrix and computes in one function."""
+"""
+torch's own `nn.MultiheadAttention` by heads: it keeps q, k and v in one matrix and computes in one
+function.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +17,33 @@ from pdrun.parallel.tensor.style import WHERE, Names, Place, Seat, refuse
 
 
 class MultiheadParallel:
-    """`nn.MultiheadAttention` that computes this rank's heads; the output is the sum over the ranks."""
+    """
+    `nn.MultiheadAttention` that computes this rank's heads; the output is the sum over the ranks.
+    """
 
     _place: Place
     _heads: tuple[int, int]
     """The first of this rank's heads, and how many there are in all."""
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-        key_padding_mask: torch.Tensor | None = None, need_weights: bool = True,
-        attn_mask: torch.Tensor | None = None, average_attn_weights: bool = True, is_causal: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_padding_mask: torch.Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: torch.Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return what `nn.MultiheadAttention` returns, with the same arguments."""
         if query.is_nested:
             hint = "nn.TransformerEncoder(..., enable_nested_tensor=False)"
             raise UsageError("heads of nested tensors are not cut", where=WHERE, hint=hint)
         if is_causal and attn_mask is None:
             raise UsageError("is_causal says what attn_mask is, which is missing", where=WHERE)
-        axis, module = self._place.axis, _plain(self)
+        axis = self._place.axis
+        module = _plain(self)
         entered = {id(x): collectives.fan_out(x, axis) for x in (query, key, value)}
         inputs = [_rows_first(entered[id(x)], module.batch_first) for x in (query, key, value)]
         q, k, v = (
@@ -48,9 +60,17 @@ class MultiheadParallel:
                 mixed = weights @ v
             else:
                 mixed = functional.scaled_dot_product_attention(q, k, v, mask, drop)
-        out = collectives.add_up(functional.linear(mixed.transpose(1, 2).flatten(2), module.out_proj.weight), axis)
+        out = collectives.add_up(
+            functional.linear(mixed.transpose(1, 2).flatten(2), module.out_proj.weight), axis
+        )
         out = out if module.out_proj.bias is None else out + module.out_proj.bias
-        out = out.squeeze(0) if query.dim() == 2 else out if module.batch_first else out.transpose(0, 1)
+        out = (
+            out.squeeze(0)
+            if query.dim() == 2
+            else out
+            if module.batch_first
+            else out.transpose(0, 1)
+        )
         if not need_weights:
             return out, None
         if average_attn_weights:
@@ -62,7 +82,9 @@ class MultiheadParallel:
     def _mask(
         self, q: torch.Tensor, attn_mask: torch.Tensor | None, key_padding_mask: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Return what is added to the scores ``[rows, heads, queries, keys]`` of this rank's heads."""
+        """
+        Return what is added to the scores ``[rows, heads, queries, keys]`` of this rank's heads.
+        """
         low, heads = self._heads
         found = None
         if attn_mask is not None:
@@ -84,12 +106,20 @@ def tiles(name: str, module: nn.MultiheadAttention, axis: Names, seat: Seat) -> 
         UsageError: the module has keys and values of its own, or a forward.
     """
     if type(module).forward is not nn.MultiheadAttention.forward:
-        raise refuse(name, f"{type(module).__name__} has a forward of its own, which a cut one would not call")
+        raise refuse(
+            name,
+            f"{type(module).__name__} has a forward of its own, which a cut one would not call",
+        )
     if module.bias_k is not None or module.add_zero_attn:
-        raise refuse(name, "an attention with add_bias_kv or add_zero_attn is not cut", "replicate() keeps it whole")
+        raise refuse(
+            name,
+            "an attention with add_bias_kv or add_zero_attn is not cut",
+            "replicate() keeps it whole",
+        )
     found: dict[str, Tile] = {}
     for key, param in module.named_parameters():
-        shape, blocks = tuple(param.shape), (module.embed_dim,) * 3 if key.startswith("in_proj") else ()
+        shape = tuple(param.shape)
+        blocks = (module.embed_dim,) * 3 if key.startswith("in_proj") else ()
         if key == "out_proj.bias":
             found[key] = seat.kept(shape)
         else:
@@ -114,11 +144,17 @@ def _projections(module: nn.MultiheadAttention) -> list[tuple[torch.Tensor, torc
 
 def _rows_first(x: torch.Tensor, batch_first: bool) -> torch.Tensor:
     """Return ``[rows, length, width]``."""
-    return x.unsqueeze(0) if x.dim() == 2 else x if batch_first else x.transpose(0, 1)
+    if x.dim() == 2:
+        return x.unsqueeze(0)
+    if batch_first:
+        return x
+    return x.transpose(0, 1)
 
 
 def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a mask as numbers to add; True means that a key is not seen."""
     if mask.dtype != torch.bool:
         return mask.to(dtype)
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, float("-inf"))
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(
+        mask, float("-inf")
+    )

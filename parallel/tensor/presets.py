@@ -18,7 +18,8 @@ def llama(axis: Names = "tp", sequence: bool = False, gather: bool = True) -> St
 
     Args:
         axis: the tensor axis, or several, major first.
-        sequence: cut the sequence between the cut modules; the layers begin with it, since positions come from whole
+        sequence: cut the sequence between the cut modules; the layers begin with it, since
+            positions come from whole
             sequences. Its length has to divide.
         gather: False leaves logits cut, for `pdrun.cross_entropy`.
     """
@@ -67,7 +68,9 @@ KNOWN = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma"), llama) | 
 """By the ``model_type`` of a configuration."""
 
 
-def strategy_for(model: nn.Module, axis: Names = "tp", sequence: bool = False, gather: bool = True) -> Strategy:
+def strategy_for(
+    model: nn.Module, axis: Names = "tp", sequence: bool = False, gather: bool = True
+) -> Strategy:
     """
     Return the strategy for a causal language model of transformers.
 
@@ -80,8 +83,13 @@ def strategy_for(model: nn.Module, axis: Names = "tp", sequence: bool = False, g
     """
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind not in KNOWN:
-        hint = did_you_mean(str(kind), KNOWN) or f"known are {', '.join(KNOWN)}; Strategy({{...}}) says it by hand"
-        raise UsageError(f"no strategy is known for {kind or type(model).__name__}", where=WHERE, hint=hint)
+        hint = (
+            did_you_mean(str(kind), KNOWN)
+            or f"known are {', '.join(KNOWN)}; Strategy({{...}}) says it by hand"
+        )
+        raise UsageError(
+            f"no strategy is known for {kind or type(model).__name__}", where=WHERE, hint=hint
+        )
     found = KNOWN[kind](axis, sequence, gather)
     inner = "model.layers.*.self_attn.[qk]_norm"
     if fnmatch.filter((name for name, _ in model.named_modules()), inner):

@@ -1,6 +1,6 @@
 """
-Sequence parts between the cut linear modules (Korthikanti et al., Reducing Activation Recomputation, 2022), and weights
-that stay whole.
+Sequence parts between the cut linear modules (Korthikanti et al., Reducing Activation
+Recomputation, 2022), and weights that stay whole.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from pdrun.parallel.tensor.style import (
 
 class Region:
     """
-    A module that works on parts: its first argument or its result may be where parts begin or end, and what is dropped
-    in it is a part of a whole tensor.
+    A module that works on parts: its first argument or its result may be where parts begin or end,
+    and what is dropped in it is a part of a whole tensor.
     """
 
     _place: Place
@@ -59,7 +59,9 @@ class Region:
 
 
 def make_region(module: nn.Module, place: Place) -> None:
-    """Have a module bring in its first argument, by position or by name, and hand out its result."""
+    """
+    Have a module bring in its first argument, by position or by name, and hand out its result.
+    """
     module._first = next(iter(inspect.signature(module.forward).parameters))
     become(module, Region, place)
 
@@ -76,7 +78,9 @@ def parts_along(x: torch.Tensor, axis: Axis, dim: int, total: int | None) -> Cut
     if total is None:
         size = x.shape[dim]
         return {dim: (axis.index * size, axis.index * size + size, axis.size * size)}
-    ((here,),) = L(axis.names).ranges(axis.axes.grid, (total,), axis.axes.rank)  # axis after axis, as weights are cut
+    ((here,),) = L(axis.names).ranges(
+        axis.axes.grid, (total,), axis.axes.rank
+    )  # axis after axis, as weights are cut
     return {dim: (*here, total)}
 
 
@@ -104,15 +108,23 @@ class Seq(Style):
         if self.cut or self.gather or drops(module):
             check_forward(name, module)
         several = len(names(self.axis)) > 1
-        if self.gather and several and self.total is not None and self.total % seat.parts(self.axis):
+        if (
+            self.gather
+            and several
+            and self.total is not None
+            and self.total % seat.parts(self.axis)
+        ):
             raise refuse(
-                name, f"{self.total} does not divide by {seat.parts(self.axis)}, which gathers over several axes need"
+                name,
+                f"{self.total} does not divide by {seat.parts(self.axis)}, which gathers over several axes need",
             )
         found = module.named_parameters(recurse=False)
         return {key: seat.kept(tuple(param.shape), self.axis) for key, param in found}
 
     def change(self, name: str, module: nn.Module, axis: Axis, entry: Entry) -> None:
-        """Cut what comes in, gather what goes out, and have masks be parts, where there is any of it."""
+        """
+        Cut what comes in, gather what goes out, and have masks be parts, where there is any of it.
+        """
         if not (self.cut or self.gather or drops(module)):
             return
         enter = functools.partial(part_of, axis=axis, dim=self.dim, name=name) if self.cut else same

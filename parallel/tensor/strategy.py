@@ -6,7 +6,8 @@ A strategy: which modules of a model are cut how, by globs of their names.
         "emb|head": vocab("tp"),
     })
 
-A plan is made first, and holds the strategy against the model without changing anything; every mistake is found there.
+A plan is made first, and holds the strategy against the model without changing anything; every
+mistake is found there.
 """
 
 from __future__ import annotations
@@ -71,17 +72,24 @@ class Strategy:
     Styles by globs of module names.
 
     Args:
-        rules: glob, or several with ``|`` between them, to style. ``*`` stands for anything, dots too. Where a glob
+        rules: glob, or several with ``|`` between them, to style. ``*`` stands for anything, dots
+            too. Where a glob
             matches no module it may name weights, for ``replicate`` and ``seq``.
     """
 
     def __init__(self, rules: Mapping[str, Style]) -> None:
         if not isinstance(rules, Mapping) or not all(isinstance(glob, str) for glob in rules):
-            raise UsageError(f"{rules!r} is no dict of styles by glob", where=WHERE, hint='{"blocks.*.up": col("tp")}')
+            raise UsageError(
+                f"{rules!r} is no dict of styles by glob",
+                where=WHERE,
+                hint='{"blocks.*.up": col("tp")}',
+            )
         for glob, style in rules.items():
             if not isinstance(style, Style):
                 hint = "col, row, vocab, heads, seq or replicate of pdrun.parallel.tensor"
-                raise UsageError(f"{glob!r} has {style!r}, which is no style", where=WHERE, hint=hint)
+                raise UsageError(
+                    f"{glob!r} has {style!r}, which is no style", where=WHERE, hint=hint
+                )
         self.rules = dict(rules)
 
     def plan(self, model: nn.Module, grid: Grid, rank: int = 0) -> Plan:
@@ -89,20 +97,25 @@ class Strategy:
         Return what the strategy does to a model, which stays as it is.
 
         Raises:
-            UsageError: a glob that matches nothing, a module with two styles or none that it can have, tied weights
+            UsageError: a glob that matches nothing, a module with two styles or none that it can
+                have, tied weights
                 that would be cut differently, heads that do not divide, weights of which more has to be said.
         """
         for style in self.rules.values():
             for axis in names(style.axis):
                 grid.degree(axis)
                 if axis in FIXED:
-                    raise UsageError(f"{axis} is no tensor axis: weights are not cut over it", where=WHERE)
+                    raise UsageError(
+                        f"{axis} is no tensor axis: weights are not cut over it", where=WHERE
+                    )
         seat = Seat(grid, rank)
         sites = _with_heads(_match(self.rules, model), seat)
         tiles: dict[str, Tile] = {}
         for site in sites:
             found = _tiles(site, model, seat)
-            tiles.update({f"{site.name}.{key}" if key else site.name: tile for key, tile in found.items()})
+            tiles.update(
+                {f"{site.name}.{key}" if key else site.name: tile for key, tile in found.items()}
+            )
         _check_ties(model, tiles)
         unmatched = tuple(name for name, _ in model.named_parameters() if name not in tiles)
         _check_said(sites, unmatched)
@@ -110,10 +123,12 @@ class Strategy:
 
     def apply(self, model: nn.Module, axes: Axes, sample: Any = None) -> nn.Module:
         """
-        Cut a model in place: its weights become tiles, its modules compute with them. Return the model.
+        Cut a model in place: its weights become tiles, its modules compute with them. Return the
+        model.
 
         Args:
-            model: whole, with the same weights on all ranks; weights on the meta device are cut as well.
+            model: whole, with the same weights on all ranks; weights on the meta device are cut as
+                well.
             axes: this rank's place.
             sample: not needed here; what cuts by operators traces it.
 
@@ -135,11 +150,13 @@ class Strategy:
         entries = _entries(plan.sites, axes)
         for site in plan.sites:
             if site.module is not None:
-                site.style.change(site.name, site.module, axes[names(site.style.axis)], entries[site.name])
+                site.style.change(
+                    site.name, site.module, axes[names(site.style.axis)], entries[site.name]
+                )
         return model
 
 
-# ---- inside ------------------------------------------------------------------------------------------------------
+# ---- inside -----------------------------------------------------------------
 
 
 def _match(rules: Mapping[str, Style], model: nn.Module) -> list[Site]:
@@ -153,8 +170,14 @@ def _match(rules: Mapping[str, Style], model: nn.Module) -> list[Site]:
             if not hits and isinstance(style, (Replicate, Seq)):
                 hits = fnmatch.filter(params, glob)
             if not hits:
-                alike = [re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in modules] if "*" in glob else modules
-                raise UsageError(f"{glob!r} matches no module", where=WHERE, hint=did_you_mean(glob, alike))
+                alike = (
+                    [re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in modules]
+                    if "*" in glob
+                    else modules
+                )
+                raise UsageError(
+                    f"{glob!r} matches no module", where=WHERE, hint=did_you_mean(glob, alike)
+                )
             for name in hits:
                 other = found.setdefault(name, (glob, style))
                 if other[1] != style:
@@ -180,7 +203,11 @@ def _with_heads(sites: list[Site], seat: Seat) -> list[Site]:
     for site in sites:
         if isinstance(site.style, Heads) and site.module is not None:
             front = f"{site.name}."
-            inside = {other.name[len(front) :]: other.style for other in sites if other.name.startswith(front)}
+            inside = {
+                other.name[len(front) :]: other.style
+                for other in sites
+                if other.name.startswith(front)
+            }
             found = site.style.within(site.name, site.module, inside, seat)
             changed.update({(front + key).rstrip("."): style for key, style in found.items()})
     return [Site(site.name, changed.get(site.name, site.style), site.module) for site in sites]
@@ -199,7 +226,9 @@ def _check_ties(model: nn.Module, tiles: dict[str, Tile]) -> None:
         other = first.setdefault(id(param), name)
         if tiles.get(name, whole(param)) != tiles.get(other, whole(param)):
             what = f"it is tied to {other}, which is cut otherwise"
-            raise refuse(name, what, "one style for both: vocab(axis) for an embedding and its head")
+            raise refuse(
+                name, what, "one style for both: vocab(axis) for an embedding and its head"
+            )
 
 
 def _check_said(sites: list[Site], unmatched: tuple[str, ...]) -> None:
@@ -209,11 +238,19 @@ def _check_said(sites: list[Site], unmatched: tuple[str, ...]) -> None:
         for site in attentions:
             if name.startswith(f"{site.name}."):
                 hint = f"replicate({site.style.axis!r}) where it works on a rank's heads, replicate() where on all"
-                raise refuse(name, f"it belongs to {site.name}, which is cut by heads, and nothing is said of it", hint)
+                raise refuse(
+                    name,
+                    f"it belongs to {site.name}, which is cut by heads, and nothing is said of it",
+                    hint,
+                )
     region = next((site for site in sites if _has_region(site.style)), None)
     if region is not None and unmatched:
         hint = "seq(axis) where it works on parts of the sequence, replicate() where on all of it"
-        raise refuse(unmatched[0], f"{region.name} cuts the sequence, and nothing is said of this weight", hint)
+        raise refuse(
+            unmatched[0],
+            f"{region.name} cuts the sequence, and nothing is said of this weight",
+            hint,
+        )
 
 
 def _has_region(style: Style) -> bool:
@@ -224,12 +261,13 @@ def _entries(sites: tuple[Site, ...], axes: Axes) -> dict[str, Entry]:
     """
     Return each site's way in: linear modules of one parent that are cut alike share one.
 
-    Those whose attention brings the input in use none, and must not be counted: an entry keeps what it made until the
-    last of its members has come.
+    Those whose attention brings the input in use none, and must not be counted: an entry keeps what
+    it made until the last of its members has come.
     """
     groups: dict[tuple[str, Names, int | None], list[str]] = {}
     for site in sites:
-        style, parent = site.style, site.name.rpartition(".")[0]
+        style = site.style
+        parent = site.name.rpartition(".")[0]
         shares = isinstance(style, (Col, Shared))
         sequence: int | None = getattr(style, "sequence", None)
         brought = site.name if getattr(style, "entered", False) else ""
@@ -247,7 +285,9 @@ def folded(found: Iterable[str]) -> list[str]:
     for name in found:
         pieces = name.split(".")
         at = next((place for place, piece in enumerate(pieces) if piece.isdigit()), len(pieces))
-        ranges.setdefault((".".join(pieces[:at]), ".".join(pieces[at + 1 :])), []).extend(pieces[at : at + 1])
+        ranges.setdefault((".".join(pieces[:at]), ".".join(pieces[at + 1 :])), []).extend(
+            pieces[at : at + 1]
+        )
     told = []
     for (front, back), numbers in ranges.items():
         span = "-".join(dict.fromkeys((numbers[0], numbers[-1]))) if numbers else ""

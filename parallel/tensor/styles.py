@@ -22,17 +22,25 @@ from pdrun.parallel.tensor.style import WHERE, Names
 from pdrun.parallel.tensor.vocabulary import Vocab
 
 
-def col(axis: Names, *, gather: bool = False, sequence: int | None = None, blocks: int | Sequence[int] = 1) -> Col:
+def col(
+    axis: Names,
+    *,
+    gather: bool = False,
+    sequence: int | None = None,
+    blocks: int | Sequence[int] = 1,
+) -> Col:
     """
     Cut a linear module by columns: each rank computes a part of the output.
 
-    Modules of one parent that are called with the same tensor (q, k and v; gate and up) share one collective.
+    Modules of one parent that are called with the same tensor (q, k and v; gate and up) share one
+    collective.
 
     Args:
         axis: the tensor axis, or several, major first.
         gather: return all of the output on every rank.
         sequence: the dim along which the input is cut over the same axis: it is gathered first.
-        blocks: how many matrices of one size lie side by side in the output, each of which is cut (3 for fused q, k
+        blocks: how many matrices of one size lie side by side in the output, each of which is cut
+            (3 for fused q, k
             and v, 2 for fused gate and up), or their sizes.
 
     Raises:
@@ -41,19 +49,24 @@ def col(axis: Names, *, gather: bool = False, sequence: int | None = None, block
     checked = _blocks(blocks)
     if gather and checked != 1:
         raise UsageError(
-            "parts of several blocks are not gathered", where=f"{WHERE}, col", hint="leave out one of both"
+            "parts of several blocks are not gathered",
+            where=f"{WHERE}, col",
+            hint="leave out one of both",
         )
     return Col(_axis(axis, "col"), gather, _dim(sequence, "col"), checked)
 
 
 def row(axis: Names, *, cut: bool = False, sequence: int | None = None) -> Row:
     """
-    Cut a linear module by rows: each rank takes its part of the input, and the results are added up.
+    Cut a linear module by rows: each rank takes its part of the input, and the results are added
+    up.
 
     Args:
         axis: the tensor axis, or several, major first.
-        cut: the input is whole on every rank, and is cut here; default: a column-parallel module has left it cut.
-        sequence: the dim along which the sum is cut over the same axis; default: every rank gets all of it.
+        cut: the input is whole on every rank, and is cut here; default: a column-parallel module
+            has left it cut.
+        sequence: the dim along which the sum is cut over the same axis; default: every rank gets
+            all of it.
     """
     return Row(_axis(axis, "row"), cut, _dim(sequence, "row"))
 
@@ -71,36 +84,47 @@ def vocab(axis: Names, *, gather: bool = True, sequence: int | None = None) -> V
 
 
 def heads(
-    axis: Names, *, heads: int | str | None = None, kv_heads: int | str | None = None, divide: Sequence[str] = ()
+    axis: Names,
+    *,
+    heads: int | str | None = None,
+    kv_heads: int | str | None = None,
+    divide: Sequence[str] = (),
 ) -> Heads:
     """
-    Cut an attention by heads: its linear modules have styles of their own, this one has it count a rank's heads.
+    Cut an attention by heads: its linear modules have styles of their own, this one has it count a
+    rank's heads.
 
-    Attributes of the module that hold a number of heads get the rank's number; the usual names are known, as is the
-    configuration of models of transformers. Fewer key and value heads than ranks stay whole on every rank.
+    Attributes of the module that hold a number of heads get the rank's number; the usual names are
+    known, as is the configuration of models of transformers. Fewer key and value heads than ranks
+    stay whole on every rank.
 
     Args:
         axis: the tensor axis, or several, major first.
         heads: the attribute that holds the number of query heads, or the number.
         kv_heads: the same for keys and values; default: as many as query heads.
-        divide: further attributes that the number of ranks divides, as the width of all heads together.
+        divide: further attributes that the number of ranks divides, as the width of all heads
+            together.
     """
     return Heads(_axis(axis, "heads"), heads, kv_heads, tuple(divide))
 
 
-def seq(axis: Names, *, dim: int = 1, cut: bool = False, gather: bool = False, total: int | None = None) -> Seq:
+def seq(
+    axis: Names, *, dim: int = 1, cut: bool = False, gather: bool = False, total: int | None = None
+) -> Seq:
     """
-    Have a module work on parts of the sequence: norms and dropouts between row-parallel and column-parallel modules.
+    Have a module work on parts of the sequence: norms and dropouts between row-parallel and
+    column-parallel modules.
 
-    Dropouts get the masks of the whole tensor. One between a column-parallel and a row-parallel module has its parts
-    along ``dim=-1``.
+    Dropouts get the masks of the whole tensor. One between a column-parallel and a row-parallel
+    module has its parts along ``dim=-1``.
 
     Args:
         axis: the tensor axis, or several, major first.
         dim: along which its tensors are cut.
         cut: its first argument is whole on every rank, and is cut here: where the parts begin.
         gather: its result is made whole: where they end.
-        total: size of the whole dim, for a dropout on parts that differ by one; default: all have one size.
+        total: size of the whole dim, for a dropout on parts that differ by one; default: all have
+            one size.
     """
     return Seq(_axis(axis, "seq"), dim, cut, gather, total)
 
@@ -110,7 +134,8 @@ def replicate(axis: Names = ()) -> Replicate:
     Keep weights whole on every rank.
 
     Args:
-        axis: axes over which each rank uses them for another part (a norm over a head's width): gradients are summed.
+        axis: axes over which each rank uses them for another part (a norm over a head's width):
+            gradients are summed.
             Default: all ranks do the same with them.
     """
     return Replicate(_axis(axis, "replicate") if axis else ())
@@ -118,8 +143,14 @@ def replicate(axis: Names = ()) -> Replicate:
 
 def _axis(axis: Any, style: str) -> Names:
     given = (axis,) if isinstance(axis, str) else axis
-    if not isinstance(given, (tuple, list)) or not given or not all(isinstance(name, str) for name in given):
-        raise UsageError(f"{axis!r} is not the name of an axis", where=f"{WHERE}, {style}", hint=f'{style}("tp")')
+    if (
+        not isinstance(given, (tuple, list))
+        or not given
+        or not all(isinstance(name, str) for name in given)
+    ):
+        raise UsageError(
+            f"{axis!r} is not the name of an axis", where=f"{WHERE}, {style}", hint=f'{style}("tp")'
+        )
     return given[0] if len(given) == 1 else tuple(given)
 
 
@@ -132,6 +163,12 @@ def _dim(dim: Any, style: str) -> int | None:
 
 def _blocks(blocks: Any) -> int | tuple[int, ...]:
     sizes = [blocks] if isinstance(blocks, int) else list(blocks)
-    if not sizes or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
-        raise UsageError(f"blocks={blocks!r} is neither a count nor sizes", where=f"{WHERE}, col", hint="blocks=3")
+    if not sizes or any(
+        isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes
+    ):
+        raise UsageError(
+            f"blocks={blocks!r} is neither a count nor sizes",
+            where=f"{WHERE}, col",
+            hint="blocks=3",
+        )
     return blocks if isinstance(blocks, int) else tuple(sizes)

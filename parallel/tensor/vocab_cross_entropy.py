@@ -1,4 +1,7 @@
-"""Cross entropy of logits that are cut by words: whole ones would take rows times vocabulary on every rank."""
+"""
+Cross entropy of logits that are cut by words: whole ones would take rows times vocabulary on every
+rank.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +29,11 @@ class Words:
 
     def local(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
-        Return ids counted from this rank's first word, and which of them are other ranks' (these are 0 here).
+        Return ids counted from this rank's first word, and which of them are other ranks' (these
+        are 0 here).
 
-        What no rank has, below 0 or beyond the last word, is left as it is at the first or the last rank, so that a
-        look-up there fails as it does in one process.
+        What no rank has, below 0 or beyond the last word, is left as it is at the first or the last
+        rank, so that a look-up there fails as it does in one process.
         """
         if self.axis.size == 1:
             return ids, None
@@ -42,7 +46,9 @@ class Words:
 
 
 _CUT: WeakSet[Words] = WeakSet()
-"""Vocabularies whose logits stay cut: to tell a part of logits that has lost its mark from whole ones."""
+"""
+Vocabularies whose logits stay cut: to tell a part of logits that has lost its mark from whole ones.
+"""
 
 
 def mark(logits: torch.Tensor, words: Words) -> torch.Tensor:
@@ -61,56 +67,79 @@ def cross_entropy(
     reduction: str = "mean",
 ) -> torch.Tensor:
     """
-    Return what `torch.nn.functional.cross_entropy` returns, for logits that are whole or cut by words.
+    Return what `torch.nn.functional.cross_entropy` returns, for logits that are whole or cut by
+    words.
 
-    Of logits in bf16 or fp16 it is computed and returned in fp32.
-    A head with ``vocab(axis, gather=False)`` leaves its logits cut. Its output itself is wanted here, not a view of it.
+    Of logits in bf16 or fp16 it is computed and returned in fp32. A head with ``vocab(axis,
+    gather=False)`` leaves its logits cut. Its output itself is wanted here, not a view of it.
 
     Args:
         logits: ``[..., words]``, from the model as it comes; words are the last dim.
         targets: ``[...]``, class indices.
         ignore_index: targets that count nothing.
         label_smoothing: share of the target that is spread evenly over the whole vocabulary.
-        reduction: "mean" over the targets that count, "sum", or "none", which has the shape of ``targets``.
+        reduction: "mean" over the targets that count, "sum", or "none", which has the shape of
+            ``targets``.
 
     Raises:
         UsageError: shapes don't fit, or these are a part of the logits that has lost its mark.
     """
     if logits.shape[:-1] != targets.shape:
         what = f"logits are {list(logits.shape)}, targets {list(targets.shape)}"
-        raise UsageError(what, where=WHERE, hint="one target for each row of logits, the words along the last dim")
+        raise UsageError(
+            what,
+            where=WHERE,
+            hint="one target for each row of logits, the words along the last dim",
+        )
     if reduction not in ("mean", "sum", "none"):
         raise UsageError(f"reduction={reduction!r} is none of mean, sum and none", where=WHERE)
     words: Words | None = getattr(logits, "_pdrun_words", None)
-    rows, flat = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
+    rows = logits.reshape(-1, logits.shape[-1])
+    flat = targets.reshape(-1)
     if words is None or words.axis.size == 1:
-        if words is None and any(cut.axis.size > 1 and cut.high - cut.low == logits.shape[-1] for cut in _CUT):
+        if words is None and any(
+            cut.axis.size > 1 and cut.high - cut.low == logits.shape[-1] for cut in _CUT
+        ):
             raise UsageError(
-                f"whether logits of {logits.shape[-1]} words are whole or one rank's part cannot be seen", where=WHERE,
+                f"whether logits of {logits.shape[-1]} words are whole or one rank's part cannot be seen",
+                where=WHERE,
                 hint="give it the head's output itself, neither reshaped nor converted",
-            )  # fmt: skip
-        wide = rows if rows.dtype == torch.float64 else rows.float()  # a sum of halves has no figures left
+            )
+        wide = (
+            rows if rows.dtype == torch.float64 else rows.float()
+        )  # a sum of halves has no figures left
         found = functional.cross_entropy(
-            wide, flat, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction
+            wide,
+            flat,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            reduction=reduction,
         )
         return found.view(targets.shape) if reduction == "none" else found
     losses: torch.Tensor = _CrossEntropy.apply(rows, flat, words, ignore_index, label_smoothing)
     if reduction == "none":
         return losses.view(targets.shape)
-    return losses.sum() if reduction == "sum" else losses.sum() / (flat != ignore_index).sum()
+    if reduction == "sum":
+        return losses.sum()
+    return losses.sum() / (flat != ignore_index).sum()
 
 
 class _CrossEntropy(torch.autograd.Function):
     """
     Losses ``[rows]`` of this rank's logits ``[rows, words]``; all ranks get the same.
 
-    With s of smoothing and V words the loss is log(sum(exp x)) - (1 - s) x[target] - s / V sum(x). Two collectives:
-    the largest logit, then the three sums together. Halves are computed in fp32.
+    With s of smoothing and V words the loss is log(sum(exp x)) - (1 - s) x[target] - s / V sum(x).
+    Two collectives: the largest logit, then the three sums together. Halves are computed in fp32.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, words: Words, ignore_index: int, smoothing: float
+        ctx: Any,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        words: Words,
+        ignore_index: int,
+        smoothing: float,
     ) -> torch.Tensor:
         axis = words.axis
         x = logits if logits.dtype == torch.float64 else logits.float()
@@ -122,9 +151,15 @@ class _CrossEntropy(torch.autograd.Function):
         hit = x.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(foreign, 0)
         sums = [exps.sum(-1), hit] + ([x.sum(-1)] if smoothing else [])
         total, hit, *rest = axis.all_reduce(torch.stack(sums)).unbind()
-        losses = total.log() - (1 - smoothing) * hit - sum(smoothing / words.total * every for every in rest)
+        losses = (
+            total.log()
+            - (1 - smoothing) * hit
+            - sum(smoothing / words.total * every for every in rest)
+        )
         ctx.save_for_backward(exps.div_(total.unsqueeze(-1)), local, foreign, counted)
-        ctx.smoothing, ctx.total, ctx.dtype = smoothing, words.total, logits.dtype
+        ctx.smoothing = smoothing
+        ctx.total = words.total
+        ctx.dtype = logits.dtype
         return losses.masked_fill_(~counted, 0)
 
     @staticmethod

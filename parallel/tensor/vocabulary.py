@@ -48,7 +48,10 @@ class VocabularyParallelEmbedding:
 
 
 class VocabularyParallelHead(linear.ColumnParallel):
-    """A head that computes this rank's logits: ``[..., words]`` of ``[..., width]``, or its own words only."""
+    """
+    A head that computes this rank's logits: ``[..., words]`` of ``[..., width]``, or its own words
+    only.
+    """
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,9 @@ class Vocab(Style):
         total = tile_of(module.weight).shape[0]
         words = Words(axis, total, *cut(total, axis.size, axis.index))
         if isinstance(module, nn.Embedding):
-            leave: Callable[[torch.Tensor], torch.Tensor] = functools.partial(collectives.add_up, axis=axis)
+            leave: Callable[[torch.Tensor], torch.Tensor] = functools.partial(
+                collectives.add_up, axis=axis
+            )
             if self.sequence is not None:
                 leave = functools.partial(scatter_parts, axis=axis, dim=self.sequence, name=name)
             module._words = words
@@ -100,4 +105,8 @@ def _check_embedding(name: str, module: nn.Embedding) -> None:
         raise refuse(name, f"{kind} has a forward of its own, which a cut one would not call")
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):
         if getattr(module, option):
-            raise refuse(name, f"an embedding with {option} cannot be cut by words", "replicate() keeps it whole")
+            raise refuse(
+                name,
+                f"an embedding with {option} cannot be cut by words",
+                "replicate() keeps it whole",
+            )

@@ -1,11 +1,12 @@
 """
 Who works through a step's micro-batches: the plain loop here, or a pipeline's schedule.
 
-A driver computes; what happens to weights and gradients is the engine's. A forward of a micro-batch (of each chunk,
-where a stage has several) lies in ``with engine.forward(chunk, micro)``, its backward in ``with engine.backward(chunk,
-micro, last)``: level 3 has the weights there. Around what brings weights their gradients it calls ``engine.begin(first,
-last, chunk)`` and ``engine.backward_done()``; where gradients of weights come after a backward for the input, that pair
-comes without the weights. No two of these overlap; they may lie in any order, as in 1F1B.
+A driver computes; what happens to weights and gradients is the engine's. A forward of a micro-batch
+(of each chunk, where a stage has several) lies in ``with engine.forward(chunk, micro)``, its
+backward in ``with engine.backward(chunk, micro, last)``: level 3 has the weights there. Around what
+brings weights their gradients it calls ``engine.begin(first, last, chunk)`` and
+``engine.backward_done()``; where gradients of weights come after a backward for the input, that
+pair comes without the weights. No two of these overlap; they may lie in any order, as in 1F1B.
 """
 
 from __future__ import annotations
@@ -32,11 +33,14 @@ class MicroBatch:
     One rank's part of a step.
 
     Attributes:
-        batch: its rows, in the form of the user's batch; ``run.here(micro.batch)`` brings them to this rank's device,
+        batch: its rows, in the form of the user's batch; ``run.here(micro.batch)`` brings them to
+            this rank's device,
             in the policy's type. Where ``weight`` is 0 it is one row that stands in for none.
         rows: which rows of the global batch they are.
-        weight: 1.0, or 0.0 where there are no rows: the loss's sum and count are then multiplied by it.
-        index: of the slice, counted over all ranks of dp and all micro-batches: what the randomness depends on.
+        weight: 1.0, or 0.0 where there are no rows: the loss's sum and count are then multiplied by
+            it.
+        index: of the slice, counted over all ranks of dp and all micro-batches: what the randomness
+            depends on.
         place: 0 to ``accumulate - 1``.
     """
 
@@ -79,7 +83,10 @@ class Driver(Protocol):
         ...
 
     def evaluate(self, run: Run, micros: Sequence[MicroBatch]) -> list[Any]:
-        """Return the model's outputs on micro-batches, forward only; None on ranks that the last stage isn't on."""
+        """
+        Return the model's outputs on micro-batches, forward only; None on ranks that the last stage
+        isn't on.
+        """
         ...
 
     def explain(self) -> str:
@@ -95,7 +102,10 @@ class Driver(Protocol):
         ...
 
     def users_of(self, name: str) -> tuple[int, ...]:
-        """Return the chunks of this rank's stage that compute with a weight of this rank; at least one."""
+        """
+        Return the chunks of this rank's stage that compute with a weight of this rank; at least
+        one.
+        """
         ...
 
     def check_units(self, names: Sequence[str]) -> None:
@@ -125,15 +135,19 @@ class Pipeline(Protocol):
             axes: ``axes["pp"].index`` is the stage.
             sample: a batch, or None where the user gave none.
 
-        The stage's parameters have the names that they have in the whole model; a weight that several stages hold (tied
-        ones, under any of its names) is found by the engine: its gradients are added up over those stages.
+        The stage's parameters have the names that they have in the whole model; a weight that
+        several stages hold (tied ones, under any of its names) is found by the engine: its
+        gradients are added up over those stages.
         """
         ...
 
 
 @runtime_checkable
 class Splitting(Protocol):
-    """A `Pipeline` that can tell before it cuts: a strategy that sees across modules asks for it (`StagedCutter`)."""
+    """
+    A `Pipeline` that can tell before it cuts: a strategy that sees across modules asks for it
+    (`StagedCutter`).
+    """
 
     def split(self, model: nn.Module, axes: Axes, sample: Any) -> Split:
         """Return which module of a whole model belongs to which stage."""
@@ -175,12 +189,16 @@ class Plain:
         sums: list[torch.Tensor] = []
         wide = wide_type(run.device)
         for micro in micros:
-            first, last = micro.place == 0, micro.place == len(micros) - 1
+            first = micro.place == 0
+            last = micro.place == len(micros) - 1
             with run.engine.forward(micro=micro.place), run.around(micro):
-                total, count = run.objective(run.model, run.here(micro.batch), max(len(micro.rows), 1))
+                total, count = run.objective(
+                    run.model, run.here(micro.batch), max(len(micro.rows), 1)
+                )
             check_trains(total)
             if not micro.weight:
-                total, count = total * 0.0, count * 0.0
+                total = total * 0.0
+                count = count * 0.0
             sums.append(torch.stack([total.detach().to(wide), count.to(wide)]))
             with run.engine.backward(micro=micro.place, last=last):
                 run.engine.begin(first, last)

@@ -1,4 +1,7 @@
-"""What a run relies on between its steps, and a program may change behind its back: looked at before each step."""
+"""
+What a run relies on between its steps, and a program may change behind its back: looked at before
+each step.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,11 @@ class Guard:
         ranks: on the data axes: those that see other rows.
     """
 
-    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, model: nn.Module, ranks: int) -> None:
-        self._engine, self._optimizer = engine, optimizer
+    def __init__(
+        self, engine: Engine, optimizer: torch.optim.Optimizer, model: nn.Module, ranks: int
+    ) -> None:
+        self._engine = engine
+        self._optimizer = optimizer
         self._resting = norm_sync.resting(model) if ranks > 1 else []
         """Batch normalisations that may not be put into training."""
         self._hooks = hooks.counts(engine.weights)
@@ -43,7 +49,8 @@ class Guard:
         Look whether all is as it was noted.
 
         Raises:
-            UsageError: a change that would be lost (weights that are copies, tensors that no gradient reaches), or that
+            UsageError: a change that would be lost (weights that are copies, tensors that no
+                gradient reaches), or that
                 would make each rank compute by its own rows.
         """
         self.check_whole(WHERE)
@@ -56,7 +63,9 @@ class Guard:
             if weight.param._version != version:
                 what = f"{weight.name} was changed in place; it is a copy of what the optimizer trains, and would be "
                 what += "overwritten"
-                raise UsageError(what, where=WHERE, hint="run.load_weights(FILE), or run.load(FOLDER)")
+                raise UsageError(
+                    what, where=WHERE, hint="run.load_weights(FILE), or run.load(FOLDER)"
+                )
         sizes = [len(group["params"]) for group in self._optimizer.param_groups]
         if sizes != self._groups and self._engine.turned:
             what = f"the optimizer has {sum(sizes)} tensors in {len(sizes)} groups, {sum(self._groups)} in "
@@ -64,7 +73,12 @@ class Guard:
             raise UsageError(what, where=WHERE, hint="form all groups in optimizer= of parallelize")
 
     def check_whole(self, where: str) -> None:
-        """Refuse to go on with weights of which some are a checkpoint's that could not be read to its end."""
+        """
+        Refuse to go on with weights of which some are a checkpoint's that could not be read to its
+        end.
+        """
         if self.torn:
             what = f"a part of {self.torn} has been taken up, the rest of which could not be read"
-            raise UsageError(what, where=where, hint="run.load another checkpoint, or make a new run")
+            raise UsageError(
+                what, where=where, hint="run.load another checkpoint, or make a new run"
+            )

@@ -1,19 +1,22 @@
 """
 Multiply-copy: ``parallelize(..., copies=2)`` works on two micro-batches at a time.
 
-Where one copy waits for a collective of the model axes (tensor, context), the other computes. Each copy has a thread,
-and exactly one of these runs (`baton`): it starts a collective, hands the baton on, and waits for the collective when
-the baton is back. So collectives start in the same order on every rank.
+Where one copy waits for a collective of the model axes (tensor, context), the other computes. Each
+copy has a thread, and exactly one of these runs (`baton`): it starts a collective, hands the baton
+on, and waits for the collective when the baton is back. So collectives start in the same order on
+every rank.
 
     copy 0   compute  start ......................  wait  compute  start ....
     copy 1                  compute  start .......................  wait  compute
 
-Forwards come first, then backwards; each weight gets one gradient a copy, and the engine takes their sum. On a CPU a
-backward runs in the thread that asks for it. On accelerators all backwards of a process run in one thread of torch's;
-there the copies go backward in one call, which takes what was computed last first and so alternates between them as
-the forwards did, and each copy has a stream of its own.
+Forwards come first, then backwards; each weight gets one gradient a copy, and the engine takes
+their sum. On a CPU a backward runs in the thread that asks for it. On accelerators all backwards of
+a process run in one thread of torch's; there the copies go backward in one call, which takes what
+was computed last first and so alternates between them as the forwards did, and each copy has a
+stream of its own.
 
-The idea is that of MindSpore's MicroBatchInterleaved; Domino (Wang et al., 2024) describes it for tensor parallel.
+The idea is that of MindSpore's MicroBatchInterleaved; Domino (Wang et al., 2024) describes it for
+tensor parallel.
 """
 
 from __future__ import annotations
@@ -63,7 +66,9 @@ class Interleaved(Plain):
             last = start + len(group) == len(micros)
             with run.computing(), run.engine.forward(micro=start):
                 losses = self._together(run, [_forward(run, micro) for micro in group])
-            sums += [torch.stack([x.detach().to(wide_type(run.device)) for x in loss]) for loss in losses]
+            sums += [
+                torch.stack([x.detach().to(wide_type(run.device)) for x in loss]) for loss in losses
+            ]
             with run.computing(), run.engine.backward(micro=start, last=last):
                 run.engine.begin(first=start == 0, last=last, times=len(group))
                 self._backward(run, [total for total, _ in losses])
@@ -86,7 +91,9 @@ class Interleaved(Plain):
 
     @contextmanager
     def _beside(self, run: Run, parts: Sequence[Part]) -> Iterator[list[Part]]:
-        """Yield the parts, each on a stream of its own that begins after and ends before the caller's."""
+        """
+        Yield the parts, each on a stream of its own that begins after and ends before the caller's.
+        """
         if run.device.type == "cpu":
             yield list(parts)
             return
@@ -122,7 +129,10 @@ def _forward(run: Run, micro: MicroBatch) -> Part:
 
 
 def _leave(run: Run) -> Any:
-    """Return what a copy needs again when the baton is back: generators, place of its dropouts, weight of its rows."""
+    """
+    Return what a copy needs again when the baton is back: generators, place of its dropouts, weight
+    of its rows.
+    """
     return run.dice.leave(run.device), norm_sync.SyncedBatchNorm.weight_of_rows
 
 

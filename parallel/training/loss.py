@@ -1,9 +1,10 @@
 """
 The contract of a loss: ``loss(output, batch) -> (sum, count)``.
 
-The loss of a step is the sum of all sums over the sum of all counts: over micro-batches, over ranks, whatever their
-sizes. Gradients are those of the sums, divided once by the global count. Means can't be combined so: a plain loss, a
-scalar tensor, is taken for a mean over the rows of its slice, which is right where every row counts the same.
+The loss of a step is the sum of all sums over the sum of all counts: over micro-batches, over
+ranks, whatever their sizes. Gradients are those of the sums, divided once by the global count.
+Means can't be combined so: a plain loss, a scalar tensor, is taken for a mean over the rows of its
+slice, which is right where every row counts the same.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class Objective:
     plain: bool = field(default=False, init=False)
     """Whether the loss has turned out to be a mean."""
 
-    def __call__(self, model: nn.Module, batch: Any, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(
+        self, model: nn.Module, batch: Any, rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """
         Return (sum, count) of a slice, both scalars on the loss's device.
 
@@ -44,22 +47,28 @@ class Objective:
             rows: of the slice.
 
         Raises:
-            UsageError: the loss is neither a pair of scalars nor a scalar, or does not depend on the weights.
+            UsageError: the loss is neither a pair of scalars nor a scalar, or does not depend on
+                the weights.
         """
         return self.judge(self.output(model, batch), batch, rows)
 
     def output(self, model: nn.Module, batch: Any) -> Any:
         """Return what the model says of a batch."""
-        return self.forward(model, batch) if self.forward else call_model(model, batch)
+        if self.forward:
+            return self.forward(model, batch)
+        return call_model(model, batch)
 
     def judge(self, output: Any, batch: Any, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (sum, count) of an output of the model; see `__call__`."""
         told = self.loss(output, batch) if self.loss else output
         if isinstance(told, torch.Tensor):
-            told, self.plain = (told * rows, rows), True
+            told = (told * rows, rows)
+            self.plain = True
         if self.loss is None and not isinstance(told, (tuple, list)):
             given = isinstance(getattr(told, "loss", None), torch.Tensor)
-            hint = "loss=lambda out, batch: out.loss takes the model's own, a mean" if given else FORM
+            hint = (
+                "loss=lambda out, batch: out.loss takes the model's own, a mean" if given else FORM
+            )
             what = f"there is no loss=, and the model returned {type(told).__name__}"
             raise UsageError(what, where=WHERE, hint=hint)
         return _checked(told)
@@ -69,7 +78,11 @@ def check_trains(total: torch.Tensor) -> None:
     """Refuse a loss that no gradient comes from."""
     if not total.requires_grad:
         hint = "was it, or the output, computed under torch.no_grad(), detached, or made anew from numbers?"
-        raise UsageError("the loss does not depend on a weight that is trained", where="pdrun.Run.step", hint=hint)
+        raise UsageError(
+            "the loss does not depend on a weight that is trained",
+            where="pdrun.Run.step",
+            hint=hint,
+        )
 
 
 def _checked(told: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,18 +93,24 @@ def _checked(told: Any) -> tuple[torch.Tensor, torch.Tensor]:
         what = f"the loss's sum is a {type(total).__name__}, and must be a tensor: gradients come from it"
         raise UsageError(what, where=WHERE, hint="no .item() or float() around it")
     if total.numel() != 1:
-        raise UsageError(f"the loss's sum has shape {tuple(total.shape)}, not one value", where=WHERE, hint=FORM)
+        raise UsageError(
+            f"the loss's sum has shape {tuple(total.shape)}, not one value", where=WHERE, hint=FORM
+        )
     if not isinstance(count, torch.Tensor):
         count = torch.full((), float(count), device=total.device)
     if count.numel() != 1:
-        raise UsageError(f"the loss's count has shape {tuple(count.shape)}, not one value", where=WHERE, hint=FORM)
+        raise UsageError(
+            f"the loss's count has shape {tuple(count.shape)}, not one value",
+            where=WHERE,
+            hint=FORM,
+        )
     return total.reshape(()), count.detach().reshape(())
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
     """
-    Call a model on a batch: its first part of a pair or tuple, the keys that ``forward`` names of a dict, else all of
-    it.
+    Call a model on a batch: its first part of a pair or tuple, the keys that ``forward`` names of a
+    dict, else all of it.
 
     Raises:
         UsageError: no key of the dict is a parameter of ``forward``.
@@ -103,7 +122,9 @@ def call_model(model: nn.Module, batch: Any) -> Any:
         if not named:
             told = ", ".join(map(str, batch))
             raise UsageError(
-                f"forward takes none of the batch's keys ({told})", where=WHERE, hint="forward=lambda model, batch: ..."
+                f"forward takes none of the batch's keys ({told})",
+                where=WHERE,
+                hint="forward=lambda model, batch: ...",
             )
         return model(**named)
     return model(batch[0] if isinstance(batch, (tuple, list)) and not words(batch) else batch)

@@ -11,14 +11,19 @@ class Metrics:
     """
     Numbers of one step, the same on every rank.
 
-    Looking at one waits for the device; a loop that looks at every tenth step only lets it run ahead.
+    Looking at one waits for the device; a loop that looks at every tenth step only lets it run
+    ahead.
     """
 
-    def __init__(self, step: int, told: torch.Tensor, norm: torch.Tensor | None, skipped: bool = False) -> None:
+    def __init__(
+        self, step: int, told: torch.Tensor, norm: torch.Tensor | None, skipped: bool = False
+    ) -> None:
         self.step = step
         """How many steps the run has made, this one included."""
         self.skipped = skipped
-        """Whether the gradients were not finite, so that the optimizer left this step out (fp16 only)."""
+        """
+        Whether the gradients were not finite, so that the optimizer left this step out (fp16 only).
+        """
         self._told: Any = told
         self._norm: Any = norm
 
@@ -35,7 +40,10 @@ class Metrics:
 
     @property
     def grad_norm(self) -> float | None:
-        """The norm of all gradients before clipping; None where neither ``clip`` nor ``norm`` asks for it."""
+        """
+        The norm of all gradients before clipping; None where neither ``clip`` nor ``norm`` asks for
+        it.
+        """
         if isinstance(self._norm, torch.Tensor):
             self._norm = float(self._norm)
         return self._norm  # type: ignore[no-any-return]

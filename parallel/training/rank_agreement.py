@@ -1,11 +1,12 @@
 """
-All ranks of a job call `parallelize` with the same arguments, model and optimizer, and make their first step with the
-same batch, or hear at once who has others.
+All ranks of a job call `parallelize` with the same arguments, model and optimizer, and make their
+first step with the same batch, or hear at once who has others.
 
-Told through torch's store before anything of it is used: with other meshes or other weights the ranks would wait for
-each other's messages, or end with the network's error on a rank that has done nothing wrong; with another learning rate
-they would drift apart without a word, and with other batches (a DistributedSampler's, say) leave most rows out. What
-the other ranks fetch is a digest, however large the model: only who differs fetches the text.
+Told through torch's store before anything of it is used: with other meshes or other weights the
+ranks would wait for each other's messages, or end with the network's error on a rank that has done
+nothing wrong; with another learning rate they would drift apart without a word, and with other
+batches (a DistributedSampler's, say) leave most rows out. What the other ranks fetch is a digest,
+however large the model: only who differs fetches the text.
 """
 
 from __future__ import annotations
@@ -47,13 +48,18 @@ class Agreement:
     """
 
     def __init__(self, rank: int, store: Any, seconds: float) -> None:
-        self._rank, self._store, self._seconds = rank, store, seconds
+        self._rank = rank
+        self._store = store
+        self._seconds = seconds
         call = next(_calls)
         self._keys = (f"pdrun/agree/{call}/{part}" for part in itertools.count())
 
-    def check(self, what: Iterable[tuple[str, Any]], first: int = 0, where: str = WHERE, hint: str = HINT) -> None:
+    def check(
+        self, what: Iterable[tuple[str, Any]], first: int = 0, where: str = WHERE, hint: str = HINT
+    ) -> None:
         """
-        Compare names and values with those of another rank; of a value counts what `text` says of it.
+        Compare names and values with those of another rank; of a value counts what `text` says of
+        it.
 
         Args:
             what: names and values.
@@ -67,7 +73,8 @@ class Agreement:
         """
         if self._store is None:
             return
-        key, mine = f"{next(self._keys)}/{first}", {name: text(value) for name, value in what}
+        key = f"{next(self._keys)}/{first}"
+        mine = {name: text(value) for name, value in what}
         said = json.dumps(mine)
         digest = hashlib.sha256(said.encode()).hexdigest()
         if self._rank == first:
@@ -79,7 +86,9 @@ class Agreement:
             self._store.wait([key], timedelta(seconds=self._seconds))
         except Exception as error:  # torch's kind of it depends on the version
             if time.monotonic() - begin < 0.9 * self._seconds:
-                raise PeerLost(f"the store cannot be asked: {PeerLost.SIGN} ({error})", where=where) from error
+                raise PeerLost(
+                    f"the store cannot be asked: {PeerLost.SIGN} ({error})", where=where
+                ) from error
             told = f"rank {first} has not come here within {self._seconds:g} s of rank {self._rank}"
             raise DeadlineExceeded(told, where=where) from error
         if self._store.get(key).decode() != digest:
@@ -89,18 +98,28 @@ class Agreement:
 
 def _difference(rank: int, mine: Mapping[str, str], first: int, theirs: Mapping[str, str]) -> str:
     for name in (*mine, *theirs):
-        here, there = mine.get(name), theirs.get(name)
+        here = mine.get(name)
+        there = theirs.get(name)
         if here != there:
-            one, other = (f"{name}={value}" if value is not None else f"no {name}" for value in (here, there))
+            one, other = (
+                f"{name}={value}" if value is not None else f"no {name}" for value in (here, there)
+            )
             return f"rank {rank} has {one}, rank {first} has {other}"
-    return f"rank {rank} has {', '.join(mine)}, rank {first} has {', '.join(theirs)}"  # the order alone
+    # the order alone
+    return f"rank {rank} has {', '.join(mine)}, rank {first} has {', '.join(theirs)}"
 
 
 def of_model(model: nn.Module, weights: Sequence[Weight]) -> Iterator[tuple[str, str]]:
-    """Yield what all ranks' models must share: weights and buffers, but for what a rank keeps to itself."""
+    """
+    Yield what all ranks' models must share: weights and buffers, but for what a rank keeps to
+    itself.
+    """
     for weight in weights:
         if not weight.alone:
-            yield f"weight {weight.name}", _tensor(weight.param) + ("" if weight.trained else ", frozen")
+            yield (
+                f"weight {weight.name}",
+                _tensor(weight.param) + ("" if weight.trained else ", frozen"),
+            )
     for name, buffer in model.named_buffers():
         yield f"buffer {name}", _tensor(buffer)
 
@@ -117,11 +136,17 @@ def of_optimizer(optimizer: Any) -> Iterator[tuple[str, Any]]:
         yield f"weights{of}", len(group["params"])
         for name in sorted(group.keys() - {"params", "param_names"}):
             value = group[name]
-            yield f"{name}{of}", value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+            yield (
+                f"{name}{of}",
+                value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value,
+            )
 
 
 def of_scheduler(scheduler: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what all ranks' schedulers must share; what is in one that torch does not have, nobody can tell."""
+    """
+    Yield what all ranks' schedulers must share; what is in one that torch does not have, nobody can
+    tell.
+    """
     yield "scheduler", None if scheduler is None else type(scheduler).__qualname__
     if type(scheduler).__module__.startswith("torch."):
         for name, value in sorted(vars(scheduler).items()):
@@ -130,12 +155,22 @@ def of_scheduler(scheduler: Any) -> Iterator[tuple[str, Any]]:
 
 
 def of_batch(batch: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what ranks that compute with one batch must share: its parts, their shapes and types, what is in them."""
+    """
+    Yield what ranks that compute with one batch must share: its parts, their shapes and types, what
+    is in them.
+    """
     leaves = [(path, _as_tensor(leaf)) for path, leaf in pytree.tree_flatten_with_path(batch)[0]]
     for path, leaf in leaves:
-        yield f"batch{pytree.keystr(path)}", _tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf
+        yield (
+            f"batch{pytree.keystr(path)}",
+            _tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf,
+        )
     for path, leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and leaf.device.type != "meta":
+        if (
+            isinstance(leaf, torch.Tensor)
+            and leaf.layout == torch.strided
+            and leaf.device.type != "meta"
+        ):
             yield f"contents of batch{pytree.keystr(path)}", _digest(leaf)
 
 
@@ -166,7 +201,9 @@ def text(value: Any) -> str:
     if isinstance(value, torch.device):
         return str(value.type)  # each rank has its own index
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype)):
-        return repr(value) if not isinstance(value, str) or not value.isprintable() else value
+        if not isinstance(value, str) or not value.isprintable():
+            return repr(value)
+        return value
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{text(key)}: {text(each)}" for key, each in value.items()) + "}"
     if isinstance(value, Set):  # their order depends on a process's hash seed
@@ -178,7 +215,9 @@ def text(value: Any) -> str:
     if is_dataclass(value) and not isinstance(value, type):
         return _members(value, {field.name: getattr(value, field.name) for field in fields(value)})
     if _known(value) and hasattr(value, "__dict__"):
-        return _members(value, {name: each for name, each in vars(value).items() if not name.startswith("_")})
+        return _members(
+            value, {name: each for name, each in vars(value).items() if not name.startswith("_")}
+        )
     return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 

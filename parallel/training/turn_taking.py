@@ -1,9 +1,10 @@
 """
 Threads of which exactly one runs at a time, in a fixed order: whoever has the baton.
 
-A thread runs until it says `pause`; then the next in the round goes on, from where it had paused. What is computed, in
-which order, is so a matter of the program alone and the same in every process that runs the same one. What belongs to
-a thread but is held in global variables travels by a *swap*, which is told who leaves and who comes.
+A thread runs until it says `pause`; then the next in the round goes on, from where it had paused.
+What is computed, in which order, is so a matter of the program alone and the same in every process
+that runs the same one. What belongs to a thread but is held in global variables travels by a
+*swap*, which is told who leaves and who comes.
 """
 
 from __future__ import annotations
@@ -23,13 +24,16 @@ class Baton:
 
     Args:
         count: threads.
-        leave: called in a thread that is about to hand the baton on; returns what it will need again.
+        leave: called in a thread that is about to hand the baton on; returns what it will need
+            again.
         enter: called in a thread that has got it back, with what ``leave`` had returned.
     """
 
     def __init__(self, count: int, leave: Callable[[], Any], enter: Callable[[Any], None]) -> None:
-        self._turn, self._alive = 0, [True] * count
-        self._leave, self._enter = leave, enter
+        self._turn = 0
+        self._alive = [True] * count
+        self._leave = leave
+        self._enter = enter
         self._change = threading.Condition()
         self._error: BaseException | None = None
         self._mine = threading.local()
@@ -51,7 +55,8 @@ class Baton:
         Run one function a thread, the first in the caller's; return their results.
 
         Raises:
-            BaseException: the first error of any of them; the others are then ended where they pause.
+            BaseException: the first error of any of them; the others are then ended where they
+                pause.
         """
         results: list[Any] = [None] * len(functions)
         begin = self._leave()
@@ -72,7 +77,10 @@ class Baton:
                 self._alive[index] = False
                 self._pass_on(index)
 
-        threads = [threading.Thread(target=work, args=(i,), name=f"pdrun-copy-{i}") for i in range(1, len(functions))]
+        threads = [
+            threading.Thread(target=work, args=(i,), name=f"pdrun-copy-{i}")
+            for i in range(1, len(functions))
+        ]
         for thread in threads:
             thread.start()
         work(0)

@@ -10,8 +10,9 @@ What happens to weights, gradients and optimizer around the forward and backward
 
 Below level 3 the weights are always there, and `forward` and `backward` do nothing.
 
-Below level 1 a weight is trained where it is. Under levels 1 to 3 each rank trains its segments of the weights that it
-shares with its group (`cuts`); at level 3 `gatherer` also keeps the weights in memory only where they are needed.
+Below level 1 a weight is trained where it is. Under levels 1 to 3 each rank trains its segments of
+the weights that it shares with its group (`cuts`); at level 3 `gatherer` also keeps the weights in
+memory only where they are needed.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ from pdrun.parallel.zero.settings import Settings
 from pdrun.parallel.zero.shards import Cut
 
 IN_FLIGHT = 2
-"""Flat buffers of cut bundles that may be on the network at once; more would take memory without being faster."""
+"""
+Flat buffers of cut bundles that may be on the network at once; more would take memory without being
+faster.
+"""
 
 
 class Engine:
@@ -66,11 +70,17 @@ class Engine:
         fill: Callable[[Sequence[Weight]], None] = lambda weights: None,
     ) -> None:
         self._fill = fill
-        self.weights, self.place, self.holders, self.catalogue, self.settings = (
-            weights, place, holders, catalogue, settings,
-        )  # fmt: skip
-        self.whole, self.cut, self.gathers = place.whole, place.cut, place.gathers
-        self._policy = Policy(settings.level, settings.exact, settings.accumulate, settings.wire, settings.keeps)
+        self.weights = weights
+        self.place = place
+        self.holders = holders
+        self.catalogue = catalogue
+        self.settings = settings
+        self.whole = place.whole
+        self.cut = place.cut
+        self.gathers = place.gathers
+        self._policy = Policy(
+            settings.level, settings.exact, settings.accumulate, settings.wire, settings.keeps
+        )
         self.pool = Pool()
         self.bundles: list[GradBundle] = []
         self.cuts: list[Cut] = []
@@ -89,23 +99,27 @@ class Engine:
         self._targets = [self._trained(index) for index in range(len(self.bundles))]
         self._first = self._last = True
         self._paused = False
-        # where gathers run beside sums, a process that waits for a sum might keep others from the gather that they need
+        # where gathers run beside sums, a process that waits for a sum might keep others from the
+        # gather that they need
         self._may_wait = self.gatherer is None or settings.keeps or self.whole.device.type != "cpu"
         self._order = list(range(len(self.bundles)))
         """Bundles of this micro-batch in the order in which their sums start, on every rank."""
         self._chunks = [part.weights[0].chunk for part in self.bundles]
-        self._next, self._taken = 0, [False] * len(self.bundles)
+        self._next = 0
+        self._taken = [False] * len(self.bundles)
         only = len(place.tellers) < place.job.world
         self._tellers = torch.tensor(place.tellers, device=self.whole.device) if only else None
         self.used = [False] * len(catalogue.entries)
         """Which weights of the whole model had a gradient in the last step, on any rank."""
 
-    # ---- building ------------------------------------------------------------------------------------------------
+    # ---- building -----------------------------------------------------------
 
     def _build(self, model: nn.Module) -> None:
         settings = self.settings
         shared = [weight for weight in self.weights if not weight.alone]
-        cut = [weight for weight in shared if settings.level and weight.nbytes >= settings.threshold]
+        cut = [
+            weight for weight in shared if settings.level and weight.nbytes >= settings.threshold
+        ]
         if settings.level < 3:
             cut = [weight for weight in cut if weight.trained]
         else:
@@ -125,10 +139,14 @@ class Engine:
                 self._narrow(weight)
         if settings.level == 3:
             self._units = [name for name in self._units if by_unit[name]]
-            self.gatherer = Gatherer(model, by_unit, self._units, self.gathers, settings.keeps, self._left_out)
+            self.gatherer = Gatherer(
+                model, by_unit, self._units, self.gathers, settings.keeps, self._left_out
+            )
 
     def _add_bundle(self, group: Sequence[Weight], comm: Comm) -> None:
-        label = f"the sum of gradients {len(self.bundles)} ({group[0].name} and {len(group) - 1} more)"
+        label = (
+            f"the sum of gradients {len(self.bundles)} ({group[0].name} and {len(group) - 1} more)"
+        )
         dtype = self.settings.precision.sums(group[0].dtype)
         across = self.place.across(group[0].sums, group[0].stages)
         self.bundles.append(GradBundle(group, comm, self._policy, self.pool, dtype, label, across))
@@ -138,9 +156,14 @@ class Engine:
         compute = self.settings.precision.weights(own, group[0].wide)
         self._fill(group)
         made = Cut(
-            group, self.gathers, compute=compute, train=own, released=self.settings.level
-            == 3, home=self.settings.home or self.whole.device, label=f"the weights of {unit or group[0].name}",
-        )  # fmt: skip
+            group,
+            self.gathers,
+            compute=compute,
+            train=own,
+            released=self.settings.level == 3,
+            home=self.settings.home or self.whole.device,
+            label=f"the weights of {unit or group[0].name}",
+        )
         self.cuts.append(made)
         if trained:
             self.cut_of[len(self.bundles)] = made
@@ -148,10 +171,14 @@ class Engine:
         return made
 
     def _narrow(self, weight: Weight) -> None:
-        """Have the model compute with a copy of a weight that isn't cut, in the type of the policy."""
+        """
+        Have the model compute with a copy of a weight that isn't cut, in the type of the policy.
+        """
         self._fill([weight])
         compute = self.settings.precision.weights(weight.dtype, weight.wide)
-        if compute != weight.dtype or (weight.trained and self.settings.home not in (None, self.whole.device)):
+        if compute != weight.dtype or (
+            weight.trained and self.settings.home not in (None, self.whole.device)
+        ):
             wide = weight.param.detach()
             if weight.trained:
                 home = self.settings.home or self.whole.device
@@ -167,9 +194,14 @@ class Engine:
         return [self.masters.get(weight.index, weight.param) for weight in mine]
 
     def _count_units(self) -> tuple[list[int], list[int]]:
-        """Return the unit of each gradient bundle (-1: none), and how many bundles each unit has."""
+        """
+        Return the unit of each gradient bundle (-1: none), and how many bundles each unit has.
+        """
         places = {name: place for place, name in enumerate(self._units)}
-        units = [places.get(b.weights[0].unit, -1) if i in self.cut_of else -1 for i, b in enumerate(self.bundles)]
+        units = [
+            places.get(b.weights[0].unit, -1) if i in self.cut_of else -1
+            for i, b in enumerate(self.bundles)
+        ]
         return units, [units.count(place) for place in range(len(self._units))]
 
     def parts_of(self, param: nn.Parameter) -> list[Part]:
@@ -182,7 +214,7 @@ class Engine:
         weight = next(weight for weight in self.weights if weight.param is param)
         return [(self.masters.get(weight.index, param), None)]
 
-    # ---- a micro-batch -------------------------------------------------------------------------------------------
+    # ---- a micro-batch ------------------------------------------------------
 
     def clear(self) -> None:
         """Release weights that a pass which did not end has left there."""
@@ -190,7 +222,9 @@ class Engine:
             self.gatherer.end()
 
     def begin_step(self) -> None:
-        """Begin a step: forget what one that did not end has left, whose error the user has caught."""
+        """
+        Begin a step: forget what one that did not end has left, whose error the user has caught.
+        """
         self.clear()
         for part in self.bundles:
             part.forget()
@@ -208,7 +242,8 @@ class Engine:
 
         Args:
             chunk: the part of the model that computes.
-            micro: the place of its micro-batch, of several that compute side by side the first one's.
+            micro: the place of its micro-batch, of several that compute side by side the first
+                one's.
         """
         if self.gatherer is not None:
             self.gatherer.begin_forward(chunk, micro)
@@ -217,13 +252,16 @@ class Engine:
             self.gatherer.end_forward()
 
     @contextmanager
-    def backward(self, chunk: int = 0, micro: int = 0, last: bool = True, for_input: bool = False) -> Iterator[None]:
+    def backward(
+        self, chunk: int = 0, micro: int = 0, last: bool = True, for_input: bool = False
+    ) -> Iterator[None]:
         """
         While this lasts, weights are there for the backward pass that belongs to a forward one.
 
         Args:
             chunk, micro: of the forward pass.
-            last: whether it is the step's last one of the chunk, after which its weights need no longer be there.
+            last: whether it is the step's last one of the chunk, after which its weights need no
+                longer be there.
             for_input: whether the gradients of weights come later.
         """
         if self.gatherer is not None:
@@ -244,9 +282,11 @@ class Engine:
         Args:
             first, last: whether it is the step's first or last one.
             chunk: the part of the model whose backward comes; None: all of it.
-            times: how many gradients each weight gets, of copies that compute side by side; their sum is taken.
+            times: how many gradients each weight gets, of copies that compute side by side; their
+                sum is taken.
         """
-        self._first, self._last = first, last
+        self._first = first
+        self._last = last
         order = [index for index, mine in enumerate(self._chunks) if chunk is None or mine == chunk]
         self._order = sorted(order, key=self._when)
         self._next, self._taken = 0, [False] * len(self.bundles)
@@ -255,7 +295,10 @@ class Engine:
             self.bundles[index].begin(first, times)
 
     def _when(self, index: int) -> tuple[int, int]:
-        """Return when a bundle's gradients are expected: those of the last unit first, those outside of units last."""
+        """
+        Return when a bundle's gradients are expected: those of the last unit first, those outside
+        of units last.
+        """
         unit = self._unit_of[index]
         return (-self.gatherer.place(unit) if self.gatherer is not None and unit >= 0 else 1), index
 
@@ -266,8 +309,8 @@ class Engine:
                 self._complete(index)
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        # torch holds a tensor's hooks where no garbage collector looks: one that held the engine would keep a run, and
-        # all that it trains, for as long as the process lives
+        # torch holds a tensor's hooks where no garbage collector looks: one that held the engine
+        # would keep a run, and all that it trains, for as long as the process lives
         me = weakref.ref(self)
 
         def arrived(param: torch.Tensor) -> None:
@@ -317,18 +360,21 @@ class Engine:
             for weight in self.bundles[index].weights:
                 if weight.param.grad is not None:
                     raise UsageError(
-                        f"{weight.name} got two gradients in one backward pass", where="pdrun.Run.step",
+                        f"{weight.name} got two gradients in one backward pass",
+                        where="pdrun.Run.step",
                         hint="checkpoint(..., use_reentrant=False) in the model, or recompute= of parallelize",
-                    )  # fmt: skip
+                    )
 
-    # ---- the step ------------------------------------------------------------------------------------------------
+    # ---- the step -----------------------------------------------------------
 
     def finish(self, sums: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
-        End all sums over the ranks, divide and clip; return the global (sum, count) and the norm where one is wanted.
+        End all sums over the ranks, divide and clip; return the global (sum, count) and the norm
+        where one is wanted.
 
         Args:
-            sums: ``[accumulate, 2]``: sum and count of the loss of each of this rank's micro-batches.
+            sums: ``[accumulate, 2]``: sum and count of the loss of each of this rank's
+                micro-batches.
             scale: what the losses were multiplied with besides.
 
         Raises:
@@ -342,7 +388,9 @@ class Engine:
         numbers = by_slice.transpose(0, 1).reshape(-1, 2).sum(0)
         count = numbers[1]
         if count.device.type == "cpu" and not float(count) > 0:
-            raise UsageError(f"the loss's counts add up to {float(count):g}", where="pdrun.Run.step")
+            raise UsageError(
+                f"the loss's counts add up to {float(count):g}", where="pdrun.Run.step"
+            )
         by = count * scale if self.settings.mean else torch.full_like(count, scale)
         totals = self._totals()
         loose = [grad for weight in self.alone if (grad := weight.param.grad) is not None]
@@ -355,7 +403,9 @@ class Engine:
                 for tensor in [*totals, *loose]:
                     tensor.mul_(factor.to(tensor.dtype))
                 if factor.device.type != "cpu" or not bool(torch.isfinite(factor)):
-                    for part in self.bundles:  # 0 times nan would stay, and make every later norm nan
+                    for (
+                        part
+                    ) in self.bundles:  # 0 times nan would stay, and make every later norm nan
                         part.clear_padding()
         self._hand_over()
         return numbers, norm
@@ -369,7 +419,9 @@ class Engine:
         return self.place.job.exchange(sums, flags, "the losses")
 
     def _totals(self) -> list[torch.Tensor]:
-        """Return each bundle's total over the data axes and over what its weights ask for besides."""
+        """
+        Return each bundle's total over the data axes and over what its weights ask for besides.
+        """
         for place in range(max((len(part.across) for part in self.bundles), default=0)):
             for part in self.bundles:
                 if place < len(part.across):
@@ -381,22 +433,28 @@ class Engine:
         for index, part in enumerate(self.bundles):
             part.used = [self.used[weight.index] for weight in part.weights]
             all_used = all(part.used)
-            for target, segment, piece in zip(self._targets[index], part.segments, part.pieces(), strict=True):
+            for target, segment, piece in zip(
+                self._targets[index], part.segments, part.pieces(), strict=True
+            ):
                 if all_used or part.used[segment.slot]:
                     target.grad = (
-                        piece if self.settings.home is None and piece.dtype == target.dtype else _like(piece, target)
+                        piece
+                        if self.settings.home is None and piece.dtype == target.dtype
+                        else _like(piece, target)
                     )
                 else:
                     target.grad = None
         for weight in self.alone:
             master = self.masters.get(weight.index)
             if master is not None and weight.param.grad is not None:
-                master.grad, weight.param.grad = _like(weight.param.grad, master), None
+                master.grad = _like(weight.param.grad, master)
+                weight.param.grad = None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """
-        While this lasts, a copy of the model may be called and go backward: nothing is gathered or summed for it.
+        While this lasts, a copy of the model may be called and go backward: nothing is gathered or
+        summed for it.
 
         Raises:
             UsageError: the model's own weights have got gradients.
@@ -447,7 +505,10 @@ class Engine:
 
     @cached_property
     def copied(self) -> list[Weight]:
-        """Weights that are there between steps as copies of what the optimizer trains, in another type or place."""
+        """
+        Weights that are there between steps as copies of what the optimizer trains, in another type
+        or place.
+        """
         cut = {
             weight.index
             for part in self.cuts
@@ -455,7 +516,9 @@ class Engine:
             for weight in part.weights
             if weight.trained
         }
-        return [weight for weight in self.weights if weight.index in self.masters or weight.index in cut]
+        return [
+            weight for weight in self.weights if weight.index in self.masters or weight.index in cut
+        ]
 
     @property
     def turned(self) -> bool:
@@ -463,7 +526,10 @@ class Engine:
         return bool(self.cut_of or self.masters)
 
     def renew(self) -> None:
-        """Bring the model's parameters up to date with the masters that aren't cut, and end gathers that publish."""
+        """
+        Bring the model's parameters up to date with the masters that aren't cut, and end gathers
+        that publish.
+        """
         if self.masters:
             pairs = [
                 (weight.param.data, self.masters[weight.index].detach())

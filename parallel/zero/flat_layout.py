@@ -1,8 +1,9 @@
 """
 Weights laid end to end in one flat buffer, and that buffer cut into equal shards: pure integers.
 
-Every weight starts at a multiple of ALIGN elements and every shard ends at one, so that a cut never falls inside a
-vector register's worth of a weight: elementwise kernels then give each element the same bits, however it is cut.
+Every weight starts at a multiple of ALIGN elements and every shard ends at one, so that a cut never
+falls inside a vector register's worth of a weight: elementwise kernels then give each element the
+same bits, however it is cut.
 """
 
 from __future__ import annotations
@@ -82,10 +83,12 @@ class FlatLayout:
 
     def segments(self, shard: int) -> list[Segment]:
         """Return what lies in a shard, in order."""
-        low, high = shard * self.length, (shard + 1) * self.length
+        low = shard * self.length
+        high = (shard + 1) * self.length
         found = []
         for index, slot in enumerate(self.slots):
-            start, stop = max(slot.start, low), min(slot.stop, high)
+            start = max(slot.start, low)
+            stop = min(slot.stop, high)
             if start < stop:
                 found.append(Segment(index, start - slot.start, stop - slot.start, start - low))
         return found
@@ -97,9 +100,11 @@ def lay_out(weights: Sequence[tuple[str, Sequence[int]]], shards: int, ranks: in
 
     Args:
         shards: parts that the buffer is cut into.
-        ranks: a multiple of ``shards``; the buffer divides by it too, so that every rank can sum an equal part.
+        ranks: a multiple of ``shards``; the buffer divides by it too, so that every rank can sum an
+            equal part.
     """
-    slots, start = [], 0
+    slots = []
+    start = 0
     for name, shape in weights:
         slots.append(Slot(name, tuple(shape), start))
         start += _round_up(prod(shape), ALIGN)

@@ -1,9 +1,9 @@
 """
 Weights and gradients of an engine as wholes, and the ranges of them that this rank has.
 
-A whole is put together in two steps: shards are gathered over the data axes into this rank's tile, a bundle at a time,
-and tiles are sent over the model axes by the first rank that holds each. Every rank goes through the same weights in
-the same order.
+A whole is put together in two steps: shards are gathered over the data axes into this rank's tile,
+a bundle at a time, and tiles are sent over the model axes by the first rank that holds each. Every
+rank goes through the same weights in the same order.
 """
 
 from __future__ import annotations
@@ -57,10 +57,14 @@ def held(engine: Engine) -> Iterator[Held]:
     for weight in engine.weights:
         if weight.name not in cut_names:
             part = engine.masters.get(weight.index, weight.param)
-            yield _held(engine, weight, 0, weight.numel, part, engine.whole.rank if weight.alone else None)
+            yield _held(
+                engine, weight, 0, weight.numel, part, engine.whole.rank if weight.alone else None
+            )
 
 
-def _held(engine: Engine, weight: Weight, start: int, stop: int, part: torch.Tensor, owner: int | None) -> Held:
+def _held(
+    engine: Engine, weight: Weight, start: int, stop: int, part: torch.Tensor, owner: int | None
+) -> Held:
     """
     Return a range with who saves it: the work is dealt out among the ranks that hold the same.
 
@@ -73,21 +77,27 @@ def _held(engine: Engine, weight: Weight, start: int, stop: int, part: torch.Ten
     data = turn % engine.whole.world if owner is None else owner
     mine = engine.whole.rank == data and holders.axis.index == alike[place]
     name = f"{weight.name}@{engine.whole.rank}" if weight.alone else weight.name
-    return Held(name, weight, start, stop, part, mine, mine and start == 0 and holders.leads(weight.index))
+    return Held(
+        name, weight, start, stop, part, mine, mine and start == 0 and holders.leads(weight.index)
+    )
 
 
-# ---- wholes ------------------------------------------------------------------------------------------------------
+# ---- wholes -----------------------------------------------------------------
 
 
 def full_weights(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each weight's name and whole value in the optimizer's type; every rank must read all of them."""
+    """
+    Yield each weight's name and whole value in the optimizer's type; every rank must read all of
+    them.
+    """
     bundles = [_Bundle(cut.weights, cut.layout, _gathering(cut)) for cut in engine.cuts]
     cut = {weight.index for bundle in bundles for weight in bundle.weights}
     device = engine.whole.device
     rest = {
         weight.index: engine.masters.get(weight.index, weight.param).detach().to(device)
-        for weight in engine.weights if weight.index not in cut
-    }  # fmt: skip
+        for weight in engine.weights
+        if weight.index not in cut
+    }
     parts = _Parts(bundles, rest)
     for entry in in_order(engine):
         yield entry.name, _assembled(engine, entry, parts.take(entry.index), entry.dtype)
@@ -99,14 +109,20 @@ def in_order(engine: Engine) -> list[Entry]:
     if engine.place.model.world > 1:
         return entries[::-1]  # as bundles are filled
     cut = [weight.index for part in engine.cuts for weight in part.weights]
-    return [entries[index] for index in cut] + [entry for entry in entries if entry.index not in set(cut)]
+    return [entries[index] for index in cut] + [
+        entry for entry in entries if entry.index not in set(cut)
+    ]
 
 
 def gradients(engine: Engine) -> Iterator[tuple[str, torch.Tensor | None]]:
     """
-    Yield each trained weight's name and whole gradient, between `finish` and `step`; every rank must read all of them.
+    Yield each trained weight's name and whole gradient, between `finish` and `step`; every rank
+    must read all of them.
     """
-    bundles = [_Bundle(b.weights, b.layout, _totalling(engine, index)) for index, b in enumerate(engine.bundles)]
+    bundles = [
+        _Bundle(b.weights, b.layout, _totalling(engine, index))
+        for index, b in enumerate(engine.bundles)
+    ]
     rest = {}
     for weight in engine.alone:
         grad = engine.masters.get(weight.index, weight.param).grad
@@ -124,15 +140,21 @@ def gradients(engine: Engine) -> Iterator[tuple[str, torch.Tensor | None]]:
         elif entry.trained:
             part = parts.take(entry.index)
             dtype = engine.settings.precision.sums(entry.dtype)
-            yield entry.name, _assembled(engine, entry, part, dtype) if engine.used[entry.index] else None
+            yield (
+                entry.name,
+                _assembled(engine, entry, part, dtype) if engine.used[entry.index] else None,
+            )
 
 
 def buffers(run: Run) -> dict[str, torch.Tensor]:
-    """Return the buffers of the whole model, those of other stages too; every rank must call this."""
+    """
+    Return the buffers of the whole model, those of other stages too; every rank must call this.
+    """
     mine = dict(run.model.named_buffers())
     if run.original is None or run.mesh.pp == 1:
         return mine
-    axis, found = run.axes["pp"], {}
+    axis = run.axes["pp"]
+    found = {}
     names = dict(run.original.named_buffers())
     flags = torch.tensor([[int(name in mine) for name in names]], device=run.device)
     holds = axis.all_gather(flags, 0)
@@ -152,7 +174,7 @@ def storages(engine: Engine) -> set[int]:
     return cuts | {weight.param.untyped_storage()._cdata for weight in engine.weights}
 
 
-# ---- inside ------------------------------------------------------------------------------------------------------
+# ---- inside -----------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -187,11 +209,16 @@ def _totalling(engine: Engine, index: int) -> Callable[[], torch.Tensor]:
 
 
 class _Parts:
-    """This rank's tiles, which are asked for once each; a bundle is in memory from its first one to its last."""
+    """
+    This rank's tiles, which are asked for once each; a bundle is in memory from its first one to
+    its last.
+    """
 
     def __init__(self, bundles: list[_Bundle], rest: dict[int, torch.Tensor]) -> None:
         self._rest = rest
-        self._where = {w.index: (bundle, slot) for bundle in bundles for slot, w in enumerate(bundle.weights)}
+        self._where = {
+            w.index: (bundle, slot) for bundle in bundles for slot, w in enumerate(bundle.weights)
+        }
         self._left = {id(bundle): len(bundle.weights) for bundle in bundles}
         self._open: dict[int, torch.Tensor] = {}
 
@@ -210,9 +237,12 @@ class _Parts:
         return found
 
 
-def _assembled(engine: Engine, entry: Entry, part: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+def _assembled(
+    engine: Engine, entry: Entry, part: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
     """Return a whole weight of its parts on the model axes; ``part`` is this rank's."""
-    holders, comm = engine.holders, engine.place.model
+    holders = engine.holders
+    comm = engine.place.model
     sources = holders.sources(entry.index)
     if part is not None and len(sources) == 1 and holders.everywhere(entry.index):
         return part

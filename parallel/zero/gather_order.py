@@ -1,10 +1,11 @@
 """
-The order in which units are gathered: one for each chunk of a pipeline's stage, the same on every rank that gathers.
+The order in which units are gathered: one for each chunk of a pipeline's stage, the same on every
+rank that gathers.
 
-Which units a rank runs, and when, may depend on its data; which gathers it starts may not. So a lane has a sequence,
-the order in which rank 0 first ran the units, and a pass goes over it: forward, or backward from its end. A unit that a
-rank leaves out is gathered all the same when a later one comes, or when the pass ends. While a unit computes, the next
-one is on its way.
+Which units a rank runs, and when, may depend on its data; which gathers it starts may not. So a
+lane has a sequence, the order in which rank 0 first ran the units, and a pass goes over it:
+forward, or backward from its end. A unit that a rank leaves out is gathered all the same when a
+later one comes, or when the pass ends. While a unit computes, the next one is on its way.
 """
 
 from __future__ import annotations
@@ -28,9 +29,13 @@ class Lane:
     """
 
     def __init__(
-        self, units: Mapping[int, Sequence[Cut]], root: Sequence[Cut], left_out: Callable[[int], None]
+        self,
+        units: Mapping[int, Sequence[Cut]],
+        root: Sequence[Cut],
+        left_out: Callable[[int], None],
     ) -> None:
-        self.units, self.root = {index: list(cuts) for index, cuts in units.items()}, list(root)
+        self.units = {index: list(cuts) for index, cuts in units.items()}
+        self.root = list(root)
         self._left_out = left_out
         self._order = list(self.units)
         self._seen: list[int] | None = []
@@ -54,9 +59,11 @@ class Lane:
         Begin a pass.
 
         Args:
-            keeps: units stay when they are passed; once all of them are there, passes gather nothing.
+            keeps: units stay when they are passed; once all of them are there, passes gather
+                nothing.
         """
-        self._backward, self._keeps = backward, keeps
+        self._backward = backward
+        self._keeps = keeps
         self._next = len(self._order) if self.whole else 0
         self._reached = -1
         self._prefetch()
@@ -92,12 +99,13 @@ class Lane:
 
     def agree(self, comm: Comm) -> None:
         """
-        Take over the order in which rank 0 ran the units, after the first forward pass; one that it left out follows
-        the unit registered before it.
+        Take over the order in which rank 0 ran the units, after the first forward pass; one that it
+        left out follows the unit registered before it.
         """
         if self._seen is None:
             return
-        order, registered = list(self._seen), list(self.units)
+        order = list(self._seen)
+        registered = list(self.units)
         for place, index in enumerate(registered):
             if index not in order:
                 order.insert(order.index(registered[place - 1]) + 1 if place else 0, index)
@@ -112,8 +120,9 @@ class Lane:
         """
         Go backward on to a unit, and close the one before.
 
-        autograd takes operations in the reverse of the order in which they ran: when it comes to a unit, those that ran
-        later are done, whether gradients of their weights have told so (`Gatherer.release`) or none will.
+        autograd takes operations in the reverse of the order in which they ran: when it comes to a
+        unit, those that ran later are done, whether gradients of their weights have told so
+        (`Gatherer.release`) or none will.
         """
         if place > self._reached:
             if self._reached >= 0:
@@ -131,7 +140,8 @@ class Lane:
                 close(self.units[index])
             self._next += 1
             if self._backward and index not in ran:
-                self._prefetch()  # as a rank that runs the unit has done before its gradients are complete
+                # as a rank that runs the unit has done before its gradients are complete
+                self._prefetch()
                 self._left_out(index)
 
     def _prefetch(self) -> None:

@@ -1,12 +1,13 @@
 """
-Level 3: the weights of a unit are gathered just before it computes and released when they aren't needed.
+Level 3: the weights of a unit are gathered just before it computes and released when they aren't
+needed.
 
     "pass"      a unit is there for one forward or one backward through it
     "step"      from its first forward of a step to its last backward: gathered once, however many passes there are
 
-Weights that belong to no unit, or to several (tied), are there from the first forward of their chunk to its last
-backward. A *chunk* is a part of a pipeline's stage; a model that isn't cut is one. The order of gathers is that of
-`lanes`.
+Weights that belong to no unit, or to several (tied), are there from the first forward of their
+chunk to its last backward. A *chunk* is a part of a pipeline's stage; a model that isn't cut is
+one. The order of gathers is that of `lanes`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Gatherer:
         cuts: by unit, those of the model itself under the empty string.
         units: names of the units in registration order.
         keeps: whether units stay for a step.
-        left_out: called in the backward pass with a unit that this rank did not run: its gradients are complete.
+        left_out: called in the backward pass with a unit that this rank did not run: its gradients
+            are complete.
     """
 
     def __init__(
@@ -47,12 +49,16 @@ class Gatherer:
         left_out: Callable[[int], None],
     ) -> None:
         self._units = [list(cuts[name]) for name in units]
-        self._comm, self._keeps = comm, keeps
+        self._comm = comm
+        self._keeps = keeps
         self._lanes = _lanes(self._units, cuts.get("", []), left_out)
         self._lane_of = {index: lane for lane in self._lanes.values() for index in lane.units}
         self._phase = "idle"
         self._now: list[Lane] = []
-        """The lanes that the pass at hand goes over: one, or all where the model is called outside of a step."""
+        """
+        The lanes that the pass at hand goes over: one, or all where the model is called outside of
+        a step.
+        """
         self._ran: dict[tuple[int, int], set[int]] = {}
         """Units that this rank has run forward, by chunk and micro-batch."""
         self._mine: set[int] = set()
@@ -60,7 +66,9 @@ class Gatherer:
         self._last = self._outside = False
         self.paused = False
         """Whether the hooks do nothing, since they were copied with the model."""
-        self._frozen = [any(not w.trained for cut in unit for w in cut.weights) for unit in self._units]
+        self._frozen = [
+            any(not w.trained for cut in unit for w in cut.weights) for unit in self._units
+        ]
         model.register_forward_pre_hook(self._enter_model, prepend=True)
         model.register_forward_hook(self._leave_model)
         for index, name in enumerate(units):
@@ -72,7 +80,7 @@ class Gatherer:
         """Return itself: a copy of a model has no units of its own."""
         return self
 
-    # ---- passes --------------------------------------------------------------------------------------------------
+    # ---- passes -------------------------------------------------------------
 
     def begin_forward(self, chunk: int, micro: int) -> None:
         """Begin the forward pass of a micro-batch through a chunk."""
@@ -86,7 +94,8 @@ class Gatherer:
             lane.rest(self._mine)
             lane.agree(self._comm)
             lane.whole = self._keeping
-        self._phase, self._now = "idle", []
+        self._phase = "idle"
+        self._now = []
 
     def begin_backward(self, chunk: int, micro: int, last: bool, for_input: bool) -> None:
         """
@@ -96,9 +105,13 @@ class Gatherer:
             last: whether it is the chunk's last one of the step.
             for_input: whether no weight gets its gradient in it.
         """
-        lane, ran = self._lane(chunk), self._ran.pop((chunk, micro), set())
-        self._outside, self._last = False, last
-        self._mine = set(lane.units) if for_input else ran  # whose gradients don't come now aren't missed
+        lane = self._lane(chunk)
+        ran = self._ran.pop((chunk, micro), set())
+        self._outside = False
+        self._last = last
+        self._mine = (
+            set(lane.units) if for_input else ran
+        )  # whose gradients don't come now aren't missed
         self._begin("backward", [lane])
 
     def rest(self) -> None:
@@ -115,16 +128,23 @@ class Gatherer:
                 self._close(lane)
             elif not self._keeping:
                 lane.close()
-        self._phase, self._now = "idle", []
+        self._phase = "idle"
+        self._now = []
 
     def release(self, unit: int) -> None:
         """Give a unit's memory back if it is not needed again: its gradients are complete."""
-        if self._phase == "backward" and not self._frozen[unit] and (self._last or not self._keeping):
+        if (
+            self._phase == "backward"
+            and not self._frozen[unit]
+            and (self._last or not self._keeping)
+        ):
             close(self._units[unit])
 
     def end(self, chunk: int | None = None) -> None:
         """Release what a chunk holds; None: everything, so that nothing stays in memory."""
-        self._phase, self._now, self._outside = "idle", [], False
+        self._phase = "idle"
+        self._now = []
+        self._outside = False
         for index, lane in self._lanes.items():
             if chunk in (None, index):
                 self._close(lane)
@@ -132,7 +152,8 @@ class Gatherer:
             self._ran.clear()
 
     def _begin(self, phase: str, lanes: list[Lane]) -> None:
-        self._phase, self._now = phase, lanes
+        self._phase = phase
+        self._now = lanes
         for lane in lanes:
             lane.active = True
             start(lane.root)
@@ -147,17 +168,22 @@ class Gatherer:
         close(cut for cut in lane.root if id(cut) not in used)
 
     def _lane(self, chunk: int) -> Lane:
-        return self._lanes.setdefault(chunk, Lane({}, [], lambda unit: None))  # a chunk of which nothing is cut
+        return self._lanes.setdefault(
+            chunk, Lane({}, [], lambda unit: None)
+        )  # a chunk of which nothing is cut
 
     @property
     def _keeping(self) -> bool:
         return self._keeps and not self._outside
 
     def place(self, unit: int) -> int:
-        """Return the place of a unit in forward passes through its chunk, as far as the ranks have agreed on one."""
+        """
+        Return the place of a unit in forward passes through its chunk, as far as the ranks have
+        agreed on one.
+        """
         return self._lane_of[unit].place(unit)
 
-    # ---- hooks ---------------------------------------------------------------------------------------------------
+    # ---- hooks --------------------------------------------------------------
 
     def _enter_model(self, module: nn.Module, args: Any) -> None:
         again = self._outside and self._phase == "backward"
@@ -194,7 +220,10 @@ class Gatherer:
         return hook
 
     def _refuse_twice(self) -> None:
-        """Refuse a gradient that is taken in a forward pass and has one of its own: it needs all weights again."""
+        """
+        Refuse a gradient that is taken in a forward pass and has one of its own: it needs all
+        weights again.
+        """
         what = "a gradient with create_graph=True inside of a forward pass, whose units are there for one pass each"
         hint = 'gather="step" has them there from their first forward to their last backward'
         raise UsageError(what, where="pdrun.Run.step", hint=hint)
@@ -207,7 +236,9 @@ class Gatherer:
         self._lane_of[index].run(index, self._mine)
 
 
-def _lanes(units: Sequence[list[Cut]], root: Sequence[Cut], left_out: Callable[[int], None]) -> dict[int, Lane]:
+def _lanes(
+    units: Sequence[list[Cut]], root: Sequence[Cut], left_out: Callable[[int], None]
+) -> dict[int, Lane]:
     """Return a lane for each chunk."""
     chunks = {chunk for cuts in [*units, root] for cut in cuts for chunk in cut.chunks}
     mine = {index: cuts[0].chunks[0] for index, cuts in enumerate(units)}
@@ -225,7 +256,8 @@ def _on_grad(values: Any, call: Callable[[], None]) -> None:
     """
     Have something called when the first gradient of what a computation has made is there.
 
-    The gradient of a tensor that it only passed on comes later; weights, which it may pass on too, outlive the pass.
+    The gradient of a tensor that it only passed on comes later; weights, which it may pass on too,
+    outlive the pass.
     """
     called = False
 

@@ -20,7 +20,8 @@ def square_sum(tensors: Sequence[torch.Tensor], exact: bool) -> torch.Tensor:
     Return the sum of the squares of all elements, in fp64 (fp32 on devices that lack it).
 
     Args:
-        exact: widen every element first: the sum is then the same to about 1e-15 however the tensors are cut, and so
+        exact: widen every element first: the sum is then the same to about 1e-15 however the
+            tensors are cut, and so
             the
             norm in fp32 has the same bits. Otherwise norms of tensors are taken in their own type, which is faster.
     """
@@ -45,30 +46,49 @@ def wide_type(device: torch.device) -> torch.dtype:
 
 
 def clip_factor(norm: torch.Tensor, limit: float) -> torch.Tensor:
-    """Return what gradients of this norm are multiplied with, at most 1 (as `torch.nn.utils.clip_grad_norm_`)."""
+    """
+    Return what gradients of this norm are multiplied with, at most 1 (as
+    `torch.nn.utils.clip_grad_norm_`).
+    """
     return (limit / (norm + 1e-6)).clamp(max=1.0)
 
 
 def global_norm(engine: Engine, totals: Sequence[torch.Tensor]) -> torch.Tensor:
     """
-    Return the norm over all ranks' parts, each weight once; weights that ranks train by themselves are as many.
+    Return the norm over all ranks' parts, each weight once; weights that ranks train by themselves
+    are as many.
 
     Args:
         totals: of the engine's bundles.
     """
-    exact, device = engine.settings.exact, engine.whole.device
+    exact = engine.settings.exact
+    device = engine.whole.device
     square = torch.zeros((), dtype=wide_type(device), device=device)
     for shared in (True, False):
-        some = [(part, t) for part, t in zip(engine.bundles, totals, strict=True) if (part.comm.shards > 1) == shared]
+        some = [
+            (part, t)
+            for part, t in zip(engine.bundles, totals, strict=True)
+            if (part.comm.shards > 1) == shared
+        ]
         if some:
             mine = [tensor for part, total in some for tensor in _counted(part, total)]
             found = square_sum(mine, exact) if mine else torch.zeros_like(square)
-            square += engine.cut.sum_small(found, "the norm", shards_only=True).wait() if shared else found
+            square += (
+                engine.cut.sum_small(found, "the norm", shards_only=True).wait()
+                if shared
+                else found
+            )
     if engine.alone:
-        loose = [grad for weight in engine.alone if weight.counted and (grad := weight.param.grad) is not None]
+        loose = [
+            grad
+            for weight in engine.alone
+            if weight.counted and (grad := weight.param.grad) is not None
+        ]
         found = square_sum(loose, exact) if loose else torch.zeros_like(square)
         square += engine.whole.sum_small(found, "the norm of the layerwise weights").wait()
-    total: torch.Tensor = engine.place.model.sum_small(square, "the norm over the model axes").wait()
+    total: torch.Tensor = engine.place.model.sum_small(
+        square, "the norm over the model axes"
+    ).wait()
     return total.sqrt()
 
 

@@ -1,12 +1,14 @@
 """
-The gradients of one bundle: collected from autograd, added up over micro-batches, summed over the ranks.
+The gradients of one bundle: collected from autograd, added up over micro-batches, summed over the
+ranks.
 
     autograd's .grad  --take-->  flat  --launch-->  on the network  --settle-->  total
 
-`take` moves a micro-batch's gradients into the flat buffer with one fused call, so that no gradient lives longer than
-its bundle's backward. Where every micro-batch is summed over the ranks (levels 2 and 3, and `exact`) the flat buffer is
-needed for that long only, and what remains is this rank's part of the total. Where level 3 keeps weights for a step it
-keeps gradients too: they are added up here, and summed over the ranks after the last micro-batch (see `Policy.keeps`).
+`take` moves a micro-batch's gradients into the flat buffer with one fused call, so that no gradient
+lives longer than its bundle's backward. Where every micro-batch is summed over the ranks (levels 2
+and 3, and `exact`) the flat buffer is needed for that long only, and what remains is this rank's
+part of the total. Where level 3 keeps weights for a step it keeps gradients too: they are added up
+here, and summed over the ranks after the last micro-batch (see `Policy.keeps`).
 """
 
 from __future__ import annotations
@@ -29,13 +31,18 @@ class Policy:
     level: int = 0
     """Optimizer level, 0 to 3."""
     exact: bool = True
-    """Add slice by slice in the order of the slices, so that no bit depends on the number of ranks or on the level."""
+    """
+    Add slice by slice in the order of the slices, so that no bit depends on the number of ranks or
+    on the level.
+    """
     accumulate: int = 1
     """Micro-batches a step."""
     wire: torch.dtype | None = None
     """Type on the network; None: the type in which they are added."""
     keeps: bool = False
-    """Add the micro-batches up here and sum over the ranks once, where that gives the right bits."""
+    """
+    Add the micro-batches up here and sum over the ranks once, where that gives the right bits.
+    """
 
     @property
     def each(self) -> bool:
@@ -47,11 +54,14 @@ class Pool:
     """
     Flat buffers that wait for their next use: as many as were ever needed at once.
 
-    On an accelerator nothing waits here: torch's own allocator hands memory out again without delay, and to anybody.
+    On an accelerator nothing waits here: torch's own allocator hands memory out again without
+    delay, and to anybody.
     """
 
     def __init__(self) -> None:
-        self._free: dict[tuple[int, torch.dtype, torch.device], list[tuple[FlatLayout, torch.Tensor]]] = {}
+        self._free: dict[
+            tuple[int, torch.dtype, torch.device], list[tuple[FlatLayout, torch.Tensor]]
+        ] = {}
 
     def take(self, layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a buffer; its padding is zero, the rest is whatever was there."""
@@ -59,12 +69,16 @@ class Pool:
         if not waiting:
             return torch.zeros(layout.numel, dtype=dtype, device=device)
         used, flat = waiting.pop()
-        return flat if used.extents == layout.extents else flat.zero_()  # norms look at all of a buffer
+        return (
+            flat if used.extents == layout.extents else flat.zero_()
+        )  # norms look at all of a buffer
 
     def give(self, layout: FlatLayout, flat: torch.Tensor) -> None:
         """Take a buffer back."""
         if flat.device.type == "cpu":
-            self._free.setdefault((flat.numel(), flat.dtype, flat.device), []).append((layout, flat))
+            self._free.setdefault((flat.numel(), flat.dtype, flat.device), []).append(
+                (layout, flat)
+            )
 
     def clear(self) -> None:
         """Forget the buffers."""
@@ -79,7 +93,8 @@ class GradBundle:
         weights: of one type, all trained, in the order in which their gradients are expected.
         comm: the axis, with as many shards as the bundle is cut into.
         dtype: type in which gradients are added.
-        across: further axes over which the total is added up, one after the other, at the end of the step.
+        across: further axes over which the total is added up, one after the other, at the end of
+            the step.
     """
 
     def __init__(
@@ -92,11 +107,18 @@ class GradBundle:
         label: str,
         across: Sequence[Comm] = (),
     ) -> None:
-        self.weights, self.comm, self.policy, self.dtype, self.label = list(weights), comm, policy, dtype, label
+        self.weights = list(weights)
+        self.comm = comm
+        self.policy = policy
+        self.dtype = dtype
+        self.label = label
         self.across = list(across)
-        self.layout: FlatLayout = lay_out([(w.name, w.shape) for w in weights], comm.shards, comm.world)
+        self.layout: FlatLayout = lay_out(
+            [(w.name, w.shape) for w in weights], comm.shards, comm.world
+        )
         self.segments: list[Segment] = self.layout.segments(comm.shard)
-        alone, several = comm.world == 1, policy.accumulate > 1
+        alone = comm.world == 1
+        several = policy.accumulate > 1
         self.each = not alone and policy.each
         """Whether every micro-batch is summed over the ranks, not only the last."""
         self.ordered = not alone and policy.exact and (several or comm.world > 2 or comm.shards > 1)
@@ -116,10 +138,13 @@ class GradBundle:
         self._padding: torch.Tensor | None = None
         """Where the padding lies, once that was asked."""
 
-    # ---- one micro-batch -------------------------------------------------------------------------------------------
+    # ---- one micro-batch ----------------------------------------------------
 
     def begin(self, first: bool, times: int = 1) -> None:
-        """Prepare for the backward of a micro-batch, in which each weight gets its gradient in so many parts."""
+        """
+        Prepare for the backward of a micro-batch, in which each weight gets its gradient in so many
+        parts.
+        """
         self.missing = len(self.weights) * times
         if first:
             self.used = [False] * len(self.weights)
@@ -132,7 +157,8 @@ class GradBundle:
         self._open()
         came = [weight.param.grad for weight in self.weights]
         here = [i for i, grad in enumerate(came) if grad is not None]
-        views, grads = [self._views[i] for i in here], [_dense(came[i], self.weights[i]) for i in here]
+        views = [self._views[i] for i in here]
+        grads = [_dense(came[i], self.weights[i]) for i in here]
         if grads:
             (torch._foreach_copy_ if fresh else torch._foreach_add_)(views, grads)
         for i, weight in enumerate(self.weights):
@@ -145,7 +171,8 @@ class GradBundle:
     def launch(self) -> None:
         """Start summing the flat buffer over the ranks."""
         assert self._flat is not None
-        flat, wire = self._flat, self.policy.wire
+        flat = self._flat
+        wire = self.policy.wire
         send = flat if wire is None or self.comm.world == 1 else flat.to(wire)
         if self.ordered:
             self._pending = self.comm.sum_parts(send, self.label, self._total, self.dtype)
@@ -163,7 +190,11 @@ class GradBundle:
         if self.ordered:
             self._total = result  # it was added on by the collective
         elif not self.each:
-            self._total = flat.copy_(result) if self._keep and flat is not None and result is not flat else result
+            self._total = (
+                flat.copy_(result)
+                if self._keep and flat is not None and result is not flat
+                else result
+            )
         elif self._total is None:
             self._total = result.clone() if aliased else result
         else:
@@ -171,28 +202,38 @@ class GradBundle:
         if not self._keep:
             self._close()
 
-    # ---- the step's end ----------------------------------------------------------------------------------------------
+    # ---- the step's end -----------------------------------------------------
 
     def join(self) -> None:
         """Start bringing the parts of an ordered sum together."""
         self.settle()
         if self.ordered:
             assert self._total is not None
-            self._pending = self.comm.join_parts(self._total, self.label, self._flat if self._keep else None)
+            self._pending = self.comm.join_parts(
+                self._total, self.label, self._flat if self._keep else None
+            )
 
     def finish(self) -> torch.Tensor:
-        """Return this rank's shard of the total: its segments are at their offsets, padding is zero."""
+        """
+        Return this rank's shard of the total: its segments are at their offsets, padding is zero.
+        """
         if self._pending is not None:
-            self._total, self._pending = self._pending.wait(), None
+            self._total = self._pending.wait()
+            self._pending = None
         assert self._total is not None
         return self._total
 
     def clear_padding(self) -> None:
-        """Zero the padding again, where the total stays and may have been multiplied with what is no number."""
+        """
+        Zero the padding again, where the total stays and may have been multiplied with what is no
+        number.
+        """
         if not self._keep or self._total is None or not self.layout.gaps:
             return
         if self._padding is None:
-            places = [torch.arange(low, high, device=self._total.device) for low, high in self.layout.gaps]
+            places = [
+                torch.arange(low, high, device=self._total.device) for low, high in self.layout.gaps
+            ]
             self._padding = torch.cat(places)
         self._total.index_fill_(0, self._padding, 0)
 
@@ -214,7 +255,10 @@ class GradBundle:
         return self._cached
 
     def forget(self) -> None:
-        """Forget a step that did not end; what is on its way ends first, since others have started it too."""
+        """
+        Forget a step that did not end; what is on its way ends first, since others have started it
+        too.
+        """
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
@@ -233,12 +277,16 @@ class GradBundle:
             return
         device = self.comm.device
         self._flat = self._pool.take(self.layout, self.dtype, device)
-        self._views = [self._flat.narrow(0, slot.start, slot.numel).view(slot.shape) for slot in self.layout.slots]
+        self._views = [
+            self._flat.narrow(0, slot.start, slot.numel).view(slot.shape)
+            for slot in self.layout.slots
+        ]
 
     def _close(self) -> None:
         if self._flat is not None:
             self._pool.give(self.layout, self._flat)
-            self._flat, self._views = None, []
+            self._flat = None
+            self._views = []
 
 
 def _dense(grad: Any, weight: Weight) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """
-What need not be on the device all the time: masters and optimizer state on the host, or state in files; activations on
-the host.
+What need not be on the device all the time: masters and optimizer state on the host, or state in
+files; activations on the host.
 
 *Optimizer.* Masters and state live on the host, where the optimizer works; gradients go there, new weights come back.
 At level 3 the master is a rank's only copy of its weights, so that these are on the host too, and come to the device a
@@ -49,11 +49,15 @@ class Offload:
 
     def __post_init__(self) -> None:
         if self.disk is not None and not self.optimizer:
-            raise UsageError("disk= holds the optimizer's state: set optimizer=True", where="pdrun.Offload")
+            raise UsageError(
+                "disk= holds the optimizer's state: set optimizer=True", where="pdrun.Offload"
+            )
 
 
 def parse(value: Any) -> Offload:
-    """Return what a user's ``offload`` means: None, "optimizer", "activations", "all" or an Offload."""
+    """
+    Return what a user's ``offload`` means: None, "optimizer", "activations", "all" or an Offload.
+    """
     if value is None:
         return Offload()
     if value in ("optimizer", "activations", "all"):
@@ -64,21 +68,30 @@ def parse(value: Any) -> Offload:
     raise UsageError(f"offload={value!r}", where="pdrun.parallelize", hint=hint)
 
 
-# ---- optimizer state in files ------------------------------------------------------------------------------------
+# ---- optimizer state in files -----------------------------------------------
 
 
 def to_files(optimizer: torch.optim.Optimizer, folder: Path) -> int:
-    """Move the optimizer's state into mapped files of a folder, where it isn't yet; return the bytes moved."""
+    """
+    Move the optimizer's state into mapped files of a folder, where it isn't yet; return the bytes
+    moved.
+    """
     moved = 0
     for state in optimizer.state.values():
         for key, value in state.items():
-            if not isinstance(value, torch.Tensor) or value.dim() == 0 or getattr(value, "_pdrun_file", None):
+            if (
+                not isinstance(value, torch.Tensor)
+                or value.dim() == 0
+                or getattr(value, "_pdrun_file", None)
+            ):
                 continue
             if not value.numel():
                 continue
             path = folder / f"{id(value)}-{key}.bin"
             _reserve(path, value.numel() * value.element_size())
-            there = torch.from_file(str(path), shared=True, size=value.numel(), dtype=value.dtype).view(value.shape)
+            there = torch.from_file(
+                str(path), shared=True, size=value.numel(), dtype=value.dtype
+            ).view(value.shape)
             there.copy_(value)
             there._pdrun_file = str(path)
             state[key] = there
@@ -88,7 +101,10 @@ def to_files(optimizer: torch.optim.Optimizer, folder: Path) -> int:
 
 
 def _reserve(path: Path, size: int) -> None:
-    """Make a file that has its room on the disk: one without it would end the process when it is written."""
+    """
+    Make a file that has its room on the disk: one without it would end the process when it is
+    written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "wb") as file:
@@ -102,16 +118,21 @@ def _reserve(path: Path, size: int) -> None:
         raise ConfigError(what, where=str(path.parent)) from None
 
 
-# ---- activations ---------------------------------------------------------------------------------------------------
+# ---- activations ------------------------------------------------------------
 
 
 class _Saved:
     """One saved tensor: on the host, or on its way to or from it."""
 
-    def __init__(self, among: list[_Saved | None], host: torch.Tensor, device: torch.device, done: Any) -> None:
-        self.among, self.index = among, len(among)
+    def __init__(
+        self, among: list[_Saved | None], host: torch.Tensor, device: torch.device, done: Any
+    ) -> None:
+        self.among = among
+        self.index = len(among)
         """What its forward pass has saved, in order, and its place there."""
-        self.host, self.device, self.done = host, device, done
+        self.host = host
+        self.device = device
+        self.done = done
         self.back: torch.Tensor | None = None
         self.came: Any = None
 
@@ -126,7 +147,9 @@ class Saver:
     """
 
     def __init__(self, device: torch.device, least: int, weights: set[int]) -> None:
-        self._device, self._least, self._weights = device, least, weights
+        self._device = device
+        self._least = least
+        self._weights = weights
         self._module = getattr(torch, device.type) if device.type != "cpu" else None
         self._stream = self._module.Stream() if self._module is not None else None
         self._saved: list[_Saved | None] = []
@@ -135,14 +158,21 @@ class Saver:
 
     def around(self) -> AbstractContextManager[Any]:
         """Return what the forward pass runs in."""
-        self._saved, self.moved = [], 0
-        hooks: AbstractContextManager[Any] = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        self._saved = []
+        self.moved = 0
+        hooks: AbstractContextManager[Any] = torch.autograd.graph.saved_tensors_hooks(
+            self._pack, self._unpack
+        )
         return hooks
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         size = tensor.numel() * tensor.element_size()
         small = size < self._least or not tensor.is_floating_point()
-        if small or tensor.device != self._device or tensor.untyped_storage()._cdata in self._weights:
+        if (
+            small
+            or tensor.device != self._device
+            or tensor.untyped_storage()._cdata in self._weights
+        ):
             return tensor
         host = torch.empty_like(tensor, device="cpu", pin_memory=self._module is not None)
         done = None
@@ -168,7 +198,8 @@ class Saver:
                 self._fetch(near)
         self._fetch(saved)
         saved.among[saved.index] = None
-        tensor, saved.back = saved.back, None
+        tensor = saved.back
+        saved.back = None
         assert tensor is not None
         if self._module is not None:
             self._module.current_stream().wait_event(saved.came)

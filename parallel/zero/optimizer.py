@@ -1,10 +1,11 @@
 """
 An optimizer made for a model's parameters, turned to other tensors: shards and masters.
 
-The user's function gets the model's own parameters, so that groups may be formed by name, shape or module. Then each
-parameter in the groups is replaced by the tensors that this rank trains for it. That is right for *elementwise*
-optimizers only, whose update of an element depends on that element's gradient and state alone; others are refused.
-Whether one is elementwise is tried out: two steps on a small tensor, whole and in two parts, must give the same bits.
+The user's function gets the model's own parameters, so that groups may be formed by name, shape or
+module. Then each parameter in the groups is replaced by the tensors that this rank trains for it.
+That is right for *elementwise* optimizers only, whose update of an element depends on that
+element's gradient and state alone; others are refused. Whether one is elementwise is tried out: two
+steps on a small tensor, whole and in two parts, must give the same bits.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def make(optimizer: Any, params: Sequence[nn.Parameter]) -> torch.optim.Optimize
         )
     if isinstance(made, torch.optim.LBFGS):
         raise UsageError(
-            "LBFGS needs a closure, and a step of it several passes", where=WHERE, hint="use a first-order optimizer"
+            "LBFGS needs a closure, and a step of it several passes",
+            where=WHERE,
+            hint="use a first-order optimizer",
         )
     known = {id(param) for param in params}
     for group in made.param_groups:
@@ -61,7 +64,9 @@ def make(optimizer: Any, params: Sequence[nn.Parameter]) -> torch.optim.Optimize
     return made
 
 
-def check_elementwise(made: torch.optim.Optimizer, device: torch.device, *, tiles_only: bool = False) -> None:
+def check_elementwise(
+    made: torch.optim.Optimizer, device: torch.device, *, tiles_only: bool = False
+) -> None:
     """
     Try out that the optimizer may work on parts of weights.
 
@@ -74,15 +79,20 @@ def check_elementwise(made: torch.optim.Optimizer, device: torch.device, *, tile
     for group in made.param_groups:
         if tiles_only and all(tile_of(param).is_whole for param in group["params"]):
             continue
-        whole, parts = _try_out(made, group, device, 1), _try_out(made, group, device, 2)
+        whole = _try_out(made, group, device, 1)
+        parts = _try_out(made, group, device, 2)
         if whole is None or parts is None or not torch.equal(whole, parts):
             raise UsageError(
-                f"{type(made).__name__} looks at more than one element at a time: its state cannot be cut", where=WHERE,
-                hint=("" if tiles_only else "optimizer_level=0, or ") + "an elementwise optimizer such as AdamW or SGD",
-            )  # fmt: skip
+                f"{type(made).__name__} looks at more than one element at a time: its state cannot be cut",
+                where=WHERE,
+                hint=("" if tiles_only else "optimizer_level=0, or ")
+                + "an elementwise optimizer such as AdamW or SGD",
+            )
 
 
-def _try_out(made: Any, group: Mapping[str, Any], device: torch.device, parts: int) -> torch.Tensor | None:
+def _try_out(
+    made: Any, group: Mapping[str, Any], device: torch.device, parts: int
+) -> torch.Tensor | None:
     """
     Take two steps on a small matrix, in one part or in several.
 
@@ -90,7 +100,8 @@ def _try_out(made: Any, group: Mapping[str, Any], device: torch.device, parts: i
     """
     twin = _twin(made, group)
     seeded = torch.Generator().manual_seed(1)
-    values, grads = torch.randn(16, 8, generator=seeded), torch.randn(2, 16, 8, generator=seeded)
+    values = torch.randn(16, 8, generator=seeded)
+    grads = torch.randn(2, 16, 8, generator=seeded)
     tensors = [nn.Parameter(part.to(device)) for part in _split(values.clone(), parts)]
     twin.param_groups[0]["params"] = tensors
     _start_state(twin, type(made), tensors)
@@ -110,14 +121,22 @@ def _split(values: torch.Tensor, parts: int) -> Iterable[torch.Tensor]:
 
 
 def _twin(made: torch.optim.Optimizer, group: Mapping[str, Any]) -> Any:
-    """Return an optimizer of the same kind with one group and no state; the original is not touched."""
+    """
+    Return an optimizer of the same kind with one group and no state; the original is not touched.
+    """
     twin = object.__new__(type(made))
     twin.__dict__.update(made.__dict__)
     twin.state = defaultdict(dict)
-    twin.param_groups = [{key: copy.deepcopy(value) for key, value in group.items() if key != "params"}]
+    twin.param_groups = [
+        {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+    ]
     rate = twin.param_groups[0].get("lr")
-    if rate is not None:  # at the begin of a warm-up it may be nothing, at which every optimizer would look alike
-        twin.param_groups[0]["lr"] = torch.full_like(rate, RATE) if isinstance(rate, torch.Tensor) else RATE
+    if (
+        rate is not None
+    ):  # at the begin of a warm-up it may be nothing, at which every optimizer would look alike
+        twin.param_groups[0]["lr"] = (
+            torch.full_like(rate, RATE) if isinstance(rate, torch.Tensor) else RATE
+        )
     return twin
 
 
@@ -125,13 +144,17 @@ def _start_state(twin: Any, kind: type, tensors: list[nn.Parameter]) -> None:
     """Give the twin the state that its kind makes at construction (Adagrad)."""
     if issubclass(kind, torch.optim.Adagrad):
         options = {
-            key: value for key, value in twin.param_groups[0].items() if key in ("lr", "initial_accumulator_value")
+            key: value
+            for key, value in twin.param_groups[0].items()
+            if key in ("lr", "initial_accumulator_value")
         }
         twin.state.update(torch.optim.Adagrad(tensors, **options).state)
 
 
 def state_bytes(made: torch.optim.Optimizer, device: torch.device) -> float:
-    """Return the bytes of state an element that the optimizer keeps, tried out on a small tensor."""
+    """
+    Return the bytes of state an element that the optimizer keeps, tried out on a small tensor.
+    """
     twin = _twin(made, made.param_groups[0])
     tensor = nn.Parameter(torch.zeros(256, device=device))
     twin.param_groups[0]["params"] = [tensor]
@@ -149,9 +172,12 @@ def state_bytes(made: torch.optim.Optimizer, device: torch.device) -> float:
     return float(sum(value.numel() * value.element_size() for value in kept) / tensor.numel())
 
 
-def follow(made: torch.optim.Optimizer, names: Mapping[int, str], weights: Iterable[Weight]) -> None:
+def follow(
+    made: torch.optim.Optimizer, names: Mapping[int, str], weights: Iterable[Weight]
+) -> None:
     """
-    Turn an optimizer that was made for the whole model to this rank's tiles; weights of other stages are dropped.
+    Turn an optimizer that was made for the whole model to this rank's tiles; weights of other
+    stages are dropped.
 
     Args:
         names: of the whole model's parameters, by identity.
@@ -169,14 +195,19 @@ def follow(made: torch.optim.Optimizer, names: Mapping[int, str], weights: Itera
             if state:
                 tile = tile_of(part)
                 made.state[part] = {
-                    key: tile.take(value) if isinstance(value, torch.Tensor) and value.shape == tile.shape else value
+                    key: tile.take(value)
+                    if isinstance(value, torch.Tensor) and value.shape == tile.shape
+                    else value
                     for key, value in state.items()
                 }
         group["params"] = found
 
 
 def retarget(made: torch.optim.Optimizer, parts_of: Callable[[nn.Parameter], list[Part]]) -> None:
-    """Replace each parameter in the optimizer's groups by its parts, and cut the state that is there already."""
+    """
+    Replace each parameter in the optimizer's groups by its parts, and cut the state that is there
+    already.
+    """
     for group in made.param_groups:
         found: list[nn.Parameter] = []
         for param in group["params"]:
@@ -184,7 +215,9 @@ def retarget(made: torch.optim.Optimizer, parts_of: Callable[[nn.Parameter], lis
             for part, segment in parts_of(param):
                 found.append(part)
                 if state:
-                    made.state[part] = {key: _cut(value, param, part, segment) for key, value in state.items()}
+                    made.state[part] = {
+                        key: _cut(value, param, part, segment) for key, value in state.items()
+                    }
         group["params"] = found
 
 

@@ -1,10 +1,10 @@
 """
 Mixed precision: the type in which the model computes, and what is kept wider.
 
-Optimizers work on masters in the weights' own type. With ``compute`` set, the model's parameters are copies in that
-type, made anew after each step; gradients are added up and reduced in ``reduce``. ``autocast`` leaves the parameters
-as they are and lets torch choose the type of each operator instead. fp16's narrow range needs its loss scaled: see
-`LossScale`.
+Optimizers work on masters in the weights' own type. With ``compute`` set, the model's parameters
+are copies in that type, made anew after each step; gradients are added up and reduced in
+``reduce``. ``autocast`` leaves the parameters as they are and lets torch choose the type of each
+operator instead. fp16's narrow range needs its loss scaled: see `LossScale`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ import torch
 
 from pdrun.errors import UsageError
 
-NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+NAMES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
 
 
 @dataclass(frozen=True)
@@ -26,11 +31,14 @@ class Precision:
     A mixed precision policy.
 
     Attributes:
-        compute: "bf16" or "fp16": the model's parameters and floating point inputs have this type; None: their own.
+        compute: "bf16" or "fp16": the model's parameters and floating point inputs have this type;
+            None: their own.
             Weights of batch normalisations keep theirs, as their running statistics do.
-        reduce: type in which gradients are added up over micro-batches and ranks; None: that of the masters.
+        reduce: type in which gradients are added up over micro-batches and ranks; None: that of the
+            masters.
         autocast: parameters keep their type, and ``compute`` is what autocast uses.
-        scale: the first factor of a loss in fp16; it doubles after 2,000 good steps and halves after a bad one.
+        scale: the first factor of a loss in fp16; it doubles after 2,000 good steps and halves
+            after a bad one.
     """
 
     compute: str | None = None
@@ -42,13 +50,20 @@ class Precision:
         for name in ("compute", "reduce"):
             value = getattr(self, name)
             if value is not None and value not in NAMES:
-                raise UsageError(f"{name}={value!r} is none of {', '.join(NAMES)}", where="pdrun.Precision")
+                raise UsageError(
+                    f"{name}={value!r} is none of {', '.join(NAMES)}", where="pdrun.Precision"
+                )
         if self.autocast and self.compute not in ("bf16", "fp16"):
             raise UsageError("autocast needs compute='bf16' or 'fp16'", where="pdrun.Precision")
 
     def weights(self, own: torch.dtype, wide: bool = False) -> torch.dtype:
-        """Return the type of a parameter in the model whose master has type ``own``, which a ``wide`` one keeps."""
-        return self.inputs if self.inputs is not None and own.is_floating_point and not wide else own
+        """
+        Return the type of a parameter in the model whose master has type ``own``, which a ``wide``
+        one keeps.
+        """
+        if self.inputs is not None and own.is_floating_point and not wide:
+            return self.inputs
+        return own
 
     def sums(self, own: torch.dtype) -> torch.dtype:
         """Return the type in which gradients of a weight are added."""
@@ -63,7 +78,9 @@ class Precision:
         """Return what the forward pass runs in."""
         if not self.autocast:
             return nullcontext()
-        context: AbstractContextManager[Any] = torch.autocast(device.type, dtype=NAMES[self.compute or ""])
+        context: AbstractContextManager[Any] = torch.autocast(
+            device.type, dtype=NAMES[self.compute or ""]
+        )
         return context
 
 
@@ -77,18 +94,23 @@ def parse(value: Any) -> Precision:
 def _typed(value: Any) -> Precision:
     if not isinstance(value, Precision):
         raise UsageError(
-            f"precision={value!r}", where="pdrun.parallelize", hint="'bf16', 'fp16' or pdrun.Precision(...)"
+            f"precision={value!r}",
+            where="pdrun.parallelize",
+            hint="'bf16', 'fp16' or pdrun.Precision(...)",
         )
     return value
 
 
 class LossScale:
-    """The factor on a loss in fp16: the same on every rank, since the norm that it looks at is global."""
+    """
+    The factor on a loss in fp16: the same on every rank, since the norm that it looks at is global.
+    """
 
     PATIENCE = 2000
 
     def __init__(self, first: float) -> None:
-        self.value, self.good = first, 0
+        self.value = first
+        self.good = 0
 
     def update(self, finite: bool) -> None:
         """Take note of a step whose gradients were finite, or not: then it was left out."""
@@ -96,4 +118,5 @@ class LossScale:
         if not finite:
             self.value /= 2
         elif self.good == self.PATIENCE:
-            self.value, self.good = self.value * 2, 0
+            self.value = self.value * 2
+            self.good = 0

@@ -14,7 +14,8 @@ from pdrun.parallel.model.weights import Fusion
 from pdrun.parallel.zero.precision import NAMES, Precision
 
 WHERE = "pdrun.parallelize"
-VAR, VAR_KEYWORD = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+VAR = inspect.Parameter.VAR_POSITIONAL
+VAR_KEYWORD = inspect.Parameter.VAR_KEYWORD
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,10 @@ def check_level(level: Any) -> int:
         return int(level.removeprefix("level"))
     if level not in (0, 1, 2, 3) or isinstance(level, bool):
         raise UsageError(
-            f"optimizer_level={level!r}", where=WHERE,
+            f"optimizer_level={level!r}",
+            where=WHERE,
             hint="0 whole optimizer, 1 state cut, 2 and gradients, 3 and weights",
-        )  # fmt: skip
+        )
     return int(level)
 
 
@@ -76,26 +78,41 @@ def check_above_zero(name: str, value: Any) -> float | None:
 def check_globs(name: str, value: Any) -> tuple[str, ...]:
     """Return globs, of which there may be several."""
     if isinstance(value, str) or not isinstance(value, Iterable):
-        raise UsageError(f"{name}={value!r} is no list of globs", where=WHERE, hint=f'{name}=["blocks.*"]')
+        raise UsageError(
+            f"{name}={value!r} is no list of globs", where=WHERE, hint=f'{name}=["blocks.*"]'
+        )
     found = tuple(value)
     if not all(isinstance(glob, str) for glob in found):
-        raise UsageError(f"{name}={value!r} is no list of globs", where=WHERE, hint=f'{name}=["blocks.*"]')
+        raise UsageError(
+            f"{name}={value!r} is no list of globs", where=WHERE, hint=f'{name}=["blocks.*"]'
+        )
     return found
 
 
 def check_has(name: str, value: Any, methods: Sequence[str], hint: str) -> None:
-    """Refuse what lacks one of the methods; None and classes that nobody has made an object of included."""
-    if isinstance(value, type) or not all(callable(getattr(value, method, None)) for method in methods):
+    """
+    Refuse what lacks one of the methods; None and classes that nobody has made an object of
+    included.
+    """
+    if isinstance(value, type) or not all(
+        callable(getattr(value, method, None)) for method in methods
+    ):
         raise UsageError(f"{name}={value!r} is none", where=WHERE, hint=hint)
 
 
 def check_scheduler(scheduler: Any) -> None:
     """Refuse a scheduler whose step wants more than to be called."""
     try:
-        known = inspect.signature(scheduler.step).parameters.values() if scheduler is not None else ()
+        known = (
+            inspect.signature(scheduler.step).parameters.values() if scheduler is not None else ()
+        )
     except (TypeError, ValueError):  # not told
         return
-    wanted = [each.name for each in known if each.default is each.empty and each.kind not in (VAR, VAR_KEYWORD)]
+    wanted = [
+        each.name
+        for each in known
+        if each.default is each.empty and each.kind not in (VAR, VAR_KEYWORD)
+    ]
     if wanted:
         name = type(scheduler).__name__
         what = f"the scheduler's step wants {', '.join(wanted)}, and a run calls it without anything: {name}"
@@ -141,7 +158,9 @@ def check_group(value: Any, world: int, level: int) -> int:
     """Return the size of a shard group: all ranks unless a divisor of their number is given."""
     if level == 0:
         if value is not None:
-            raise UsageError(f"shard_group={value!r} with optimizer_level=0, which cuts nothing", where=WHERE)
+            raise UsageError(
+                f"shard_group={value!r} with optimizer_level=0, which cuts nothing", where=WHERE
+            )
         return 1
     if value is None or value == -1:
         return world

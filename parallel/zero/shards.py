@@ -1,13 +1,15 @@
 """
-The weights of one bundle under optimizer parallelism: what computes, what is trained, and how one becomes the other.
+The weights of one bundle under optimizer parallelism: what computes, what is trained, and how one
+becomes the other.
 
     master   this rank's shard, in the type in which the optimizer works
     full     every weight of the bundle, in the type in which the model computes; the model's parameters are views of it
 
-At levels 1 and 2 ``full`` stays, and the ranks' shards are gathered into it after each optimizer step. Where the two
-types are equal the master is a part of ``full`` itself and takes no memory. At level 3 ``full`` has memory only while
-it is needed (see `gatherer`): its storage is given back and taken again underneath the tensors that autograd has saved,
-so that a backward pass finds the weights where it left them.
+At levels 1 and 2 ``full`` stays, and the ranks' shards are gathered into it after each optimizer
+step. Where the two types are equal the master is a part of ``full`` itself and takes no memory. At
+level 3 ``full`` has memory only while it is needed (see `gatherer`): its storage is given back and
+taken again underneath the tensors that autograd has saved, so that a backward pass finds the
+weights where it left them.
 """
 
 from __future__ import annotations
@@ -46,10 +48,16 @@ class Cut:
         home: torch.device,
         label: str,
     ) -> None:
-        self.weights, self.comm, self.compute, self.released, self.label = list(weights), comm, compute, released, label
+        self.weights = list(weights)
+        self.comm = comm
+        self.compute = compute
+        self.released = released
+        self.label = label
         self.chunks = tuple(sorted({chunk for weight in weights for chunk in weight.chunks}))
         """The parts of a pipeline's stage that compute with any of them."""
-        self.layout: FlatLayout = lay_out([(w.name, w.shape) for w in weights], comm.shards, comm.world)
+        self.layout: FlatLayout = lay_out(
+            [(w.name, w.shape) for w in weights], comm.shards, comm.world
+        )
         self.segments: list[Segment] = self.layout.segments(comm.shard)
         self.home = home
         self._pending: Pending | None = None
@@ -57,9 +65,14 @@ class Cut:
         self._own = self.full.narrow(0, comm.shard * self.layout.length, self.layout.length)
         self.shared = compute == train and not released and home == comm.device
         """Whether the master is a part of ``full``."""
-        self.master = self._own if self.shared else torch.zeros(self.layout.length, dtype=train, device=home)
+        self.master = (
+            self._own if self.shared else torch.zeros(self.layout.length, dtype=train, device=home)
+        )
         self._views = self._fill()
-        self.parts = [nn.Parameter(self._part(segment), weights[segment.slot].trained) for segment in self.segments]
+        self.parts = [
+            nn.Parameter(self._part(segment), weights[segment.slot].trained)
+            for segment in self.segments
+        ]
         """What the optimizer trains: a segment each."""
         self._blank = torch.full((), float("nan"), dtype=compute, device=comm.device)
         self.open = True
@@ -69,7 +82,10 @@ class Cut:
 
     def _fill(self) -> list[torch.Tensor]:
         """Copy the weights in and make the model's parameters views; return the views."""
-        views = [self.full.narrow(0, slot.start, slot.numel).view(slot.shape) for slot in self.layout.slots]
+        views = [
+            self.full.narrow(0, slot.start, slot.numel).view(slot.shape)
+            for slot in self.layout.slots
+        ]
         with torch.no_grad():
             if not self.shared:
                 for segment in self.segments:
@@ -87,10 +103,13 @@ class Cut:
         piece = self.master.narrow(0, segment.offset, segment.numel)
         return piece.view(slot.shape) if segment.numel == slot.numel else piece
 
-    # ---- from the masters to the model -------------------------------------------------------------------------------
+    # ---- from the masters to the model --------------------------------------
 
     def publish(self) -> None:
-        """Start giving every rank of the shard group the new weights, after an optimizer step (levels 1 and 2)."""
+        """
+        Start giving every rank of the shard group the new weights, after an optimizer step (levels
+        1 and 2).
+        """
         if not self.released:
             self._gather()
 
@@ -114,7 +133,8 @@ class Cut:
         """
         Give the memory of ``full`` back; the model's parameters keep their shapes and read as NaN.
 
-        An access outside of the unit that owns a weight shows as NaN, not as a read of memory that is someone else's.
+        An access outside of the unit that owns a weight shows as NaN, not as a read of memory that
+        is someone else's.
         """
         if self._pending is not None:
             self.ready()

@@ -1,11 +1,13 @@
 """
-The dynamic cluster: processes started by hand, or by another tool, meet at a scheduler and get ranks. No launcher.
+The dynamic cluster: processes started by hand, or by another tool, meet at a scheduler and get
+ranks. No launcher.
 
     PDRUN_ROLE=scheduler PDRUN_SCHEDULER=10.0.0.1:7077 PDRUN_WORKERS=2 python train.py     # waits for the workers
     PDRUN_ROLE=worker    PDRUN_SCHEDULER=10.0.0.1:7077 PDRUN_WORKERS=2 python train.py     # twice, anywhere
 
-MindSpore's names (MS_ROLE, MS_SCHED_HOST, MS_SCHED_PORT, MS_WORKER_NUM, MS_NODE_ID, MS_TOPO_TIMEOUT) are read too.
-Each worker is a node of its own with one worker. This file reads the environment; `pdrun.rendezvous.clients.member` joins.
+MindSpore's names (MS_ROLE, MS_SCHED_HOST, MS_SCHED_PORT, MS_WORKER_NUM, MS_NODE_ID,
+MS_TOPO_TIMEOUT) are read too. Each worker is a node of its own with one worker. This file reads the
+environment; `pdrun.rendezvous.clients.member` joins.
 """
 
 from __future__ import annotations
@@ -31,11 +33,17 @@ __all__ = ["DynamicMember", "DynamicSpec", "from_environ", "join", "run_schedule
 _T = TypeVar("_T")
 Role = Literal["scheduler", "worker"]
 _OURS = ("PDRUN_ROLE", "PDRUN_WORKERS")
-"""PDRUN_SCHEDULER, PDRUN_NODE_RANK and PDRUN_JOB mean something to the launcher, too: alone they say nothing here."""
+"""
+PDRUN_SCHEDULER, PDRUN_NODE_RANK and PDRUN_JOB mean something to the launcher, too: alone they say
+nothing here.
+"""
 _MINDSPORE = ("MS_ROLE", "MS_SCHED_HOST", "MS_SCHED_PORT", "MS_WORKER_NUM")
 _ROLES: Mapping[str, Role] = {
-    "scheduler": "scheduler", "worker": "worker", "MS_SCHED": "scheduler", "MS_WORKER": "worker",
-}  # fmt: skip
+    "scheduler": "scheduler",
+    "worker": "worker",
+    "MS_SCHED": "scheduler",
+    "MS_WORKER": "worker",
+}
 _NO_SERVERS = "pdrun has no parameter servers, only a scheduler and workers"
 
 
@@ -50,12 +58,17 @@ class DynamicSpec:
     rank: int | None = None
     """The rank that this worker asks for (PDRUN_NODE_RANK, or MS_NODE_ID where it is a number)."""
     name: str = ""
-    """Name of this worker (PDRUN_WORKER_ID, or MS_NODE_ID); empty: made from host and process id."""
+    """
+    Name of this worker (PDRUN_WORKER_ID, or MS_NODE_ID); empty: made from host and process id.
+    """
     job: str = "dynamic"
     timeout: float = 600.0
     """Seconds for all to come together."""
     journal: str = ""
-    """File from which a scheduler that died is resumed by starting it again (PDRUN_JOURNAL); empty: none."""
+    """
+    File from which a scheduler that died is resumed by starting it again (PDRUN_JOURNAL); empty:
+    none.
+    """
 
 
 def from_environ(environ: Mapping[str, str]) -> DynamicSpec | None:
@@ -63,7 +76,8 @@ def from_environ(environ: Mapping[str, str]) -> DynamicSpec | None:
     Read the dynamic cluster's variables; None where there are none.
 
     Raises:
-        ConfigError: a variable is missing, wrong, or PDRUN_* and MS_* contradict each other; names the variable.
+        ConfigError: a variable is missing, wrong, or PDRUN_* and MS_* contradict each other; names
+            the variable.
     """
     if not any(environ.get(name) for name in (*_OURS, *_MINDSPORE)):
         return None
@@ -81,32 +95,49 @@ def _read(environ: Mapping[str, str]) -> DynamicSpec:
     if role is None:
         raise _missing("PDRUN_ROLE" if ours else "MS_ROLE", environ)
     scheduler = _agreed(
-        "scheduler", _our_scheduler(environ), _their_scheduler(environ),
-        "PDRUN_SCHEDULER", "MS_SCHED_HOST with MS_SCHED_PORT",
-    )  # fmt: skip
+        "scheduler",
+        _our_scheduler(environ),
+        _their_scheduler(environ),
+        "PDRUN_SCHEDULER",
+        "MS_SCHED_HOST with MS_SCHED_PORT",
+    )
     if scheduler is None:
         raise _missing("PDRUN_SCHEDULER" if ours else "MS_SCHED_HOST", environ)
     workers = _agreed(
-        "workers", _count(environ, "PDRUN_WORKERS", 1), _count(environ, "MS_WORKER_NUM", 1),
-        "PDRUN_WORKERS", "MS_WORKER_NUM",
-    )  # fmt: skip
+        "workers",
+        _count(environ, "PDRUN_WORKERS", 1),
+        _count(environ, "MS_WORKER_NUM", 1),
+        "PDRUN_WORKERS",
+        "MS_WORKER_NUM",
+    )
     if workers is None:
         raise _missing("PDRUN_WORKERS" if ours else "MS_WORKER_NUM", environ)
     rank, name = _identity(environ)
     if rank is not None and rank >= workers:
         raise ConfigError(
-            f"rank {rank} is not below the {count(workers, 'worker')}", where="PDRUN_NODE_RANK or MS_NODE_ID"
+            f"rank {rank} is not below the {count(workers, 'worker')}",
+            where="PDRUN_NODE_RANK or MS_NODE_ID",
         )
     job = environ.get("PDRUN_JOB") or "dynamic"
     timeout = _count(environ, "MS_TOPO_TIMEOUT", 1)
     return DynamicSpec(
-        role, scheduler, workers, rank, name, check_name(job, where="PDRUN_JOB"), float(timeout or 600),
+        role,
+        scheduler,
+        workers,
+        rank,
+        name,
+        check_name(job, where="PDRUN_JOB"),
+        float(timeout or 600),
         environ.get("PDRUN_JOURNAL", ""),
     )
 
 
 def run_scheduler(
-    spec: DynamicSpec, *, secret: Secret | None = None, grace: float = 30.0, say: Callable[[str], None] | None = None
+    spec: DynamicSpec,
+    *,
+    secret: Secret | None = None,
+    grace: float = 30.0,
+    say: Callable[[str], None] | None = None,
 ) -> int:
     """Serve the job of a ``scheduler`` process until it is over; return the job's code."""
     from pdrun.rendezvous.journal.recovery import of_same_run
@@ -115,12 +146,22 @@ def run_scheduler(
     journal = Path(spec.journal) if spec.journal else None
     secret = secret or find_secret()[0]
     config = SchedulerConfig(
-        job=spec.job, run=f"{spec.job}-{secrets.token_hex(4)}", nodes=spec.workers, start_timeout=spec.timeout,
-        grace=grace, host=socket.gethostname(), unit="worker",
-    )  # fmt: skip
+        job=spec.job,
+        run=f"{spec.job}-{secrets.token_hex(4)}",
+        nodes=spec.workers,
+        start_timeout=spec.timeout,
+        grace=grace,
+        host=socket.gethostname(),
+        unit="worker",
+    )
     how = f"start each worker with PDRUN_ROLE=worker PDRUN_SCHEDULER={spec.scheduler} PDRUN_WORKERS={spec.workers}"
     return serve_standalone(
-        of_same_run(config, journal), secret, spec.scheduler, say=say, how_to_join=how, journal=journal
+        of_same_run(config, journal),
+        secret,
+        spec.scheduler,
+        say=say,
+        how_to_join=how,
+        journal=journal,
     )
 
 
@@ -130,28 +171,37 @@ def join(
     """
     Take part as a worker: returns when all are here, with this process's rank.
 
-    From then on a thread keeps the connection; when the job is stopped because a peer failed, it prints the cause and
-    ends this process by SIGTERM, after the grace by SIGKILL.
+    From then on a thread keeps the connection; when the job is stopped because a peer failed, it
+    prints the cause and ends this process by SIGTERM, after the grace by SIGKILL.
 
     Raises:
         RendezvousError, AuthenticationError, ConfigError: the job did not come together; says why.
     """
     if spec.role != "worker":
-        raise ConfigError("is not worker", where="PDRUN_ROLE", hint="a scheduler calls run_scheduler")
+        raise ConfigError(
+            "is not worker", where="PDRUN_ROLE", hint="a scheduler calls run_scheduler"
+        )
     member = join_scheduler(
-        spec.scheduler, secret or find_secret()[0], job=spec.job, name=spec.name, rank=spec.rank, timeout=spec.timeout,
+        spec.scheduler,
+        secret or find_secret()[0],
+        job=spec.job,
+        name=spec.name,
+        rank=spec.rank,
+        timeout=spec.timeout,
         say=say,
-    )  # fmt: skip
+    )
     if member.world_size != spec.workers:
         found = member.world_size
         member.finish(78)
         raise ConfigError(
-            f"this process expects {count(spec.workers, 'worker')}, the scheduler has {found}", where="PDRUN_WORKERS"
+            f"this process expects {count(spec.workers, 'worker')}, the scheduler has {found}",
+            where="PDRUN_WORKERS",
         )
     return member
 
 
-# Reading variables ----------------------------------------------------------------------------------------------------
+# Reading variables
+# ----------------------------------------------------------------------------------------------------
 
 
 def _role(environ: Mapping[str, str], variable: str) -> Role | None:
@@ -172,7 +222,8 @@ def _our_scheduler(environ: Mapping[str, str]) -> Endpoint | None:
 
 
 def _their_scheduler(environ: Mapping[str, str]) -> Endpoint | None:
-    host, port = environ.get("MS_SCHED_HOST"), environ.get("MS_SCHED_PORT")
+    host = environ.get("MS_SCHED_HOST")
+    port = environ.get("MS_SCHED_PORT")
     if not host and not port:
         return None
     for name, value in (("MS_SCHED_HOST", host), ("MS_SCHED_PORT", port)):
@@ -187,7 +238,11 @@ def _identity(environ: Mapping[str, str]) -> tuple[int | None, str]:
     theirs = environ.get("MS_NODE_ID") or ""
     numeric = bool(re.fullmatch(r"[0-9]{1,9}", theirs))
     rank = _agreed(
-        "rank", _count(environ, "PDRUN_NODE_RANK", 0), int(theirs) if numeric else None, "PDRUN_NODE_RANK", "MS_NODE_ID"
+        "rank",
+        _count(environ, "PDRUN_NODE_RANK", 0),
+        int(theirs) if numeric else None,
+        "PDRUN_NODE_RANK",
+        "MS_NODE_ID",
     )
     name = environ.get("PDRUN_WORKER_ID") or ("" if numeric else theirs)
     return rank, check_name(name, where="PDRUN_WORKER_ID or MS_NODE_ID") if name else ""
@@ -202,14 +257,22 @@ def _count(environ: Mapping[str, str], variable: str, least: int) -> int | None:
     return int(text)
 
 
-def _agreed(what: str, ours: _T | None, theirs: _T | None, our_name: str, their_name: str) -> _T | None:
+def _agreed(
+    what: str, ours: _T | None, theirs: _T | None, our_name: str, their_name: str
+) -> _T | None:
     """Return the one value that is there; two that differ are an error with both."""
     if ours is not None and theirs is not None and ours != theirs:
-        raise ConfigError(f"two values for the {what}: {our_name} says {ours}, {their_name} says {theirs}")
+        raise ConfigError(
+            f"two values for the {what}: {our_name} says {ours}, {their_name} says {theirs}"
+        )
     return theirs if ours is None else ours
 
 
 def _missing(variable: str, environ: Mapping[str, str]) -> PdrunError:
-    there = ", ".join(name for name in (*_OURS, "PDRUN_SCHEDULER", *_MINDSPORE) if environ.get(name))
-    return ConfigError(f"is not set, though {there} is" if "," not in there else f"is not set, though {there} are",
-                       where=variable)  # fmt: skip
+    there = ", ".join(
+        name for name in (*_OURS, "PDRUN_SCHEDULER", *_MINDSPORE) if environ.get(name)
+    )
+    return ConfigError(
+        f"is not set, though {there} is" if "," not in there else f"is not set, though {there} are",
+        where=variable,
+    )

@@ -1,8 +1,10 @@
 """
-One process of a dynamic cluster: joins as a node with one worker, beats from a thread, and leaves with its outcome.
+One process of a dynamic cluster: joins as a node with one worker, beats from a thread, and leaves
+with its outcome.
 
-Limits. The exit code is known when the process ends by `sys.exit`, by an uncaught exception or by running to its end;
-``raise SystemExit(n)`` and ``os._exit`` pass Python's hooks by. A process that is killed is noticed by its connection.
+Limits. The exit code is known when the process ends by `sys.exit`, by an uncaught exception or by
+running to its end; ``raise SystemExit(n)`` and ``os._exit`` pass Python's hooks by. A process that
+is killed is noticed by its connection.
 """
 
 from __future__ import annotations
@@ -48,15 +50,23 @@ from pdrun.rendezvous.transport.listen import bind_listener
 from pdrun.rendezvous.transport.ready import readable
 
 FAREWELL = 10.0
-"""Seconds that the end of the process waits, at most, until the scheduler has read its last words."""
+"""
+Seconds that the end of the process waits, at most, until the scheduler has read its last words.
+"""
 LINGER = 1.0
 """Seconds that the connection has to hand over the very last word, which nobody depends on."""
 
 
 def join_scheduler(
-    scheduler: Endpoint, secret: Secret, *, job: str, name: str = "", rank: int | None = None, timeout: float = 600.0,
+    scheduler: Endpoint,
+    secret: Secret,
+    *,
+    job: str,
+    name: str = "",
+    rank: int | None = None,
+    timeout: float = 600.0,
     say: Callable[[str], None] | None = None,
-) -> DynamicMember:  # fmt: skip
+) -> DynamicMember:
     """
     Join the job at ``scheduler`` and wait until all are there.
 
@@ -75,7 +85,11 @@ def join_scheduler(
     address = Endpoint(*store.getsockname()[:2])
     # A number of fixed width, so that workers of one host stand in the order of their process ids.
     wish = Join(
-        name or f"{host}-{os.getpid():08d}", rank, 1, {"host": f"{host}:{_boot_id()}", **_facts()}, str(address)
+        name or f"{host}-{os.getpid():08d}",
+        rank,
+        1,
+        {"host": f"{host}:{_boot_id()}", **_facts()},
+        str(address),
     )
     try:
         welcome, assign = _take_part(link, wish, say)
@@ -86,11 +100,20 @@ def join_scheduler(
     if assign.first_rank != 0:
         store.close()
     return DynamicMember(
-        rank=assign.first_rank, world_size=assign.world_size, local_rank=assign.local_rank,
-        local_world_size=assign.local_world_size, master=parse_endpoint(assign.master, where="master"),
-        job=welcome.job, run=welcome.run, generation=assign.generation, name=wish.node, host=host,
-        store_socket=store if assign.first_rank == 0 else None, _link=link, _say=say,
-    )  # fmt: skip
+        rank=assign.first_rank,
+        world_size=assign.world_size,
+        local_rank=assign.local_rank,
+        local_world_size=assign.local_world_size,
+        master=parse_endpoint(assign.master, where="master"),
+        job=welcome.job,
+        run=welcome.run,
+        generation=assign.generation,
+        name=wish.node,
+        host=host,
+        store_socket=store if assign.first_rank == 0 else None,
+        _link=link,
+        _say=say,
+    )
 
 
 @dataclass
@@ -110,7 +133,9 @@ class DynamicMember:
     name: str
     host: str
     store_socket: socket.socket | None
-    """On rank 0: the listening socket behind `master`, to be given to the store. The caller owns it."""
+    """
+    On rank 0: the listening socket behind `master`, to be given to the store. The caller owns it.
+    """
     _link: ZmqLink
     _say: Callable[[str], None]
     _outcome: Cause | None = None
@@ -127,26 +152,36 @@ class DynamicMember:
 
     def finish(self, code: int = 0) -> None:
         """
-        Report the end of this worker and leave; returns when the scheduler has read that (bounded). Only the first
-        call counts.
+        Report the end of this worker and leave; returns when the scheduler has read that (bounded).
+        Only the first call counts.
 
         Called by itself when the interpreter exits.
         """
         if self._finished or os.getpid() != self._pid:
             return
         self._finished = True
-        cause = self._outcome or Cause("exit" if code else "ok", code, summary=f"exit code {code}" if code else "")
-        for message in (WorkerExit(self.generation, self.rank, cause), Finished(self.generation), None):
+        cause = self._outcome or Cause(
+            "exit" if code else "ok", code, summary=f"exit code {code}" if code else ""
+        )
+        for message in (
+            WorkerExit(self.generation, self.rank, cause),
+            Finished(self.generation),
+            None,
+        ):
             self._words.put(message)
         self._wake()
         self._thread.join(FAREWELL + 2 * LINGER)
 
-    # At the end of the process ----------------------------------------------------------------------------------------
+    # At the end of the process
+    # ----------------------------------------------------------------------------------------
 
     def _watch_exit(self) -> None:
-        hook, leave = sys.excepthook, sys.exit
+        hook = sys.excepthook
+        leave = sys.exit
 
-        def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
+        def on_exception(
+            kind: type[BaseException], error: BaseException, trace: TracebackType | None
+        ) -> Any:
             if os.getpid() == self._pid and self._outcome is None:
                 self._outcome = _cause_of(kind, error, trace)
             return hook(kind, error, trace)
@@ -161,7 +196,8 @@ class DynamicMember:
         sys.exit = on_exit  # the only place where the code of sys.exit can be seen
         atexit.register(self.finish)
 
-    # The thread -------------------------------------------------------------------------------------------------------
+    # The thread
+    # -------------------------------------------------------------------------------------------------------
 
     def _wake(self) -> None:
         try:
@@ -202,7 +238,10 @@ class DynamicMember:
         return True
 
     def _depart(self, patience: float = FAREWELL) -> None:
-        """Leave, but not before the scheduler has read what was said: a node that is cut off earlier counts as lost."""
+        """
+        Leave, but not before the scheduler has read what was said: a node that is cut off earlier
+        counts as lost.
+        """
         deadline = time.monotonic() + patience
         self._link.confirm()
         while not self._link.confirmed and time.monotonic() < deadline:
@@ -216,14 +255,20 @@ class DynamicMember:
         """
         End this process: by the signal, and by SIGKILL after ``grace`` seconds.
 
-        The scheduler is told first when the signal is certain to end it; else `finish` tells after the handler.
+        The scheduler is told first when the signal is certain to end it; else `finish` tells after
+        the handler.
         """
         self._say(f"{why} (rank {self.rank} ends by signal {number})")
-        stopped = Cause("stopped", 128 + number, number, summary="ended because the job was stopped")
+        stopped = Cause(
+            "stopped", 128 + number, number, summary="ended because the job was stopped"
+        )
         certain = signal.getsignal(number) is signal.SIG_DFL if number != signal.SIGKILL else True
         if certain:
             self._finished = True
-            for message in (WorkerExit(self.generation, self.rank, stopped), Finished(self.generation)):
+            for message in (
+                WorkerExit(self.generation, self.rank, stopped),
+                Finished(self.generation),
+            ):
                 self._link.send(message)
             with contextlib.suppress(PdrunError):
                 self._depart(min(grace, LINGER))
@@ -236,13 +281,17 @@ class DynamicMember:
         self._outlive(time.monotonic() + grace)
 
     def _outlive(self, deadline: float) -> None:
-        """Wait for the end of the process; pass its last words on; kill it when its time is over."""
+        """
+        Wait for the end of the process; pass its last words on; kill it when its time is over.
+        """
         while time.monotonic() < deadline:
             try:
                 message = self._words.get(timeout=min(0.5, max(0.01, deadline - time.monotonic())))
             except queue.Empty:
                 if not self._finished:
-                    with contextlib.suppress(PdrunError):  # a scheduler that is lost does not lift the deadline
+                    with contextlib.suppress(
+                        PdrunError
+                    ):  # a scheduler that is lost does not lift the deadline
                         self._link.poll()
                 continue
             if message is None:
@@ -266,7 +315,9 @@ def _take_part(link: ZmqLink, wish: Join, say: Callable[[str], None]) -> tuple[W
                     welcome = message
                     link.send(wish)
                 case Waiting(present, missing, expected):
-                    say(f"{len(present)} of {expected} workers are here, missing: {', '.join(missing)}")
+                    say(
+                        f"{len(present)} of {expected} workers are here, missing: {', '.join(missing)}"
+                    )
                 case Assign(generation=generation):
                     assign = message
                     link.send(Ready(generation))
@@ -295,7 +346,9 @@ def _local_address(scheduler: Endpoint) -> str:
             return str(probe.getsockname()[0])
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"{scheduler.host} cannot be reached from here: {reason}", where=str(scheduler)) from None
+        raise ConfigError(
+            f"{scheduler.host} cannot be reached from here: {reason}", where=str(scheduler)
+        ) from None
 
 
 def _boot_id() -> str:
@@ -314,14 +367,19 @@ def _facts() -> dict[str, str]:
     return {"pdrun": importlib.metadata.version("pdrun"), "python": platform.python_version()}
 
 
-def _cause_of(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Cause:
+def _cause_of(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> Cause:
     text = "".join(traceback.format_exception(kind, error, trace))
     lines = "".join(traceback.format_exception_only(kind, error)).splitlines()
-    # not the last: a message may have several lines, and notes; a SyntaxError's place stands indented above it
+    # not the last: a message may have several lines, and notes; a SyntaxError's place stands
+    # indented above it
     summary = next((line for line in lines if line[:1] not in ("", " ")), kind.__name__)
     how: CauseKind = "exception"
     if isinstance(error, KeyboardInterrupt):
-        return Cause("signal", 130, signal.SIGINT, time.monotonic(), "interrupted (SIGINT)", text[-65536:])
+        return Cause(
+            "signal", 130, signal.SIGINT, time.monotonic(), "interrupted (SIGINT)", text[-65536:]
+        )
     signs = ("Connection closed by peer", "Connection reset")
     if isinstance(error, ConnectionError | PeerLost) or any(sign in text for sign in signs):
         how = "communication"

@@ -1,9 +1,11 @@
 """
-Somebody who looks at a job from outside, or ends it: one connection from the first question to the last answer.
+Somebody who looks at a job from outside, or ends it: one connection from the first question to the
+last answer.
 
-What is learned by staying connected cannot be learned by asking anew each time: that the scheduler which answered is
-still the same, and whether one that says nothing is out of reach (then it is waited for) or has gone (its port refuses
-connections). Whoever has asked once is told the last status unasked when the job is over (`pdrun.rendezvous.scheduler.service`).
+What is learned by staying connected cannot be learned by asking anew each time: that the scheduler
+which answered is still the same, and whether one that says nothing is out of reach (then it is
+waited for) or has gone (its port refuses connections). Whoever has asked once is told the last
+status unasked when the job is over (`pdrun.rendezvous.scheduler.service`).
 """
 
 from __future__ import annotations
@@ -16,7 +18,14 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 from pdrun.endpoint import Endpoint
 from pdrun.errors import AuthenticationError, PdrunError, RendezvousError
-from pdrun.rendezvous.protocol.messages import Leave, Refuse, StatusQuery, StatusReply, StopRequest, Welcome
+from pdrun.rendezvous.protocol.messages import (
+    Leave,
+    Refuse,
+    StatusQuery,
+    StatusReply,
+    StopRequest,
+    Welcome,
+)
 from pdrun.rendezvous.transport.ready import readable
 from pdrun.rendezvous.transport.zmq_client import ZmqLink
 
@@ -26,7 +35,9 @@ if TYPE_CHECKING:
 FIRST = 5.0
 """Seconds for the first word of a scheduler."""
 AGAIN = 1.0
-"""Seconds after which a question is asked once more: it may have gone with a connection that was cut."""
+"""
+Seconds after which a question is asked once more: it may have gone with a connection that was cut.
+"""
 PROBE = 1.0
 """Seconds that an attempt to connect may take."""
 _Kind = TypeVar("_Kind", Welcome, StatusReply)
@@ -36,40 +47,57 @@ class Viewer:
     """See the module. A context manager: the connection ends with it."""
 
     def __init__(
-        self, endpoint: Endpoint, secret: Secret | None, *, insecure: bool = False, stops: bool = False,
-        timeout: float = FIRST, patience: float = 0.0,
-    ) -> None:  # fmt: skip
+        self,
+        endpoint: Endpoint,
+        secret: Secret | None,
+        *,
+        insecure: bool = False,
+        stops: bool = False,
+        timeout: float = FIRST,
+        patience: float = 0.0,
+    ) -> None:
         """
         Connect, and wait for the scheduler's welcome.
 
         Args:
             stops: `stop` will be called; a viewer's key does not open that.
             timeout: seconds for the welcome.
-            patience: seconds for which a scheduler that is lost later is waited for at least; the job's own by default.
+            patience: seconds for which a scheduler that is lost later is waited for at least; the
+                job's own by default.
 
         Raises:
             AuthenticationError: the token differs. RendezvousError: nobody answered, or it refused.
         """
         self.endpoint = endpoint
         self._link = ZmqLink(
-            endpoint, secret, role="agent" if stops else "view", start_timeout=timeout, insecure=insecure,
+            endpoint,
+            secret,
+            role="agent" if stops else "view",
+            start_timeout=timeout,
+            insecure=insecure,
             patience=patience,
-        )  # fmt: skip
+        )
         try:
             welcome = self._next(Welcome, time.monotonic() + timeout)
             if welcome is None:
-                raise RendezvousError(f"no answer within {timeout:g} s: {self._link.absence}", where=str(endpoint))
+                raise RendezvousError(
+                    f"no answer within {timeout:g} s: {self._link.absence}", where=str(endpoint)
+                )
         except BaseException:
             self._link.close(0.0)
             raise
-        self.job, self.run = welcome.job, welcome.run
+        self.job = welcome.job
+        self.run = welcome.run
         """Names of the job, empty where no node has named it yet, and of its run."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -80,21 +108,29 @@ class Viewer:
 
     def lines(self, timeout: float = FIRST) -> list[str] | None:
         """
-        Ask for the job's event lines, oldest first; None: no answer within ``timeout`` seconds, which may yet come.
+        Ask for the job's event lines, oldest first; None: no answer within ``timeout`` seconds,
+        which may yet come.
 
         Raises:
-            RendezvousError: the scheduler was out of reach for longer than the job bears that, or another one answers.
+            RendezvousError: the scheduler was out of reach for longer than the job bears that, or
+                another one answers.
         """
         reply = self._next(StatusReply, time.monotonic() + timeout, asking=True)
         return None if reply is None else list(reply.lines)
 
     def stop(self, signal: int, by: str, *, force: bool = False) -> None:
-        """Ask that the job be stopped; what `lines` returns afterwards is the answer of one who has heard that."""
+        """
+        Ask that the job be stopped; what `lines` returns afterwards is the answer of one who has
+        heard that.
+        """
         self._link.send(StopRequest(signal, by, force))
 
     @property
     def gone(self) -> bool:
-        """Whether the scheduler is not merely out of reach: nobody listens at its address any more, or another one."""
+        """
+        Whether the scheduler is not merely out of reach: nobody listens at its address any more, or
+        another one.
+        """
         return self._link.replaced or (self._link.nobody_there and _refuses(self.endpoint))
 
     def _next(self, kind: type[_Kind], deadline: float, *, asking: bool = False) -> _Kind | None:
@@ -123,7 +159,8 @@ def query_status(
     Return the event lines of the job at ``endpoint``, oldest first: one question.
 
     Raises:
-        AuthenticationError: the token differs. RendezvousError: nobody answered within ``timeout`` seconds.
+        AuthenticationError: the token differs. RendezvousError: nobody answered within ``timeout``
+            seconds.
     """
     deadline = time.monotonic() + timeout
     with Viewer(endpoint, secret, insecure=insecure, timeout=timeout) as viewer:
@@ -134,7 +171,10 @@ def query_status(
 
 
 def _refuses(endpoint: Endpoint) -> bool:
-    """Whether the machine at ``endpoint`` says that nobody listens at the port; one that says nothing tells nothing."""
+    """
+    Whether the machine at ``endpoint`` says that nobody listens at the port; one that says nothing
+    tells nothing.
+    """
     try:
         socket.create_connection((endpoint.host, endpoint.port), PROBE).close()
     except ConnectionRefusedError:

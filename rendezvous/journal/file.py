@@ -1,18 +1,21 @@
 """
-The scheduler's journal: what a successor needs to go on with the job. Append-only, one file, mode 0600.
+The scheduler's journal: what a successor needs to go on with the job. Append-only, one file, mode
+0600.
 
     pdrun journal 1
-    frame: length of the payload | CRC-32 of the payload | CRC-32 of those two, begun with the one of the frame before
+    frame: length of the payload | CRC-32 of the payload | CRC-32 of those two, begun with the one
+        of the frame before
     payload: JSON; of the first frame a Header, of every other one an Entry
     frame, payload, frame, payload ...
 
-Written ahead: the entries of everything that came in together are appended and synced once (`commit`), and only then
-is acted upon. So a half-written end was never acted upon: it is cut off. Anything else that does not fit (a payload
-that differs from its checksum, a frame that does not follow the one before) is damage, and named with its place.
+Written ahead: the entries of everything that came in together are appended and synced once
+(`commit`), and only then is acted upon. So a half-written end was never acted upon: it is cut off.
+Anything else that does not fit (a payload that differs from its checksum, a frame that does not
+follow the one before) is damage, and named with its place.
 
-A disk that does not answer for ANSWER seconds counts as one that cannot be written. Limits: the file must lie on a disk
-that this process can lock, and that answers when the journal is begun or resumed. The file is as secret as the job's
-specification, and holds no token.
+A disk that does not answer for ANSWER seconds counts as one that cannot be written. Limits: the
+file must lie on a disk that this process can lock, and that answers when the journal is begun or
+resumed. The file is as secret as the job's specification, and holds no token.
 """
 
 from __future__ import annotations
@@ -46,7 +49,10 @@ LONGEST = 4 * Envelope.LIMIT
 LOCK_WAIT = 2.0
 """Seconds for the lock: a process that was killed a moment ago may still hold it."""
 ANSWER = 5.0
-"""Seconds for the disk to take what is committed: less than the silence after which nodes give a scheduler up."""
+"""
+Seconds for the disk to take what is committed: less than the silence after which nodes give a
+scheduler up.
+"""
 REMOVAL = 1.0
 """Seconds that the removal of the file is waited for."""
 
@@ -105,7 +111,8 @@ class Journal:
         self.path = path
         self.group = group
         """Number of the group that is being collected."""
-        self._fd, self._chain = fd, chain
+        self._fd = fd
+        self._chain = chain
         self._file = os.fstat(fd)
         self._pending = bytearray()
         self._stuck: Attempt[None] | None = None
@@ -120,12 +127,14 @@ class Journal:
         Write what was collected and wait until it is on the disk.
 
         Raises:
-            OSError: it could not be written, or not within ANSWER seconds. The journal is of no use any more: `discard`
+            OSError: it could not be written, or not within ANSWER seconds. The journal is of no use
+                any more: `discard`
                 it.
         """
         if not self._pending:
             return
-        data, fd = bytes(self._pending), self._fd
+        data = bytes(self._pending)
+        fd = self._fd
         self._pending.clear()
         attempt = Attempt(lambda: _write(fd, data))
         if not attempt.wait(ANSWER):
@@ -142,9 +151,14 @@ class Journal:
             self._fd = -1
 
     def discard(self) -> None:
-        """Remove the file: nobody is to go on from it. A disk that does not answer does so once it answers again."""
-        stuck, self._stuck = self._stuck, None
-        fd, self._fd = self._fd, -1
+        """
+        Remove the file: nobody is to go on from it. A disk that does not answer does so once it
+        answers again.
+        """
+        stuck = self._stuck
+        self._stuck = None
+        fd = self._fd
+        self._fd = -1
         removal = Attempt(lambda: _remove(self.path, fd, self._file, stuck))
         if stuck is None:
             removal.wait(REMOVAL)
@@ -158,10 +172,12 @@ class Journal:
 
 def create(path: Path, header: Header) -> Journal:
     """
-    Begin a journal; its folder is made (0700) where it is missing, and a file in which nothing stands yet is taken.
+    Begin a journal; its folder is made (0700) where it is missing, and a file in which nothing
+    stands yet is taken.
 
     Raises:
-        OSError: it cannot be written, or it is there already. ConfigError: another scheduler has just begun it.
+        OSError: it cannot be written, or it is there already. ConfigError: another scheduler has
+            just begun it.
     """
     make_private(path.parent)
     if path.exists() and not is_blank(path):
@@ -190,14 +206,17 @@ def reopen(path: Path) -> tuple[Journal, Past]:
 
     Raises:
         FileNotFoundError: there is none, or its scheduler has just removed it: the job is over.
-        RendezvousError: it is damaged, or cannot be read. ConfigError: another scheduler writes it right now.
+        RendezvousError: it is damaged, or cannot be read. ConfigError: another scheduler writes it
+            right now.
     """
     try:
         fd = _open(path)
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise RendezvousError(f"the scheduler's journal cannot be opened: {error.strerror}", where=str(path)) from None
+        raise RendezvousError(
+            f"the scheduler's journal cannot be opened: {error.strerror}", where=str(path)
+        ) from None
     try:
         data = path.read_bytes()
         header, entries, offsets, good, chain = _read(path, data)
@@ -206,26 +225,33 @@ def reopen(path: Path) -> tuple[Journal, Past]:
             os.fdatasync(fd)
     except OSError as error:
         os.close(fd)
-        raise RendezvousError(f"the scheduler's journal cannot be read: {error.strerror}", where=str(path)) from None
+        raise RendezvousError(
+            f"the scheduler's journal cannot be read: {error.strerror}", where=str(path)
+        ) from None
     except BaseException:
         os.close(fd)
         raise
     group = entries[-1].group + 1 if entries else 1
-    return Journal(path, fd, chain, group), Past(header, tuple(entries), tuple(offsets), len(data) - good)
+    return Journal(path, fd, chain, group), Past(
+        header, tuple(entries), tuple(offsets), len(data) - good
+    )
 
 
 def is_blank(path: Path) -> bool:
     """
     Whether a regular file holds nothing, or no more than the beginning of a journal's first commit.
 
-    Nothing was done in the name of such a journal: its scheduler died before, or somebody made the file beforehand.
+    Nothing was done in the name of such a journal: its scheduler died before, or somebody made the
+    file beforehand.
     """
     if not path.is_file():
         return False
     with path.open("rb") as file:
         data = file.read(LONGEST)
     try:
-        return MAGIC.startswith(data) or (data.startswith(MAGIC) and next(_frames(path, data), None) is None)
+        return MAGIC.startswith(data) or (
+            data.startswith(MAGIC) and next(_frames(path, data), None) is None
+        )
     except RendezvousError:
         return False
 
@@ -250,28 +276,39 @@ def _write(fd: int, data: bytes) -> None:
 
 
 def _remove(path: Path, fd: int, file: os.stat_result, after: Attempt[None] | None) -> None:
-    """Remove a journal and close its descriptor, once the commit that may still use that is over."""
+    """
+    Remove a journal and close its descriptor, once the commit that may still use that is over.
+    """
     if after is not None:
         after.wait()
     try:
         if _is_at(path, file):  # else the name is another job's by now
             path.unlink(missing_ok=True)
     except OSError:
-        with contextlib.suppress(OSError):  # a disk that takes neither cannot be written by a successor either
+        with contextlib.suppress(
+            OSError
+        ):  # a disk that takes neither cannot be written by a successor either
             os.ftruncate(fd, 0)
     with contextlib.suppress(OSError):
         os.close(fd)
 
 
-# Reading --------------------------------------------------------------------------------------------------------------
+# Reading
+# --------------------------------------------------------------------------------------------------------------
 
 
-def _read(path: Path, data: bytes, header_only: bool = False) -> tuple[Header, list[Entry], list[int], int, int]:
-    """Return header, entries, their offsets, the length of what is whole, and the checksum that comes next."""
+def _read(
+    path: Path, data: bytes, header_only: bool = False
+) -> tuple[Header, list[Entry], list[int], int, int]:
+    """
+    Return header, entries, their offsets, the length of what is whole, and the checksum that comes
+    next.
+    """
     header: Header | None = None
     entries: list[Entry] = []
     offsets: list[int] = []
-    good, chain = len(MAGIC), 0
+    good = len(MAGIC)
+    chain = 0
     if not data.startswith(MAGIC):
         raise damage(path, 0, "it is no journal of this version of pdrun")
     for start, payload, follows in _frames(path, data):
@@ -284,7 +321,8 @@ def _read(path: Path, data: bytes, header_only: bool = False) -> tuple[Header, l
                 offsets.append(start)
         except codec.CodecError as error:
             raise damage(path, start, str(error)) from None
-        good, chain = start + _FRAME.size + len(payload), follows
+        good = start + _FRAME.size + len(payload)
+        chain = follows
         if header_only:
             break
     if header is None:
@@ -293,11 +331,16 @@ def _read(path: Path, data: bytes, header_only: bool = False) -> tuple[Header, l
 
 
 def _frames(path: Path, data: bytes) -> Iterator[tuple[int, bytes, int]]:
-    """Yield (offset, payload, running checksum) of every whole frame; what is half there at the end is left out."""
-    at, chain = len(MAGIC), 0
+    """
+    Yield (offset, payload, running checksum) of every whole frame; what is half there at the end is
+    left out.
+    """
+    at = len(MAGIC)
+    chain = 0
     while at < len(data):
         head = data[at : at + _FRAME.size]
-        # Where the machine itself went down, a file may have grown by bytes that were never written: zeros.
+        # Where the machine itself went down, a file may have grown by bytes that were never
+        # written: zeros.
         if len(head) < _FRAME.size or not (any(head) or any(data[at:])):
             return
         length, checksum, follows = _FRAME.unpack(head)
@@ -331,13 +374,17 @@ class _When:
 def damage(path: Path, offset: int, why: str) -> RendezvousError:
     """Return the error about a journal from which nobody can go on."""
     return RendezvousError(
-        f"the scheduler's journal is damaged at byte {offset}: {why}", where=str(path),
+        f"the scheduler's journal is damaged at byte {offset}: {why}",
+        where=str(path),
         hint="the job cannot be resumed: remove the file and start the job again",
-    )  # fmt: skip
+    )
 
 
 def _open(path: Path, more: int = 0) -> int:
-    """Open a journal and lock it: the file that has this name once the lock is held, for its last holder removes it."""
+    """
+    Open a journal and lock it: the file that has this name once the lock is held, for its last
+    holder removes it.
+    """
     while True:
         fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | more, 0o600)
         try:
@@ -367,7 +414,9 @@ def _lock(path: Path, fd: int) -> None:
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 return  # a file system without locks: the port is one lock already
             if time.monotonic() > deadline:
-                raise ConfigError("another scheduler writes this journal", where=str(path)) from None
+                raise ConfigError(
+                    "another scheduler writes this journal", where=str(path)
+                ) from None
             time.sleep(0.02)
 
 

@@ -1,5 +1,6 @@
 """
-A scheduler's way into the job: begin it with a fresh journal, without one, or go on from where a predecessor died.
+A scheduler's way into the job: begin it with a fresh journal, without one, or go on from where a
+predecessor died.
 
 A scheduler inside the agent has no journal, and loads none of what deals with them.
 """
@@ -36,7 +37,10 @@ class Recovery:
     scheduler: str
     """Incarnation of this scheduler."""
     shift: float = 0.0
-    """To be added to the clock: after a start of the whole host it begins anew, and time never goes back."""
+    """
+    To be added to the clock: after a start of the whole host it begins anew, and time never goes
+    back.
+    """
     resumed: bool = False
     said: tuple[Event, ...] = ()
     """What predecessors had said for the event log, and"""
@@ -60,9 +64,11 @@ class Recovery:
 
     def commit(self) -> str:
         """
-        Make the steps since the last call safe; return a warning when that is not possible any more.
+        Make the steps since the last call safe; return a warning when that is not possible any
+        more.
 
-        A disk that is full, gone or silent does not end a healthy job: it loses only its way back from a second fault.
+        A disk that is full, gone or silent does not end a healthy job: it loses only its way back
+        from a second fault.
         """
         if self._keeper is None:
             return ""
@@ -90,7 +96,8 @@ class Recovery:
 
 def begin(config: SchedulerConfig, clock: Clock, journal: Path | None = None) -> Recovery:
     """Begin a job. A journal that cannot be written is a warning, not an error."""
-    now, scheduler = clock.monotonic(), os.urandom(16).hex()
+    now = clock.monotonic()
+    scheduler = os.urandom(16).hex()
     found = Recovery(Membership(config, scheduler, now), scheduler)
     if journal is not None:
         from pdrun.rendezvous.journal.file import Header, create, digest
@@ -104,7 +111,9 @@ def begin(config: SchedulerConfig, clock: Clock, journal: Path | None = None) ->
     return found
 
 
-def resume(config: SchedulerConfig, clock: Clock, journal: Path, events: Path | None = None) -> Recovery:
+def resume(
+    config: SchedulerConfig, clock: Clock, journal: Path, events: Path | None = None
+) -> Recovery:
     """
     Go on with the job of a journal.
 
@@ -124,24 +133,44 @@ def resume(config: SchedulerConfig, clock: Clock, journal: Path, events: Path | 
     header = past.header
     if (header.job, header.run) != (config.job, config.run) or header.config != digest(config):
         writer.close()
-        named = f"job '{header.job}', " if header.job else ""  # a scheduler that stands alone may not know it yet
+        named = (
+            f"job '{header.job}', " if header.job else ""
+        )  # a scheduler that stands alone may not know it yet
         raise ConfigError(
             f"the journal is of {named}run {header.run}, or of other settings than these",
-            where=str(journal), hint="start the scheduler with the same options, or name another journal",
-        )  # fmt: skip
+            where=str(journal),
+            hint="start the scheduler with the same options, or name another journal",
+        )
     restored = replay(config, past, journal)
-    unsure = sum(len(event.to_line()) + 1 for event in restored.said[len(restored.said) - restored.unsure :])
-    end = list(eventlog.tail(events, unsure + TAIL)) if events is not None and events.exists() else []
+    unsure = sum(
+        len(event.to_line()) + 1 for event in restored.said[len(restored.said) - restored.unsure :]
+    )
+    end = (
+        list(eventlog.tail(events, unsure + TAIL)) if events is not None and events.exists() else []
+    )
     last = past.entries[-1].now if past.entries else header.now
-    torn = f"the end of the scheduler's journal was half-written: {past.torn} bytes of it were cut off"
+    torn = (
+        f"the end of the scheduler's journal was half-written: {past.torn} bytes of it were cut off"
+    )
     return Recovery(
-        restored.machine, os.urandom(16).hex(), max(0.0, last - clock.monotonic()), True, restored.said,
-        tuple(not_written(restored, end)), torn if past.torn else "", Keeper(writer),
-    )  # fmt: skip
+        restored.machine,
+        os.urandom(16).hex(),
+        max(0.0, last - clock.monotonic()),
+        True,
+        restored.said,
+        tuple(not_written(restored, end)),
+        torn if past.torn else "",
+        Keeper(writer),
+    )
 
 
-def enter(config: SchedulerConfig, clock: Clock, journal: Path | None, events: Path | None = None) -> Recovery:
-    """Resume where there is a journal, begin where there is none or nothing stands in it. Raises as `resume`."""
+def enter(
+    config: SchedulerConfig, clock: Clock, journal: Path | None, events: Path | None = None
+) -> Recovery:
+    """
+    Resume where there is a journal, begin where there is none or nothing stands in it. Raises as
+    `resume`.
+    """
     if journal is not None and _tells(journal):
         with contextlib.suppress(FileNotFoundError):  # while its lock was waited for
             return resume(config, clock, journal, events)
@@ -150,7 +179,8 @@ def enter(config: SchedulerConfig, clock: Clock, journal: Path | None, events: P
 
 def of_same_run(config: SchedulerConfig, journal: Path | None) -> SchedulerConfig:
     """
-    Return the configuration with the run of an existing journal: for a scheduler that makes up its run's name.
+    Return the configuration with the run of an existing journal: for a scheduler that makes up its
+    run's name.
 
     Raises:
         RendezvousError: the journal is damaged, or cannot be read (a folder, say).
@@ -166,7 +196,7 @@ def of_same_run(config: SchedulerConfig, journal: Path | None) -> SchedulerConfi
     except OSError as error:
         raise RendezvousError(
             f"the scheduler's journal cannot be read: {error.strerror}", where=str(journal)
-        ) from None  # fmt: skip
+        ) from None
 
 
 def _tells(journal: Path) -> bool:

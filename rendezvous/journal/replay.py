@@ -1,9 +1,10 @@
 """
-From the membership machine into a journal, and back: what has an entry, and what a successor must still write.
+From the membership machine into a journal, and back: what has an entry, and what a successor must
+still write.
 
-The machine says what a journal must keep of each step (`Membership.lasting`) and takes it again (`Membership.replay`).
-Left out here, so that a job which only runs writes nothing: viewers, the ends of connections that never spoke, and
-ticks that only told somebody how things stand.
+The machine says what a journal must keep of each step (`Membership.lasting`) and takes it again
+(`Membership.replay`). Left out here, so that a job which only runs writes nothing: viewers, the
+ends of connections that never spoke, and ticks that only told somebody how things stand.
 """
 
 from __future__ import annotations
@@ -59,7 +60,11 @@ def _of_agent(machine: Membership, event: Happening) -> bool:
 
 def _only_told(machine: Membership) -> bool:
     """Whether the last step was a tick that told somebody how things stand, and no more."""
-    return isinstance(machine.lasting[0], Tick) and len(machine.lasting) == 1 and all(map(_tells, machine.out))
+    return (
+        isinstance(machine.lasting[0], Tick)
+        and len(machine.lasting) == 1
+        and all(map(_tells, machine.out))
+    )
 
 
 def _tells(action: Action) -> bool:
@@ -78,7 +83,10 @@ class Restored:
     said: tuple[Event, ...]
     """What it had said for the event log."""
     unsure: int
-    """How many of them, at the end, may not have been written: the machine was killed while it carried them out."""
+    """
+    How many of them, at the end, may not have been written: the machine was killed while it carried
+    them out.
+    """
 
 
 def replay(config: SchedulerConfig, past: Past, path: Path) -> Restored:
@@ -116,7 +124,10 @@ def replay(config: SchedulerConfig, past: Past, path: Path) -> Restored:
 
 
 def not_written(restored: Restored, written: Sequence[Event]) -> list[Event]:
-    """Return what the predecessor had decided and did not live to write into the event log, whose end is given."""
+    """
+    Return what the predecessor had decided and did not live to write into the event log, whose end
+    is given.
+    """
     there = {(event.kind, _flat(event)) for event in written}
     unsure = restored.said[len(restored.said) - restored.unsure :]
     return [event for event in unsure if (event.kind, _flat(event)) not in there]

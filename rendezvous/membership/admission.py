@@ -1,4 +1,7 @@
-"""Hello and Join: who comes in, who is turned away, and what a node that is back on a new connection is told."""
+"""
+Hello and Join: who comes in, who is turned away, and what a node that is back on a new connection
+is told.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,16 @@ from pdrun.rendezvous.membership.nodes import Member, Phase, disagreement, objec
 from pdrun.rendezvous.membership.transitions import JobState
 from pdrun.rendezvous.policies import texts as wording
 from pdrun.rendezvous.protocol.events import Peer
-from pdrun.rendezvous.protocol.messages import PROTOCOL, Hello, Join, Refuse, ShowStacks, Standby, Start, Welcome
+from pdrun.rendezvous.protocol.messages import (
+    PROTOCOL,
+    Hello,
+    Join,
+    Refuse,
+    ShowStacks,
+    Standby,
+    Start,
+    Welcome,
+)
 
 STARTED = (JobState.RUNNING, JobState.RESTARTING, JobState.STOPPING)
 
@@ -26,7 +38,9 @@ def hello(job: Job, peer: Peer, hello: Hello, now: float) -> None:
         return job.refuse(peer, hello, wording.other_job(job.config, job.key, job.command, hello))
     if (other := job.agents.get(hello.agent)) is not None:
         if job.sessions[other].hello.incarnation >= hello.incarnation:
-            return job.refuse(peer, hello, Refuse(69, "a newer connection of the same agent is here"))
+            return job.refuse(
+                peer, hello, Refuse(69, "a newer connection of the same agent is here")
+            )
         job.forget_session(other)
         job.close(other)
     if (told := job.gone.get(hello.agent)) is not None:
@@ -35,7 +49,8 @@ def hello(job: Job, peer: Peer, hello: Hello, now: float) -> None:
     if member is not None and member.hello.incarnation >= hello.incarnation:
         return job.refuse(peer, hello, Refuse(69, "a newer connection of the same agent was here"))
     if not job.key and hello.job and hello.role == "agent":
-        job.key, job.command = hello.job, hello.command
+        job.key = hello.job
+        job.command = hello.command
         job.record_created()
     job.sessions[peer] = Session(hello)
     job.agents[hello.agent] = peer
@@ -47,10 +62,19 @@ def hello(job: Job, peer: Peer, hello: Hello, now: float) -> None:
 
 def _welcome(job: Job, peer: Peer) -> None:
     times = job.watch.times
-    job.send(peer, _the_welcome(
-        job.key, job.config.run, job.spec, job.scheduler, times.heartbeat, times.dead,
-        elastic.lease(job.config, times.dead), job.config.patience,
-    ))  # fmt: skip
+    job.send(
+        peer,
+        _the_welcome(
+            job.key,
+            job.config.run,
+            job.spec,
+            job.scheduler,
+            times.heartbeat,
+            times.dead,
+            elastic.lease(job.config, times.dead),
+            job.config.patience,
+        ),
+    )
 
 
 @lru_cache(4)
@@ -61,7 +85,8 @@ def _the_welcome(*fields: Any) -> Welcome:
 
 def _resume(job: Job, member: Member, peer: Peer, hello: Hello, now: float) -> None:
     """A node is back on a new connection: tell it again all that holds now."""
-    member.peer, member.hello = peer, hello
+    member.peer = peer
+    member.hello = hello
     job.cut.pop(hello.agent, None)
     heard(job, member, now)
     job.watch.met(member, now)
@@ -110,17 +135,25 @@ def _objection(job: Job, old: Member | None, hello: Hello, join: Join) -> Refuse
     namesake = job.names.get(join.node)
     rival = job.claims.get(join.node_rank) if join.node_rank is not None else None
     return objection(
-        job.config, first, None if namesake is old else namesake, None if rival is old else rival, hello, join
+        job.config,
+        first,
+        None if namesake is old else namesake,
+        None if rival is old else rival,
+        hello,
+        join,
     )
 
 
 def _admit(job: Job, peer: Peer, hello: Hello, join: Join, now: float) -> None:
-    config, first = job.config, next(iter(job.members.values()), None)
+    config = job.config
+    first = next(iter(job.members.values()), None)
     if first is not None:
         for key in disagreement(config.should_agree, first, join):
             job.record("warning", text=wording.differs(key, first.join, join))
     gathering = job.state is JobState.GATHERING
-    member = Member(hello, join, peer, now, now, join.store, Phase.JOINED if gathering else Phase.STANDBY)
+    member = Member(
+        hello, join, peer, now, now, join.store, Phase.JOINED if gathering else Phase.STANDBY
+    )
     job.add(member)
     job.watch.met(member, now)
     job.joined_at = now

@@ -47,7 +47,8 @@ def _lost_meanwhile(job: Job, member: Member, reason: str, coming: int, now: flo
     ending = job.ending
     if ending is None or (job.state is JobState.STOPPING and ending.code is not None):
         return
-    enough, can_wait = elastic.are_enough(job, coming), elastic.budget(job, now) > 0
+    enough = elastic.are_enough(job, coming)
+    can_wait = elastic.budget(job, now) > 0
     if job.failures.own_before(member.cut_at):  # a worker failed before: it stays the cause
         if job.state is JobState.RESTARTING and not (enough or can_wait):
             generations.stop_all(job, Trigger.STOP, reason, now)
@@ -70,13 +71,23 @@ def leave(job: Job, peer: Peer, member: Member | None, message: Leave, now: floa
     job.forget_session(peer)
     if member is None or member.peer != peer:
         return
-    member.peer, member.cut_at = None, now
+    member.peer = None
+    member.cut_at = now
     if job.state is not JobState.GATHERING and member.departs:
         _part(job, member, message.reason or member.departs)
-    elif job.state is JobState.GATHERING or job.state is JobState.DONE or member.phase is Phase.FINISHED:
+    elif (
+        job.state is JobState.GATHERING
+        or job.state is JobState.DONE
+        or member.phase is Phase.FINISHED
+    ):
         (_forget if job.state is JobState.GATHERING else _part)(job, member, message.reason)
     else:
-        give_up(job, member, f"it left before the end{': ' + message.reason if message.reason else ''}", now)
+        give_up(
+            job,
+            member,
+            f"it left before the end{': ' + message.reason if message.reason else ''}",
+            now,
+        )
 
 
 def depart(job: Job, member: Member, reason: str, now: float) -> None:
@@ -103,12 +114,17 @@ def _part(job: Job, member: Member, why: str) -> None:
     """A node that has done its part goes; nothing is lost with it."""
     if (peer := job.remove(member, Phase.LEFT)) is not None:
         job.close(peer)
-    job.gone[member.hello.agent] = f"{member.name} has left: {why}" if why else f"{member.name} has left"
+    job.gone[member.hello.agent] = (
+        f"{member.name} has left: {why}" if why else f"{member.name} has left"
+    )
     job.record("left", node=member.name, reason=why)
 
 
 def _forget(job: Job, member: Member, why: str) -> None:
-    """A node without workers goes: its place is free again, and it may come back as if it had never been here."""
+    """
+    A node without workers goes: its place is free again, and it may come back as if it had never
+    been here.
+    """
     if (peer := job.remove(member, Phase.LEFT)) is not None:
         job.close(peer)
     job.record("left", node=member.name, reason=why)

@@ -1,4 +1,6 @@
-"""From generation to generation: forming, starting, ending one, trying again or not, and the verdict."""
+"""
+From generation to generation: forming, starting, ending one, trying again or not, and the verdict.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ def settle(job: Job, now: float) -> None:
         farewell(job)
 
 
-# Beginning a generation -----------------------------------------------------------------------------------------------
+# Beginning a generation
+# -----------------------------------------------------------------------------------------------
 
 
 def form(job: Job, now: float) -> None:
@@ -54,7 +57,8 @@ def form(job: Job, now: float) -> None:
 
 def _form_anew(job: Job, now: float) -> None:
     """Nodes have come or gone before anything started: what was assigned is void."""
-    reason, job.changed = job.changed, ""
+    reason = job.changed
+    job.changed = ""
     if elastic.are_enough(job):
         job.move(Trigger.CHANGED, now)
         _assign(job, now)
@@ -70,16 +74,22 @@ def _assign(job: Job, now: float) -> None:
     nodes = elastic.choose(job)
     _close_generation(job)
     for member in job.members.values():
-        member.index, member.exits = -1, {}
+        member.index = -1
+        member.exits = {}
         job.set_phase(member, Phase.STANDBY)
     job.generation += 1
     job.failures, job.ending, job.progress, job.short = Failures(), None, ProgressBook(now), ""
     assigns = assignments(nodes, job.generation, job.restarts, job.agreed)
-    job.assigns = {member.hello.agent: assign for member, assign in zip(nodes, assigns, strict=True)}
+    job.assigns = {
+        member.hello.agent: assign for member, assign in zip(nodes, assigns, strict=True)
+    }
     job.record(
-        "assigned", generation=job.generation, restarts=job.restarts, master=nodes[0].store,
+        "assigned",
+        generation=job.generation,
+        restarts=job.restarts,
+        master=nodes[0].store,
         nodes=[[member.name, member.first_rank, member.join.workers] for member in nodes],
-    )  # fmt: skip
+    )
     for member, assign in zip(nodes, assigns, strict=True):
         job.set_phase(member, Phase.JOINED)
         member.standby = ""
@@ -108,11 +118,15 @@ def _close_generation(job: Job) -> None:
     job.inquiry = None
 
 
-# Ending one -----------------------------------------------------------------------------------------------------------
+# Ending one
+# -----------------------------------------------------------------------------------------------------------
 
 
 def fail(job: Job, failure: Failure, now: float) -> None:
-    """A worker has failed: end the others. Whether for another attempt, `stopped` decides: the cause may come later."""
+    """
+    A worker has failed: end the others. Whether for another attempt, `stopped` decides: the cause
+    may come later.
+    """
     lonely = failure.cause.kind == "communication" and job.state is JobState.RUNNING
     job.failures.add(failure, now, _ended_well(job) if lonely else "")
     if job.state is JobState.RUNNING:
@@ -122,23 +136,45 @@ def fail(job: Job, failure: Failure, now: float) -> None:
 
 def _ended_well(job: Job) -> str:
     """Name the ranks that have ended without an error; the empty string where there are none."""
-    places = {rank: member.name for member in job.members.values() for rank, code in member.exits.items() if code == 0}
+    places = {
+        rank: member.name
+        for member in job.members.values()
+        for rank, code in member.exits.items()
+        if code == 0
+    }
     return wording.ended_well(places)
 
 
 def stop_all(
-    job: Job, trigger: Trigger, reason: str, now: float, *, code: int | None = None, signal: int = SIGTERM,
-    grace: float | None = None, change: bool = False, counts: bool = False,
-) -> None:  # fmt: skip
-    """End the workers of the generation, for good (STOP) or for another one. The options are those of `Ending`."""
+    job: Job,
+    trigger: Trigger,
+    reason: str,
+    now: float,
+    *,
+    code: int | None = None,
+    signal: int = SIGTERM,
+    grace: float | None = None,
+    change: bool = False,
+    counts: bool = False,
+) -> None:
+    """
+    End the workers of the generation, for good (STOP) or for another one. The options are those of
+    `Ending`.
+    """
     grace = job.config.grace if grace is None else grace
     job.move(trigger, now)
     job.inquiry = None
     late = grace + LATE
-    if code is None and elastic.is_elastic(job.config):  # whether a silent node is lost is known by then
+    if code is None and elastic.is_elastic(
+        job.config
+    ):  # whether a silent node is lost is known by then
         late = max(late, job.watch.times.dead + LATE)
     job.ending = Ending(reason, signal, grace, now + late, code, change, counts)
-    job.record("stopping" if trigger is Trigger.STOP else "restarting", reason=reason, generation=job.generation)
+    job.record(
+        "stopping" if trigger is Trigger.STOP else "restarting",
+        reason=reason,
+        generation=job.generation,
+    )
     _tell_stop(job, job.ending)
 
 
@@ -159,10 +195,13 @@ def stopped(job: Job, ending: Ending, now: float) -> None:
     late = [member for member in job.members.values() if member.phase is Phase.RUNNING]
     for member in late:
         job.record("warning", text=f"{member.name} did not report the end of its workers in time")
-    first, why_not = job.failures.first, None
+    first = job.failures.first
+    why_not = None
     failed = first is not None and ending.code is None and not ending.change
     if first is not None and failed:
-        job.attempts = policy.after_failure(job.attempts, first.failure, job.since - job.started_at, job.progress.any)
+        job.attempts = policy.after_failure(
+            job.attempts, first.failure, job.since - job.started_at, job.progress.any
+        )
         why_not = policy.refusal(job.config, job.attempts, job.failures, first.failure, now)
     stuck = bool(late) and not elastic.is_elastic(job.config)
     if job.state is JobState.STOPPING or stuck or why_not is not None:
@@ -177,19 +216,25 @@ def stopped(job: Job, ending: Ending, now: float) -> None:
         again(job, ending, now)
         return
     job.record("restarting", reason=ending.reason, generation=job.generation, delay=delay)
-    job.notice(f"restart {job.restarts} of {job.config.max_restarts} in {delay:g} s: the last ones came quickly")
+    job.notice(
+        f"restart {job.restarts} of {job.config.max_restarts} in {delay:g} s: the last ones came quickly"
+    )
 
 
 def again(job: Job, ending: Ending, now: float) -> None:
-    """The next generation, where enough nodes are left; else wait for others, as one of the restarts."""
+    """
+    The next generation, where enough nodes are left; else wait for others, as one of the restarts.
+    """
     if elastic.are_enough(job):
         job.move(Trigger.AGAIN, now)
         _assign(job, now)
         return
     left = len(job.members) - len(job.departing)
-    reason = ending.reason if ending.change else (
-        f"too few {job.config.unit}s are left: {left} of {elastic.least(job.config)}"
-    )  # fmt: skip
+    reason = (
+        ending.reason
+        if ending.change
+        else (f"too few {job.config.unit}s are left: {left} of {elastic.least(job.config)}")
+    )
     if not ending.counts and elastic.budget(job, now) > 0:
         _count_restart(job, now)
     elif not ending.counts:
@@ -208,29 +253,45 @@ def _gather_again(job: Job, reason: str, now: float) -> None:
     """Nothing runs, and too few are here: wait for others."""
     job.move(Trigger.SHORT, now)
     _close_generation(job)
-    job.short, job.ending, job.assigns = reason, None, {}
+    job.short = reason
+    job.ending = None
+    job.assigns = {}
     for member in job.members.values():
-        member.exits, member.standby = {}, ""
+        member.exits = {}
+        member.standby = ""
         job.set_phase(member, Phase.JOINED)
     job.record("gathering", reason=reason, generation=job.generation)
     elastic.tell_waiting(job, now)
 
 
-# The end --------------------------------------------------------------------------------------------------------------
+# The end
+# --------------------------------------------------------------------------------------------------------------
 
 
 def stop_ordered(job: Job, signal: int, by: str, force: bool, now: float) -> None:
     """Somebody wants the job to end."""
     if job.verdict is None:
-        give_up(job, 128 + signal, f"stopped by {by}" if by else f"stopped by signal {signal}", signal, force, now)
+        give_up(
+            job,
+            128 + signal,
+            f"stopped by {by}" if by else f"stopped by signal {signal}",
+            signal,
+            force,
+            now,
+        )
 
 
 def give_up(job: Job, code: int, reason: str, signal: int, force: bool, now: float) -> None:
-    """End the job for a reason that no worker's exit code changes; a repetition with ``force`` shortens the end."""
+    """
+    End the job for a reason that no worker's exit code changes; a repetition with ``force``
+    shortens the end.
+    """
     if job.state in (JobState.GATHERING, JobState.ASSIGNING):
         end(job, code, reason, now)
     elif job.state in (JobState.RUNNING, JobState.RESTARTING):
-        stop_all(job, Trigger.STOP, reason, now, code=code, signal=signal, grace=0.0 if force else None)
+        stop_all(
+            job, Trigger.STOP, reason, now, code=code, signal=signal, grace=0.0 if force else None
+        )
     elif force and job.ending and job.ending.grace > 0:
         job.ending = replace(job.ending, signal=SIGKILL, grace=0.0, deadline=now + LATE)
         _tell_stop(job, job.ending)
@@ -252,13 +313,16 @@ def end(job: Job, code: int, reason: str, now: float) -> None:
 
 def _judged(job: Job, ending: Ending, why_not: str) -> Verdict:
     code = 69 if ending.change and ending.code is None else ending.code
-    return judge.worded(job.failures, restarts=job.restarts, code=code, reason=ending.reason, why_not=why_not)
+    return judge.worded(
+        job.failures, restarts=job.restarts, code=code, reason=ending.reason, why_not=why_not
+    )
 
 
 def conclude(job: Job, trigger: Trigger, verdict: Verdict, now: float) -> None:
     """The verdict, for everybody."""
     job.move(trigger, now)
-    job.verdict, job.inquiry = verdict, None
+    job.verdict = verdict
+    job.inquiry = None
     job.record("verdict", **wording.verdict_data(verdict))
     job.tell_all(verdict)
     if not job.spec:  # who waits to be told what the job runs waits in vain

@@ -1,4 +1,7 @@
-"""What is true of a membership after every step, whatever happened. For tests, and for reading as a specification."""
+"""
+What is true of a membership after every step, whatever happened. For tests, and for reading as a
+specification.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,9 @@ def check(machine: Membership) -> None:
     """Raise InvariantError when something is true of ``machine`` that never may be."""
     for about in (_about_job, _about_waits, _about_nodes, _about_ranks, _about_connections):
         for problem in about(machine):
-            raise InvariantError(f"{problem} (job is {machine.state.value}, generation {machine.generation})")
+            raise InvariantError(
+                f"{problem} (job is {machine.state.value}, generation {machine.generation})"
+            )
 
 
 def _about_job(machine: Membership) -> Iterator[str]:
@@ -30,7 +35,8 @@ def _about_job(machine: Membership) -> Iterator[str]:
         yield "a job is done exactly when it has a verdict"
     if machine.done and machine.verdict is None:
         yield "the scheduler goes before the verdict"
-    config, attempts = machine.config, machine.attempts
+    config = machine.config
+    attempts = machine.attempts
     if config.restart_window is None and machine.restarts > config.max_restarts:
         yield f"{machine.restarts} restarts of {config.max_restarts}"
     if len(attempts.times) > config.max_restarts:
@@ -55,10 +61,13 @@ def _about_waits(machine: Membership) -> Iterator[str]:
 
 
 def _about_nodes(machine: Membership) -> Iterator[str]:
-    config, members = machine.config, machine.members
+    config = machine.config
+    members = machine.members
     if len(members) - len(machine.departing) > config.nodes + config.spares:
         yield f"{len(members)} nodes of {config.nodes} and {config.spares} spares"
-    if {member.name: member for member in members.values()} != machine.names or len(machine.names) != len(members):
+    if {member.name: member for member in members.values()} != machine.names or len(
+        machine.names
+    ) != len(members):
         yield "two nodes have one name"
     claims = {m.join.node_rank: m for m in members.values() if m.join.node_rank is not None}
     if claims != machine.claims:
@@ -83,22 +92,40 @@ def _about_nodes(machine: Membership) -> Iterator[str]:
 def _about_ranks(machine: Membership) -> Iterator[str]:
     """One generation at a time, each rank in it once, and none on a node that stands by."""
     assigns = sorted(machine.assigns.values(), key=lambda assign: assign.node_rank)
-    if machine.state not in IDLE and not elastic.least(machine.config) <= len(assigns) <= machine.config.nodes:
+    if (
+        machine.state not in IDLE
+        and not elastic.least(machine.config) <= len(assigns) <= machine.config.nodes
+    ):
         yield f"a generation of {len(assigns)} nodes"
     if assigns and {assign.generation for assign in assigns} != {machine.generation}:
         yield "two generations at a time"
     if [assign.node_rank for assign in assigns] != list(range(len(assigns))):
         yield "node indices are not 0 to n-1"
-    if len({(assign.world_size, assign.master, assign.restarts, assign.agreed_step) for assign in assigns}) > 1:
+    if (
+        len(
+            {
+                (assign.world_size, assign.master, assign.restarts, assign.agreed_step)
+                for assign in assigns
+            }
+        )
+        > 1
+    ):
         yield "nodes of one generation were told different things"
-    firsts = [assign.first_rank for assign in assigns] + [assign.world_size for assign in assigns[:1]]
-    if any(lower >= upper for lower, upper in itertools.pairwise(firsts)) or firsts[:1] not in ([], [0]):
+    firsts = [assign.first_rank for assign in assigns] + [
+        assign.world_size for assign in assigns[:1]
+    ]
+    if any(lower >= upper for lower, upper in itertools.pairwise(firsts)) or firsts[:1] not in (
+        [],
+        [0],
+    ):
         yield "ranks are not 0 to n-1, each once"
     for agent, member in machine.members.items():
         assign = machine.assigns.get(agent)
         if assign is None and member.phase in (Phase.READY, Phase.RUNNING, Phase.FINISHED):
             yield f"{member.name} runs without a place"
-        if assign is not None and (assign.node_rank != member.index or assign.first_rank != member.first_rank):
+        if assign is not None and (
+            assign.node_rank != member.index or assign.first_rank != member.first_rank
+        ):
             yield f"{member.name} was told another place than it has"
         if member.phase is Phase.STANDBY and (assign is not None or member.ranks or member.exits):
             yield f"{member.name} stands by and has ranks"

@@ -13,7 +13,8 @@ The rooms are modules of functions over one `Job`, each using only those above i
     hangs, progress, policy, watch    know nothing of a Job: they are given what they need
     state        takes the events: `Membership.step`
 
-No room scans all nodes for an event of one node: what must be known of all of them is counted while it changes.
+No room scans all nodes for an event of one node: what must be known of all of them is counted while
+it changes.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from pdrun.rendezvous.policies.verdict import Failures
 from pdrun.rendezvous.protocol.events import Action, Close, Peer, Record, SchedulerConfig, Send
 from pdrun.rendezvous.protocol.messages import Assign, Hello, Message, Notice, Refuse, Verdict
 
-SIGTERM, SIGKILL = 15, 9
+SIGTERM = 15
+SIGKILL = 9
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,10 @@ class Ending:
     grace: float
     deadline: float
     code: int | None = None
-    """The verdict's code, whatever the workers report (a signal, a limit, a lost node); None: the first cause's."""
+    """
+    The verdict's code, whatever the workers report (a signal, a limit, a lost node); None: the
+    first cause's.
+    """
     change: bool = False
     """Nodes have come or gone: another generation follows, whatever the workers report."""
     counts: bool = False
@@ -96,7 +101,10 @@ class Job:
         self.counts = dict.fromkeys(Phase, 0)
         """How many of them are in each phase."""
         self.gone: dict[str, str] = {}
-        """Agents that were given up or have left, and how they are told: nothing that they say counts any more."""
+        """
+        Agents that were given up or have left, and how they are told: nothing that they say counts
+        any more.
+        """
         # the present generation, or the last one while another is formed
         self.assigns: dict[str, Assign] = {}
         self.failures = Failures()
@@ -134,7 +142,8 @@ class Job:
         found = [member for member in self.members.values() if member.phase is not Phase.STANDBY]
         return sorted(found, key=lambda member: (member.index < 0, member.index))
 
-    # Who is here ------------------------------------------------------------------------------------------------------
+    # Who is here
+    # ------------------------------------------------------------------------------------------------------
 
     def add(self, member: Member) -> None:
         """A node has come in."""
@@ -144,15 +153,19 @@ class Job:
         self.counts[member.phase] += 1
 
     def remove(self, member: Member, phase: Phase) -> Peer | None:
-        """A node is gone, its connection with it; return that connection, which is still to be closed."""
-        agent, peer = member.hello.agent, member.peer
+        """
+        A node is gone, its connection with it; return that connection, which is still to be closed.
+        """
+        agent = member.hello.agent
+        peer = member.peer
         self.counts[member.phase] -= 1
         del self.members[agent], self.names[member.name]
         if member.join.node_rank is not None:
             del self.claims[member.join.node_rank]
         self.cut.pop(agent, None)
         self.departing.pop(agent, None)
-        member.phase, member.peer = phase, None
+        member.phase = phase
+        member.peer = None
         if peer is not None:
             self.forget_session(peer)
         return peer
@@ -173,11 +186,15 @@ class Job:
     def visitors(self) -> list[Peer]:
         """Connections of agents that have said nothing yet but Hello."""
         return [
-            peer for peer, session in self.sessions.items()
-            if session.hello.role == "agent" and session.hello.agent not in self.members and not session.stops
-        ]  # fmt: skip
+            peer
+            for peer, session in self.sessions.items()
+            if session.hello.role == "agent"
+            and session.hello.agent not in self.members
+            and not session.stops
+        ]
 
-    # What is to be done -----------------------------------------------------------------------------------------------
+    # What is to be done
+    # -----------------------------------------------------------------------------------------------
 
     def move(self, trigger: Trigger, now: float) -> None:
         """Every change of the state goes through this."""
@@ -211,7 +228,14 @@ class Job:
         self.send(peer, refuse)
         self.close(peer)
         self.forget_session(peer)
-        self.record("refused", node=node, host=hello.host, job=hello.job, code=refuse.code, reason=refuse.reason)
+        self.record(
+            "refused",
+            node=node,
+            host=hello.host,
+            job=hello.job,
+            code=refuse.code,
+            reason=refuse.reason,
+        )
 
     def record(self, kind: str, **data: Any) -> None:
         """Add to the event log."""
@@ -219,4 +243,10 @@ class Job:
 
     def record_created(self) -> None:
         """Say which job this is."""
-        self.record("created", job=self.key, run=self.config.run, nodes=self.config.nodes, host=self.config.host)
+        self.record(
+            "created",
+            job=self.key,
+            run=self.config.run,
+            nodes=self.config.nodes,
+            host=self.config.host,
+        )

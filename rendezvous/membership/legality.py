@@ -1,7 +1,8 @@
 """
 Whether a message makes sense now: asked before anything is changed.
 
-What an honest agent may repeat after a reconnection is legal and changes nothing; everything else raises.
+What an honest agent may repeat after a reconnection is legal and changes nothing; everything else
+raises.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from pdrun.rendezvous.protocol.messages import (
 
 OfGeneration = Ready | Unready | WorkerExit | Finished | Progress | Hung | Stacks
 """What a node says about its part in one generation."""
-_OF_GENERATION = get_args(OfGeneration)  # a union that is written in place is made anew at each message
+_OF_GENERATION = get_args(
+    OfGeneration
+)  # a union that is written in place is made anew at each message
 _VIEWERS = (StatusQuery, StopRequest, Leave, Heartbeat)
 _NODES = (Join, Heartbeat, Leave, Depart, StopRequest, StatusQuery)
 
@@ -65,13 +68,17 @@ def check_message(
         raise IllegalEvent(name, state, "only the scheduler says it")
 
 
-def _check_generation(message: OfGeneration, state: JobState, generation: int, member: Member | None) -> None:
+def _check_generation(
+    message: OfGeneration, state: JobState, generation: int, member: Member | None
+) -> None:
     name = type(message).__name__
     if member is None:
         raise IllegalEvent(name, state, "the sender has not joined")
     if message.generation > generation:
         raise IllegalEvent(name, state, f"generation {message.generation} does not exist yet")
-    over = state is JobState.GATHERING and generation >= 0  # the last one is, and the next is not yet formed
+    over = (
+        state is JobState.GATHERING and generation >= 0
+    )  # the last one is, and the next is not yet formed
     if message.generation < generation or over:
         return
     if state not in LEGAL[type(message)]:

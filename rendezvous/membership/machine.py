@@ -1,7 +1,8 @@
 """
 The membership of one job, decided in one place, as a pure machine: ``step(event, now) -> actions``.
 
-No socket, clock, thread, log or file: time arrives as an argument, everything to be done leaves as an action.
+No socket, clock, thread, log or file: time arrives as an argument, everything to be done leaves as
+an action.
 
 Rules of the machine, whose rooms `job.py` lists
 1. `step` first checks the event against the present state (`legality.py`), which raises IllegalEvent with nothing
@@ -19,22 +20,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pdrun.rendezvous.membership import (
-    admission,
-    generations,
-)
-from pdrun.rendezvous.membership import (
-    departures as loss,
-)
-from pdrun.rendezvous.membership import (
-    sizing as elastic,
-)
-from pdrun.rendezvous.membership import (
-    timers as due,
-)
-from pdrun.rendezvous.membership import (
-    worker_reports as reports,
-)
+from pdrun.rendezvous.membership import admission, generations
+from pdrun.rendezvous.membership import departures as loss
+from pdrun.rendezvous.membership import sizing as elastic
+from pdrun.rendezvous.membership import timers as due
+from pdrun.rendezvous.membership import worker_reports as reports
 from pdrun.rendezvous.membership.job import Job, Session
 from pdrun.rendezvous.membership.legality import OfGeneration, check_message
 from pdrun.rendezvous.membership.nodes import Member
@@ -79,9 +69,25 @@ from pdrun.rendezvous.protocol.messages import (
 )
 
 __all__ = [
-    "Action", "Close", "Disconnected", "Done", "IllegalEvent", "JobState", "Membership", "Orphaned", "Received",
-    "Record", "Report", "SchedulerConfig", "Send", "StopOrdered", "TRANSITIONS", "Tick", "Trigger",
-]  # fmt: skip
+    "Action",
+    "Close",
+    "Disconnected",
+    "Done",
+    "IllegalEvent",
+    "JobState",
+    "Membership",
+    "Orphaned",
+    "Received",
+    "Record",
+    "Report",
+    "SchedulerConfig",
+    "Send",
+    "StopOrdered",
+    "TRANSITIONS",
+    "Tick",
+    "Trigger",
+]
+
 
 class Membership(Job):
     """The machine: a job, and the one way to change it."""
@@ -91,8 +97,8 @@ class Membership(Job):
         super().__init__(config, scheduler, now)
         self.lasting: list[Happening] = []
         """
-        What a journal must keep of the last step, in order, so that `replay` leads to the same state: not heartbeats
-        and ticks at which nothing was done.
+        What a journal must keep of the last step, in order, so that `replay` leads to the same
+        state: not heartbeats and ticks at which nothing was done.
         """
         self._opened = False
         self._replaying = False
@@ -112,8 +118,15 @@ class Membership(Job):
         if isinstance(event, Received):
             session = self.sessions.get(event.peer)
             member = self.members.get(session.hello.agent) if session else None
-            check_message(event.message, self.state, self.generation, session.hello if session else None, member)
-        self.out, self.lasting = [], []
+            check_message(
+                event.message,
+                self.state,
+                self.generation,
+                session.hello if session else None,
+                member,
+            )
+        self.out = []
+        self.lasting = []
         if isinstance(event, Resumed):
             due.resumed(self, event.scheduler, now)
         elif not self._replaying:
@@ -136,8 +149,9 @@ class Membership(Job):
 
     def replay(self, past: Iterable[tuple[float, Happening]]) -> list[tuple[float, Record]]:
         """
-        Take the events of a journal, each with its time, as `lasting` named them, and return what was recorded then.
-        Nothing is to be done for them again. Afterwards `step` takes Resumed, and the machine goes on from there.
+        Take the events of a journal, each with its time, as `lasting` named them, and return what
+        was recorded then. Nothing is to be done for them again. Afterwards `step` takes Resumed,
+        and the machine goes on from there.
 
         Raises:
             IllegalEvent: the events do not follow from each other.
@@ -146,14 +160,19 @@ class Membership(Job):
         said: list[tuple[float, Record]] = []
         try:
             for now, event in past:
-                said += [(now, action) for action in self.step(event, now) if isinstance(action, Record)]
+                said += [
+                    (now, action) for action in self.step(event, now) if isinstance(action, Record)
+                ]
                 self.watch.seen(now)
         finally:
             self._replaying = False
         return said
 
     def _take(self, event: Happening, now: float) -> bool:
-        """Act; return whether a journal must keep the event even where it led to nothing that can be seen."""
+        """
+        Act; return whether a journal must keep the event even where it led to nothing that can be
+        seen.
+        """
         match event:
             case Received(peer, message):
                 return self._received(peer, message, now)
@@ -175,7 +194,8 @@ class Membership(Job):
                 pass
         return True
 
-    # Messages ---------------------------------------------------------------------------------------------------------
+    # Messages
+    # ---------------------------------------------------------------------------------------------------------
 
     def _received(self, peer: Peer, message: Message, now: float) -> bool:
         if isinstance(message, Hello):
@@ -237,10 +257,14 @@ class Membership(Job):
 
     def _stop_request(self, peer: Peer, session: Session, message: StopRequest, now: float) -> None:
         if session.hello.role == "view":
-            self.refuse(peer, session.hello, Refuse(77, "a viewer may look at the job, not stop it"))
+            self.refuse(
+                peer, session.hello, Refuse(77, "a viewer may look at the job, not stop it")
+            )
             return
         session.stops += 1
-        generations.stop_ordered(self, message.signal, message.by, message.force or session.stops > 1, now)
+        generations.stop_ordered(
+            self, message.signal, message.by, message.force or session.stops > 1, now
+        )
 
     def _disconnected(self, peer: Peer, between: bool, now: float) -> None:
         session = self.forget_session(peer)
@@ -251,7 +275,8 @@ class Membership(Job):
         self.cut[member.hello.agent] = member
         self.watch.cut(member, between, now)
 
-    # Time -------------------------------------------------------------------------------------------------------------
+    # Time
+    # -------------------------------------------------------------------------------------------------------------
 
     def _detect(self, now: float) -> None:
         """Ask the failure detector; what it has decided is an event."""

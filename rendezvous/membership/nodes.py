@@ -1,5 +1,6 @@
 """
-Nodes: what is known of each, who may come in, and in which order they stand. Pure functions over plain values.
+Nodes: what is known of each, who may come in, and in which order they stand. Pure functions over
+plain values.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from pdrun.rendezvous.protocol.events import Peer, SchedulerConfig
 from pdrun.rendezvous.protocol.messages import Assign, Hello, Join, Refuse
 
 MOST_WORKERS = 1 << 16
-"""Workers of one node; what claims more is a mistake, and would make a table of ranks that no memory holds."""
+"""
+Workers of one node; what claims more is a mistake, and would make a table of ranks that no memory
+holds.
+"""
 
 MOST_NAMES = 16
 """Names in one message about who is here and who is not."""
@@ -33,7 +37,10 @@ class Phase(Enum):
     LOST = "lost"
 
     __hash__ = object.__hash__
-    """By identity, as equality is: Enum's own is a function of Python's, and phases are counted at every step."""
+    """
+    By identity, as equality is: Enum's own is a function of Python's, and phases are counted at
+    every step.
+    """
 
 
 @dataclass(eq=False)
@@ -47,7 +54,10 @@ class Member:
     heard: float
     """When it was last heard, on the clock of the failure detector (`Watch`)."""
     answered: float
-    """Since when it may not have heard the scheduler: the time of its last heartbeat that it knows to be answered."""
+    """
+    Since when it may not have heard the scheduler: the time of its last heartbeat that it knows to
+    be answered.
+    """
     store: str
     """Where it holds a socket for the store of the next generation."""
     phase: Phase = Phase.JOINED
@@ -57,7 +67,10 @@ class Member:
     """While cut: when it will be given up, on the detector's clock."""
     suspect: bool = False
     index: int = -1
-    """Place in the present generation, in the last one while another is being formed; -1: it had no part."""
+    """
+    Place in the present generation, in the last one while another is being formed; -1: it had no
+    part.
+    """
     first_rank: int = 0
     exits: dict[int, int] = field(default_factory=dict)
     """rank -> code, of the present generation."""
@@ -74,7 +87,9 @@ class Member:
     @property
     def place(self) -> str:
         """The node, and its host where that is another name."""
-        return self.name if self.hello.host in ("", self.name) else f"{self.name} (host {self.hello.host})"
+        if self.hello.host in ("", self.name):
+            return self.name
+        return f"{self.name} (host {self.hello.host})"
 
     @property
     def ranks(self) -> range:
@@ -90,9 +105,13 @@ class Member:
 
 
 def objection(
-    config: SchedulerConfig, first: Member | None, namesake: Member | None, rival: Member | None, hello: Hello,
+    config: SchedulerConfig,
+    first: Member | None,
+    namesake: Member | None,
+    rival: Member | None,
+    hello: Hello,
     join: Join,
-) -> Refuse | None:  # fmt: skip
+) -> Refuse | None:
     """
     Return why a node cannot join those who are here, or None when it can.
 
@@ -103,7 +122,8 @@ def objection(
     """
     if not join.node or not 1 <= join.workers <= MOST_WORKERS:
         return Refuse(
-            78, f"a {config.unit} needs a name and 1 to {MOST_WORKERS} workers, not {join.node!r} with {join.workers}"
+            78,
+            f"a {config.unit} needs a name and 1 to {MOST_WORKERS} workers, not {join.node!r} with {join.workers}",
         )
     if first is not None and (different := disagreement(config.must_agree, first, join)):
         return wording.must_agree(different[0], first.join, join)
@@ -111,20 +131,23 @@ def objection(
         return wording.same_name(config, join.node, namesake.hello, hello)
     if rival is not None and join.node_rank is not None:
         return Refuse(
-            78, f"{wording.place(config, join.node_rank)} is claimed twice: by {rival.name} on host "
+            78,
+            f"{wording.place(config, join.node_rank)} is claimed twice: by {rival.name} on host "
             f"{rival.hello.host} and by {join.node} on host {hello.host}",
-        )  # fmt: skip
+        )
     if join.node_rank is not None and not 0 <= join.node_rank < config.nodes:
         return Refuse(
-            78, f"{join.node} asks for {wording.place(config, join.node_rank)}, but the job has "
+            78,
+            f"{join.node} asks for {wording.place(config, join.node_rank)}, but the job has "
             f"{wording.count(config.nodes, config.unit)}: 0 to {config.nodes - 1}",
-        )  # fmt: skip
+        )
     return None
 
 
 def disagreement(keys: Iterable[str], first: Member, join: Join) -> list[str]:
     """Return those of ``keys`` that are facts of both nodes and differ."""
-    mine, theirs = first.join.facts, join.facts
+    mine = first.join.facts
+    theirs = join.facts
     return [key for key in keys if key in mine and key in theirs and mine[key] != theirs[key]]
 
 
@@ -132,18 +155,30 @@ def ordered(config: SchedulerConfig, members: Sequence[Member]) -> list[Member]:
     """
     Return the nodes in rank order.
 
-    Those who were in the last generation keep their order. The others get the node rank that they asked for, where
-    there is such a place, and fill what is free behind, in the order of the host list, else of the natural sort of
-    their names. So of a first generation the result depends on who is here only, not on who came first.
+    Those who were in the last generation keep their order. The others get the node rank that they
+    asked for, where there is such a place, and fill what is free behind, in the order of the host
+    list, else of the natural sort of their names. So of a first generation the result depends on
+    who is here only, not on who came first.
     """
     given = {name: place for place, name in enumerate(config.hosts)}
-    stay = sorted((member for member in members if member.index >= 0), key=lambda member: member.index)
-    claimed: dict[int | None, Member] = {member.join.node_rank: member for member in members
-               if member.index < 0 and member.join.node_rank is not None and member.join.node_rank < len(members)}
+    stay = sorted(
+        (member for member in members if member.index >= 0), key=lambda member: member.index
+    )
+    claimed: dict[int | None, Member] = {
+        member.join.node_rank: member
+        for member in members
+        if member.index < 0
+        and member.join.node_rank is not None
+        and member.join.node_rank < len(members)
+    }
     new = sorted(
-        (member for member in members if member.index < 0 and member is not claimed.get(member.join.node_rank)),
+        (
+            member
+            for member in members
+            if member.index < 0 and member is not claimed.get(member.join.node_rank)
+        ),
         key=lambda m: (given.get(m.name, given.get(m.hello.host, len(given))), natural_key(m.name)),
-    )  # fmt: skip
+    )
     free = iter([*stay, *new])
     return [claimed[place] if place in claimed else next(free) for place in range(len(members))]
 
@@ -166,30 +201,48 @@ def missing(
         if len(absent) == lacking:
             return tuple(absent)
     if claims and len(claims) == len(names) and lacking <= MOST_NAMES:
-        return tuple(wording.place(config, rank) for rank in range(config.nodes) if rank not in claims)[:lacking]
+        return tuple(
+            wording.place(config, rank) for rank in range(config.nodes) if rank not in claims
+        )[:lacking]
     return (wording.count(lacking, f"more {config.unit}"),)
 
 
-def assignments(nodes: Sequence[Member], generation: int, restarts: int, agreed: int) -> list[Assign]:
+def assignments(
+    nodes: Sequence[Member], generation: int, restarts: int, agreed: int
+) -> list[Assign]:
     """
-    Number the nodes, which stand in rank order, and return each one's place. ``agreed``: see `Assign.agreed_step`.
+    Number the nodes, which stand in rank order, and return each one's place. ``agreed``: see
+    `Assign.agreed_step`.
 
-    Sets ``index`` and ``first_rank`` of each. Local ranks count the workers of nodes that share a host.
+    Sets ``index`` and ``first_rank`` of each. Local ranks count the workers of nodes that share a
+    host.
     """
     world = sum(member.join.workers for member in nodes)
     shared: dict[str, int] = {}
     for member in nodes:
         host = _machine(member)
         shared[host] = shared.get(host, 0) + member.join.workers
-    first, seen, result = 0, dict.fromkeys(shared, 0), []
+    first = 0
+    seen = dict.fromkeys(shared, 0)
+    result = []
     for index, member in enumerate(nodes):
         host = _machine(member)
-        member.index, member.first_rank = index, first
-        result.append(Assign(
-            generation=generation, node_rank=index, nodes=len(nodes), first_rank=first, world_size=world,
-            restarts=restarts, master=nodes[0].store, local_rank=seen[host], local_world_size=shared[host],
-            agreed_step=agreed,
-        ))  # fmt: skip
+        member.index = index
+        member.first_rank = first
+        result.append(
+            Assign(
+                generation=generation,
+                node_rank=index,
+                nodes=len(nodes),
+                first_rank=first,
+                world_size=world,
+                restarts=restarts,
+                master=nodes[0].store,
+                local_rank=seen[host],
+                local_world_size=shared[host],
+                agreed_step=agreed,
+            )
+        )
         seen[host] += member.join.workers
         first += member.join.workers
     return result

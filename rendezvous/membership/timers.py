@@ -1,4 +1,7 @@
-"""What is due: the work of a Tick, and what a successor of the scheduler does about the time that it did not see."""
+"""
+What is due: the work of a Tick, and what a successor of the scheduler does about the time that it
+did not see.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ from pdrun.rendezvous.protocol.events import FAREWELL
 
 def tick(job: Job, now: float) -> None:
     """Do what is due. Looks at every node once, at most."""
-    config, waited = job.config, now - job.since
+    config = job.config
+    waited = now - job.since
     match job.state:
         case JobState.GATHERING:
             _gathering(job, waited, now)
@@ -38,7 +42,9 @@ def tick(job: Job, now: float) -> None:
             generations.farewell(job)
     if _limit_passed(job, now):
         job.limit_at = None
-        generations.give_up(job, 124, f"the time limit of {config.time_limit:g} s has passed", SIGTERM, False, now)
+        generations.give_up(
+            job, 124, f"the time limit of {config.time_limit:g} s has passed", SIGTERM, False, now
+        )
 
 
 def _limit_passed(job: Job, now: float) -> bool:
@@ -53,7 +59,9 @@ def _gathering(job: Job, waited: float, now: float) -> None:
         lacking = elastic.least(config) - elastic.present(job)
         absent = ", ".join(missing(config, lacking, job.names, job.claims))
         why = f"{job.short}; " if job.short else ""
-        generations.end(job, 69, f"{why}{absent} did not come within {config.start_timeout:g} s", now)
+        generations.end(
+            job, 69, f"{why}{absent} did not come within {config.start_timeout:g} s", now
+        )
     elif now >= job.waiting_at:
         elastic.tell_waiting(job, now)
 
@@ -73,15 +81,21 @@ def _never_ready(job: Job, now: float) -> None:
 
 
 def resumed(job: Job, scheduler: str, now: float) -> None:
-    """The successor's first step: every connection is gone, and nothing is late because of the time between."""
+    """
+    The successor's first step: every connection is gone, and nothing is late because of the time
+    between.
+    """
     away = job.watch.gap(now)
     job.scheduler = scheduler
-    job.sessions, job.agents = {}, {}
+    job.sessions = {}
+    job.agents = {}
     for agent, member in job.members.items():
         member.peer = None
         job.cut[agent] = member
     job.watch.afresh(job.members.values(), now)
-    job.since, job.joined_at, job.waiting_at = job.since + away, job.joined_at + away, now
+    job.since = job.since + away
+    job.joined_at = job.joined_at + away
+    job.waiting_at = now
     if job.ending is not None:
         again_at = job.ending.again_at
         job.ending = replace(

@@ -11,7 +11,8 @@ The legal life of a job, as a table.
       |                                       `------ stop ------'
       `--end--> done             (assigning --end--> done)
 
-What is not in the table is refused: the machine raises IllegalEvent, which names event and state, and changes nothing.
+What is not in the table is refused: the machine raises IllegalEvent, which names event and state,
+and changes nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +20,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import Enum
 
-from pdrun.rendezvous.protocol.messages import Finished, Hung, Message, Progress, Ready, Stacks, Unready, WorkerExit
+from pdrun.rendezvous.protocol.messages import (
+    Finished,
+    Hung,
+    Message,
+    Progress,
+    Ready,
+    Stacks,
+    Unready,
+    WorkerExit,
+)
 
 
 class JobState(Enum):
@@ -51,7 +61,8 @@ class Trigger(Enum):
     ORPHANED = "the scheduler's own node is gone"
 
 
-_S, _T = JobState, Trigger
+_S = JobState
+_T = Trigger
 
 TRANSITIONS: Mapping[tuple[JobState, Trigger], JobState] = {
     (_S.GATHERING, _T.FULL): _S.ASSIGNING,
@@ -89,16 +100,20 @@ LEGAL: Mapping[type[Message], frozenset[JobState]] = {
     Stacks: _STARTED,
 }
 """
-Messages about a generation, and the states in which it has come that far. Repeats after a reconnection are legal and
-change nothing; so is everything about a generation that is over.
+Messages about a generation, and the states in which it has come that far. Repeats after a
+reconnection are legal and change nothing; so is everything about a generation that is over.
 """
 
 
 class IllegalEvent(Exception):
-    """An event that the present state does not allow. Nothing was changed; the sender is at fault."""
+    """
+    An event that the present state does not allow. Nothing was changed; the sender is at fault.
+    """
 
     def __init__(self, event: str, state: JobState, why: str = "") -> None:
-        super().__init__(f"{event} is not allowed while the job is {state.value}" + (f": {why}" if why else ""))
+        super().__init__(
+            f"{event} is not allowed while the job is {state.value}" + (f": {why}" if why else "")
+        )
         self.event = event
         self.state = state
 

@@ -1,4 +1,7 @@
-"""What nodes tell of their workers while a generation runs: how they end, how far they are, that one hangs."""
+"""
+What nodes tell of their workers while a generation runs: how they end, how far they are, that one
+hangs.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,9 @@ def ready(job: Job, member: Member, message: Ready | Unready, now: float) -> Non
         job.set_phase(member, Phase.READY)
         return
     why = f"{member.name} cannot start: {message.reason}"
-    if job.generation and elastic.is_elastic(job.config):  # the others have shown that the program can run
+    if job.generation and elastic.is_elastic(
+        job.config
+    ):  # the others have shown that the program can run
         elastic.fence(job, member, f"it cannot start: {message.reason}", message.code or 70)
         job.changed = why
     else:
@@ -50,7 +55,10 @@ def finished(job: Job, member: Member, message: Finished) -> None:
 
 
 def finished_before(job: Job, member: Member, message: Finished) -> None:
-    """A node that was cut off for long tells of a generation that is over: only its store address is news."""
+    """
+    A node that was cut off for long tells of a generation that is over: only its store address is
+    news.
+    """
     if member.phase is Phase.STANDBY or job.state is JobState.GATHERING:
         member.store = message.store or member.store
 
@@ -63,9 +71,14 @@ def worker_exit(job: Job, member: Member, message: WorkerExit, now: float) -> No
     member.exits[message.rank] = cause.code
     job.progress.ended(message.rank)
     job.record(
-        "exited", generation=job.generation, rank=message.rank, node=member.name, code=cause.code,
-        how=cause.kind, cause=cause.summary,
-    )  # fmt: skip
+        "exited",
+        generation=job.generation,
+        rank=message.rank,
+        node=member.name,
+        code=cause.code,
+        how=cause.kind,
+        cause=cause.summary,
+    )
     if not judge.failed(cause):
         return
     if job.inquiry is not None:  # it was hanging before this
@@ -79,12 +92,17 @@ def progress(job: Job, member: Member, message: Progress) -> bool:
 
 
 def look(job: Job, now: float) -> None:
-    """Once a tick while the workers run: how far they are, who is slower than the others, whether a hang is clear."""
+    """
+    Once a tick while the workers run: how far they are, who is slower than the others, whether a
+    hang is clear.
+    """
     if (data := job.progress.record(now)) is not None:
         saved = job.progress.agreed(job.assigns, job.agreed)
         job.record("progress", generation=job.generation, **{**data, "saved": saved})
     if found := job.progress.stragglers(now):
-        named = [wording.straggler(rank, _node_of(job, rank), why) for rank, why in found[:MOST_WARNINGS]]
+        named = [
+            wording.straggler(rank, _node_of(job, rank), why) for rank, why in found[:MOST_WARNINGS]
+        ]
         if len(found) > MOST_WARNINGS:
             named.append(f"{len(found) - MOST_WARNINGS} more workers are slower than the others")
         for text in named:
@@ -94,16 +112,22 @@ def look(job: Job, now: float) -> None:
         conclude_inquiry(job, job.inquiry, now)
 
 
-# A hang ---------------------------------------------------------------------------------------------------------------
+# A hang
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def hung(job: Job, member: Member, message: Hung, now: float) -> None:
     """A worker seems to hang: before it is ended, ask every node what its workers are doing."""
     if job.state is not JobState.RUNNING or job.inquiry is not None or message.rank in member.exits:
         return
-    asked = {agent: job.members[agent].name for agent in job.assigns
-             if agent in job.members and job.members[agent].phase is Phase.RUNNING}  # fmt: skip
-    job.inquiry = Inquiry(message.rank, member.name, message.why, now + WITHIN, asked, waits=message.waits)
+    asked = {
+        agent: job.members[agent].name
+        for agent in job.assigns
+        if agent in job.members and job.members[agent].phase is Phase.RUNNING
+    }
+    job.inquiry = Inquiry(
+        message.rank, member.name, message.why, now + WITHIN, asked, waits=message.waits
+    )
     for agent in asked:
         job.tell(job.members[agent], ShowStacks(job.generation))
 
@@ -118,22 +142,36 @@ def stacks(job: Job, member: Member, message: Stacks, now: float) -> None:
 
 
 def conclude_inquiry(job: Job, inquiry: Inquiry, now: float) -> None:
-    """Show where everybody is; the worker that hangs has failed. Unless it only waits for one that is at work."""
+    """
+    Show where everybody is; the worker that hangs has failed. Unless it only waits for one that is
+    at work.
+    """
     job.inquiry = None
     if inquiry.unfounded:
         return
     rank = inquiry.culprit()
     node = inquiry.node if rank == inquiry.rank else _node_of(job, rank)
-    silent = {name: job.members[agent].ranks for agent, name in inquiry.waiting.items() if agent in job.members}
+    silent = {
+        name: job.members[agent].ranks
+        for agent, name in inquiry.waiting.items()
+        if agent in job.members
+    }
     picture = inquiry.picture(silent)
     job.record(
-        "hang", generation=job.generation, rank=rank, node=node, reason=inquiry.why,
+        "hang",
+        generation=job.generation,
+        rank=rank,
+        node=node,
+        reason=inquiry.why,
         text=picture[-wording.MOST_TRACEBACK :],
-    )  # fmt: skip
+    )
     job.notice(f"rank {rank} on {node} hangs: {inquiry.why}\n{picture}")
     cause = Cause("hang", 124, summary=inquiry.why, traceback=picture)
     generations.fail(job, Failure(rank, node, cause), now)
 
 
 def _node_of(job: Job, rank: int) -> str:
-    return next((member.name for member in job.members.values() if rank in member.ranks), "a node that is gone")
+    return next(
+        (member.name for member in job.members.values() if rank in member.ranks),
+        "a node that is gone",
+    )

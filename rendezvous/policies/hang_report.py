@@ -1,4 +1,7 @@
-"""Where is everybody? Collects the workers' stacks over all nodes when one hangs, and draws one picture of them."""
+"""
+Where is everybody? Collects the workers' stacks over all nodes when one hangs, and draws one
+picture of them.
+"""
 
 from __future__ import annotations
 
@@ -42,12 +45,17 @@ class Inquiry:
         return self.waits and self.works
 
     def culprit(self) -> int:
-        """Return the rank to blame: the only one that is elsewhere than two or more others, else who was told of."""
+        """
+        Return the rank to blame: the only one that is elsewhere than two or more others, else who
+        was told of.
+        """
         found = sorted((ranks for _, ranks in self.groups.values()), key=len)
         alone = len(found) == 2 and not self.further and len(found[0]) == 1 < len(found[1])
         return found[0][0] if alone and self.rank in found[1] else self.rank
 
-    def take(self, agent: str, groups: Iterable[StackGroup], ranks: range, active: Iterable[int] = ()) -> None:
+    def take(
+        self, agent: str, groups: Iterable[StackGroup], ranks: range, active: Iterable[int] = ()
+    ) -> None:
         """One node answers; only its first answer, and only ``ranks``, which are its own, count."""
         if self.waiting.pop(agent, None) is None:
             return

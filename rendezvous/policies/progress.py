@@ -1,4 +1,7 @@
-"""How far the workers are: the last step of each, the step that all have saved, and who is slower than the others."""
+"""
+How far the workers are: the last step of each, the step that all have saved, and who is slower than
+the others.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,11 @@ from dataclasses import dataclass, field
 
 from pdrun.rendezvous.protocol.messages import Progress
 
-LAG_STEPS, LAG_SECONDS = 2, 10.0
+LAG_STEPS = 2
+LAG_SECONDS = 10.0
 """A worker so many steps behind the median, for so long, is a straggler."""
-SLOW, SLOW_REPORTS = 1.5, 5
+SLOW = 1.5
+SLOW_REPORTS = 5
 """As is one whose own work takes so many times the median's, over its last reports."""
 LOOK_EVERY = 2.0
 WARN_AGAIN = 60.0
@@ -43,8 +48,13 @@ class ProgressBook:
         self._news = False
 
     def take(self, agent: str, message: Progress, ranks: range) -> bool:
-        """Note a report; return whether it is one that must not be forgotten: the first, or a step that was saved."""
-        first, self.any, self._news = not self.any, True, True
+        """
+        Note a report; return whether it is one that must not be forgotten: the first, or a step
+        that was saved.
+        """
+        first = not self.any
+        self.any = True
+        self._news = True
         for item in message.steps:
             if item.rank not in ranks:
                 continue
@@ -62,26 +72,43 @@ class ProgressBook:
         self._tracks.pop(rank, None)
 
     def agreed(self, agents: Iterable[str], earlier: int) -> int:
-        """Return the last step that the workers of all ``agents`` have saved, or the one agreed upon ``earlier``."""
+        """
+        Return the last step that the workers of all ``agents`` have saved, or the one agreed upon
+        ``earlier``.
+        """
         return max(earlier, min((self.saved.get(agent, -1) for agent in agents), default=-1))
 
     def record(self, now: float) -> Mapping[str, int] | None:
-        """Return the data of a ``progress`` event when one is due, at most every RECORD_EVERY seconds."""
+        """
+        Return the data of a ``progress`` event when one is due, at most every RECORD_EVERY seconds.
+        """
         if not self._news or now < self._record_at or not self._tracks:
             return None
-        self._news, self._record_at = False, now + RECORD_EVERY
+        self._news = False
+        self._record_at = now + RECORD_EVERY
         rank, slowest = min(self._tracks.items(), key=lambda item: (item[1].step, item[0]))
         fastest = max(track.step for track in self._tracks.values())
-        return {"step": slowest.step, "rank": rank, "most": fastest, "saved": min(self.saved.values(), default=-1)}
+        return {
+            "step": slowest.step,
+            "rank": rank,
+            "most": fastest,
+            "saved": min(self.saved.values(), default=-1),
+        }
 
     def stragglers(self, now: float) -> list[tuple[int, str]]:
-        """Return (rank, why) of the workers to warn about: every LOOK_EVERY seconds, each once in WARN_AGAIN."""
+        """
+        Return (rank, why) of the workers to warn about: every LOOK_EVERY seconds, each once in
+        WARN_AGAIN.
+        """
         if now < self._look_at or len(self._tracks) < 2:
             return []
         self._look_at = now + LOOK_EVERY
         middle = statistics.median_high([track.step for track in self._tracks.values()])
-        full = {rank: statistics.median(track.busy) for rank, track in self._tracks.items()
-                if len(track.busy) >= SLOW_REPORTS}  # fmt: skip
+        full = {
+            rank: statistics.median(track.busy)
+            for rank, track in self._tracks.items()
+            if len(track.busy) >= SLOW_REPORTS
+        }
         usual = statistics.median_low(full.values()) if len(full) > 1 else 0.0
         found = []
         for rank, track in sorted(self._tracks.items()):

@@ -1,9 +1,10 @@
 """
-Whether a job is tried again after a failure, and how soon. Pure: settings, what was tried before, and the failure.
+Whether a job is tried again after a failure, and how soon. Pure: settings, what was tried before,
+and the failure.
 
-A restart is refused where it cannot help (the program is not there, an import fails everywhere, the same failure comes
-back at once), where the user's exit codes say so, and where the budget is used up. Membership changes of an elastic job
-are no restarts, and not asked for here.
+A restart is refused where it cannot help (the program is not there, an import fails everywhere, the
+same failure comes back at once), where the user's exit codes say so, and where the budget is used
+up. Membership changes of an elastic job are no restarts, and not asked for here.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from pdrun.rendezvous.policies.verdict import Reported, own
 from pdrun.rendezvous.protocol.events import SchedulerConfig
 from pdrun.rendezvous.protocol.messages import Cause, Failure
 
-HOPELESS = frozenset({"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError"})
+HOPELESS = frozenset(
+    {"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError"}
+)
 """What every attempt meets again, where it is all that the workers died of."""
 LOOP_LENGTH = 4
 """So often the same failure in a row, each soon after the start, is a crash loop."""
@@ -51,13 +54,18 @@ def budget(config: SchedulerConfig, attempts: Attempts, now: float) -> int:
 def counted(config: SchedulerConfig, attempts: Attempts, lived: float, now: float) -> Attempts:
     """Return the attempts with one restart more, of a generation that ``lived`` so many seconds."""
     return replace(
-        attempts, restarts=attempts.restarts + 1, times=(*_counting(config, attempts, now), now),
+        attempts,
+        restarts=attempts.restarts + 1,
+        times=(*_counting(config, attempts, now), now),
         quick=attempts.quick + 1 if lived < QUICK else 1,
-    )  # fmt: skip
+    )
 
 
 def delay(config: SchedulerConfig, attempts: Attempts) -> float:
-    """Return the seconds to wait before the restart that was just counted: 0, b, 2b, 4b ... in quick succession."""
+    """
+    Return the seconds to wait before the restart that was just counted: 0, b, 2b, 4b ... in quick
+    succession.
+    """
     if attempts.quick < 2:
         return 0.0
     return min(LONGEST_DELAY, config.backoff * 2.0 ** min(attempts.quick - 2, 16))
@@ -68,14 +76,23 @@ def after_failure(attempts: Attempts, first: Failure, lived: float, progressed: 
     if lived >= LOOP_WITHIN or progressed:
         return replace(attempts, signature="", alike=0)
     signature = f"{first.rank} {first.cause.kind} {blanked(first.cause.summary)}"
-    return replace(attempts, signature=signature, alike=attempts.alike + 1 if signature == attempts.signature else 1)
+    return replace(
+        attempts,
+        signature=signature,
+        alike=attempts.alike + 1 if signature == attempts.signature else 1,
+    )
 
 
 def refusal(
-    config: SchedulerConfig, attempts: Attempts, failures: Sequence[Reported], first: Failure, now: float
+    config: SchedulerConfig,
+    attempts: Attempts,
+    failures: Sequence[Reported],
+    first: Failure,
+    now: float,
 ) -> str | None:
     """
-    Return None when the job is to be tried again, else why it is not, for the verdict; empty: nothing need be said.
+    Return None when the job is to be tried again, else why it is not, for the verdict; empty:
+    nothing need be said.
 
     Args:
         attempts: with this failure noted (`after_failure`).
@@ -106,13 +123,17 @@ def hopeless(causes: Sequence[Cause]) -> bool:
     """Whether every worker that failed by itself met an error that the next attempt meets again."""
     mine = [cause for cause in causes if own(cause)]
     return bool(mine) and all(
-        cause.kind == "exception" and re.split(r"[:\s]", cause.summary, maxsplit=1)[0].rsplit(".", 1)[-1] in HOPELESS
+        cause.kind == "exception"
+        and re.split(r"[:\s]", cause.summary, maxsplit=1)[0].rsplit(".", 1)[-1] in HOPELESS
         for cause in mine
     )
 
 
 def blanked(text: str) -> str:
-    """Return a text without the numbers and addresses that differ from one attempt, or process, to the next."""
+    """
+    Return a text without the numbers and addresses that differ from one attempt, or process, to the
+    next.
+    """
     return _CHANGING.sub("#", text)
 
 

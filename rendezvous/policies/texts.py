@@ -18,9 +18,10 @@ MOST_TRACEBACK = 8192
 def other_protocol(hello: Hello) -> Refuse:
     """Two versions of pdrun meet."""
     return Refuse(
-        78, f"this scheduler speaks version {PROTOCOL} of the protocol, {hello.host or 'you'} speaks {hello.version}: "
+        78,
+        f"this scheduler speaks version {PROTOCOL} of the protocol, {hello.host or 'you'} speaks {hello.version}: "
         "install the same pdrun on every node",
-    )  # fmt: skip
+    )
 
 
 def count(number: int, what: str) -> str:
@@ -29,7 +30,9 @@ def count(number: int, what: str) -> str:
 
 
 def ended_well(places: Mapping[int, str]) -> str:
-    """Return ``rank 1 on node0 had ended before, without an error``; the empty string for no rank."""
+    """
+    Return ``rank 1 on node0 had ended before, without an error``; the empty string for no rank.
+    """
     if not places:
         return ""
     first = min(places)
@@ -38,46 +41,62 @@ def ended_well(places: Mapping[int, str]) -> str:
 
 
 def place(config: SchedulerConfig, rank: int) -> str:
-    """Return what a member's rank is called: ``node rank 2``; of a member that is one worker, ``rank 2``."""
+    """
+    Return what a member's rank is called: ``node rank 2``; of a member that is one worker, ``rank
+    2``.
+    """
     return f"node rank {rank}" if config.unit == "node" else f"rank {rank}"
 
 
 def other_job(config: SchedulerConfig, job: str, command: str, hello: Hello) -> Refuse:
-    """Two jobs meet at one address: both are named, and what they run where that is what differs."""
-    mine, theirs = (f" with `{command}`", f" with `{hello.command}`") if command and hello.command else ("", "")
+    """
+    Two jobs meet at one address: both are named, and what they run where that is what differs.
+    """
+    mine, theirs = (
+        (f" with `{command}`", f" with `{hello.command}`")
+        if command and hello.command
+        else ("", "")
+    )
     advice = "type the same on every node, or give one of the jobs another port"
     if mine == theirs:
-        mine, theirs, advice = "", "", "give both the same --job, or one of them another port"
+        mine = ""
+        theirs = ""
+        advice = "give both the same --job, or one of them another port"
     started = f", started on {config.host}" if config.host else ""
     sender = f" on {hello.host}" if hello.host else ""
     return Refuse(
-        69, f"this scheduler serves job '{job}' (run {config.run}{started}){mine}, you are job '{hello.job}'{sender}"
+        69,
+        f"this scheduler serves job '{job}' (run {config.run}{started}){mine}, you are job '{hello.job}'{sender}"
         f"{theirs}: {advice}",
-    )  # fmt: skip
+    )
 
 
 def same_name(config: SchedulerConfig, name: str, older: Hello, newer: Hello) -> Refuse:
     """Two members have one name."""
     cure = "--node-name" if config.unit == "node" else "PDRUN_WORKER_ID"
     return Refuse(
-        78, f"two {config.unit}s are called '{name}': one on host {older.host} (pid {older.pid}), "
+        78,
+        f"two {config.unit}s are called '{name}': one on host {older.host} (pid {older.pid}), "
         f"one on host {newer.host} (pid {newer.pid}); give each its own {cure}, or end the older one",
-    )  # fmt: skip
+    )
 
 
 def must_agree(key: str, first: Join, join: Join) -> Refuse:
     """Two nodes cannot be of one job, though they say so."""
     if key == "command":
         return Refuse(
-            78, f"the commands differ: `{first.facts[key]}` on {first.node}, `{join.facts[key]}` on {join.node}: "
+            78,
+            f"the commands differ: `{first.facts[key]}` on {first.node}, `{join.facts[key]}` on {join.node}: "
             "type the same on every node, or give one of the jobs another port",
-        )  # fmt: skip
+        )
     return Refuse(78, f"{differs(key, first, join)}: all nodes must run the same")
 
 
 def differs(key: str, first: Join, join: Join) -> str:
     """Return a line about a fact in which two nodes differ, naming nodes and values."""
-    return f"{key} differs: {first.facts[key]!r} on {first.node}, {join.facts[key]!r} on {join.node}"
+    return (
+        f"{key} differs: {first.facts[key]!r} on {first.node}, {join.facts[key]!r} on {join.node}"
+    )
 
 
 def full(config: SchedulerConfig, job: str) -> Refuse:
@@ -108,18 +127,27 @@ def over(config: SchedulerConfig, job: str) -> Refuse:
 
 def after_restarts(reason: str, restarts: int) -> str:
     """Return the reason, and how often the job was started again before."""
-    return f"{reason}, after {restarts} restart{'s' if restarts > 1 else ''}" if restarts else reason
+    if restarts:
+        return f"{reason}, after {restarts} restart{'s' if restarts > 1 else ''}"
+    return reason
 
 
 def verdict_data(verdict: Verdict) -> dict[str, Any]:
     """Return the data of a ``verdict`` event."""
-    data: dict[str, Any] = {"code": verdict.code, "reason": verdict.reason, "victims": verdict.victims}
+    data: dict[str, Any] = {
+        "code": verdict.code,
+        "reason": verdict.reason,
+        "victims": verdict.victims,
+    }
     if verdict.first:
         cause = verdict.first.cause
         data.update(
-            rank=verdict.first.rank, node=verdict.first.node, how=cause.kind, log=cause.log,
+            rank=verdict.first.rank,
+            node=verdict.first.node,
+            how=cause.kind,
+            log=cause.log,
             traceback=cause.traceback[-MOST_TRACEBACK:],
-        )  # fmt: skip
+        )
     return data
 
 
@@ -129,7 +157,10 @@ def straggler(rank: int, node: str, why: str) -> str:
 
 
 def how_to_start(config: SchedulerConfig, endpoint: Endpoint, *, insecure: bool) -> str:
-    """Return how nodes come to a scheduler that was started by itself: the first says what the job runs."""
+    """
+    Return how nodes come to a scheduler that was started by itself: the first says what the job
+    runs.
+    """
     trust = " --insecure" if insecure else ""
     return (
         f"on each node: pdrun --nodes {config.nodes} --scheduler {endpoint} --no-serve{trust} SCRIPT ARGUMENTS; "

@@ -1,9 +1,10 @@
 """
 Who was it? Ranks the failures of a job by kind first, by time second, and words the verdict.
 
-A process that dies because its peer died dies with a communication error, often *earlier* than the peer's own
-traceback is complete; so the kind of a cause says more than its time. Clocks of two nodes are never compared:
-inside a node `Cause.at` counts, between nodes the order in which the scheduler heard.
+A process that dies because its peer died dies with a communication error, often *earlier* than the
+peer's own traceback is complete; so the kind of a cause says more than its time. Clocks of two
+nodes are never compared: inside a node `Cause.at` counts, between nodes the order in which the
+scheduler heard.
 """
 
 from __future__ import annotations
@@ -16,9 +17,18 @@ from pdrun.rendezvous.policies.texts import after_restarts
 from pdrun.rendezvous.protocol.messages import Cause, CauseKind, Failure, Verdict
 
 _RANKING: dict[CauseKind, int] = {
-    "exception": 0, "startup": 0, "hang": 0, "signal": 1, "oom": 1, "exit": 2, "lost": 3, "suspect": 4,
-    "communication": 5, "stopped": 6, "ok": 7,
-}  # fmt: skip
+    "exception": 0,
+    "startup": 0,
+    "hang": 0,
+    "signal": 1,
+    "oom": 1,
+    "exit": 2,
+    "lost": 3,
+    "suspect": 4,
+    "communication": 5,
+    "stopped": 6,
+    "ok": 7,
+}
 
 MOST_OTHERS = 8
 _OTHER_TRACEBACK = 4096
@@ -40,8 +50,8 @@ class Reported:
 
 class Failures(Sequence[Reported]):
     """
-    The failures of one generation as they arrive, each in constant time and in little memory: only the first cause so
-    far keeps all of its text, a few others the end of theirs.
+    The failures of one generation as they arrive, each in constant time and in little memory: only
+    the first cause so far keeps all of its text, a few others the end of theirs.
     """
 
     def __init__(self) -> None:
@@ -52,7 +62,10 @@ class Failures(Sequence[Reported]):
         self._own_since: float | None = None
 
     def add(self, failure: Failure, now: float, ended: str = "") -> None:
-        """One more, at its arrival (see `Reported`); a rank that hung has failed already, whatever it ends with."""
+        """
+        One more, at its arrival (see `Reported`); a rank that hung has failed already, whatever it
+        ends with.
+        """
         if self.hung == failure.rank:
             return
         new = Reported(failure, len(self._all), now, ended)
@@ -62,13 +75,18 @@ class Failures(Sequence[Reported]):
         self._all.append(new)
         before = self.first
         if before is None or first_cause((before, new)) is new:
-            self._first, new = new.order, before or new
+            self._first = new.order
+            new = before or new
         if new.order == self._first:
             return
-        keep = own(new.failure.cause) and (new.failure.rank in self._own or len(self._own) < MOST_OTHERS)
+        keep = own(new.failure.cause) and (
+            new.failure.rank in self._own or len(self._own) < MOST_OTHERS
+        )
         if keep:
             self._own.add(new.failure.rank)
-        self._all[new.order] = replace(new, failure=_trimmed(new.failure) if keep else _bare(new.failure))
+        self._all[new.order] = replace(
+            new, failure=_trimmed(new.failure) if keep else _bare(new.failure)
+        )
 
     @property
     def first(self) -> Reported | None:
@@ -78,7 +96,9 @@ class Failures(Sequence[Reported]):
     @property
     def hung(self) -> int | None:
         """The rank that was given up because it hung."""
-        return self._all[0].failure.rank if self._all and self._all[0].failure.cause.kind == "hang" else None
+        if self._all and self._all[0].failure.cause.kind == "hang":
+            return self._all[0].failure.rank
+        return None
 
     def own_before(self, time: float) -> bool:
         """Whether some worker had failed by itself before ``time``."""
@@ -124,7 +144,12 @@ def describe(failure: Failure) -> str:
 
 
 def worded(
-    failures: Sequence[Reported], *, restarts: int, code: int | None = None, reason: str = "", why_not: str = ""
+    failures: Sequence[Reported],
+    *,
+    restarts: int,
+    code: int | None = None,
+    reason: str = "",
+    why_not: str = "",
 ) -> Verdict:
     """
     Return the verdict over a job that failed.
@@ -140,7 +165,9 @@ def worded(
     others = [item.failure for item in failures if item is not first and own(item.failure.cause)]
     victims = sum(not own(item.failure.cause) for item in failures if item is not first)
     if code is None:
-        code, reason = (first.failure.cause.code or 1, describe(first.failure)) if first else (70, reason)
+        code, reason = (
+            (first.failure.cause.code or 1, describe(first.failure)) if first else (70, reason)
+        )
     if first and first.failure.cause.kind == "communication":
         # known of the failure that arrived first, which need not be the first in time
         ended = next((item.ended for item in failures if item.ended), "")
@@ -148,16 +175,22 @@ def worded(
     if why_not and first:
         reason = f"{reason} ({why_not})"
     return Verdict(
-        code=code, reason=after_restarts(reason, restarts), first=first.failure if first else None,
-        others=tuple(_trimmed(other) for other in others[:MOST_OTHERS]), victims=victims,
-    )  # fmt: skip
+        code=code,
+        reason=after_restarts(reason, restarts),
+        first=first.failure if first else None,
+        others=tuple(_trimmed(other) for other in others[:MOST_OTHERS]),
+        victims=victims,
+    )
 
 
 def _trimmed(failure: Failure) -> Failure:
     """Cut what a further failure carries, so that a verdict always fits in one message."""
     cause = failure.cause
     return replace(
-        failure, cause=replace(cause, traceback=cause.traceback[-_OTHER_TRACEBACK:], tail=cause.tail[-_OTHER_TAIL:])
+        failure,
+        cause=replace(
+            cause, traceback=cause.traceback[-_OTHER_TRACEBACK:], tail=cause.tail[-_OTHER_TAIL:]
+        ),
     )
 
 

@@ -1,10 +1,11 @@
 """
 Envelope <-> bytes: JSON, read strictly against the type hints of the message dataclasses.
 
-What a peer sends is data from outside. Anything that is not exactly a message is refused with a CodecError that
-names the place: unknown, missing or mistyped fields, a bool where an int belongs, numbers beyond 64 bits or not
-finite, keys that appear twice, text above 64 KiB (but for spec, traceback and lines), lone surrogates, nesting
-deeper than 16, more than `Envelope.LIMIT` bytes. Nothing in it can name code.
+What a peer sends is data from outside. Anything that is not exactly a message is refused with a
+CodecError that names the place: unknown, missing or mistyped fields, a bool where an int belongs,
+numbers beyond 64 bits or not finite, keys that appear twice, text above 64 KiB (but for spec,
+traceback and lines), lone surrogates, nesting deeper than 16, more than `Envelope.LIMIT` bytes.
+Nothing in it can name code.
 """
 
 from __future__ import annotations
@@ -21,9 +22,16 @@ from pdrun.rendezvous.protocol.messages import Envelope, Message
 from pdrun.rendezvous.protocol.schema import LONGEST, SURROGATE, Misfit, hints, reader, short, whole
 
 __all__ = [
-    "LONGEST", "CodecError", "decode", "encode", "event_from_plain", "event_to_plain", "from_plain", "load_json",
+    "LONGEST",
+    "CodecError",
+    "decode",
+    "encode",
+    "event_from_plain",
+    "event_to_plain",
+    "from_plain",
+    "load_json",
     "to_plain",
-]  # fmt: skip
+]
 
 DEEPEST = 16
 
@@ -35,7 +43,9 @@ _WRITER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",",
 
 
 class CodecError(ValueError):
-    """Bytes that are no message, or a message that does not fit into bytes; the text names the place."""
+    """
+    Bytes that are no message, or a message that does not fit into bytes; the text names the place.
+    """
 
 
 def encode(envelope: Envelope) -> bytes:
@@ -43,14 +53,19 @@ def encode(envelope: Envelope) -> bytes:
     Return the envelope as bytes. Lone surrogates (from a worker's broken output) become U+FFFD.
 
     Raises:
-        CodecError: it would be longer than `Envelope.LIMIT` bytes, or holds a number that is not finite.
+        CodecError: it would be longer than `Envelope.LIMIT` bytes, or holds a number that is not
+            finite.
     """
     body = _body(envelope.body)
     kind = type(envelope.body).__name__
     data = (
-        f'{{"sender":{_quoted(envelope.sender)},"incarnation":{envelope.incarnation:d},'
-        f'"sequence":{envelope.sequence:d},"type":"{kind}","body":'
-    ).encode() + body + b"}"  # fmt: skip
+        (
+            f'{{"sender":{_quoted(envelope.sender)},"incarnation":{envelope.incarnation:d},'
+            f'"sequence":{envelope.sequence:d},"type":"{kind}","body":'
+        ).encode()
+        + body
+        + b"}"
+    )
     if len(data) > Envelope.LIMIT:
         raise CodecError(f"{kind}: {len(data)} bytes are more than {Envelope.LIMIT}")
     return data
@@ -70,7 +85,8 @@ def decode(data: bytes) -> Envelope:
     if not isinstance(kind, str) or kind not in _TYPES:
         raise CodecError(f"type: {short(kind)} is no message")
     found = object.__new__(Envelope)  # see `_dataclass_reader`
-    content, place = found.__dict__, ""
+    content = found.__dict__
+    place = ""
     try:
         content["sender"] = reader(str, place := "sender")(value[place])
         content["incarnation"] = whole(value[place := "incarnation"])
@@ -83,13 +99,17 @@ def decode(data: bytes) -> Envelope:
 
 
 def to_plain(value: Any) -> Any:
-    """Return a frozen value of this package as plain JSON values; not to be changed, they may be the value's own."""
+    """
+    Return a frozen value of this package as plain JSON values; not to be changed, they may be the
+    value's own.
+    """
     return _plain(value)
 
 
 def from_plain(cls: type[Any], value: Any, place: str) -> Any:
     """
-    Return the value of type ``cls``, a dataclass as a rule, that plain JSON values describe, read strictly.
+    Return the value of type ``cls``, a dataclass as a rule, that plain JSON values describe, read
+    strictly.
 
     Raises:
         CodecError: they describe none; ``place`` is what the text calls the value.
@@ -105,7 +125,12 @@ def event_to_plain(event: Happening) -> dict[str, Any]:
     """Return an event of the membership machine as plain JSON values, for the journal."""
     if isinstance(event, Received):
         message = event.message
-        return {"kind": "Received", "peer": event.peer, "type": type(message).__name__, "body": _plain(message)}
+        return {
+            "kind": "Received",
+            "peer": event.peer,
+            "type": type(message).__name__,
+            "body": _plain(message),
+        }
     return {"kind": type(event).__name__, "body": _plain(event)}
 
 
@@ -117,9 +142,16 @@ def event_from_plain(value: Any, place: str) -> Happening:
         CodecError: the values describe no event.
     """
     kind = value.get("kind") if isinstance(value, dict) else None
-    if kind == "Received" and set(value) == {"kind", "peer", "type", "body"} and value["type"] in tuple(_TYPES):
+    if (
+        kind == "Received"
+        and set(value) == {"kind", "peer", "type", "body"}
+        and value["type"] in tuple(_TYPES)
+    ):
         name = value["type"]
-        return Received(from_plain(str, value["peer"], f"{place}.peer"), from_plain(_TYPES[name], value["body"], name))
+        return Received(
+            from_plain(str, value["peer"], f"{place}.peer"),
+            from_plain(_TYPES[name], value["body"], name),
+        )
     if kind != "Received" and kind in tuple(_EVENTS) and set(value) == {"kind", "body"}:
         event: Happening = from_plain(_EVENTS[kind], value["body"], f"{place}.{kind}")
         return event
@@ -131,7 +163,8 @@ def load_json(data: bytes, limit: int = Envelope.LIMIT) -> Any:
     return _json(data, limit)
 
 
-# Messages to bytes ----------------------------------------------------------------------------------------------------
+# Messages to bytes
+# ----------------------------------------------------------------------------------------------------
 
 _last: tuple[Any, bytes] = (None, b"")
 """The body that was written last: what all nodes are told is one object, and is written once."""
@@ -157,30 +190,43 @@ def _quoted(text: str) -> str:
 
 
 def _utf8(text: str) -> bytes:
-    return text.encode() if text.isascii() else SURROGATE.sub("\ufffd", text).encode()
+    if text.isascii():
+        return text.encode()
+    return SURROGATE.sub("\ufffd", text).encode()
 
 
 def _plain(value: Any) -> Any:
     kind: Any = type(value)
     names = _fields_of(kind)
     if names is None:
-        return [_plain(item) for item in value] if isinstance(value, tuple) else value
-    return {name: _plain(getattr(value, name)) for name in names} if names else vars(value)
+        if isinstance(value, tuple):
+            return [_plain(item) for item in value]
+        return value
+    if names:
+        return {name: _plain(getattr(value, name)) for name in names}
+    return vars(value)
 
 
 @cache
 def _fields_of(cls: Any) -> tuple[str, ...] | None:
-    """Return the names of a dataclass's fields, none where their values are plain as they are; None: it is no such."""
+    """
+    Return the names of a dataclass's fields, none where their values are plain as they are; None:
+    it is no such.
+    """
     if not is_dataclass(cls):
         return None
     types = hints(cls)
     simple = (str, int, float, bool, int | None, dict[str, str])
-    if all(types[item.name] in simple or get_origin(types[item.name]) is Literal for item in fields(cls)):
+    if all(
+        types[item.name] in simple or get_origin(types[item.name]) is Literal
+        for item in fields(cls)
+    ):
         return ()
     return tuple(item.name for item in fields(cls))
 
 
-# Bytes to JSON values -------------------------------------------------------------------------------------------------
+# Bytes to JSON values
+# -------------------------------------------------------------------------------------------------
 
 
 def _json(data: bytes, limit: int = Envelope.LIMIT) -> Any:
@@ -197,7 +243,9 @@ def _json(data: bytes, limit: int = Envelope.LIMIT) -> Any:
 
 
 def _check_depth(data: bytes) -> None:
-    """Refuse deep nesting before the parser sees it. Linear in the length, also for broken input."""
+    """
+    Refuse deep nesting before the parser sees it. Linear in the length, also for broken input.
+    """
     depth = 0
     for token in _TOKENS.finditer(data):
         first = token[0][:1]

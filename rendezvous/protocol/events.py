@@ -1,7 +1,9 @@
 """
-What goes into the membership machine and what comes out: its configuration, its events, its actions.
+What goes into the membership machine and what comes out: its configuration, its events, its
+actions.
 
-Plain frozen values. `pdrun.rendezvous.membership.machine` gives them meaning, `pdrun.rendezvous.scheduler.service` carries them out.
+Plain frozen values. `pdrun.rendezvous.membership.machine` gives them meaning,
+`pdrun.rendezvous.scheduler.service` carries them out.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ Peer = str
 
 FAREWELL = 10.0
 """
-Seconds that agents get to hear the verdict and leave. Whoever does not hear it waits for a scheduler that is gone, and
-calls the job lost: on a network that loses a third of all packets a message may take as long.
+Seconds that agents get to hear the verdict and leave. Whoever does not hear it waits for a
+scheduler that is gone, and calls the job lost: on a network that loses a third of all packets a
+message may take as long.
 """
 
 
@@ -42,23 +45,34 @@ class SchedulerConfig:
     restart_window: float | None = None
     """Only restarts of the last so many seconds count against ``max_restarts``; None: all."""
     restart_on: tuple[int, ...] = ()
-    """Exit codes (as a shell shows them) after which to restart; empty: all but ``no_restart_on``."""
+    """
+    Exit codes (as a shell shows them) after which to restart; empty: all but ``no_restart_on``.
+    """
     no_restart_on: tuple[int, ...] = ()
     backoff: float = 1.0
-    """Seconds before the second of two restarts in quick succession, doubled for each further one, at most 30."""
+    """
+    Seconds before the second of two restarts in quick succession, doubled for each further one, at
+    most 30.
+    """
     min_nodes: int = 0
     """The job runs with at least so many nodes; 0: with ``nodes`` only."""
     gather: float = 10.0
-    """With fewer than ``nodes``: seconds in which nobody has joined, after which a generation is formed."""
+    """
+    With fewer than ``nodes``: seconds in which nobody has joined, after which a generation is
+    formed.
+    """
     spares: int = 0
     """Nodes beyond ``nodes`` that may join and stand by."""
     grow: float | None = None
     """
-    With fewer than ``nodes`` running and nodes standing by: seconds after the last of them came in which a new, larger
-    generation is opened; None: they wait for the next one.
+    With fewer than ``nodes`` running and nodes standing by: seconds after the last of them came in
+    which a new, larger generation is opened; None: they wait for the next one.
     """
     relays: int | None = None
-    """Relay processes beside the scheduler, which take the agents in; None: as many as the job's size asks for."""
+    """
+    Relay processes beside the scheduler, which take the agents in; None: as many as the job's size
+    asks for.
+    """
     patience: float = 60.0
     """Handed out in Welcome: how long agents wait for a lost scheduler; 0: not at all."""
     time_limit: float | None = None
@@ -78,17 +92,21 @@ class SchedulerConfig:
     waiting_every: float = 5.0
     heartbeat: float = 1.0
     """
-    Between two heartbeats of an agent, and more in a job of thousands of nodes (`watch.times`); 0: nobody beats and
-    nobody is suspected (all in one process).
+    Between two heartbeats of an agent, and more in a job of thousands of nodes (`watch.times`); 0:
+    nobody beats and nobody is suspected (all in one process).
     """
     suspect: float = 3.0
-    """Silence after which a node is called suspect; also how long a cut connection may take to come back."""
+    """
+    Silence after which a node is called suspect; also how long a cut connection may take to come
+    back.
+    """
     dead: float = 10.0
     """Silence after which a node is lost."""
     reconnect: float = 0.6
     """
-    How long a node may take to come back when its connection was *closed* while it was still talking: a kernel
-    does that for a process that died, and a live agent whose connection was reset comes back at once.
+    How long a node may take to come back when its connection was *closed* while it was still
+    talking: a kernel does that for a process that died, and a live agent whose connection was reset
+    comes back at once.
     """
 
 
@@ -102,7 +120,10 @@ class Received:
 
 @dataclass(frozen=True)
 class Heard:
-    """Connections behind a relay were heard, and hear what they are answered: in place of a Heartbeat of each."""
+    """
+    Connections behind a relay were heard, and hear what they are answered: in place of a Heartbeat
+    of each.
+    """
 
     peers: tuple[Peer, ...]
 
@@ -144,14 +165,16 @@ class Silent:
     agent: str
     why: str
     cut_at: float
-    """When it was last known to talk, on the scheduler's clock: failures after that may be its doing."""
+    """
+    When it was last known to talk, on the scheduler's clock: failures after that may be its doing.
+    """
 
 
 @dataclass(frozen=True)
 class GivenUp:
     """
-    The failure detector has given nodes up. The machine says this to itself at a Tick; a journal keeps it, since the
-    heartbeats that it follows from are not kept.
+    The failure detector has given nodes up. The machine says this to itself at a Tick; a journal
+    keeps it, since the heartbeats that it follows from are not kept.
     """
 
     nodes: tuple[Silent, ...]
@@ -160,8 +183,8 @@ class GivenUp:
 @dataclass(frozen=True)
 class Resumed:
     """
-    This scheduler is the successor of one that died, and has replayed its journal: every connection is gone, every
-    deadline starts afresh.
+    This scheduler is the successor of one that died, and has replayed its journal: every connection
+    is gone, every deadline starts afresh.
     """
 
     scheduler: str

@@ -1,5 +1,6 @@
 """
-The words that agents and the scheduler exchange: frozen dataclasses, one a message, plain values only.
+The words that agents and the scheduler exchange: frozen dataclasses, one a message, plain values
+only.
 
 A conversation, agent on the left:
 
@@ -17,13 +18,14 @@ A conversation, agent on the left:
                      <-  Verdict        ... or the end: one code for every node
     Leave            ->
 
-A node that joins a job which has its nodes gets Standby and waits for a later generation. One that must go (its machine
-is to be taken away) says Depart, ends its workers as for a restart, and leaves; the others form a new generation.
+A node that joins a job which has its nodes gets Standby and waits for a later generation. One that
+must go (its machine is to be taken away) says Depart, ends its workers as for a restart, and
+leaves; the others form a new generation.
 
-Heartbeat and Echo run beside it, and Progress, which carries what the workers told (`pdrun.progress`). A worker that
-hangs is reported by Hung; the scheduler asks all nodes for their workers' stacks (ShowStacks, Stacks) before it ends
-the generation. Notice is a line for the people at the terminals. StopRequest and StatusQuery come from agents and from
-viewers.
+Heartbeat and Echo run beside it, and Progress, which carries what the workers told
+(`pdrun.progress`). A worker that hangs is reported by Hung; the scheduler asks all nodes for their
+workers' stacks (ShowStacks, Stacks) before it ends the generation. Notice is a line for the people
+at the terminals. StopRequest and StatusQuery come from agents and from viewers.
 """
 
 from __future__ import annotations
@@ -36,8 +38,18 @@ PROTOCOL = 2
 
 Role = Literal["agent", "view"]
 CauseKind = Literal[
-    "ok", "exception", "signal", "oom", "exit", "communication", "startup", "lost", "suspect", "stopped", "hang"
-]  # fmt: skip
+    "ok",
+    "exception",
+    "signal",
+    "oom",
+    "exit",
+    "communication",
+    "startup",
+    "lost",
+    "suspect",
+    "stopped",
+    "hang",
+]
 
 
 @dataclass(frozen=True)
@@ -46,18 +58,22 @@ class Cause:
 
     kind: CauseKind
     """
-    ok: exit code 0. exception: a Python traceback was its last word. signal, oom: killed. exit: a code without a
-    traceback. communication: an exception or abort whose text says that a peer went away. startup: could not be
-    started. lost: its node was lost. suspect: a traceback was its last word, but it still ran when pdrun stopped it.
-    stopped: ended after pdrun told it to. hang: made no progress for the hang timeout.
+    ok: exit code 0. exception: a Python traceback was its last word. signal, oom: killed. exit: a
+    code without a traceback. communication: an exception or abort whose text says that a peer went
+    away. startup: could not be started. lost: its node was lost. suspect: a traceback was its last
+    word, but it still ran when pdrun stopped it. stopped: ended after pdrun told it to. hang: made
+    no progress for the hang timeout.
     """
     code: int
-    """As a shell shows it: the exit code, ``128 + N`` for signal N, 126 or 127 when it could not be started."""
+    """
+    As a shell shows it: the exit code, ``128 + N`` for signal N, 126 or 127 when it could not be
+    started.
+    """
     signal: int = 0
     at: float = 0.0
     """
-    Monotonic seconds on the worker's node at which the cause was first seen (first byte of the last traceback, else
-    the exit): comparable inside a node only.
+    Monotonic seconds on the worker's node at which the cause was first seen (first byte of the last
+    traceback, else the exit): comparable inside a node only.
     """
     summary: str = ""
     """One line: ``ValueError: boom``, ``killed by SIGSEGV (segmentation fault)``."""
@@ -87,7 +103,10 @@ class Hello:
     version: int
     role: Role
     job: str
-    """The job that the sender means; the empty string in a viewer's or joiner's hello means: whichever you serve."""
+    """
+    The job that the sender means; the empty string in a viewer's or joiner's hello means: whichever
+    you serve.
+    """
     agent: str
     """Random name of the sending process, 32 hexadecimal digits; stays over reconnects."""
     incarnation: int
@@ -100,13 +119,19 @@ class Hello:
 
 @dataclass(frozen=True)
 class Welcome:
-    """The scheduler's answer to Hello; said again to who has not joined once the specification is known."""
+    """
+    The scheduler's answer to Hello; said again to who has not joined once the specification is
+    known.
+    """
 
     job: str
     run: str
     """Unique name of this run: folder of its logs."""
     spec: str
-    """The job's specification as JSON, opaque to the rendezvous; empty when no agent has given one yet."""
+    """
+    The job's specification as JSON, opaque to the rendezvous; empty when no agent has given one
+    yet.
+    """
     scheduler: str
     """Incarnation of the scheduler, 32 hexadecimal digits."""
     heartbeat: float
@@ -115,11 +140,13 @@ class Welcome:
     """Seconds of silence after which either side counts the other as lost."""
     lease: float = 0.0
     """
-    Seconds without an answer of the scheduler after which a node ends its own workers, because a new generation may
-    be formed without it; 0: never, the job cannot go on without this node.
+    Seconds without an answer of the scheduler after which a node ends its own workers, because a
+    new generation may be formed without it; 0: never, the job cannot go on without this node.
     """
     patience: float = 60.0
-    """Seconds for which a node waits for a lost scheduler to come back before it gives the job up."""
+    """
+    Seconds for which a node waits for a lost scheduler to come back before it gives the job up.
+    """
 
 
 @dataclass(frozen=True)
@@ -132,9 +159,13 @@ class Join:
     """The place that the user asked for, or None."""
     workers: int
     facts: dict[str, str] = field(default_factory=dict)
-    """What must, or should, agree between nodes: command, script, python, torch, pdrun, device ..."""
+    """
+    What must, or should, agree between nodes: command, script, python, torch, pdrun, device ...
+    """
     store: str = ""
-    """``HOST:PORT`` of a listening socket that this agent holds for the store, should it get rank 0."""
+    """
+    ``HOST:PORT`` of a listening socket that this agent holds for the store, should it get rank 0.
+    """
     spec: str = ""
     """The job's specification as JSON, for a scheduler that was started without one."""
 
@@ -146,7 +177,9 @@ class Waiting:
     present: tuple[str, ...]
     """Names of those who are here, at most 16."""
     missing: tuple[str, ...]
-    """Names, or descriptions (``node rank 2``, ``1 more node``), of what is not here, at most 16."""
+    """
+    Names, or descriptions (``node rank 2``, ``1 more node``), of what is not here, at most 16.
+    """
     expected: int
     """Nodes that are awaited: the least of an elastic job, or the most once the least are here."""
     elapsed: float
@@ -163,7 +196,10 @@ class Refuse:
     """The exit code that the refused side should leave with."""
     reason: str
     rejoin: bool = False
-    """True: this agent was given up, the job goes on. End the workers; then a new agent on this node may join."""
+    """
+    True: this agent was given up, the job goes on. End the workers; then a new agent on this node
+    may join.
+    """
 
 
 @dataclass(frozen=True)
@@ -187,11 +223,17 @@ class Assign:
     master: str
     """``HOST:PORT`` of the store that rank 0's node holds."""
     local_rank: int = 0
-    """Workers of lower ranks on the same host, in other nodes; for a dynamic cluster, where a worker is a node."""
+    """
+    Workers of lower ranks on the same host, in other nodes; for a dynamic cluster, where a worker
+    is a node.
+    """
     local_world_size: int = 0
     """All workers on the same host, over all of its nodes."""
     agreed_step: int = -1
-    """The last step of which every worker of an earlier generation had said that it is saved; -1: none."""
+    """
+    The last step of which every worker of an earlier generation had said that it is saved; -1:
+    none.
+    """
 
 
 @dataclass(frozen=True)
@@ -285,8 +327,9 @@ class Leave:
 @dataclass(frozen=True)
 class Depart:
     """
-    This node must go, the job may go on without it: as Leave, but in order. Its workers are ended with the usual grace
-    (StopWorkers), it says Finished, then Leave. Where the job cannot go on without it, the whole job is stopped.
+    This node must go, the job may go on without it: as Leave, but in order. Its workers are ended
+    with the usual grace (StopWorkers), it says Finished, then Leave. Where the job cannot go on
+    without it, the whole job is stopped.
     """
 
     reason: str
@@ -299,7 +342,10 @@ class Step:
     rank: int
     step: int
     busy: float = 0.0
-    """Seconds of its own work in the last step, without waiting for others, where the script tells; else 0."""
+    """
+    Seconds of its own work in the last step, without waiting for others, where the script tells;
+    else 0.
+    """
 
 
 @dataclass(frozen=True)
@@ -321,7 +367,9 @@ class Hung:
     why: str
     """One line: ``no progress for 300 s (step 1200)``."""
     waits: bool = False
-    """It is only quiet, as who waits for others is: no hang while a worker of another node is at work."""
+    """
+    It is only quiet, as who waits for others is: no hang while a worker of another node is at work.
+    """
 
 
 @dataclass(frozen=True)
@@ -352,14 +400,20 @@ class Stacks:
 
 @dataclass(frozen=True)
 class Notice:
-    """Something for the people at the terminals, a slow worker, a hang, a node that was lost; one line or several."""
+    """
+    Something for the people at the terminals, a slow worker, a hang, a node that was lost; one line
+    or several.
+    """
 
     text: str
 
 
 @dataclass(frozen=True)
 class StopRequest:
-    """Somebody wants the whole job to stop: ``signal`` goes to the workers, the job's code is ``128 + signal``."""
+    """
+    Somebody wants the whole job to stop: ``signal`` goes to the workers, the job's code is ``128 +
+    signal``.
+    """
 
     signal: int
     by: str
@@ -374,19 +428,48 @@ class StatusQuery:
 
 @dataclass(frozen=True)
 class StatusReply:
-    """The job's status: the event log's lines so far, newest last, cut to the newest that fit in a message."""
+    """
+    The job's status: the event log's lines so far, newest last, cut to the newest that fit in a
+    message.
+    """
 
     lines: tuple[str, ...]
 
 
 Message = (
-    Hello | Welcome | Join | Waiting | Refuse | Assign | Ready | Unready | Start | WorkerExit | Finished | StopWorkers
-    | Verdict | Heartbeat | Echo | Leave | Standby | Depart | Progress | Hung | ShowStacks | Stacks | Notice
-    | StopRequest | StatusQuery | StatusReply
-)  # fmt: skip
+    Hello
+    | Welcome
+    | Join
+    | Waiting
+    | Refuse
+    | Assign
+    | Ready
+    | Unready
+    | Start
+    | WorkerExit
+    | Finished
+    | StopWorkers
+    | Verdict
+    | Heartbeat
+    | Echo
+    | Leave
+    | Standby
+    | Depart
+    | Progress
+    | Hung
+    | ShowStacks
+    | Stacks
+    | Notice
+    | StopRequest
+    | StatusQuery
+    | StatusReply
+)
 
 BESIDE = (Progress, Stacks, Notice)
-"""Said beside a job's course: one that fits into no envelope is left out. Anything else must be said: see `Refuse`."""
+"""
+Said beside a job's course: one that fits into no envelope is left out. Anything else must be said:
+see `Refuse`.
+"""
 
 
 @dataclass(frozen=True)
@@ -398,8 +481,8 @@ class Envelope:
     incarnation: int
     sequence: int
     """
-    Counts up from 0 on each connection; a replay or a gap is refused. Heartbeat and Echo are outside the count, and
-    always 0: a relay answers them in the scheduler's place.
+    Counts up from 0 on each connection; a replay or a gap is refused. Heartbeat and Echo are
+    outside the count, and always 0: a relay answers them in the scheduler's place.
     """
     body: Message
 

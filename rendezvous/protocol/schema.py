@@ -1,8 +1,8 @@
 """
 JSON values -> frozen dataclasses, read strictly against their type hints.
 
-A value that is not of its type is a `Misfit` that knows where it is. Reading is what a scheduler does most: what fits
-costs no more than the checks.
+A value that is not of its type is a `Misfit` that knows where it is. Reading is what a scheduler
+does most: what fits costs no more than the checks.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ Reader = Callable[[Any], Any]
 
 class Misfit(Exception):
     """
-    A value that is not of its type. The place is put together on the way out, so that what fits pays nothing for it.
+    A value that is not of its type. The place is put together on the way out, so that what fits
+    pays nothing for it.
     """
 
     def __init__(self, why: str) -> None:
         super().__init__(why)
-        self.why, self.place = why, ""
+        self.why = why
+        self.place = ""
 
     def at(self, step: str) -> Misfit:
         """The misfit is inside of something: name the step from there."""
@@ -48,14 +50,18 @@ class Misfit(Exception):
 
 @cache
 def reader(hint: Any, name: str) -> Reader:
-    """Return the function that reads one type; ``name`` is the field's, which decides how long a text may be."""
+    """
+    Return the function that reads one type; ``name`` is the field's, which decides how long a text
+    may be.
+    """
     if hint is str:
         return _text_reader(Envelope.LIMIT if name in LONG_FIELDS else LONGEST)
     if hint in (int, float, bool):
         return {int: whole, float: _number, bool: _truth}[hint]
     if is_dataclass(hint):
         return _dataclass_reader(hint)
-    origin, arguments = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    arguments = get_args(hint)
     if origin is Literal:
         return _literal_reader(arguments)
     if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
@@ -80,7 +86,13 @@ def short(value: Any) -> str:
 
 
 def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "text", bool: "a truth value", int: "a whole number"}
+    names = {
+        dict: "an object",
+        list: "a list",
+        str: "text",
+        bool: "a truth value",
+        int: "a whole number",
+    }
     return names.get(type(value), "null" if value is None else "a number")
 
 
@@ -125,7 +137,8 @@ def _truth(value: Any) -> bool:
 def _dataclass_reader(cls: Any) -> Reader:
     types = hints(cls)
     readers = [(item.name, reader(types[item.name], item.name)) for item in fields(cls)]
-    count, names = len(readers), {name for name, _ in readers}
+    count = len(readers)
+    names = {name for name, _ in readers}
     if hasattr(cls, "__post_init__") or hasattr(cls, "__slots__"):
         raise TypeError(f"no reader for {cls.__name__}, which is more than its fields")
 
@@ -136,7 +149,8 @@ def _dataclass_reader(cls: Any) -> Reader:
             for key in value.keys() - names:
                 raise Misfit("unknown field").at(f".{short(key)}")
             raise Misfit("missing").at(f".{min(names - value.keys())}")
-        # Not by __init__, which a frozen class has set each field through object.__setattr__: five times slower.
+        # Not by __init__, which a frozen class has set each field through object.__setattr__: five
+        # times slower.
         found = object.__new__(cls)
         content = found.__dict__
         try:

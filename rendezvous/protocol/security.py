@@ -1,14 +1,18 @@
 """
-One 32-byte secret a user, and everything that is derived from it: CURVE keys, and the token text that people copy.
+One 32-byte secret a user, and everything that is derived from it: CURVE keys, and the token text
+that people copy.
 
-HKDF-SHA256 makes key pairs from the secret: the scheduler's, and one for each role of its clients (agent, view, relay).
-So the scheduler's public key is itself unknown to outsiders: without the secret there is not even a handshake.
+HKDF-SHA256 makes key pairs from the secret: the scheduler's, and one for each role of its clients
+(agent, view, relay). So the scheduler's public key is itself unknown to outsiders: without the
+secret there is not even a handshake.
 
-Where the secret comes from, first hit wins: a token file, PDRUN_TOKEN_FILE, PDRUN_TOKEN (`pdrun.process_setup` has taken it out
-of the environment and keeps it), the user's cookie, made on first need. The cookie is per user and not per job, so that
-two of a user's jobs that meet at one address can authenticate and be told about each other by name.
+Where the secret comes from, first hit wins: a token file, PDRUN_TOKEN_FILE, PDRUN_TOKEN
+(`pdrun.process_setup` has taken it out of the environment and keeps it), the user's cookie, made on
+first need. The cookie is per user and not per job, so that two of a user's jobs that meet at one
+address can authenticate and be told about each other by name.
 
-Limits: root, and code that runs as the same user, can read the secret. It never appears on a command line.
+Limits: root, and code that runs as the same user, can read the secret. It never appears on a
+command line.
 """
 
 from __future__ import annotations
@@ -38,7 +42,10 @@ _LONGEST_FILE = 4096
 
 
 class Secret:
-    """32 bytes that never show: not in repr, str, pickles or copies by accident. `reveal` is the one way to them."""
+    """
+    32 bytes that never show: not in repr, str, pickles or copies by accident. `reveal` is the one
+    way to them.
+    """
 
     __slots__ = ("_value",)
 
@@ -103,11 +110,15 @@ def key_pair(secret: Secret, who: Literal["server", "agent", "view", "relay"]) -
     return KeyPair(public=zmq.curve_public(private), private=private)
 
 
-# Token text -----------------------------------------------------------------------------------------------------------
+# Token text
+# -----------------------------------------------------------------------------------------------------------
 
 
 def token_text(secret: Secret) -> str:
-    """Return the secret as text for copying: ``pdrun1-SECRET-SERVERKEYHASH-CRC``. It *is* the secret: never log it."""
+    """
+    Return the secret as text for copying: ``pdrun1-SECRET-SERVERKEYHASH-CRC``. It *is* the secret:
+    never log it.
+    """
     body = f"{_PREFIX}-{_base32(secret.reveal())}-{_fingerprint(secret)}"
     return f"{body}-{_checksum(body)}"
 
@@ -117,24 +128,33 @@ def parse_token(text: str, *, where: str) -> Secret:
     Return the secret in a token text; white space around it is allowed.
 
     Raises:
-        ConfigError: truncated, mistyped or of another version; says which, and never shows the token.
+        ConfigError: truncated, mistyped or of another version; says which, and never shows the
+            token.
     """
     parts = text.strip().split("-")
     if parts[0].lower() != _PREFIX:
         version = parts[0][:12] if parts[0].lower().startswith("pdrun") and len(parts) > 1 else ""
         what = f"a token of another version ({version!r})" if version else "not a token"
-        raise ConfigError(what, where=where, hint=f"a token begins with {_PREFIX}-; `pdrun token create` makes one")
+        raise ConfigError(
+            what,
+            where=where,
+            hint=f"a token begins with {_PREFIX}-; `pdrun token create` makes one",
+        )
     if len(parts) != 4 or len(parts[3]) < 8:
         raise ConfigError("the token is cut off", where=where, hint="copy all of it, in one line")
     body = f"{_PREFIX}-{parts[1].upper()}-{parts[2].upper()}"
     if parts[3].lower() != _checksum(body):
-        raise ConfigError("the token is mistyped (its checksum does not fit)", where=where, hint="copy it again")
+        raise ConfigError(
+            "the token is mistyped (its checksum does not fit)", where=where, hint="copy it again"
+        )
     try:
         secret = Secret(base64.b32decode(parts[1].upper() + "=" * (-len(parts[1]) % 8)))
     except (ValueError, ConfigError):
         raise ConfigError(f"the token does not hold {SIZE} bytes", where=where) from None
     if parts[2].upper() != _fingerprint(secret):
-        raise ConfigError("the token names another scheduler key than its secret makes", where=where)
+        raise ConfigError(
+            "the token names another scheduler key than its secret makes", where=where
+        )
     return secret
 
 
@@ -150,12 +170,16 @@ def _checksum(body: str) -> str:
     return f"{zlib.crc32(body.encode()):08x}"
 
 
-# Where it comes from --------------------------------------------------------------------------------------------------
+# Where it comes from
+# --------------------------------------------------------------------------------------------------
 
 
-def find_secret(token_file: str = "", *, environ: Mapping[str, str] | None = None) -> tuple[Secret, str]:
+def find_secret(
+    token_file: str = "", *, environ: Mapping[str, str] | None = None
+) -> tuple[Secret, str]:
     """
-    Return the secret and where it came from, for `--explain`; the same however often it is asked for.
+    Return the secret and where it came from, for `--explain`; the same however often it is asked
+    for.
 
     Args:
         token_file: from ``--token-file``; empty when it was not given.
@@ -177,8 +201,15 @@ def find_secret(token_file: str = "", *, environ: Mapping[str, str] | None = Non
 
 
 def is_named(token_file: str = "") -> bool:
-    """Whether the user has said which secret to take, so that `find_secret` need not come to the cookie."""
-    return bool(token_file) or early.TOKEN in (around := _environment()) or bool(around.get("PDRUN_TOKEN_FILE"))
+    """
+    Whether the user has said which secret to take, so that `find_secret` need not come to the
+    cookie.
+    """
+    return (
+        bool(token_file)
+        or early.TOKEN in (around := _environment())
+        or bool(around.get("PDRUN_TOKEN_FILE"))
+    )
 
 
 def _environment() -> dict[str, str]:
@@ -186,7 +217,10 @@ def _environment() -> dict[str, str]:
 
 
 def read_token_file(name: str, *, where: str) -> Secret:
-    """Return the secret of a file that holds a token text; it must belong to the user (or root) and be private."""
+    """
+    Return the secret of a file that holds a token text; it must belong to the user (or root) and be
+    private.
+    """
     data = _read_private(Path(name), where=where)
     try:
         return parse_token(data.decode("ascii"), where=f"{where} {name}")
@@ -200,7 +234,11 @@ def cookie_path(environ: Mapping[str, str]) -> Path:
     if not base.startswith("/"):
         home = environ.get("HOME") or ""
         if not home.startswith("/"):
-            raise ConfigError("HOME is not set", where="cookie", hint="set HOME, or give --token-file or PDRUN_TOKEN")
+            raise ConfigError(
+                "HOME is not set",
+                where="cookie",
+                hint="set HOME, or give --token-file or PDRUN_TOKEN",
+            )
         base = f"{home}/.config"
     return Path(base) / "pdrun" / "cookie"
 
@@ -209,15 +247,18 @@ def load_cookie(path: Path) -> Secret:
     """
     Return the user's own secret, made on first need.
 
-    Of several processes that make it at once all get the same: each writes a file of its own and only the first to
-    link it to ``path`` wins, so that the file is whole from the moment at which it exists.
+    Of several processes that make it at once all get the same: each writes a file of its own and
+    only the first to link it to ``path`` wins, so that the file is whole from the moment at which
+    it exists.
     """
     if not os.path.lexists(path):
         _make_cookie(path)
     data = _read_private(path, where="cookie", allow_root=False)
     if len(data) != SIZE:
         raise ConfigError(
-            f"{len(data)} bytes instead of {SIZE}", where=f"cookie {path}", hint=f"remove it: rm {path}"
+            f"{len(data)} bytes instead of {SIZE}",
+            where=f"cookie {path}",
+            hint=f"remove it: rm {path}",
         )
     return Secret(data)
 
@@ -226,7 +267,9 @@ def _make_cookie(path: Path) -> None:
     draft = path.with_name(f".cookie-{os.getpid()}-{secrets.token_hex(8)}")
     try:
         make_private(path.parent)
-        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fd = os.open(
+            draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+        )
         try:
             with open(fd, "wb", buffering=0) as file:
                 os.fchmod(fd, 0o600)
@@ -241,28 +284,39 @@ def _make_cookie(path: Path) -> None:
             draft.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"cannot be made: {error.strerror}", where=f"cookie {path}", hint="give --token-file or PDRUN_TOKEN"
+            f"cannot be made: {error.strerror}",
+            where=f"cookie {path}",
+            hint="give --token-file or PDRUN_TOKEN",
         ) from None
 
 
 def _read_private(path: Path, *, where: str, allow_root: bool = True) -> bytes:
-    """Return the bytes of a small regular file that nobody else can read or change; never follows a last symlink."""
+    """
+    Return the bytes of a small regular file that nobody else can read or change; never follows a
+    last symlink.
+    """
     place = f"{where} {path}"
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise ConfigError("is a symbolic link", where=place, hint="name the file itself") from None
+            raise ConfigError(
+                "is a symbolic link", where=place, hint="name the file itself"
+            ) from None
         raise ConfigError(f"cannot be read: {error.strerror}", where=place) from None
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise ConfigError("is no regular file", where=place)
         if status.st_uid != os.geteuid() and not (allow_root and status.st_uid == 0):
-            raise ConfigError(f"belongs to user {status.st_uid}, not to you", where=place, hint="make your own")
+            raise ConfigError(
+                f"belongs to user {status.st_uid}, not to you", where=place, hint="make your own"
+            )
         if status.st_mode & 0o077:
             mode = stat.S_IMODE(status.st_mode)
-            raise ConfigError(f"others may use it (mode {mode:04o})", where=place, hint=f"chmod 600 {path}")
+            raise ConfigError(
+                f"others may use it (mode {mode:04o})", where=place, hint=f"chmod 600 {path}"
+            )
         return os.read(fd, _LONGEST_FILE)
     finally:
         os.close(fd)

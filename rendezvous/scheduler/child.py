@@ -1,11 +1,13 @@
 """
-The scheduler as a child of the first node's agent: started, its address learned, its death noticed at once and mended.
+The scheduler as a child of the first node's agent: started, its address learned, its death noticed
+at once and mended.
 
-The listening socket is bound here, so that a port in use is reported before anything starts, and inherited; the
-secret goes over stdin; the end of stdin tells the child that its agent has died.
+The listening socket is bound here, so that a port in use is reported before anything starts, and
+inherited; the secret goes over stdin; the end of stdin tells the child that its agent has died.
 
-Should the child die, another one is started on the same socket, which stays open here meanwhile: agents that come back
-wait in its queue. It goes on from the journal. `tend` does all this without ever waiting.
+Should the child die, another one is started on the same socket, which stays open here meanwhile:
+agents that come back wait in its queue. It goes on from the journal. `tend` does all this without
+ever waiting.
 """
 
 from __future__ import annotations
@@ -31,8 +33,11 @@ from pdrun.rendezvous.transport.listen import bind_listener
 from pdrun.rendezvous.transport.ready import readable
 
 START_TIMEOUT = 30.0
-"""Seconds for the child to listen; a process start and two imports, on a machine that may be busy."""
-RESTARTS, WINDOW = 3, 60.0
+"""
+Seconds for the child to listen; a process start and two imports, on a machine that may be busy.
+"""
+RESTARTS = 3
+WINDOW = 60.0
 """So many restarts in so many seconds; after the next death it is given up."""
 BACKOFF = (0.0, 0.2, 0.5)
 """Seconds before the first, second and third restart within WINDOW."""
@@ -43,29 +48,46 @@ REAP = 1.0
 
 
 class SchedulerChild:
-    """A running scheduler process. `fileno` becomes readable when `tend` has something to do, as at its end."""
+    """
+    A running scheduler process. `fileno` becomes readable when `tend` has something to do, as at
+    its end.
+    """
 
-    COMMAND: ClassVar[tuple[str, ...]] = (sys.executable, "-P", "-m", "pdrun.rendezvous.scheduler.child_main")
+    COMMAND: ClassVar[tuple[str, ...]] = (
+        sys.executable,
+        "-P",
+        "-m",
+        "pdrun.rendezvous.scheduler.child_main",
+    )
     """What is started; another one in tests."""
 
     def __init__(
-        self, config: SchedulerConfig, secret: Secret | None, *, endpoint: Endpoint | None = None,
-        listen_fd: int | None = None, events_path: Path | str | None = None, insecure: bool = False,
-        journal: Path | str | None = None, timeout: float = START_TIMEOUT,
-    ) -> None:  # fmt: skip
+        self,
+        config: SchedulerConfig,
+        secret: Secret | None,
+        *,
+        endpoint: Endpoint | None = None,
+        listen_fd: int | None = None,
+        events_path: Path | str | None = None,
+        insecure: bool = False,
+        journal: Path | str | None = None,
+        timeout: float = START_TIMEOUT,
+    ) -> None:
         """
         Start it and wait until it listens.
 
         Args:
             endpoint: where to listen (port 0: the system chooses), or
-            listen_fd: a listening socket to hand over; the caller may close its own copy afterwards.
+            listen_fd: a listening socket to hand over; the caller may close its own copy
+                afterwards.
             events_path: file of the event log; None: none is written.
             journal: file from which a successor goes on; None: there is no successor.
             timeout: seconds for each process to come up.
 
         Raises:
             ConfigError: the address cannot be listened on.
-            RendezvousError: the process did not come up, or ended twice before it had said anything.
+            RendezvousError: the process did not come up, or ended twice before it had said
+                anything.
         """
         if (endpoint is None) == (listen_fd is None):
             raise ValueError("give either an endpoint or a listening descriptor")
@@ -75,10 +97,12 @@ class SchedulerChild:
         self._journal = Path(journal) if journal else None
         self._timeout = timeout
         self._order: dict[str, Any] = {
-            "config": to_plain(config), "secret": secret.reveal().hex() if secret else None,
-            "events": str(events_path) if events_path else None, "insecure": insecure,
+            "config": to_plain(config),
+            "secret": secret.reveal().hex() if secret else None,
+            "events": str(events_path) if events_path else None,
+            "insecure": insecure,
             "journal": str(journal) if journal else None,
-        }  # fmt: skip
+        }
         self._deaths: list[float] = []
         self._died_at = 0.0
         self._again_at: float | None = None
@@ -106,19 +130,26 @@ class SchedulerChild:
         return self._process.poll()
 
     def fileno(self) -> int:
-        """A descriptor that becomes readable when `tend` is due: an answer, or the end; -1: see `deadline`."""
+        """
+        A descriptor that becomes readable when `tend` is due: an answer, or the end; -1: see
+        `deadline`.
+        """
         stream = self._process.stdout
         return -1 if stream is None or stream.closed else stream.fileno()
 
     def deadline(self) -> float | None:
-        """Monotonic time at which `tend` is due although nothing is readable; None: no such time."""
+        """
+        Monotonic time at which `tend` is due although nothing is readable; None: no such time.
+        """
         return self._again_at if self._again_at is not None else self._answer_by
 
     def tend(self) -> str:
         """
-        Deal with a death, or with the answer of a successor; never waits. Return a line for the user, or "".
+        Deal with a death, or with the answer of a successor; never waits. Return a line for the
+        user, or "".
 
-        A successor that cannot be started, as no process or descriptor is left, counts like one that died.
+        A successor that cannot be started, as no process or descriptor is left, counts like one
+        that died.
 
         Raises:
             RendezvousError: the scheduler has ended, and there will be no successor; says why.
@@ -141,7 +172,8 @@ class SchedulerChild:
 
     def close(self, timeout: float = FAREWELL + 2.0) -> None:
         """
-        Let it go. After the verdict it ends by itself as soon as every node has left; before, this ends the job.
+        Let it go. After the verdict it ends by itself as soon as every node has left; before, this
+        ends the job.
 
         It is killed after ``timeout`` seconds.
         """
@@ -150,25 +182,34 @@ class SchedulerChild:
         if hasattr(self, "_process"):
             self._reap(timeout)
 
-    # One process ------------------------------------------------------------------------------------------------------
+    # One process
+    # ------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         self._line, self._answer_by = b"", time.monotonic() + self._timeout
         self._process = subprocess.Popen(
-            self.COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(self._listener,),
-            start_new_session=True, bufsize=0,
-        )  # fmt: skip
+            self.COMMAND,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=(self._listener,),
+            start_new_session=True,
+            bufsize=0,
+        )
         order = json.dumps({**self._order, "listen_fd": self._listener}).encode() + b"\n"
         assert self._process.stdin is not None
         try:
-            # all of it fits at once, so that an agent whose workers go on does not wait for a process to start
+            # all of it fits at once, so that an agent whose workers go on does not wait for a
+            # process to start
             fcntl.fcntl(self._process.stdin, fcntl.F_SETPIPE_SZ, max(65536, len(order)))
         except OSError:
             pass
         give(self._process.stdin.fileno(), order)
 
     def _await_again(self, timeout: float) -> Endpoint:
-        """Start another process in place of one that ended before it said anything: killed, as by a lack of memory."""
+        """
+        Start another process in place of one that ended before it said anything: killed, as by a
+        lack of memory.
+        """
         self._reap(REAP)
         self._start()
         if (endpoint := self._await_endpoint(timeout)) is None:
@@ -191,9 +232,11 @@ class SchedulerChild:
 
     def _hear(self) -> dict[str, Any] | None:
         """
-        Return the process's answer among the lines that have come, if it is; note that it has given its journal up.
+        Return the process's answer among the lines that have come, if it is; note that it has given
+        its journal up.
 
-        Other lines are passed over: a ``sitecustomize`` may print what it likes before the process's own first word.
+        Other lines are passed over: a ``sitecustomize`` may print what it likes before the
+        process's own first word.
         """
         found = None
         *lines, self._line = self._line.split(b"\n")
@@ -225,15 +268,21 @@ class SchedulerChild:
             process.stdout.close()
         return int(process.returncode)
 
-    # From one process to the next -------------------------------------------------------------------------------------
+    # From one process to the next
+    # -------------------------------------------------------------------------------------
 
     def _try_again(self, now: float) -> str:
-        """Start a successor. A machine that has no process or descriptor to spare now may have one a moment later."""
+        """
+        Start a successor. A machine that has no process or descriptor to spare now may have one a
+        moment later.
+        """
         self._again_at = None
         try:
             self._start()
         except OSError as error:
-            return self._once_more(now, f"the scheduler process cannot be started again ({error.strerror})")
+            return self._once_more(
+                now, f"the scheduler process cannot be started again ({error.strerror})"
+            )
         self.on_start(self.pid)
         return ""
 
@@ -241,7 +290,9 @@ class SchedulerChild:
         try:
             self._endpoint(answer)
         except (ConfigError, RendezvousError) as error:
-            self._give_up(f"the scheduler process on this node has died, and cannot be resumed: {error.what}")
+            self._give_up(
+                f"the scheduler process on this node has died, and cannot be resumed: {error.what}"
+            )
         return f"the scheduler process is back after {now - self._died_at:.1f} s"
 
     def _ended(self, now: float) -> str:
@@ -254,19 +305,29 @@ class SchedulerChild:
         journal = self._journal
         there = Attempt(lambda: journal.exists() and journal.stat().st_size > 0)
         if not there.wait(DISK):
-            self._give_up(f"{died}, and the disk of {self._journal}, from which to go on, does not answer")
+            self._give_up(
+                f"{died}, and the disk of {self._journal}, from which to go on, does not answer"
+            )
         if not there.result():
-            self._give_up(f"{died}, and {self._journal}, from which to go on, is not there, or empty")
+            self._give_up(
+                f"{died}, and {self._journal}, from which to go on, is not there, or empty"
+            )
         return self._once_more(now, died)
 
     def _once_more(self, now: float, why: str) -> str:
-        """Have a successor started after a while, unless that was done too often; return a line for the user."""
+        """
+        Have a successor started after a while, unless that was done too often; return a line for
+        the user.
+        """
         self._deaths = [at for at in self._deaths if now - at < WINDOW]
         if len(self._deaths) >= RESTARTS:
             self._give_up(f"{why}, after {RESTARTS} restarts in {WINDOW:g} s")
         if self._answer_by is None or not self._deaths:
             self._died_at = now
-        self._answer_by, self._again_at = None, now + BACKOFF[min(len(self._deaths), len(BACKOFF) - 1)]
+        self._answer_by, self._again_at = (
+            None,
+            now + BACKOFF[min(len(self._deaths), len(BACKOFF) - 1)],
+        )
         self._deaths.append(now)
         return f"{why}: starting it again; the workers go on"
 
@@ -282,7 +343,10 @@ class SchedulerChild:
 
 
 def give(pipe: int, order: bytes) -> None:
-    """Write a new process its order, in however many writes; one that is dead is found by who looks after it."""
+    """
+    Write a new process its order, in however many writes; one that is dead is found by who looks
+    after it.
+    """
     try:
         while order:
             order = order[os.write(pipe, order) :]
@@ -296,8 +360,12 @@ def _answer(line: bytes) -> dict[str, Any]:
         said = json.loads(line)
     except (ValueError, RecursionError):
         return {}
-    return said if isinstance(said, dict) and said.keys() & {"endpoint", "error", "journal"} else {}
+    if isinstance(said, dict) and said.keys() & {"endpoint", "error", "journal"}:
+        return said
+    return {}
 
 
 def _how(status: int) -> str:
-    return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+    if status < 0:
+        return f"killed by {signal.Signals(-status).name}"
+    return f"exit status {status}"

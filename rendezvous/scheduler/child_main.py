@@ -1,7 +1,9 @@
 """
-The scheduler as the child of the first node's agent: ``python -m pdrun.rendezvous.scheduler.child_main`` (see `main`).
+The scheduler as the child of the first node's agent: ``python -m
+pdrun.rendezvous.scheduler.child_main`` (see `main`).
 
-`pdrun.rendezvous.scheduler.child` is the other end: it starts this process, and another one should this one die.
+`pdrun.rendezvous.scheduler.child` is the other end: it starts this process, and another one should
+this one die.
 """
 
 from __future__ import annotations
@@ -32,13 +34,16 @@ def main() -> int:
     """
     Serve as an agent's child.
 
-    stdin: one JSON line {config, secret, listen_fd, events, insecure, journal}, then nothing; its end means
-    that the agent has died. stdout: one JSON line {"endpoint": "HOST:PORT"} or {"error": ..., "code": ...}; later on,
-    should the journal be given up, {"journal": "lost"}. Where there is a journal already, this process goes on from it.
+    stdin: one JSON line {config, secret, listen_fd, events, insecure, journal}, then nothing; its
+    end means that the agent has died. stdout: one JSON line {"endpoint": "HOST:PORT"} or {"error":
+    ..., "code": ...}; later on, should the journal be given up, {"journal": "lost"}. Where there is
+    a journal already, this process goes on from it.
     """
     early.begin()
     for number in (*early.STOP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # a terminal's and a batch system's signals are the agents' business
+        signal.signal(
+            number, signal.SIG_IGN
+        )  # a terminal's and a batch system's signals are the agents' business
     try:
         order = _read_order(sys.stdin.buffer.readline())
         transport, service, log, relays = _start(order)
@@ -65,7 +70,9 @@ def _answer(what: dict[str, Any]) -> None:
     """Tell the agent; that it is gone already is told once more by the end of stdin."""
     import json
 
-    data = b"\n" + json.dumps(what).encode() + b"\n"  # a line of its own, behind whatever a sitecustomize has printed
+    data = (
+        b"\n" + json.dumps(what).encode() + b"\n"
+    )  # a line of its own, behind whatever a sitecustomize has printed
     try:
         while data:
             data = data[os.write(1, data) :]
@@ -88,9 +95,14 @@ def _start(order: dict[str, Any]) -> tuple[Any, Service, EventLog | None, RelayC
     from pdrun.rendezvous.transport.zmq_server import ZmqServer
 
     events = Path(order["events"]) if order["events"] else None
-    # before the port is opened: agents that come back must not be taken by a scheduler that cannot go on
-    recovery = enter(order["config"], SystemClock(), Path(order["journal"]) if order["journal"] else None, events)
-    recovery.on_lost = lambda: _answer(JOURNAL_LOST)  # on a disk that hangs an old one stays: nobody may go on from it
+    # before the port is opened: agents that come back must not be taken by a scheduler that cannot
+    # go on
+    recovery = enter(
+        order["config"], SystemClock(), Path(order["journal"]) if order["journal"] else None, events
+    )
+    recovery.on_lost = lambda: _answer(
+        JOURNAL_LOST
+    )  # on a disk that hangs an old one stays: nobody may go on from it
     secret = Secret.from_hex(order["secret"]) if order["secret"] else None
     listener: int = order["listen_fd"]
     count = relaychild.wanted(order["config"])
@@ -103,7 +115,9 @@ def _start(order: dict[str, Any]) -> tuple[Any, Service, EventLog | None, RelayC
         transport = ZmqServer(secret, listen_fd=listener, insecure=order["insecure"], crowd=crowd)
         relays = None
     log = EventLog(events) if events else None
-    service = Service(order["config"], transport, record=log.extend if log else None, recovery=recovery)
+    service = Service(
+        order["config"], transport, record=log.extend if log else None, recovery=recovery
+    )
     return transport, service, log, relays
 
 
@@ -116,8 +130,12 @@ def _address(listener: int) -> Endpoint:
         copy.close()
 
 
-def _serve_until_done(service: Service, config: SchedulerConfig, relays: RelayChildren | None) -> None:
-    clock, leave_at, look_at = service.clock, float("inf"), 0.0
+def _serve_until_done(
+    service: Service, config: SchedulerConfig, relays: RelayChildren | None
+) -> None:
+    clock = service.clock
+    leave_at = float("inf")
+    look_at = 0.0
     while service.done is None and clock.monotonic() < leave_at:
         service.poll_once(0.25)
         if relays and clock.monotonic() >= look_at:
@@ -127,7 +145,9 @@ def _serve_until_done(service: Service, config: SchedulerConfig, relays: RelayCh
         if service.woken and not os.read(0, 4096):
             service.transport.unwatch(0)  # type: ignore[attr-defined]
             if service.machine.verdict is None:
-                service.orphaned(f"the node of the scheduler{f' ({config.host})' if config.host else ''} was lost")
+                service.orphaned(
+                    f"the node of the scheduler{f' ({config.host})' if config.host else ''} was lost"
+                )
                 leave_at = clock.monotonic() + (0.9 if service.talks else 0.0)
 
 

@@ -1,8 +1,8 @@
 """
 The agent's end: a link to a scheduler in this process (`LocalLink`) or over TCP (`ZmqLink`).
 
-Both links are `pdrun.launcher.agent.interfaces.Link` by shape. This module imports no ZeroMQ: `ZmqLink` does, when it is made
-(see `pdrun.rendezvous.transport.zmq_client`).
+Both links are `pdrun.launcher.agent.interfaces.Link` by shape. This module imports no ZeroMQ:
+`ZmqLink` does, when it is made (see `pdrun.rendezvous.transport.zmq_client`).
 """
 
 from __future__ import annotations
@@ -37,12 +37,20 @@ def __getattr__(name: str) -> object:
 
 
 class LocalLink:
-    """A link to a scheduler that lives in this very process: for a job of one node. Nothing listens, nobody beats."""
+    """
+    A link to a scheduler that lives in this very process: for a job of one node. Nothing listens,
+    nobody beats.
+    """
 
     def __init__(
-        self, config: SchedulerConfig, *, host: str = "", events_path: Path | str | None = None,
-        record: Callable[[Event], None] | None = None, clock: Clock | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        config: SchedulerConfig,
+        *,
+        host: str = "",
+        events_path: Path | str | None = None,
+        record: Callable[[Event], None] | None = None,
+        clock: Clock | None = None,
+    ) -> None:
         """
         Args:
             config: of the scheduler; its ``nodes`` should be 1.
@@ -61,7 +69,8 @@ class LocalLink:
         self._end = hub.connect()
         self._agent = os.urandom(16).hex()
         self._sequence = 0
-        self._job, self._host = config.job, host
+        self._job = config.job
+        self._host = host
         self._inbox: list[Message] = []
         self.send(self._hello())
 
@@ -78,7 +87,8 @@ class LocalLink:
     def poll(self) -> Sequence[Message]:
         """Let the scheduler work and return what it says."""
         self._turn()
-        result, self._inbox = self._inbox, []
+        result = self._inbox
+        self._inbox = []
         return result
 
     def deadline(self) -> float | None:
@@ -100,8 +110,10 @@ class LocalLink:
         self._service.poll_once(0.0)
         hub = self._service.transport
         assert isinstance(hub, MemoryHub)
-        self._end, self._inbox = hub.connect(), []
-        self._agent, self._sequence = os.urandom(16).hex(), 0
+        self._end = hub.connect()
+        self._inbox = []
+        self._agent = os.urandom(16).hex()
+        self._sequence = 0
         self.send(self._hello())
 
     def close(self, timeout: float = 1.0) -> None:

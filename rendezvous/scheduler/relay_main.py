@@ -1,15 +1,18 @@
 """
-A relay: takes in the connections of many agents and carries them over one connection to the scheduler.
+A relay: takes in the connections of many agents and carries them over one connection to the
+scheduler.
 
     agent --CURVE--> relay --CURVE--> scheduler            an agent does not know whether it speaks to a relay
 
-It does what costs most in a large job, and decides nothing: handshakes, limits, and the heartbeats, which it answers
-itself as long as the scheduler has answered it a moment ago (so a cut or a frozen scheduler is felt by every agent as
-without a relay). Everything else passes as it came. When the scheduler is lost the relay ends its agents' connections;
-they come back by themselves, here or elsewhere, and resume.
+It does what costs most in a large job, and decides nothing: handshakes, limits, and the heartbeats,
+which it answers itself as long as the scheduler has answered it a moment ago (so a cut or a frozen
+scheduler is felt by every agent as without a relay). Everything else passes as it came. When the
+scheduler is lost the relay ends its agents' connections; they come back by themselves, here or
+elsewhere, and resume.
 
-``python -m pdrun.rendezvous.scheduler.relay_main`` is one beside the scheduler, started by it: several of them accept from the one
-listening socket of the job, which they all hold. `pdrun relay` is one on another host.
+``python -m pdrun.rendezvous.scheduler.relay_main`` is one beside the scheduler, started by it:
+several of them accept from the one listening socket of the job, which they all hold. `pdrun relay`
+is one on another host.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ STATUS_EVERY = 5.0
 _HEARTBEAT = re.compile(
     rb'\{"sender":"[0-9a-f]{1,64}","incarnation":\d{1,9},"sequence":0,"type":"Heartbeat",'
     rb'"body":\{"number":(\d{1,15}),"echo":(\d{1,15})\}\}'
-)  # fmt: skip
+)
 ECHO = b'{"sender":"%s","incarnation":0,"sequence":0,"type":"Echo","body":{"number":%%d}}'
 """As the codec writes it; these two are most of what a relay reads and says."""
 
@@ -64,7 +67,10 @@ class Raw(NamedTuple):
 
 
 class Front(ZmqServer):
-    """The agents' side of a relay: the scheduler's own transport, which reads nothing of what it takes."""
+    """
+    The agents' side of a relay: the scheduler's own transport, which reads nothing of what it
+    takes.
+    """
 
     roles = ("agent", "view")
 
@@ -72,7 +78,9 @@ class Front(ZmqServer):
         return (Raw(peer, role, data),)  # type: ignore[return-value]
 
     def put(self, peer: Peer, data: bytes) -> None:
-        """Send bytes as they are; a connection that does not take them is ended and reported as Gone."""
+        """
+        Send bytes as they are; a connection that does not take them is ended and reported as Gone.
+        """
         self._put(peer, data)
 
     def wake_for(self, uplink: Uplink) -> None:
@@ -93,14 +101,22 @@ class Uplink:
         self.context = zmq.Context()
         self.socket = sock = self.context.socket(zmq.DEALER)
         for option, value in (
-            (zmq.RECONNECT_IVL, FAR_AWAY), (zmq.LINGER, 0), (zmq.MAXMSGSIZE, relayed.LIMIT), (zmq.SNDHWM, 0),
-            (zmq.HANDSHAKE_IVL, 3000), (zmq.CONNECT_TIMEOUT, 3000), (zmq.HEARTBEAT_IVL, 1000),
-            (zmq.HEARTBEAT_TIMEOUT, 3000), (zmq.TCP_KEEPALIVE, 1), (zmq.IPV6, int(":" in endpoint.host)),
-        ):  # fmt: skip
+            (zmq.RECONNECT_IVL, FAR_AWAY),
+            (zmq.LINGER, 0),
+            (zmq.MAXMSGSIZE, relayed.LIMIT),
+            (zmq.SNDHWM, 0),
+            (zmq.HANDSHAKE_IVL, 3000),
+            (zmq.CONNECT_TIMEOUT, 3000),
+            (zmq.HEARTBEAT_IVL, 1000),
+            (zmq.HEARTBEAT_TIMEOUT, 3000),
+            (zmq.TCP_KEEPALIVE, 1),
+            (zmq.IPV6, int(":" in endpoint.host)),
+        ):
             sock.setsockopt(option, value)
         if secret:
             keys = security.key_pair(secret, "relay")
-            sock.curve_publickey, sock.curve_secretkey = keys.public, keys.private
+            sock.curve_publickey = keys.public
+            sock.curve_secretkey = keys.private
             sock.curve_serverkey = security.key_pair(secret, "server").public
         self.monitor = monitor(sock)
         sock.connect(endpoint.zmq)
@@ -114,18 +130,25 @@ class Uplink:
                 self.over = True
 
     def read(self) -> list[Item]:
-        """Return what the scheduler says; notes its coming and going in ``up``, ``over`` and ``refused``."""
-        zmq, found = self._zmq, []
+        """
+        Return what the scheduler says; notes its coming and going in ``up``, ``over`` and
+        ``refused``.
+        """
+        zmq = self._zmq
+        found = []
         while self.monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             event, _ = monitor_event(self.monitor)
             self.up = self.up or event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             self.refused = self.refused or event in (
-                zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+                zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+                zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
                 zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
-            )  # fmt: skip
-            self.over = self.over or self.refused or event in (
-                zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED, zmq.EVENT_CONNECT_RETRIED
-            )  # fmt: skip
+            )
+            self.over = (
+                self.over
+                or self.refused
+                or event in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED, zmq.EVENT_CONNECT_RETRIED)
+            )
         while True:
             try:
                 found += relayed.unpack(self.socket.recv(zmq.NOBLOCK))
@@ -146,9 +169,12 @@ class Uplink:
 class Relay:
     """Carries between a `Front` and an `Uplink`. Call `turn` until it returns False."""
 
-    def __init__(self, front: Front, uplink: Uplink, clock: Clock | None = None, *, alone: bool = False) -> None:
+    def __init__(
+        self, front: Front, uplink: Uplink, clock: Clock | None = None, *, alone: bool = False
+    ) -> None:
         """``alone``: agents know this relay's own address, not the scheduler's."""
-        self._front, self._uplink = front, uplink
+        self._front = front
+        self._uplink = uplink
         self._echo = ECHO % (ALONE if alone else BESIDE).encode()
         self._clock = clock or SystemClock()
         self._numbers: dict[Peer, int] = {}
@@ -162,7 +188,10 @@ class Relay:
         front.wake_for(uplink)
 
     def turn(self, timeout: float = 0.25) -> bool:
-        """Wait for something, for at most ``timeout`` seconds, and pass it on; False when the scheduler is lost."""
+        """
+        Wait for something, for at most ``timeout`` seconds, and pass it on; False when the
+        scheduler is lost.
+        """
         items: list[Item] = []
         now = self._clock.monotonic()
         found = self._front.poll(min(timeout, max(0.0, self._beat_at - now)))
@@ -173,7 +202,8 @@ class Relay:
             elif isinstance(one, Gone):
                 self._forget(one.peer, items)
         if now >= self._beat_at:
-            self._pulse, self._beat_at = self._pulse + 1, now + BEAT
+            self._pulse = self._pulse + 1
+            self._beat_at = now + BEAT
             items.append(Heard(self._pulse, tuple(sorted(self._heard))))
             self._heard.clear()
         self._uplink.send(items)
@@ -193,7 +223,10 @@ class Relay:
         items.append(Said(number, raw.role, raw.data))
 
     def _beaten(self, peer: Peer, number: int, beat: int, echo: int, now: float) -> None:
-        """Answer a heartbeat in the scheduler's place; who does not hear the answers is not called heard."""
+        """
+        Answer a heartbeat in the scheduler's place; who does not hear the answers is not called
+        heard.
+        """
         if beat - echo <= 2:
             self._heard.add(number)
         if now - self._answered < FRESH:
@@ -224,18 +257,25 @@ class Relay:
 
 
 def serve(
-    listen_fd: int, scheduler: Endpoint, secret: Secret | None, *, until: float | None = None, crowd: int = 0,
+    listen_fd: int,
+    scheduler: Endpoint,
+    secret: Secret | None,
+    *,
+    until: float | None = None,
+    crowd: int = 0,
     alone: bool = False,
-) -> bool:  # fmt: skip
+) -> bool:
     """
-    Relay between the agents that come to ``listen_fd`` and ``scheduler`` until the scheduler is lost.
+    Relay between the agents that come to ``listen_fd`` and ``scheduler`` until the scheduler is
+    lost.
 
     Return whether that was the end of the job.
 
     Args:
         listen_fd: a listening TCP socket; a copy of it is used, and closed.
         crowd: agents that may come at once.
-        until: monotonic seconds by which the scheduler must have let the relay in; None: CONNECT from now.
+        until: monotonic seconds by which the scheduler must have let the relay in; None: CONNECT
+            from now.
         alone: whether it is a relay of its own, of which the agents are to hear.
 
     Raises:
@@ -257,13 +297,20 @@ def serve(
 
 
 def serve_alone(
-    scheduler: Endpoint, listen: Endpoint, secret: Secret | None, *, patience: float, say: Callable[[str], None]
+    scheduler: Endpoint,
+    listen: Endpoint,
+    secret: Secret | None,
+    *,
+    patience: float,
+    say: Callable[[str], None],
 ) -> int:
     """
-    Be a relay of its own until the job is over (0), or no scheduler was there for ``patience`` seconds (69).
+    Be a relay of its own until the job is over (0), or no scheduler was there for ``patience``
+    seconds (69).
 
     Raises:
-        ConfigError: ``listen`` cannot be listened on. AuthenticationError: the scheduler holds another token.
+        ConfigError: ``listen`` cannot be listened on. AuthenticationError: the scheduler holds
+            another token.
     """
     listener = bind_listener(listen, backlog=1024)
     here = Endpoint(*listener.getsockname()[:2])
@@ -273,7 +320,13 @@ def serve_alone(
         while True:
             try:
                 until = max(lost_at + patience, time.monotonic() + RETRY)
-                if serve(listener.fileno(), scheduler, secret, until=min(until, said_at + STATUS_EVERY), alone=True):
+                if serve(
+                    listener.fileno(),
+                    scheduler,
+                    secret,
+                    until=min(until, said_at + STATUS_EVERY),
+                    alone=True,
+                ):
                     return 0
                 lost_at = said_at = time.monotonic()
                 say(f"the scheduler at {scheduler} was lost; waiting for it for {patience:g} s")
@@ -287,7 +340,9 @@ def serve_alone(
                 if now >= said_at + STATUS_EVERY:
                     said_at = now
                     left = patience - (now - lost_at)
-                    say(f"the scheduler at {scheduler} does not answer; waiting for it for {left:.0f} s more")
+                    say(
+                        f"the scheduler at {scheduler} does not answer; waiting for it for {left:.0f} s more"
+                    )
                 time.sleep(RETRY)
 
 
@@ -301,7 +356,9 @@ def _await(uplink: Uplink, until: float) -> None:
     while not uplink.up:
         uplink.read()
         if uplink.refused:
-            raise AuthenticationError("the token differs, or that is no scheduler", where=str(uplink.endpoint))
+            raise AuthenticationError(
+                "the token differs, or that is no scheduler", where=str(uplink.endpoint)
+            )
         if uplink.over or time.monotonic() >= until:
             raise RendezvousError("the scheduler was not reached", where=str(uplink.endpoint))
         if not uplink.up:
@@ -312,7 +369,8 @@ def main() -> int:
     """
     Relay as the scheduler's child.
 
-    stdin: one JSON line {listen_fd, host, port, secret, crowd}. It ends with its connection to the scheduler.
+    stdin: one JSON line {listen_fd, host, port, secret, crowd}. It ends with its connection to the
+    scheduler.
     """
     early.begin()
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,5 +1,6 @@
 """
-The relays beside the scheduler: as many processes as it pays, all accepting from the one listening socket of the job.
+The relays beside the scheduler: as many processes as it pays, all accepting from the one listening
+socket of the job.
 
 A relay that dies is started again; its agents come back by themselves, to it or to another.
 """
@@ -18,14 +19,20 @@ from pdrun.rendezvous.protocol.security import Secret
 from pdrun.rendezvous.scheduler.child import give
 
 FROM = 2000
-"""Nodes from which on relays pay: one process takes in about 400 agents a second with CURVE, on one core."""
+"""
+Nodes from which on relays pay: one process takes in about 400 agents a second with CURVE, on one
+core.
+"""
 MOST = 8
 AGAIN = 1.0
 """Seconds between two starts of one relay."""
 
 
 def wanted(config: SchedulerConfig) -> int:
-    """Return how many relays a job is to have: none, or one a core that the scheduler leaves free, at least 2."""
+    """
+    Return how many relays a job is to have: none, or one a core that the scheduler leaves free, at
+    least 2.
+    """
     if config.relays is not None:
         return config.relays
     if config.nodes + config.spares < FROM:
@@ -36,7 +43,9 @@ def wanted(config: SchedulerConfig) -> int:
 class RelayChildren:
     """Running relay processes. Call `look` now and then."""
 
-    def __init__(self, count: int, listen_fd: int, scheduler: Endpoint, secret: Secret | None, crowd: int) -> None:
+    def __init__(
+        self, count: int, listen_fd: int, scheduler: Endpoint, secret: Secret | None, crowd: int
+    ) -> None:
         """
         Start them.
 
@@ -46,10 +55,18 @@ class RelayChildren:
             crowd: agents that may come at once, to all of them.
         """
         self._fd = listen_fd
-        self._order = json.dumps({
-            "listen_fd": listen_fd, "host": scheduler.host, "port": scheduler.port,
-            "secret": secret.reveal().hex() if secret else None, "crowd": crowd,
-        }).encode() + b"\n"  # fmt: skip
+        self._order = (
+            json.dumps(
+                {
+                    "listen_fd": listen_fd,
+                    "host": scheduler.host,
+                    "port": scheduler.port,
+                    "secret": secret.reveal().hex() if secret else None,
+                    "crowd": crowd,
+                }
+            ).encode()
+            + b"\n"
+        )
         self._processes = [self._start() for _ in range(count)]
         self._started = [time.monotonic()] * count
 
@@ -57,9 +74,11 @@ class RelayChildren:
         """
         Start again what has died; return a line about it for the event log, or the empty string.
 
-        One that cannot be started, as no process or descriptor is left, is tried again at a later call.
+        One that cannot be started, as no process or descriptor is left, is tried again at a later
+        call.
         """
-        now, died = time.monotonic(), 0
+        now = time.monotonic()
+        died = 0
         for index, process in enumerate(self._processes):
             if process.poll() is not None and now - self._started[index] >= AGAIN:
                 self._started[index] = now
@@ -68,7 +87,9 @@ class RelayChildren:
                 except OSError:
                     continue
                 died += 1
-        return f"{died} of {len(self._processes)} relays had died and were started again" if died else ""
+        if died:
+            return f"{died} of {len(self._processes)} relays had died and were started again"
+        return ""
 
     def close(self, timeout: float = 1.0) -> None:
         """They end with the scheduler's connection; after ``timeout`` seconds they are killed."""
@@ -83,9 +104,12 @@ class RelayChildren:
 
     def _start(self) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "pdrun.rendezvous.scheduler.relay_main"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-            pass_fds=(self._fd,), bufsize=0,
-        )  # fmt: skip
+            [sys.executable, "-P", "-m", "pdrun.rendezvous.scheduler.relay_main"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            pass_fds=(self._fd,),
+            bufsize=0,
+        )
         assert process.stdin is not None
         give(process.stdin.fileno(), self._order)
         process.stdin.close()

@@ -1,11 +1,12 @@
 """
 The scheduler at work: envelopes in, the membership machine, actions out.
 
-`Service` ties the pure machine to a transport, a clock, the event log and the journal. It runs inside the agent (one
-node), as the agent's child (`pdrun.rendezvous.scheduler.child_main`) or alone (`pdrun.rendezvous.scheduler.standalone`).
+`Service` ties the pure machine to a transport, a clock, the event log and the journal. It runs
+inside the agent (one node), as the agent's child (`pdrun.rendezvous.scheduler.child_main`) or alone
+(`pdrun.rendezvous.scheduler.standalone`).
 
-What came in together is taken together: the machine is stepped for each event, what a successor would need is written
-into the journal and synced once, and only then are the actions carried out.
+What came in together is taken together: the machine is stepped for each event, what a successor
+would need is written into the journal and synced once, and only then are the actions carried out.
 """
 
 from __future__ import annotations
@@ -54,9 +55,14 @@ from pdrun.rendezvous.transport.base import Alive, Arrived, Complaint, Gone, Ser
 
 MOST_LINES = 400_000
 """Characters of event lines that a StatusReply holds: the newest."""
-MOST_REFUSALS, REFUSALS_IN = 20, 10.0
-"""Refusals that are recorded one by one in so many seconds; beyond that they are counted with the complaints."""
-TICK, TICK_NODE = 0.02, 20e-6
+MOST_REFUSALS = 20
+REFUSALS_IN = 10.0
+"""
+Refusals that are recorded one by one in so many seconds; beyond that they are counted with the
+complaints.
+"""
+TICK = 0.02
+TICK_NODE = 20e-6
 """Seconds between two ticks at least, and so many more for each node."""
 COMPLAIN_EVERY = 5.0
 """Seconds between two warnings about what strangers do at the port."""
@@ -77,9 +83,14 @@ class Service:
     """The scheduler of one job. Call `poll_once` in a loop, or with timeout 0 from another loop."""
 
     def __init__(
-        self, config: SchedulerConfig, transport: ServerTransport, *, clock: Clock | None = None,
-        record: Callable[[Sequence[Event]], None] | None = None, recovery: Recovery | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        config: SchedulerConfig,
+        transport: ServerTransport,
+        *,
+        clock: Clock | None = None,
+        record: Callable[[Sequence[Event]], None] | None = None,
+        recovery: Recovery | None = None,
+    ) -> None:
         """
         Args:
             record: is given what goes into the event log; what happened together in one call.
@@ -98,7 +109,10 @@ class Service:
         self._due: list[Action] = []
         """What the machine has asked for and waits for the journal."""
         self._deaf: set[Peer] = set()
-        """Connections that are to be closed: what else came from them together with the reason is not heard."""
+        """
+        Connections that are to be closed: what else came from them together with the reason is not
+        heard.
+        """
         self._conversations: dict[Peer, _Conversation] = {}
         self._lines: deque[str] = deque()
         self._size = 0
@@ -106,7 +120,9 @@ class Service:
         self._muted = 0
         self._refusals: deque[float] = deque()
         # A tick looks at every node: not at each message of a job of thousands.
-        self._tick_every = min(self.machine.tick_every, TICK + (config.nodes + config.spares) * TICK_NODE)
+        self._tick_every = min(
+            self.machine.tick_every, TICK + (config.nodes + config.spares) * TICK_NODE
+        )
         self._tick_at = 0.0
         self._enter()
 
@@ -126,7 +142,10 @@ class Service:
             self._carry_out()
 
     def poll_once(self, timeout: float) -> None:
-        """Wait for at most ``timeout`` seconds (never beyond the machine's next tick) and do all that is due."""
+        """
+        Wait for at most ``timeout`` seconds (never beyond the machine's next tick) and do all that
+        is due.
+        """
         self.woken = []
         for item in self.transport.poll(min(timeout, self.machine.tick_every)):
             if isinstance(item, Arrived):
@@ -174,7 +193,8 @@ class Service:
         talk = self._conversations.get(item.peer)
         if talk is None:
             talk = self._conversations[item.peer] = _Conversation()
-        envelope, body = item.envelope, item.envelope.body
+        envelope = item.envelope
+        body = item.envelope.body
         if fault := _fault(talk, item):
             return self._refuse(item.peer, fault)
         talk.heard += not isinstance(body, Heartbeat)
@@ -209,12 +229,16 @@ class Service:
         """Do what is due, after the journal is safe."""
         if lost := self._recovery.commit():
             self.warn(lost, aloud=True)  # the event log is likely to lie on the same disk
-        due, self._due = self._due, []
+        due = self._due
+        self._due = []
         self._deaf.clear()
-        self._record([
-            Event(action.kind, self.clock.wall(), action.data)
-            for action in due if isinstance(action, Record) and not self._muffled(action)
-        ])  # fmt: skip
+        self._record(
+            [
+                Event(action.kind, self.clock.wall(), action.data)
+                for action in due
+                if isinstance(action, Record) and not self._muffled(action)
+            ]
+        )
         for action in due:
             match action:
                 case Send(peer, message):
@@ -229,8 +253,13 @@ class Service:
                     self._tell_the_end()
 
     def _tell_the_end(self) -> None:
-        """Those who look at the job learn how it ended: asked a moment later, nobody would be there to say it."""
-        for peer, talk in list(self._conversations.items()):  # one that cannot be told is parted with
+        """
+        Those who look at the job learn how it ended: asked a moment later, nobody would be there to
+        say it.
+        """
+        for peer, talk in list(
+            self._conversations.items()
+        ):  # one that cannot be told is parted with
             if talk.asked:
                 self._send(peer, StatusReply(tuple(self._lines)))
 
@@ -238,7 +267,9 @@ class Service:
         if talk := self._conversations.get(peer):
             counted = not isinstance(message, Echo)
             try:
-                self.transport.send(peer, Envelope(self.scheduler, 0, talk.said if counted else 0, message))
+                self.transport.send(
+                    peer, Envelope(self.scheduler, 0, talk.said if counted else 0, message)
+                )
                 talk.said += counted
             except CodecError as error:
                 self._complain(f"a message was not sent: {error}")
@@ -246,7 +277,10 @@ class Service:
                     self._part(peer, f"the scheduler cannot say what comes next: {error}")
 
     def _part(self, peer: Peer, why: str) -> None:
-        """End a conversation in which a word that the other side waits for cannot be said; the job may go on."""
+        """
+        End a conversation in which a word that the other side waits for cannot be said; the job may
+        go on.
+        """
         talk = self._conversations.pop(peer)
         self.transport.send(peer, Envelope(self.scheduler, 0, talk.said, Refuse(70, why)))
         self.transport.close_peer(peer)
@@ -269,7 +303,9 @@ class Service:
         """Tell people, in the event log; where there is none, or ``aloud``, at their terminals."""
         self._record([Event("warning", self.clock.wall(), {"text": text})])
         if self._record_events is None or aloud:
-            self._due += [Send(member.peer, Notice(text)) for member in self.machine.nodes if member.peer]
+            self._due += [
+                Send(member.peer, Notice(text)) for member in self.machine.nodes if member.peer
+            ]
 
     def _muffled(self, action: Record) -> bool:
         """Whether so many were refused in a short time that one more is only counted."""
@@ -292,13 +328,15 @@ class Service:
             return
         if self._muted:
             text += f" (and {self._muted} more like it before)"
-        self._complained, self._muted = now, 0
+        self._complained = now
+        self._muted = 0
         self._record([Event("warning", self.clock.wall(), {"text": text})])
 
 
 def _fault(talk: _Conversation, item: Arrived) -> str:
     """Return how an envelope breaks the order of its connection, or the empty string."""
-    envelope, hello = item.envelope, talk.hello
+    envelope = item.envelope
+    hello = talk.hello
     due = 0 if isinstance(envelope.body, Heartbeat) else talk.heard
     if envelope.sequence != due:
         return f"message {envelope.sequence} where {due} was due"

@@ -1,4 +1,7 @@
-"""A scheduler that stands by itself, in the foreground: `pdrun scheduler`, and the scheduler of a dynamic cluster."""
+"""
+A scheduler that stands by itself, in the foreground: `pdrun scheduler`, and the scheduler of a
+dynamic cluster.
+"""
 
 from __future__ import annotations
 
@@ -23,22 +26,30 @@ if TYPE_CHECKING:
 
 
 def serve_standalone(
-    config: SchedulerConfig, secret: Secret | None, endpoint: Endpoint, *, insecure: bool = False,
-    events_path: Path | None = None, say: Callable[[str], None] | None = None, how_to_join: str = "",
+    config: SchedulerConfig,
+    secret: Secret | None,
+    endpoint: Endpoint,
+    *,
+    insecure: bool = False,
+    events_path: Path | None = None,
+    say: Callable[[str], None] | None = None,
+    how_to_join: str = "",
     journal: Path | None = None,
-) -> int:  # fmt: skip
+) -> int:
     """
     Serve one job in the foreground (`pdrun scheduler`) and return its code.
 
-    SIGINT and SIGTERM stop the job, a second one at once. ``say`` gets lines for the user and must not block, stderr
-    by default; ``how_to_join`` is one of them. With ``journal`` a scheduler that died is resumed by starting it again,
-    at the same address; the file goes when the job is over.
+    SIGINT and SIGTERM stop the job, a second one at once. ``say`` gets lines for the user and must
+    not block, stderr by default; ``how_to_join`` is one of them. With ``journal`` a scheduler that
+    died is resumed by starting it again, at the same address; the file goes when the job is over.
     """
     from pdrun.rendezvous.transport.zmq_server import ZmqServer
 
     say = say or lane.say
     recovery = enter(config, SystemClock(), journal, events_path)
-    transport = ZmqServer(secret, endpoint=endpoint, insecure=insecure, crowd=config.nodes + config.spares)
+    transport = ZmqServer(
+        secret, endpoint=endpoint, insecure=insecure, crowd=config.nodes + config.spares
+    )
     log = EventLog(events_path) if events_path else None
 
     def record(events: Sequence[Event]) -> None:
@@ -56,9 +67,12 @@ def serve_standalone(
     say(f"scheduler of {named} (run {config.run}) on {transport.endpoint}, waiting for {awaited}")
     say(how_to_join or how_to_start(config, transport.endpoint, insecure=insecure))
     if insecure:
-        say("INSECURE: no token is asked for; anybody who reaches this port can take part in the job")
+        say(
+            "INSECURE: no token is asked for; anybody who reaches this port can take part in the job"
+        )
     signals: list[int] = []
-    restore, stops = _catch(signals), 0
+    restore = _catch(signals)
+    stops = 0
     try:
         while service.done is None:
             service.poll_once(0.2)
@@ -83,7 +97,9 @@ def serve_standalone(
 def _shown(event: Event) -> str:
     data = event.data
     parts = [str(data[key]) for key in ("node", "host", "text", "reason") if data.get(key)]
-    return f"{event.kind}: {', '.join(dict.fromkeys(parts))}" if parts else event.kind
+    if parts:
+        return f"{event.kind}: {', '.join(dict.fromkeys(parts))}"
+    return event.kind
 
 
 def _catch(signals: list[int]) -> Callable[[], None]:

@@ -1,8 +1,8 @@
 """
 How messages reach the scheduler: a protocol, and the transport that never leaves the process.
 
-`pdrun.rendezvous.transport.zmq_server` carries the same envelopes over TCP. A transport knows connections, not nodes: it
-reports what arrived and what ended, in order for each connection.
+`pdrun.rendezvous.transport.zmq_server` carries the same envelopes over TCP. A transport knows
+connections, not nodes: it reports what arrived and what ended, in order for each connection.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ class Woken:
 
 @dataclass(frozen=True)
 class Alive:
-    """These connections were heard, and hear what they are answered, since the last time: in place of heartbeats."""
+    """
+    These connections were heard, and hear what they are answered, since the last time: in place of
+    heartbeats.
+    """
 
     peers: tuple[Peer, ...]
 
@@ -70,7 +73,9 @@ class ServerTransport(Protocol):
         ...
 
     def close_peer(self, peer: Peer) -> None:
-        """End a connection after what was sent to it had time to leave; no Gone is reported for it."""
+        """
+        End a connection after what was sent to it had time to leave; no Gone is reported for it.
+        """
         ...
 
     def close(self, timeout: float) -> None:
@@ -95,7 +100,8 @@ class MemoryHub:
 
     def poll(self, timeout: float = 0.0) -> Sequence[Incoming]:
         """Return what the clients have done since the last call."""
-        result, self._incoming = self._incoming, []
+        result = self._incoming
+        self._incoming = []
         return result
 
     def send(self, peer: Peer, envelope: Envelope) -> None:
@@ -140,7 +146,8 @@ class MemoryTransport:
 
     def take(self) -> list[Envelope]:
         """Return what has come since the last call."""
-        result, self.box = self.box, []
+        result = self.box
+        self.box = []
         return result
 
     def close(self) -> None:

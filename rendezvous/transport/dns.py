@@ -1,7 +1,9 @@
 """
-Whether a host's name is known here: asked beside libzmq, which looks names up itself and never says that it failed.
+Whether a host's name is known here: asked beside libzmq, which looks names up itself and never says
+that it failed.
 
-The resolver may take longer than anybody should wait, so each question is a thread; the answer is there when it is.
+The resolver may take longer than anybody should wait, so each question is a thread; the answer is
+there when it is.
 """
 
 from __future__ import annotations
@@ -11,13 +13,18 @@ import threading
 
 
 class Lookup:
-    """The state of one host's name. Ask with `begin` as often as wanted; one question runs at a time."""
+    """
+    The state of one host's name. Ask with `begin` as often as wanted; one question runs at a time.
+    """
 
     def __init__(self, host: str) -> None:
         self._host = host
         self._thread: threading.Thread | None = None
         self.fault = ""
-        """Why the name is not known, by the last answer; empty while there is none, and for a name that is known."""
+        """
+        Why the name is not known, by the last answer; empty while there is none, and for a name
+        that is known.
+        """
 
     def begin(self) -> None:
         """Ask, without waiting for the answer."""
@@ -30,7 +37,10 @@ class Lookup:
 
 
 def name_fault(host: str) -> str:
-    """Return why a host's name leads nowhere (``the name 'node1' is not known here: ...``), or the empty string."""
+    """
+    Return why a host's name leads nowhere (``the name 'node1' is not known here: ...``), or the
+    empty string.
+    """
     try:
         socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:

@@ -1,4 +1,7 @@
-"""Listening sockets: bound once, on one address, and handed over; a port in use is reported with its holder."""
+"""
+Listening sockets: bound once, on one address, and handed over; a port in use is reported with its
+holder.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,9 @@ from pdrun.errors import ConfigError
 
 SEGMENT = 1220
 """
-Bytes of payload in a TCP packet, either way: an MTU of 1280, the least that IPv6 allows. A path (a tunnel, an overlay)
-that swallows larger packets and tells nobody lets the handshake through and then hangs; this is never large.
+Bytes of payload in a TCP packet, either way: an MTU of 1280, the least that IPv6 allows. A path (a
+tunnel, an overlay) that swallows larger packets and tells nobody lets the handshake through and
+then hangs; this is never large.
 """
 
 
@@ -21,14 +25,17 @@ def bind_listener(endpoint: Endpoint, *, backlog: int = 128) -> socket.socket:
     Return a listening TCP socket on exactly ``endpoint``; port 0 lets the system choose.
 
     Raises:
-        ConfigError: every address was meant, the address is not this machine's, or the port is taken (names the
+        ConfigError: every address was meant, the address is not this machine's, or the port is
+            taken (names the
             process that holds it, where that can be seen).
     """
     where = str(endpoint)
     family, address = _resolve(endpoint)
     if ipaddress.ip_address(address[0].partition("%")[0]).is_unspecified:
         raise ConfigError(
-            "would listen on every interface", where=where, hint="name one address, such as 127.0.0.1"
+            "would listen on every interface",
+            where=where,
+            hint="name one address, such as 127.0.0.1",
         )
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -59,23 +66,31 @@ def _complaint(endpoint: Endpoint, error: OSError) -> ConfigError:
     where = str(endpoint)
     if error.errno == errno.EADDRINUSE:
         return ConfigError(
-            f"port {endpoint.port} is in use{holder(endpoint.port)}", where=where,
+            f"port {endpoint.port} is in use{holder(endpoint.port)}",
+            where=where,
             hint="end that process, or choose another port with --scheduler HOST:PORT",
-        )  # fmt: skip
+        )
     if error.errno == errno.EADDRNOTAVAIL:
         return ConfigError(f"{endpoint.host} is no address of this machine", where=where)
     if error.errno == errno.EACCES:
-        return ConfigError(f"port {endpoint.port} needs root", where=where, hint="use a port above 1023")
+        return ConfigError(
+            f"port {endpoint.port} needs root", where=where, hint="use a port above 1023"
+        )
     return ConfigError(f"cannot listen: {error.strerror}", where=where)
 
 
 def holder(port: int) -> str:
-    """Return `` by pid N (command)`` for the process that listens on a port, or the empty string when unknown."""
+    """
+    Return `` by pid N (command)`` for the process that listens on a port, or the empty string when
+    unknown.
+    """
     try:
         import psutil
 
         for connection in psutil.net_connections("tcp"):
-            listens = connection.laddr and connection.laddr.port == port and connection.status == "LISTEN"
+            listens = (
+                connection.laddr and connection.laddr.port == port and connection.status == "LISTEN"
+            )
             if listens and connection.pid:
                 command = " ".join(psutil.Process(connection.pid).cmdline())[:120]
                 return f" by pid {connection.pid} ({command})"

@@ -1,9 +1,11 @@
 """
-How long a link waits for its scheduler, and what it says when that is over. Pure: time is an argument.
+How long a link waits for its scheduler, and what it says when that is over. Pure: time is an
+argument.
 
-Before the first welcome: a token that differs is told after a few refused handshakes, nobody at the port after the
-start timeout. Afterwards: whoever is welcomed once waits for a lost scheduler, which may be started again, for the
-``patience`` of the Welcome. Time in which this process itself stood still is nobody's silence.
+Before the first welcome: a token that differs is told after a few refused handshakes, nobody at the
+port after the start timeout. Afterwards: whoever is welcomed once waits for a lost scheduler, which
+may be started again, for the ``patience`` of the Welcome. Time in which this process itself stood
+still is nobody's silence.
 """
 
 from __future__ import annotations
@@ -18,18 +20,25 @@ from pdrun.rendezvous.transport import timeouts as pace
 REFUSALS = 3
 REFUSAL = 1.5
 """
-Seconds within which a handshake that was turned down has ended. One that ends later was not answered, which libzmq
-tells by the same event, up to a fifth earlier than its HANDSHAKE_IVL of 3 s: a scheduler whose machine stands still.
+Seconds within which a handshake that was turned down has ended. One that ends later was not
+answered, which libzmq tells by the same event, up to a fifth earlier than its HANDSHAKE_IVL of 3 s:
+a scheduler whose machine stands still.
 """
 LONGEST_HANDSHAKE = 4.5
 """Seconds from the first refused handshake to giving up."""
 LONGEST_SILENCE = 20.0
-"""Seconds for which somebody may accept connections and say nothing: a scheduler that is still starting."""
+"""
+Seconds for which somebody may accept connections and say nothing: a scheduler that is still
+starting.
+"""
 STATUS_EVERY = 5.0
 LOST_LISTENER = 1.0
 """Seconds of a lost connection that also a link without patience bears: a cut is mended in less."""
 ASK = 1.5
-"""Seconds that a process which stood still has to hear its scheduler before its lease counts, as without the stall."""
+"""
+Seconds that a process which stood still has to hear its scheduler before its lease counts, as
+without the stall.
+"""
 OWN_STALL = 1.5
 """Seconds between two calls that are no stall of this process."""
 
@@ -38,9 +47,16 @@ class Patience:
     """What one link knows of its scheduler's silence."""
 
     def __init__(
-        self, endpoint: Endpoint, start_timeout: float, report: Callable[[str], None] | None, now: float,
-        hint: str = "", crowd: int = 0, *, least: float = LOST_LISTENER,
-    ) -> None:  # fmt: skip
+        self,
+        endpoint: Endpoint,
+        start_timeout: float,
+        report: Callable[[str], None] | None,
+        now: float,
+        hint: str = "",
+        crowd: int = 0,
+        *,
+        least: float = LOST_LISTENER,
+    ) -> None:
         """
         Args:
             start_timeout: seconds until a scheduler must have welcomed us.
@@ -49,9 +65,12 @@ class Patience:
             crowd: how many may wait for the scheduler's first word at once.
             least: seconds for which a lost scheduler is waited for, should it have said less.
         """
-        self._where, self._start_timeout, self._say = endpoint, start_timeout, report
+        self._where = endpoint
+        self._start_timeout = start_timeout
+        self._say = report
         self._silence = LONGEST_SILENCE + pace.handshake(crowd) - pace.HANDSHAKE
-        self._hint, self._least = hint, max(least, LOST_LISTENER)
+        self._hint = hint
+        self._least = max(least, LOST_LISTENER)
         self._began = self._last = now
         self._status_at = now + 1.0
         self._heard = self._word = self._woke = now
@@ -65,7 +84,8 @@ class Patience:
         self.through_relay = False
         """Whether the other end is a relay, and not the scheduler."""
 
-    # What happened ----------------------------------------------------------------------------------------------------
+    # What happened
+    # ----------------------------------------------------------------------------------------------------
 
     def turn(self, now: float) -> None:
         """Called at each turn of the loop: excuses what this process slept through."""
@@ -78,36 +98,46 @@ class Patience:
                 self._lost_since += late
 
     def heard(self, now: float, *, certain: bool = True) -> None:
-        """A message came; ``certain``: it was said now, and has not lain there since before a silence."""
+        """
+        A message came; ``certain``: it was said now, and has not lain there since before a silence.
+        """
         self._heard = now
         if certain:
             self._word = now
 
     def silent_for(self, now: float) -> float:
-        """Seconds since the scheduler was last heard, without those in which this process itself stood still."""
+        """
+        Seconds since the scheduler was last heard, without those in which this process itself stood
+        still.
+        """
         late = max(0.0, now - self._last - OWN_STALL)
         return max(0.0, now - self._heard - late)
 
     def cut_off_for(self, now: float) -> float:
         """
-        Seconds since the last word of the scheduler, own stalls included: the others do not wait for this process. A
-        process that has just stood still is told 0 for a moment, in which it can ask.
+        Seconds since the last word of the scheduler, own stalls included: the others do not wait
+        for this process. A process that has just stood still is told 0 for a moment, in which it
+        can ask.
 
-        A connection that the scheduler's machine took counts as a word: no network is cut then. Not so one that was
-        refused or failed: that may have come from this machine.
+        A connection that the scheduler's machine took counts as a word: no network is cut then. Not
+        so one that was refused or failed: that may have come from this machine.
         """
         if now - self._last > OWN_STALL or now - self._woke < ASK:
             return 0.0
         return max(0.0, now - self._word)
 
     def stale(self, lease: float, now: float) -> bool:
-        """Whether what is read now may have lain there longer than the lease: sent to one who was given up since."""
+        """
+        Whether what is read now may have lain there longer than the lease: sent to one who was
+        given up since.
+        """
         return bool(lease) and now - self._word > lease
 
     def nobody(self, now: float) -> None:
         """Nobody listens, or is within reach; whoever has refused a handshake before is gone."""
         self.nobody_since = self.nobody_since or now
-        self._refusals, self._first_refusal = 0, None
+        self._refusals = 0
+        self._first_refusal = None
 
     def somebody(self, now: float) -> None:
         """Somebody took the connection."""
@@ -116,7 +146,9 @@ class Patience:
 
     def shaken(self) -> None:
         """The handshake succeeded: the token is right."""
-        self._refusals, self._first_refusal, self._mute_since = 0, None, None
+        self._refusals = 0
+        self._first_refusal = None
+        self._mute_since = None
 
     def refused(self, now: float, began: float) -> None:
         """An attempt that began at ``began`` ended before the handshake did."""
@@ -133,12 +165,16 @@ class Patience:
     def cut(self, now: float) -> None:
         """The connection to a scheduler that had welcomed us is gone."""
         if self._lost_since is None:
-            self._lost_since, self._status_at = now, now + STATUS_EVERY
+            self._lost_since = now
+            self._status_at = now + STATUS_EVERY
 
-    # What follows -----------------------------------------------------------------------------------------------------
+    # What follows
+    # -----------------------------------------------------------------------------------------------------
 
     def deaf(self, welcome: Welcome, now: float) -> bool:
-        """Whether a connection that stands has been silent for so long that another one is to be made."""
+        """
+        Whether a connection that stands has been silent for so long that another one is to be made.
+        """
         return bool(welcome.dead and welcome.heartbeat) and now - self._heard > welcome.dead
 
     def judge_lost(self, welcome: Welcome, now: float) -> None:
@@ -153,12 +189,14 @@ class Patience:
         gone = now - self._lost_since
         if gone > max(welcome.patience, self._least):
             raise RendezvousError(
-                f"{self._what_is_lost()}: nothing heard for {now - self._heard:.1f} s", where=str(self._where)
+                f"{self._what_is_lost()}: nothing heard for {now - self._heard:.1f} s",
+                where=str(self._where),
             )
         self.report(
             f"{self._what_is_lost()} at {self._where}: waiting for it to come back, for "
-            f"{welcome.patience - gone:.0f} s more; the workers go on", now,
-        )  # fmt: skip
+            f"{welcome.patience - gone:.0f} s more; the workers go on",
+            now,
+        )
 
     def _what_is_lost(self) -> str:
         if not self.through_relay:
@@ -175,21 +213,27 @@ class Patience:
             fault: why the scheduler's name is not known; empty: it is.
 
         Raises:
-            AuthenticationError: it holds another token, or it is none. RendezvousError: it never came.
+            AuthenticationError: it holds another token, or it is none. RendezvousError: it never
+                came.
         """
         where = str(self._where)
-        if self._refusals >= REFUSALS or (self._first_refusal and now - self._first_refusal > LONGEST_HANDSHAKE):
+        if self._refusals >= REFUSALS or (
+            self._first_refusal and now - self._first_refusal > LONGEST_HANDSHAKE
+        ):
             raise AuthenticationError(
                 f"the token differs or {where} is no pdrun scheduler",
                 hint="use the same token on every node (`pdrun token show`), and --insecure on all or on none",
             )
         if self._mute_since and now - self._mute_since > self._silence:
-            raise AuthenticationError(f"{where} takes connections and says nothing: it is no pdrun scheduler")
+            raise AuthenticationError(
+                f"{where} takes connections and says nothing: it is no pdrun scheduler"
+            )
         if now - self._began > self._start_timeout:
             raise RendezvousError(
-                fault or f"no scheduler there within {self._start_timeout:g} s", where=where,
+                fault or f"no scheduler there within {self._start_timeout:g} s",
+                where=where,
                 hint=self._hint or "start pdrun on the first node, and check the address",
-            )  # fmt: skip
+            )
         if self.nobody_since is not None:
             hint = f"; {self._hint}" if self._hint and not fault else ""
             self.report(f"waiting for the scheduler at {where}: {fault or NOBODY}{hint}", now)
@@ -203,11 +247,15 @@ class Patience:
         """
         if now - self._began > self._start_timeout:
             raise RendezvousError(
-                f"nobody said within {self._start_timeout:g} s what the job runs", where=str(self._where),
+                f"nobody said within {self._start_timeout:g} s what the job runs",
+                where=str(self._where),
                 hint=f"start one node with its script: pdrun --scheduler {self._where} --no-serve SCRIPT",
-            )  # fmt: skip
-        self.report(f"the scheduler at {self._where} does not know yet what the job runs: waiting for the node "
-                    "that is started with its script", now)  # fmt: skip
+            )
+        self.report(
+            f"the scheduler at {self._where} does not know yet what the job runs: waiting for the node "
+            "that is started with its script",
+            now,
+        )
 
     def report(self, line: str, now: float) -> None:
         """Say a line, unless one was said a moment ago."""

@@ -1,15 +1,17 @@
 """
 Many conversations over one connection: the frames that a relay and the scheduler exchange. Pure.
 
-A frame is MAGIC, then items one after the other, each a kind (1 byte), a length (4, big-endian) and so many bytes:
+A frame is MAGIC, then items one after the other, each a kind (1 byte), a length (4, big-endian) and
+so many bytes:
 
     1 said     number (4), role (1), an envelope as `codec` writes it     an agent's word, or one for an agent
     2 ended    number (4)                                                 its connection is over, or is to be ended
     3 heard    pulse (4), then numbers (4 each)                           these agents beat and hear our echoes
     4 pulse    pulse (4)                                                  the scheduler's answer to heard
 
-Numbers name the connections of one relay and are never used twice. Envelopes travel as they are; whoever ends the
-conversation checks them, so that a relay costs little and can forge nothing that an agent could not say.
+Numbers name the connections of one relay and are never used twice. Envelopes travel as they are;
+whoever ends the conversation checks them, so that a relay costs little and can forge nothing that
+an agent could not say.
 """
 
 from __future__ import annotations
@@ -27,8 +29,12 @@ LIMIT = Envelope.LIMIT + 4096
 FULL = 1 << 18
 """Bytes after which a frame takes no further item."""
 ROLES = ("", "agent", "view")
-BESIDE, ALONE = "relay", "relay-alone"
-"""Senders of the echoes that a relay answers itself: one beside the scheduler, one at an address of its own."""
+BESIDE = "relay"
+ALONE = "relay-alone"
+"""
+Senders of the echoes that a relay answers itself: one beside the scheduler, one at an address of
+its own.
+"""
 
 _HEAD = struct.Struct("!BI")
 _SAID = struct.Struct("!IB")
@@ -41,13 +47,18 @@ class Said:
 
     number: int
     role: str
-    """What the agent's key has proved to the relay; empty when nothing was proved, and towards the agent."""
+    """
+    What the agent's key has proved to the relay; empty when nothing was proved, and towards the
+    agent.
+    """
     data: bytes
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The connection of an agent is over (from the relay), or is to be ended (from the scheduler)."""
+    """
+    The connection of an agent is over (from the relay), or is to be ended (from the scheduler).
+    """
 
     number: int
 
@@ -73,12 +84,14 @@ Item = Said | Ended | Heard | Pulse
 
 def pack(items: Iterable[Item]) -> Iterator[bytes]:
     """Yield as few frames as hold the items in their order."""
-    parts, size = [MAGIC], len(MAGIC)
+    parts = [MAGIC]
+    size = len(MAGIC)
     for item in items:
         kind, body = _body(item)
         if size + len(body) > FULL and len(parts) > 1:
             yield b"".join(parts)
-            parts, size = [MAGIC], len(MAGIC)
+            parts = [MAGIC]
+            size = len(MAGIC)
         parts += (_HEAD.pack(kind, len(body)), body)
         size += _HEAD.size + len(body)
     if len(parts) > 1:
@@ -100,7 +113,8 @@ def unpack(frame: bytes) -> list[Item]:
         if at + _HEAD.size > len(frame):
             raise CodecError(f"an item is cut at {at}")
         kind, length = _HEAD.unpack_from(frame, at)
-        start, at = at + _HEAD.size, at + _HEAD.size + length
+        start = at + _HEAD.size
+        at = at + _HEAD.size + length
         if at > len(frame):
             raise CodecError(f"an item of {length} bytes is cut at {start}")
         found.append(_item(kind, frame[start:at], start))

@@ -1,8 +1,9 @@
 """
-The scheduler's view of its relays: each agent behind one is a peer of its own, named ``RELAY/NUMBER``.
+The scheduler's view of its relays: each agent behind one is a peer of its own, named
+``RELAY/NUMBER``.
 
-What is said to agents behind a relay is collected and goes out in few frames (`flush`, at the latest before the next
-wait). When a relay's connection ends, so do those of all its agents.
+What is said to agents behind a relay is collected and goes out in few frames (`flush`, at the
+latest before the next wait). When a relay's connection ends, so do those of all its agents.
 """
 
 from __future__ import annotations
@@ -12,7 +13,16 @@ from collections.abc import Callable, Sequence
 from pdrun.rendezvous.protocol.codec import CodecError, decode
 from pdrun.rendezvous.protocol.events import Peer
 from pdrun.rendezvous.transport.base import Alive, Arrived, Complaint, Gone, Incoming
-from pdrun.rendezvous.transport.relay_frames import FULL, Ended, Heard, Item, Pulse, Said, pack, unpack
+from pdrun.rendezvous.transport.relay_frames import (
+    FULL,
+    Ended,
+    Heard,
+    Item,
+    Pulse,
+    Said,
+    pack,
+    unpack,
+)
 
 
 class Relays:
@@ -23,7 +33,10 @@ class Relays:
         self._agents: dict[Peer, set[Peer]] = {}
         """relay -> the agents behind it that are known and not ended"""
         self._closed: dict[Peer, set[int]] = {}
-        """relay -> connections that were told to end, and whose end the relay has not reported: they are not heard"""
+        """
+        relay -> connections that were told to end, and whose end the relay has not reported: they
+        are not heard
+        """
         self._outbox: dict[Peer, list[Item]] = {}
         self._waiting: dict[Peer, int] = {}
         """relay -> bytes in its outbox"""
@@ -37,7 +50,8 @@ class Relays:
         Return what a frame of a relay means.
 
         Raises:
-            CodecError: it is no frame. An agent's word that is no message ends that agent's connection only.
+            CodecError: it is no frame. An agent's word that is no message ends that agent's
+                connection only.
         """
         agents = self._agents.setdefault(relay, set())
         closed = self._closed.setdefault(relay, set())
@@ -54,20 +68,27 @@ class Relays:
                         agents.discard(peer)
                         found.append(Gone(peer))
                 case Heard(pulse, numbers):
-                    found.append(Alive(tuple(peer for n in numbers if (peer := f"{relay}/{n}") in agents)))
+                    found.append(
+                        Alive(tuple(peer for n in numbers if (peer := f"{relay}/{n}") in agents))
+                    )
                     self._queue(relay, Pulse(pulse), 16)
                 case Pulse():
                     raise CodecError("a pulse goes to a relay, not from it")
         return found
 
-    def _said(self, relay: Peer, peer: Peer, role: str, data: bytes, agents: set[Peer]) -> Sequence[Incoming]:
+    def _said(
+        self, relay: Peer, peer: Peer, role: str, data: bytes, agents: set[Peer]
+    ) -> Sequence[Incoming]:
         new = peer not in agents
         try:
             envelope = decode(data)
         except CodecError as error:
             agents.add(peer)
             self.close(peer)
-            return (Complaint(f"an agent behind a relay was cut off: {error}"), *(() if new else (Gone(peer),)))
+            return (
+                Complaint(f"an agent behind a relay was cut off: {error}"),
+                *(() if new else (Gone(peer),)),
+            )
         agents.add(peer)
         return (Arrived(peer, role, envelope),)
 
@@ -77,7 +98,9 @@ class Relays:
         self._queue(relay, Said(int(number), "", data), len(data))
 
     def close(self, peer: Peer) -> None:
-        """Have a relay end one connection, after what was sent to it; no Gone is reported for it."""
+        """
+        Have a relay end one connection, after what was sent to it; no Gone is reported for it.
+        """
         relay, _, number = peer.partition("/")
         self._agents[relay].discard(peer)
         self._closed[relay].add(int(number))
@@ -88,11 +111,15 @@ class Relays:
         self._outbox.pop(peer, None)
         self._waiting.pop(peer, None)
         self._closed.pop(peer, None)
-        return (*(Gone(agent, between=True) for agent in sorted(self._agents.pop(peer, ()))), Gone(peer))
+        return (
+            *(Gone(agent, between=True) for agent in sorted(self._agents.pop(peer, ()))),
+            Gone(peer),
+        )
 
     def flush(self) -> None:
         """Send what is queued."""
-        boxes, self._outbox = self._outbox, {}
+        boxes = self._outbox
+        self._outbox = {}
         self._waiting.clear()
         for relay, items in boxes.items():
             for frame in pack(items):

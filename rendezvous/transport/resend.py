@@ -1,8 +1,9 @@
 """
 What makes a cut connection whole again: what to repeat, and which repetitions to hide. Pure.
 
-After a reconnection an agent says again everything of the present generation, and the scheduler tells again everything
-that holds; each side ignores what it knows. So no acknowledgements are needed.
+After a reconnection an agent says again everything of the present generation, and the scheduler
+tells again everything that holds; each side ignores what it knows. So no acknowledgements are
+needed.
 """
 
 from __future__ import annotations
@@ -36,18 +37,38 @@ class Memory:
 
     def note(self, message: Message) -> None:
         """Keep a message that changes the scheduler's state; others are let go."""
-        if isinstance(message, Progress):  # the last one tells what is saved; who moved before it moves again
+        if isinstance(
+            message, Progress
+        ):  # the last one tells what is saved; who moved before it moves again
             self._kept = [kept for kept in self._kept if not isinstance(kept, Progress)]
         if isinstance(message, Hung):  # told again while it lasts
-            self._kept = [kept for kept in self._kept if not isinstance(kept, Hung) or kept.rank != message.rank]
+            self._kept = [
+                kept
+                for kept in self._kept
+                if not isinstance(kept, Hung) or kept.rank != message.rank
+            ]
         if isinstance(
-            message, Join | Ready | Unready | WorkerExit | Finished | Depart | Hung | Progress | StopRequest | Leave
+            message,
+            Join
+            | Ready
+            | Unready
+            | WorkerExit
+            | Finished
+            | Depart
+            | Hung
+            | Progress
+            | StopRequest
+            | Leave,
         ):
             self._kept.append(message)
 
     def forget_before(self, generation: int) -> None:
         """A new generation has begun: what belongs to older ones is never said again."""
-        self._kept = [message for message in self._kept if getattr(message, "generation", generation) >= generation]
+        self._kept = [
+            message
+            for message in self._kept
+            if getattr(message, "generation", generation) >= generation
+        ]
 
     def to_repeat(self) -> tuple[Message, ...]:
         """Return what a new connection says after Hello."""

@@ -1,14 +1,14 @@
 """
 How patient connections are when many come at once, and how silent ones are probed. Pure.
 
-One process takes in some 400 connections a second with CURVE, on one core. A handshake's limit that suits a few nodes
-would cut off most of ten thousand while they wait for their turn, and these would come again and wait once more: nobody
-would ever be in. So limits grow with the crowd.
+One process takes in some 400 connections a second with CURVE, on one core. A handshake's limit that
+suits a few nodes would cut off most of ten thousand while they wait for their turn, and these would
+come again and wait once more: nobody would ever be in. So limits grow with the crowd.
 
-ZeroMQ's own probes (PING, PONG) are for small jobs. Each answer cancels a timer, for which libzmq 4.3.5 walks through
-the timers of all connections (`poller_base_t::cancel_timer`): for ten thousand that is more work than their messages.
-In a large job the kernel looks after connections whose other end is gone, and the agents' heartbeats after the rest,
-as they do whatever the size of the job.
+ZeroMQ's own probes (PING, PONG) are for small jobs. Each answer cancels a timer, for which libzmq
+4.3.5 walks through the timers of all connections (`poller_base_t::cancel_timer`): for ten thousand
+that is more work than their messages. In a large job the kernel looks after connections whose other
+end is gone, and the agents' heartbeats after the rest, as they do whatever the size of the job.
 """
 
 from __future__ import annotations
@@ -33,13 +33,21 @@ def handshake(crowd: int) -> float:
 
 
 def probe(crowd: int) -> int:
-    """Return the milliseconds between two of ZeroMQ's probes of one of ``crowd`` connections; 0: there are none."""
+    """
+    Return the milliseconds between two of ZeroMQ's probes of one of ``crowd`` connections; 0: there
+    are none.
+    """
     return int(PROBE * 1000) if crowd <= PROBED else 0
 
 
 def keepalive(zmq: ModuleType) -> tuple[tuple[int, int], ...]:
-    """Return the options of a socket that have the kernel probe its connections; ``zmq`` is the module of that name."""
+    """
+    Return the options of a socket that have the kernel probe its connections; ``zmq`` is the module
+    of that name.
+    """
     return (
-        (zmq.TCP_KEEPALIVE, 1), (zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE), (zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE),
+        (zmq.TCP_KEEPALIVE, 1),
+        (zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE),
+        (zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE),
         (zmq.TCP_KEEPALIVE_CNT, 3),
-    )  # fmt: skip
+    )

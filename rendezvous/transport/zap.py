@@ -1,15 +1,18 @@
 """
-Who is let in: the handler of ZAP (RFC 27), which libzmq asks about each CURVE key that wants to connect.
+Who is let in: the handler of ZAP (RFC 27), which libzmq asks about each CURVE key that wants to
+connect.
 
-Each connection has its own pair of queues to the handler, and keeps it after its only question, for its own life: more
-than 8 KB of memory, beside thousands of others. So the handler is replaced now and then: the queues of those that were
-answered go with the old one, and a connection notices nothing. One that asks in the very moment between the old handler
-and the new is refused, never let in unasked, and comes again by itself.
+Each connection has its own pair of queues to the handler, and keeps it after its only question, for
+its own life: more than 8 KB of memory, beside thousands of others. So the handler is replaced now
+and then: the queues of those that were answered go with the old one, and a connection notices
+nothing. One that asks in the very moment between the old handler and the new is refused, never let
+in unasked, and comes again by itself.
 
-That it is told so at once needs a monitor of the guarded socket that does not ask for HANDSHAKE_FAILED_NO_DETAIL:
-telling that event, libzmq 4.3.5 forgets the error that it was about, and the connection hangs for the time that a
-handshake may take. So who breaks off or goes silent in the middle of a handshake is cut off as ever, but not told of:
-a wrong key, a wrong server and what is no ZeroMQ are.
+That it is told so at once needs a monitor of the guarded socket that does not ask for
+HANDSHAKE_FAILED_NO_DETAIL: telling that event, libzmq 4.3.5 forgets the error that it was about,
+and the connection hangs for the time that a handshake may take. So who breaks off or goes silent in
+the middle of a handshake is cut off as ever, but not told of: a wrong key, a wrong server and what
+is no ZeroMQ are.
 """
 
 from __future__ import annotations
@@ -27,12 +30,16 @@ DOMAIN = b"pdrun"
 MOST = 500
 """Questions after which a handler is replaced."""
 REST = 1.0
-"""Seconds in which the old one answers those that had begun to ask it; more than a thread of libzmq stands still."""
+"""
+Seconds in which the old one answers those that had begun to ask it; more than a thread of libzmq
+stands still.
+"""
 
 
 class Door:
     """
-    Answers in the loop that polls: its sockets are registered there, and `answer` is called after each poll.
+    Answers in the loop that polls: its sockets are registered there, and `answer` is called after
+    each poll.
 
     Args:
         context: of the sockets that are guarded. To be made before any of them is bound.
@@ -40,11 +47,20 @@ class Door:
         roles: CURVE public key in Z85 -> what connections with that key are; others are refused.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], poller: zmq.Poller, roles: Mapping[bytes, str]) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        poller: zmq.Poller,
+        roles: Mapping[bytes, str],
+    ) -> None:
         import zmq
 
-        self._zmq, self._context, self._poller, self._roles = zmq, context, poller, roles
-        self._answered, self._replaced = 0, 0.0
+        self._zmq = zmq
+        self._context = context
+        self._poller = poller
+        self._roles = roles
+        self._answered = 0
+        self._replaced = 0.0
         self._old: zmq.Socket[bytes] | None = None
         self._current = self._handler()
         self._current.bind(ADDRESS)
@@ -55,7 +71,10 @@ class Door:
         socket.setsockopt(self._zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def answer(self, ready: Collection[object]) -> None:
-        """Answer what is asked on the sockets that are ready, and replace the handler where it is time."""
+        """
+        Answer what is asked on the sockets that are ready, and replace the handler where it is
+        time.
+        """
         if self._current in ready:
             self._answered += self._serve(self._current)
         if self._old is not None:
@@ -77,7 +96,9 @@ class Door:
         self._answered = 0
         try:
             new = self._handler()
-        except self._zmq.ZMQError:  # no descriptor is left: nobody comes in either, and what is there goes on
+        except (
+            self._zmq.ZMQError
+        ):  # no descriptor is left: nobody comes in either, and what is there goes on
             return
         self._old, self._current, self._replaced = self._current, new, time.monotonic()
         self._old.unbind(ADDRESS)
@@ -97,9 +118,16 @@ class Door:
             except self._zmq.Again:
                 return answered
             version, number = (request + [b"", b""])[:2]
-            known = len(request) == 7 and version == b"1.0" and request[5] == b"CURVE" and len(request[6]) == 32
+            known = (
+                len(request) == 7
+                and version == b"1.0"
+                and request[5] == b"CURVE"
+                and len(request[6]) == 32
+            )
             role = self._roles.get(_z85(request[6])) if known else None
-            reply = [b"200", b"OK", role.encode(), b""] if role else [b"400", b"unknown key", b"", b""]
+            reply = (
+                [b"200", b"OK", role.encode(), b""] if role else [b"400", b"unknown key", b"", b""]
+            )
             handler.send_multipart([b"1.0", number, *reply])
             answered += 1
 

@@ -1,14 +1,16 @@
 """
-The agent's link over TCP: one ZeroMQ DEALER a connection, CURVE, heartbeats, and coming back after a cut.
+The agent's link over TCP: one ZeroMQ DEALER a connection, CURVE, heartbeats, and coming back after
+a cut.
 
 Each attempt is a socket of its own: libzmq's own reconnection would continue a conversation that the scheduler has
 closed. All attempts share one epoll descriptor, so that `fileno` stays the same. ZeroMQ's descriptors only say that
 *something* happened since they were last read empty; so every call reads until there is nothing left.
 
-CURVE fails without a word; the socket monitor tells. Three handshakes refused, or one for LONGEST_HANDSHAKE: another
-token, or no pdrun. Nobody at the port at all: agents may start before their scheduler, so that is tried again until
-``start_timeout``. After the first welcome a lost scheduler is waited for (`pdrun.rendezvous.transport.reconnect`); a successor is
-known by job and run, and told again all that holds.
+CURVE fails without a word; the socket monitor tells. Three handshakes refused, or one for
+LONGEST_HANDSHAKE: another token, or no pdrun. Nobody at the port at all: agents may start before
+their scheduler, so that is tried again until ``start_timeout``. After the first welcome a lost
+scheduler is waited for (`pdrun.rendezvous.transport.reconnect`); a successor is known by job and
+run, and told again all that holds.
 """
 
 from __future__ import annotations
@@ -49,10 +51,13 @@ from pdrun.rendezvous.transport.zmq_util import FAR_AWAY, end_context, monitor, 
 if TYPE_CHECKING:
     import zmq
 
-RETRY, RETRY_UNNAMED, RETRY_REFUSED, RETRY_WELCOMED = 0.2, 1.0, 0.5, 0.1
+RETRY = 0.2
+RETRY_UNNAMED = 1.0
+RETRY_REFUSED = 0.5
+RETRY_WELCOMED = 0.1
 """
-Seconds between two attempts: when nobody listens, when the host's name is not known (yet), after a refused handshake,
-and when one has succeeded before.
+Seconds between two attempts: when nobody listens, when the host's name is not known (yet), after a
+refused handshake, and when one has succeeded before.
 """
 
 
@@ -69,11 +74,24 @@ class ZmqLink:
     """A Link to the scheduler at ``endpoint``. Connects by itself inside `poll`; never blocks."""
 
     def __init__(
-        self, endpoint: Endpoint, secret: Secret | None, *, job: str = "", role: Literal["agent", "view"] = "agent",
-        host: str = "", start_timeout: float = 600.0, connect_timeout: float = 3.0, insecure: bool = False,
-        on_status: Callable[[str], None] | None = None, clock: Clock | None = None, command: str = "",
-        needs_spec: bool = False, hint: str = "", crowd: int = 0, patience: float = 0.0,
-    ) -> None:  # fmt: skip
+        self,
+        endpoint: Endpoint,
+        secret: Secret | None,
+        *,
+        job: str = "",
+        role: Literal["agent", "view"] = "agent",
+        host: str = "",
+        start_timeout: float = 600.0,
+        connect_timeout: float = 3.0,
+        insecure: bool = False,
+        on_status: Callable[[str], None] | None = None,
+        clock: Clock | None = None,
+        command: str = "",
+        needs_spec: bool = False,
+        hint: str = "",
+        crowd: int = 0,
+        patience: float = 0.0,
+    ) -> None:
         """
         Args:
             job: key of the job; empty: whichever the scheduler serves.
@@ -81,23 +99,34 @@ class ZmqLink:
             connect_timeout: seconds of one TCP attempt.
             on_status: is given a line every few seconds while nobody is there.
             command: what the sender runs, for the refusal of another job.
-            hint: what to do where nobody listens, if this node knows better than to start the first one.
-            needs_spec: hold the welcome back until the scheduler knows what the job runs, for ``start_timeout`` too.
+            hint: what to do where nobody listens, if this node knows better than to start the first
+                one.
+            needs_spec: hold the welcome back until the scheduler knows what the job runs, for
+                ``start_timeout`` too.
             crowd: connections that may come at once, this one among them.
-            patience: seconds for which a lost scheduler is waited for at least, whatever it said itself.
+            patience: seconds for which a lost scheduler is waited for at least, whatever it said
+                itself.
         """
         import zmq
 
         if (secret is None) != insecure:
-            raise ConfigError("either a secret or --insecure, not both and not neither", where=str(endpoint))
+            raise ConfigError(
+                "either a secret or --insecure, not both and not neither", where=str(endpoint)
+            )
         self._zmq = zmq
         self.endpoint = endpoint
-        self._secret, self._insecure = secret, insecure
-        self._job, self._role, self._host = job, role, host
-        self._command, self._needs_spec = command, needs_spec
-        self._connect_timeout, self._crowd = connect_timeout, crowd
+        self._secret = secret
+        self._insecure = insecure
+        self._job = job
+        self._role = role
+        self._host = host
+        self._command = command
+        self._needs_spec = needs_spec
+        self._connect_timeout = connect_timeout
+        self._crowd = crowd
         self._clock = clock or SystemClock()
-        self._agent, self._incarnation = secrets.token_hex(16), -1
+        self._agent = secrets.token_hex(16)
+        self._incarnation = -1
         self._context = zmq.Context()
         self._epoll = select.epoll()
         self._socket: zmq.Socket[bytes] | None = None
@@ -106,15 +135,19 @@ class ZmqLink:
         self._inbox: list[Message] = []
         self._doubt = 0
         """
-        Number of the heartbeat whose answer is awaited before anything else is believed: after a silence longer than
-        the lease an order may have lain here, as while this process was frozen, until it was given up; 0: none.
+        Number of the heartbeat whose answer is awaited before anything else is believed: after a
+        silence longer than the lease an order may have lain here, as while this process was frozen,
+        until it was given up; 0: none.
         """
         self._held: list[Message] = []
-        self._memory, self._filter = Memory(), Filter()
+        self._memory = Memory()
+        self._filter = Filter()
         self._welcome: Welcome | None = None
         self._beats = self._echo = self._mark = 0
         now = self._clock.monotonic()
-        self._patience = Patience(endpoint, start_timeout, on_status, now, hint, crowd, least=patience)
+        self._patience = Patience(
+            endpoint, start_timeout, on_status, now, hint, crowd, least=patience
+        )
         self._retry_at = self._beat_at = self._attempt_at = now
         self._lookup = Lookup(endpoint.host)
         self._said = self._expected = 0
@@ -122,14 +155,21 @@ class ZmqLink:
         """Whether another scheduler, of another job or run, answers at the address now."""
         self._connect(now)
 
-    # The Link protocol ------------------------------------------------------------------------------------------------
+    # The Link protocol
+    # ------------------------------------------------------------------------------------------------
 
     def fileno(self) -> int:
-        """A descriptor that becomes readable when `poll` may have something; the same for the link's whole life."""
+        """
+        A descriptor that becomes readable when `poll` may have something; the same for the link's
+        whole life.
+        """
         return self._epoll.fileno()
 
     def send(self, message: Message) -> None:
-        """Queue a message; what is said before the welcome, or while the connection is cut, goes out afterwards."""
+        """
+        Queue a message; what is said before the welcome, or while the connection is cut, goes out
+        afterwards.
+        """
         self._memory.note(message)
         if self._stage is _Stage.UP:
             self._put(message)
@@ -156,41 +196,58 @@ class ZmqLink:
             self._read_socket(now)
         if self._stage is _Stage.UP and self._welcome and self._patience.deaf(self._welcome, now):
             self._cut(now, 0.0)
-        result, self._inbox = self._inbox, []
+        result = self._inbox
+        self._inbox = []
         if not result:
             self._judge(now)
         return result
 
     def silent_for(self) -> float:
-        """Seconds since the scheduler was last heard, without those in which this process itself stood still."""
+        """
+        Seconds since the scheduler was last heard, without those in which this process itself stood
+        still.
+        """
         return self._patience.silent_for(self._clock.monotonic())
 
     def cut_off_for(self) -> float:
-        """Seconds for which nothing of the scheduler's machine was heard, not even that it took a connection."""
+        """
+        Seconds for which nothing of the scheduler's machine was heard, not even that it took a
+        connection.
+        """
         return self._patience.cut_off_for(self._clock.monotonic())
 
     def renew(self) -> None:
         """
-        Begin again as a new agent, after the old one was given up: another name, nothing to repeat, nothing known.
+        Begin again as a new agent, after the old one was given up: another name, nothing to repeat,
+        nothing known.
 
-        The next `poll` has a Welcome, as the first one had. Only a scheduler of the same job and run is accepted.
+        The next `poll` has a Welcome, as the first one had. Only a scheduler of the same job and
+        run is accepted.
         """
         now = self._clock.monotonic()
         self._drop_socket()
-        self._agent, self._incarnation = secrets.token_hex(16), -1
+        self._agent = secrets.token_hex(16)
+        self._incarnation = -1
         self._memory, self._filter, self._inbox = Memory(), Filter(), []
         self._beats = self._echo = self._mark = 0
-        self._stage, self._retry_at = _Stage.IDLE, now
+        self._stage = _Stage.IDLE
+        self._retry_at = now
         self._patience.cut(now)
 
     def confirm(self) -> None:
-        """Ask that the scheduler confirms all that was sent so far; `confirmed` tells, after some `poll`."""
+        """
+        Ask that the scheduler confirms all that was sent so far; `confirmed` tells, after some
+        `poll`.
+        """
         self._mark = self._beats + 1
         self._beat_at = self._clock.monotonic()
 
     @property
     def confirmed(self) -> bool:
-        """Whether the scheduler has read all that was sent before `confirm`: it answers heartbeats in their order."""
+        """
+        Whether the scheduler has read all that was sent before `confirm`: it answers heartbeats in
+        their order.
+        """
         return self._echo >= self._mark
 
     def deadline(self) -> float | None:
@@ -202,7 +259,9 @@ class ZmqLink:
             return None
         if self._stage is _Stage.IDLE:
             return self._retry_at
-        return min(self._beat_at, now + 1.0) if self._stage is _Stage.UP else now + 0.5
+        if self._stage is _Stage.UP:
+            return min(self._beat_at, now + 1.0)
+        return now + 0.5
 
     def close(self, timeout: float = 1.0) -> None:
         """Hand over what is queued, for at most ``timeout`` seconds, and close."""
@@ -214,35 +273,56 @@ class ZmqLink:
         end_context(self._context, linger)
         self._epoll.close()
 
-    # One connection ---------------------------------------------------------------------------------------------------
+    # One connection
+    # ---------------------------------------------------------------------------------------------------
 
     def _connect(self, now: float) -> None:
-        zmq, probe = self._zmq, pace.probe(self._crowd)
+        zmq = self._zmq
+        probe = pace.probe(self._crowd)
         self._incarnation += 1
         sock = self._socket = self._context.socket(zmq.DEALER)
         for option, value in (
-            (zmq.RECONNECT_IVL, FAR_AWAY), (zmq.LINGER, 0), (zmq.MAXMSGSIZE, Envelope.LIMIT), (zmq.SNDHWM, 0),
+            (zmq.RECONNECT_IVL, FAR_AWAY),
+            (zmq.LINGER, 0),
+            (zmq.MAXMSGSIZE, Envelope.LIMIT),
+            (zmq.SNDHWM, 0),
             (zmq.HANDSHAKE_IVL, int(pace.handshake(self._crowd) * 1000)),
-            (zmq.CONNECT_TIMEOUT, int(self._connect_timeout * 1000)), *pace.keepalive(zmq),
-            (zmq.HEARTBEAT_IVL, probe), (zmq.HEARTBEAT_TIMEOUT, 3 * probe),
-        ):  # fmt: skip
+            (zmq.CONNECT_TIMEOUT, int(self._connect_timeout * 1000)),
+            *pace.keepalive(zmq),
+            (zmq.HEARTBEAT_IVL, probe),
+            (zmq.HEARTBEAT_TIMEOUT, 3 * probe),
+        ):
             sock.setsockopt(option, value)
         # A name is looked up by libzmq, in its own thread, for one family an attempt.
         name_again = self._patience.nobody_since is not None and self._incarnation % 2 == 1
         sock.setsockopt(zmq.IPV6, int(":" in self.endpoint.host or name_again))
         if self._secret:
             keys = security.key_pair(self._secret, self._role)
-            sock.curve_publickey, sock.curve_secretkey = keys.public, keys.private
+            sock.curve_publickey = keys.public
+            sock.curve_secretkey = keys.private
             sock.curve_serverkey = security.key_pair(self._secret, "server").public
         self._monitor = monitor(sock)
         sock.connect(self.endpoint.zmq)
         for one in (sock, self._monitor):
             self._epoll.register(int(one.getsockopt(zmq.FD)), select.EPOLLIN)
-        self._stage, self._said, self._expected, self._attempt_at = _Stage.CONNECTING, 0, 0, now
-        self._doubt, self._held = 0, []
-        self._put(Hello(
-            PROTOCOL, self._role, self._job, self._agent, self._incarnation, self._host, os.getpid(), self._command
-        ))  # fmt: skip
+        self._stage = _Stage.CONNECTING
+        self._said = 0
+        self._expected = 0
+        self._attempt_at = now
+        self._doubt = 0
+        self._held = []
+        self._put(
+            Hello(
+                PROTOCOL,
+                self._role,
+                self._job,
+                self._agent,
+                self._incarnation,
+                self._host,
+                os.getpid(),
+                self._command,
+            )
+        )
 
     def _drop_socket(self, linger: int = 0) -> None:
         for one in (self._socket, self._monitor):
@@ -255,18 +335,24 @@ class ZmqLink:
         self._socket = self._monitor = None
 
     def _cut(self, now: float, wait: float) -> None:
-        """The connection is over; try again in ``wait`` seconds, unless nothing is to be said any more."""
+        """
+        The connection is over; try again in ``wait`` seconds, unless nothing is to be said any
+        more.
+        """
         if self._stage is not _Stage.OVER:
             if self._welcome is not None:
                 self._patience.cut(now)
             self._drop_socket()
-            self._stage, self._retry_at = _Stage.IDLE, now + wait
+            self._stage = _Stage.IDLE
+            self._retry_at = now + wait
 
     def _put(self, message: Message) -> None:
         if self._socket is not None:
             counted = not isinstance(message, Heartbeat)
             try:
-                data = encode(Envelope(self._agent, self._incarnation, self._said if counted else 0, message))
+                data = encode(
+                    Envelope(self._agent, self._incarnation, self._said if counted else 0, message)
+                )
             except CodecError as error:
                 if not isinstance(message, BESIDE):
                     self._stage = _Stage.OVER
@@ -276,22 +362,28 @@ class ZmqLink:
             try:
                 self._socket.send(data, self._zmq.NOBLOCK)
             except self._zmq.Again:
-                # Its pipe is gone already: a peer that closed at once. The monitor knows how; nothing said is lost.
+                # Its pipe is gone already: a peer that closed at once. The monitor knows how;
+                # nothing said is lost.
                 now = self._clock.monotonic()
                 self._read_monitor(now)
                 if self._socket is not None:
                     self._cut(now, RETRY)
 
-    # What happened ----------------------------------------------------------------------------------------------------
+    # What happened
+    # ----------------------------------------------------------------------------------------------------
 
     def _read_monitor(self, now: float) -> None:
         zmq = self._zmq
-        failed = (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
-                  zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)  # fmt: skip
+        failed = (
+            zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+            zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+            zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
+        )
         while self._monitor is not None and self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             event, _ = monitor_event(self._monitor)
             if event == zmq.EVENT_CONNECTED:
-                self._stage, self._attempt_at = _Stage.SHAKING, now
+                self._stage = _Stage.SHAKING
+                self._attempt_at = now
                 self._patience.somebody(now)
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._stage = _Stage.GREETING
@@ -300,11 +392,18 @@ class ZmqLink:
                 self._refused(now)
             elif event == zmq.EVENT_DISCONNECTED:
                 self._disconnected(now)
-            elif event in (zmq.EVENT_CLOSED, zmq.EVENT_CONNECT_RETRIED) and self._stage is _Stage.CONNECTING:
+            elif (
+                event in (zmq.EVENT_CLOSED, zmq.EVENT_CONNECT_RETRIED)
+                and self._stage is _Stage.CONNECTING
+            ):
                 self._patience.nobody(now)
                 self._lookup.begin()
-                named = event == zmq.EVENT_CLOSED  # else there was no address to open a connection to
-                self._cut(now, RETRY_WELCOMED if self._welcome else RETRY if named else RETRY_UNNAMED)
+                named = (
+                    event == zmq.EVENT_CLOSED
+                )  # else there was no address to open a connection to
+                self._cut(
+                    now, RETRY_WELCOMED if self._welcome else RETRY if named else RETRY_UNNAMED
+                )
 
     def _disconnected(self, now: float) -> None:
         if self._stage is _Stage.SHAKING:
@@ -334,12 +433,19 @@ class ZmqLink:
             if envelope.sequence != (self._expected if counted else 0):
                 return self._cut(now, RETRY)
             self._expected += counted
-            stale = self._welcome and self._stage is _Stage.UP and self._patience.stale(self._welcome.lease, now)
+            stale = (
+                self._welcome
+                and self._stage is _Stage.UP
+                and self._patience.stale(self._welcome.lease, now)
+            )
             if stale and not self._doubt:
-                self._doubt, self._beat_at = self._beats + 1, now
+                self._doubt = self._beats + 1
+                self._beat_at = now
             body = envelope.body
             certain = not self._doubt or (isinstance(body, Echo) and body.number >= self._doubt)
-            self._patience.heard(now, certain=certain)  # else what lay there would renew a lease that is over
+            self._patience.heard(
+                now, certain=certain
+            )  # else what lay there would renew a lease that is over
             if not counted and envelope.sender == ALONE:
                 self._patience.through_relay = True
             self._take(envelope.body, now)
@@ -349,7 +455,9 @@ class ZmqLink:
         if isinstance(message, Echo):
             self._echo = message.number
             if self._doubt and self._echo >= self._doubt:
-                held, self._held, self._doubt = self._held, [], 0
+                held = self._held
+                self._held = []
+                self._doubt = 0
                 for each in held:
                     self._take(each, now)
             return
@@ -359,13 +467,17 @@ class ZmqLink:
         if isinstance(message, Welcome):
             known = self._welcome
             if known and (known.run != message.run or known.job not in ("", message.job)):
-                self._stage, self.replaced = _Stage.OVER, True
-                self._inbox.append(Refuse(69, f"the scheduler at {self.endpoint} is another one now"))
+                self._stage = _Stage.OVER
+                self.replaced = True
+                self._inbox.append(
+                    Refuse(69, f"the scheduler at {self.endpoint} is another one now")
+                )
                 return
             if self._welcome is None or message.spec:
                 self._welcome = message
             if self._stage is not _Stage.UP:
-                self._stage, self._beat_at = _Stage.UP, now
+                self._stage = _Stage.UP
+                self._beat_at = now
                 self._patience.up(now)
                 for again in self._memory.to_repeat():
                     self._put(again)
@@ -378,7 +490,8 @@ class ZmqLink:
         if isinstance(message, Refuse):
             self._stage = _Stage.OVER
 
-    # Patience ---------------------------------------------------------------------------------------------------------
+    # Patience
+    # ---------------------------------------------------------------------------------------------------------
 
     def _judge(self, now: float) -> None:
         """Raise what time has made certain."""

@@ -1,11 +1,13 @@
 """
-The scheduler's transport over TCP: one ZeroMQ ROUTER, with CURVE, whose keys are asked for in the same loop (`door`).
+The scheduler's transport over TCP: one ZeroMQ ROUTER, with CURVE, whose keys are asked for in the
+same loop (`door`).
 
-Every limit is set: 1 MiB a frame, two frames a message, 1000 messages queued a connection, 3 s for a handshake (more
-where thousands come at once, see `pace`), a token bucket a connection. Whoever sends what is no envelope, or cannot
-take what is sent, is cut off; the service goes on. A connection's end is learned from the socket monitor within
-milliseconds, and its owner by the descriptor (SRCFD) from which its messages came. A relay's connection carries those
-of many agents (see `relayed`), each a peer of its own. Limits: ROUTER has no call that ends one connection, so its
+Every limit is set: 1 MiB a frame, two frames a message, 1000 messages queued a connection, 3 s for
+a handshake (more where thousands come at once, see `pace`), a token bucket a connection. Whoever
+sends what is no envelope, or cannot take what is sent, is cut off; the service goes on. A
+connection's end is learned from the socket monitor within milliseconds, and its owner by the
+descriptor (SRCFD) from which its messages came. A relay's connection carries those of many agents
+(see `relayed`), each a peer of its own. Limits: ROUTER has no call that ends one connection, so its
 descriptor is shut down.
 """
 
@@ -38,20 +40,22 @@ if TYPE_CHECKING:
 
 HIGH_WATER = 1000
 BACKLOG = 4096
-RATE, BURST = 500.0, 4000.0
+RATE = 500.0
+BURST = 4000.0
 """Messages that a connection may send a second, and at once."""
 MOST_AT_ONCE = 2000
-REST, LONGEST_REST = 2e-6, 0.02
+REST = 2e-6
+LONGEST_REST = 0.02
 """
-Seconds that `poll` rests for each connection, and at most: of thousands who speak a word each, a hundred are heard at
-one waking, not one. A few dozen connections are heard at once.
+Seconds that `poll` rests for each connection, and at most: of thousands who speak a word each, a
+hundred are heard at one waking, not one. A few dozen connections are heard at once.
 """
 FEW = 200
 """Connections for which it does not rest."""
 _ZERO_COPY_RECV = 10
 """
-ZMQ_ZERO_COPY_RECV of zmq_ctx_set(3), which pyzmq does not name. With it each connection keeps counters for 249 messages
-beside its buffer: 5 KB, for words of 200 bytes that are copied anyway.
+ZMQ_ZERO_COPY_RECV of zmq_ctx_set(3), which pyzmq does not name. With it each connection keeps
+counters for 249 messages beside its buffer: 5 KB, for words of 200 bytes that are copied anyway.
 """
 FAREWELL = 1.0
 """Seconds between the last word to a connection and its end."""
@@ -80,25 +84,35 @@ class ZmqServer:
     """Whose keys open the door."""
 
     def __init__(
-        self, secret: Secret | None, *, endpoint: Endpoint | None = None, listen_fd: int | None = None,
-        insecure: bool = False, crowd: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        secret: Secret | None,
+        *,
+        endpoint: Endpoint | None = None,
+        listen_fd: int | None = None,
+        insecure: bool = False,
+        crowd: int = 0,
+    ) -> None:
         """
         Args:
             secret: the user's secret; None only together with ``insecure``.
             endpoint: where to listen; one address, never all of them.
-            listen_fd: a listening TCP socket to adopt instead; it belongs to this object from now on.
+            listen_fd: a listening TCP socket to adopt instead; it belongs to this object from now
+                on.
             insecure: no CURVE at all: anybody who reaches the port is believed.
             crowd: connections that may come at once.
         """
         import zmq
 
         if (secret is None) != insecure:
-            raise ConfigError("either a secret or --insecure, not both and not neither", where="scheduler")
+            raise ConfigError(
+                "either a secret or --insecure, not both and not neither", where="scheduler"
+            )
         self._zmq = zmq
         # Plain numbers: pyzmq's own constants are members of enumerations, whose every | and look-up costs as much as
         # the call that they are for.
-        self._noblock, self._to, self._more = int(zmq.NOBLOCK), int(zmq.SNDMORE | zmq.NOBLOCK), int(zmq.RCVMORE)
+        self._noblock = int(zmq.NOBLOCK)
+        self._to = int(zmq.SNDMORE | zmq.NOBLOCK)
+        self._more = int(zmq.RCVMORE)
         _raise_nofile()
         self._connections: dict[Peer, _Connection] = {}
         self._by_fd: dict[int, Peer] = {}
@@ -115,7 +129,9 @@ class ZmqServer:
         self._configure(secret, crowd)
         self._monitor = monitor(  # no other failure of a handshake: see `door`
             self._router,
-            zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+            zmq.EVENT_DISCONNECTED
+            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
         )
         for one in (self._router, self._monitor):
             self._poller.register(one, zmq.POLLIN)
@@ -125,21 +141,33 @@ class ZmqServer:
             self.close(0.0)
             raise
 
-    # Opening ----------------------------------------------------------------------------------------------------------
+    # Opening
+    # ----------------------------------------------------------------------------------------------------------
 
     def _open_door(self, secret: Secret) -> Door:
         """Before any bind: a CURVE server without a ZAP handler lets every key in."""
         return Door(
-            self._context, self._poller, {security.key_pair(secret, role).public: role for role in self.roles}
+            self._context,
+            self._poller,
+            {security.key_pair(secret, role).public: role for role in self.roles},
         )
 
     def _configure(self, secret: Secret | None, crowd: int) -> None:
-        zmq, router, probe = self._zmq, self._router, pace.probe(crowd)
+        zmq = self._zmq
+        router = self._router
+        probe = pace.probe(crowd)
         for option, value in (
-            (zmq.ROUTER_MANDATORY, 1), (zmq.MAXMSGSIZE, relayed.LIMIT), (zmq.SNDHWM, HIGH_WATER),
-            (zmq.RCVHWM, HIGH_WATER), (zmq.HANDSHAKE_IVL, int(pace.handshake(crowd) * 1000)), (zmq.BACKLOG, BACKLOG),
-            (zmq.HEARTBEAT_IVL, probe), (zmq.HEARTBEAT_TIMEOUT, 3 * probe), (zmq.LINGER, 1000), *pace.keepalive(zmq),
-        ):  # fmt: skip
+            (zmq.ROUTER_MANDATORY, 1),
+            (zmq.MAXMSGSIZE, relayed.LIMIT),
+            (zmq.SNDHWM, HIGH_WATER),
+            (zmq.RCVHWM, HIGH_WATER),
+            (zmq.HANDSHAKE_IVL, int(pace.handshake(crowd) * 1000)),
+            (zmq.BACKLOG, BACKLOG),
+            (zmq.HEARTBEAT_IVL, probe),
+            (zmq.HEARTBEAT_TIMEOUT, 3 * probe),
+            (zmq.LINGER, 1000),
+            *pace.keepalive(zmq),
+        ):
             router.setsockopt(option, value)
         if secret:
             keys = security.key_pair(secret, "server")
@@ -166,7 +194,8 @@ class ZmqServer:
         self._router.bind(found.zmq)
         return found
 
-    # The protocol -----------------------------------------------------------------------------------------------------
+    # The protocol
+    # -----------------------------------------------------------------------------------------------------
 
     def watch(self, fd: int) -> None:
         """Report Woken when ``fd`` is readable (or at its end)."""
@@ -187,8 +216,10 @@ class ZmqServer:
         ready = dict(self._poller.poll(wait))
         if self._door is not None:
             self._door.answer(ready)
-        result, self._pending = self._pending, []
-        # The monitor first: what a connection sent before its end is then already in the queue, and reported before it.
+        result = self._pending
+        self._pending = []
+        # The monitor first: what a connection sent before its end is then already in the queue, and
+        # reported before it.
         ended = self._read_monitor(result)
         self._drain(result)
         for fd in ended:
@@ -226,7 +257,9 @@ class ZmqServer:
             self._pending += self._relays.ended(peer)
 
     def close_peer(self, peer: Peer) -> None:
-        """End a connection after what was sent to it had time to leave; no Gone is reported for it."""
+        """
+        End a connection after what was sent to it had time to leave; no Gone is reported for it.
+        """
         if peer in self._relays:
             self._relays.close(peer)
         elif connection := self._connections.pop(peer, None):
@@ -235,17 +268,22 @@ class ZmqServer:
     def close(self, timeout: float) -> None:
         """End everything, giving what was sent at most ``timeout`` seconds to leave."""
         self._relays.flush()
-        self._router.monitor(None, 0)  # first: a socket that outlives its monitor waits for ever at its end
+        self._router.monitor(
+            None, 0
+        )  # first: a socket that outlives its monitor waits for ever at its end
         for one in (self._monitor, self._router):
             one.close(linger=max(0, int(timeout * 1000)))
         if self._door is not None:
             self._door.close()
         end_context(self._context, timeout)
 
-    # Reading ----------------------------------------------------------------------------------------------------------
+    # Reading
+    # ----------------------------------------------------------------------------------------------------------
 
     def _read_monitor(self, result: list[Incoming]) -> list[int]:
-        zmq, ended, failed = self._zmq, [], 0
+        zmq = self._zmq
+        ended = []
+        failed = 0
         while self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             event, value = monitor_event(self._monitor)
             if event == zmq.EVENT_DISCONNECTED:
@@ -253,13 +291,17 @@ class ZmqServer:
             elif event != zmq.EVENT_MONITOR_STOPPED:
                 failed += 1
         if failed:
-            result.append(Complaint(
-                f"{count(failed, 'connection')} failed the handshake: another token, or not of pdrun"
-            ))  # fmt: skip
+            result.append(
+                Complaint(
+                    f"{count(failed, 'connection')} failed the handshake: another token, or not of pdrun"
+                )
+            )
         return ended
 
     def _drain(self, result: list[Incoming]) -> None:
-        receive, noblock, now = self._router.recv, self._noblock, time.monotonic()
+        receive = self._router.recv
+        noblock = self._noblock
+        now = time.monotonic()
         for _ in range(MOST_AT_ONCE):
             try:
                 identity = receive(noblock)
@@ -272,7 +314,9 @@ class ZmqServer:
             if connection is not None:
                 data = receive(noblock)
             else:
-                frame = receive(noblock, copy=False)  # dearer, but only it tells over which connection it came
+                frame = receive(
+                    noblock, copy=False
+                )  # dearer, but only it tells over which connection it came
                 data = bytes(frame.buffer)
                 if peer not in self._closing:
                     connection = self._admit(identity, frame)
@@ -284,8 +328,14 @@ class ZmqServer:
                 self._take(peer, connection, data, extra, now, result)
 
     def _take(
-        self, peer: Peer, connection: _Connection, data: bytes, extra: int, now: float, result: list[Incoming]
-    ) -> None:  # fmt: skip
+        self,
+        peer: Peer,
+        connection: _Connection,
+        data: bytes,
+        extra: int,
+        now: float,
+        result: list[Incoming],
+    ) -> None:
         try:
             if extra:
                 raise CodecError("a message has one frame")
@@ -299,7 +349,9 @@ class ZmqServer:
 
     def _open(self, peer: Peer, role: str, data: bytes) -> Sequence[Incoming]:
         """Return what a frame of a connection means."""
-        if role == "relay" or (not role and data.startswith(relayed.MAGIC)):  # a role is proved unless --insecure
+        if role == "relay" or (
+            not role and data.startswith(relayed.MAGIC)
+        ):  # a role is proved unless --insecure
             return self._relays.open(peer, data)
         return (Arrived(peer, role, decode(data)),)
 
@@ -311,14 +363,16 @@ class ZmqServer:
         self._by_fd[fd] = identity.hex()
         return connection
 
-    # Ending one connection --------------------------------------------------------------------------------------------
+    # Ending one connection
+    # --------------------------------------------------------------------------------------------
 
     def _ended(self, fd: int, result: list[Incoming]) -> None:
         """
         Report the end of the connection that had a descriptor.
 
-        Should the number have been used again, and the event be about an earlier connection that never spoke, the
-        wrong one is reported: it is shut down, too, so that its agent sees the cut and resumes within milliseconds.
+        Should the number have been used again, and the event be about an earlier connection that
+        never spoke, the wrong one is reported: it is shut down, too, so that its agent sees the cut
+        and resumes within milliseconds.
         """
         peer = self._by_fd.pop(fd, None)
         if peer is None:
@@ -347,7 +401,10 @@ class ZmqServer:
 
 
 def _inode(fd: int) -> int:
-    """Return the number of the socket that a descriptor is, never used twice at a time; 0: it is none (any more)."""
+    """
+    Return the number of the socket that a descriptor is, never used twice at a time; 0: it is none
+    (any more).
+    """
     try:
         return os.fstat(fd).st_ino
     except OSError:
@@ -355,7 +412,9 @@ def _inode(fd: int) -> int:
 
 
 def _remote(fd: int) -> Any:
-    """Return the remote address of a descriptor, or None when it is no connected socket (any more)."""
+    """
+    Return the remote address of a descriptor, or None when it is no connected socket (any more).
+    """
     try:
         copy = socket.socket(fileno=os.dup(fd))
     except OSError:

@@ -41,7 +41,9 @@ class Run:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait(20)
-            pytest.fail(f"still running after {timeout} s\n--- stdout\n{self.out[-3000:]}\n{self.err[-3000:]}")
+            pytest.fail(
+                f"still running after {timeout} s\n--- stdout\n{self.out[-3000:]}\n{self.err[-3000:]}"
+            )
 
     def expect(self, text: str, timeout: float = 60.0) -> None:
         deadline = time.monotonic() + timeout
@@ -50,7 +52,9 @@ class Run:
             if ended and text in self.out + self.err:
                 return
             if ended or time.monotonic() > deadline:
-                pytest.fail(f"{text!r} not seen\n--- stdout\n{self.out[-3000:]}\n--- stderr\n{self.err[-3000:]}")
+                pytest.fail(
+                    f"{text!r} not seen\n--- stdout\n{self.out[-3000:]}\n--- stderr\n{self.err[-3000:]}"
+                )
             time.sleep(0.02)
 
 
@@ -65,22 +69,35 @@ class Cluster:
     def env(self) -> dict[str, str]:
         keep = {name: os.environ[name] for name in ("PATH", "LANG", "TMPDIR") if name in os.environ}
         home = str(self.folder)
-        return {**keep, "HOME": home, "XDG_CONFIG_HOME": f"{home}/config", "XDG_STATE_HOME": f"{home}/state"}
+        return {
+            **keep,
+            "HOME": home,
+            "XDG_CONFIG_HOME": f"{home}/config",
+            "XDG_STATE_HOME": f"{home}/state",
+        }
 
     def script(self, text: str, name: str = "work.py") -> str:
         (self.folder / name).write_text(text)
         return name
 
-    def start(self, *argv: str, at: str = "h1", env: dict[str, str] | None = None, cwd: Path | None = None) -> Run:
+    def start(
+        self, *argv: str, at: str = "h1", env: dict[str, str] | None = None, cwd: Path | None = None
+    ) -> Run:
         """Start a command on a host; ``pdrun`` is this tree's."""
         words = [sys.executable, "-m", "pdrun", *argv[1:]] if argv[0] == "pdrun" else list(argv)
         number = len(self.runs)
         out, err = self.folder / f"run{number}.out", self.folder / f"run{number}.err"
         with out.open("wb") as out_file, err.open("wb") as err_file:
             process = self.hosts.start(
-                at, words, cwd=cwd or self.folder, env={**self.env(), **(env or {})}, stdin=subprocess.DEVNULL,
-                stdout=out_file, stderr=err_file, process_group=0,
-            )  # fmt: skip
+                at,
+                words,
+                cwd=cwd or self.folder,
+                env={**self.env(), **(env or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=out_file,
+                stderr=err_file,
+                process_group=0,
+            )
         self.runs.append(Run(process, out, err))
         return self.runs[-1]
 
@@ -90,13 +107,17 @@ class Cluster:
 
     def inside(self, run: Run) -> int:
         """Pid of the command itself: nsenter is its parent."""
-        found = subprocess.run(["pgrep", "-P", str(run.process.pid)], text=True, capture_output=True)
+        found = subprocess.run(
+            ["pgrep", "-P", str(run.process.pid)], text=True, capture_output=True
+        )
         return int(found.stdout.split()[0])
 
     def nothing_left(self, timeout: float = 15.0, but: Sequence[str] = ()) -> None:
         """Wait until no process of any job is left on any host."""
         deadline = time.monotonic() + timeout
-        while left := [one for one in self.hosts.of_pdrun() if not any(text in one[2] for text in but)]:
+        while left := [
+            one for one in self.hosts.of_pdrun() if not any(text in one[2] for text in but)
+        ]:
             if time.monotonic() > deadline:
                 pytest.fail(f"left after {timeout} s: {left}")
             time.sleep(0.05)
@@ -118,14 +139,18 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     folder = tmp_path_factory.mktemp("hosts")
     for path in (folder, *folder.parents):
         if path != Path("/tmp") and path.is_relative_to("/tmp"):
-            path.chmod(path.stat().st_mode | 0o011)  # sshd and slurmd read files here as other users
+            path.chmod(
+                path.stat().st_mode | 0o011
+            )  # sshd and slurmd read files here as other users
     with hosts.hosts(folder, 3, slurm.CGROUPS) as made:
         yield made
 
 
 @pytest.fixture
 def cluster(three: Hosts, tmp_path: Path) -> Iterator[Cluster]:
-    """The hosts, with a folder and a home of the test's own; what the test left running is killed."""
+    """
+    The hosts, with a folder and a home of the test's own; what the test left running is killed.
+    """
     made = Cluster(three, tmp_path)
     yield made
     left = [job for job in made.runs if job.process.poll() is None]

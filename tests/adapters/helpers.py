@@ -1,8 +1,9 @@
 """
-Golden environments: a YAML file is an environment with the answers of the probes, and what must be found.
+Golden environments: a YAML file is an environment with the answers of the probes, and what must be
+found.
 
-``PDRUN_GOLDEN=write pytest tests/adapters`` writes what comes out into the files, for reading in a diff. Besides
-``environ``:
+``PDRUN_GOLDEN=write pytest tests/adapters`` writes what comes out into the files, for reading in a
+diff. Besides ``environ``:
 
     host: n1             name of this machine (default: host1)
     here: [10.0.0.1]     further names and addresses of this machine
@@ -57,7 +58,9 @@ def probes(case: dict[str, Any]) -> Probes:
         hostname=host,
         is_here=lambda name: name in names,
         is_ancestor=lambda pid: None if above is None else pid in above,
-        is_under=lambda commands: None if above is None else any(name in above for name in commands),
+        is_under=lambda commands: (
+            None if above is None else any(name in above for name in commands)
+        ),
         is_open=lambda descriptor: descriptor in case.get("open", ()),
         answers=lambda address, port: port in case.get("listening", ()),
         word_above=lambda commands, option: str(case.get("words", {}).get(option, "")),
@@ -67,7 +70,9 @@ def probes(case: dict[str, Any]) -> Probes:
 
 
 def environ_of(case: dict[str, Any]) -> dict[str, str]:
-    """Return the environment of a case, a recording's task under ``recorded: [file, task]`` included."""
+    """
+    Return the environment of a case, a recording's task under ``recorded: [file, task]`` included.
+    """
     environ: dict[str, str] = {}
     if "recorded" in case:
         name, task = case["recorded"]
@@ -89,12 +94,18 @@ def found_text(found: Found) -> str:
     lines = [f"{found.launcher}: {found.title} ({found.kind})"]
     for field in fields(Found):
         value = getattr(found, field.name)
-        if field.name in ("launcher", "title", "kind", "sources", "ignored", "notes") or value in (None, "", ()):
+        if field.name in ("launcher", "title", "kind", "sources", "ignored", "notes") or value in (
+            None,
+            "",
+            (),
+        ):
             continue
         if field.name == "attempt" and not value:
             continue
         if field.name == "hosts":
-            value = " ".join(host.name if host.slots is None else f"{host.name}:{host.slots}" for host in value)
+            value = " ".join(
+                host.name if host.slots is None else f"{host.name}:{host.slots}" for host in value
+            )
         source = found.sources.get(field.name, "")
         lines.append(f"{field.name:<10} {value}" + (f"   ({source})" if source else ""))
     lines += [f"ignored    {item.launcher}: {item.why}" for item in found.ignored]

@@ -1,5 +1,6 @@
 """
-A few hosts on this machine, for tests: namespaces of network, pids, mounts and host name, each with a real sshd.
+A few hosts on this machine, for tests: namespaces of network, pids, mounts and host name, each with
+a real sshd.
 
     sw   the switch: a bridge in a namespace of its own, with no way out
     h1   10.79.N.1 ...   its own /etc/hosts, ~/.ssh, /run and process table; files are shared, as by NFS
@@ -79,9 +80,12 @@ class Hosts:
         run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", f"{ssh}/id_ed25519")
         shutil.copy(ssh / "id_ed25519.pub", ssh / "authorized_keys")
         key = " ".join((folder / "hostkey.pub").read_text().split()[:2])
-        (ssh / "known_hosts").write_text("".join(f"{name},{self.address(name)} {key}\n" for name in self.names))
+        (ssh / "known_hosts").write_text(
+            "".join(f"{name},{self.address(name)} {key}\n" for name in self.names)
+        )
         (folder / "hosts").write_text(
-            "127.0.0.1 localhost\n" + "".join(f"{self.address(name)} {name}\n" for name in self.names)
+            "127.0.0.1 localhost\n"
+            + "".join(f"{self.address(name)} {name}\n" for name in self.names)
         )
         (folder / "sshd_config").write_text(
             textwrap.dedent(f"""
@@ -101,7 +105,21 @@ class Hosts:
         inside, port = f"{self.tag}-{name}", f"p{name[1:]}"
         run("ip", "netns", "add", inside)
         run("ip", "-n", inside, "link", "set", "lo", "up")
-        run("ip", "-n", inside, "link", "add", "eth0", "type", "veth", "peer", "name", port, "netns", f"{self.tag}-sw")
+        run(
+            "ip",
+            "-n",
+            inside,
+            "link",
+            "add",
+            "eth0",
+            "type",
+            "veth",
+            "peer",
+            "name",
+            port,
+            "netns",
+            f"{self.tag}-sw",
+        )
         run("ip", "-n", f"{self.tag}-sw", "link", "set", port, "master", "br0", "up")
         run("ip", "-n", inside, "addr", "add", f"{self.address(name)}/24", "dev", "eth0")
         run("ip", "-n", inside, "link", "set", "eth0", "up")
@@ -110,20 +128,46 @@ class Hosts:
         folder = self.folder
         ready = folder / f"{name}.ready"
         ready.unlink(missing_ok=True)
-        script = "\n".join([
-            "set -e", f"H={name}", "mount --make-rprivate /", "mount -t tmpfs -o mode=755 tmpfs /run",
-            "mkdir -p /run/sshd /root/.ssh", f"mount --bind {folder}/hosts /etc/hosts",
-            f"mount --bind {folder}/ssh /root/.ssh",
-            f"hostname {name}", "mount -t proc proc /proc", *self.mounts,
-            f"/usr/sbin/sshd -f {folder}/sshd_config -E {folder}/{name}.sshd", f"echo up > {ready}",
-            "trap : TERM INT HUP", "while :; do sleep 1000 & wait; done",
-        ])  # fmt: skip
+        script = "\n".join(
+            [
+                "set -e",
+                f"H={name}",
+                "mount --make-rprivate /",
+                "mount -t tmpfs -o mode=755 tmpfs /run",
+                "mkdir -p /run/sshd /root/.ssh",
+                f"mount --bind {folder}/hosts /etc/hosts",
+                f"mount --bind {folder}/ssh /root/.ssh",
+                f"hostname {name}",
+                "mount -t proc proc /proc",
+                *self.mounts,
+                f"/usr/sbin/sshd -f {folder}/sshd_config -E {folder}/{name}.sshd",
+                f"echo up > {ready}",
+                "trap : TERM INT HUP",
+                "while :; do sleep 1000 & wait; done",
+            ]
+        )
         process = subprocess.Popen(
-            ["ip", "netns", "exec", f"{self.tag}-{name}", "unshare", "--mount", "--uts", "--ipc", "--pid", "--fork",
-             "--kill-child=KILL", "bash", "-c", script],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=(folder / f"{name}.init").open("wb"),
+            [
+                "ip",
+                "netns",
+                "exec",
+                f"{self.tag}-{name}",
+                "unshare",
+                "--mount",
+                "--uts",
+                "--ipc",
+                "--pid",
+                "--fork",
+                "--kill-child=KILL",
+                "bash",
+                "-c",
+                script,
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=(folder / f"{name}.init").open("wb"),
             start_new_session=True,
-        )  # fmt: skip
+        )
         deadline = time.monotonic() + 30
         while not ready.exists():
             if time.monotonic() > deadline or process.poll() is not None:
@@ -144,13 +188,22 @@ class Hosts:
         return subprocess.Popen(words, env=env, cwd=cwd, **more)  # type: ignore[call-overload,no-any-return]
 
     def processes(self, name: str) -> list[tuple[int, str]]:
-        """Pid (outside) and command of everything on a host but its init, its sshd's listener and our own look."""
+        """
+        Pid (outside) and command of everything on a host but its init, its sshd's listener and our
+        own look.
+        """
         space = Path(f"/proc/{self.inits[name]}/ns/pid").readlink()
         found = []
         for path in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 if (path / "ns/pid").readlink() == space and int(path.name) != self.inits[name]:
-                    command = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                    command = (
+                        (path / "cmdline")
+                        .read_bytes()
+                        .replace(b"\0", b" ")
+                        .decode(errors="replace")
+                        .strip()
+                    )
                     if command and not command.startswith(("sleep 1000", "sshd: /usr/sbin/sshd")):
                         found.append((int(path.name), command))
         return found
@@ -158,9 +211,12 @@ class Hosts:
     def of_pdrun(self) -> list[tuple[str, int, str]]:
         """Everything of a job that is left on any host: pdrun's own processes and workers."""
         return [
-            (name, pid, command) for name in self.names if name in self.inits
-            for pid, command in self.processes(name) if "python" in command or "pdrun" in command
-        ]  # fmt: skip
+            (name, pid, command)
+            for name in self.names
+            if name in self.inits
+            for pid, command in self.processes(name)
+            if "python" in command or "pdrun" in command
+        ]
 
     def power_off(self, name: str) -> None:
         os.kill(self.inits.pop(name), signal.SIGKILL)
@@ -183,7 +239,13 @@ def hosts(folder: Path, count: int, mounts: Sequence[str] = ()) -> Iterator[Host
     """Hosts h1 to h``count``, gone at the end of the block."""
     global _made
     _made += 1
-    made = Hosts(folder, count, f"pdt{os.getpid()}-{_made}", f"10.79.{os.getpid() % 200 + _made % 50}", mounts=mounts)
+    made = Hosts(
+        folder,
+        count,
+        f"pdt{os.getpid()}-{_made}",
+        f"10.79.{os.getpid() % 200 + _made % 50}",
+        mounts=mounts,
+    )
     try:
         made.up()
         yield made

@@ -1,4 +1,7 @@
-"""MPIs that Debian does not have, from their wheels: Open MPI 5, MPICH 5 and Intel MPI, each in a folder of its own."""
+"""
+MPIs that Debian does not have, from their wheels: Open MPI 5, MPICH 5 and Intel MPI, each in a
+folder of its own.
+"""
 
 from __future__ import annotations
 
@@ -41,13 +44,16 @@ WHEELS = (
 
 def installed(wheel: Wheel) -> Path:
     """
-    Return the mpirun of a wheel, installed at the first call of this user into a cache outside the tree.
+    Return the mpirun of a wheel, installed at the first call of this user into a cache outside the
+    tree.
 
     Raises:
         LookupError: why there can be none here.
     """
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
-        raise LookupError(f"{wheel.requirement} has no wheel for {sys.platform} {platform.machine()}")
+        raise LookupError(
+            f"{wheel.requirement} has no wheel for {sys.platform} {platform.machine()}"
+        )
     if importlib.util.find_spec("pip") is None:
         raise LookupError("this Python has no pip")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pdrun-tests"
@@ -63,15 +69,34 @@ def installed(wheel: Wheel) -> Path:
 def _install(wheel: Wheel, cache: Path, folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=cache) as made:
         argv = [
-            sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps",
-            "--only-binary=:all:", "--no-compile", "--no-warn-script-location", "--retries", "1", "--timeout", "10",
-            "--ignore-installed", "--prefix", made, wheel.requirement,
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-deps",
+            "--only-binary=:all:",
+            "--no-compile",
+            "--no-warn-script-location",
+            "--retries",
+            "1",
+            "--timeout",
+            "10",
+            "--ignore-installed",
+            "--prefix",
+            made,
+            wheel.requirement,
+        ]
         try:
-            done = subprocess.run(argv, text=True, capture_output=True, timeout=PATIENCE, stdin=subprocess.DEVNULL)
+            done = subprocess.run(
+                argv, text=True, capture_output=True, timeout=PATIENCE, stdin=subprocess.DEVNULL
+            )
         except subprocess.TimeoutExpired:
             raise LookupError(f"{wheel.requirement} did not come within {PATIENCE:g} s") from None
         if done.returncode:
-            raise LookupError(f"{wheel.requirement} cannot be had: {done.stderr.strip().splitlines()[-1]}")
+            raise LookupError(
+                f"{wheel.requirement} cannot be had: {done.stderr.strip().splitlines()[-1]}"
+            )
         shutil.move(made, folder)
         Path(made).mkdir()  # for the block's end to take away

@@ -1,4 +1,7 @@
-"""Slurm on the hosts of `tests.adapters.hosts`: munged and slurmd on each, slurmctld on the first; no systemd."""
+"""
+Slurm on the hosts of `tests.adapters.hosts`: munged and slurmd on each, slurmctld on the first; no
+systemd.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,11 @@ CGROUPS = (
 
 def missing() -> str:
     """Return why there can be no Slurm here, or the empty string."""
-    if lacking := [name for name in NEEDED if shutil.which(name) is None and not Path(f"/usr/sbin/{name}").exists()]:
+    if lacking := [
+        name
+        for name in NEEDED
+        if shutil.which(name) is None and not Path(f"/usr/sbin/{name}").exists()
+    ]:
         return f"needs {', '.join(lacking)} (Debian: slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge)"
     try:
         pwd.getpwnam("munge")
@@ -87,7 +94,9 @@ class Slurm:
             f"NodeName={name} NodeAddr={hosts.address(name)} CPUs=2 RealMemory=1000 State=UNKNOWN"
             for name in hosts.names
         ]
-        part = f"PartitionName=all Nodes={','.join(hosts.names)} Default=YES MaxTime=INFINITE State=UP"
+        part = (
+            f"PartitionName=all Nodes={','.join(hosts.names)} Default=YES MaxTime=INFINITE State=UP"
+        )
         return "\n".join([*(line.strip() for line in lines.splitlines()), *nodes, part]) + "\n"
 
     def boot(self, name: str) -> None:
@@ -102,14 +111,28 @@ class Slurm:
 
     def _start(self, name: str, *argv: str) -> None:
         out = (self.folder / f"{name}.{argv[0]}.out").open("ab")
-        self._processes.append(self.hosts.start(
-            name, argv, cwd=self.folder, env={**os.environ}, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-            start_new_session=True,
-        ))  # fmt: skip
+        self._processes.append(
+            self.hosts.start(
+                name,
+                argv,
+                cwd=self.folder,
+                env={**os.environ},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
+        )
 
     def ask(self, *argv: str) -> str:
         """Run a command of Slurm on the first host; return what it printed."""
-        done = run(*self.hosts.enter(self.hosts.names[0]), "env", f"SLURM_CONF={self.conf}", *argv, check=False)
+        done = run(
+            *self.hosts.enter(self.hosts.names[0]),
+            "env",
+            f"SLURM_CONF={self.conf}",
+            *argv,
+            check=False,
+        )
         return done.stdout + done.stderr
 
     def wait_idle(self, count: int, timeout: float = 60.0) -> None:
@@ -117,24 +140,34 @@ class Slurm:
         while (found := self.ask("sinfo", "-h", "-t", "idle", "-o", "%D").strip()) != str(count):
             if time.monotonic() > deadline:
                 logs = "\n".join(path.read_text()[-1500:] for path in self.folder.glob("*.log"))
-                raise RuntimeError(f"{found} of {count} nodes are idle: {self.ask('sinfo', '-N', '-l')}\n{logs}")
+                raise RuntimeError(
+                    f"{found} of {count} nodes are idle: {self.ask('sinfo', '-N', '-l')}\n{logs}"
+                )
             time.sleep(0.1)
 
     def fields(self, job: str) -> dict[str, str]:
-        """Return what ``scontrol show job`` tells, all of one moment; empty where there is no such job."""
+        """
+        Return what ``scontrol show job`` tells, all of one moment; empty where there is no such
+        job.
+        """
         text = self.ask("scontrol", "show", "job", job, "--oneliner")
-        return {name: value for name, equals, value in (word.partition("=") for word in text.split()) if equals}
+        return {
+            name: value
+            for name, equals, value in (word.partition("=") for word in text.split())
+            if equals
+        }
 
     def field(self, job: str, name: str) -> str:
         return self.fields(job).get(name, "")
 
     def start_again(self, job: str, timeout: float = 120.0) -> None:
         """
-        Wait until a requeued job has started for the second time, without the two minutes that Slurm lets pass.
+        Wait until a requeued job has started for the second time, without the two minutes that
+        Slurm lets pass.
 
-        Not in the second of its end, though: credentials are dated in whole seconds, and a node that was told to end
-        the job refuses one that is not younger than that ("Job credential revoked" in slurmctld's log). Slurm then
-        calls the job FAILED, and its script was never run.
+        Not in the second of its end, though: credentials are dated in whole seconds, and a node
+        that was told to end the job refuses one that is not younger than that ("Job credential
+        revoked" in slurmctld's log). Slurm then calls the job FAILED, and its script was never run.
         """
         hurried, deadline = False, time.monotonic() + timeout
         while True:
@@ -144,13 +177,17 @@ class Slurm:
             if now.get("Restarts") == "1" and now["JobState"] == "PENDING" and not hurried:
                 hurried = self.ask("scontrol", "update", f"job={job}", "StartTime=now+2") == ""
             if time.monotonic() > deadline:
-                raise RuntimeError(f"job {job} does not start again: {now}\n{self.ask('sinfo', '-N', '-l')}")
+                raise RuntimeError(
+                    f"job {job} does not start again: {now}\n{self.ask('sinfo', '-N', '-l')}"
+                )
             time.sleep(0.1)
 
     def wait_state(self, job: str, *states: str, timeout: float = 60.0) -> str:
         deadline = time.monotonic() + timeout
         while (found := self.field(job, "JobState")) not in states:
             if time.monotonic() > deadline:
-                raise RuntimeError(f"job {job} is {found}, not {states}: {self.ask('scontrol', 'show', 'job', job)}")
+                raise RuntimeError(
+                    f"job {job} is {found}, not {states}: {self.ask('scontrol', 'show', 'job', job)}"
+                )
             time.sleep(0.1)
         return found

@@ -16,9 +16,13 @@ from tests.adapters.helpers import HERE, environ_of, load, outcome, probes, reco
 
 CASES = sorted((HERE / "cases").glob("*.yaml"))
 RECORDINGS = {
-    "openmpi-4.1.jsonl": "openmpi", "openmpi-5.0.jsonl": "openmpi", "mpich-4.0.jsonl": "mpich",
-    "mpich-5.0.jsonl": "mpich", "intel-mpi-2021.jsonl": "intelmpi", "slurm-22.05-srun.jsonl": "slurm-step",
-}  # fmt: skip
+    "openmpi-4.1.jsonl": "openmpi",
+    "openmpi-5.0.jsonl": "openmpi",
+    "mpich-4.0.jsonl": "mpich",
+    "mpich-5.0.jsonl": "mpich",
+    "intel-mpi-2021.jsonl": "intelmpi",
+    "slurm-22.05-srun.jsonl": "slurm-step",
+}
 
 
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
@@ -39,10 +43,23 @@ def test_every_launcher_has_a_case() -> None:
 @pytest.mark.parametrize("name", RECORDINGS)
 def test_each_task_of_a_recording_has_its_own_rank(name: str) -> None:
     found = [
-        detect(environ, probes({"host": facts["__host"], "above": [facts["__pid"], facts["__ppid"], "mpirun",
-                                                                   "hydra_pmi_proxy", "slurmstepd"]}))
+        detect(
+            environ,
+            probes(
+                {
+                    "host": facts["__host"],
+                    "above": [
+                        facts["__pid"],
+                        facts["__ppid"],
+                        "mpirun",
+                        "hydra_pmi_proxy",
+                        "slurmstepd",
+                    ],
+                }
+            ),
+        )
         for environ, facts in recorded(name)
-    ]  # fmt: skip
+    ]
     assert {one.launcher for one in found} == {RECORDINGS[name]}
     assert {one.kind for one in found} == {"task"}
     assert sorted(one.rank for one in found if one.rank is not None) == list(range(len(found)))
@@ -67,26 +84,66 @@ def test_every_field_that_is_known_names_its_variable() -> None:
             continue
         environ = environ_of(case)
         found = detect(environ, probes(case), case.get("launcher", ""))
-        for field in ("rank", "world", "local_rank", "node_rank", "nodes", "hosts", "head", "port", "job_id"):
+        for field in (
+            "rank",
+            "world",
+            "local_rank",
+            "node_rank",
+            "nodes",
+            "hosts",
+            "head",
+            "port",
+            "job_id",
+        ):
             if getattr(found, field) not in (None, "", ()) and found.launcher != "none":
                 assert found.sources.get(field), (path.stem, field)
 
 
 NOTHING_SAID: tuple[Wish, ...] = ()
 HOSTILE = (
-    "", " ", "-1", "x", "1_0", "\u0663", "0x10", "1e3", "9" * 400, "n[1-", "n[1-99999999]", "a,,b", "-oProxyCommand=x",
-    "$(x)", "a;b", "[" * 5000, '{"cluster": 3, "task": []}', "[1, 2]", "null", "NaN", "\udcff", "/nope", "1(x99999999)",
-    ";tcp4://127.0.0.1:99999", "tcp", "a\nb",
-)  # fmt: skip
+    "",
+    " ",
+    "-1",
+    "x",
+    "1_0",
+    "\u0663",
+    "0x10",
+    "1e3",
+    "9" * 400,
+    "n[1-",
+    "n[1-99999999]",
+    "a,,b",
+    "-oProxyCommand=x",
+    "$(x)",
+    "a;b",
+    "[" * 5000,
+    '{"cluster": 3, "task": []}',
+    "[1, 2]",
+    "null",
+    "NaN",
+    "\udcff",
+    "/nope",
+    "1(x99999999)",
+    ";tcp4://127.0.0.1:99999",
+    "tcp",
+    "a\nb",
+)
 
 
 def test_no_value_of_any_variable_crashes_or_hangs_a_reader() -> None:
-    """Every variable of every case with every hostile value: an answer or an error that names a variable."""
+    """
+    Every variable of every case with every hostile value: an answer or an error that names a
+    variable.
+    """
     tried = 0
     for path in CASES:
         case = load(path)
         environ = environ_of(case)
-        if "recorded" in case or len(environ) > 40 or any(len(value) > 5000 for value in environ.values()):
+        if (
+            "recorded" in case
+            or len(environ) > 40
+            or any(len(value) > 5000 for value in environ.values())
+        ):
             continue
         for name in environ:
             for value in HOSTILE:
@@ -113,7 +170,16 @@ def test_a_derived_port_is_below_those_that_systems_give_away() -> None:
 
 
 def test_a_jobs_name_is_fit_for_a_path_whatever_the_id_is() -> None:
-    for job in ("7.0", "a" * 300, "\u019258", "prterun-h-1@1", "../../x", "-rf", "x" * 50 + "y", "\udcff"):
+    for job in (
+        "7.0",
+        "a" * 300,
+        "\u019258",
+        "prterun-h-1@1",
+        "../../x",
+        "-rf",
+        "x" * 50 + "y",
+        "\udcff",
+    ):
         name = Found("flux", job_id=job).job_name
         assert check_name(name, where="x") == name
     assert Found("flux", job_id="a" * 300).job_name != Found("flux", job_id="a" * 301).job_name

@@ -29,7 +29,9 @@ def test_the_same_command_on_every_host_finds_its_place_in_the_list(cluster: Clu
 
 
 def test_a_machine_that_is_none_of_the_hosts_is_refused(cluster: Cluster) -> None:
-    code, _, err = cluster.run("pdrun", "--launcher", "none", "--hosts", "h2,h3", cluster.script(SHOW), at="h1")
+    code, _, err = cluster.run(
+        "pdrun", "--launcher", "none", "--hosts", "h2,h3", cluster.script(SHOW), at="h1"
+    )
     assert code == 2
     assert "h1 is none of the 2 host(s)" in err
 
@@ -43,11 +45,21 @@ def test_a_rank_table_starts_its_servers_with_its_ranks(cluster: Cluster) -> Non
     path = cluster.folder / "hccl.json"
     path.write_text(json.dumps(data))
     code, out, err = cluster.run(
-        "pdrun", "--rank-table", "hccl.json", "--backend", "cpu", "--prefix", "none", cluster.script(SHOW)
+        "pdrun",
+        "--rank-table",
+        "hccl.json",
+        "--backend",
+        "cpu",
+        "--prefix",
+        "none",
+        cluster.script(SHOW),
     )
     assert code == 0, err
     rows = sorted(line.split() for line in out.splitlines())
     assert [row[:5] for row in rows] == [
-        ["0", "4", "4", "0", "0"], ["1", "4", "5", "0", "1"], ["2", "4", "4", "1", "0"], ["3", "4", "5", "1", "1"],
-    ]  # fmt: skip
+        ["0", "4", "4", "0", "0"],
+        ["1", "4", "5", "0", "1"],
+        ["2", "4", "4", "1", "0"],
+        ["3", "4", "5", "1", "1"],
+    ]
     assert {row[5] for row in rows} == {str(path)}

@@ -25,8 +25,13 @@ def clean(**more: str) -> dict[str, str]:
 
 
 def launcher_of(command: list[str], **more: str) -> list[dict[str, object]]:
-    """Return what ``pdrun env`` says in each task of a command, the JSON objects standing one behind another."""
-    done = subprocess.run(command, capture_output=True, text=True, env=clean(**more), timeout=120, check=False)
+    """
+    Return what ``pdrun env`` says in each task of a command, the JSON objects standing one behind
+    another.
+    """
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=clean(**more), timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
     found, at, decoder = [], 0, json.JSONDecoder()
     while at < len(done.stdout.rstrip()):
@@ -70,9 +75,11 @@ def test_a_tree_without_proc_knows_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1", "::ffff:127.0.0.1"])
 def test_the_other_end_of_a_connection_is_found(address: str) -> None:
     try:
-        server = socket.create_server(("::" if address == "::ffff:127.0.0.1" else address, 0),
-                                      family=socket.AF_INET6 if ":" in address else socket.AF_INET,
-                                      dualstack_ipv6=address == "::ffff:127.0.0.1")  # fmt: skip
+        server = socket.create_server(
+            ("::" if address == "::ffff:127.0.0.1" else address, 0),
+            family=socket.AF_INET6 if ":" in address else socket.AF_INET,
+            dualstack_ipv6=address == "::ffff:127.0.0.1",
+        )
     except OSError:
         pytest.skip("no IPv6 here")
     me = (Path("/proc/self/comm").read_text().strip(),)
@@ -91,7 +98,10 @@ def test_a_word_of_a_process_above_is_found() -> None:
         "print(real().word_above((name,), '--control-port') or real().is_under((name,)))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, "--control-port", "h1:4000", inner], capture_output=True, text=True, check=True
+        [sys.executable, "-c", code, "--control-port", "h1:4000", inner],
+        capture_output=True,
+        text=True,
+        check=True,
     )  # the nearest python is the inner one, which has no such word
     assert done.stdout.strip() in ("True", "h1:4000")
 
@@ -121,13 +131,23 @@ def test_descriptors_ports_and_files(tmp_path: Path) -> None:
 def test_tasks_of_open_mpi_are_fresh_and_what_they_leave_behind_is_not(tmp_path: Path) -> None:
     mpirun = needs("mpirun.openmpi")
     found = launcher_of([mpirun, "--oversubscribe", "-n", "2", *ENV], **AS_ROOT)
-    assert sorted((one["launcher"], one["rank"], one["world"], one["local_size"]) for one in found) == [
-        ("openmpi", 0, 2, 2), ("openmpi", 1, 2, 2),
-    ]  # fmt: skip
+    assert sorted(
+        (one["launcher"], one["rank"], one["world"], one["local_size"]) for one in found
+    ) == [("openmpi", 0, 2, 2), ("openmpi", 1, 2, 2)]
     dump = "import json, os; print(json.dumps(dict(os.environ)))"
-    done = subprocess.run([mpirun, "-n", "1", sys.executable, "-c", dump], capture_output=True, text=True,
-                          env=clean(**AS_ROOT), timeout=120, check=True)  # fmt: skip
-    left = {name: value for name, value in json.loads(done.stdout).items() if name.startswith(("OMPI_", "PMIX_"))}
+    done = subprocess.run(
+        [mpirun, "-n", "1", sys.executable, "-c", dump],
+        capture_output=True,
+        text=True,
+        env=clean(**AS_ROOT),
+        timeout=120,
+        check=True,
+    )
+    left = {
+        name: value
+        for name, value in json.loads(done.stdout).items()
+        if name.startswith(("OMPI_", "PMIX_"))
+    }
     (stale,) = launcher_of(ENV, **left)
     assert stale["launcher"] == "none"
     assert any("left over from another process" in note for note in stale["notes"])  # type: ignore[attr-defined]
@@ -137,9 +157,15 @@ def test_tasks_of_open_mpi_are_fresh_and_what_they_leave_behind_is_not(tmp_path:
 def test_tasks_of_mpich_know_where_mpiexec_is() -> None:
     mpiexec = needs("mpiexec.hydra")
     (found,) = launcher_of([mpiexec, "-n", "1", *ENV])
-    assert (found["launcher"], found["rank"], found["world"], found["node_rank"]) == ("mpich", 0, 1, 0)
+    assert (found["launcher"], found["rank"], found["world"], found["node_rank"]) == (
+        "mpich",
+        0,
+        1,
+        0,
+    )
     assert found["head"] == os.uname().nodename
-    through = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"  # closes PMI_FD on the way
+    # closes PMI_FD on the way
+    through = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"
     (again,) = launcher_of([mpiexec, "-n", "1", sys.executable, "-c", through, *ENV])
     assert again["launcher"] == "mpich"
     (stale,) = launcher_of(ENV, PMI_RANK="0", PMI_SIZE="2", PMI_FD="99", MPI_LOCALRANKID="0")

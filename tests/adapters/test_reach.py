@@ -1,4 +1,6 @@
-"""What goes over a connection and onto a command line, without any host: frames, words, orders, cargo."""
+"""
+What goes over a connection and onto a command line, without any host: frames, words, orders, cargo.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,13 @@ from pdrun.launcher.plan import external as through
 from pdrun.launcher.plan.external import Through
 from pdrun.launcher.plan.hosts import forwarded
 
-ANY_TEXT = st.text(st.characters(), max_size=40)  # lone surrogates too: bytes of a file name that are no UTF-8
+ANY_TEXT = st.text(
+    st.characters(), max_size=40
+)  # lone surrogates too: bytes of a file name that are no UTF-8
 
 
-# Frames ---------------------------------------------------------------------------------------------------------------
+# Frames
+# ---------------------------------------------------------------------------------------------------------------
 
 
 @given(
@@ -111,15 +116,27 @@ def test_an_order_that_is_too_long_is_refused_before_anything_starts() -> None:
         order.encode({"env": {"X": os.urandom(200_000).hex()}})
 
 
-# ssh ------------------------------------------------------------------------------------------------------------------
+# ssh
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def test_the_command_of_a_connection() -> None:
     argv = sshcommand.ssh_argv(
-        "ssh", ("-i", "key"), Host("h1", user="alice", port=2222), sshcommand.remote_command("/a b/python")
+        "ssh",
+        ("-i", "key"),
+        Host("h1", user="alice", port=2222),
+        sshcommand.remote_command("/a b/python"),
     )
     assert argv[:3] == ("ssh", "-i", "key")
-    assert argv[-7:] == ("-p", "2222", "-l", "alice", "--", "h1", "exec '/a b/python' -P -m pdrun.launcher.launch.remote_main")
+    assert argv[-7:] == (
+        "-p",
+        "2222",
+        "-l",
+        "alice",
+        "--",
+        "h1",
+        "exec '/a b/python' -P -m pdrun.launcher.launch.remote_main",
+    )
     assert "BatchMode=yes" in argv and argv.index("-i") < argv.index("BatchMode=yes")
 
 
@@ -129,7 +146,9 @@ def test_nothing_that_ssh_takes_for_an_option(host: Host) -> None:
         sshcommand.ssh_argv("ssh", (), host, "true")
 
 
-@pytest.mark.parametrize("python", ["-c", "a'b", "a\nb", "$(x)", "a;b", "a`b`", "a\\b", "a!b", '"', ""])
+@pytest.mark.parametrize(
+    "python", ["-c", "a'b", "a\nb", "$(x)", "a;b", "a`b`", "a\\b", "a!b", '"', ""]
+)
 def test_an_interpreter_that_a_shell_could_read_otherwise_is_refused(python: str) -> None:
     with pytest.raises(UsageError):
         sshcommand.check_python(python, where="--python")
@@ -147,7 +166,9 @@ def test_login_shells_read_the_command_alike(shell: str, tmp_path: Path) -> None
     sshcommand.check_python(str(python), where="--python")
     for words in (("-c", "print(1)"), sshcommand.BOOTSTRAP):
         command = sshcommand.remote_command(str(python), words)
-        done = subprocess.run([shell, "-c", command], input=b"cHJpbnQoMSk=\n", capture_output=True, timeout=60)
+        done = subprocess.run(
+            [shell, "-c", command], input=b"cHJpbnQoMSk=\n", capture_output=True, timeout=60
+        )
         assert done.stdout == b"1\n", (command, done.stderr)
 
 
@@ -155,40 +176,70 @@ def test_login_shells_read_the_command_alike(shell: str, tmp_path: Path) -> None
 def test_options_of_ssh_that_are_none(text: str) -> None:
     with pytest.raises(UsageError):
         sshcommand.ssh_options(text, "--ssh-opts")
-    assert sshcommand.ssh_options("-p 22 -o 'User=a b'", "--ssh-opts") == ("-p", "22", "-o", "User=a b")
+    assert sshcommand.ssh_options("-p 22 -o 'User=a b'", "--ssh-opts") == (
+        "-p",
+        "22",
+        "-o",
+        "User=a b",
+    )
 
 
 @pytest.mark.parametrize(
     ("code", "said", "what"),
     [
-        (255, "ssh: Could not resolve hostname x: Name or service not known", "its name is not known"),
+        (
+            255,
+            "ssh: Could not resolve hostname x: Name or service not known",
+            "its name is not known",
+        ),
         (255, "ssh: connect to host x port 22: Connection refused", "nothing answers"),
         (255, "ssh: connect to host x port 22: Connection timed out", "cannot be reached"),
         (255, "ssh: connect to host x port 22: No route to host", "cannot be reached"),
         (255, "alice@x: Permission denied (publickey).", "refuses the key"),
-        (255, "No ED25519 host key is known for x and you have requested strict checking.\nHost key verification"
-              " failed.", "is not known here"),
-        (255, "@@@@\n@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.",
-         "has changed"),
-        (255, "kex_exchange_identification: Connection closed by remote host", "closed the connection"),
+        (
+            255,
+            "No ED25519 host key is known for x and you have requested strict checking.\nHost key verification"
+            " failed.",
+            "is not known here",
+        ),
+        (
+            255,
+            "@@@@\n@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.",
+            "has changed",
+        ),
+        (
+            255,
+            "kex_exchange_identification: Connection closed by remote host",
+            "closed the connection",
+        ),
         (255, "command-line: line 0: Bad configuration option: foo", "refuses its options"),
         (255, "", "says nothing"),
         (127, "bash: line 1: exec: /x/python: not found", "there is no /x/python there"),
         (126, "permission denied: /x/python", "there is no /x/python there"),
-        (1, "/x/python: Error while finding module specification for 'pdrun.launcher.launch.remote_main'"
-            " (ModuleNotFoundError: No module named 'pdrun')", "has no pdrun there"),
+        (
+            1,
+            "/x/python: Error while finding module specification for 'pdrun.launcher.launch.remote_main'"
+            " (ModuleNotFoundError: No module named 'pdrun')",
+            "has no pdrun there",
+        ),
         (2, "Unknown option: -P\nusage: /x/python [option] ...", "older than Python 3.11"),
-        (1, "far end: pyzmq and psutil are needed there (zmq is missing; ...)", "cannot be taken along"),
+        (
+            1,
+            "far end: pyzmq and psutil are needed there (zmq is missing; ...)",
+            "cannot be taken along",
+        ),
         (9, "strange", "ended with code 9 (strange)"),
         (None, "", "did not answer in time"),
     ],
-)  # fmt: skip
+)
 def test_what_failures_mean(code: int | None, said: str, what: str) -> None:
     assert what in sshcommand.failure(Host("x"), code, said, "/x/python")[0]
 
 
 def test_not_more_connections_at_once_than_the_window(tmp_path: Path) -> None:
-    """A program in place of ssh notes when it begins and ends; 30 hosts go through a window of 4."""
+    """
+    A program in place of ssh notes when it begins and ends; 30 hosts go through a window of 4.
+    """
     from pdrun.launcher.config.spec import JobSpec, Place, Program, Reach
     from pdrun.launcher.controller.ssh import Reaching
     from pdrun.launcher.plan.hosts import plan_hosts
@@ -202,7 +253,9 @@ def test_not_more_connections_at_once_than_the_window(tmp_path: Path) -> None:
     fake.chmod(0o755)
     hosts = tuple(Host(f"n{number}") for number in range(30))
     spec = JobSpec(Program("script", "x.py"), place=Place(hosts=hosts), reach=Reach(ssh=str(fake)))
-    facts = Facts("here", {}, str(tmp_path), sys.executable, "3.11", "", "0", CpuSet((0,)), (), (), 0)
+    facts = Facts(
+        "here", {}, str(tmp_path), sys.executable, "3.11", "", "0", CpuSet((0,)), (), (), 0
+    )
     plan = plan_hosts(spec, facts, {}, "job", ())
     with pytest.raises(RendezvousError, match=r"30 of 30 host\(s\) cannot serve"):
         Reaching(plan, window=4).everybody()
@@ -213,7 +266,8 @@ def test_not_more_connections_at_once_than_the_window(tmp_path: Path) -> None:
     assert most == 4
 
 
-# Variables ------------------------------------------------------------------------------------------------------------
+# Variables
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_nodes_have_names_of_their_own() -> None:
@@ -225,8 +279,19 @@ def test_nodes_have_names_of_their_own() -> None:
 
 
 def test_what_is_forwarded() -> None:
-    environ = {"NCCL_A": "1", "NCCL_B": "2", "OTHER": "3", "PDRUN_TOKEN": "x", "OMPI_COMM_WORLD_RANK": "0", "RANK": "1"}
-    assert forwarded(("NCCL_*", "OTHER"), environ, "--forward") == {"NCCL_A": "1", "NCCL_B": "2", "OTHER": "3"}
+    environ = {
+        "NCCL_A": "1",
+        "NCCL_B": "2",
+        "OTHER": "3",
+        "PDRUN_TOKEN": "x",
+        "OMPI_COMM_WORLD_RANK": "0",
+        "RANK": "1",
+    }
+    assert forwarded(("NCCL_*", "OTHER"), environ, "--forward") == {
+        "NCCL_A": "1",
+        "NCCL_B": "2",
+        "OTHER": "3",
+    }
     assert set(forwarded(("*",), environ, "--forward")) == {"NCCL_A", "NCCL_B", "OTHER"}
     assert forwarded(("NONE_*",), environ, "--forward") == {}
     for name in ("MISSING", "PDRUN_TOKEN", "RANK"):
@@ -234,7 +299,8 @@ def test_what_is_forwarded() -> None:
             forwarded((name,), environ, "--forward")
 
 
-# mpirun ---------------------------------------------------------------------------------------------------------------
+# mpirun
+# ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -245,7 +311,10 @@ def test_what_is_forwarded() -> None:
         ("mpirun (Open MPI) 5.0.7\n", "openmpi5"),
         ("prterun (PRRTE) 3.0.8\n", "openmpi5"),
         ("HYDRA build details:\n    Version:                                 4.0.2\n", "mpich"),
-        ("Intel(R) MPI Library for Linux* OS, Version 2021.9 Build 20230307 (id: d82b3071db)\n", "intelmpi"),
+        (
+            "Intel(R) MPI Library for Linux* OS, Version 2021.9 Build 20230307 (id: d82b3071db)\n",
+            "intelmpi",
+        ),
     ],
 )
 def test_which_mpirun_it_is(said: str, family: str) -> None:
@@ -265,20 +334,32 @@ TASK = ("python", "-m", "t")
 @pytest.mark.parametrize(
     ("family", "words"),
     [
-        ("openmpi4", "-np 2 --host a.x.net:1,b:1 --map-by ppr:1:node --bind-to none --mca orte_keep_fqdn_hostnames 1"
-                     " --allow-run-as-root -x A -x B --more python -m t"),
-        ("openmpi5", "-np 2 --host a.x.net:1,b:1 --map-by ppr:1:node --bind-to none"
-                     " --prtemca prte_keep_fqdn_hostnames 1 --allow-run-as-root -x A -x B --more python -m t"),
+        (
+            "openmpi4",
+            "-np 2 --host a.x.net:1,b:1 --map-by ppr:1:node --bind-to none --mca orte_keep_fqdn_hostnames 1"
+            " --allow-run-as-root -x A -x B --more python -m t",
+        ),
+        (
+            "openmpi5",
+            "-np 2 --host a.x.net:1,b:1 --map-by ppr:1:node --bind-to none"
+            " --prtemca prte_keep_fqdn_hostnames 1 --allow-run-as-root -x A -x B --more python -m t",
+        ),
         ("mpich", "-n 2 -hosts a.x.net,b -ppn 1 -disable-auto-cleanup --more python -m t"),
         ("intelmpi", "-n 2 -hosts a.x.net,b -ppn 1 --more python -m t"),
         ("jsrun", "-n 2 -r 1 -a 1 -c ALL_CPUS -g ALL_GPUS -b none -E A -E B --more python -m t"),
     ],
-)  # fmt: skip
+)
 def test_the_words_of_each_mpirun(family: mpicommand.Family, words: str) -> None:
-    found = mpicommand.command(Mpi("mpirun", family), HOSTS, 2, ("A", "B"), ("--more",), TASK, root=True)
+    found = mpicommand.command(
+        Mpi("mpirun", family), HOSTS, 2, ("A", "B"), ("--more",), TASK, root=True
+    )
     assert " ".join(found) == f"mpirun {words}"
-    assert "--allow-run-as-root" not in mpicommand.command(Mpi("m", family), HOSTS, 2, (), (), TASK, root=False)
-    assert mpicommand.environment(Mpi("m", family)) == ({"I_MPI_PIN": "0"} if family == "intelmpi" else {})
+    assert "--allow-run-as-root" not in mpicommand.command(
+        Mpi("m", family), HOSTS, 2, (), (), TASK, root=False
+    )
+    assert mpicommand.environment(Mpi("m", family)) == (
+        {"I_MPI_PIN": "0"} if family == "intelmpi" else {}
+    )
 
 
 def test_what_an_mpirun_cannot_be_told() -> None:
@@ -286,7 +367,9 @@ def test_what_an_mpirun_cannot_be_told() -> None:
         mpicommand.command(Mpi("m", "openmpi4"), (Host("a", port=22),), 1, (), (), TASK, root=False)
     with pytest.raises(UsageError, match="has a user"):
         mpicommand.command(Mpi("m", "mpich"), (Host("a", user="u"),), 1, (), (), TASK, root=False)
-    found = mpicommand.command(Mpi("m", "openmpi4"), (Host("a", user="u"),), 1, (), (), TASK, root=False)
+    found = mpicommand.command(
+        Mpi("m", "openmpi4"), (Host("a", user="u"),), 1, (), (), TASK, root=False
+    )
     assert "u@a:1" in found
 
 
@@ -303,8 +386,14 @@ def test_the_cargo_is_this_installation_and_always_the_same() -> None:
     load = ship.cargo()
     assert load == ship.cargo()
     names = set(zipfile.ZipFile(BytesIO(load.archive)).namelist())
-    assert {"pure/pdrun/__init__.py", "pure/pdrun/launcher/remote_main.py", "pure/pdrun/rendezvous/state.py"} <= names
-    assert any(name.startswith("compiled/zmq/") for name in names) and not any("__pycache__" in name for name in names)
+    assert {
+        "pure/pdrun/__init__.py",
+        "pure/pdrun/launcher/remote_main.py",
+        "pure/pdrun/rendezvous/state.py",
+    } <= names
+    assert any(name.startswith("compiled/zmq/") for name in names) and not any(
+        "__pycache__" in name for name in names
+    )
     assert not any(name.startswith("/") or ".." in name.split("/") for name in names)
 
 
@@ -312,12 +401,18 @@ def test_templates_are_shell_that_parses() -> None:
     folder = Path(__file__).parents[2] / "templates"
     for name in ("job.sbatch", "job.pbs", "job.lsf"):
         text = (folder / name).read_text()
-        done = subprocess.run(["bash", "-n", str(folder / name)], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            ["bash", "-n", str(folder / name)], capture_output=True, text=True, timeout=60
+        )
         assert (done.returncode, done.stderr) == (0, "")
         head = [line for line in text.splitlines() if line.startswith("#")]
         mark = {"job.sbatch": "#SBATCH -", "job.pbs": "#PBS -", "job.lsf": "#BSUB -"}[name]
         assert sum(line.startswith(mark) for line in head) >= 4
-        first = next(number for number, line in enumerate(text.splitlines()) if line and not line.startswith("#"))
+        first = next(
+            number
+            for number, line in enumerate(text.splitlines())
+            if line and not line.startswith("#")
+        )
         assert not any(line.startswith(mark) for line in text.splitlines()[first:]), (
             "directives end at the first command"
         )
@@ -326,14 +421,21 @@ def test_templates_are_shell_that_parses() -> None:
 
 @pytest.mark.parametrize(
     ("argv", "message"),
-    [(("/no/such/mpirun",), r"/no/such/mpirun: cannot be started: No such file"),
-     (("/bin/true", "x" * (1 << 18)), r"/bin/true: cannot be started: Argument list too long; put long")],
-)  # fmt: skip
+    [
+        (("/no/such/mpirun",), r"/no/such/mpirun: cannot be started: No such file"),
+        (
+            ("/bin/true", "x" * (1 << 18)),
+            r"/bin/true: cannot be started: Argument list too long; put long",
+        ),
+    ],
+)
 def test_a_launcher_that_cannot_be_started_is_named_and_signals_are_as_before(
     argv: tuple[str, ...], message: str
 ) -> None:
     before = {number: signal.getsignal(number) for number in STOP}
-    plan = SimpleNamespace(through=Through("mpirun", "", "", argv, {}, {}), spec=JobSpec(Program("script", "x.py")))
+    plan = SimpleNamespace(
+        through=Through("mpirun", "", "", argv, {}, {}), spec=JobSpec(Program("script", "x.py"))
+    )
     tending = _Tending(plan, SimpleNamespace(done=None), {})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=message):
         tending.run()

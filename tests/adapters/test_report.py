@@ -16,7 +16,10 @@ def shown(name: str, **more: str) -> str:
 
 def test_what_is_found_has_its_variable_and_what_is_ignored_its_reason() -> None:
     text = shown("srun-requeued")
-    assert text.splitlines()[0] == "  srun (a step of Slurm) [slurm-step]: this process is one of its tasks"
+    assert (
+        text.splitlines()[0]
+        == "  srun (a step of Slurm) [slurm-step]: this process is one of its tasks"
+    )
     assert "    node rank  1   by SLURM_NODEID" in text
     assert "    hosts      n[1-2]   by SLURM_STEP_NODELIST" in text
     assert "    limit      24h   by SLURM_JOB_END_TIME, SLURM_JOB_START_TIME" in text
@@ -40,7 +43,12 @@ def test_the_same_as_json() -> None:
     case = load(HERE / "cases" / "openmpi-in-salloc.yaml")
     data = json.loads(report(environ_of(case), probes(case), as_json=True))
     found = data["launcher"]
-    assert (found["launcher"], found["kind"], found["rank"], found["world"]) == ("openmpi", "task", 1, 2)
+    assert (found["launcher"], found["kind"], found["rank"], found["world"]) == (
+        "openmpi",
+        "task",
+        1,
+        2,
+    )
     assert found["hosts"] == [{"name": "n1", "slots": 2}, {"name": "n2", "slots": 2}]
     assert found["sources"]["rank"] == "OMPI_COMM_WORLD_RANK"
     assert [item["launcher"] for item in found["ignored"]] == ["slurm-step", "slurm-job"]

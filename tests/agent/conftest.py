@@ -20,14 +20,30 @@ from tests.agent.helpers import REPOSITORY, python, until
 class Job:
     """One running agent with its output in files."""
 
-    def __init__(self, folder: Path, number: int, prefix: tuple[str, ...], options: dict[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, number: int, prefix: tuple[str, ...], options: dict[str, Any]
+    ) -> None:
         self._paths = folder / f"{number}.out", folder / f"{number}.err"
-        environ = {**os.environ, "PYTHONPATH": str(REPOSITORY), "XDG_STATE_HOME": str(folder / "state")}
+        environ = {
+            **os.environ,
+            "PYTHONPATH": str(REPOSITORY),
+            "XDG_STATE_HOME": str(folder / "state"),
+        }
         with self._paths[0].open("wb") as out, self._paths[1].open("wb") as err:
             self.process = subprocess.Popen(
-                [*prefix, sys.executable, "-m", "tests.agent.job", json.dumps({"cwd": str(folder), **options})],
-                stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environ, process_group=0,
-            )  # fmt: skip
+                [
+                    *prefix,
+                    sys.executable,
+                    "-m",
+                    "tests.agent.job",
+                    json.dumps({"cwd": str(folder), **options}),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env=environ,
+                process_group=0,
+            )
 
     @property
     def out(self) -> str:
@@ -76,7 +92,10 @@ class Jobs:
         return [int(word) for word in path.read_text().split()] if path.exists() else []
 
     def python(self, code: str, *args: Any) -> tuple[str, ...]:
-        """A light Python worker, with ``rank`` and ``note()`` (which appends its pid to the file) at hand."""
+        """
+        A light Python worker, with ``rank`` and ``note()`` (which appends its pid to the file) at
+        hand.
+        """
         return python(PRELUDE + code, *args)
 
 

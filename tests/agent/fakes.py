@@ -33,7 +33,14 @@ class FakeKeeper:
         if events:
             os.eventfd_write(self._bell, 1)
 
-    def spawn(self, command: WorkerCommand, stdin: int, stdout: int, stderr: int, pass_fds: Sequence[int] = ()) -> None:
+    def spawn(
+        self,
+        command: WorkerCommand,
+        stdin: int,
+        stdout: int,
+        stderr: int,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
         self.commands[command.slot] = command
 
     def prepare(self, command: WorkerCommand) -> None:
@@ -165,24 +172,55 @@ class FakeLink:
 
 
 def make_plan(
-    workers: int = 2, *, argv: tuple[str, ...] = ("/bin/true",), kind: str = "command", cwd: str = "/", nodes: int = 1,
-    grace: float = 30.0, max_restarts: int = 0, env: dict[str, str] | None = None, files: bool = False,
-    node_rank: int | None = None, job: str = "demo", log_dir: str = "logs",
-) -> LaunchPlan:  # fmt: skip
+    workers: int = 2,
+    *,
+    argv: tuple[str, ...] = ("/bin/true",),
+    kind: str = "command",
+    cwd: str = "/",
+    nodes: int = 1,
+    grace: float = 30.0,
+    max_restarts: int = 0,
+    env: dict[str, str] | None = None,
+    files: bool = False,
+    node_rank: int | None = None,
+    job: str = "demo",
+    log_dir: str = "logs",
+) -> LaunchPlan:
     """A plan as `plan.plan` would make it, of a command that needs no torch."""
-    program = Program(kind, argv[0] if kind == "command" else argv[1], argv[1:] if kind == "command" else argv[2:])  # type: ignore[arg-type]
+    program = Program(
+        kind, argv[0] if kind == "command" else argv[1], argv[1:] if kind == "command" else argv[2:]
+    )  # type: ignore[arg-type]
     spec = JobSpec(
-        program, Resources(nodes=nodes, devices=workers), Policy(grace=grace, max_restarts=max_restarts),
-        Output(files=files, log_dir=log_dir), Place(node_rank=node_rank), job=job, env=env or {},
-    )  # fmt: skip
+        program,
+        Resources(nodes=nodes, devices=workers),
+        Policy(grace=grace, max_restarts=max_restarts),
+        Output(files=files, log_dir=log_dir),
+        Place(node_rank=node_rank),
+        job=job,
+        env=env or {},
+    )
     return LaunchPlan(
-        mode="alone" if nodes == 1 else "join", job=job, node="node0", nodes=nodes, spec=spec, sources={},
-        workers=tuple(WorkerPlan(rank, argv, None, (), 1) for rank in range(workers)), backend="cpu",
-        backend_reason="", visibility={}, collective="gloo", base_env=dict(os.environ), scrubbed=(),
-        scheduler=None if nodes == 1 else Endpoint("127.0.0.1", 1), listen="127.0.0.1", cwd=cwd,
-    )  # fmt: skip
+        mode="alone" if nodes == 1 else "join",
+        job=job,
+        node="node0",
+        nodes=nodes,
+        spec=spec,
+        sources={},
+        workers=tuple(WorkerPlan(rank, argv, None, (), 1) for rank in range(workers)),
+        backend="cpu",
+        backend_reason="",
+        visibility={},
+        collective="gloo",
+        base_env=dict(os.environ),
+        scrubbed=(),
+        scheduler=None if nodes == 1 else Endpoint("127.0.0.1", 1),
+        listen="127.0.0.1",
+        cwd=cwd,
+    )
 
 
-def make_assign(world: int = 2, *, generation: int = 0, first: int = 0, nodes: int = 1, restarts: int = 0) -> Assign:
+def make_assign(
+    world: int = 2, *, generation: int = 0, first: int = 0, nodes: int = 1, restarts: int = 0
+) -> Assign:
     """A place for node 0."""
     return Assign(generation, 0, nodes, first, world, restarts, "127.0.0.1:4000")

@@ -54,13 +54,21 @@ class KeeperDriver:
         self.seen: list[KeeperEvent] = []
 
     def start(
-        self, slot: int, argv: tuple[str, ...], env: Mapping[str, str] | None = None, cwd: str = "/",
-        out: int | None = None, cpus: tuple[int, ...] = (), pass_fds: tuple[int, ...] = (),
-    ) -> None:  # fmt: skip
+        self,
+        slot: int,
+        argv: tuple[str, ...],
+        env: Mapping[str, str] | None = None,
+        cwd: str = "/",
+        out: int | None = None,
+        cpus: tuple[int, ...] = (),
+        pass_fds: tuple[int, ...] = (),
+    ) -> None:
         """Start a process; its output goes to ``out`` or nowhere."""
         null = os.open(os.devnull, os.O_RDWR)
         environ = {"PATH": os.environ["PATH"]} if env is None else env
-        self.keeper.spawn(WorkerCommand(slot, argv, environ, cwd, cpus), null, out or null, out or null, pass_fds)
+        self.keeper.spawn(
+            WorkerCommand(slot, argv, environ, cwd, cpus), null, out or null, out or null, pass_fds
+        )
         os.close(null)
 
     def wait(self, kind: type[T], slot: int | None = 0, seconds: float = 10.0) -> T:
@@ -72,7 +80,9 @@ class KeeperDriver:
                     self.seen.remove(event)
                     return event
             if time.monotonic() > deadline:
-                raise AssertionError(f"no {kind.__name__} of slot {slot} within {seconds} s; seen {self.seen}")
+                raise AssertionError(
+                    f"no {kind.__name__} of slot {slot} within {seconds} s; seen {self.seen}"
+                )
             readable(self.keeper.fileno(), wait=0.1)
             self.seen += self.keeper.events()
 

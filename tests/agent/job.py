@@ -1,8 +1,10 @@
 """
-Runs a hand-made plan of one node, as a process of its own: ``python -m tests.agent.job '{"argv": [...], ...}'``.
+Runs a hand-made plan of one node, as a process of its own: ``python -m tests.agent.job '{"argv":
+[...], ...}'``.
 
-The keys are those of `fakes.make_plan`; the agent, keeper, output and in-process scheduler are the real ones. With
-``rounds`` it is done that often before in one process, which prints after each what it still holds.
+The keys are those of `fakes.make_plan`; the agent, keeper, output and in-process scheduler are the
+real ones. With ``rounds`` it is done that often before in one process, which prints after each what
+it still holds.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ def main() -> int:
             code = execute(make_plan(**options))
             with open(f"/proc/self/task/{os.getpid()}/children") as children:
                 held = len(os.listdir("/proc/self/fd")), len(children.read().split())
-            print(f"round {number} code {code} descriptors {held[0]} children {held[1]}", flush=True)
+            print(
+                f"round {number} code {code} descriptors {held[0]} children {held[1]}", flush=True
+            )
         return execute(make_plan(**options))
     except PdrunError as error:
         print(f"pdrun: {error}", file=sys.stderr)

@@ -44,9 +44,14 @@ def gone(pids: list[int], seconds: float = 3.0) -> None:
 
 @pytest.mark.parametrize(
     ("command", "code", "words"),
-    [("exit 42", 42, "exit code 42"), ("kill -SEGV $$", 139, "SIGSEGV (segmentation fault)"),
-     ("kill -KILL $$", 137, "SIGKILL, not by pdrun"), ("exit 255", 255, "exit code 255"), ("exit 0", 0, "job done")],
-)  # fmt: skip
+    [
+        ("exit 42", 42, "exit code 42"),
+        ("kill -SEGV $$", 139, "SIGSEGV (segmentation fault)"),
+        ("kill -KILL $$", 137, "SIGKILL, not by pdrun"),
+        ("exit 255", 255, "exit code 255"),
+        ("exit 0", 0, "job done"),
+    ],
+)
 def test_the_workers_own_code(jobs, command, code, words):
     found, job = jobs.run("/bin/sh", "-c", command, workers=1)
     assert found == code, job.err
@@ -57,8 +62,12 @@ def test_others_are_stopped_and_the_summary_tells(jobs):
     code = "note()\nif rank == 1:\n def inner(): raise ValueError('boom')\n time.sleep(0.2); inner()\ntime.sleep(60)"
     found, job = jobs.run(*jobs.python(code), workers=3)
     assert found == 1
-    summary = job.err[job.err.index("pdrun: job failed"):]
-    assert "rank 1 on node0" in summary and "in inner" in summary and "2 other workers were stopped" in summary
+    summary = job.err[job.err.index("pdrun: job failed") :]
+    assert (
+        "rank 1 on node0" in summary
+        and "in inner" in summary
+        and "2 other workers were stopped" in summary
+    )
     assert "keeper" not in summary and "agent" not in summary
     gone(jobs.pids())
 
@@ -77,11 +86,14 @@ time.sleep({pause})
 
 @pytest.mark.parametrize("how", ["logging.exception('handled')", "traceback.print_exc()"])
 @pytest.mark.parametrize(
-    ("end", "code"), [("os._exit(3)", 3), ("os.kill(os.getpid(), 9)", 137), ("raise KeyError('own')", 1)]
+    ("end", "code"),
+    [("os._exit(3)", 3), ("os.kill(os.getpid(), 9)", 137), ("raise KeyError('own')", 1)],
 )
 @pytest.mark.parametrize("pause", [0, 1.5])
 def test_an_exception_that_was_handled_is_nobody_s_cause(jobs, how, end, code, pause):
-    found, job = jobs.run(*jobs.python(HANDLED.format(how=how, end=end, pause=pause)), workers=2, grace=1.0)
+    found, job = jobs.run(
+        *jobs.python(HANDLED.format(how=how, end=end, pause=pause)), workers=2, grace=1.0
+    )
     assert found == code, job.err
     assert "rank 1 on node0 failed" in job.err
 
@@ -102,7 +114,8 @@ raise RuntimeError("Connection closed by peer")
 
 
 @pytest.mark.parametrize(
-    ("content", "mode", "code"), [(None, 0, 127), (b"no program\n", 0o755, 126), (b"#!/bin/sh\n", 0o644, 126)]
+    ("content", "mode", "code"),
+    [(None, 0, 127), (b"no program\n", 0o755, 126), (b"#!/bin/sh\n", 0o644, 126)],
 )
 def test_commands_that_cannot_start(jobs, content, mode, code):
     tool = jobs.folder / "tool"
@@ -159,7 +172,10 @@ def test_workers_that_ignore_sigterm_are_killed_at_grace(jobs):
 
 
 def test_grace_is_the_same_when_a_worker_fails(jobs):
-    code = "if rank == 1:\n while not os.path.exists('pids'): time.sleep(0.01)\n sys.exit(5)\n" + STUBBORN
+    code = (
+        "if rank == 1:\n while not os.path.exists('pids'): time.sleep(0.01)\n sys.exit(5)\n"
+        + STUBBORN
+    )
     begin = time.monotonic()
     found, job = jobs.run(*jobs.python(code), workers=2, grace=0.7)
     assert found == 5, job.err
@@ -178,7 +194,9 @@ def test_usr1_is_passed_on_and_the_job_goes_on(jobs):
 
 
 def test_nohup_survives_sighup_and_its_workers_inherit_that(jobs):
-    job = jobs.start(*jobs.python("note(); os.kill(os.getpid(), signal.SIGHUP)\n" + POLITE), prefix=("nohup",))
+    job = jobs.start(
+        *jobs.python("note(); os.kill(os.getpid(), signal.SIGHUP)\n" + POLITE), prefix=("nohup",)
+    )
     job.expect("up", 2)
     job.signal(signal.SIGHUP)
     job.signal(signal.SIGUSR1)
@@ -190,7 +208,9 @@ def test_nohup_survives_sighup_and_its_workers_inherit_that(jobs):
 def test_sighup_without_nohup_stops_the_job(jobs):
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         pytest.skip("SIGHUP is ignored here already")
-    job = jobs.start(*jobs.python("signal.signal(signal.SIGHUP, lambda n, f: sys.exit(0))\n" + POLITE))
+    job = jobs.start(
+        *jobs.python("signal.signal(signal.SIGHUP, lambda n, f: sys.exit(0))\n" + POLITE)
+    )
     job.expect("up", 2)
     job.signal(signal.SIGHUP)
     assert job.wait() == 129
@@ -213,7 +233,9 @@ def state(pid: int) -> str:
 
 
 def test_a_killed_agent_leaves_nothing(jobs):
-    job = jobs.start(*jobs.python(DETACHING + "signal.signal(15, signal.SIG_IGN); say('up'); time.sleep(600)"))
+    job = jobs.start(
+        *jobs.python(DETACHING + "signal.signal(15, signal.SIG_IGN); say('up'); time.sleep(600)")
+    )
     job.expect("up", 2)
     assert len(jobs.pids()) == 4
     job.signal(signal.SIGKILL)
@@ -223,7 +245,9 @@ def test_a_killed_agent_leaves_nothing(jobs):
 def keeper_of(pid: int) -> int:
     myself = keeper.process(pid)
     assert myself is not None
-    return next(child.pid for child in keeper.children(myself) if "stdlib_only/supervisor.py" in str(child))
+    return next(
+        child.pid for child in keeper.children(myself) if "stdlib_only/supervisor.py" in str(child)
+    )
 
 
 def test_a_killed_keeper_is_a_clear_failure_and_leaves_nothing(jobs):
@@ -295,9 +319,15 @@ raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [
 def test_the_right_cause_fifty_times(jobs):
     job = jobs.start(*jobs.python(RACE), rounds=49)
     assert job.wait(100) == 1
-    verdicts = [line.partition(": ")[2] for line in job.err.splitlines() if line.startswith("pdrun: job failed")]
+    verdicts = [
+        line.partition(": ")[2]
+        for line in job.err.splitlines()
+        if line.startswith("pdrun: job failed")
+    ]
     assert len(verdicts) == 50
-    assert {line.partition(": ")[2] for line in verdicts} == {"rank 0 on node0 failed: ValueError: the true cause"}
+    assert {line.partition(": ")[2] for line in verdicts} == {
+        "rank 0 on node0 failed: ValueError: the true cause"
+    }
 
 
 def test_restarts_have_a_number_and_logs_of_their_own(jobs):
@@ -305,9 +335,15 @@ def test_restarts_have_a_number_and_logs_of_their_own(jobs):
     found, job = jobs.run(*jobs.python(code), workers=1, max_restarts=2, files=True)
     assert found == 0, job.err
     (run,) = (jobs.folder / "logs").glob("demo-*")
-    assert [(run / str(n) / "rank_0.out").read_text() for n in range(3)] == [f"attempt {n}\n" for n in range(3)]
+    assert [(run / str(n) / "rank_0.out").read_text() for n in range(3)] == [
+        f"attempt {n}\n" for n in range(3)
+    ]
     kinds = [json.loads(line)["kind"] for line in (run / "events.jsonl").read_text().splitlines()]
-    assert (kinds.count("assigned"), kinds.count("exited"), kinds[-2:]) == (3, 3, ["verdict", "left"])
+    assert (kinds.count("assigned"), kinds.count("exited"), kinds[-2:]) == (
+        3,
+        3,
+        ["verdict", "left"],
+    )
 
 
 def test_twenty_quick_launches_leave_no_process_zombie_or_descriptor(jobs):
@@ -333,7 +369,11 @@ def test_the_end_follows_the_last_worker_at_once(jobs):
 def test_nothing_heavy_is_imported_for_one_node(jobs):
     heavy = {"zmq", "rich", "yaml", "psutil", "asyncio", "torch", "numpy"}
     found, job = jobs.run("/bin/true", prefix=("env", "PYTHONPROFILEIMPORTTIME=1"))
-    imported = {line.rpartition("|")[2].strip() for line in job.err.splitlines() if line.startswith("import time:")}
+    imported = {
+        line.rpartition("|")[2].strip()
+        for line in job.err.splitlines()
+        if line.startswith("import time:")
+    }
     assert found == 0 and "pdrun.launcher.agent.agent" in imported
     assert not heavy & imported
 

@@ -41,20 +41,36 @@ def say(channel: Channel, data: bytes) -> None:
 
 
 def test_what_a_worker_says():
-    assert parse(b'{"rank":3,"generation":1,"step":120,"busy":0.25,"saved":100}', 7) == Told(3, 1, 120, 0.25, 100, 7)
+    assert parse(b'{"rank":3,"generation":1,"step":120,"busy":0.25,"saved":100}', 7) == Told(
+        3, 1, 120, 0.25, 100, 7
+    )
     assert parse(b'{"rank":0,"generation":0}') == Told(0, 0)
     assert parse(b'{"rank":0,"generation":0,"busy":2}') == Told(0, 0, None, 2.0)
 
 
 STRANGE = [
-    b"", b"{}", b"[]", b"null", b"\xff", b'{"rank":1}', b'{"rank":1,"generation":0,"more":1}',
-    b'{"rank":true,"generation":0}', b'{"rank":1.0,"generation":0}', b'{"rank":"1","generation":0}',
-    b'{"rank":-1,"generation":0}', b'{"rank":1,"generation":0,"step":1e3}', b'{"rank":1,"generation":0,"step":null}',
-    b'{"rank":1,"generation":0,"busy":NaN}', b'{"rank":1,"generation":0,"busy":Infinity}',
-    b'{"rank":1,"generation":0,"busy":-1}', b'{"rank":1,"generation":0,"busy":true}', b"[" * 500,
-    b'{"rank":1,"generation":0,"step":9007199254740992}', b'{"rank":1,"generation":0}' + b" " * LONGEST,
+    b"",
+    b"{}",
+    b"[]",
+    b"null",
+    b"\xff",
+    b'{"rank":1}',
+    b'{"rank":1,"generation":0,"more":1}',
+    b'{"rank":true,"generation":0}',
+    b'{"rank":1.0,"generation":0}',
+    b'{"rank":"1","generation":0}',
+    b'{"rank":-1,"generation":0}',
+    b'{"rank":1,"generation":0,"step":1e3}',
+    b'{"rank":1,"generation":0,"step":null}',
+    b'{"rank":1,"generation":0,"busy":NaN}',
+    b'{"rank":1,"generation":0,"busy":Infinity}',
+    b'{"rank":1,"generation":0,"busy":-1}',
+    b'{"rank":1,"generation":0,"busy":true}',
+    b"[" * 500,
+    b'{"rank":1,"generation":0,"step":9007199254740992}',
+    b'{"rank":1,"generation":0}' + b" " * LONGEST,
     b'{"rank":1,"generation":0,"step":' + b"9" * 400 + b"}",
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("data", STRANGE, ids=[repr(data[:45]) for data in STRANGE])
@@ -62,13 +78,21 @@ def test_what_no_worker_says_is_nothing(data):
     assert parse(data) is None
 
 
-@given(st.binary(max_size=600) | st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["rank", "generation", "step"]), inner),
-).map(lambda value: json.dumps(value).encode()))  # fmt: skip
+@given(
+    st.binary(max_size=600)
+    | st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(st.sampled_from(["rank", "generation", "step"]), inner)
+        ),
+    ).map(lambda value: json.dumps(value).encode())
+)
 def test_no_bytes_break_the_parser(data):
     told = parse(data)
-    assert told is None or (told.rank >= 0 and told.generation >= 0 and (told.step is None or told.step >= 0))
+    assert told is None or (
+        told.rank >= 0 and told.generation >= 0 and (told.step is None or told.step >= 0)
+    )
 
 
 def test_the_folder_is_this_users_alone_and_goes_with_the_channel(channel):
@@ -82,7 +106,10 @@ def test_strangers_are_counted_and_the_kernel_says_who_spoke(channel):
     for data in (b"garbage", b"x" * 60_000, b'{"rank":0,"generation":0,"step":4}'):
         say(channel, data)
     child = subprocess.run(
-        [sys.executable, "-S", "-c", SENDER, channel.path], capture_output=True, text=True, check=True
+        [sys.executable, "-S", "-c", SENDER, channel.path],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert readable(channel.fileno(), wait=5)
     assert channel.read() == [Told(0, 0, 4, pid=os.getpid()), Told(1, 0, pid=int(child.stdout))]

@@ -1,4 +1,7 @@
-"""The agent's part of the conversation, with a scheduler that is a list: losses, refusals, repetitions, silences."""
+"""
+The agent's part of the conversation, with a scheduler that is a list: losses, refusals,
+repetitions, silences.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +32,11 @@ class Desk:
         self.link = FakeLink(*inbox)
         self.signals = Signals()
         self.agent = Agent(
-            plan or make_plan(1, nodes=2, grace=5.0), self.link, self.signals,
+            plan or make_plan(1, nodes=2, grace=5.0),
+            self.link,
+            self.signals,
             Surroundings(keeper=self.new_keeper, output=lambda plan: self.output, **around),
-        )  # fmt: skip
+        )
 
     def new_keeper(self, plan=None) -> FakeKeeper:
         self.keepers.append(FakeKeeper())
@@ -81,7 +86,13 @@ def test_the_whole_conversation_in_order(desk):
     started(desk)
     desk.turn(events=ended(3 << 8))
     desk.turn(m.Verdict(3, "rank 0 failed"))
-    assert [type(message) for message in desk.link.sent] == [m.Join, m.Ready, m.WorkerExit, m.Finished, m.Leave]
+    assert [type(message) for message in desk.link.sent] == [
+        m.Join,
+        m.Ready,
+        m.WorkerExit,
+        m.Finished,
+        m.Leave,
+    ]
     assert desk.agent.run() == 3
     join = desk.sent(m.Join)[0]
     assert (join.node, join.workers, join.store.startswith("127.0.0.1:")) == ("node0", 1, True)
@@ -89,7 +100,12 @@ def test_the_whole_conversation_in_order(desk):
 
 def test_what_is_repeated_after_a_reconnection_is_done_once(desk):
     started(desk)
-    desk.turn(WELCOME, make_assign(2, nodes=2), m.Start(0), m.StopWorkers(7, 15, 1.0, "of another generation"))
+    desk.turn(
+        WELCOME,
+        make_assign(2, nodes=2),
+        m.Start(0),
+        m.StopWorkers(7, 15, 1.0, "of another generation"),
+    )
     assert (len(desk.sent(m.Join)), len(desk.sent(m.Ready)), len(desk.keeper.commands)) == (1, 1, 1)
     assert desk.keeper.signals == []
 
@@ -285,14 +301,20 @@ def test_missing_nodes_are_named_with_the_command_that_starts_them():
             "start each with: pdrun join 10.0.0.1:29400"
         )
         token = "the token of `pdrun token show` here"
-        assert desk.output.said == [f"{line} (a host that does not share this home needs {token})", line]
+        assert desk.output.said == [
+            f"{line} (a host that does not share this home needs {token})",
+            line,
+        ]
 
 
-@pytest.mark.parametrize(("address", "place", "end"), [
-    ("127.0.0.1:29400", {}, "pdrun join 127.0.0.1:29400"),
-    ("10.0.0.1:29400", {"insecure": True}, "pdrun join --insecure 10.0.0.1:29400"),
-    ("10.0.0.1:29400", {"token_file": "t"}, "needs the token of this node's --token-file)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("address", "place", "end"),
+    [
+        ("127.0.0.1:29400", {}, "pdrun join 127.0.0.1:29400"),
+        ("10.0.0.1:29400", {"insecure": True}, "pdrun join --insecure 10.0.0.1:29400"),
+        ("10.0.0.1:29400", {"token_file": "t"}, "needs the token of this node's --token-file)"),
+    ],
+)
 def test_the_line_for_the_others_says_how_they_are_trusted(address, place, end):
     plan = make_plan(1, nodes=2)
     plan = replace(plan, spec=replace(plan.spec, place=replace(plan.spec.place, **place)))
@@ -319,12 +341,15 @@ def test_quiet_agents_leave_the_jobs_lines_to_another():
         assert desk.output.said == []
 
 
-# Elastic jobs ---------------------------------------------------------------------------------------------------------
+# Elastic jobs
+# ---------------------------------------------------------------------------------------------------------
 
 
 def elastic_plan(**more):
     plan = make_plan(1, nodes=3, grace=5.0, **more)
-    return replace(plan, spec=replace(plan.spec, resources=replace(plan.spec.resources, min_nodes=1)))
+    return replace(
+        plan, spec=replace(plan.spec, resources=replace(plan.spec.resources, min_nodes=1))
+    )
 
 
 @pytest.fixture
@@ -334,11 +359,21 @@ def flexible():
 
 
 def test_a_node_that_stands_by_says_so_once_and_again_when_the_reason_changes(flexible):
-    flexible.turn(WELCOME, m.Standby("3 nodes run"), m.Standby("3 nodes run"), m.Standby("no place is left"))
-    assert flexible.output.said == ["pdrun: node0 stands by: 3 nodes run", "pdrun: node0 stands by: no place is left"]
+    flexible.turn(
+        WELCOME, m.Standby("3 nodes run"), m.Standby("3 nodes run"), m.Standby("no place is left")
+    )
+    assert flexible.output.said == [
+        "pdrun: node0 stands by: 3 nodes run",
+        "pdrun: node0 stands by: no place is left",
+    ]
     flexible.turn(m.Assign(4, 1, 2, 1, 2, 0, "127.0.0.1:4000", agreed_step=70), m.Start(4))
     env = flexible.keeper.commands[0].env
-    assert (env["RANK"], env["WORLD_SIZE"], env["PDRUN_GENERATION"], env["PDRUN_AGREED_STEP"]) == ("1", "2", "4", "70")
+    assert (env["RANK"], env["WORLD_SIZE"], env["PDRUN_GENERATION"], env["PDRUN_AGREED_STEP"]) == (
+        "1",
+        "2",
+        "4",
+        "70",
+    )
     assert os.path.dirname(env["PDRUN_AGENT"]).startswith("/")
 
 
@@ -368,17 +403,25 @@ def test_an_assignment_before_the_start_is_simply_replaced(flexible):
     flexible.turn(m.Start(0), m.Start(1))
     assert [message.generation for message in flexible.sent(m.Ready)] == [0, 1]
     assert flexible.keeper.commands[0].env["WORLD_SIZE"] == "2"
-    assert flexible.agent._crew.stores._now is not None  # the socket that was announced is still the one
+    assert (
+        flexible.agent._crew.stores._now is not None
+    )  # the socket that was announced is still the one
 
 
 def test_sigterm_means_this_node_alone(flexible):
     started(flexible)
     flexible.agent._signalled(signal.SIGTERM)
-    assert flexible.sent(m.Depart) == [m.Depart("SIGTERM on node0")] and not flexible.sent(m.StopRequest)
+    assert flexible.sent(m.Depart) == [m.Depart("SIGTERM on node0")] and not flexible.sent(
+        m.StopRequest
+    )
     flexible.turn(m.StopWorkers(0, 15, 5.0, "node0 departs"))
     assert flexible.agent._leave.answer_by is None
     flexible.turn(events=ended(signal.SIGTERM))
-    assert [type(message) for message in flexible.link.sent[-3:]] == [m.WorkerExit, m.Finished, m.Leave]
+    assert [type(message) for message in flexible.link.sent[-3:]] == [
+        m.WorkerExit,
+        m.Finished,
+        m.Leave,
+    ]
     assert flexible.agent.run() == 143
 
 
@@ -409,7 +452,9 @@ def test_ctrl_c_stops_the_job_also_when_this_node_was_leaving(flexible):
 def test_a_node_without_which_the_job_cannot_go_on_waits_for_the_verdict(flexible):
     started(flexible)
     flexible.agent._signalled(signal.SIGTERM)
-    flexible.turn(m.StopWorkers(0, 15, 5.0, "stopped by SIGTERM on node0"), events=ended(signal.SIGTERM))
+    flexible.turn(
+        m.StopWorkers(0, 15, 5.0, "stopped by SIGTERM on node0"), events=ended(signal.SIGTERM)
+    )
     assert flexible.agent._code is None
     flexible.turn(m.Verdict(143, "stopped by SIGTERM on node0"))
     assert flexible.agent.run() == 143
@@ -441,7 +486,9 @@ def test_sigterm_means_the_job_where_it_cannot_go_on_or_is_meant(how):
             return ""
 
     plan = make_plan(1, nodes=2) if how == "fixed size" else elastic_plan()
-    around = {"scheduler here": {"scheduler_child": Child()}, "for all": {"lifeline": read}}.get(how, {})
+    around = {"scheduler here": {"scheduler_child": Child()}, "for all": {"lifeline": read}}.get(
+        how, {}
+    )
     with Desk(plan=plan, **around) as desk:
         started(desk)
         if how == "for all":
@@ -459,12 +506,16 @@ def test_a_node_that_was_given_up_ends_its_workers_and_joins_as_a_new_one(flexib
     assert flexible.keeper.signals == [(0, signal.SIGTERM, True)]
     first = flexible.sent(m.Join)[0].store
     flexible.turn(events=ended(signal.SIGTERM))
-    assert not flexible.sent(m.WorkerExit) and not flexible.sent(m.Finished)  # of a generation that is none of its own
+    assert not flexible.sent(m.WorkerExit) and not flexible.sent(
+        m.Finished
+    )  # of a generation that is none of its own
     assert flexible.link.renewed == 1
     flexible.turn(WELCOME)
     joins = flexible.sent(m.Join)
     assert len(joins) == 2 and joins[1].store != first
-    flexible.turn(m.Standby("2 nodes run"), m.Assign(5, 2, 3, 2, 3, 0, "127.0.0.1:4000"), m.Start(5))
+    flexible.turn(
+        m.Standby("2 nodes run"), m.Assign(5, 2, 3, 2, 3, 0, "127.0.0.1:4000"), m.Start(5)
+    )
     assert flexible.keeper.commands[0].env["RANK"] == "2"
     assert flexible.agent._code is None
 
@@ -502,29 +553,51 @@ def test_what_the_event_log_tells_as_well_is_said_once(tmp_path):
     log.touch()
     with Desk(plan=elastic_plan(), events=str(log)) as desk:
         desk.turn(WELCOME, m.Notice("rank 3 on b is slow"))
-        log.write_text('{"kind": "warning", "time": 1, "text": "rank 3 on b is slow"}\n'
-                       '{"kind": "warning", "time": 1, "text": "versions differ"}\n')  # fmt: skip
+        log.write_text(
+            '{"kind": "warning", "time": 1, "text": "rank 3 on b is slow"}\n'
+            '{"kind": "warning", "time": 1, "text": "versions differ"}\n'
+        )
         desk.agent._voice._look_at = 0.0
-        desk.turn(m.Notice("rank 1 on a hangs\nrank 0 is here:\n  File x\nrank 1 is elsewhere:\n  File x"))
+        desk.turn(
+            m.Notice("rank 1 on a hangs\nrank 0 is here:\n  File x\nrank 1 is elsewhere:\n  File x")
+        )
         desk.agent._voice._look_at = 0.0
         desk.turn()
         assert [line.removeprefix("pdrun: ") for line in desk.output.said] == [
-            "rank 3 on b is slow", "rank 1 on a hangs", "rank 0 is here:", "  File x", "rank 1 is elsewhere:",
-            "  File x", "warning: versions differ",
-        ]  # fmt: skip
+            "rank 3 on b is slow",
+            "rank 1 on a hangs",
+            "rank 0 is here:",
+            "  File x",
+            "rank 1 is elsewhere:",
+            "  File x",
+            "warning: versions differ",
+        ]
 
 
 def test_who_is_here_of_a_job_that_may_begin_with_fewer(flexible):
     flexible.turn(WELCOME, m.Waiting(("a", "b"), ("1 more node",), 3, 6.0, 10.0, 2))
-    assert flexible.output.said == ["pdrun: 2 of 3 nodes are here (a, b); they begin in 4.0 s unless more come"]
+    assert flexible.output.said == [
+        "pdrun: 2 of 3 nodes are here (a, b); they begin in 4.0 s unless more come"
+    ]
 
 
 def test_a_hang_is_shown_once_in_full():
-    cause = m.Cause("hang", 124, summary="no progress for 5 s (step 3)", traceback="ranks 0, 1 are here:\n  File x")
-    verdict = m.Verdict(124, "rank 0 on node0 hung: no progress for 5 s (step 3)", m.Failure(0, "node0", cause))
+    cause = m.Cause(
+        "hang",
+        124,
+        summary="no progress for 5 s (step 3)",
+        traceback="ranks 0, 1 are here:\n  File x",
+    )
+    verdict = m.Verdict(
+        124, "rank 0 on node0 hung: no progress for 5 s (step 3)", m.Failure(0, "node0", cause)
+    )
     for noticed in (True, False):
         with Desk(plan=make_plan(1, nodes=2)) as desk:
-            desk.turn(WELCOME, *([m.Notice(f"rank 0 on node0 hangs\n{cause.traceback}")] if noticed else []), verdict)
+            desk.turn(
+                WELCOME,
+                *([m.Notice(f"rank 0 on node0 hangs\n{cause.traceback}")] if noticed else []),
+                verdict,
+            )
             text = "\n".join(desk.output.said)
             assert text.count("  File x") == 1
             assert ("where every rank was stands above" in text) is noticed

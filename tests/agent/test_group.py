@@ -1,4 +1,6 @@
-"""The workers of a generation, with a keeper that only remembers and a clock that is turned by hand."""
+"""
+The workers of a generation, with a keeper that only remembers and a clock that is turned by hand.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,14 @@ class Desk:
         self.keeper, self.output, self.clock = FakeKeeper(), FakeOutput(), FakeClock()
         self.reports = []
         self.group = Group(
-            make_plan(workers, **plan), "run", make_assign(workers), self.keeper, self.output, self.clock,
+            make_plan(workers, **plan),
+            "run",
+            make_assign(workers),
+            self.keeper,
+            self.output,
+            self.clock,
             lambda rank, cause: self.reports.append((rank, cause)),
-        )  # fmt: skip
+        )
         self.group.start()
         for slot in range(workers):
             self.group.take(Spawned(slot, 2**22 + slot))  # above any real pid
@@ -166,13 +173,21 @@ def test_an_order_to_stop_waits_for_one_that_may_be_leaving():
     assert desk.kinds == [(0, "suspect"), (1, "stopped")]
 
 
-@pytest.mark.parametrize(("number", "age", "survived", "grace", "wait"), [
-    (signal.SIGTERM, 0.1, False, 2.0, 1.0), (signal.SIGTERM, 0.1, True, 30.0, 0.0),
-    (signal.SIGTERM, 11.0, False, 30.0, 0.0), (signal.SIGINT, 0.1, False, 30.0, 0.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("number", "age", "survived", "grace", "wait"),
+    [
+        (signal.SIGTERM, 0.1, False, 2.0, 1.0),
+        (signal.SIGTERM, 0.1, True, 30.0, 0.0),
+        (signal.SIGTERM, 11.0, False, 30.0, 0.0),
+        (signal.SIGINT, 0.1, False, 30.0, 0.0),
+    ],
+)
 def test_that_waiting_is_short_and_rare(number, age, survived, grace, wait):
     desk = Desk(1)
-    desk.output.traces, desk.output.survivors = {0: (desk.clock.monotonic(), OWN)}, {0} if survived else set()
+    desk.output.traces, desk.output.survivors = (
+        {0: (desk.clock.monotonic(), OWN)},
+        {0} if survived else set(),
+    )
     desk.clock.advance(age)
     desk.group.stop(number, grace)
     assert len(desk.keeper.signals) == (not wait)
@@ -191,7 +206,9 @@ def test_leftovers_are_said_unless_the_job_was_stopped():
     desk = Desk(2)
     desk.exit(0, 0, sweep=False)
     desk.group.take(Swept(0, ("77 sleep 600",)))
-    assert desk.output.said == ["pdrun: rank 0 left processes behind, which were ended: 77 sleep 600"]
+    assert desk.output.said == [
+        "pdrun: rank 0 left processes behind, which were ended: 77 sleep 600"
+    ]
     desk.group.stop(signal.SIGTERM, 1.0)
     desk.exit(1, 15, sweep=False)
     desk.group.take(Swept(1, ("78 sleep 600",), ("79 dd D",)))
@@ -218,7 +235,12 @@ def test_forwarded_signals_go_to_running_workers():
 def test_environment_of_each_worker():
     desk = Desk(2, env={"MINE": "1", "RANK": "user"})
     env = desk.keeper.commands[1].env
-    assert (env["LOCAL_RANK"], env["MASTER_ADDR"], env["MASTER_PORT"], env["MINE"]) == ("1", "127.0.0.1", "4000", "1")
+    assert (env["LOCAL_RANK"], env["MASTER_ADDR"], env["MASTER_PORT"], env["MINE"]) == (
+        "1",
+        "127.0.0.1",
+        "4000",
+        "1",
+    )
     assert env["RANK"] == "user"
 
 
@@ -231,8 +253,10 @@ def test_a_worker_that_somebody_stopped_is_continued_so_that_it_hears_the_order(
             desk.group.take(Spawned(1, stopped.pid))
             desk.group.stop(signal.SIGTERM, 5.0)
             assert desk.keeper.signals == [
-                (0, signal.SIGTERM, True), (1, signal.SIGTERM, True), (1, signal.SIGCONT, True),
-            ]  # fmt: skip
+                (0, signal.SIGTERM, True),
+                (1, signal.SIGTERM, True),
+                (1, signal.SIGCONT, True),
+            ]
         finally:
             stopped.kill()
 

@@ -12,7 +12,10 @@ QUIET = Seen(cpu=1.0)
 
 
 def live(watch: Watch, seconds: float, change=lambda seen, now: seen, seen=QUIET, start=100.0):
-    """Look each half second at what ``change`` makes of the worker; return (when first suspected, why)."""
+    """
+    Look each half second at what ``change`` makes of the worker; return (when first suspected,
+    why).
+    """
     now, step = start, min(0.5, watch.every)
     while now < start + seconds:
         now += step
@@ -40,8 +43,12 @@ def test_a_saved_step_is_progress():
 
 
 def test_before_the_first_report_output_or_cpu_time_is_life():
-    for life in (lambda seen, now: replace(seen, cpu=seen.cpu + 0.05),  # a tenth of a CPU: the start of a program
-                 lambda seen, now: replace(seen, heard=now // 8 * 8)):  # a line now and then  # fmt: skip
+    for life in (
+        lambda seen, now: replace(
+            seen, cpu=seen.cpu + 0.05
+        ),  # a tenth of a CPU: the start of a program
+        lambda seen, now: replace(seen, heard=now // 8 * 8),
+    ):  # a line now and then
         assert live(Watch(10.0, 100.0), 60, life) is None
     at, found = live(Watch(10.0, 100.0), 60)
     assert 10 <= at <= 11
@@ -49,10 +56,15 @@ def test_before_the_first_report_output_or_cpu_time_is_life():
 
 
 def test_a_thread_that_looks_around_is_no_work():
-    assert live(Watch(10.0, 100.0), 60, lambda seen, now: replace(seen, cpu=seen.cpu + 0.005)) is not None
+    assert (
+        live(Watch(10.0, 100.0), 60, lambda seen, now: replace(seen, cpu=seen.cpu + 0.005))
+        is not None
+    )
 
 
-@pytest.mark.parametrize(("letter", "words"), [("T", "stopped by a signal"), ("D", "uninterruptibly")])
+@pytest.mark.parametrize(
+    ("letter", "words"), [("T", "stopped by a signal"), ("D", "uninterruptibly")]
+)
 def test_the_state_is_told_and_is_no_waiting_for_others(letter, words):
     _, found = live(Watch(10.0, 100.0), 60, seen=Seen(cpu=1.0, letter=letter))
     assert words in found.why and not found.waits
@@ -77,17 +89,26 @@ def test_without_a_timeout_only_a_printed_traceback_is_suspect():
     at, found = live(Watch(None, 100.0), 3600, seen=Seen(cpu=1.0, traceback=True))
     assert at >= TRACEBACK and found.ended and "printed a traceback" in found.why
     printed = Seen(cpu=1.0, traceback=True)
-    assert live(Watch(None, 100.0), 3600, lambda seen, now: replace(seen, cpu=seen.cpu + 0.4), printed) is None
+    assert (
+        live(Watch(None, 100.0), 3600, lambda seen, now: replace(seen, cpu=seen.cpu + 0.4), printed)
+        is None
+    )
 
 
 def test_looks_are_rare():
-    assert (Watch(600.0, 0.0).every, Watch(None, 0.0).every, Watch(1.0, 0.0).every) == (5.0, 5.0, 0.2)
+    assert (Watch(600.0, 0.0).every, Watch(None, 0.0).every, Watch(1.0, 0.0).every) == (
+        5.0,
+        5.0,
+        0.2,
+    )
 
 
 def test_a_child_that_ends_takes_its_cpu_time_along_and_hides_no_work() -> None:
     watch = Watch(4.0, 0.0)
     assert watch.look(Seen(cpu=9.0), 0.4) is None
-    for look in range(2, 40):  # the tree's sum has dropped by the child's 8 s; what is left works on
+    for look in range(
+        2, 40
+    ):  # the tree's sum has dropped by the child's 8 s; what is left works on
         assert watch.look(Seen(cpu=1.0 + 0.4 * look), 0.4 * look) is None
     assert watch.quiet == 0.0
 

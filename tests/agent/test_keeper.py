@@ -17,7 +17,14 @@ from pathlib import Path
 import pytest
 
 from pdrun.errors import PdrunError
-from pdrun.launcher.plan.model import Exited, Spawned, SpawnFailed, StarterState, Swept, WorkerCommand
+from pdrun.launcher.plan.model import (
+    Exited,
+    Spawned,
+    SpawnFailed,
+    StarterState,
+    Swept,
+    WorkerCommand,
+)
 from pdrun.launcher.stdlib_only.supervisor import STUCK, kill, process
 from pdrun.launcher.supervisor import boot
 from pdrun.launcher.supervisor import client as keeper_client
@@ -60,9 +67,13 @@ def test_spawned_comes_before_exited_with_the_same_pid(driver):
 
 @pytest.mark.parametrize(
     ("name", "content", "mode", "code"),
-    [("missing", None, 0, errno.ENOENT), ("text", b"no program\n", 0o755, errno.ENOEXEC),
-     ("folder/", None, 0, errno.ENOENT), ("nox", b"#!/bin/sh\n", 0o644, errno.EACCES)],
-)  # fmt: skip
+    [
+        ("missing", None, 0, errno.ENOENT),
+        ("text", b"no program\n", 0o755, errno.ENOEXEC),
+        ("folder/", None, 0, errno.ENOENT),
+        ("nox", b"#!/bin/sh\n", 0o644, errno.EACCES),
+    ],
+)
 def test_exec_errors_are_exact(driver, tmp_path, name, content, mode, code):
     path = tmp_path / name
     if content is not None:
@@ -120,10 +131,22 @@ def test_child_gets_exactly_what_was_asked_for(driver, tmp_path):
     out, (read, write) = tmp_path / "out", os.pipe()
     os.write(write, b"through fd 3")
     cpu = min(os.sched_getaffinity(0))
-    env = {"ODD": "\udcff\u00e9=\n", "PATH": "/bin", "PYTHONIOENCODING": "utf-8:surrogateescape", "BIG": "x" * 100_000}
+    env = {
+        "ODD": "\udcff\u00e9=\n",
+        "PATH": "/bin",
+        "PYTHONIOENCODING": "utf-8:surrogateescape",
+        "BIG": "x" * 100_000,
+    }
     with out.open("wb") as file:
-        driver.start(0, (sys.executable, "-S", "-c", REPORT, "\udcfe \u20ac", ""), env=env, cwd=str(tmp_path),
-                     out=file.fileno(), cpus=(cpu,), pass_fds=(read,))  # fmt: skip
+        driver.start(
+            0,
+            (sys.executable, "-S", "-c", REPORT, "\udcfe \u20ac", ""),
+            env=env,
+            cwd=str(tmp_path),
+            out=file.fileno(),
+            cpus=(cpu,),
+            pass_fds=(read,),
+        )
     assert driver.wait(Exited).status == 0
     os.close(read), os.close(write)
     got = json.loads(out.read_text())
@@ -142,7 +165,9 @@ def test_child_gets_exactly_what_was_asked_for(driver, tmp_path):
 
 def test_environment_larger_than_any_packet(driver, tmp_path):
     env = {f"V{number}": "y" * 50_000 for number in range(20)}
-    driver.start(0, python("import os; os._exit(len([1 for n in os.environ if n[0] == 'V']))"), env=env)
+    driver.start(
+        0, python("import os; os._exit(len([1 for n in os.environ if n[0] == 'V']))"), env=env
+    )
     assert os.waitstatus_to_exitcode(driver.wait(Exited).status) == 20
 
 
@@ -154,7 +179,9 @@ def test_many_workers_at_once_do_not_jam_the_socket(driver):
 
 
 def test_signals_reach_the_process_or_its_group(driver, tmp_path):
-    script = "trap 'exit 7' USR1; (trap 'echo x > %s' USR1; echo 1 > %s; sleep 600 & wait) & wait; wait"
+    script = (
+        "trap 'exit 7' USR1; (trap 'echo x > %s' USR1; echo 1 > %s; sleep 600 & wait) & wait; wait"
+    )
     mark, ready = tmp_path / "mark", tmp_path / "ready"
     driver.start(0, ("/bin/sh", "-c", script % (mark, ready)))
     read_pid(ready)
@@ -249,7 +276,9 @@ time.sleep(600)
 def test_killed_agent_leaves_nothing(tmp_path):
     pid_file = tmp_path / "pid"
     worker = f"trap '' TERM INT HUP; setsid sh -c 'echo $$ > {pid_file}; sleep 600' & sleep 600"
-    agent = subprocess.Popen([sys.executable, "-c", AGENT, worker], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+    agent = subprocess.Popen(
+        [sys.executable, "-c", AGENT, worker], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+    )
     try:
         keeper, leader = map(int, agent.stdout.readline().split())
         left = read_pid(pid_file)
@@ -278,9 +307,14 @@ time.sleep(600)
 
 @pytest.fixture
 def agent(tmp_path):
-    """A process with a keeper and a worker that has made children of all kinds: (process, keeper, all others)."""
+    """
+    A process with a keeper and a worker that has made children of all kinds: (process, keeper, all
+    others).
+    """
     worker = f"exec {sys.executable} -S -c '{PLAIN_AND_DETACHED}' {tmp_path}"
-    process = subprocess.Popen([sys.executable, "-c", AGENT, worker], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", AGENT, worker], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+    )
     keeper = 0
     try:
         keeper, leader = map(int, process.stdout.readline().split())
@@ -305,7 +339,10 @@ def test_agent_and_keeper_killed_in_one_instant_leave_nothing(agent, keeper_firs
 def test_a_keeper_that_was_stopped_wakes_when_its_agent_dies(agent):
     process, keeper, others = agent
     os.kill(keeper, signal.SIGSTOP)
-    until(lambda: Path(f"/proc/{keeper}/stat").read_text().rpartition(")")[2].split()[0] == "T", what="the stop")
+    until(
+        lambda: Path(f"/proc/{keeper}/stat").read_text().rpartition(")")[2].split()[0] == "T",
+        what="the stop",
+    )
     process.kill()
     until(lambda: not any(map(alive, [keeper, *others])), 5, "everything to end")
 
@@ -435,7 +472,10 @@ keeper.main(sys.argv)
 
 @contextlib.contextmanager
 def failing_driver(monkeypatch, name, number):
-    """A keeper whose call of that number of ``os.name`` fails, as where no descriptor or process is left."""
+    """
+    A keeper whose call of that number of ``os.name`` fails, as where no descriptor or process is
+    left.
+    """
     monkeypatch.setattr(boot, "BOOT", FAILING.format(name=name, number=number))
     with keeper_driver() as made:
         made.keeper.beat()  # it runs when it has answered
@@ -450,10 +490,13 @@ def descriptors(driver):
 
 def outcome(driver, slot):
     """Wait for the end of a slot's process, or for the refusal."""
+
     def ended():
         if readable(driver.keeper.fileno(), wait=0.1):
             driver.seen += driver.keeper.events()
-        return any(isinstance(event, Exited | SpawnFailed) and event.slot == slot for event in driver.seen)
+        return any(
+            isinstance(event, Exited | SpawnFailed) and event.slot == slot for event in driver.seen
+        )
 
     until(ended)
     kinds = [type(event) for event in driver.seen if event.slot == slot]

@@ -7,7 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from pdrun.launcher.agent.shutdown import MARGIN, STOP_ANSWER, STOP_ANSWER_WAITING, Leaving, answer_time
+from pdrun.launcher.agent.shutdown import (
+    MARGIN,
+    STOP_ANSWER,
+    STOP_ANSWER_WAITING,
+    Leaving,
+    answer_time,
+)
 from pdrun.rendezvous.protocol.messages import Welcome
 
 WELCOME = Welcome("demo", "run", "", "s" * 32, 1.0, 10.0, lease=6.5)
@@ -25,15 +31,24 @@ def test_the_lease_and_the_time_after_it_fit_into_the_silence_that_the_others_wa
 @pytest.mark.parametrize("how", ["no lease", "scheduler here"])
 def test_who_has_no_lease_waits(how):
     leave = Leaving()
-    leave.welcomed(WELCOME if how == "scheduler here" else replace(WELCOME, lease=0.0), serves=how == "scheduler here")
+    leave.welcomed(
+        WELCOME if how == "scheduler here" else replace(WELCOME, lease=0.0),
+        serves=how == "scheduler here",
+    )
     assert not leave.expired(1e9)
 
 
 def test_only_a_first_sigterm_means_this_node():
     leave = Leaving(may_depart=True)
-    assert leave.departs(signal.SIGTERM) and not leave.departs(signal.SIGINT) and not leave.departs(signal.SIGHUP)
+    assert (
+        leave.departs(signal.SIGTERM)
+        and not leave.departs(signal.SIGINT)
+        and not leave.departs(signal.SIGHUP)
+    )
     assert not Leaving(may_depart=False).departs(signal.SIGTERM)
-    assert not Leaving(stops=1).departs(signal.SIGTERM) and not Leaving(code=69).departs(signal.SIGTERM)
+    assert not Leaving(stops=1).departs(signal.SIGTERM) and not Leaving(code=69).departs(
+        signal.SIGTERM
+    )
 
 
 def test_how_long_an_answer_may_take():

@@ -28,7 +28,9 @@ def test_cpu_time_counts_children_that_run_and_that_have_ended():
 
 
 def test_the_state_of_a_process():
-    with start("import signal, time\nsignal.signal(51, print)\nprint('x', flush=True)\ntime.sleep(600)") as worker:
+    with start(
+        "import signal, time\nsignal.signal(51, print)\nprint('x', flush=True)\ntime.sleep(600)"
+    ) as worker:
         try:
             assert worker.stdout.read(1) == b"x"
             until(lambda: procfs.state(worker.pid).letter == "S")

@@ -1,4 +1,7 @@
-"""From what workers say and show to what the scheduler is told: a real channel, processes that do nothing."""
+"""
+From what workers say and show to what the scheduler is told: a real channel, processes that do
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -61,9 +64,15 @@ class Desk:
         self.reports.begin(self.group, self.output, self.keeper)
 
     def say(self, rank: int, step: int = 1, generation: int = 2, more: str = "") -> None:
-        """A datagram that this very process sends; where a worker must have sent it, `of` gives it that pid."""
+        """
+        A datagram that this very process sends; where a worker must have sent it, `of` gives it
+        that pid.
+        """
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-            sender.sendto(f'{{"rank":{rank},"generation":{generation},"step":{step}{more}}}'.encode(), self.path)
+            sender.sendto(
+                f'{{"rank":{rank},"generation":{generation},"step":{step}{more}}}'.encode(),
+                self.path,
+            )
 
     def pass_time(self, seconds: float, each=lambda: None) -> None:
         for _ in range(int(seconds)):
@@ -144,7 +153,9 @@ def test_no_progress_is_a_hang_that_is_told_once(desk):
     it = desk(IDLE, BUSY, IDLE, wrapped=True)
     steps = iter(range(1000))
     it.pass_time(30, lambda: (it.say(5, next(steps)), it.say(6, 7), it.reports.read()))
-    assert [(hung.rank, hung.why[:22], hung.waits) for hung in it.of(Hung)] == [(6, "no progress for 10 s (", False)]
+    assert [(hung.rank, hung.why[:22], hung.waits) for hung in it.of(Hung)] == [
+        (6, "no progress for 10 s (", False)
+    ]
 
 
 def test_who_is_quiet_waits_for_who_is_at_work(desk):
@@ -175,7 +186,9 @@ class FakeCpu:
 
     def used(self) -> float:
         with open(f"/proc/{self.pid}/stat") as file:
-            return sum(map(int, file.read().rpartition(")")[2].split()[11:13])) / os.sysconf("SC_CLK_TCK")
+            return sum(map(int, file.read().rpartition(")")[2].split()[11:13])) / os.sysconf(
+                "SC_CLK_TCK"
+            )
 
     def wait(self, seconds: float) -> None:
         begin = self.used()
@@ -221,7 +234,9 @@ stand_here()
 
 def test_a_worker_that_has_offered_its_stacks_writes_them(desk):
     it = desk(IDLE)
-    offering = subprocess.Popen([sys.executable, "-S", "-c", OFFERS], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    offering = subprocess.Popen(
+        [sys.executable, "-S", "-c", OFFERS], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     try:
         offering.stdin.write(f"{os.path.dirname(it.path)}\n".encode())
         offering.stdin.flush()
@@ -229,7 +244,12 @@ def test_a_worker_that_has_offered_its_stacks_writes_them(desk):
         it.group.alive = lambda: [(4, 0, offering.pid)]
         it.keeper.signal = lambda slot, number, group: os.kill(offering.pid, number)
         it.reports.show_stacks(2)
-        until(lambda: "<module>" in Path(os.path.dirname(it.path), f"{offering.pid}.stacks").read_text(), 20)
+        until(
+            lambda: (
+                "<module>" in Path(os.path.dirname(it.path), f"{offering.pid}.stacks").read_text()
+            ),
+            20,
+        )
         until(lambda: (it.clock.advance(0.06), it.reports.turn(), it.of(Stacks))[2], 20)
         assert "in stand_here" in it.of(Stacks)[0].groups[0].stack
         assert offering.poll() is None
@@ -242,7 +262,9 @@ def test_a_worker_that_has_offered_its_stacks_writes_them(desk):
 
 def test_py_spy_is_asked_where_it_is_installed(desk, tmp_path, monkeypatch):
     spy = tmp_path / "py-spy"
-    spy.write_text('#!/bin/sh\necho "$@" >> "$0.asked"\nprintf \'Thread 1 (idle): "MainThread"\\n    f (x.py:3)\\n\'\n')
+    spy.write_text(
+        '#!/bin/sh\necho "$@" >> "$0.asked"\nprintf \'Thread 1 (idle): "MainThread"\\n    f (x.py:3)\\n\'\n'
+    )
     spy.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     it = desk(IDLE, IDLE)
@@ -252,8 +274,13 @@ def test_py_spy_is_asked_where_it_is_installed(desk, tmp_path, monkeypatch):
         asked.spy.wait(20)
     it.clock.advance(0.1)
     it.reports.turn()
-    assert [(group.ranks, group.stack) for group in it.of(Stacks)[0].groups] == [((4, 5), "f (x.py:3)")]
-    assert f"dump --native --pid {it.group.processes[0].pid}\n" in (tmp_path / "py-spy.asked").read_text()
+    assert [(group.ranks, group.stack) for group in it.of(Stacks)[0].groups] == [
+        ((4, 5), "f (x.py:3)")
+    ]
+    assert (
+        f"dump --native --pid {it.group.processes[0].pid}\n"
+        in (tmp_path / "py-spy.asked").read_text()
+    )
 
 
 def test_a_py_spy_that_hangs_is_not_waited_for(desk, tmp_path, monkeypatch):
@@ -292,9 +319,12 @@ def test_a_py_spy_that_nothing_can_kill_is_reaped_later(desk, tmp_path, monkeypa
 
 
 def test_py_spy_needs_no_disk(desk, tmp_path, monkeypatch):
-    """Where $TMPDIR takes nothing, and where no descriptor is left, the question is asked without ending the agent."""
+    """
+    Where $TMPDIR takes nothing, and where no descriptor is left, the question is asked without
+    ending the agent.
+    """
     spy = tmp_path / "py-spy"
-    spy.write_text('#!/bin/sh\nprintf \'Thread 1 (idle): "MainThread"\\n    f (x.py:3)\\n\'\n')
+    spy.write_text("#!/bin/sh\nprintf 'Thread 1 (idle): \"MainThread\"\\n    f (x.py:3)\\n'\n")
     spy.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     it = desk(IDLE)
@@ -338,12 +368,19 @@ raise ValueError("uncaught")
 """
 
 
-@pytest.mark.parametrize(("code", "hangs_"), [(ENDED, True), (OFFERS, False)], ids=["ended", "at work"])
-def test_a_worker_that_is_stuck_behind_its_traceback_hangs_without_any_timeout(desk, monkeypatch, code, hangs_):
+@pytest.mark.parametrize(
+    ("code", "hangs_"), [(ENDED, True), (OFFERS, False)], ids=["ended", "at work"]
+)
+def test_a_worker_that_is_stuck_behind_its_traceback_hangs_without_any_timeout(
+    desk, monkeypatch, code, hangs_
+):
     monkeypatch.setattr(hangs, "TRACEBACK", 10.0)
     it = desk(IDLE, timeout=None)
     with subprocess.Popen(
-        [sys.executable, "-S", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        [sys.executable, "-S", "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
     ) as worker:
         try:
             worker.stdin.write(f"{os.path.dirname(it.path)}\n".encode())
@@ -357,7 +394,9 @@ def test_a_worker_that_is_stuck_behind_its_traceback_hangs_without_any_timeout(d
             until(lambda: "most recent call first" in file.read_text(), 20)
             time.sleep(0.3)  # the whole of it: two threads
             it.pass_time(4)
-            assert [hung.why[:26] for hung in it.of(Hung)] == (["it printed a traceback and"] if hangs_ else [])
+            assert [hung.why[:26] for hung in it.of(Hung)] == (
+                ["it printed a traceback and"] if hangs_ else []
+            )
         finally:
             worker.kill()
 

@@ -1,4 +1,7 @@
-"""Signals as events, a worker's environment, the preflight, memory kills, the event log on the terminal."""
+"""
+Signals as events, a worker's environment, the preflight, memory kills, the event log on the
+terminal.
+"""
 
 from __future__ import annotations
 
@@ -60,13 +63,32 @@ def test_outside_the_main_thread_nothing_is_taken():
 
 def test_a_workers_environment_reads_back_and_later_lines_win():
     plan = make_plan(2, env={"MINE": "user"})
-    plan = replace(plan, base_env={"PATH": "/bin", "MINE": "base", "RANK": "stale"}, visibility={1: {"DEV": "1"}})
-    env = worker_env(plan, "demo-run", make_assign(6, first=2, nodes=3, restarts=1), WorkerPlan(1, ("x",), None, (), 4))
+    plan = replace(
+        plan,
+        base_env={"PATH": "/bin", "MINE": "base", "RANK": "stale"},
+        visibility={1: {"DEV": "1"}},
+    )
+    env = worker_env(
+        plan,
+        "demo-run",
+        make_assign(6, first=2, nodes=3, restarts=1),
+        WorkerPlan(1, ("x",), None, (), 4),
+    )
     found = WorkerEnv.from_env(env)
     assert found is not None
     assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (3, 6, 1, 2)
-    assert (found.master_addr, found.master_port, found.restart_count, found.run_id) == ("127.0.0.1", 4000, 1, "demo")
-    assert (env["MINE"], env["DEV"], env["PATH"], env["OMP_NUM_THREADS"]) == ("user", "1", "/bin", "4")
+    assert (found.master_addr, found.master_port, found.restart_count, found.run_id) == (
+        "127.0.0.1",
+        4000,
+        1,
+        "demo",
+    )
+    assert (env["MINE"], env["DEV"], env["PATH"], env["OMP_NUM_THREADS"]) == (
+        "user",
+        "1",
+        "/bin",
+        "4",
+    )
 
 
 def test_threads_that_the_user_has_set_stay():
@@ -78,18 +100,28 @@ def test_preflight(tmp_path):
     assert preflight(make_plan(), FakeOutput()).code == 0
     gone = preflight(make_plan(cwd=str(tmp_path / "gone")), FakeOutput())
     assert (gone.code, "gone" in gone.reason) == (78, True)
-    missing = preflight(make_plan(argv=("python3", "x.py"), kind="script", cwd=str(tmp_path)), FakeOutput())
+    missing = preflight(
+        make_plan(argv=("python3", "x.py"), kind="script", cwd=str(tmp_path)), FakeOutput()
+    )
     assert (missing.code, "x.py" in missing.reason) == (2, True)
     (tmp_path / "x.py").write_text("import torch\n")
-    assert preflight(make_plan(argv=("", "x.py"), kind="script", cwd=str(tmp_path)), FakeOutput()).imports_torch
+    assert preflight(
+        make_plan(argv=("", "x.py"), kind="script", cwd=str(tmp_path)), FakeOutput()
+    ).imports_torch
 
 
 @pytest.mark.parametrize(
     ("line", "file", "text"),
-    [("0::/job", "job/memory.events", "low 0\nhigh 0\nmax 3\noom 2\noom_kill 2\n"),
-     ("4:memory:/job", "memory/job/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"),
-     ("0::/host/path/of/a/container", "memory.events", "oom_kill 2\n")],
-)  # fmt: skip
+    [
+        ("0::/job", "job/memory.events", "low 0\nhigh 0\nmax 3\noom 2\noom_kill 2\n"),
+        (
+            "4:memory:/job",
+            "memory/job/memory.oom_control",
+            "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n",
+        ),
+        ("0::/host/path/of/a/container", "memory.events", "oom_kill 2\n"),
+    ],
+)
 def test_memory_kills_are_counted(tmp_path, line, file, text):
     (tmp_path / "cgroup").write_text(f"1:cpu:/x\n{line}\n")
     path = tmp_path / "root" / file
@@ -110,7 +142,9 @@ def test_why_workers_are_stopped_is_said_only_when_it_takes_long():
     assert output.said == []
     clock.advance(PATIENCE)
     voice.look()
-    assert output.said == ["pdrun: rank 1 on node0 failed: exit code 3; stopping the other workers (grace 30 s)"]
+    assert output.said == [
+        "pdrun: rank 1 on node0 failed: exit code 3; stopping the other workers (grace 30 s)"
+    ]
     voice.stopping(StopWorkers(0, 15, 30.0, "rank 2 on node0 failed: exit code 3"))
     voice.verdict(Verdict(0, ""))
     assert len(output.said) == 2
@@ -121,7 +155,9 @@ def test_what_the_scheduler_process_notes_is_shown(tmp_path):
     voice = Voice(clock, quiet=False, address="", events=str(events))
     voice.begin(make_plan(), "run", output)
     voice.look()
-    events.write_text('{"kind": "joined", "node": "a"}\n{"kind": "warning", "text": "another \\u001b token"}\n{"kin')
+    events.write_text(
+        '{"kind": "joined", "node": "a"}\n{"kind": "warning", "text": "another \\u001b token"}\n{"kin'
+    )
     clock.advance(1)
     voice.look()
     assert output.said == ["pdrun: warning: another \\x1b token"]
@@ -135,9 +171,19 @@ def test_what_the_scheduler_process_notes_is_shown(tmp_path):
 def test_joiners_get_the_job_and_not_the_place():
     spec = replace(make_plan(2, nodes=2, node_rank=0).spec, env={"A": "1"})
     here = Endpoint("10.0.0.1", 9)
-    joined = joined_spec(spec.shared(), {"place.node_name": "b", "resources.devices": 4, "env.B": "2"}, here)
-    assert (joined.place.node_rank, joined.place.node_name, joined.place.scheduler) == (None, "b", here)
-    assert (joined.resources.devices, joined.resources.nodes, joined.env) == (4, 2, {"A": "1", "B": "2"})
+    joined = joined_spec(
+        spec.shared(), {"place.node_name": "b", "resources.devices": 4, "env.B": "2"}, here
+    )
+    assert (joined.place.node_rank, joined.place.node_name, joined.place.scheduler) == (
+        None,
+        "b",
+        here,
+    )
+    assert (joined.resources.devices, joined.resources.nodes, joined.env) == (
+        4,
+        2,
+        {"A": "1", "B": "2"},
+    )
     assert joined.program == spec.program
 
 
@@ -151,5 +197,3 @@ def test_signals_wake_a_sleeping_loop():
     with Signals() as signals:
         threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGUSR2)).start()
         assert until(signals.read, 5) == [signal.SIGUSR2]
-
-

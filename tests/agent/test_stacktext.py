@@ -36,9 +36,11 @@ Thread 4711 (idle): "MainThread"
 def test_the_main_thread_of_each_tool():
     assert comparable(FAULTHANDLER) == MAIN
     assert comparable(PY_SPY).splitlines() == [
-        "__futex_abstimed_wait_common (libc.so.6)", "0x (libtorch_cpu.so)",
-        "all_reduce (torch/distributed/distributed_c10d.py:3252)", "<module> (train.py:15)",
-    ]  # fmt: skip
+        "__futex_abstimed_wait_common (libc.so.6)",
+        "0x (libtorch_cpu.so)",
+        "all_reduce (torch/distributed/distributed_c10d.py:3252)",
+        "<module> (train.py:15)",
+    ]
     assert [thread.main for thread in threads(PY_SPY)] == [True, False]
 
 
@@ -48,7 +50,9 @@ def test_what_differs_between_processes_is_blanked():
 
 
 def test_a_main_thread_that_waits_for_another_shows_it():
-    text = FAULTHANDLER.replace("/site-packages/torch/distributed/distributed_c10d.py", "/usr/lib/python3.11/queue.py")
+    text = FAULTHANDLER.replace(
+        "/site-packages/torch/distributed/distributed_c10d.py", "/usr/lib/python3.11/queue.py"
+    )
     lines = comparable(text).splitlines()
     assert lines[3] == "thread 2:" and "threading.py" in lines[4]
 
@@ -59,7 +63,13 @@ def test_whether_the_program_is_still_at_work():
         '  File "/usr/lib/python3.11/threading.py", line 1560 in _shutdown\n'
     )
     nothing = ended[: ended.index("  File", ended.index("Current"))] + "  <no Python frame>\n"
-    assert [at_work(text) for text in (FAULTHANDLER, PY_SPY, ended, nothing, "")] == [True, True, False, False, True]
+    assert [at_work(text) for text in (FAULTHANDLER, PY_SPY, ended, nothing, "")] == [
+        True,
+        True,
+        False,
+        False,
+        True,
+    ]
 
 
 def test_nothing_is_found_in_what_is_no_dump():
@@ -72,8 +82,10 @@ def test_groups_are_in_order_of_size():
 
 
 def test_many_different_stacks_still_fit_into_a_message():
-    stacks = [(rank, f'File "place{rank}.py", line 1 in wait\n' + 'File "x.py", line 2 in step\n' * 400)
-              for rank in range(300)]  # fmt: skip
+    stacks = [
+        (rank, f'File "place{rank}.py", line 1 in wait\n' + 'File "x.py", line 2 in step\n' * 400)
+        for rank in range(300)
+    ]
     found = grouped(stacks)
     assert encode(Envelope("a" * 32, 0, 0, Stacks(0, found)))
     assert len({group.stack for group in found}) == 300 and len(grouped(stacks[:3])[0].stack) > 1000

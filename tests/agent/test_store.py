@@ -25,7 +25,11 @@ def listeners(pid: int) -> set[str]:
     """``ADDRESS:PORT``, hexadecimal, of the sockets on which a process listens."""
     links = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()]
     inodes = {link[8:-1] for link in links if link.startswith("socket:[")}
-    lines = [line for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
+    lines = [
+        line
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+    ]
     return {row[1] for row in map(str.split, lines) if row[3] == "0A" and row[9] in inodes}
 
 
@@ -36,7 +40,9 @@ def client(port: int) -> subprocess.CompletedProcess[str]:
         "store = TCPStore('127.0.0.1', int(sys.argv[1]), is_master=False)\n"
         "store.set('a', 'b'); print(store.get('a').decode(), store.add('n', 2), store.num_keys() >= 2)\n"
     )
-    return subprocess.run([sys.executable, "-c", code, str(port)], capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-c", code, str(port)], capture_output=True, text=True, timeout=60
+    )
 
 
 @pytest.fixture
@@ -92,7 +98,11 @@ def test_the_store_serves_on_the_held_socket_only(store):
         done = client(port)
         assert done.stdout.split() == ["b", "2", "True"], done.stderr
         assert listeners(pid) == {f"0100007F:{port:04X}"}
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL):  # what a batch system sends to all ends it not
+        for number in (
+            signal.SIGTERM,
+            signal.SIGUSR1,
+            signal.SIGKILL,
+        ):  # what a batch system sends to all ends it not
             driver.keeper.signal(store._slot, number, group=False)
         assert driver.wait(Exited, store._slot).status == signal.SIGKILL
 
@@ -125,9 +135,14 @@ def test_the_whole_package_serves_as_well():
 
 @pytest.mark.parametrize(
     ("text", "known"),
-    [("__version__ = '2.13.0+cpu'", True), ("__version__ = '2.11.0'", True), ("__version__ = '2.10.1'", False),
-     ("__version__ = '2.15.0'", False), ("nothing", False)],
-)  # fmt: skip
+    [
+        ("__version__ = '2.13.0+cpu'", True),
+        ("__version__ = '2.11.0'", True),
+        ("__version__ = '2.10.1'", False),
+        ("__version__ = '2.15.0'", False),
+        ("nothing", False),
+    ],
+)
 def test_only_known_versions_are_loaded_in_part(tmp_path, text, known):
     assert not storehost.known_to_load_light(tmp_path)
     (tmp_path / "version.py").write_text(f"debug = False\n{text}\n")
@@ -135,6 +150,8 @@ def test_only_known_versions_are_loaded_in_part(tmp_path, text, known):
 
 
 def test_without_torch_one_line_says_so():
-    done = subprocess.run([sys.executable, "-S", storehost.__file__], capture_output=True, text=True, timeout=20)
+    done = subprocess.run(
+        [sys.executable, "-S", storehost.__file__], capture_output=True, text=True, timeout=20
+    )
     assert done.returncode == 1
     assert done.stderr.strip().endswith("has no torch, which MASTER_PORT's store needs")

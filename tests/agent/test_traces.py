@@ -62,11 +62,14 @@ ValueError: boom
 
 
 def test_launcher_frames_are_cut_and_the_users_stay():
-    assert users_part(LAUNCHED) == """Traceback (most recent call last):
+    assert (
+        users_part(LAUNCHED)
+        == """Traceback (most recent call last):
   File "/home/me/train.py", line 5, in main
     boom()
 ValueError: boom
 """
+    )
 
 
 def test_a_traceback_of_nothing_but_launcher_frames_is_kept():
@@ -75,16 +78,26 @@ def test_a_traceback_of_nothing_but_launcher_frames_is_kept():
 
 
 def test_frames_of_pdrun_below_the_users_stay():
-    text = PLAIN.replace('"/home/me/train.py", line 5, in main', '"/venv/pdrun/parallel/context.py", line 5, in init')
+    text = PLAIN.replace(
+        '"/home/me/train.py", line 5, in main', '"/venv/pdrun/parallel/context.py", line 5, in init'
+    )
     assert users_part(text) == text
 
 
 def test_which_files_are_the_launchers():
-    assert all(map(launcher_file, ("<frozen runpy>", "/usr/lib/python3.11/runpy.py", traces.__file__)))
-    assert not any(map(launcher_file, ("/home/me/launcher/train.py", "/home/me/pdrun/train.py", "/me/runpy.py")))
+    assert all(
+        map(launcher_file, ("<frozen runpy>", "/usr/lib/python3.11/runpy.py", traces.__file__))
+    )
+    assert not any(
+        map(
+            launcher_file, ("/home/me/launcher/train.py", "/home/me/pdrun/train.py", "/me/runpy.py")
+        )
+    )
 
 
-@given(st.text(alphabet="Traceback (most recent call last):\n  File\",in ValueError:|+ab", max_size=400))
+@given(
+    st.text(alphabet='Traceback (most recent call last):\n  File",in ValueError:|+ab', max_size=400)
+)
 def test_nothing_breaks_on_any_text(text):
     raised(text)
     assert users_part(text).endswith("\n")

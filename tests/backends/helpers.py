@@ -41,7 +41,9 @@ def probe(
     **more: str,
 ) -> Probe:
     """Return one kind's result on a fake machine."""
-    probes = probe_all(environ or {}, root, tool or Tool(), build=lambda: build, **{"platform": "linux", **more})
+    probes = probe_all(
+        environ or {}, root, tool or Tool(), build=lambda: build, **{"platform": "linux", **more}
+    )
     return next(found for found in probes if found.name == name)
 
 
@@ -76,8 +78,11 @@ def nvidia(root: Path, cards: int = 2, *, driver: bool = True, nodes: bool = Tru
 
 def amd(root: Path, cards: int = 2, nodes: Sequence[int] | None = None) -> Path:
     """A machine with one CPU and AMD cards; ``nodes`` are the cards whose render node is there."""
-    files = {"dev/kfd": "", "sys/class/kfd/kfd/topology/nodes/0/gpu_id": "0",
-             "sys/class/kfd/kfd/topology/nodes/0/properties": "cpu_cores_count 64\nsimd_count 0\n"}  # fmt: skip
+    files = {
+        "dev/kfd": "",
+        "sys/class/kfd/kfd/topology/nodes/0/gpu_id": "0",
+        "sys/class/kfd/kfd/topology/nodes/0/properties": "cpu_cores_count 64\nsimd_count 0\n",
+    }
     for card in range(cards):
         place = f"sys/class/kfd/kfd/topology/nodes/{card + 1}"
         files[f"{place}/gpu_id"] = "50432"
@@ -94,7 +99,10 @@ def intel(root: Path, cards: Sequence[tuple[str, int]], nodes: bool = True) -> P
     files = {}
     for number, (slot, tiles) in enumerate(cards, 128):
         place = f"sys/class/drm/renderD{number}/device"
-        files |= {f"{place}/vendor": "0x8086\n", f"{place}/uevent": f"DRIVER=xe\nPCI_SLOT_NAME={slot}\n"}
+        files |= {
+            f"{place}/vendor": "0x8086\n",
+            f"{place}/uevent": f"DRIVER=xe\nPCI_SLOT_NAME={slot}\n",
+        }
         files |= {f"{place}/tile{tile}/id": "" for tile in range(tiles)}
         if nodes:
             files[f"dev/dri/renderD{number}"] = ""
@@ -107,5 +115,7 @@ def ascend(root: Path, nodes: Sequence[int], *, manager: bool = True, driver: bo
     if manager:
         files["dev/davinci_manager"] = ""
     if driver:
-        files["usr/local/Ascend/driver/version.info"] = "Version=24.1.0\nascendhal_version=7.35.23\n"
+        files["usr/local/Ascend/driver/version.info"] = (
+            "Version=24.1.0\nascendhal_version=7.35.23\n"
+        )
     return tree(root, files)

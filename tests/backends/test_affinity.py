@@ -16,8 +16,12 @@ from tests.backends.helpers import tree
 
 
 def machine(cores: int, threads: int = 1, nodes: int = 1, quota: float | None = None) -> CpuSet:
-    """A machine numbered as Linux does it: first the first thread of every core, then the second."""
-    groups = tuple(tuple(core + thread * cores for thread in range(threads)) for core in range(cores))
+    """
+    A machine numbered as Linux does it: first the first thread of every core, then the second.
+    """
+    groups = tuple(
+        tuple(core + thread * cores for thread in range(threads)) for core in range(cores)
+    )
     each = cores // nodes
     parts = [groups[node * each : (node + 1) * each] for node in range(nodes)]
     numa = tuple(tuple(sorted(cpu for core in part for cpu in core)) for part in parts)
@@ -110,13 +114,21 @@ def test_simulated_nodes_share_a_machine() -> None:
 
 
 MACHINES = st.builds(
-    machine, st.integers(1, 24), st.integers(1, 3), st.just(1), st.none() | st.floats(0.1, 80, allow_nan=False)
-) | st.builds(machine, st.sampled_from((8, 12, 24)), st.integers(1, 2), st.sampled_from((2, 4)), st.none())
+    machine,
+    st.integers(1, 24),
+    st.integers(1, 3),
+    st.just(1),
+    st.none() | st.floats(0.1, 80, allow_nan=False),
+) | st.builds(
+    machine, st.sampled_from((8, 12, 24)), st.integers(1, 2), st.sampled_from((2, 4)), st.none()
+)
 MODES = st.sampled_from(("auto", "cores", "numa", "none"))
 
 
 @given(MACHINES, st.integers(1, 40), MODES, st.randoms())
-def test_any_split_is_disjoint_whole_and_within_the_limits(cpus: CpuSet, workers: int, mode: str, dice) -> None:  # type: ignore[no-untyped-def]
+def test_any_split_is_disjoint_whole_and_within_the_limits(
+    cpus: CpuSet, workers: int, mode: str, dice
+) -> None:  # type: ignore[no-untyped-def]
     mask = tuple(sorted(dice.sample(cpus.cpus, dice.randint(0, len(cpus.cpus)))))
     part = CpuSet(mask, cpus.quota, cpus.cores, cpus.numa)
     binding = split(part, workers, mode)  # type: ignore[arg-type]
@@ -130,7 +142,9 @@ def test_any_split_is_disjoint_whole_and_within_the_limits(cpus: CpuSet, workers
         assert flat == set(mask) or mode == "numa"
         for core in cpus.cores:  # no core is shared by two workers
             assert sum(bool(set(core) & set(own)) for own in binding.sets) <= 1
-        assert all(threads <= len(own) for threads, own in zip(binding.threads, binding.sets, strict=True))
+        assert all(
+            threads <= len(own) for threads, own in zip(binding.threads, binding.sets, strict=True)
+        )
 
 
 @given(st.integers(1, 64), st.integers(1, 64))
@@ -150,7 +164,14 @@ def test_simulated_nodes_never_overlap_when_there_is_a_core_each(cores: int, nod
 
 @pytest.mark.parametrize(
     ("text", "cpus"),
-    [("0-3,8,10-11\n", (0, 1, 2, 3, 8, 10, 11)), ("7", (7,)), ("", ()), ("x", ()), ("3-1", ()), ("0,,1", (0, 1))],
+    [
+        ("0-3,8,10-11\n", (0, 1, 2, 3, 8, 10, 11)),
+        ("7", (7,)),
+        ("", ()),
+        ("x", ()),
+        ("3-1", ()),
+        ("0,,1", (0, 1)),
+    ],
 )
 def test_cpu_lists(text: str, cpus: tuple[int, ...]) -> None:
     assert parse_cpu_list(text) == cpus
@@ -174,49 +195,66 @@ def test_topology_is_cut_to_the_mask(tmp_path: Path) -> None:
 
 
 def test_older_kernels_and_no_sys_at_all(tmp_path: Path) -> None:
-    old = {name.replace("core_cpus_list", "thread_siblings_list"): text for name, text in TOPOLOGY.items()}
+    old = {
+        name.replace("core_cpus_list", "thread_siblings_list"): text
+        for name, text in TOPOLOGY.items()
+    }
     assert read_cpus(tree(tmp_path / "a", old), mask=range(4)).cores == ((0, 2), (1, 3))
     assert read_cpus(tmp_path / "b", mask=(3, 1)) == CpuSet((1, 3))
 
 
 def test_the_tightest_cgroup_on_the_way_up_counts(tmp_path: Path) -> None:
-    root = tree(tmp_path, {
-        "proc/self/cgroup": "0::/user.slice/job.scope\n", "proc/self/mountinfo": V2,
-        "sys/fs/cgroup/user.slice/cpu.max": "150000 100000\n",
-        "sys/fs/cgroup/user.slice/job.scope/cpu.max": "max 100000\n",
-    })  # fmt: skip
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/user.slice/job.scope\n",
+            "proc/self/mountinfo": V2,
+            "sys/fs/cgroup/user.slice/cpu.max": "150000 100000\n",
+            "sys/fs/cgroup/user.slice/job.scope/cpu.max": "max 100000\n",
+        },
+    )
     assert read_cpus(root, mask=range(8)).quota == 1.5
     (root / "sys/fs/cgroup/user.slice/job.scope/cpu.max").write_text("50000 100000")
     assert read_cpus(root, mask=range(8)).quota == 0.5
 
 
 def test_version_1_and_hybrid_cgroups(tmp_path: Path) -> None:
-    root = tree(tmp_path, {
-        "proc/self/cgroup": "4:memory:/\n2:cpu,cpuacct:/job\n0::/elsewhere\n",
-        "proc/self/mountinfo": "33 31 0:30 / /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct\n"
-        "35 31 0:32 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
-        "41 31 0:38 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n",
-        "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_quota_us": "200000\n",
-        "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_period_us": "100000\n",
-        "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "-1\n",
-        "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
-        "sys/fs/cgroup/unified/cgroup.procs": "",
-    })  # fmt: skip
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "4:memory:/\n2:cpu,cpuacct:/job\n0::/elsewhere\n",
+            "proc/self/mountinfo": "33 31 0:30 / /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct\n"
+            "35 31 0:32 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
+            "41 31 0:38 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n",
+            "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_quota_us": "200000\n",
+            "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_period_us": "100000\n",
+            "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "-1\n",
+            "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+            "sys/fs/cgroup/unified/cgroup.procs": "",
+        },
+    )
     assert read_cpus(root, mask=range(8)).quota == 2.0
 
 
 @pytest.mark.parametrize("path", ["/docker/abc", "/../../docker/abc", "/kubepods/pod1/abc"])
 def test_a_container_finds_its_limit_at_the_mount(tmp_path: Path, path: str) -> None:
-    root = tree(tmp_path, {
-        "proc/self/cgroup": f"0::{path}\n", "proc/self/mountinfo": V2.replace(" / ", " /docker/abc ", 1),
-        "sys/fs/cgroup/cpu.max": "300000 100000\n",
-    })  # fmt: skip
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": f"0::{path}\n",
+            "proc/self/mountinfo": V2.replace(" / ", " /docker/abc ", 1),
+            "sys/fs/cgroup/cpu.max": "300000 100000\n",
+        },
+    )
     assert read_cpus(root, mask=range(8)).quota == 3.0
 
 
 @pytest.mark.parametrize("text", ["", "max", "0 100000", "100000 0", "abc def", "1 2 3"])
 def test_nonsense_limits_are_none(tmp_path: Path, text: str) -> None:
-    root = tree(tmp_path, {"proc/self/cgroup": "0::/\n", "proc/self/mountinfo": V2, "sys/fs/cgroup/cpu.max": text})
+    root = tree(
+        tmp_path,
+        {"proc/self/cgroup": "0::/\n", "proc/self/mountinfo": V2, "sys/fs/cgroup/cpu.max": text},
+    )
     assert read_cpus(root, mask=range(2)).quota is None
 
 
@@ -230,8 +268,11 @@ def test_this_machine() -> None:
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root")
 def test_a_real_limit_is_read_back() -> None:
     """A process put into a cgroup with a limit of half a CPU reads exactly that."""
-    mounts = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()
-              if " - cgroup cgroup " in line and "cpu" in line.rsplit(" ", 1)[1].split(",")]  # fmt: skip
+    mounts = [
+        line.split()[4]
+        for line in Path("/proc/self/mountinfo").read_text().splitlines()
+        if " - cgroup cgroup " in line and "cpu" in line.rsplit(" ", 1)[1].split(",")
+    ]
     if not mounts:
         pytest.skip("no cgroup v1 cpu controller")
     place = Path(mounts[0]) / "pdrun-test-quota"

@@ -29,7 +29,10 @@ def test_auto_without_accelerators_is_the_cpu_with_five_reasons(tmp_path: Path) 
 
 
 def test_a_kind_that_is_not_here_is_refused_with_what_is(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--backend: cuda cannot be used: no /dev/nvidiaN.*; usable here: rocm, cpu"):
+    with pytest.raises(
+        ConfigError,
+        match=r"--backend: cuda cannot be used: no /dev/nvidiaN.*; usable here: rocm, cpu",
+    ):
         detect.choose("cuda", probes(amd(tmp_path)))
 
 
@@ -43,8 +46,10 @@ def test_a_contradiction_stops_auto_but_not_another_kind(tmp_path: Path) -> None
 
 
 def test_the_launchers_copy_of_a_probe_is_as_good(tmp_path: Path) -> None:
-    facts = [BackendFacts(found.name, found.present, found.reason, found.devices, found.broken)
-             for found in probes(nvidia(tmp_path))]  # fmt: skip
+    facts = [
+        BackendFacts(found.name, found.present, found.reason, found.devices, found.broken)
+        for found in probes(nvidia(tmp_path))
+    ]
     assert detect.choose("auto", facts)[0].name == "cuda"
 
 
@@ -54,11 +59,24 @@ def test_unknown_kind_gets_a_suggestion() -> None:
 
 
 def test_tables_are_complete() -> None:
-    assert {name: (table.torch_device, table.collective) for name, table in detect.KINDS.items()} == {
-        "cuda": ("cuda", "nccl"), "rocm": ("cuda", "nccl"), "npu": ("npu", "hccl"), "xpu": ("xpu", "xccl"),
-        "mps": ("mps", "gloo"), "cpu": ("cpu", "gloo"),
-    }  # fmt: skip
-    assert {name: [variable.name for variable in table.variables] for name, table in detect.KINDS.items()} == {
-        "cuda": ["CUDA_VISIBLE_DEVICES"], "rocm": ["ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"],
-        "npu": ["ASCEND_RT_VISIBLE_DEVICES"], "xpu": ["ZE_AFFINITY_MASK"], "mps": [], "cpu": [],
-    }  # fmt: skip
+    assert {
+        name: (table.torch_device, table.collective) for name, table in detect.KINDS.items()
+    } == {
+        "cuda": ("cuda", "nccl"),
+        "rocm": ("cuda", "nccl"),
+        "npu": ("npu", "hccl"),
+        "xpu": ("xpu", "xccl"),
+        "mps": ("mps", "gloo"),
+        "cpu": ("cpu", "gloo"),
+    }
+    assert {
+        name: [variable.name for variable in table.variables]
+        for name, table in detect.KINDS.items()
+    } == {
+        "cuda": ["CUDA_VISIBLE_DEVICES"],
+        "rocm": ["ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"],
+        "npu": ["ASCEND_RT_VISIBLE_DEVICES"],
+        "xpu": ["ZE_AFFINITY_MASK"],
+        "mps": [],
+        "cpu": [],
+    }

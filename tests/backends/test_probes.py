@@ -71,7 +71,10 @@ def test_nodes_that_may_not_be_opened(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.root
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root")
 def test_access_sees_what_the_device_cgroup_forbids() -> None:
-    """The probe's claim about the kernel: access(2) answers for the device cgroup too, without opening the device."""
+    """
+    The probe's claim about the kernel: access(2) answers for the device cgroup too, without opening
+    the device.
+    """
     place = Path("/sys/fs/cgroup/devices/pdrun-test-devices")
     if not Path("/sys/fs/cgroup/devices/devices.list").exists():
         pytest.skip("no cgroup v1 device controller")
@@ -94,16 +97,25 @@ def test_access_sees_what_the_device_cgroup_forbids() -> None:
 def test_mig_instances_take_the_place_of_their_card(tmp_path: Path) -> None:
     tool = Tool(Answer("ok", MIG_LIST))
     found = probe("cuda", mig(tmp_path), tool=tool)
-    assert names(found) == ["MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f", "MIG-cba663e8-9bed-5b25-b243-5985ef7c9beb", "1"]
+    assert names(found) == [
+        "MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f",
+        "MIG-cba663e8-9bed-5b25-b243-5985ef7c9beb",
+        "1",
+    ]
     assert tool.asked == [("nvidia-smi", "-L")]
 
 
 @pytest.mark.parametrize(
     ("answer", "words"),
-    [(Answer("hung"), "does not answer"), (Answer("missing"), "is not installed"),
-     (Answer("failed", "exit code 9: no devices"), "failed: exit code 9: no devices")],
-)  # fmt: skip
-def test_mig_without_its_tool_is_refused_with_the_reason(tmp_path: Path, answer: Answer, words: str) -> None:
+    [
+        (Answer("hung"), "does not answer"),
+        (Answer("missing"), "is not installed"),
+        (Answer("failed", "exit code 9: no devices"), "failed: exit code 9: no devices"),
+    ],
+)
+def test_mig_without_its_tool_is_refused_with_the_reason(
+    tmp_path: Path, answer: Answer, words: str
+) -> None:
     found = probe("cuda", mig(tmp_path), tool=Tool(answer))
     assert not found.present
     assert found.devices == ()
@@ -111,13 +123,17 @@ def test_mig_without_its_tool_is_refused_with_the_reason(tmp_path: Path, answer:
 
 
 def test_mig_without_its_tool_takes_the_names_that_the_scheduler_gave(tmp_path: Path) -> None:
-    found = probe("cuda", mig(tmp_path), {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}, Tool(Answer("hung")))
+    found = probe(
+        "cuda", mig(tmp_path), {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}, Tool(Answer("hung"))
+    )
     assert found.present
     assert names(found) == ["MIG-a", "MIG-b"]
 
 
 def test_wsl_asks_the_tool(tmp_path: Path) -> None:
-    found = probe("cuda", tree(tmp_path, {"dev/dxg": ""}), tool=Tool(Answer("ok", MIG_LIST.splitlines()[0])))
+    found = probe(
+        "cuda", tree(tmp_path, {"dev/dxg": ""}), tool=Tool(Answer("ok", MIG_LIST.splitlines()[0]))
+    )
     assert names(found) == ["0"]
 
 
@@ -143,8 +159,14 @@ def test_npu_numbers_from_zero_whatever_the_nodes_are(tmp_path: Path) -> None:
 
 
 def test_npu_half_there(tmp_path: Path) -> None:
-    assert "no /dev/davinciN, though an Ascend driver" in probe("npu", ascend(tmp_path / "a", ())).reason
-    assert "no /dev/davinci_manager" in probe("npu", ascend(tmp_path / "b", (0,), manager=False)).reason
+    assert (
+        "no /dev/davinciN, though an Ascend driver"
+        in probe("npu", ascend(tmp_path / "a", ())).reason
+    )
+    assert (
+        "no /dev/davinci_manager"
+        in probe("npu", ascend(tmp_path / "b", (0,), manager=False)).reason
+    )
 
 
 def test_xpu_tiles_cards_and_processor_graphics(tmp_path: Path) -> None:
@@ -177,7 +199,9 @@ def test_a_machine_with_nothing_starts_no_tool_and_keeps_every_reason(tmp_path: 
     assert tool.asked == []
 
 
-def test_devices_that_the_installed_torch_cannot_use_are_refused_with_the_reason(tmp_path: Path) -> None:
+def test_devices_that_the_installed_torch_cannot_use_are_refused_with_the_reason(
+    tmp_path: Path,
+) -> None:
     found = probe("cuda", nvidia(tmp_path), build=TorchBuild("2.13.0+cpu", frozenset({"cpu"})))
     assert not found.present
     assert len(found.devices) == 2
@@ -199,7 +223,10 @@ def test_build_is_read_from_the_version_file(tmp_path: Path) -> None:
     build = detect.installed_torch([str(tmp_path)])
     assert build == TorchBuild("2.8.0+rocm6.4", frozenset({"cpu", "mps", "rocm"}))
     assert detect.installed_torch([str(tmp_path / "elsewhere")]) is None
-    assert "cuda" in detect.read_build("__version__ = '2.11.0+cu130'\ncuda: Optional[str] = '13.0'\n").kinds
+    assert (
+        "cuda"
+        in detect.read_build("__version__ = '2.11.0+cu130'\ncuda: Optional[str] = '13.0'\n").kinds
+    )
     assert "npu" in detect.read_build("", npu=True).kinds
 
 

@@ -17,8 +17,12 @@ def script(folder: Path, text: str) -> dict[str, str]:
 
 
 def test_answer_and_failure(tmp_path: Path) -> None:
-    assert runner(script(tmp_path, "echo GPU 0 $1"))(("nvidia-smi", "-L")) == Answer("ok", "GPU 0 -L\n")
-    answer = runner(script(tmp_path, "echo one; echo NVML: driver mismatch >&2; exit 18"))(("nvidia-smi",))
+    assert runner(script(tmp_path, "echo GPU 0 $1"))(("nvidia-smi", "-L")) == Answer(
+        "ok", "GPU 0 -L\n"
+    )
+    answer = runner(script(tmp_path, "echo one; echo NVML: driver mismatch >&2; exit 18"))(
+        ("nvidia-smi",)
+    )
     assert answer == Answer("failed", "exit code 18: NVML: driver mismatch")
 
 

@@ -18,22 +18,47 @@ EIGHT = [Found(str(number)) for number in range(8)]
 
 
 def names(backend: Backend, environ: dict[str, str], found: list[Found] | None = None) -> list[str]:
-    return [device.name for device in visible(backend, environ, EIGHT if found is None else found).devices]
+    return [
+        device.name
+        for device in visible(backend, environ, EIGHT if found is None else found).devices
+    ]
 
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    # The counts are what the CUDA driver itself said on a machine with two H100 (driver 580.159.04).
-    [("", 0), ("-1", 0), ("NoDevFiles", 0), ("0", 1), ("0,1", 2), ("1,0", 2), (" 0", 1), ("0 ,1", 2), ("00", 1),
-     ("0,abc", 1), (",0", 0), ("0,", 1), ("GPU-", 0), ("GPU-055ee1", 1), (f"{UUIDS[0]},0", 1), (UUIDS[0], 1),
-     ("GPU-055EE11A-11B6-D8C2-B506-544FD6091DC8", 1), ("gpu-055ee11a-11b6-d8c2-b506-544fd6091dc8", 0), ("0,9,1", 1),
-     (f"{UUIDS[1]},{UUIDS[0]}", 2), ("GPU-ffff", 0)],
-)  # fmt: skip
+    # The counts are what the CUDA driver itself said on a machine with two H100 (driver
+    # 580.159.04).
+    [
+        ("", 0),
+        ("-1", 0),
+        ("NoDevFiles", 0),
+        ("0", 1),
+        ("0,1", 2),
+        ("1,0", 2),
+        (" 0", 1),
+        ("0 ,1", 2),
+        ("00", 1),
+        ("0,abc", 1),
+        (",0", 0),
+        ("0,", 1),
+        ("GPU-", 0),
+        ("GPU-055ee1", 1),
+        (f"{UUIDS[0]},0", 1),
+        (UUIDS[0], 1),
+        ("GPU-055EE11A-11B6-D8C2-B506-544FD6091DC8", 1),
+        ("gpu-055ee11a-11b6-d8c2-b506-544fd6091dc8", 0),
+        ("0,9,1", 1),
+        (f"{UUIDS[1]},{UUIDS[0]}", 2),
+        ("GPU-ffff", 0),
+    ],
+)
 def test_cuda_counts_what_the_driver_counts(text: str, count: int) -> None:
     assert len(visible(cuda.BACKEND, {"CUDA_VISIBLE_DEVICES": text}, FOUND).devices) == count
 
 
-@pytest.mark.parametrize("text", ["0,0", "1,01", f"{UUIDS[0]},{UUIDS[0]}", "GPU-055ee1,GPU-055EE11A", "0,1,0"])
+@pytest.mark.parametrize(
+    "text", ["0,0", "1,01", f"{UUIDS[0]},{UUIDS[0]}", "GPU-055ee1,GPU-055EE11A", "0,1,0"]
+)
 def test_a_device_named_twice_is_an_error(text: str) -> None:
     with pytest.raises(ConfigError, match=r"CUDA_VISIBLE_DEVICES: .* twice"):
         visible(cuda.BACKEND, {"CUDA_VISIBLE_DEVICES": text}, FOUND)
@@ -61,11 +86,16 @@ def test_uuids_are_handed_on_as_they_were_written() -> None:
 
 def test_each_worker_sees_only_its_own_mig_instance() -> None:
     environ = {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}
-    found = [Found("MIG-a", "MIG-a", "0"), Found("MIG-b", "MIG-b", "0"), Found("MIG-c", "MIG-c", "1")]
+    found = [
+        Found("MIG-a", "MIG-a", "0"),
+        Found("MIG-b", "MIG-b", "0"),
+        Found("MIG-c", "MIG-c", "1"),
+    ]
     devices = visible(cuda.BACKEND, environ, found).devices
     assert grants(cuda.BACKEND, devices, environ) == (
-        Grant({"CUDA_VISIBLE_DEVICES": "MIG-a"}, 0), Grant({"CUDA_VISIBLE_DEVICES": "MIG-b"}, 0),
-    )  # fmt: skip
+        Grant({"CUDA_VISIBLE_DEVICES": "MIG-a"}, 0),
+        Grant({"CUDA_VISIBLE_DEVICES": "MIG-b"}, 0),
+    )
 
 
 def test_with_mig_a_number_stays_a_card() -> None:
@@ -105,7 +135,9 @@ def test_ascend_ranges_are_handed_on_as_a_plain_list() -> None:
     assert expose(npu.BACKEND, devices, environ) == {"ASCEND_RT_VISIBLE_DEVICES": "0,1,2,5"}
 
 
-@pytest.mark.parametrize(("text", "words"), [("2,1", "ascending"), ("1-3,2", "twice"), ("3-1", "is not a device")])
+@pytest.mark.parametrize(
+    ("text", "words"), [("2,1", "ascending"), ("1-3,2", "twice"), ("3-1", "is not a device")]
+)
 def test_ascend_lists_that_its_runtime_misreads(text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         visible(npu.BACKEND, {"ASCEND_RT_VISIBLE_DEVICES": text}, EIGHT)
@@ -115,8 +147,9 @@ def test_parts_of_an_intel_device() -> None:
     environ = {"ZE_AFFINITY_MASK": "0.1,1"}
     devices = visible(xpu.BACKEND, environ, EIGHT).devices
     assert [limit(xpu.BACKEND, device, environ) for device in devices] == [
-        {"ZE_AFFINITY_MASK": "0.1"}, {"ZE_AFFINITY_MASK": "1"},
-    ]  # fmt: skip
+        {"ZE_AFFINITY_MASK": "0.1"},
+        {"ZE_AFFINITY_MASK": "1"},
+    ]
     assert names(xpu.BACKEND, {"ZE_AFFINITY_MASK": "9.0"}) == []
     for text in ("0,0.1", "0.1,0"):
         with pytest.raises(ConfigError, match="twice"):
@@ -138,11 +171,15 @@ LISTS = st.lists(st.integers(0, 11), max_size=8, unique=True)
 
 
 @given(LISTS, st.integers(0, 10))
-def test_a_list_shows_its_entries_up_to_the_first_that_is_not_there(wanted: list[int], present: int) -> None:
+def test_a_list_shows_its_entries_up_to_the_first_that_is_not_there(
+    wanted: list[int], present: int
+) -> None:
     found = [Found(str(number)) for number in range(present)]
     text = ",".join(map(str, wanted))
     shown = [int(name) for name in names(cuda.BACKEND, {"CUDA_VISIBLE_DEVICES": text}, found)]
-    valid = next((position for position, number in enumerate(wanted) if number >= present), len(wanted))
+    valid = next(
+        (position for position, number in enumerate(wanted) if number >= present), len(wanted)
+    )
     assert shown == wanted[:valid]
 
 
@@ -162,7 +199,10 @@ def test_limiting_again_and_again_never_widens(wanted: list[int], data: st.DataO
 
 @given(LISTS, LISTS)
 def test_two_rocm_lists_compose(outer: list[int], inner: list[int]) -> None:
-    environ = {"ROCR_VISIBLE_DEVICES": ",".join(map(str, outer)), "HIP_VISIBLE_DEVICES": ",".join(map(str, inner))}
+    environ = {
+        "ROCR_VISIBLE_DEVICES": ",".join(map(str, outer)),
+        "HIP_VISIBLE_DEVICES": ",".join(map(str, inner)),
+    }
     left = names(cuda.BACKEND, {"CUDA_VISIBLE_DEVICES": environ["ROCR_VISIBLE_DEVICES"]})
     found = [Found(str(number)) for number in range(len(left))]
     expected = names(cuda.BACKEND, {"CUDA_VISIBLE_DEVICES": environ["HIP_VISIBLE_DEVICES"]}, found)

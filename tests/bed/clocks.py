@@ -1,4 +1,7 @@
-"""A wall clock of a host's own: `clocks.c` is loaded before the C library and adds the seconds that a file tells."""
+"""
+A wall clock of a host's own: `clocks.c` is loaded before the C library and adds the seconds that a
+file tells.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,22 @@ def set_offset(folder: Path, seconds: int) -> None:
     library = folder / "clocks.so"
     if not library.exists():
         draft = folder / "clocks.so.new"
-        subprocess.run(["cc", "-shared", "-fPIC", "-O2", "-o", draft, SOURCE, "-ldl"], check=True, timeout=60)
+        subprocess.run(
+            ["cc", "-shared", "-fPIC", "-O2", "-o", draft, SOURCE, "-ldl"], check=True, timeout=60
+        )
         draft.rename(library)
     path = folder / "offset"
-    with path.open("r+b" if path.exists() else "wb") as file:  # the same file: it is mapped by what runs
+    with path.open(
+        "r+b" if path.exists() else "wb"
+    ) as file:  # the same file: it is mapped by what runs
         file.write(struct.pack("=q", seconds))
 
 
 def variables(folder: Path) -> dict[str, str]:
-    """Return the environment in which programs of the host see its clock; empty when it was never moved."""
+    """
+    Return the environment in which programs of the host see its clock; empty when it was never
+    moved.
+    """
     if not (folder / "offset").exists():
         return {}
     return {"LD_PRELOAD": str(folder / "clocks.so"), "CLOCK_OFFSET": str(folder / "offset")}

@@ -1,5 +1,6 @@
 """
-N little hosts on one machine: each has its own network, processes, host name, /run, /dev/shm and /etc/hosts.
+N little hosts on one machine: each has its own network, processes, host name, /run, /dev/shm and
+/etc/hosts.
 
     cluster = Cluster.up("demo", 3)            h1 h2 h3 at 10.77.0.1 to .3 and fd77::1 to ::3
     cluster["h2"].run("hostname")
@@ -7,11 +8,12 @@ N little hosts on one machine: each has its own network, processes, host name, /
     cluster["h3"].power_off()                  peers get nothing, ever
     cluster.down()
 
-A host is a PID namespace whose first process ("init") holds the others; the switch is a process whose network
-namespace holds a bridge with no way out, so no packet can leave the machine. Nothing has a name outside the folder of
-the cluster: any number of them exist side by side with the same addresses. Killing an init ends every process of its
-host, so `down` always succeeds; a guardian calls it should the owner die (see `guardian.py`). Needs root, Linux,
-iproute2, nftables and util-linux.
+A host is a PID namespace whose first process ("init") holds the others; the switch is a process
+whose network namespace holds a bridge with no way out, so no packet can leave the machine. Nothing
+has a name outside the folder of the cluster: any number of them exist side by side with the same
+addresses. Killing an init ends every process of its host, so `down` always succeeds; a guardian
+calls it should the owner die (see `guardian.py`). Needs root, Linux, iproute2, nftables and
+util-linux.
 """
 
 from __future__ import annotations
@@ -38,8 +40,14 @@ def why_not() -> str:
         return "network and PID namespaces need root"
     if missing := [tool for tool in TOOLS if not shutil.which(tool)]:
         return f"not installed: {', '.join(missing)}"
-    probe = subprocess.run(["unshare", "--net", "--pid", "--fork", "--mount", "true"], capture_output=True, timeout=20)
-    return "" if probe.returncode == 0 else f"no namespaces here: {probe.stderr.decode(errors='replace').strip()}"
+    probe = subprocess.run(
+        ["unshare", "--net", "--pid", "--fork", "--mount", "true"], capture_output=True, timeout=20
+    )
+    return (
+        ""
+        if probe.returncode == 0
+        else f"no namespaces here: {probe.stderr.decode(errors='replace').strip()}"
+    )
 
 
 class Cluster:
@@ -54,7 +62,8 @@ class Cluster:
     @classmethod
     def up(cls, name: str, size: int, *, guarded: bool = True) -> Cluster:
         """
-        Make a cluster of ``size`` hosts and boot them; a dead one's remains of the same name are cleared away first.
+        Make a cluster of ``size`` hosts and boot them; a dead one's remains of the same name are
+        cleared away first.
 
         Args:
             guarded: it goes down when this process ends, however it ends.
@@ -66,8 +75,10 @@ class Cluster:
             if guarded:
                 cluster._guardian = subprocess.Popen(
                     [sys.executable, "-m", "tests.bed.guardian", name],
-                    stdin=subprocess.PIPE, cwd=Path(__file__).parents[2], start_new_session=True,
-                )  # fmt: skip
+                    stdin=subprocess.PIPE,
+                    cwd=Path(__file__).parents[2],
+                    start_new_session=True,
+                )
             cluster._start_switch()
             (cluster.folder / "size").write_text(str(size))
             for host in cluster:
@@ -95,7 +106,9 @@ class Cluster:
 
     def __iter__(self) -> Iterator[Host]:
         """Yield the hosts in order, running or not."""
-        return (Host(self, f"h{index + 1}") for index in range(int((self.folder / "size").read_text())))
+        return (
+            Host(self, f"h{index + 1}") for index in range(int((self.folder / "size").read_text()))
+        )
 
     def cut(self, one: str, other: str) -> None:
         """Drop what the two send to each other."""
@@ -113,7 +126,9 @@ class Cluster:
                 host.heal()
 
     def down(self, timeout: float = 10.0) -> None:
-        """End every process of every host, and leave nothing behind. Bounded; may be called twice."""
+        """
+        End every process of every host, and leave nothing behind. Bounded; may be called twice.
+        """
         if (self.folder / "size").exists():
             for host in self:
                 host.group.freeze(on=False)
@@ -135,20 +150,32 @@ class Cluster:
 
     def in_switch(self, *command: str, check: bool = True) -> None:
         """Run a command in the switch's network namespace."""
-        run_here("nsenter", f"--net=/proc/{told_pid(self.folder / 'switch')}/ns/net", *command, check=check)
+        run_here(
+            "nsenter",
+            f"--net=/proc/{told_pid(self.folder / 'switch')}/ns/net",
+            *command,
+            check=check,
+        )
 
     def keep(self, child: subprocess.Popen[bytes]) -> None:
         """Reap ``child`` when the cluster goes down."""
         self._children.append(child)
 
     def _start_switch(self) -> None:
-        """A process in a network namespace of its own; it has entered it once it has told its pid."""
+        """
+        A process in a network namespace of its own; it has entered it once it has told its pid.
+        """
         told = self.folder / "switch"
         tell = 'echo $$ >"$1.new" && mv "$1.new" "$1" && exec sleep infinity'
-        self.keep(subprocess.Popen(
-            ["unshare", "--net", "sh", "-c", tell, "sh", told],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-        ))  # fmt: skip
+        self.keep(
+            subprocess.Popen(
+                ["unshare", "--net", "sh", "-c", tell, "sh", told],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        )
         await_told(told, "the switch")
         bridge = ("type", "bridge", "forward_delay", "0", "mcast_snooping", "0")
         self.in_switch("ip", "link", "add", "br0", *bridge)

@@ -1,4 +1,7 @@
-"""Beds of hosts for tests: up in under a second, gone with the test whatever happens. Needs root; skips elsewhere."""
+"""
+Beds of hosts for tests: up in under a second, gone with the test whatever happens. Needs root;
+skips elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ _numbers = itertools.count()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything here needs root; each test has hosts of its own, so any number of them may run side by side."""
+    """
+    Everything here needs root; each test has hosts of its own, so any number of them may run side
+    by side.
+    """
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.root)
@@ -53,9 +59,14 @@ def side_by_side(
     """
     The outcome of every fault in the module's FAULTS that is to be tested, by name.
 
-    A fault is a function of a bed that mostly waits (for ten seconds of silence, say): four of them run at a time.
+    A fault is a function of a bed that mostly waits (for ten seconds of silence, say): four of them
+    run at a time.
     """
-    wanted = {item.callspec.params.get("fault") for item in request.session.items if hasattr(item, "callspec")}
+    wanted = {
+        item.callspec.params.get("fault")
+        for item in request.session.items
+        if hasattr(item, "callspec")
+    }
 
     folder = tmp_path_factory.mktemp("side_by_side")
 
@@ -67,7 +78,11 @@ def side_by_side(
             bed.stop()
 
     with ThreadPoolExecutor(4) as pool:
-        yield {fault.__name__: pool.submit(run, fault) for fault in request.module.FAULTS if fault.__name__ in wanted}
+        yield {
+            fault.__name__: pool.submit(run, fault)
+            for fault in request.module.FAULTS
+            if fault.__name__ in wanted
+        }
 
 
 @pytest.fixture

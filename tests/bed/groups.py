@@ -1,8 +1,8 @@
 """
 Control groups of one host of the bed: everything in it frozen at once, or held to a limit.
 
-Works with the old hierarchies (/sys/fs/cgroup/freezer ...) and the unified one. A group is found again by its name, so
-that any process may thaw and remove what another one made.
+Works with the old hierarchies (/sys/fs/cgroup/freezer ...) and the unified one. A group is found
+again by its name, so that any process may thaw and remove what another one made.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ class Group:
         return [str(folder / "cgroup.procs") for folder in self.folders]
 
     def make_freezable(self) -> None:
-        """Make the group that `freeze` works on; what joins later can be frozen. Does nothing where it cannot."""
+        """
+        Make the group that `freeze` works on; what joins later can be frozen. Does nothing where it
+        cannot.
+        """
         for base in (ROOT / "freezer", ROOT / "unified", ROOT):
             if (base / "cgroup.procs").exists():
                 try:
@@ -51,10 +54,17 @@ class Group:
     @property
     def freezable(self) -> bool:
         """Whether `freeze` has a group to work on."""
-        return any((folder / name).exists() for folder in self.folders for name in ("freezer.state", "cgroup.freeze"))
+        return any(
+            (folder / name).exists()
+            for folder in self.folders
+            for name in ("freezer.state", "cgroup.freeze")
+        )
 
     def freeze(self, on: bool = True) -> None:
-        """Stop every process of the group wherever it is (old hierarchy: not even SIGKILL is obeyed), or let go."""
+        """
+        Stop every process of the group wherever it is (old hierarchy: not even SIGKILL is obeyed),
+        or let go.
+        """
         for folder in self.folders:
             if (folder / "freezer.state").exists():
                 (folder / "freezer.state").write_text("FROZEN" if on else "THAWED")
@@ -63,7 +73,8 @@ class Group:
 
     def limit(self, controller: str, value: int) -> None:
         """
-        Hold what joins from now on to ``value`` bytes of memory, processes (`pids`), or microseconds of CPU in 0.1 s.
+        Hold what joins from now on to ``value`` bytes of memory, processes (`pids`), or
+        microseconds of CPU in 0.1 s.
 
         Raises:
             Unavailable: the controller cannot be had.
@@ -81,7 +92,10 @@ class Group:
             raise Unavailable(f"no control group for {controller}: {error}") from None
 
     def remove(self, timeout: float = 5.0) -> None:
-        """Remove the groups, whose processes have been killed; one whose last process lingers is tried again."""
+        """
+        Remove the groups, whose processes have been killed; one whose last process lingers is tried
+        again.
+        """
         deadline = time.monotonic() + timeout
         for folder in self.folders:
             while True:

@@ -1,11 +1,12 @@
 """
-A folder in memory that can hang: a FUSE file system served by this process, with nothing but the kernel's protocol.
+A folder in memory that can hang: a FUSE file system served by this process, with nothing but the
+kernel's protocol.
 
     hungfs.py FOLDER                 mounts itself there and serves; says "mounted"
 
-Stop the process (SIGSTOP) and whoever touches the folder waits, as on a network file system whose server is away; end
-it and they get errors. It keeps files and folders of one level or more, sizes and contents; no links, no permissions.
-Structures are those of <linux/fuse.h>, protocol 7.19.
+Stop the process (SIGSTOP) and whoever touches the folder waits, as on a network file system whose
+server is away; end it and they get errors. It keeps files and folders of one level or more, sizes
+and contents; no links, no permissions. Structures are those of <linux/fuse.h>, protocol 7.19.
 """
 
 from __future__ import annotations
@@ -59,8 +60,25 @@ class Node:
     def attributes(self) -> bytes:
         """Return struct fuse_attr."""
         size = len(self.data)
-        return struct.pack("=6Q10I", self.number, size, (size + 511) // 512, 0, 0, 0, 0, 0, 0,
-                           self.mode, 1, 0, 0, 0, 4096, 0)  # fmt: skip
+        return struct.pack(
+            "=6Q10I",
+            self.number,
+            size,
+            (size + 511) // 512,
+            0,
+            0,
+            0,
+            0,
+            0,
+            0,
+            self.mode,
+            1,
+            0,
+            0,
+            0,
+            4096,
+            0,
+        )
 
     def entry(self) -> bytes:
         """Return struct fuse_entry_out; nothing is cached."""
@@ -84,7 +102,9 @@ class FileSystem:
             case Op.FORGET | Op.BATCH_FORGET:
                 return None
             case Op.INIT:
-                return struct.pack("=4I2H2I2H8I", 7, 19, 65536, 0, 12, 10, LONGEST_WRITE, 1, 1, 0, *(0,) * 8)[:24]
+                return struct.pack(
+                    "=4I2H2I2H8I", 7, 19, 65536, 0, 12, 10, LONGEST_WRITE, 1, 1, 0, *(0,) * 8
+                )[:24]
         if node is None:
             raise Refused(errno.ESTALE)
         match opcode:

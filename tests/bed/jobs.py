@@ -1,4 +1,7 @@
-"""pdrun on the hosts of a bed: jobs, what their workers noted, what the scheduler logged, what is left over."""
+"""
+pdrun on the hosts of a bed: jobs, what their workers noted, what the scheduler logged, what is left
+over.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,11 @@ class NodeJob(Job):
 
     def scheduler(self) -> int:
         """Machine-wide pid of the scheduler process of this agent; 0: it has none."""
-        found = (pid for pid, words in self.host.processes().items() if "pdrun.rendezvous.scheduler.child_main" in words)
+        found = (
+            pid
+            for pid, words in self.host.processes().items()
+            if "pdrun.rendezvous.scheduler.child_main" in words
+        )
         return next(found, 0)
 
 
@@ -92,18 +99,50 @@ class Bed:
     def __getitem__(self, host: str) -> Host:
         return self.cluster[host]
 
-    # Starting ---------------------------------------------------------------------------------------------------------
+    # Starting
+    # ---------------------------------------------------------------------------------------------------------
 
     def start(
-        self, host: str, *options: str, program: Iterable[str] = (), nodes: str = "3", worker: Iterable[str] = (),
-        env: dict[str, str] | None = None, cwd: Path | None = None, scheduler: str = f"h1:{PORT}",
-        token: Path | None = None, prefix: tuple[str, ...] = (),
-    ) -> NodeJob:  # fmt: skip
-        """Start ``pdrun --nodes NODES OPTIONS PROGRAM`` on one host; by default with `worker.py` as the program."""
+        self,
+        host: str,
+        *options: str,
+        program: Iterable[str] = (),
+        nodes: str = "3",
+        worker: Iterable[str] = (),
+        env: dict[str, str] | None = None,
+        cwd: Path | None = None,
+        scheduler: str = f"h1:{PORT}",
+        token: Path | None = None,
+        prefix: tuple[str, ...] = (),
+    ) -> NodeJob:
+        """
+        Start ``pdrun --nodes NODES OPTIONS PROGRAM`` on one host; by default with `worker.py` as
+        the program.
+        """
         words = tuple(program) or (WORKER, str(self.folder), *worker)
         secret = str(token or self.folder / "token")
-        common = ("--nodes", nodes, "--devices", "1", "--scheduler", scheduler, "--token-file", secret)
-        return self.launch(host, *prefix, sys.executable, "-m", "pdrun", *common, *options, *words, env=env, cwd=cwd)
+        common = (
+            "--nodes",
+            nodes,
+            "--devices",
+            "1",
+            "--scheduler",
+            scheduler,
+            "--token-file",
+            secret,
+        )
+        return self.launch(
+            host,
+            *prefix,
+            sys.executable,
+            "-m",
+            "pdrun",
+            *common,
+            *options,
+            *words,
+            env=env,
+            cwd=cwd,
+        )
 
     def launch(
         self, host: str, *command: str, env: dict[str, str] | None = None, cwd: Path | None = None
@@ -113,25 +152,33 @@ class Bed:
         out, err = (self.folder / f"job{number}-{host}.{name}" for name in ("stdout", "stderr"))
         with out.open("wb") as out_file, err.open("wb") as err_file:
             around = self.environment(host, env or {})
-            process = self[host].start(*command, env=around, cwd=cwd or self.folder, stdout=out_file, stderr=err_file)
+            process = self[host].start(
+                *command, env=around, cwd=cwd or self.folder, stdout=out_file, stderr=err_file
+            )
         job = NodeJob(process, out, err)
         job.host = self[host]
         self.jobs.append(job)
         return job
 
-    def job(self, *options: str, hosts: Iterable[str] = ("h1", "h2", "h3"), **more: Any) -> list[NodeJob]:
+    def job(
+        self, *options: str, hosts: Iterable[str] = ("h1", "h2", "h3"), **more: Any
+    ) -> list[NodeJob]:
         """Start the same command on several hosts."""
         return [self.start(host, *options, **more) for host in hosts]
 
     def environment(self, host: str, env: dict[str, str]) -> dict[str, str]:
         """Return the environment of a user who is at home on the host."""
-        kept = {name: value for name, value in os.environ.items()
-                if not name.startswith(("PDRUN_", "MS_", "PET_", "XDG_", "PYTEST_", "SLURM_", "OMPI_"))}  # fmt: skip
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("PDRUN_", "MS_", "PET_", "XDG_", "PYTEST_", "SLURM_", "OMPI_"))
+        }
         home = self[host].folder / "home"
         home.mkdir(exist_ok=True)
         return {**kept, "HOME": str(home), **env}
 
-    # What happened ----------------------------------------------------------------------------------------------------
+    # What happened
+    # ----------------------------------------------------------------------------------------------------
 
     def order(self, who: str | int, what: str, when: str = "always") -> float:
         """Give workers an order; return the time."""
@@ -140,13 +187,19 @@ class Bed:
         draft.rename(self.folder / "orders" / str(who))
         return time.monotonic()
 
-    def notes(self, what: str = "", *, generation: int | None = None, after: float = 0.0) -> list[Note]:
+    def notes(
+        self, what: str = "", *, generation: int | None = None, after: float = 0.0
+    ) -> list[Note]:
         """Return what workers noted, by time."""
         found = []
         for path in (self.folder / "notes").glob("*.jsonl"):
             for line in path.read_text().splitlines():
                 note = Note(**json.loads(line))
-                if what in ("", note.what) and generation in (None, note.generation) and note.at >= after:
+                if (
+                    what in ("", note.what)
+                    and generation in (None, note.generation)
+                    and note.at >= after
+                ):
                     found.append(note)
         return sorted(found, key=lambda note: note.at)
 
@@ -160,12 +213,19 @@ class Bed:
         return found
 
     def running(self, workers: int = 3, generation: int = 0, timeout: float = 60.0) -> list[Note]:
-        """Wait until so many workers of a generation have started; return their notes in rank order."""
-        until(lambda: len(self.notes("start", generation=generation)) >= workers or self._over(),
-              f"{workers} workers of generation {generation} run", timeout)  # fmt: skip
+        """
+        Wait until so many workers of a generation have started; return their notes in rank order.
+        """
+        until(
+            lambda: len(self.notes("start", generation=generation)) >= workers or self._over(),
+            f"{workers} workers of generation {generation} run",
+            timeout,
+        )
         found = self.notes("start", generation=generation)
         if len(found) != workers:
-            pytest.fail(f"{len(found)} of {workers} workers of generation {generation} have started\n{self.said()}")
+            pytest.fail(
+                f"{len(found)} of {workers} workers of generation {generation} have started\n{self.said()}"
+            )
         return sorted(found, key=lambda note: note.rank)
 
     def events(self, kind: str = "") -> list[eventlog.Event]:
@@ -187,13 +247,21 @@ class Bed:
 
     def said(self) -> str:
         """Return the end of what every node said, for messages."""
-        return "\n".join(f"--- {job.err_path.name}\n{job.err[-2000:]}{job.out[-500:]}" for job in self.jobs)
+        return "\n".join(
+            f"--- {job.err_path.name}\n{job.err[-2000:]}{job.out[-500:]}" for job in self.jobs
+        )
 
     def clean(self, *hosts: str, timeout: float = 10.0) -> None:
-        """Fail unless nothing at all runs on the hosts (all) any more, within ``timeout`` seconds."""
+        """
+        Fail unless nothing at all runs on the hosts (all) any more, within ``timeout`` seconds.
+        """
         chosen = [self[name] for name in hosts] or [host for host in self.cluster if host.up]
         before = words_of(chosen)
-        until(lambda: not any(host.processes() for host in chosen), f"nothing is left over of\n{before}", timeout)
+        until(
+            lambda: not any(host.processes() for host in chosen),
+            f"nothing is left over of\n{before}",
+            timeout,
+        )
 
     def stop(self) -> None:
         """End what still runs, by the way of the users: two signals, then the hosts' power."""

@@ -1,7 +1,9 @@
 """
-Processes of the machine, by what /proc says of them: told by files, killed for certain, followed into namespaces.
+Processes of the machine, by what /proc says of them: told by files, killed for certain, followed
+into namespaces.
 
-A file that tells a process holds its pid and its start: a later process with the same pid is never taken for it.
+A file that tells a process holds its pid and its start: a later process with the same pid is never
+taken for it.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ def pid_of(process: subprocess.Popen[bytes], timeout: float = 10.0) -> int:
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         for child in children(process.pid):
-            if (words := command_line(child)) and not words.startswith(("nsenter", "sh -c cd")):  # now the command
+            if (words := command_line(child)) and not words.startswith(
+                ("nsenter", "sh -c cd")
+            ):  # now the command
                 return child
         if process.poll() is not None:
             break
@@ -35,12 +39,22 @@ def pid_of(process: subprocess.Popen[bytes], timeout: float = 10.0) -> int:
 
 
 def run_here(
-    *command: str | Path, timeout: float = 20.0, check: bool = True, env: Mapping[str, str] | None = None
+    *command: str | Path,
+    timeout: float = 20.0,
+    check: bool = True,
+    env: Mapping[str, str] | None = None,
 ) -> str:
-    done = subprocess.run([str(word) for word in command], capture_output=True, timeout=timeout, env=env,
-                          stdin=subprocess.DEVNULL)  # fmt: skip
+    done = subprocess.run(
+        [str(word) for word in command],
+        capture_output=True,
+        timeout=timeout,
+        env=env,
+        stdin=subprocess.DEVNULL,
+    )
     if check and done.returncode:
-        raise BedError(f"{' '.join(map(str, command[-6:]))}: {done.stderr.decode(errors='replace').strip()}")
+        raise BedError(
+            f"{' '.join(map(str, command[-6:]))}: {done.stderr.decode(errors='replace').strip()}"
+        )
     return done.stdout.decode(errors="replace")
 
 
@@ -64,7 +78,10 @@ def told_pid(path: Path) -> int:
 
 
 def kill_told(path: Path, timeout: float = 10.0) -> None:
-    """Kill the process that a file tells and wait until it is gone, and with it its namespace's other processes."""
+    """
+    Kill the process that a file tells and wait until it is gone, and with it its namespace's other
+    processes.
+    """
     deadline = time.monotonic() + timeout
     while pid := told_pid(path):
         send(pid, signal.SIGKILL)
@@ -81,7 +98,10 @@ def send(pid: int, number: signal.Signals) -> None:
 
 
 def started(pid: int) -> int | None:
-    """Start of a process in ticks since boot, which tells it from a later one with its pid; None: it has ended."""
+    """
+    Start of a process in ticks since boot, which tells it from a later one with its pid; None: it
+    has ended.
+    """
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -110,6 +130,12 @@ def namespace(pid: int) -> str | None:
 def command_line(pid: int) -> str:
     """Words of a process; empty for one that has ended."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
+        return (
+            Path(f"/proc/{pid}/cmdline")
+            .read_bytes()
+            .rstrip(b"\0")
+            .replace(b"\0", b" ")
+            .decode(errors="replace")
+        )
     except OSError:
         return ""

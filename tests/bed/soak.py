@@ -3,17 +3,18 @@ Random faults from a seed on elastic jobs, and what must be true afterwards.
 
     scripts/soak [--minutes 10] [--seed S] [--hosts 4] [--keep]
 
-Jobs of 2 to N nodes run one after the other on N hosts. Every few seconds something breaks: workers, agents, the
-scheduler, hosts, links, clocks; broken hosts and agents are started again after a while. Each job ends by order, by a
-stop, or by the loss of its first node, and then this must hold:
+Jobs of 2 to N nodes run one after the other on N hosts. Every few seconds something breaks:
+workers, agents, the scheduler, hosts, links, clocks; broken hosts and agents are started again
+after a while. Each job ends by order, by a stop, or by the loss of its first node, and then this
+must hold:
 
 * every node leaves with the same code, the one that belongs to the end, and soon;
 * no process is left on any host;
 * one generation at a time: no worker runs once a worker of a later generation has started;
 * within a generation no rank is there twice, and all agree on size and restarts; the log tells the same story.
 
-A seed fixes the order, the kinds and the times of the faults, not the machine's own timing: a failing seed is a strong
-hint, not a recording. The folder of a failed run is kept and named.
+A seed fixes the order, the kinds and the times of the faults, not the machine's own timing: a
+failing seed is a strong hint, not a recording. The folder of a failed run is kept and named.
 """
 
 from __future__ import annotations
@@ -59,8 +60,10 @@ class Soak:
     def report(self) -> str:
         """Return the result in a few lines."""
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.counts.items()))
-        return (f"{sum(self.counts.values())} faults ({kinds}), {self.jobs} jobs, {self.generations} generations, "
-                f"{len(self.wrong)} violations" + "".join(f"\n  {text}" for text in self.wrong))  # fmt: skip
+        return (
+            f"{sum(self.counts.values())} faults ({kinds}), {self.jobs} jobs, {self.generations} generations, "
+            f"{len(self.wrong)} violations" + "".join(f"\n  {text}" for text in self.wrong)
+        )
 
 
 def soak(minutes: float, seed: int, hosts: int, folder: Path) -> Soak:
@@ -76,17 +79,24 @@ def soak(minutes: float, seed: int, hosts: int, folder: Path) -> Soak:
 
 def main() -> int:
     """Run what the command line says; return the exit code."""
-    parser = argparse.ArgumentParser(prog="scripts/soak", description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="scripts/soak", description=(__doc__ or "").split("\n\n")[0]
+    )
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(3), "big"))
     parser.add_argument("--hosts", type=int, default=4)
-    parser.add_argument("--keep", action="store_true", help="keep the folder of a run without violations, too")
+    parser.add_argument(
+        "--keep", action="store_true", help="keep the folder of a run without violations, too"
+    )
     args = parser.parse_args()
     if reason := clusters.why_not():
         print(f"soak: {reason}", file=sys.stderr)
         return 2
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
-    print(f"soak: seed {args.seed}, {args.minutes:g} minutes, {args.hosts} hosts; traces in {folder}", flush=True)
+    print(
+        f"soak: seed {args.seed}, {args.minutes:g} minutes, {args.hosts} hosts; traces in {folder}",
+        flush=True,
+    )
     found = soak(args.minutes, args.seed, args.hosts, folder)
     print(f"soak: seed {args.seed}: {found.report()}", flush=True)
     if not found.wrong and not args.keep:

@@ -1,4 +1,7 @@
-"""What must hold of a job of the soak, whatever has happened to it: read from its workers' notes and its event log."""
+"""
+What must hold of a job of the soak, whatever has happened to it: read from its workers' notes and
+its event log.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,10 @@ from pdrun import eventlog
 from tests.bed.jobs import Bed
 
 OVERLAP = 0.3
-"""Seconds of tolerance between the last life sign of one generation and the start of the next (its poll, its note)."""
+"""
+Seconds of tolerance between the last life sign of one generation and the start of the next (its
+poll, its note).
+"""
 THAW = 8.0
 """Seconds within which the workers of a host that was frozen are gone after it thaws."""
 
@@ -19,7 +25,8 @@ def violations(bed: Bed, thawed: Mapping[str, Sequence[float]], *, ended: bool) 
 
     Args:
         thawed: when each host was thawed.
-        ended: whether the job came to its end; False: its first node, and the scheduler with it, was lost.
+        ended: whether the job came to its end; False: its first node, and the scheduler with it,
+            was lost.
     """
     starts = bed.notes("start")
     assigned = {int(event.data["generation"]): event for event in bed.events("assigned")}
@@ -42,8 +49,13 @@ def violations(bed: Bed, thawed: Mapping[str, Sequence[float]], *, ended: bool) 
         yield f"the log ends with a job that is {state}"
 
 
-def _beside(bed: Bed, generation: int, first: float, thawed: Mapping[str, Sequence[float]]) -> Iterator[str]:
-    """No worker of an earlier generation may run after ``first``; one that was frozen has a moment to go."""
+def _beside(
+    bed: Bed, generation: int, first: float, thawed: Mapping[str, Sequence[float]]
+) -> Iterator[str]:
+    """
+    No worker of an earlier generation may run after ``first``; one that was frozen has a moment to
+    go.
+    """
     for life in bed.lives():
         if life.generation < generation and life.last > first + OVERLAP:
             woke = [at for at in thawed.get(life.host, ()) if at <= life.last]

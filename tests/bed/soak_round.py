@@ -21,7 +21,9 @@ PATIENCE = 25
 """Seconds that agents wait for a lost scheduler."""
 GRACE = 2
 END = 60.0
-"""Seconds within which every node has left after the end was ordered, or the first node was lost."""
+"""
+Seconds within which every node has left after the end was ordered, or the first node was lost.
+"""
 SETTLE = 60.0
 """Seconds within which all nodes are in again, once every fault is healed."""
 FAULTS_A_JOB = (12, 30)
@@ -57,7 +59,8 @@ class Round:
         for text in violations(self.bed, self.thawed, ended=not self.over):
             self._wrong(text)
 
-    # Time -------------------------------------------------------------------------------------------------------------
+    # Time
+    # -------------------------------------------------------------------------------------------------------------
 
     def _pass(self, seconds: float) -> None:
         """Let time pass: undo what is due, start again what has ended."""
@@ -79,7 +82,9 @@ class Round:
                 continue
             if host.name not in self.hit:
                 code = self.agents[host.name].process.returncode
-                self._wrong(f"the agent of {host.name} left by itself with {code} while the job went on")
+                self._wrong(
+                    f"the agent of {host.name} left by itself with {code} while the job went on"
+                )
                 self.hit[host.name] = now
             if now - self.hit[host.name] > 2.0:
                 if not host.up:
@@ -93,17 +98,36 @@ class Round:
         self._log("start", host.name)
         most = sum(1 for _ in self.soak.cluster)
         self.agents[host.name] = self.bed.start(
-            host.name, "--grace", str(GRACE), "--gather", "2", "--grow", "1", "--max-restarts", "1000",
-            "--backoff", "0.2", "--start-timeout", "120", "--on-scheduler-loss", f"wait={PATIENCE}", nodes=f"2:{most}",
+            host.name,
+            "--grace",
+            str(GRACE),
+            "--gather",
+            "2",
+            "--grow",
+            "1",
+            "--max-restarts",
+            "1000",
+            "--backoff",
+            "0.2",
+            "--start-timeout",
+            "120",
+            "--on-scheduler-loss",
+            f"wait={PATIENCE}",
+            nodes=f"2:{most}",
             worker=("family",),
-        )  # fmt: skip
+        )
 
-    # Faults -----------------------------------------------------------------------------------------------------------
+    # Faults
+    # -----------------------------------------------------------------------------------------------------------
 
     def _break_something(self) -> None:
         kinds, weights = zip(*FAULTS.items(), strict=True)
         fault = self.chance.choices(kinds, weights)[0]
-        names = [host.name for host in self.soak.cluster if host.up and host.name not in {*self.frozen, *self.hit}]
+        names = [
+            host.name
+            for host in self.soak.cluster
+            if host.up and host.name not in {*self.frozen, *self.hit}
+        ]
         others = [name for name in names if name != "h1"]
         if others:
             name = fault.__name__
@@ -116,7 +140,9 @@ class Round:
     def worker_fails(self, name: str) -> None:
         """One of the present generation, in any way."""
         started = self.bed.events("started")
-        order = self.chance.choice([f"exit {self.chance.randint(1, 99)}", "signal 9", "signal 11", "raise by order"])
+        order = self.chance.choice(
+            [f"exit {self.chance.randint(1, 99)}", "signal 9", "signal 11", "raise by order"]
+        )
         self.bed.order(name, order, when=f"g{started[-1].data['generation'] if started else 0}")
 
     def agent_killed(self, name: str) -> None:
@@ -168,11 +194,16 @@ class Round:
     def link_is_bad(self, name: str) -> None:
         """Loses packets, or is slow."""
         host = self.soak.cluster[name]
-        host.loss(self.chance.randint(5, 30)) if self.chance.random() < 0.5 else host.rate("500kbit")
+        host.loss(self.chance.randint(5, 30)) if self.chance.random() < 0.5 else host.rate(
+            "500kbit"
+        )
         self._heal_later(name, 8)
 
     def scheduler_killed(self, name: str) -> None:
-        """It comes back from its journal; one that dies before it has listened is an error of the start."""
+        """
+        It comes back from its journal; one that dies before it has listened is an error of the
+        start.
+        """
         if (pid := self.agents["h1"].scheduler()) and self.bed.events("created"):
             _send(pid, signal.SIGKILL)
 
@@ -211,7 +242,8 @@ class Round:
             host.thaw()
             self.thawed.setdefault(host.name, []).append(time.monotonic())
 
-    # The end ----------------------------------------------------------------------------------------------------------
+    # The end
+    # ----------------------------------------------------------------------------------------------------------
 
     def _heal(self) -> None:
         """Undo every fault; unless the job is lost, wait until all nodes are in and run."""
@@ -233,13 +265,23 @@ class Round:
     def _whole(self, size: int) -> bool:
         """Whether a generation of all nodes runs."""
         assigned, started = self.bed.events("assigned"), self.bed.events("started")
-        if not assigned or not started or assigned[-1].data["generation"] != started[-1].data["generation"]:
+        if (
+            not assigned
+            or not started
+            or assigned[-1].data["generation"] != started[-1].data["generation"]
+        ):
             return False
         generation = started[-1].data["generation"]
-        return len(assigned[-1].data["nodes"]) == size == len(self.bed.notes("start", generation=generation))
+        return (
+            len(assigned[-1].data["nodes"])
+            == size
+            == len(self.bed.notes("start", generation=generation))
+        )
 
     def _end(self) -> int:
-        """End the job by its workers or by a stop; return the code that every node must leave with."""
+        """
+        End the job by its workers or by a stop; return the code that every node must leave with.
+        """
         if self.chance.random() < 0.5:
             self.bed.order("all", "exit 0")
             return 0
@@ -260,7 +302,9 @@ class Round:
                 if found != code:
                     self._wrong(f"{name} left with {found}, not {code}")
         deadline = time.monotonic() + 15
-        while (left := [host for host in self.soak.cluster if host.up and host.processes()]) and not self.soak.wrong:
+        while (
+            left := [host for host in self.soak.cluster if host.up and host.processes()]
+        ) and not self.soak.wrong:
             if time.monotonic() > deadline:
                 self._wrong(f"left over: {words_of(left)}")
             time.sleep(0.1)
@@ -273,13 +317,24 @@ class Round:
 
 
 FAULTS: dict[Callable[[Round, str], None], float] = {
-    Round.worker_fails: 5, Round.agent_killed: 3, Round.agent_told_to_leave: 2, Round.host_crashes: 2,
-    Round.host_loses_power: 2, Round.host_freezes: 3, Round.link_cut: 3, Round.link_one_way: 2, Round.link_flaps: 2,
-    Round.link_is_bad: 2, Round.scheduler_killed: 2, Round.scheduler_stands_still: 2,
-}  # fmt: skip
+    Round.worker_fails: 5,
+    Round.agent_killed: 3,
+    Round.agent_told_to_leave: 2,
+    Round.host_crashes: 2,
+    Round.host_loses_power: 2,
+    Round.host_freezes: 3,
+    Round.link_cut: 3,
+    Round.link_one_way: 2,
+    Round.link_flaps: 2,
+    Round.link_is_bad: 2,
+    Round.scheduler_killed: 2,
+    Round.scheduler_stands_still: 2,
+}
 """Fault -> how often, beside the others."""
 NOT_FIRST = {"agent_told_to_leave", "link_cut", "link_one_way"}
-"""Those that are never the first node's: where it leaves, the job is stopped; a link has two ends."""
+"""
+Those that are never the first node's: where it leaves, the job is stopped; a link has two ends.
+"""
 ENDS_FIRST = {"agent_killed", "host_crashes", "host_loses_power"}
 """Those that, at the first node, are the end of the job: one in ten of them may hit it."""
 

@@ -1,4 +1,7 @@
-"""Clocks of hosts that differ or jump: no decision is taken by a wall clock, or by another host's clock."""
+"""
+Clocks of hosts that differ or jump: no decision is taken by a wall clock, or by another host's
+clock.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,14 @@ moved = pytest.mark.skipif(bool(clocks.why_not()), reason=clocks.why_not())
 
 
 def stays_up(bed: Bed, seconds: float) -> None:
-    """Nothing happens for so long, which includes heartbeats and their deadlines; then the job ends well."""
+    """
+    Nothing happens for so long, which includes heartbeats and their deadlines; then the job ends
+    well.
+    """
     time.sleep(seconds)
-    assert not bed.events("lost") and not bed.events("suspect") and not bed.notes("signal"), bed.said()
+    assert not bed.events("lost") and not bed.events("suspect") and not bed.notes("signal"), (
+        bed.said()
+    )
     bed.order("all", "exit 0")
     assert bed.codes() == [0] * 3, bed.said()
     assert len(bed.events("assigned")) == 1

@@ -43,14 +43,25 @@ except OSError as error:
 """
 
 
-def talk(bed: Bed, one: str, other: str, timeout: float) -> tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]:
+def talk(
+    bed: Bed, one: str, other: str, timeout: float
+) -> tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]:
     """
     Connect ``other`` to ``one``; each says how the connection ended.
 
-    Or that it heard nothing: ``other`` for ``timeout``, and ``one``, which must not be the first to go, for long.
+    Or that it heard nothing: ``other`` for ``timeout``, and ``one``, which must not be the first to
+    go, for long.
     """
     pair = tuple(
-        bed[name].start(sys.executable, "-c", TALK, target, str(quiet), stdout=subprocess.PIPE, env=dict(os.environ))
+        bed[name].start(
+            sys.executable,
+            "-c",
+            TALK,
+            target,
+            str(quiet),
+            stdout=subprocess.PIPE,
+            env=dict(os.environ),
+        )
         for name, target, quiet in ((one, "listen", 60), (other, one, timeout))
     )
     for side in pair:
@@ -86,13 +97,17 @@ def test_a_crash_is_told_by_the_kernel_and_a_power_cut_by_nobody(bed: Bed) -> No
 
 def test_faults_of_the_network_and_their_healing(bed: Bed) -> None:
     def reach(sender: str, receiver: str) -> bool:
-        probe = (f"import socket\ntry: socket.create_connection(('{receiver}', 22), 0.4)\n"
-                 "except OSError as error: print(type(error).__name__)")  # fmt: skip
+        probe = (
+            f"import socket\ntry: socket.create_connection(('{receiver}', 22), 0.4)\n"
+            "except OSError as error: print(type(error).__name__)"
+        )
         # nobody listens there: it is the host itself that answers
         return bed[sender].run(sys.executable, "-c", probe).strip() == "ConnectionRefusedError"
 
     bed.cluster.cut("h1", "h2")
-    assert not reach("h1", "h2") and not reach("h2", "h1") and reach("h1", "h3") and reach("h2", "h3")
+    assert (
+        not reach("h1", "h2") and not reach("h2", "h1") and reach("h1", "h3") and reach("h2", "h3")
+    )
     bed.cluster.heal()
     until(lambda: reach("h1", "h2"), "healed")
     bed["h3"].link(False)
@@ -115,7 +130,9 @@ def test_one_way_means_one_way(bed: Bed) -> None:
     )
     say = "import socket, sys; socket.socket(type=socket.SOCK_DGRAM).sendto(b'x', (sys.argv[1], 9))"
     for sender, receiver, heard in (("h1", "h2", True), ("h2", "h1", False)):
-        ear = bed[receiver].start(sys.executable, "-c", listen, "5" if heard else "0.5", stdout=subprocess.PIPE)
+        ear = bed[receiver].start(
+            sys.executable, "-c", listen, "5" if heard else "0.5", stdout=subprocess.PIPE
+        )
         assert ear.stdout is not None and ear.stdout.readline() == b"up\n"
         bed[sender].run(sys.executable, "-c", say, receiver)
         assert (last_word(ear) != "") == heard
@@ -159,16 +176,21 @@ def test_a_cluster_goes_with_its_owner(possible: None, end: int) -> None:
     """Frozen processes, too; and with the processes everything that the cluster kept on disk."""
     name = f"owned-{os.getpid()}"
     owner = subprocess.Popen(
-        [sys.executable, "-c", (
-            "import sys, time\nfrom tests.bed.cluster import Cluster\n"
-            f"cluster = Cluster.up({name!r}, 2)\n"
-            "cluster['h1'].start('sleep', '3000')\ncluster['h2'].start('setsid', 'sleep', '3000')\n"
-            "while not all(host.processes() for host in cluster): time.sleep(0.01)\n"
-            "cluster['h2'].freeze()\n"
-            "print(*[pid for host in cluster for pid in (host.pid, *host.processes())], flush=True)\ntime.sleep(300)\n"
-        )],
-        cwd=ROOT, stdout=subprocess.PIPE,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-c",
+            (
+                "import sys, time\nfrom tests.bed.cluster import Cluster\n"
+                f"cluster = Cluster.up({name!r}, 2)\n"
+                "cluster['h1'].start('sleep', '3000')\ncluster['h2'].start('setsid', 'sleep', '3000')\n"
+                "while not all(host.processes() for host in cluster): time.sleep(0.01)\n"
+                "cluster['h2'].freeze()\n"
+                "print(*[pid for host in cluster for pid in (host.pid, *host.processes())], flush=True)\ntime.sleep(300)\n"
+            ),
+        ],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+    )
     assert owner.stdout is not None
     pids = [int(word) for word in owner.stdout.readline().split()]
     assert len(pids) == 4 and all(map(alive, pids))
@@ -189,8 +211,13 @@ def test_the_command_line(possible: None) -> None:
     env = {**os.environ, "NETCLUSTER_NAME": f"cli-{os.getpid()}"}
 
     def run(*words: str) -> tuple[int, str, str]:
-        done = subprocess.run([sys.executable, ROOT / "scripts/netcluster", *words], env=env, capture_output=True,
-                              timeout=60, text=True)  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, ROOT / "scripts/netcluster", *words],
+            env=env,
+            capture_output=True,
+            timeout=60,
+            text=True,
+        )
         return done.returncode, done.stdout, done.stderr
 
     try:

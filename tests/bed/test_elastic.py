@@ -1,5 +1,6 @@
 """
-Elastic jobs on hosts that die, vanish, freeze and come back: never two generations at once, never a worker too many.
+Elastic jobs on hosts that die, vanish, freeze and come back: never two generations at once, never a
+worker too many.
 
 Each fault is a function of a bed; they mostly wait, so the module runs them side by side.
 """
@@ -27,13 +28,18 @@ def elastic(bed: Bed, *options: str) -> list[NodeJob]:
 
 
 def crash_and_return(bed: Bed) -> None:
-    """The others go on at once, without counting a restart; the node, booted again, makes it three."""
+    """
+    The others go on at once, without counting a restart; the node, booted again, makes it three.
+    """
     jobs = elastic(bed, "--grow", "1")
     crashed = time.monotonic()
     bed["h2"].crash()
     again = bed.running(2, generation=1)
     assert again[-1].at - crashed < BOUND
-    assert [(note.host, note.restarts, note.world) for note in again] == [("h1", 0, 2), ("h3", 0, 2)]
+    assert [(note.host, note.restarts, note.world) for note in again] == [
+        ("h1", 0, 2),
+        ("h3", 0, 2),
+    ]
     bed["h2"].boot()
     back = bed.start("h2", "--grace", "3", "--grow", "1", nodes="2:3")
     full = bed.running(3, generation=2)
@@ -52,7 +58,10 @@ def power_off(bed: Bed) -> None:
 
 
 def cut_of_thirty_seconds(bed: Bed) -> None:
-    """The node that is cut off ends its workers before the others begin anew; healed, it comes back by itself."""
+    """
+    The node that is cut off ends its workers before the others begin anew; healed, it comes back by
+    itself.
+    """
     jobs = elastic(bed, "--grow", "1")
     bed.cluster.cut("h1", "h2")
     again = bed.running(2, generation=1)
@@ -65,7 +74,10 @@ def cut_of_thirty_seconds(bed: Bed) -> None:
 
 
 def freeze_of_twenty_seconds(bed: Bed) -> None:
-    """A machine that stands still cannot end its workers; it does so before anything else when it wakes."""
+    """
+    A machine that stands still cannot end its workers; it does so before anything else when it
+    wakes.
+    """
     jobs = elastic(bed, "--grow", "1")
     (old,) = (note for note in bed.notes("start") if note.host == "h2")
     bed["h2"].freeze()
@@ -80,7 +92,9 @@ def freeze_of_twenty_seconds(bed: Bed) -> None:
 
 
 def sigterm_is_leaving(bed: Bed) -> None:
-    """A node whose machine is to be taken away ends its workers in order; the others go on without it."""
+    """
+    A node whose machine is to be taken away ends its workers in order; the others go on without it.
+    """
     jobs = elastic(bed)
     jobs[2].signal(signal.SIGTERM)
     again = bed.running(2, generation=1)
@@ -103,8 +117,13 @@ def spare_takes_the_place(bed: Bed) -> None:
 
 
 def late_node_waits_for_the_next_generation(bed: Bed) -> None:
-    """Two form a job after the quiet; the third stands by, and takes part after the next failure."""
-    jobs = [bed.start(name, "--gather", "1", "--max-restarts", "1", nodes="2:3") for name in ("h1", "h2")]
+    """
+    Two form a job after the quiet; the third stands by, and takes part after the next failure.
+    """
+    jobs = [
+        bed.start(name, "--gather", "1", "--max-restarts", "1", nodes="2:3")
+        for name in ("h1", "h2")
+    ]
     bed.running(2)
     late = bed.start("h3", "--gather", "1", "--max-restarts", "1", nodes="2:3")
     bed.event("standby")
@@ -116,7 +135,10 @@ def late_node_waits_for_the_next_generation(bed: Bed) -> None:
 
 
 def node_that_starts_while_the_first_host_stands_still(bed: Bed) -> None:
-    """Somebody takes its connections and says nothing, then the link is cut: nothing of that is another token."""
+    """
+    Somebody takes its connections and says nothing, then the link is cut: nothing of that is
+    another token.
+    """
     options = ("--gather", "1", "--grow", "1")
     jobs = bed.job(*options, hosts=("h1", "h2"), nodes="2:3")
     bed.running(2)
@@ -138,7 +160,11 @@ def agent_killed_and_started_again(bed: Bed) -> None:
     jobs[1].signal(signal.SIGKILL)
     bed.clean("h2", timeout=10)
     back = bed.start("h2", "--grace", "3", "--grow", "1", nodes="2:3")
-    until(lambda: any(note.host == "h2" and note.generation for note in bed.notes("start")), "h2 is back", 60)
+    until(
+        lambda: any(note.host == "h2" and note.generation for note in bed.notes("start")),
+        "h2 is back",
+        60,
+    )
     _ends_well(bed, jobs[0], back, jobs[2])
 
 
@@ -165,7 +191,10 @@ def replacement_is_waited_for(bed: Bed) -> None:
 
 
 def _ends_well(bed: Bed, *jobs: NodeJob) -> None:
-    """The job ends with 0 on the nodes that are in; no generation had started before the last one had ended."""
+    """
+    The job ends with 0 on the nodes that are in; no generation had started before the last one had
+    ended.
+    """
     bed.order("all", "exit 0")
     assert bed.codes(*jobs, timeout=90) == [0] * len(jobs), bed.said()
     for event in bed.events("assigned"):
@@ -175,10 +204,18 @@ def _ends_well(bed: Bed, *jobs: NodeJob) -> None:
 
 
 FAULTS = (
-    cut_of_thirty_seconds, freeze_of_twenty_seconds, power_off, crash_and_return, replacement_is_waited_for,
-    node_that_starts_while_the_first_host_stands_still, agent_killed_and_started_again,
-    late_node_waits_for_the_next_generation, spare_takes_the_place, sigterm_is_leaving, too_few_left_is_the_end,
-)  # fmt: skip
+    cut_of_thirty_seconds,
+    freeze_of_twenty_seconds,
+    power_off,
+    crash_and_return,
+    replacement_is_waited_for,
+    node_that_starts_while_the_first_host_stands_still,
+    agent_killed_and_started_again,
+    late_node_waits_for_the_next_generation,
+    spare_takes_the_place,
+    sigterm_is_leaving,
+    too_few_left_is_the_end,
+)
 """The longest first."""
 
 

@@ -1,4 +1,7 @@
-"""Who may be in: early, late, double, too few, too many, twice, gone before it began. On three or four hosts."""
+"""
+Who may be in: early, late, double, too few, too many, twice, gone before it began. On three or four
+hosts.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +42,16 @@ def test_a_node_rank_that_is_taken_is_refused(bed: Bed) -> None:
 
 
 def test_rank_0_behind_an_address_that_is_not_its_own(bed: Bed) -> None:
-    """As behind a service of Kubernetes, which leads the others there: it is told to add --serve, and then it works."""
+    """
+    As behind a service of Kubernetes, which leads the others there: it is told to add --serve, and
+    then it works.
+    """
     service = "10.77.0.99"
-    rules = ("table ip nat", "chain ip nat out { type nat hook output priority -100 ; }",
-             f"rule ip nat out ip daddr {service} dnat to 10.77.0.1")  # fmt: skip
+    rules = (
+        "table ip nat",
+        "chain ip nat out { type nat hook output priority -100 ; }",
+        f"rule ip nat out ip daddr {service} dnat to 10.77.0.1",
+    )
     for host, rule in itertools.product(("h1", "h2"), rules):
         try:
             bed[host].run("nft", "add", *rule.split())
@@ -53,8 +62,10 @@ def test_rank_0_behind_an_address_that_is_not_its_own(bed: Bed) -> None:
     assert lost.wait(30) == 69, bed.said()
     hint = f"this node is rank 0, and {service} is no address of its own: where that is a service or NAT in front of it"
     assert hint in lost.err and lost.err.rstrip().endswith("add --serve"), lost.err
-    jobs = [bed.start("h1", "--node-rank", "0", "--serve", scheduler=address, nodes="2"),
-            bed.start("h2", "--node-rank", "1", scheduler=address, nodes="2")]  # fmt: skip
+    jobs = [
+        bed.start("h1", "--node-rank", "0", "--serve", scheduler=address, nodes="2"),
+        bed.start("h2", "--node-rank", "1", scheduler=address, nodes="2"),
+    ]
     bed.running(2)
     bed.order("all", "exit 0")
     assert bed.codes(*jobs) == [0, 0], bed.said()
@@ -85,7 +96,10 @@ def test_a_node_too_many_and_one_too_late_are_refused(make_bed: Callable[[int], 
 
 
 def test_too_few_nodes_are_69_and_say_who_is_missing(bed: Bed) -> None:
-    jobs = [bed.start(name, "--start-timeout", "3", "--node-rank", str(rank)) for name, rank in (("h1", 0), ("h3", 2))]
+    jobs = [
+        bed.start(name, "--start-timeout", "3", "--node-rank", str(rank))
+        for name, rank in (("h1", 0), ("h3", 2))
+    ]
     assert bed.codes(timeout=20) == [69, 69], bed.said()
     assert all("node rank 1" in job.err for job in jobs), bed.said()
     bed.clean()
@@ -122,7 +136,10 @@ def test_another_token_is_told_on_both_sides_within_five_seconds(bed: Bed) -> No
 
 @pytest.mark.slow
 def test_an_agent_that_is_started_again_twenty_times_is_one_member(bed: Bed) -> None:
-    """Killed as soon as it is in, started again at once under the same name: no ghost holds its place or its name."""
+    """
+    Killed as soon as it is in, started again at once under the same name: no ghost holds its place
+    or its name.
+    """
     first = bed.start("h1")
     first.expect("1 of 3 nodes")
     for times in range(20):
@@ -139,12 +156,17 @@ def test_an_agent_that_is_started_again_twenty_times_is_one_member(bed: Bed) -> 
 
 
 @pytest.mark.parametrize("moment", [0.0, 0.03, 0.15])
-def test_a_node_that_dies_while_the_generation_forms_ends_the_job_everywhere(bed: Bed, moment: float) -> None:
+def test_a_node_that_dies_while_the_generation_forms_ends_the_job_everywhere(
+    bed: Bed, moment: float
+) -> None:
     """
-    The third node makes the job whole and is killed around its assignment: the others either go on gathering, or end
-    with 69; they never hang, and never start without it.
+    The third node makes the job whole and is killed around its assignment: the others either go on
+    gathering, or end with 69; they never hang, and never start without it.
     """
-    first, second = bed.start("h1", "--start-timeout", "10"), bed.start("h2", "--start-timeout", "10")
+    first, second = (
+        bed.start("h1", "--start-timeout", "10"),
+        bed.start("h2", "--start-timeout", "10"),
+    )
     first.expect("2 of 3 nodes")
     third = bed.start("h3", "--start-timeout", "10")
     until(lambda: _joins(bed, "h3") > 0, "the third is in", 30)

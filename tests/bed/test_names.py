@@ -34,9 +34,14 @@ def test_a_name_that_moves_to_another_address_is_followed(bed: Bed) -> None:
 
 
 def test_a_host_whose_own_name_is_loopback_is_reached_all_the_same(bed: Bed) -> None:
-    """Debian writes the host's own name beside 127.0.1.1: the store must not be told to others as that."""
+    """
+    Debian writes the host's own name beside 127.0.1.1: the store must not be told to others as
+    that.
+    """
     for name in ("h1", "h2", "h3"):
-        bed[name].write_hosts({"127.0.1.1": name, **{at: who for at, who in ALL.items() if who != name}})
+        bed[name].write_hosts(
+            {"127.0.1.1": name, **{at: who for at, who in ALL.items() if who != name}}
+        )
     bed.job(scheduler=f"10.77.0.1:{PORT}")
     bed.running()
     assert bed.event("assigned").data["master"].startswith("10.77.0."), bed.event("assigned")
@@ -45,8 +50,8 @@ def test_a_host_whose_own_name_is_loopback_is_reached_all_the_same(bed: Bed) -> 
 
 def test_a_scheduler_named_by_a_name_that_is_loopback_at_home(bed: Bed) -> None:
     """
-    h1 resolves its own name to 127.0.1.1, where nobody else could come: it listens on the address by which the others
-    know it.
+    h1 resolves its own name to 127.0.1.1, where nobody else could come: it listens on the address
+    by which the others know it.
     """
     bed["h1"].write_hosts({"127.0.1.1": "h1", "10.77.0.2": "h2", "10.77.0.3": "h3"})
     bed.job()

@@ -1,4 +1,7 @@
-"""The scheduler's process killed: it comes back from its journal, and no worker notices; or it gives up and says so."""
+"""
+The scheduler's process killed: it comes back from its journal, and no worker notices; or it gives
+up and says so.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,9 @@ def kill_scheduler(job: NodeJob) -> float:
 
 
 def test_a_killed_scheduler_comes_back_and_no_worker_notices(bed: Bed) -> None:
-    """Three times, which is as often as a minute allows; then the job ends as if nothing had been."""
+    """
+    Three times, which is as often as a minute allows; then the job ends as if nothing had been.
+    """
     jobs = bed.job()
     bed.running()
     for count in range(3):

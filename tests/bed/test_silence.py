@@ -80,7 +80,9 @@ def partition_of_five_seconds(bed: Bed) -> None:
 
 
 def partition_of_thirty_seconds(bed: Bed) -> None:
-    """A job that needs all nodes ends on both sides, and does not wake up again when the link is back."""
+    """
+    A job that needs all nodes ends on both sides, and does not wake up again when the link is back.
+    """
     bed.job("--on-scheduler-loss", "wait=30")
     bed.running()
     bed.cluster.cut("h1", "h2")
@@ -129,7 +131,9 @@ def freeze_of_twenty_seconds(bed: Bed) -> None:
 
 
 def power_off_of_the_first_node(bed: Bed) -> None:
-    """The scheduler is gone for good: the others wait for it as they were told, then end with 69."""
+    """
+    The scheduler is gone for good: the others wait for it as they were told, then end with 69.
+    """
     jobs = bed.job("--on-scheduler-loss", "wait=5")
     bed.running()
     bed["h1"].power_off()
@@ -197,7 +201,10 @@ def node_short_of_cpu(bed: Bed) -> None:
 
 
 def workers_that_cannot_reach_each_other(bed: Bed) -> None:
-    """The scheduler hears everybody: that two workers do not is theirs to find out, and no node is lost."""
+    """
+    The scheduler hears everybody: that two workers do not is theirs to find out, and no node is
+    lost.
+    """
     bed.job()
     bed.running()
     bed.cluster.cut("h2", "h3")
@@ -216,11 +223,23 @@ def _ends_well(bed: Bed) -> None:
 
 
 FAULTS = (
-    link_that_loses_a_third, node_short_of_cpu, partition_of_thirty_seconds, freeze_of_twenty_seconds,
-    power_off_of_the_first_node, link_that_flaps, power_off, one_way_to_the_scheduler, one_way_from_the_scheduler,
-    scheduler_that_stands_still, workers_that_cannot_reach_each_other, link_of_two_hundred_kilobits,
-    path_that_swallows_large_packets, freeze_of_five_seconds, partition_of_five_seconds, node_crash,
-)  # fmt: skip
+    link_that_loses_a_third,
+    node_short_of_cpu,
+    partition_of_thirty_seconds,
+    freeze_of_twenty_seconds,
+    power_off_of_the_first_node,
+    link_that_flaps,
+    power_off,
+    one_way_to_the_scheduler,
+    one_way_from_the_scheduler,
+    scheduler_that_stands_still,
+    workers_that_cannot_reach_each_other,
+    link_of_two_hundred_kilobits,
+    path_that_swallows_large_packets,
+    freeze_of_five_seconds,
+    partition_of_five_seconds,
+    node_crash,
+)
 """The longest first."""
 
 

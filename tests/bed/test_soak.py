@@ -27,15 +27,35 @@ def test_a_minute_of_random_faults(possible: None, tmp_path: Path) -> None:
 
 def told(folder: Path) -> Story:
     """A job of two nodes with a restart, of which nothing is wrong."""
+
     def start(host: str, rank: int, generation: int, at: float) -> Story:
-        return {"what": "start", "at": at, "wall": at, "host": host, "rank": rank, "pid": 10 + generation,
-                "generation": generation, "restarts": generation, "world": 2}  # fmt: skip
+        return {
+            "what": "start",
+            "at": at,
+            "wall": at,
+            "host": host,
+            "rank": rank,
+            "pid": 10 + generation,
+            "generation": generation,
+            "restarts": generation,
+            "world": 2,
+        }
 
     def assigned(generation: int) -> Story:
-        return {"kind": "assigned", "time": 0.0, "generation": generation, "nodes": [["h1", 0, 1], ["h2", 1, 1]]}
+        return {
+            "kind": "assigned",
+            "time": 0.0,
+            "generation": generation,
+            "nodes": [["h1", 0, 1], ["h2", 1, 1]],
+        }
 
     return {
-        "starts": [start("h1", 0, 0, 1.0), start("h2", 1, 0, 1.1), start("h1", 0, 1, 9.0), start("h2", 1, 1, 9.1)],
+        "starts": [
+            start("h1", 0, 0, 1.0),
+            start("h2", 1, 0, 1.1),
+            start("h1", 0, 1, 9.0),
+            start("h2", 1, 1, 9.1),
+        ],
         "lives": {"h1-0-0-10": 8.0, "h2-1-0-10": 8.5, "h1-0-1-11": 20.0, "h2-1-1-11": 20.0},
         "events": [assigned(0), assigned(1), {"kind": "verdict", "time": 1.0, "code": 0}],
     }
@@ -45,8 +65,12 @@ def found_in(folder: Path, story: Story, thawed: dict[str, list[float]]) -> list
     """Write a story down as workers and scheduler would; return what the checks say."""
     for name in ("notes", "alive", "pdrun-logs/run"):
         (folder / name).mkdir(parents=True)
-    (folder / "notes/all.jsonl").write_text("".join(json.dumps(line) + "\n" for line in story["starts"]))
-    (folder / "pdrun-logs/run/events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in story["events"]))
+    (folder / "notes/all.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in story["starts"])
+    )
+    (folder / "pdrun-logs/run/events.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in story["events"])
+    )
     for name, last in story["lives"].items():
         (folder / "alive" / name).write_text(str(last))
     return list(violations(Bed(Cluster("none"), folder), thawed, ended=True))
@@ -56,20 +80,36 @@ def found_in(folder: Path, story: Story, thawed: dict[str, list[float]]) -> list
     ("change", "words"),
     [
         (lambda story: None, []),
-        (lambda story: story["lives"].update({"h2-1-0-10": 10.0}), ["ran 1.00 s into generation 1"]),
+        (
+            lambda story: story["lives"].update({"h2-1-0-10": 10.0}),
+            ["ran 1.00 s into generation 1"],
+        ),
         (lambda story: story["starts"][1].update(rank=0), ["generation 0 has a rank twice"]),
-        (lambda story: story["starts"][3].update(restarts=2), ["does not agree on size and restarts"]),
+        (
+            lambda story: story["starts"][3].update(restarts=2),
+            ["does not agree on size and restarts"],
+        ),
         (lambda story: story["starts"][3].update(world=3), ["does not agree on size and restarts"]),
-        (lambda story: story["events"].pop(0), ["generation 0 of 2 is not the one that the log tells"]),
-        (lambda story: [line.update(restarts=-line["generation"]) for line in story["starts"]], ["restart count fell"]),
+        (
+            lambda story: story["events"].pop(0),
+            ["generation 0 of 2 is not the one that the log tells"],
+        ),
+        (
+            lambda story: [line.update(restarts=-line["generation"]) for line in story["starts"]],
+            ["restart count fell"],
+        ),
         (lambda story: story["events"].pop(), ["0 verdicts", "the log ends with a job that is"]),
     ],
-)  # fmt: skip
-def test_the_checks_see_what_is_wrong(tmp_path: Path, change: Callable[[Story], object], words: list[str]) -> None:
+)
+def test_the_checks_see_what_is_wrong(
+    tmp_path: Path, change: Callable[[Story], object], words: list[str]
+) -> None:
     story = told(tmp_path)
     change(story)
     found = found_in(tmp_path, story, {})
-    assert len(found) == len(words) and all(word in text for word, text in zip(words, found, strict=True)), found
+    assert len(found) == len(words) and all(
+        word in text for word, text in zip(words, found, strict=True)
+    ), found
 
 
 def test_a_host_that_was_frozen_has_a_moment_to_end_its_workers(tmp_path: Path) -> None:

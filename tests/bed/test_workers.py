@@ -1,4 +1,7 @@
-"""Faults of workers, on three hosts: one verdict everywhere, at once where workers obey, and nothing left over."""
+"""
+Faults of workers, on three hosts: one verdict everywhere, at once where workers obey, and nothing
+left over.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,9 @@ OLD_FREEZER = Path("/sys/fs/cgroup/freezer/cgroup.procs")
         (f"signal {signal.SIGSEGV}", 139, "SIGSEGV"),
     ],
 )
-def test_a_worker_that_fails_ends_the_job_everywhere_at_once(bed: Bed, order: str, code: int, words: str) -> None:
+def test_a_worker_that_fails_ends_the_job_everywhere_at_once(
+    bed: Bed, order: str, code: int, words: str
+) -> None:
     jobs = bed.job()
     bed.running()
     bed.order(1, order)
@@ -56,7 +61,10 @@ def test_workers_that_ignore_sigterm_are_killed_at_grace_on_every_node(bed: Bed)
 def test_children_of_workers_go_with_them_wherever_they_hide(bed: Bed) -> None:
     bed.job(worker=["family"])
     bed.running()
-    assert sum("sleep 3600" in words for host in bed.cluster for words in host.processes().values()) == 6
+    assert (
+        sum("sleep 3600" in words for host in bed.cluster for words in host.processes().values())
+        == 6
+    )
     bed.order(0, "exit 4")
     assert bed.codes() == [4] * 3, bed.said()
     bed.clean(timeout=3)
@@ -76,7 +84,10 @@ def test_the_kernels_memory_killer_is_named(bed: Bed) -> None:
 
 
 def test_a_worker_that_nothing_can_kill_is_named_and_left(bed: Bed) -> None:
-    """As one in the middle of a transfer to a disk that hangs (state D): the old freezer holds SIGKILL back as well."""
+    """
+    As one in the middle of a transfer to a disk that hangs (state D): the old freezer holds SIGKILL
+    back as well.
+    """
     if not OLD_FREEZER.exists():
         pytest.skip(f"no {OLD_FREEZER}: a process that the unified hierarchy freezes can be killed")
     jobs = bed.job("--grace", "1")
@@ -176,5 +187,3 @@ def test_an_agent_killed_leaves_nothing_on_its_host(bed: Bed) -> None:
     assert bed.notes("signal")[-1].at - killed < 8, "two seconds on a quiet machine"
     assert all("h2" in job.err and "lost" in job.err for job in (jobs[0], jobs[2])), bed.said()
     bed.clean()
-
-

@@ -3,11 +3,11 @@ A worker without torch that notes what happens to it and does what a test orders
 
     worker.py FOLDER [ignore] [family]
 
-It keeps the time at which it last ran in FOLDER/alive/HOST-RANK-GENERATION-PID, appends JSON lines to
-FOLDER/notes/HOST-RANK.jsonl, and carries out what a test writes into FOLDER/orders/WHO, where WHO is a rank, a host or
-``all``: ``WHEN exit N``, ``signal N``, ``raise TEXT``, ``hang``, ``write BYTES`` or ``eat BYTES``; WHEN is ``always``
-or a generation, ``g0``. ``ignore``: SIGTERM is noted and not obeyed. ``family``: a child, and a child in a session of
-its own, are left behind.
+It keeps the time at which it last ran in FOLDER/alive/HOST-RANK-GENERATION-PID, appends JSON lines
+to FOLDER/notes/HOST-RANK.jsonl, and carries out what a test writes into FOLDER/orders/WHO, where
+WHO is a rank, a host or ``all``: ``WHEN exit N``, ``signal N``, ``raise TEXT``, ``hang``, ``write
+BYTES`` or ``eat BYTES``; WHEN is ``always`` or a generation, ``g0``. ``ignore``: SIGTERM is noted
+and not obeyed. ``family``: a child, and a child in a session of its own, are left behind.
 """
 
 from __future__ import annotations
@@ -28,12 +28,21 @@ POLL = 0.02
 
 
 def note(what: str, **more: object) -> None:
-    """Append one line; ``at`` is the machine's monotonic clock unless the host has one of its own."""
+    """
+    Append one line; ``at`` is the machine's monotonic clock unless the host has one of its own.
+    """
     line = {
-        "what": what, "at": time.monotonic(), "wall": time.time(), "host": HOST, "rank": RANK, "pid": os.getpid(),
-        "generation": GENERATION, "restarts": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-        "world": int(os.environ.get("WORLD_SIZE", "1")), **more,
-    }  # fmt: skip
+        "what": what,
+        "at": time.monotonic(),
+        "wall": time.time(),
+        "host": HOST,
+        "rank": RANK,
+        "pid": os.getpid(),
+        "generation": GENERATION,
+        "restarts": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        "world": int(os.environ.get("WORLD_SIZE", "1")),
+        **more,
+    }
     path = FOLDER / "notes" / f"{HOST}-{RANK}.jsonl"
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.write(fd, json.dumps(line).encode() + b"\n")
@@ -77,7 +86,11 @@ def main() -> None:
     """Note the start; then wait for orders."""
     for name in ("notes", "alive"):
         (FOLDER / name).mkdir(parents=True, exist_ok=True)
-    alive = os.open(FOLDER / "alive" / f"{HOST}-{RANK}-{GENERATION}-{os.getpid()}", os.O_WRONLY | os.O_CREAT, 0o600)
+    alive = os.open(
+        FOLDER / "alive" / f"{HOST}-{RANK}-{GENERATION}-{os.getpid()}",
+        os.O_WRONLY | os.O_CREAT,
+        0o600,
+    )
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, stopped)
     if "family" in sys.argv:

@@ -1,4 +1,6 @@
-"""Bad input: one clear line that names the place, the right exit code, at once, and nothing started."""
+"""
+Bad input: one clear line that names the place, the right exit code, at once, and nothing started.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,10 @@ WORDS = [
     (["--no-restart-on", "3"], "is about restarts"),
     (["--restart-window", "1h"], "is about restarts"),
     (["--backoff", "1s"], "is about restarts"),
-    (["--launcher", "ssh"], "ssh has no hosts to start agents on; add --hosts a,b or --hostfile FILE"),
+    (
+        ["--launcher", "ssh"],
+        "ssh has no hosts to start agents on; add --hosts a,b or --hostfile FILE",
+    ),
     (["--hostfile", "nope"], "--hostfile: no such file 'nope'"),
     (["--hostfile", "."], "--hostfile .: is not a regular file"),
     (["--no-restart-on", "SIGKIL"], "no exit code of a failure"),
@@ -61,7 +66,10 @@ WORDS = [
     (["--devices", "gpuu"], "neither a number nor 'auto'"),
     (["--nproc-per-node", "gpuu"], "did you mean 'gpu'?"),
     (["--nproc-per-node", "0"], "'0' is below 1"),
-    (["--node-rank", "5", "--nnodes", "2"], "5 is not a place among 2 node(s) (--nnodes 2); use 0 to 1"),
+    (
+        ["--node-rank", "5", "--nnodes", "2"],
+        "5 is not a place among 2 node(s) (--nnodes 2); use 0 to 1",
+    ),
     (["--node-rank", "-1"], "'-1' is below 0"),
     # addresses
     (["--master-addr", "h", "--master-port", "0"], "--master-port: '0' is not a port"),
@@ -102,7 +110,10 @@ WORDS = [
     (["--join", "maybe"], "neither True nor False"),
     (["--cluster_time_out", "-1"], "waiting for ever"),
     (["--bind_core", '{"device0":["0-9"]}'], "a map of CPUs is not supported"),
-    (["--bind_core", "True", "--bind_numa", "True"], "--bind_numa True contradicts --bind_core True"),
+    (
+        ["--bind_core", "True", "--bind_numa", "True"],
+        "--bind_numa True contradicts --bind_core True",
+    ),
     (["--rank_table_file", "x.json"], "--rank_table_file: no such file 'x.json'"),
     (["--tail_worker_log", "a"], "'a' is not a rank"),
     (["--worker_log_name", "../x"], "is not a file name"),
@@ -158,7 +169,7 @@ WORDS = [
     (["--log-dir", "x" * 5000], "too long"),
     (["--chdir", "nowhere"], "'nowhere' is not a directory"),
     (["--python", "/no/python"], "--python: no such file '/no/python'"),
-]  # fmt: skip
+]
 OTHER_CODES = {"--log-dir /proc/x": 78, "--python /no/python": 127}
 
 
@@ -189,7 +200,11 @@ PROGRAMS = [
     (["shell.sh"], 2, "add --no-python"),
     (["/bin/true"], 2, "compiled program"),
     (["true"], 2, "for the command true add --no-python"),
-    (["--hostfile", "fifo", "train.py"], 2, "is a pipe, not a regular file; give it on standard input: --hostfile -"),
+    (
+        ["--hostfile", "fifo", "train.py"],
+        2,
+        "is a pipe, not a regular file; give it on standard input: --hostfile -",
+    ),
     (["--rank-table", "fifo", "train.py"], 2, "is a pipe, not a regular file; write it to a file"),
     (["help"], 2, "for help write pdrun --help"),
     (["stauts"], 2, "did you mean 'status'?"),
@@ -200,7 +215,11 @@ PROGRAMS = [
     (["-m", "a/b"], 2, "is not a module's name"),
     (["--no-python", "no-such-command"], 127, "command not found: 'no-such-command'"),
     (["--no-python", "train.py"], 127, "did you mean './train.py'?"),
-    (["--no-python", "echo hi there"], 127, "arguments are words of their own, in a job file under args:"),
+    (
+        ["--no-python", "echo hi there"],
+        127,
+        "arguments are words of their own, in a job file under args:",
+    ),
     (["--no-python", "./train.py"], 126, "is not executable"),
     (["--no-python", "./"], 126, "is a directory"),
     (["--no-python", "./nope"], 127, "no such file"),
@@ -241,7 +260,10 @@ VARIABLES = [
     ({"PDRUN_NODES": "\u0663"}, "PDRUN_NODES: "),
     ({"PDRUN_LOCAL": "maybe"}, "PDRUN_LOCAL: 'maybe' is neither true nor false"),
     ({"PDRUN_NODES": "2", "PET_NNODES": "3"}, "PET_NNODES=3 contradicts PDRUN_NODES=2"),
-    ({"PET_NNODES": "2", "PET_NODE_RANK": "2"}, "PET_NODE_RANK: 2 is not a place among 2 node(s) (PET_NNODES=2)"),
+    (
+        {"PET_NNODES": "2", "PET_NODE_RANK": "2"},
+        "PET_NODE_RANK: 2 is not a place among 2 node(s) (PET_NNODES=2)",
+    ),
     ({"PET_RDZV_CONF": "=="}, "PET_RDZV_CONF"),
     ({"PDRUN_GRACE": "1 h"}, "PDRUN_GRACE: '1 h' is not a duration"),
     ({"PDRUN_HOSTFILE": "nope"}, "PDRUN_HOSTFILE: no such file 'nope'"),
@@ -276,7 +298,9 @@ def test_a_log_folder_that_is_no_text(pdrun: Call) -> None:
     refused(pdrun("--log-dir", os.fsdecode(b"logs-\xff"), "train.py"), 2, "is not valid UTF-8")
 
 
-def test_a_working_directory_that_is_gone(pdrun: Call, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_working_directory_that_is_gone(
+    pdrun: Call, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (folder / "inner").mkdir()
     monkeypatch.chdir(folder / "inner")
     (folder / "inner").rmdir()

@@ -38,11 +38,19 @@ def test_no_words_at_all_show_the_first_screen_as_a_mistake(pdrun: Call) -> None
 
 def test_the_whole_help_names_every_option(pdrun: Call) -> None:
     text = pdrun("run", "--help").out
-    for word in ("--nodes N", "--nproc-per-node N", "--worker_num N", "PDRUN_NODES", "Failure and time:"):
+    for word in (
+        "--nodes N",
+        "--nproc-per-node N",
+        "--worker_num N",
+        "PDRUN_NODES",
+        "Failure and time:",
+    ):
         assert word in text
 
 
-@pytest.mark.parametrize("name", ["join", "scheduler", "status", "logs", "stop", "token", "env", "completion"])
+@pytest.mark.parametrize(
+    "name", ["join", "scheduler", "status", "logs", "stop", "token", "env", "completion"]
+)
 def test_every_command_has_help(pdrun: Call, name: str) -> None:
     outcome = pdrun(name, "--help")
     assert outcome.code == 0
@@ -66,14 +74,18 @@ def plans(pdrun: Call, monkeypatch: pytest.MonkeyPatch) -> list[LaunchPlan]:
     return caught
 
 
-def test_run_is_the_default_and_its_code_is_the_exit_code(pdrun: Call, plans: list[LaunchPlan]) -> None:
+def test_run_is_the_default_and_its_code_is_the_exit_code(
+    pdrun: Call, plans: list[LaunchPlan]
+) -> None:
     assert pdrun("--devices", "2", "train.py", "--lr", "3").code == 42
     assert pdrun("run", "--devices", "2", "train.py", "--lr", "3").code == 42
     assert plans[0] == plans[1]
     assert plans[0].workers[0].argv[1:] == ("train.py", "--lr", "3")
 
 
-def test_a_script_that_is_called_like_a_command(pdrun: Call, folder: Path, plans: list[LaunchPlan]) -> None:
+def test_a_script_that_is_called_like_a_command(
+    pdrun: Call, folder: Path, plans: list[LaunchPlan]
+) -> None:
     (folder / "status").write_text("")
     assert pdrun("run", "status", "-h").code == 42
     assert plans[0].spec.program.args == ("-h",)
@@ -86,7 +98,9 @@ def test_a_script_that_is_called_like_a_command(pdrun: Call, folder: Path, plans
         ["--", "train.py", "--nodes", "9", "--help", "-m", "--dry-run"],
     ],
 )
-def test_what_stands_behind_the_script_is_the_scripts(pdrun: Call, plans: list[LaunchPlan], argv: list[str]) -> None:
+def test_what_stands_behind_the_script_is_the_scripts(
+    pdrun: Call, plans: list[LaunchPlan], argv: list[str]
+) -> None:
     assert pdrun(*argv).code == 42
     assert plans[0].spec.program.args == ("--nodes", "9", "--help", "-m", "--dry-run")
 
@@ -97,7 +111,9 @@ def test_a_double_dash_behind_the_script_stays(pdrun: Call, plans: list[LaunchPl
     assert [plan.spec.program.args for plan in plans] == [("--", "-x")] * 2
 
 
-def test_a_script_whose_name_begins_with_a_dash(pdrun: Call, folder: Path, plans: list[LaunchPlan]) -> None:
+def test_a_script_whose_name_begins_with_a_dash(
+    pdrun: Call, folder: Path, plans: list[LaunchPlan]
+) -> None:
     (folder / "-c").write_text("")
     assert pdrun("--", "-c", "x").code == 42
     assert plans[0].workers[0].argv[1:] == ("./-c", "x")
@@ -121,7 +137,9 @@ def test_explain_goes_to_stderr_when_the_job_follows(pdrun: Call, plans: list[La
     assert "backend cuda" in outcome.err
 
 
-def test_explain_names_overridden_and_unknown_variables(pdrun: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_names_overridden_and_unknown_variables(
+    pdrun: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PDRUN_NODES", "7")
     monkeypatch.setenv("PDRUN_DEVICE", "2")
     monkeypatch.setenv("PMI_RANK", "0")
@@ -136,7 +154,9 @@ def test_a_mistyped_variable_is_a_warning_on_every_run(
 ) -> None:
     assert pdrun("train.py").err == ""
     monkeypatch.setenv("PDRUN_DEVICE", "2")
-    warning = "pdrun: warning: PDRUN_DEVICE is no variable of pdrun; did you mean 'PDRUN_DEVICES'?\n"
+    warning = (
+        "pdrun: warning: PDRUN_DEVICE is no variable of pdrun; did you mean 'PDRUN_DEVICES'?\n"
+    )
     outcome = pdrun("train.py")
     assert (outcome.code, outcome.err) == (42, warning)
     monkeypatch.setattr(run, "execute_join", lambda *args: 0)
@@ -146,7 +166,13 @@ def test_a_mistyped_variable_is_a_warning_on_every_run(
 def test_variables_of_the_dynamic_cluster_and_of_workers_are_known(
     pdrun: Call, plans: list[LaunchPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("PDRUN_ROLE", "PDRUN_WORKERS", "PDRUN_WORKER_ID", "PDRUN_WORKER_OF", "PDRUN_TOKEN"):
+    for name in (
+        "PDRUN_ROLE",
+        "PDRUN_WORKERS",
+        "PDRUN_WORKER_ID",
+        "PDRUN_WORKER_OF",
+        "PDRUN_TOKEN",
+    ):
         monkeypatch.setenv(name, "x")
     assert pdrun("train.py").err == ""
 
@@ -155,22 +181,41 @@ def test_explain_shows_words_that_can_be_understood(pdrun: Call) -> None:
     text = pdrun("--dry-run", "--explain", "--nproc-per-node", "auto", "train.py").out
     assert "resources.devices " in text and "accelerators, else one a usable CPU" in text
     assert "accelerators-or-cpus" not in text
-    assert any(line.startswith("program.python ") and sys.executable in line for line in text.splitlines())
+    assert any(
+        line.startswith("program.python ") and sys.executable in line for line in text.splitlines()
+    )
 
 
 @pytest.mark.parametrize("words", [["train.py"], ["join", "h:1"]])
 def test_a_bad_token_file_is_blamed_on_where_it_was_named(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
 ) -> None:
     monkeypatch.setenv("PDRUN_TOKEN_FILE", "/nowhere/token")
-    assert cli.main(["--nodes", "2", "--interface", "lo", *words] if words == ["train.py"] else words) == 78
-    assert "pdrun: error: PDRUN_TOKEN_FILE /nowhere/token: cannot be read" in capsys.readouterr().err
+    assert (
+        cli.main(["--nodes", "2", "--interface", "lo", *words] if words == ["train.py"] else words)
+        == 78
+    )
+    assert (
+        "pdrun: error: PDRUN_TOKEN_FILE /nowhere/token: cannot be read" in capsys.readouterr().err
+    )
     more = ["--token-file", "/no/token"]
-    assert cli.main(["--nodes", "2", "--interface", "lo", *more, *words] if len(words) == 1 else [*words, *more]) == 78
+    assert (
+        cli.main(
+            ["--nodes", "2", "--interface", "lo", *more, *words]
+            if len(words) == 1
+            else [*words, *more]
+        )
+        == 78
+    )
     assert "pdrun: error: --token-file /no/token: cannot be read" in capsys.readouterr().err
 
 
-def test_inside_a_worker_the_outer_jobs_name_is_not_taken(pdrun: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inside_a_worker_the_outer_jobs_name_is_not_taken(
+    pdrun: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PDRUN_JOB", "outer")
     monkeypatch.setenv("PDRUN_GENERATION", "0")
     assert "job        train-" in pdrun("--dry-run", "train.py").out
@@ -185,7 +230,9 @@ def test_a_flag_in_the_environment_may_say_no(pdrun: Call, monkeypatch: pytest.M
     assert "mode       alone" in pdrun("--dry-run", "train.py").out
 
 
-@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), BlockingIOError(errno.EAGAIN, "again")])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("can't start new thread"), BlockingIOError(errno.EAGAIN, "again")]
+)
 def test_a_limit_of_processes_is_no_fault_of_our_own(
     pdrun: Call, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
@@ -195,7 +242,10 @@ def test_a_limit_of_processes_is_no_fault_of_our_own(
     monkeypatch.setattr(run, "execute", broken)
     outcome = pdrun("train.py")
     assert (outcome.code, outcome.err.count("\n")) == (78, 1)
-    assert "RLIMIT_NPROC: pdrun could start no further process or thread here (ulimit -u: " in outcome.err
+    assert (
+        "RLIMIT_NPROC: pdrun could start no further process or thread here (ulimit -u: "
+        in outcome.err
+    )
 
 
 def test_a_fault_of_our_own_is_one_honest_line(
@@ -259,7 +309,9 @@ def test_env_says_what_it_found(pdrun: Call, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("launcher", ["ssh", "mpirun", "srun", "auto", "none"])
-def test_env_takes_every_word_of_launcher(pdrun: Call, monkeypatch: pytest.MonkeyPatch, launcher: str) -> None:
+def test_env_takes_every_word_of_launcher(
+    pdrun: Call, monkeypatch: pytest.MonkeyPatch, launcher: str
+) -> None:
     monkeypatch.setenv("PDRUN_LAUNCHER", launcher)
     outcome = pdrun("env")
     assert outcome.code == 0 and "is no launcher" not in outcome.out

@@ -22,13 +22,25 @@ BAD = [
     ("", "job.yaml: is empty"),
     ("- a\n", "job.yaml:1: the file must be written as KEY: VALUE lines"),
     ("resources: 3\n", "job.yaml:1: resources must be written as KEY: VALUE lines"),
-    (HEAD + "resources:\n  nodez: 2\n", "job.yaml:4: unknown key 'nodez' in resources; did you mean 'nodes'?"),
+    (
+        HEAD + "resources:\n  nodez: 2\n",
+        "job.yaml:4: unknown key 'nodez' in resources; did you mean 'nodes'?",
+    ),
     (HEAD + "nodes: 2\n", "job.yaml:3: unknown key 'nodes'; it belongs under resources"),
-    (HEAD + "resources:\n  nodes: 2\n  nodes: 2\n", "job.yaml:5: 'nodes' stands twice; first on line 4"),
+    (
+        HEAD + "resources:\n  nodes: 2\n  nodes: 2\n",
+        "job.yaml:5: 'nodes' stands twice; first on line 4",
+    ),
     (HEAD + "program:\n  script: x.py\n", "job.yaml:3: 'program' stands twice"),
-    (HEAD + "resources:\n  nodes: no\n", "job.yaml:4: nodes: YAML reads no as true or false; write 'no' in quotes"),
+    (
+        HEAD + "resources:\n  nodes: no\n",
+        "job.yaml:4: nodes: YAML reads no as true or false; write 'no' in quotes",
+    ),
     (HEAD + "job: no\n", "job.yaml:3: job: YAML reads no as true or false"),
-    (HEAD + "job: 22:30\n", "job.yaml:3: job: YAML reads 22:30 as another number; write '22:30' in quotes"),
+    (
+        HEAD + "job: 22:30\n",
+        "job.yaml:3: job: YAML reads 22:30 as another number; write '22:30' in quotes",
+    ),
     (HEAD + "resources:\n  nodes: 010\n", "job.yaml:4: nodes: YAML reads 010 as another number"),
     (HEAD + "resources:\n  nodes: 0x10\n", "job.yaml:4: nodes: YAML reads 0x10 as another number"),
     (HEAD + "resources:\n  nodes: 1_0\n", "job.yaml:4: nodes: YAML reads 1_0 as another number"),
@@ -68,11 +80,13 @@ BAD = [
     ("job: \x07\n", "is not YAML"),
     ("? [a]\n: b\n", "a key must be a word"),
     ("job: x\n", "no program to run"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("text", "message"), BAD, ids=range(len(BAD)))
-def test_a_bad_file_is_refused_with_its_line(pdrun: Call, folder: Path, text: str, message: str) -> None:
+def test_a_bad_file_is_refused_with_its_line(
+    pdrun: Call, folder: Path, text: str, message: str
+) -> None:
     (folder / "job.yaml").write_text(text)
     outcome = pdrun("run", "job.yaml")
     assert len(outcome.err.splitlines()) == 1, outcome.err
@@ -103,14 +117,17 @@ def read(folder: Path, text: str | bytes) -> JobSpec:
 
 
 def test_values_mean_what_stands_there(folder: Path) -> None:
-    spec = read(folder, (
-        "\ufeffprogram: {module: pkg.train, args: [--lr, 3e-4, 1.0, -5, 'no', \"1e3\"]}\r\n"
-        "resources: {nodes: 2, devices: auto}\r\n"
-        "policy: {grace: 5, time_limit: 1h30m}\r\n"
-        "output: {show_ranks: 0, files: false}\r\n"
-        "place: {scheduler: 'node0:29400'}\r\n"
-        "env: {A: 1, B: 'yes', C: ''}\r\n"
-    ))  # fmt: skip
+    spec = read(
+        folder,
+        (
+            "\ufeffprogram: {module: pkg.train, args: [--lr, 3e-4, 1.0, -5, 'no', \"1e3\"]}\r\n"
+            "resources: {nodes: 2, devices: auto}\r\n"
+            "policy: {grace: 5, time_limit: 1h30m}\r\n"
+            "output: {show_ranks: 0, files: false}\r\n"
+            "place: {scheduler: 'node0:29400'}\r\n"
+            "env: {A: 1, B: 'yes', C: ''}\r\n"
+        ),
+    )
     assert spec.program.args == ("--lr", "3e-4", "1.0", "-5", "no", "1e3")
     assert (spec.program.kind, spec.program.target) == ("module", "pkg.train")
     assert (spec.policy.grace, spec.policy.time_limit) == (5.0, 5400.0)

@@ -17,7 +17,11 @@ from pdrun.launcher.config.resolve import Asked
 
 def ask(line: str, environ: Mapping[str, str] | None = None) -> Asked:
     """Return what a command line asks for, without looking at any machine."""
-    context = commands(lambda found: None, lambda read: 0).commands["run"].make_context("run", shlex.split(line))
+    context = (
+        commands(lambda found: None, lambda read: 0)
+        .commands["run"]
+        .make_context("run", shlex.split(line))
+    )
     words = context.params.pop("words")
     return request(context.params, words, environ or {}).asked
 
@@ -31,18 +35,27 @@ SAME = [
     ("--nproc_per_node=4 x", "--devices 4 x"),
     ("--rdzv-id 101 x", "--job 101 x"),
     ("--rdzv-id none x", "x"),
-    ("--rdzv-backend c10d --monitor-interval 5 --start-method fork --event-log-handler null x", "x"),
-    ("--nnodes 2 --rdzv-conf join_timeout=60,is_host=1,last_call_timeout=5 x",
-     "--nodes 2 --start-timeout 60 --serve x"),
+    (
+        "--rdzv-backend c10d --monitor-interval 5 --start-method fork --event-log-handler null x",
+        "x",
+    ),
+    (
+        "--nnodes 2 --rdzv-conf join_timeout=60,is_host=1,last_call_timeout=5 x",
+        "--nodes 2 --start-timeout 60 --serve x",
+    ),
     ("--rdzv-conf timeout=900 x", "--start-timeout 15m x"),
     ("--nnodes 2:4 --rdzv-endpoint h:1 x", "--nodes 2:4 --grow 30s --scheduler h:1 x"),
-    ("--nnodes 2:4 --rdzv-endpoint h:1 --rdzv-conf last_call_timeout=5 --grow 9 x",
-     "--nodes 2:4 --grow 9 --gather 5 --scheduler h:1 x"),
+    (
+        "--nnodes 2:4 --rdzv-endpoint h:1 --rdzv-conf last_call_timeout=5 --grow 9 x",
+        "--nodes 2:4 --grow 9 --gather 5 --scheduler h:1 x",
+    ),
     ("--standalone x", "--nodes 1 x"),
     ("--standalone --rdzv-backend c10d --rdzv-endpoint localhost:0 x", "--nodes 1 x"),
     ("--standalone --master-addr h --master-port 29500 x", "--nodes 1 x"),
-    ("--shutdown-timeout 5 --max_restarts 3 --log_dir d --local-addr eth0 x",
-     "--grace 5s --max-restarts 3 --log-dir d --interface eth0 x"),
+    (
+        "--shutdown-timeout 5 --max_restarts 3 --log_dir d --local-addr eth0 x",
+        "--grace 5s --max-restarts 3 --log-dir d --interface eth0 x",
+    ),
     ("--role trainer x", "--env ROLE_NAME=trainer x"),
     ("--numa-binding node x", "--bind numa x"),
     ("--no_python x -a", "--no-python x -a"),
@@ -55,17 +68,26 @@ SAME = [
     ("-r 3 -t 0:3 --nnodes 2 --nproc-per-node 4 x", "--nodes 2 --devices 4 --show-ranks 0,4 x"),
     ("--local-ranks-filter 0,1 x", "--show-ranks 0-1 x"),
     ("--local-ranks-filter 0,1 -r 0:3 --nproc-per-node 4 x", "--devices 4 --show-ranks 1 x"),
-    ("--worker_num 8 --local_worker_num 4 --master_addr h x", "--nodes 2 --devices 4 --scheduler h:8118 x"),
+    (
+        "--worker_num 8 --local_worker_num 4 --master_addr h x",
+        "--nodes 2 --devices 4 --scheduler h:8118 x",
+    ),
     ("--worker_num 16 x", "--nodes 2 --devices 8 x"),
     ("--worker_num 4 --nodes 2 x", "--nodes 2 --devices 2 x"),
     ("--local_worker_num 8 --node_rank -1 x", "--nodes 1 --devices 8 x"),
     ("--cluster_time_out 60 --bind_core True --join True x", "--start-timeout 60 --bind cores x"),
     ("--bind_core False --bind_numa True x", "--bind numa x"),
     ("--bind_core False x", "--bind none x"),
-    ("--worker_log_name w_{ip} --tail_worker_log -1 x", "--log-name w_{ip}_{rank} --show-ranks all x"),
+    (
+        "--worker_log_name w_{ip} --tail_worker_log -1 x",
+        "--log-name w_{ip}_{rank} --show-ranks all x",
+    ),
     ("--tail_worker_log 0,3 x", "--show-ranks 0,3 x"),
-    ("--nodes 2 --nnodes 2 --scheduler h:1 --master-addr h --master-port 1 x", "--nodes 2 --scheduler h:1 x"),
-]  # fmt: skip
+    (
+        "--nodes 2 --nnodes 2 --scheduler h:1 --master-addr h --master-port 1 x",
+        "--nodes 2 --scheduler h:1 x",
+    ),
+]
 
 
 @pytest.mark.parametrize(("theirs", "ours"), SAME, ids=[theirs for theirs, _ in SAME])
@@ -77,7 +99,10 @@ REFUSED = [
     ("-r 3 -t 0:1 x", "hides stderr alone"),
     ("-r 3 -t 0:3 --nnodes 2 x", "names local ranks of several nodes"),
     ("--worker_num 8 --local_worker_num 4 --nodes 3 x", "--worker_num 8 contradicts --nodes 3"),
-    ("--worker_num 8 --local_worker_num 4 --devices 2 x", "--local_worker_num 4 contradicts --devices 2"),
+    (
+        "--worker_num 8 --local_worker_num 4 --devices 2 x",
+        "--local_worker_num 4 contradicts --devices 2",
+    ),
     ("--nproc-per-node cpu --backend cuda x", "contradicts"),
     ("-r 3 --show-ranks 0 x", "contradicts"),
     ("--nnodes 2 --log-name {local_rank} x", "is the same on every node"),
@@ -92,7 +117,18 @@ def test_what_does_not_go_together(line: str, message: str) -> None:
 
 def test_every_row_is_an_accepted_meaning_or_a_refusal_with_its_reason() -> None:
     numbers = ["1", "1s", "2:2", "0,1", "-1"]
-    samples = [*numbers, "h:1", "h", "True", "node", "c10d", "spawn", "null", "join_timeout=1", "name"]
+    samples = [
+        *numbers,
+        "h:1",
+        "h",
+        "True",
+        "node",
+        "c10d",
+        "spawn",
+        "null",
+        "join_timeout=1",
+        "name",
+    ]
     for row in ALIASES:
         outcomes = set()
         for text in samples if row.metavar else ("",):
@@ -110,19 +146,30 @@ def test_torchruns_rows_have_both_spellings_and_their_variable() -> None:
         assert {name.replace("-", "_") for name in long} == {long[0].replace("-", "_")}
         assert row.env == (f"PET_{long[0][2:].upper().replace('-', '_')}",)
     shared = {twin for row in RUN for twin in row.env if twin.startswith("PET_")}
-    assert shared == {"PET_MODULE", "PET_NO_PYTHON", "PET_NODE_RANK", "PET_MAX_RESTARTS", "PET_LOG_DIR"}
+    assert shared == {
+        "PET_MODULE",
+        "PET_NO_PYTHON",
+        "PET_NODE_RANK",
+        "PET_MAX_RESTARTS",
+        "PET_LOG_DIR",
+    }
 
 
 @pytest.mark.torch
 def test_torchruns_options_are_all_known() -> None:
     distributed = pytest.importorskip("torch.distributed.run")
     known = {name for row in (*RUN, *TORCHRUN) for name in row.names} | {"-h", "--help"}
-    theirs = {name for action in distributed.get_args_parser()._actions for name in action.option_strings}
+    theirs = {
+        name for action in distributed.get_args_parser()._actions for name in action.option_strings
+    }
     assert theirs <= known
 
 
 def test_variables_of_torchrun_are_read() -> None:
-    asked = ask("x", {"PET_NNODES": "2", "PET_RDZV_ENDPOINT": "h:1", "PET_TEE": "3", "PET_MAX_RESTARTS": "2"})
+    asked = ask(
+        "x",
+        {"PET_NNODES": "2", "PET_RDZV_ENDPOINT": "h:1", "PET_TEE": "3", "PET_MAX_RESTARTS": "2"},
+    )
     assert asked.spec.resources.nodes == 2
     assert str(asked.spec.place.scheduler) == "h:1"
     assert asked.sources["policy.max_restarts"] == "PET_MAX_RESTARTS"

@@ -1,5 +1,6 @@
 """
-The surface is frozen on purpose: who changes one of these sets changes what users type, and says so in CHANGELOG.md.
+The surface is frozen on purpose: who changes one of these sets changes what users type, and says so
+in CHANGELOG.md.
 """
 
 from __future__ import annotations
@@ -44,8 +45,23 @@ MSRUNS = words("""
     --worker_num --local_worker_num --join --cluster_time_out --bind_core --bind_numa --worker_log_name
     --tail_worker_log --rank_table_file --sim_level --sim_rank_id
 """)
-COMMANDS = {"run", "join", "scheduler", "relay", "status", "logs", "stop", "warm", "token", "env", "rank-table",
-            "slurm", "mpirun", "checkpoint", "completion"}  # fmt: skip
+COMMANDS = {
+    "run",
+    "join",
+    "scheduler",
+    "relay",
+    "status",
+    "logs",
+    "stop",
+    "warm",
+    "token",
+    "env",
+    "rank-table",
+    "slurm",
+    "mpirun",
+    "checkpoint",
+    "completion",
+}
 VARIABLES = words("""
     PDRUN_MODULE PDRUN_NO_PYTHON PDRUN_PYTHON PDRUN_CHDIR PDRUN_NODES PDRUN_DEVICES PDRUN_BACKEND PDRUN_THREADS
     PDRUN_BIND PDRUN_LOCAL PDRUN_SCHEDULER PDRUN_SERVE PDRUN_NODE_RANK PDRUN_NODE_NAME PDRUN_INTERFACE PDRUN_JOB
@@ -110,9 +126,9 @@ def test_no_spelling_means_two_things() -> None:
 def test_commands() -> None:
     group = build(lambda found: None, lambda read: 0)
     assert set(group.commands) == COMMANDS
-    assert {name for param in group.commands["run"].params for name in param.opts if name[0] == "-"} == (
-        OPTIONS | TORCHRUNS | MSRUNS
-    )
+    assert {
+        name for param in group.commands["run"].params for name in param.opts if name[0] == "-"
+    } == (OPTIONS | TORCHRUNS | MSRUNS)
     assert set(JOINERS) < OPTIONS
 
 
@@ -148,19 +164,55 @@ def test_events() -> None:
 def test_exit_codes() -> None:
     codes = {kind.__name__: kind.exit_code for kind in errors.PdrunError.__subclasses__()}
     assert codes == {
-        "UsageError": 2, "ConfigError": 78, "RendezvousError": 69, "AuthenticationError": 77,
-        "DeadlineExceeded": 124, "JobFailed": 70, "PeerLost": 69,
-    }  # fmt: skip
+        "UsageError": 2,
+        "ConfigError": 78,
+        "RendezvousError": 69,
+        "AuthenticationError": 77,
+        "DeadlineExceeded": 124,
+        "JobFailed": 70,
+        "PeerLost": 69,
+    }
 
 
 def test_every_path_that_an_option_gives_is_known() -> None:
-    known = {*field_paths(), "scheduler.host", "scheduler.port", "msrun.workers", "msrun.local_workers",
-             "msrun.bind_core", "msrun.bind_numa", "torchrun.redirects", "torchrun.tee", "torchrun.shown",
-             "torchrun.standalone", "torchrun.grow", "torchrun.gather",
-             "hosts.all", "hosts.file", "hosts.include", "hosts.exclude",
-             "ask.dry_run", "ask.explain", "ask.json"}  # fmt: skip
-    texts = ("1", "1s", "h:1", "True", "cores", "cpu", "node", "rank", "A=1", "1:2", "join_timeout=3",
-             "last_call_timeout=3", "null", "c10d")  # fmt: skip
+    known = {
+        *field_paths(),
+        "scheduler.host",
+        "scheduler.port",
+        "msrun.workers",
+        "msrun.local_workers",
+        "msrun.bind_core",
+        "msrun.bind_numa",
+        "torchrun.redirects",
+        "torchrun.tee",
+        "torchrun.shown",
+        "torchrun.standalone",
+        "torchrun.grow",
+        "torchrun.gather",
+        "hosts.all",
+        "hosts.file",
+        "hosts.include",
+        "hosts.exclude",
+        "ask.dry_run",
+        "ask.explain",
+        "ask.json",
+    }
+    texts = (
+        "1",
+        "1s",
+        "h:1",
+        "True",
+        "cores",
+        "cpu",
+        "node",
+        "rank",
+        "A=1",
+        "1:2",
+        "join_timeout=3",
+        "last_call_timeout=3",
+        "null",
+        "c10d",
+    )
     for row in (*RUN, *ALIASES):
         for text in texts:
             try:
@@ -172,8 +224,17 @@ def test_every_path_that_an_option_gives_is_known() -> None:
 
 def test_every_parameter_of_a_row_is_used() -> None:
     assert {field.name for field in dataclasses.fields(Option)} == {
-        "names", "help", "read", "group", "metavar", "env", "off", "origin", "note", "first",
-    }  # fmt: skip
+        "names",
+        "help",
+        "read",
+        "group",
+        "metavar",
+        "env",
+        "off",
+        "origin",
+        "note",
+        "first",
+    }
     program = Wish("program.target", "x", Source("command line", Level.COMMAND))
     assert derive.build([program]).spec.program.target == "x"
 

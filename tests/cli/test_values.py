@@ -29,11 +29,27 @@ def test_every_whole_number_in_range_is_taken(number: int) -> None:
 
 
 PARSERS = [
-    values.duration, values.duration_or_zero, values.yes_no, values.plain, values.path, values.host, values.port,
-    values.endpoint(), values.interface, values.ranks, values.rank_set, values.assignment, values.log_name,
-    values.node_range, values.exit_codes, values.scheduler_loss, values.name, values.whole(), values.whole_or_auto(),
+    values.duration,
+    values.duration_or_zero,
+    values.yes_no,
+    values.plain,
+    values.path,
+    values.host,
+    values.port,
+    values.endpoint(),
+    values.interface,
+    values.ranks,
+    values.rank_set,
+    values.assignment,
+    values.log_name,
+    values.node_range,
+    values.exit_codes,
+    values.scheduler_loss,
+    values.name,
+    values.whole(),
+    values.whole_or_auto(),
     values.choice("a", "b"),
-]  # fmt: skip
+]
 
 
 @given(st.sampled_from(PARSERS), st.text(st.characters(), max_size=40))
@@ -47,14 +63,24 @@ def test_no_text_breaks_a_parser(parser: values.Parser, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("30", 30), ("2.5", 2.5), ("30s", 30), ("5m", 300), ("1h", 3600), ("1h30m", 5400), ("1d", 86400), ("250ms", 0.25)],
+    [
+        ("30", 30),
+        ("2.5", 2.5),
+        ("30s", 30),
+        ("5m", 300),
+        ("1h", 3600),
+        ("1h30m", 5400),
+        ("1d", 86400),
+        ("250ms", 0.25),
+    ],
 )
 def test_durations(text: str, seconds: float) -> None:
     assert values.duration(text, "--x") == seconds
 
 
 @pytest.mark.parametrize(
-    "text", ["", "s", "30 s", "3x", "1e3", "-1", "+1", ".5", "1_0", "inf", "0", "400d", "\u0663", "1h 2m"]
+    "text",
+    ["", "s", "30 s", "3x", "1e3", "-1", "+1", ".5", "1_0", "inf", "0", "400d", "\u0663", "1h 2m"],
 )
 def test_no_durations(text: str) -> None:
     with pytest.raises(UsageError):
@@ -79,14 +105,26 @@ def test_endpoints() -> None:
     assert values.endpoint(29400)("node0", "--x") == Endpoint("node0", 29400)
 
 
-@given(st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,8}", fullmatch=True), st.text(st.characters(exclude_characters="\0")))
+@given(
+    st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,8}", fullmatch=True),
+    st.text(st.characters(exclude_characters="\0")),
+)
 def test_an_assignment_keeps_its_value_as_it_is(name: str, value: str) -> None:
     assert values.assignment(f"{name}={value}", "--x") == (name, value)
 
 
 def test_nodes_are_a_number_or_a_range() -> None:
-    assert [values.node_range(text, "--x") for text in ("4", "4:4", "2:4")] == [(0, 4), (0, 4), (2, 4)]
-    for text, words in (("4:2", "write 2:4"), ("0:2", "below 1"), (":2", "lacks a number"), ("1:2:3", "2:3")):
+    assert [values.node_range(text, "--x") for text in ("4", "4:4", "2:4")] == [
+        (0, 4),
+        (0, 4),
+        (2, 4),
+    ]
+    for text, words in (
+        ("4:2", "write 2:4"),
+        ("0:2", "below 1"),
+        (":2", "lacks a number"),
+        ("1:2:3", "2:3"),
+    ):
         with pytest.raises(UsageError, match=words):
             values.node_range(text, "--x")
 

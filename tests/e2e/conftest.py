@@ -1,4 +1,6 @@
-"""Runs the command as a user would, in a folder and with a home of its own, and leaves nothing behind."""
+"""
+Runs the command as a user would, in a folder and with a home of its own, and leaves nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,10 @@ class Job:
             )
 
     def expect(self, pattern: str, timeout: float = 30.0, count: int = 1) -> str:
-        """Wait until ``pattern`` was printed ``count`` times (stdout or stderr); return the text so far."""
+        """
+        Wait until ``pattern`` was printed ``count`` times (stdout or stderr); return the text so
+        far.
+        """
         deadline = time.monotonic() + timeout
         while True:
             text = self.out + self.err
@@ -53,7 +58,9 @@ class Job:
             if time.monotonic() > deadline or (
                 self.process.poll() is not None and time.monotonic() > deadline - timeout + 1
             ):
-                pytest.fail(f"{pattern!r} not seen\n--- stdout\n{self.out[-3000:]}\n--- stderr\n{self.err[-3000:]}")
+                pytest.fail(
+                    f"{pattern!r} not seen\n--- stdout\n{self.out[-3000:]}\n--- stderr\n{self.err[-3000:]}"
+                )
             time.sleep(0.01)
 
     def signal(self, number: int) -> float:
@@ -70,7 +77,9 @@ class Shell:
     jobs: list[Job] = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)
 
-    def start(self, *args: str, env: dict[str, str] | None = None, prefix: tuple[str, ...] = ()) -> Job:
+    def start(
+        self, *args: str, env: dict[str, str] | None = None, prefix: tuple[str, ...] = ()
+    ) -> Job:
         """Start ``pdrun ARGS``; stdin is closed, the process leads its own group as in a shell."""
         return self.start_process([*prefix, sys.executable, "-m", "pdrun", *args], env)
 
@@ -81,14 +90,19 @@ class Shell:
         with out.open("wb") as out_file, err.open("wb") as err_file:
             process = subprocess.Popen(
                 command,
-                cwd=self.folder, env={**self.env, **(env or {})},
-                stdin=subprocess.DEVNULL, stdout=out_file, stderr=err_file,
+                cwd=self.folder,
+                env={**self.env, **(env or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=out_file,
+                stderr=err_file,
                 process_group=0,
-            )  # fmt: skip
+            )
         self.jobs.append(Job(process, out, err))
         return self.jobs[-1]
 
-    def run(self, *args: str, timeout: float = 60.0, env: dict[str, str] | None = None) -> tuple[int, str, str]:
+    def run(
+        self, *args: str, timeout: float = 60.0, env: dict[str, str] | None = None
+    ) -> tuple[int, str, str]:
         """Run to the end; return (exit code, stdout, stderr)."""
         job = self.start(*args, env=env)
         return job.wait(timeout), job.out, job.err
@@ -133,9 +147,20 @@ def until(condition: Callable[[], bool], what: str, timeout: float = 30.0) -> No
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[Shell]:
-    """A shell whose HOME, cookie and logs live in the test's folder; whatever still runs at the end is killed."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("PDRUN_", "MS_", "PET_"))}
-    env.update(HOME=str(tmp_path), XDG_CONFIG_HOME=str(tmp_path / "config"), XDG_STATE_HOME=str(tmp_path / "state"))
+    """
+    A shell whose HOME, cookie and logs live in the test's folder; whatever still runs at the end is
+    killed.
+    """
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PDRUN_", "MS_", "PET_"))
+    }
+    env.update(
+        HOME=str(tmp_path),
+        XDG_CONFIG_HOME=str(tmp_path / "config"),
+        XDG_STATE_HOME=str(tmp_path / "state"),
+    )
     shell = Shell(tmp_path, env=env)
     yield shell
     for job in shell.jobs:

@@ -1,4 +1,7 @@
-"""The edges of a run: signals and deaths before the job and after the verdict, closed descriptors, too few of them."""
+"""
+The edges of a run: signals and deaths before the job and after the verdict, closed descriptors, too
+few of them.
+"""
 
 from __future__ import annotations
 
@@ -43,17 +46,25 @@ def in_shell(shell: Shell, command: str) -> subprocess.CompletedProcess[str]:
     """Run a line of bash in which ``pdrun`` is the command."""
     text = f'pdrun() {{ "{sys.executable}" -m pdrun "$@"; }}\n{command}'
     return subprocess.run(
-        ["bash", "-c", text], cwd=shell.folder, env=shell.env, capture_output=True, text=True, timeout=60,
+        ["bash", "-c", text],
+        cwd=shell.folder,
+        env=shell.env,
+        capture_output=True,
+        text=True,
+        timeout=60,
         stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+    )
 
 
-# Before the job -------------------------------------------------------------------------------------------------------
+# Before the job
+# -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("delay", [0.0, 0.1, 0.2, 0.3, 0.4])
-def test_an_agent_killed_during_the_start_ends_the_job_soon(shell: Shell, which: int, delay: float) -> None:
+def test_an_agent_killed_during_the_start_ends_the_job_soon(
+    shell: Shell, which: int, delay: float
+) -> None:
     job = shell.start(*LOCAL, shell.script(WAIT))
     until(lambda: len(agents(job.process.pid)) == 2, "two agents")
     time.sleep(delay)  # the moment is what is tested
@@ -82,7 +93,9 @@ def _begun(job: Job) -> bool:
 def test_a_stop_at_any_moment_of_the_start_has_its_code_and_no_traceback(
     shell: Shell, nodes: tuple[str, ...], number: int
 ) -> None:
-    name = shell.script("import signal, time\nfor n in (2, 3, 15): signal.signal(n, signal.SIG_DFL)\ntime.sleep(60)\n")
+    name = shell.script(
+        "import signal, time\nfor n in (2, 3, 15): signal.signal(n, signal.SIG_DFL)\ntime.sleep(60)\n"
+    )
     for delay in (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8):
         job = shell.start(*nodes, name)
         until(lambda job=job: _begun(job), "handlers")
@@ -94,10 +107,13 @@ def test_a_stop_at_any_moment_of_the_start_has_its_code_and_no_traceback(
         gone_within(pids, 1.0)
 
 
-# Stopping and leaving -------------------------------------------------------------------------------------------------
+# Stopping and leaving
+# -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("number", "name"), [(signal.SIGQUIT, "SIGQUIT"), (signal.SIGINT, "SIGINT")])
+@pytest.mark.parametrize(
+    ("number", "name"), [(signal.SIGQUIT, "SIGQUIT"), (signal.SIGINT, "SIGINT")]
+)
 def test_the_front_stops_with_grace(shell: Shell, number: int, name: str) -> None:
     saving = f"""
 import signal, sys, time
@@ -132,7 +148,8 @@ def test_any_number_of_signals_until_the_very_exit_leaves_the_code(
     assert "has died" not in job.err
 
 
-# Descriptors ----------------------------------------------------------------------------------------------------------
+# Descriptors
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
@@ -146,19 +163,29 @@ def test_standard_streams_may_be_closed(shell: Shell, args: str, closed: str) ->
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
-@pytest.mark.parametrize("args", ["--help", "--version", "--dry-run work.py", "--dry-run --json work.py"])
+@pytest.mark.parametrize(
+    "args", ["--help", "--version", "--dry-run work.py", "--dry-run --json work.py"]
+)
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_full_disk_under_stdout_is_one_line(shell: Shell, args: str, unbuffered: str) -> None:
     shell.script(HI)
     done = in_shell(shell, f"export PYTHONUNBUFFERED={unbuffered}\npdrun {args} > /dev/full")
     assert done.returncode == 74
-    assert done.stderr == "pdrun: error: the output could not be written: No space left on device (ENOSPC)\n"
+    assert (
+        done.stderr
+        == "pdrun: error: the output could not be written: No space left on device (ENOSPC)\n"
+    )
 
 
 @pytest.mark.root
-@pytest.mark.parametrize(("limit", "args"), [(1, ""), (3, ""), (5, ""), (7, ""), (4, "--nodes 2 --local")])
+@pytest.mark.parametrize(
+    ("limit", "args"), [(1, ""), (3, ""), (5, ""), (7, ""), (4, "--nodes 2 --local")]
+)
 def test_a_limit_of_processes_is_one_clear_error(shell: Shell, limit: int, args: str) -> None:
-    """Wherever it bites: a thread, the keeper, a worker. Root has no such limit, so another user takes its place."""
+    """
+    Wherever it bites: a thread, the keeper, a worker. Root has no such limit, so another user takes
+    its place.
+    """
     if os.geteuid() != 0 or shutil.which("setpriv") is None:
         pytest.skip("needs root, and setpriv (util-linux)")
     caps = "+dac_override,+dac_read_search"  # the interpreter may lie below /root
@@ -168,7 +195,9 @@ def test_a_limit_of_processes_is_one_clear_error(shell: Shell, limit: int, args:
         Path(folder, "work.py").write_text(HI)
         home = f"cd {folder}; export HOME={folder} TMPDIR={folder}; unset XDG_CONFIG_HOME XDG_STATE_HOME"
         limited = f"exec {user} prlimit --nproc={limit}"
-        done = in_shell(shell, f"{home}; {limited} {sys.executable} -m pdrun --start exec {args} work.py")
+        done = in_shell(
+            shell, f"{home}; {limited} {sys.executable} -m pdrun --start exec {args} work.py"
+        )
     assert done.returncode in (78, 126), done.stderr
     assert "a fault of pdrun itself" not in done.stderr and "Traceback" not in done.stderr
     assert "ulimit -u" in done.stderr, done.stderr
@@ -177,10 +206,13 @@ def test_a_limit_of_processes_is_one_clear_error(shell: Shell, limit: int, args:
 @pytest.mark.parametrize(
     ("limit", "args"),
     [
-        (16, "--devices 4"), (20, "--devices 4"), (64, "--devices 60"),
-        (24, "--nodes 3 --devices 2 --local"), (32, "--nodes 3 --devices 2 --local"),
+        (16, "--devices 4"),
+        (20, "--devices 4"),
+        (64, "--devices 60"),
+        (24, "--nodes 3 --devices 2 --local"),
+        (32, "--nodes 3 --devices 2 --local"),
     ],
-)  # fmt: skip
+)
 def test_too_few_descriptors_is_one_line(shell: Shell, limit: int, args: str) -> None:
     shell.script(HI)
     done = in_shell(shell, f"ulimit -n {limit}; pdrun {args} work.py")

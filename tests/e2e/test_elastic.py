@@ -1,4 +1,7 @@
-"""Jobs that change their size: real agents on loopback that come, go and die; the work goes on where it was saved."""
+"""
+Jobs that change their size: real agents on loopback that come, go and die; the work goes on where
+it was saved.
+"""
 
 from __future__ import annotations
 
@@ -61,14 +64,18 @@ def events(shell: Shell) -> list[dict]:
 
 
 def test_a_killed_node_is_left_behind_and_no_restart_is_counted(shell: Shell) -> None:
-    job = shell.start("--local", "--nodes", "2:3", "--devices", "2", "--gather", "60", shell.script(WORK))
+    job = shell.start(
+        "--local", "--nodes", "2:3", "--devices", "2", "--gather", "60", shell.script(WORK)
+    )
     begun(job, 0, 6)
     until(lambda: saved(shell, 0, 6) >= 3, "some steps")
     os.kill(agent_of(shell, "node2"), signal.SIGKILL)
     text = begun(job, 1, 4)
     enough(shell)
     assert job.wait() == 0, job.err
-    assert "restarts 1" not in text and "node2" in job.err and "starting again with 2 nodes" in job.err
+    assert (
+        "restarts 1" not in text and "node2" in job.err and "starting again with 2 nodes" in job.err
+    )
     assert {line["restarts"] for line in events(shell) if line["kind"] == "assigned"} == {0}
     threads = set(re.findall(r"threads (\d+)", text))
     assert len(threads) == 1  # nobody gets more of a machine because another is gone
@@ -76,7 +83,9 @@ def test_a_killed_node_is_left_behind_and_no_restart_is_counted(shell: Shell) ->
 
 
 def saved(shell: Shell, generation: int, world: int) -> int:
-    """The last step that all workers of a generation have saved, as their files say; -1: not all have."""
+    """
+    The last step that all workers of a generation have saved, as their files say; -1: not all have.
+    """
     found = [shell.pids(f"saved-{generation}-{rank}") for rank in range(world)]
     return min((steps[-1] if steps else -1 for steps in found), default=-1)
 
@@ -111,8 +120,20 @@ def test_a_spare_takes_the_place_of_a_node_that_dies(shell: Shell) -> None:
 
 def test_one_node_begins_alone_a_late_one_stands_by_and_takes_part_next_time(shell: Shell) -> None:
     where = f"127.0.0.1:{free_port()}"
-    first = shell.start("--nodes", "1:2", "--gather", "0", "--scheduler", where, "--serve", "--node-name", "a",
-                        "--max-restarts", "1", shell.script(WORK))  # fmt: skip
+    first = shell.start(
+        "--nodes",
+        "1:2",
+        "--gather",
+        "0",
+        "--scheduler",
+        where,
+        "--serve",
+        "--node-name",
+        "a",
+        "--max-restarts",
+        "1",
+        shell.script(WORK),
+    )
     begun(first, 0, 1)
     first.expect(re.escape(f"pdrun join {where}"))
     late = shell.start("join", where, "--node-name", "b")
@@ -127,8 +148,20 @@ def test_one_node_begins_alone_a_late_one_stands_by_and_takes_part_next_time(she
 
 def test_with_grow_a_late_node_is_taken_in_soon(shell: Shell) -> None:
     where = f"127.0.0.1:{free_port()}"
-    first = shell.start("--nnodes", "1:2", "--gather", "0", "--grow", "0.5", "--scheduler", where, "--serve",
-                        "--node-name", "a", shell.script(WORK))  # fmt: skip
+    first = shell.start(
+        "--nnodes",
+        "1:2",
+        "--gather",
+        "0",
+        "--grow",
+        "0.5",
+        "--scheduler",
+        where,
+        "--serve",
+        "--node-name",
+        "a",
+        shell.script(WORK),
+    )
     begun(first, 0, 1)
     until(lambda: saved(shell, 0, 1) >= 3, "some steps")
     late = shell.start("join", where, "--node-name", "b")
@@ -141,7 +174,9 @@ def test_with_grow_a_late_node_is_taken_in_soon(shell: Shell) -> None:
 
 
 def test_below_the_least_the_job_ends(shell: Shell) -> None:
-    job = shell.start("--local", "--nodes", "2:3", "--grace", "2", "--gather", "60", shell.script(WORK))
+    job = shell.start(
+        "--local", "--nodes", "2:3", "--grace", "2", "--gather", "60", shell.script(WORK)
+    )
     begun(job, 0, 3)
     os.kill(agent_of(shell, "node2"), signal.SIGKILL)
     begun(job, 1, 2)
@@ -161,13 +196,18 @@ def test_ctrl_c_and_sigterm_to_the_whole_job_stop_it(shell: Shell) -> None:
 
 
 CODES = [
-    (("--restart-on", "3"), "3", 0, 2), (("--restart-on", "4"), "3", 3, 1), (("--no-restart-on", "3"), "3", 3, 1),
-    (("--no-restart-on", "4"), "3", 0, 2), (("--restart-on", "SIGKILL"), "kill", 0, 2),
-]  # fmt: skip
+    (("--restart-on", "3"), "3", 0, 2),
+    (("--restart-on", "4"), "3", 3, 1),
+    (("--no-restart-on", "3"), "3", 3, 1),
+    (("--no-restart-on", "4"), "3", 0, 2),
+    (("--restart-on", "SIGKILL"), "kill", 0, 2),
+]
 
 
 @pytest.mark.parametrize(("options", "how", "code", "attempts"), CODES)
-def test_which_codes_are_tried_again(shell: Shell, options: tuple, how: str, code: int, attempts: int) -> None:
+def test_which_codes_are_tried_again(
+    shell: Shell, options: tuple, how: str, code: int, attempts: int
+) -> None:
     script = shell.script(
         "import os, sys\nprint('attempt', flush=True)\n"
         "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"

@@ -39,7 +39,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("how", "code", "words"), CASES)
-def test_the_workers_own_code_on_two_simulated_nodes(shell: Shell, how: str, code: int, words: str) -> None:
+def test_the_workers_own_code_on_two_simulated_nodes(
+    shell: Shell, how: str, code: int, words: str
+) -> None:
     script = shell.script(FAILING)
     found, _, err = shell.run("--nodes", "2", "--devices", "2", "--local", script, how, timeout=40)
     assert found == code, err
@@ -51,14 +53,28 @@ def test_the_workers_own_code_on_two_simulated_nodes(shell: Shell, how: str, cod
 
 
 @pytest.mark.parametrize(("how", "code", "words"), CASES)
-def test_the_same_code_on_every_node_started_by_hand(shell: Shell, how: str, code: int, words: str) -> None:
+def test_the_same_code_on_every_node_started_by_hand(
+    shell: Shell, how: str, code: int, words: str
+) -> None:
     script = shell.script(FAILING)
     where = f"127.0.0.1:{free_port()}"
     both = [
-        shell.start("--nodes", "2", "--devices", "2", "--scheduler", where, "--node-rank", str(rank),
-                    "--node-name", f"host{rank}", script, how)
+        shell.start(
+            "--nodes",
+            "2",
+            "--devices",
+            "2",
+            "--scheduler",
+            where,
+            "--node-rank",
+            str(rank),
+            "--node-name",
+            f"host{rank}",
+            script,
+            how,
+        )
         for rank in (0, 1)
-    ]  # fmt: skip
+    ]
     assert [job.wait(40) for job in both] == [code, code], both[0].err + both[1].err
     for job in both:
         assert words in job.err and "rank 1" in job.err and "host0" in job.err
@@ -83,11 +99,27 @@ def test_a_node_whose_agent_is_killed_leaves_nothing_and_the_others_are_told(she
     )
     where = f"127.0.0.1:{free_port()}"
     first, second = (
-        shell.start("--nodes", "2", "--devices", "2", "--grace", "2", "--scheduler", where, "--node-rank", str(rank),
-                    "--node-name", f"host{rank}", script)
+        shell.start(
+            "--nodes",
+            "2",
+            "--devices",
+            "2",
+            "--grace",
+            "2",
+            "--scheduler",
+            where,
+            "--node-rank",
+            str(rank),
+            "--node-name",
+            f"host{rank}",
+            script,
+        )
         for rank in (0, 1)
-    )  # fmt: skip
-    until(lambda: len(shell.pids("pids0")) == 4 and len(shell.pids("pids1")) == 4, "all workers started")
+    )
+    until(
+        lambda: len(shell.pids("pids0")) == 4 and len(shell.pids("pids1")) == 4,
+        "all workers started",
+    )
     killed = second.signal(signal.SIGKILL)
     gone_within(shell.pids("pids1"), 1.0)
     assert first.wait(20) == 69
@@ -119,7 +151,9 @@ def test_restarts_are_counted_for_the_whole_job(shell: Shell) -> None:
         "while not all(os.path.exists(f'seen-{count}-{other}') for other in range(4)): time.sleep(0.01)\n"
         "sys.exit(3 if rank == '3' and count != '2' else 0)\n"
     )
-    code, out, err = shell.run("--nodes", "2", "--devices", "2", "--local", "--max-restarts", "2", script)
+    code, out, err = shell.run(
+        "--nodes", "2", "--devices", "2", "--local", "--max-restarts", "2", script
+    )
     assert code == 0, err
     for count in range(3):
         assert [out.count(f"attempt {count} of {rank}") for rank in range(4)] == [1, 1, 1, 1]

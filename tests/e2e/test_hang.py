@@ -1,4 +1,7 @@
-"""Workers that do nothing for ever: found, shown with everybody's stacks, ended; and those that only seem to."""
+"""
+Workers that do nothing for ever: found, shown with everybody's stacks, ended; and those that only
+seem to.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.usefixtures("torc
 
 @pytest.mark.parametrize("reports", ["progress", "silent"])
 @pytest.mark.parametrize("start", ["fork", "exec"])
-def test_the_rank_that_is_elsewhere_is_named_with_all_stacks(shell: Shell, reports: str, start: str) -> None:
+def test_the_rank_that_is_elsewhere_is_named_with_all_stacks(
+    shell: Shell, reports: str, start: str
+) -> None:
     script = shell.script(GLOO)
     options = ("--devices", "3", "--start", start, "--hang-timeout", "4", "--grace", "2")
     code, out, err = shell.run(*options, script, "lock", reports, timeout=150)
@@ -59,7 +64,9 @@ def test_the_rank_that_is_elsewhere_is_named_with_all_stacks(shell: Shell, repor
     assert "done" not in out
     why = "no progress for" if reports == "progress" else "no output and no CPU time for"
     assert f"hangs: {why}" in err
-    if start == "fork" or reports == "progress":  # who is executed offers its stacks with its first word to pdrun
+    if (
+        start == "fork" or reports == "progress"
+    ):  # who is executed offers its stacks with its first word to pdrun
         assert "rank 1 on " in err[: err.index(" hangs: ")][-30:]
         picture = err[err.index(" hangs: ") :]
         assert "ranks 0, 2 are here" in picture and "in reduce" in picture
@@ -69,7 +76,9 @@ def test_the_rank_that_is_elsewhere_is_named_with_all_stacks(shell: Shell, repor
 
 def test_a_stopped_rank_is_the_one(shell: Shell) -> None:
     script = shell.script(GLOO)
-    job = shell.start("--devices", "3", "--hang-timeout", "5", "--grace", "3", script, "stop", "progress")
+    job = shell.start(
+        "--devices", "3", "--hang-timeout", "5", "--grace", "3", script, "stop", "progress"
+    )
     until(lambda: all(shell.pids(f"up-0-{rank}") for rank in range(3)), "three workers", 90)
     os.kill(shell.pids("up-0-2")[0], signal.SIGSTOP)
     assert job.wait(90) == 124
@@ -80,8 +89,20 @@ def test_a_stopped_rank_is_the_one(shell: Shell) -> None:
 
 def test_the_restart_policy_applies(shell: Shell) -> None:
     script = shell.script(GLOO)
-    code, out, err = shell.run("--devices", "3", "--hang-timeout", "4", "--max-restarts", "1", "--grace", "2", script,
-                               "lock", "progress", timeout=180)  # fmt: skip
+    code, out, err = shell.run(
+        "--devices",
+        "3",
+        "--hang-timeout",
+        "4",
+        "--max-restarts",
+        "1",
+        "--grace",
+        "2",
+        script,
+        "lock",
+        "progress",
+        timeout=180,
+    )
     assert code == 0, err
     assert out.count("done") == 3
     assert "restart 1 of 1" in err and "hung: no progress" in err
@@ -99,20 +120,26 @@ while not os.path.exists("ready"): time.sleep(0.5)
 """
 
 
-@pytest.mark.parametrize("layout", [("--devices", "3"), ("--local", "--nodes", "3")], ids=["one node", "three nodes"])
+@pytest.mark.parametrize(
+    "layout", [("--devices", "3"), ("--local", "--nodes", "3")], ids=["one node", "three nodes"]
+)
 def test_who_waits_for_a_rank_at_work_does_not_hang(shell: Shell, layout: tuple[str, ...]) -> None:
     code, _, err = shell.run(*layout, "--hang-timeout", "3", shell.script(WAITING), timeout=150)
     assert (code, "hang" in err) == (0, False), err
 
 
 def test_output_is_a_sign_of_life(shell: Shell) -> None:
-    script = shell.script("import time\nfor number in range(8):\n    print(number, flush=True)\n    time.sleep(1)\n")
+    script = shell.script(
+        "import time\nfor number in range(8):\n    print(number, flush=True)\n    time.sleep(1)\n"
+    )
     assert shell.run("--hang-timeout", "3", script, timeout=60)[0] == 0
 
 
 def test_any_program_is_watched_and_described_from_outside(shell: Shell) -> None:
     begin = time.monotonic()
-    code, _, err = shell.run("--no-python", "--hang-timeout", "2", "--grace", "2", "sleep", "300", timeout=60)
+    code, _, err = shell.run(
+        "--no-python", "--hang-timeout", "2", "--grace", "2", "sleep", "300", timeout=60
+    )
     assert code == 124, err
     assert "no output and no CPU time for" in err and "state S (waiting)" in err
     assert time.monotonic() - begin < 45

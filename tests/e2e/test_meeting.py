@@ -1,4 +1,7 @@
-"""Nodes that come together, or do not: who is missing, wrong jobs, wrong tokens, strangers at the port."""
+"""
+Nodes that come together, or do not: who is missing, wrong jobs, wrong tokens, strangers at the
+port.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +21,35 @@ HELLO = (
 
 
 def node(
-    shell: Shell, where: str, name: str, script: str, *more: str, nodes: int = 2, devices: int = 1, **kwargs: object
+    shell: Shell,
+    where: str,
+    name: str,
+    script: str,
+    *more: str,
+    nodes: int = 2,
+    devices: int = 1,
+    **kwargs: object,
 ) -> Job:
     """Start one node of a job by hand."""
-    options = ("--nodes", str(nodes), "--devices", str(devices), "--scheduler", where, "--node-name", name)
+    options = (
+        "--nodes",
+        str(nodes),
+        "--devices",
+        str(devices),
+        "--scheduler",
+        where,
+        "--node-name",
+        name,
+    )
     return shell.start(*options, *more, script, **kwargs)  # type: ignore[arg-type]
 
 
 def hellos(*jobs: Job) -> list[tuple[int, ...]]:
     """(rank, world size, local rank, local world size, node rank) of every line, in rank order."""
     text = "".join(job.out for job in jobs)
-    return sorted(tuple(map(int, match)) for match in re.findall(r"hello (\d+) (\d+) (\d+) (\d+) (\d+)", text))
+    return sorted(
+        tuple(map(int, match)) for match in re.findall(r"hello (\d+) (\d+) (\d+) (\d+) (\d+)", text)
+    )
 
 
 def test_uneven_nodes_form_one_world(shell: Shell) -> None:
@@ -52,8 +73,12 @@ def test_node2_stands_before_node10_whatever_the_order_of_arrival(shell: Shell) 
 
 def test_two_of_three_nodes_say_who_is_missing_and_ctrl_c_ends_them(shell: Shell) -> None:
     script, where = shell.script(HELLO), f"127.0.0.1:{free_port()}"
-    jobs = [node(shell, where, f"n{rank}", script, "--node-rank", str(rank), nodes=3) for rank in (0, 2)]
-    jobs[0].expect(r"2 of 3 nodes.*missing.*node rank 1|2 of 3 nodes.*node rank 1.*missing", timeout=15)
+    jobs = [
+        node(shell, where, f"n{rank}", script, "--node-rank", str(rank), nodes=3) for rank in (0, 2)
+    ]
+    jobs[0].expect(
+        r"2 of 3 nodes.*missing.*node rank 1|2 of 3 nodes.*node rank 1.*missing", timeout=15
+    )
     assert f"pdrun join {where}" in jobs[0].err
     sent = jobs[0].signal(signal.SIGINT)
     assert jobs[0].wait(5) == 130
@@ -95,6 +120,7 @@ def test_unnamed_jobs_are_told_apart_by_their_command(shell: Shell) -> None:
 
 def test_one_job_with_two_commands_is_told_both(shell: Shell) -> None:
     where, script = f"127.0.0.1:{free_port()}", shell.script(HELLO)
+
     def start(name: str, argument: str, *job: str) -> Job:
         named = ("--nodes", "2", "--devices", "1", "--scheduler", where, "--node-name", name)
         return shell.start(*named, *job, script, argument)
@@ -103,10 +129,16 @@ def test_one_job_with_two_commands_is_told_both(shell: Shell) -> None:
     first.expect("1 of 2 nodes", timeout=15)
     second = start("b", "3", "--job", "q")
     assert second.wait(15) == 78
-    assert f"`pdrun --nodes 2 {script} 2` on a, `pdrun --nodes 2 {script} 3` on b: type the same" in second.err
+    assert (
+        f"`pdrun --nodes 2 {script} 2` on a, `pdrun --nodes 2 {script} 3` on b: type the same"
+        in second.err
+    )
     third = start("c", "3")
     assert third.wait(15) == 69
-    assert f"with `pdrun --nodes 2 {script} 2`" in third.err and "or give one of the jobs another port" in third.err
+    assert (
+        f"with `pdrun --nodes 2 {script} 2`" in third.err
+        and "or give one of the jobs another port" in third.err
+    )
     first.signal(signal.SIGINT)
     assert first.wait(10) == 130
 
@@ -125,8 +157,10 @@ def test_a_name_that_is_not_known_is_said(shell: Shell) -> None:
     words = "the name 'no-such-host.invalid' is not known here"
     code, _, err = shell.run(*nowhere, "--dry-run", script)
     assert code == 78 and f"--scheduler: {words}" in err
-    for args in ((*nowhere, "--interface", "lo", "--start-timeout", "3", script),
-                 ("join", "no-such-host.invalid:1", "--start-timeout", "3")):  # fmt: skip
+    for args in (
+        (*nowhere, "--interface", "lo", "--start-timeout", "3", script),
+        ("join", "no-such-host.invalid:1", "--start-timeout", "3"),
+    ):
         code, _, err = shell.run(*args)
         assert code == 69 and f"waiting for the scheduler at no-such-host.invalid:1: {words}" in err
         assert f"error: no-such-host.invalid:1: {words}" in err
@@ -153,7 +187,13 @@ def test_strangers_at_the_port_are_dropped_and_the_service_goes_on(shell: Shell)
     first = node(shell, where, "a", script)
     first.expect("1 of 2 nodes", timeout=15)
     null_greeting = b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03\x00NULL" + bytes(48)
-    for noise in (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", bytes(range(256)) * 64, null_greeting, b"\x80\x04\x95", b""):
+    for noise in (
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        bytes(range(256)) * 64,
+        null_greeting,
+        b"\x80\x04\x95",
+        b"",
+    ):
         with socket.create_connection(("127.0.0.1", port), timeout=5) as stranger:
             stranger.sendall(noise)
     second = node(shell, where, "b", script)
@@ -168,7 +208,10 @@ def test_a_port_that_something_else_holds_is_said_at_once(shell: Shell) -> None:
         where = f"127.0.0.1:{other.getsockname()[1]}"
         start = time.monotonic()
         first = node(shell, where, "a", shell.script(HELLO))
-        first.expect(rf"port \d+ is in use by pid {os.getpid()} \(.*\): joining the scheduler there", timeout=5)
+        first.expect(
+            rf"port \d+ is in use by pid {os.getpid()} \(.*\): joining the scheduler there",
+            timeout=5,
+        )
         assert first.wait(15) == 78
         assert time.monotonic() - start < 12
     assert f"error: {where}: port" in first.err and "and that is no scheduler" in first.err
@@ -194,7 +237,9 @@ def test_a_standing_scheduler_serves_nodes_that_only_connect(shell: Shell) -> No
     assert scheduler.wait(15) == 0
 
 
-def test_a_standing_scheduler_says_how_nodes_come_and_a_joiner_waits_for_the_script(shell: Shell) -> None:
+def test_a_standing_scheduler_says_how_nodes_come_and_a_joiner_waits_for_the_script(
+    shell: Shell,
+) -> None:
     where, script = f"127.0.0.1:{free_port()}", shell.script(HELLO)
     scheduler = shell.start("scheduler", "--nodes", "2", "--listen", where)
     scheduler.expect(f"pdrun --nodes 2 --scheduler {where} --no-serve SCRIPT")
@@ -206,12 +251,23 @@ def test_a_standing_scheduler_says_how_nodes_come_and_a_joiner_waits_for_the_scr
 
 
 def test_nothing_heavy_is_imported_for_several_nodes(shell: Shell) -> None:
-    """Every process of pdrun tells what it imports: zmq where nodes meet, and nothing beyond that."""
+    """
+    Every process of pdrun tells what it imports: zmq where nodes meet, and nothing beyond that.
+    """
     code, _, err = shell.run(
-        "--nodes", "2", "--devices", "1", "--local", "--no-python", "/bin/true", env={"PYTHONPROFILEIMPORTTIME": "1"}
+        "--nodes",
+        "2",
+        "--devices",
+        "1",
+        "--local",
+        "--no-python",
+        "/bin/true",
+        env={"PYTHONPROFILEIMPORTTIME": "1"},
     )
     assert code == 0, err
-    imported = {line.rpartition("|")[2].strip() for line in err.splitlines() if "import time:" in line}
+    imported = {
+        line.rpartition("|")[2].strip() for line in err.splitlines() if "import time:" in line
+    }
     assert {"pdrun.launcher.agent.agent", "pdrun.launcher.controller.controller", "zmq"} <= imported
     heavy = {"rich", "yaml", "psutil", "torch", "numpy", "cloudpickle", "asyncio", "ssl"}
     assert not sorted(heavy & imported)
@@ -219,7 +275,11 @@ def test_nothing_heavy_is_imported_for_several_nodes(shell: Shell) -> None:
 
 def test_the_front_and_the_first_words_need_no_zmq(shell: Shell) -> None:
     script = shell.script("import torch\n")
-    code, _, err = shell.run("--nodes", "2", "--local", "--dry-run", script, env={"PYTHONPROFILEIMPORTTIME": "1"})
-    imported = {line.rpartition("|")[2].strip() for line in err.splitlines() if "import time:" in line}
+    code, _, err = shell.run(
+        "--nodes", "2", "--local", "--dry-run", script, env={"PYTHONPROFILEIMPORTTIME": "1"}
+    )
+    imported = {
+        line.rpartition("|")[2].strip() for line in err.splitlines() if "import time:" in line
+    }
     assert code == 0 and "pdrun.launcher.plan.plan" in imported
     assert not {"zmq", "rich", "yaml", "psutil", "asyncio", "torch", "numpy", "socket"} & imported

@@ -21,7 +21,9 @@ while at < len(data):
 
 
 def test_a_hundred_thousand_lines_none_mixed_none_lost(shell: Shell) -> None:
-    code, out, err = shell.run("--nodes", "2", "--devices", "2", "--local", shell.script(WRITER), timeout=120)
+    code, out, err = shell.run(
+        "--nodes", "2", "--devices", "2", "--local", shell.script(WRITER), timeout=120
+    )
     assert code == 0, err
     lines = out.splitlines()
     pattern = re.compile(r"node(\d):(\d)\| rank (\d) line (\d+) x*")
@@ -93,9 +95,14 @@ def test_a_hidden_rank_that_fails_is_told_once_with_the_file_that_says_why(shell
 
 
 def test_ranks_to_show_that_the_job_does_not_have_are_a_warning(shell: Shell) -> None:
-    code, _, err = shell.run("--devices", "2", "--show-ranks", "0,7-9", shell.script("print('x')\n"))
+    code, _, err = shell.run(
+        "--devices", "2", "--show-ranks", "0,7-9", shell.script("print('x')\n")
+    )
     assert code == 0
-    assert err.count("pdrun: warning: --show-ranks 0,7-9: there is no rank 7-9; the ranks are 0-1") == 1
+    assert (
+        err.count("pdrun: warning: --show-ranks 0,7-9: there is no rank 7-9; the ranks are 0-1")
+        == 1
+    )
 
 
 def test_status_logs_and_stop_of_a_running_job(shell: Shell) -> None:

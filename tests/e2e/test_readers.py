@@ -1,4 +1,7 @@
-"""Who reads pdrun's own lines decides nothing: a reader that goes away, or takes nothing, ends and stalls nobody."""
+"""
+Who reads pdrun's own lines decides nothing: a reader that goes away, or takes nothing, ends and
+stalls nobody.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ WORKER = "import pdrun\npdrun.init(group=False)\n"
 
 @contextmanager
 def reader(kind: str) -> Iterator[int]:
-    """The write end of a pipe: nobody has the other end (``gone``), or nobody reads what fills it (``full``)."""
+    """
+    The write end of a pipe: nobody has the other end (``gone``), or nobody reads what fills it
+    (``full``).
+    """
     read, write = os.pipe()
     if kind == "gone":
         os.close(read)
@@ -42,9 +48,13 @@ def reader(kind: str) -> Iterator[int]:
 def started(shell: Shell, err: int, *command: str, **env: str) -> Iterator[subprocess.Popen[bytes]]:
     """A process with this stderr; ended at last."""
     process = subprocess.Popen(
-        [sys.executable, *command], cwd=shell.folder, env={**shell.env, **env}, stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL, stderr=err,
-    )  # fmt: skip
+        [sys.executable, *command],
+        cwd=shell.folder,
+        env={**shell.env, **env},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=err,
+    )
     try:
         yield process
     finally:
@@ -54,7 +64,9 @@ def started(shell: Shell, err: int, *command: str, **env: str) -> Iterator[subpr
 
 
 def listens(port: int, process: subprocess.Popen[bytes]) -> None:
-    """Wait until somebody listens; looks at the kernel's list, for a connection would be a stranger's."""
+    """
+    Wait until somebody listens; looks at the kernel's list, for a connection would be a stranger's.
+    """
     deadline = time.monotonic() + 30
     while not any(
         words[1].endswith(f":{port:04X}") and words[3] == "0A"
@@ -73,14 +85,32 @@ def test_a_scheduler_and_a_relay(shell: Shell, kind: str) -> None:
         with started(shell, err, *words) as scheduler:
             listens(port, scheduler)
             with started(
-                shell, err, "-m", "pdrun", "relay", "--scheduler", f"127.0.0.1:{port}", "--listen", f"127.0.0.1:{door}"
+                shell,
+                err,
+                "-m",
+                "pdrun",
+                "relay",
+                "--scheduler",
+                f"127.0.0.1:{port}",
+                "--listen",
+                f"127.0.0.1:{door}",
             ) as relay:
                 listens(door, relay)
                 jobs = [
-                    shell.start("--nodes", "2", "--devices", "1", "--scheduler", f"127.0.0.1:{where}", "--no-serve",
-                                "--node-name", f"n{where}", script)
+                    shell.start(
+                        "--nodes",
+                        "2",
+                        "--devices",
+                        "1",
+                        "--scheduler",
+                        f"127.0.0.1:{where}",
+                        "--no-serve",
+                        "--node-name",
+                        f"n{where}",
+                        script,
+                    )
                     for where in (port, door)
-                ]  # fmt: skip
+                ]
                 assert [job.wait(60) for job in jobs] == [0, 0], "".join(job.err for job in jobs)
                 assert scheduler.wait(30) == 0
                 assert relay.wait(30) == 0
@@ -92,7 +122,17 @@ def test_an_agent_that_waits_for_its_scheduler(shell: Shell, kind: str) -> None:
     words = ("--nodes", "2", "--devices", "1", "--scheduler", f"127.0.0.1:{port}")
     with reader(kind) as err:
         with started(
-            shell, err, "-m", "pdrun", *words, "--no-serve", "--node-name", "b", "--prefix", "none", script
+            shell,
+            err,
+            "-m",
+            "pdrun",
+            *words,
+            "--no-serve",
+            "--node-name",
+            "b",
+            "--prefix",
+            "none",
+            script,
         ) as second:
             until = time.monotonic() + 5.0  # it says after 1 s that nobody listens there
             while second.poll() is None and time.monotonic() < until:
@@ -110,7 +150,9 @@ def test_members_of_a_dynamic_cluster(shell: Shell, kind: str) -> None:
     with reader(kind) as err:
         with started(shell, err, script, PDRUN_ROLE="scheduler", **env) as scheduler:
             with started(shell, err, script, PDRUN_ROLE="worker", **env) as first:
-                until = time.monotonic() + 5.0  # the scheduler, and the worker, say that one is missing
+                until = (
+                    time.monotonic() + 5.0
+                )  # the scheduler, and the worker, say that one is missing
                 while first.poll() is None and time.monotonic() < until:
                     time.sleep(0.05)
                 assert first.returncode is None

@@ -1,4 +1,7 @@
-"""The scheduler process is killed under a running job: the workers do not notice, and the verdict is the right one."""
+"""
+The scheduler process is killed under a running job: the workers do not notice, and the verdict is
+the right one.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,10 @@ def scheduler_of(job: Job) -> psutil.Process | None:
     """The scheduler process that this pdrun runs."""
     try:
         found = psutil.Process(job.process.pid).children()
-        return next((each for each in found if "pdrun.rendezvous.scheduler.child_main" in each.cmdline()), None)
+        return next(
+            (each for each in found if "pdrun.rendezvous.scheduler.child_main" in each.cmdline()),
+            None,
+        )
     except psutil.Error:
         return None
 
@@ -77,7 +83,10 @@ def stamps(shell: Shell, rank: int) -> list[float]:
 
 
 def start_of_a_process() -> float:
-    """Seconds that the start of a scheduler's process takes here and now, with all that other tests do beside it."""
+    """
+    Seconds that the start of a scheduler's process takes here and now, with all that other tests do
+    beside it.
+    """
     code = "import pdrun.rendezvous.scheduler.child_main, pdrun.rendezvous.transport.zmq_server, pdrun.rendezvous.journal.replay"
     begin = time.monotonic()
     subprocess.run([sys.executable, "-P", "-c", code], check=True)
@@ -90,19 +99,39 @@ def two_nodes(shell: Shell, *options: str, script: str, runner: str = "") -> lis
     python = [sys.executable, runner] if runner else [sys.executable, "-m", "pdrun"]
     jobs = []
     for rank in (0, 1):
-        words = ("--nodes", "2", "--devices", "2", "--grace", "2", "--scheduler", where, "--node-rank", str(rank),
-                 "--node-name", f"host{rank}", "--show-ranks", "none", *options, script)  # fmt: skip
+        words = (
+            "--nodes",
+            "2",
+            "--devices",
+            "2",
+            "--grace",
+            "2",
+            "--scheduler",
+            where,
+            "--node-rank",
+            str(rank),
+            "--node-name",
+            f"host{rank}",
+            "--show-ranks",
+            "none",
+            *options,
+            script,
+        )
         jobs.append(shell.start_process([*python, *words]))
     return jobs
 
 
 def running(shell: Shell) -> None:
-    until(lambda: all(len(stamps(shell, rank)) > 3 for rank in range(4)), "all four workers run", 60.0)
+    until(
+        lambda: all(len(stamps(shell, rank)) > 3 for rank in range(4)), "all four workers run", 60.0
+    )
 
 
 @pytest.mark.slow
 def test_twenty_kills_disturb_no_worker(shell: Shell) -> None:
-    first, second = two_nodes(shell, script=shell.script(STAMPS), runner=shell.script(PATIENT, "patient.py"))
+    first, second = two_nodes(
+        shell, script=shell.script(STAMPS), runner=shell.script(PATIENT, "patient.py")
+    )
     running(shell)
     pids = sorted(shell.pids("pids"))
     began, outages, start_up = time.monotonic(), [], start_of_a_process()
@@ -112,13 +141,19 @@ def test_twenty_kills_disturb_no_worker(shell: Shell) -> None:
         outages.append(time.monotonic() - start)
         until(lambda: connections(first) >= 2, "both nodes are connected again")
     took = time.monotonic() - began
-    assert sorted(shell.pids("pids")) == pids and all(alive(pid) for pid in pids), "a worker was started anew"
+    assert sorted(shell.pids("pids")) == pids and all(alive(pid) for pid in pids), (
+        "a worker was started anew"
+    )
     for rank in range(4):
         found = [stamp for stamp in stamps(shell, rank) if began < stamp < began + took]
         gaps = [after - before for before, after in itertools.pairwise(found)]
-        assert max(gaps) < 2.0 and statistics.median(gaps) < 0.1, f"rank {rank} stood still for {max(gaps):.2f} s"
+        assert max(gaps) < 2.0 and statistics.median(gaps) < 0.1, (
+            f"rank {rank} stood still for {max(gaps):.2f} s"
+        )
     start_up = max(start_up, start_of_a_process())
-    assert statistics.median(outages) < 2.0 + 3 * start_up, f"{outages}, where a process alone takes {start_up:.2f} s"
+    assert statistics.median(outages) < 2.0 + 3 * start_up, (
+        f"{outages}, where a process alone takes {start_up:.2f} s"
+    )
     (shell.folder / "enough").touch()
     assert [job.wait(60) for job in (first, second)] == [0, 0], first.err + second.err
     assert "was lost" not in first.err + second.err and first.err.count("starting it again") == 20
@@ -129,7 +164,9 @@ def test_the_right_verdict_after_a_kill(shell: Shell, when: str) -> None:
     first, second = two_nodes(shell, script=shell.script(STAMPS))
     running(shell)
     if when == "meanwhile":
-        os.kill(first.process.pid, signal.SIGSTOP)  # nobody starts the scheduler again until the failure has happened
+        os.kill(
+            first.process.pid, signal.SIGSTOP
+        )  # nobody starts the scheduler again until the failure has happened
     killed(first)
     if when == "after":
         back(first, 1)
@@ -149,12 +186,25 @@ def test_simulated_nodes_and_a_job_without_files(shell: Shell) -> None:
     """The journal lies in a folder of its own, which goes with the job."""
     temporary = shell.folder / "tmp"
     temporary.mkdir()
-    job = shell.start("--nodes", "2", "--devices", "2", "--local", "--no-files", "--show-ranks", "none",
-                      shell.script(STAMPS), env={"TMPDIR": str(temporary)})  # fmt: skip
+    job = shell.start(
+        "--nodes",
+        "2",
+        "--devices",
+        "2",
+        "--local",
+        "--no-files",
+        "--show-ranks",
+        "none",
+        shell.script(STAMPS),
+        env={"TMPDIR": str(temporary)},
+    )
     running(shell)
     assert len(list(temporary.glob("pdrun-*/scheduler.journal"))) == 1
-    found = [each for each in psutil.Process(job.process.pid).children(recursive=True)
-             if "pdrun.rendezvous.scheduler.child_main" in each.cmdline()]  # fmt: skip
+    found = [
+        each
+        for each in psutil.Process(job.process.pid).children(recursive=True)
+        if "pdrun.rendezvous.scheduler.child_main" in each.cmdline()
+    ]
     assert len(found) == 1
     found[0].send_signal(signal.SIGKILL)
     back(job, 1)
@@ -181,7 +231,10 @@ def test_a_damaged_journal_ends_the_job_with_69(shell: Shell) -> None:
 
 @pytest.mark.parametrize(("how", "least"), [("wait=2", 2.0), ("stop", 0.0)])
 def test_a_scheduler_that_stays_away(shell: Shell, how: str, least: float) -> None:
-    """It is stopped, not ended, so that nobody starts another one; and with ``stop`` it is simply killed."""
+    """
+    It is stopped, not ended, so that nobody starts another one; and with ``stop`` it is simply
+    killed.
+    """
     first, second = two_nodes(shell, "--on-scheduler-loss", how, script=shell.script(STAMPS))
     running(shell)
     pids = shell.pids("pids")
@@ -216,15 +269,41 @@ def test_a_stop_while_the_scheduler_is_dead(shell: Shell) -> None:
 
 def test_a_standalone_scheduler_resumes_by_itself(shell: Shell) -> None:
     where = f"127.0.0.1:{free_port()}"
-    words = ("scheduler", "--nodes", "2", "--listen", where, "--job", "demo", "--journal", "kept.journal")
+    words = (
+        "scheduler",
+        "--nodes",
+        "2",
+        "--listen",
+        where,
+        "--job",
+        "demo",
+        "--journal",
+        "kept.journal",
+    )
     scheduler = shell.start(*words)
     scheduler.expect("waiting for 2 nodes")
     script = shell.script(STAMPS)
     nodes = [
-        shell.start("--nodes", "2", "--devices", "2", "--grace", "2", "--job", "demo", "--scheduler", where,
-                    "--no-serve", "--node-name", f"host{rank}", "--show-ranks", "none", script)
+        shell.start(
+            "--nodes",
+            "2",
+            "--devices",
+            "2",
+            "--grace",
+            "2",
+            "--job",
+            "demo",
+            "--scheduler",
+            where,
+            "--no-serve",
+            "--node-name",
+            f"host{rank}",
+            "--show-ranks",
+            "none",
+            script,
+        )
         for rank in (0, 1)
-    ]  # fmt: skip
+    ]
     running(shell)
     scheduler.process.kill()
     scheduler.process.wait(10)

@@ -1,4 +1,6 @@
-"""PDRUN_TOKEN: one secret for all that a command does, and for none of the processes that it starts."""
+"""
+PDRUN_TOKEN: one secret for all that a command does, and for none of the processes that it starts.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,17 @@ def waits(shell: Shell) -> str:
 def up(shell: Shell, ranks: int) -> None:
     deadline = time.monotonic() + 40
     while not all((shell.folder / f"{rank}.up").exists() for rank in range(ranks)):
-        assert time.monotonic() < deadline, "the workers did not start" + "".join(job.err for job in shell.jobs)
+        assert time.monotonic() < deadline, "the workers did not start" + "".join(
+            job.err for job in shell.jobs
+        )
         time.sleep(0.02)
 
 
 def with_the_token(pid: int) -> tuple[list[str], int]:
-    """Command lines of the descendants of a process in whose environment the token is; how many were looked at."""
+    """
+    Command lines of the descendants of a process in whose environment the token is; how many were
+    looked at.
+    """
     found, seen = [], 0
     for process in psutil.Process(pid).children(recursive=True):
         try:
@@ -49,7 +56,9 @@ def with_the_token(pid: int) -> tuple[list[str], int]:
     return found, seen
 
 
-def test_two_nodes_on_one_host_with_the_same_command_have_one_secret(shell: Shell, waits: str) -> None:
+def test_two_nodes_on_one_host_with_the_same_command_have_one_secret(
+    shell: Shell, waits: str
+) -> None:
     where = f"127.0.0.1:{free_port()}"
     words = ("--nodes", "2", "--devices", "1", "--scheduler", where, waits)
     first = shell.start("--node-name", "a", *words, env={"PDRUN_TOKEN": TOKEN})
@@ -64,9 +73,17 @@ def test_two_nodes_on_one_host_with_the_same_command_have_one_secret(shell: Shel
     assert "joining the scheduler there" in second.err
 
 
-@pytest.mark.parametrize("words", [("--devices", "2"), ("--nodes", "2", "--devices", "1", "--local"),
-                                   ("--nodes", "1:2", "--devices", "1", "--local")])  # fmt: skip
-def test_no_process_of_a_job_has_the_token(shell: Shell, waits: str, words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--devices", "2"),
+        ("--nodes", "2", "--devices", "1", "--local"),
+        ("--nodes", "1:2", "--devices", "1", "--local"),
+    ],
+)
+def test_no_process_of_a_job_has_the_token(
+    shell: Shell, waits: str, words: tuple[str, ...]
+) -> None:
     job = shell.start(*words, waits, env={"PDRUN_TOKEN": TOKEN})
     up(shell, 2)
     found, seen = with_the_token(job.process.pid)
@@ -80,9 +97,17 @@ def test_ssh_does_not_have_the_token(shell: Shell, waits: str) -> None:
     ssh.write_text(SSH)
     ssh.chmod(0o755)
     job = shell.start(
-        "--hosts", "192.0.2.1", "--ssh", str(ssh), "--python", sys.executable, "--devices", "1", waits,
+        "--hosts",
+        "192.0.2.1",
+        "--ssh",
+        str(ssh),
+        "--python",
+        sys.executable,
+        "--devices",
+        "1",
+        waits,
         env={"PDRUN_TOKEN": TOKEN},
-    )  # fmt: skip
+    )
     up(shell, 1)
     found, seen = with_the_token(job.process.pid)
     assert seen >= 3 and not found
@@ -123,4 +148,6 @@ def test_only_those_tools_have_the_token_that_hand_it_on(shell: Shell) -> None:
     assert f"PDRUN_TOKEN={TOKEN}" in (shell.folder / "sbatch.env").read_text()
     code, out, err = shell.run("mpirun", "render", "--hosts", "h1,h2", script, env=env)
     assert code == 0 and "-x PDRUN_TOKEN" in out, out + err
-    assert "PDRUN_TOKEN" not in (shell.folder / "mpirun.env").read_text(), "it was only asked for its version"
+    assert "PDRUN_TOKEN" not in (shell.folder / "mpirun.env").read_text(), (
+        "it was only asked for its version"
+    )

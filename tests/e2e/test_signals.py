@@ -44,7 +44,9 @@ def test_once_is_graceful(shell: Shell, nodes: str, number: int, code: int) -> N
 
 @pytest.mark.parametrize("nodes", ["1", "2"])
 def test_twice_is_now_and_leaves_nothing(shell: Shell, nodes: str) -> None:
-    job = shell.start("--nodes", nodes, "--devices", "2", "--local", "--grace", "60", shell.script(STUBBORN))
+    job = shell.start(
+        "--nodes", nodes, "--devices", "2", "--local", "--grace", "60", shell.script(STUBBORN)
+    )
     job.expect(r"up$", count=2 * int(nodes))
     job.signal(signal.SIGINT)
     job.expect("ignored", count=2 * int(nodes))
@@ -76,7 +78,9 @@ def test_sigusr1_is_passed_on_and_the_job_goes_on(shell: Shell, nodes: str) -> N
 
 @pytest.mark.parametrize("nodes", ["1", "2"])
 def test_nohup_survives_sighup(shell: Shell, nodes: str) -> None:
-    job = shell.start("--nodes", nodes, "--devices", "2", "--local", shell.script(SAVING), prefix=("nohup",))
+    job = shell.start(
+        "--nodes", nodes, "--devices", "2", "--local", shell.script(SAVING), prefix=("nohup",)
+    )
     until(lambda: len(shell.pids("pids")) == 2 * int(nodes), "workers up")
     job.signal(signal.SIGHUP)
     job.signal(signal.SIGUSR1)

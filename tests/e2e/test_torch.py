@@ -54,7 +54,9 @@ def family(root: int) -> set[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                parents[int(entry.name)] = int(
+                    (entry / "stat").read_text().rpartition(")")[2].split()[1]
+                )
             except OSError:
                 continue
     found, last = {root}, set()
@@ -65,7 +67,9 @@ def family(root: int) -> set[int]:
 
 
 @pytest.mark.parametrize("nodes", ["1", "2"])
-def test_gloo_meets_at_the_held_port_and_everything_listens_on_loopback(shell: Shell, nodes: str) -> None:
+def test_gloo_meets_at_the_held_port_and_everything_listens_on_loopback(
+    shell: Shell, nodes: str
+) -> None:
     (shell.folder / "hold").touch()
     job = shell.start("--nodes", nodes, "--devices", "2", "--local", shell.script(REDUCE))
     world = 2 * int(nodes)
@@ -80,7 +84,8 @@ def test_gloo_meets_at_the_held_port_and_everything_listens_on_loopback(shell: S
 
 def test_a_restart_gets_a_store_of_its_own(shell: Shell) -> None:
     script = shell.script(
-        REDUCE + "sys.exit(5 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and os.environ['RANK'] == '1' else 0)\n"
+        REDUCE
+        + "sys.exit(5 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and os.environ['RANK'] == '1' else 0)\n"
     )
     code, out, err = shell.run("--devices", "2", "--max-restarts", "1", script, timeout=120)
     assert code == 0, err
@@ -107,7 +112,9 @@ def check_training(text: str) -> None:
 
 
 def test_the_example_learns_under_pdrun(shell: Shell) -> None:
-    code, out, err = shell.run("--nodes", "2", "--devices", "2", "--local", EXAMPLE, "--steps", "12", timeout=170)
+    code, out, err = shell.run(
+        "--nodes", "2", "--devices", "2", "--local", EXAMPLE, "--steps", "12", timeout=170
+    )
     assert code == 0, err
     check_training(out)
 

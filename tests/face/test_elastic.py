@@ -1,4 +1,7 @@
-"""`pdrun.elastic` and `pdrun.progress` as a script has them: in processes of their own, with a socket that listens."""
+"""
+`pdrun.elastic` and `pdrun.progress` as a script has them: in processes of their own, with a socket
+that listens.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +39,24 @@ class Agent:
 
     def start(self, code: str, **env: str) -> subprocess.Popen[str]:
         environ = {
-            **os.environ, "RANK": "3", "WORLD_SIZE": "4", "PDRUN_GENERATION": "2", "PDRUN_AGREED_STEP": "41",
-            "TORCHELASTIC_RESTART_COUNT": "1", "PDRUN_AGENT": str(self.folder / "agent"), **env,
-        }  # fmt: skip
-        self.started.append(subprocess.Popen(
-            [sys.executable, "-c", PRELUDE + code], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True,
-        ))  # fmt: skip
+            **os.environ,
+            "RANK": "3",
+            "WORLD_SIZE": "4",
+            "PDRUN_GENERATION": "2",
+            "PDRUN_AGREED_STEP": "41",
+            "TORCHELASTIC_RESTART_COUNT": "1",
+            "PDRUN_AGENT": str(self.folder / "agent"),
+            **env,
+        }
+        self.started.append(
+            subprocess.Popen(
+                [sys.executable, "-c", PRELUDE + code],
+                env=environ,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
         return self.started[-1]
 
     def run(self, code: str, **env: str) -> tuple[int, str, str]:
@@ -87,14 +101,22 @@ def test_outside_pdrun_everything_does_nothing() -> None:
         "print(elastic.agreed_step(), elastic.generation(), elastic.restart_count(), elastic.stopping())\n"
         "print(threading.active_count(), os.listdir('/proc/self/fd'))"
     )
-    environ = {name: text for name, text in os.environ.items() if not name.startswith(("PDRUN_", "RANK", "TORCHEL"))}
-    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+    environ = {
+        name: text
+        for name, text in os.environ.items()
+        if not name.startswith(("PDRUN_", "RANK", "TORCHEL"))
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
+    )
     assert done.stdout.startswith("-1 0 0 False\n1 "), done.stderr
     assert done.stderr == ""
 
 
 def test_what_the_environment_tells(agent: Agent) -> None:
-    code, out, err = agent.run("print(elastic.agreed_step(), elastic.generation(), elastic.restart_count())")
+    code, out, err = agent.run(
+        "print(elastic.agreed_step(), elastic.generation(), elastic.restart_count())"
+    )
     assert (code, out) == (0, "41 2 1\n"), err
 
 
@@ -111,7 +133,9 @@ def test_quick_steps_are_told_ten_times_a_second_and_the_last_one_always(agent: 
     begin = time.monotonic()
     _, out, _ = agent.run(code)
     took, heard = time.monotonic() - begin, agent.heard()
-    assert heard[-1]["step"] == 199_999 or len(heard) == 11  # the queue of a socket that nobody reads holds so many
+    assert (
+        heard[-1]["step"] == 199_999 or len(heard) == 11
+    )  # the queue of a socket that nobody reads holds so many
     assert len(heard) <= 2 + took * 10
     assert out == "2\n"
 
@@ -137,10 +161,16 @@ def test_an_agent_that_is_gone_is_no_error(agent: Agent) -> None:
     assert agent.run("pdrun.progress(1); elastic.saved(1); print('on')")[:2] == (0, "on\n")
 
 
-@pytest.mark.parametrize("call", [
-    "pdrun.progress(-1)", "pdrun.progress(2**53)", "pdrun.progress(1, busy=-1)", "pdrun.progress(1, busy=float('nan'))",
-    "elastic.saved(-1)",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "call",
+    [
+        "pdrun.progress(-1)",
+        "pdrun.progress(2**53)",
+        "pdrun.progress(1, busy=-1)",
+        "pdrun.progress(1, busy=float('nan'))",
+        "elastic.saved(-1)",
+    ],
+)
 def test_what_is_no_step_is_an_error(agent: Agent, call: str) -> None:
     code, _, err = agent.run(call)
     assert code == 1 and "ValueError" in err
@@ -157,20 +187,23 @@ def test_numbers_of_other_kinds_are_fine_and_texts_are_not(agent: Agent) -> None
 CHILDREN = {
     "fork": "pid = os.fork()\nif pid == 0:\n pdrun.progress(99); elastic.saved(99); os._exit(0)\nos.waitpid(pid, 0)",
     "forked worker": "import multiprocessing as mp\n"
-                     "p = mp.get_context('fork').Process(target=pdrun.progress, args=(99,))\np.start(); p.join()",
+    "p = mp.get_context('fork').Process(target=pdrun.progress, args=(99,))\np.start(); p.join()",
     "spawned worker": "import multiprocessing as mp\n"
-                      "p = mp.get_context('spawn').Process(target=pdrun.progress, args=(99,))\np.start(); p.join()",
-}  # fmt: skip
+    "p = mp.get_context('spawn').Process(target=pdrun.progress, args=(99,))\np.start(); p.join()",
+}
 
 
 @pytest.mark.parametrize("how", CHILDREN)
 def test_children_of_a_worker_do_not_speak(agent: Agent, how: str) -> None:
-    status, _, err = agent.run(f"pdrun.progress(1)\n{CHILDREN[how]}\ntime.sleep(0.15)\npdrun.progress(2)")
+    status, _, err = agent.run(
+        f"pdrun.progress(1)\n{CHILDREN[how]}\ntime.sleep(0.15)\npdrun.progress(2)"
+    )
     assert status == 0, err
     assert [said["step"] for said in agent.heard()] == [1, 2]
 
 
-# Stopping -------------------------------------------------------------------------------------------------------------
+# Stopping
+# -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_callback_saves_and_the_process_leaves_in_order(agent: Agent) -> None:
@@ -187,7 +220,9 @@ def test_a_callback_saves_and_the_process_leaves_in_order(agent: Agent) -> None:
 
 
 def test_a_script_that_polls_ends_by_itself(agent: Agent) -> None:
-    process = agent.start("elastic.stopping(); up()\nwhile not elastic.stopping(): time.sleep(0.01)\nprint('end')")
+    process = agent.start(
+        "elastic.stopping(); up()\nwhile not elastic.stopping(): time.sleep(0.01)\nprint('end')"
+    )
     up(process)
     process.send_signal(signal.SIGTERM)
     assert process.communicate(timeout=30)[0] == "end\n"
@@ -251,7 +286,9 @@ def test_threads_read_the_flag_and_cannot_take_the_signal(agent: Agent) -> None:
 
 
 def test_stacks_are_offered_on_a_signal_that_changes_nothing_else(agent: Agent) -> None:
-    process = agent.start("def here():\n up()\n time.sleep(1); time.sleep(1)\nelastic.attach(); here(); print('end')")
+    process = agent.start(
+        "def here():\n up()\n time.sleep(1); time.sleep(1)\nelastic.attach(); here(); print('end')"
+    )
     up(process)
     process.send_signal(elastic.STACKS_SIGNAL)
     assert process.communicate(timeout=30)[0] == "end\n"

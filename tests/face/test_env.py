@@ -43,12 +43,27 @@ def test_what_the_launcher_writes_the_script_reads(env: WorkerEnv) -> None:
 
 def test_torchrun_variables_are_enough() -> None:
     found = WorkerEnv.from_env(
-        {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
-         "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29500",
-         "TORCHELASTIC_RUN_ID": "abc", "TORCHELASTIC_RESTART_COUNT": "2"}
-    )  # fmt: skip
+        {
+            "RANK": "5",
+            "WORLD_SIZE": "8",
+            "LOCAL_RANK": "1",
+            "LOCAL_WORLD_SIZE": "4",
+            "GROUP_RANK": "1",
+            "GROUP_WORLD_SIZE": "2",
+            "MASTER_ADDR": "node1",
+            "MASTER_PORT": "29500",
+            "TORCHELASTIC_RUN_ID": "abc",
+            "TORCHELASTIC_RESTART_COUNT": "2",
+        }
+    )
     assert found is not None
-    assert (found.rank, found.world_size, found.local_rank, found.node_rank, found.nodes) == (5, 8, 1, 1, 2)
+    assert (found.rank, found.world_size, found.local_rank, found.node_rank, found.nodes) == (
+        5,
+        8,
+        1,
+        1,
+        2,
+    )
     assert (found.run_id, found.restart_count, found.collective) == ("abc", 2, "")
 
 
@@ -85,9 +100,16 @@ def test_every_field_travels() -> None:
     base = WorkerEnv(0, 2, 0, 1, 0, 2, "a", 1, "run")
     for item in dataclasses.fields(WorkerEnv):
         other = 1 if isinstance(getattr(base, item.name), int) else "zz"
-        value = other if other != getattr(base, item.name) else other + 1 if isinstance(other, int) else other
+        value = (
+            other
+            if other != getattr(base, item.name)
+            else other + 1
+            if isinstance(other, int)
+            else other
+        )
         changed = dataclasses.replace(
-            base, **{item.name: value, **({"local_world_size": 2} if item.name == "local_rank" else {})}
+            base,
+            **{item.name: value, **({"local_world_size": 2} if item.name == "local_rank" else {})},
         )
         assert changed.to_env() != base.to_env(), item.name
 

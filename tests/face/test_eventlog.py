@@ -18,7 +18,9 @@ STORY = [
     Event("created", 100.0, {"job": "gpt", "run": "gpt-1", "nodes": 2}),
     Event("joined", 101.0, {"node": "n1", "workers": 2}),
     Event("joined", 102.0, {"node": "n2", "workers": 1}),
-    Event("assigned", 102.1, {"generation": 0, "restarts": 0, "nodes": [["n1", 0, 2], ["n2", 2, 1]]}),
+    Event(
+        "assigned", 102.1, {"generation": 0, "restarts": 0, "nodes": [["n1", 0, 2], ["n2", 2, 1]]}
+    ),
     Event("started", 102.2, {"generation": 0}),
     Event("exited", 110.0, {"rank": 2, "node": "n2", "code": 3, "cause": "exit code 3"}),
     Event("stopping", 110.1, {"reason": "rank 2 failed"}),
@@ -30,17 +32,28 @@ STORY = [
 def test_replay_tells_the_story() -> None:
     status = replay(STORY)
     assert (status.job, status.run, status.state, status.code) == ("gpt", "gpt-1", "done", 3)
-    assert [node.name for node in sorted(status.nodes.values(), key=lambda node: node.index)] == ["n1", "n2"]
+    assert [node.name for node in sorted(status.nodes.values(), key=lambda node: node.index)] == [
+        "n1",
+        "n2",
+    ]
     assert [(status.ranks[r].node, status.ranks[r].state) for r in (0, 1, 2)] == [
-        ("n1", "failed"), ("n1", "running"), ("n2", "failed"),
-    ]  # fmt: skip
+        ("n1", "failed"),
+        ("n1", "running"),
+        ("n2", "failed"),
+    ]
     assert status.started_at == 100.0 and status.ended_at == 110.3
 
 
 def test_a_new_generation_forgets_the_old_exits() -> None:
-    again = [Event("restarting", 111.0, {"reason": "rank 2 failed"}),
-             Event("assigned", 112.0, {"generation": 1, "restarts": 1, "nodes": [["n1", 0, 2], ["n2", 2, 1]]}),
-             Event("started", 112.1, {"generation": 1})]  # fmt: skip
+    again = [
+        Event("restarting", 111.0, {"reason": "rank 2 failed"}),
+        Event(
+            "assigned",
+            112.0,
+            {"generation": 1, "restarts": 1, "nodes": [["n1", 0, 2], ["n2", 2, 1]]},
+        ),
+        Event("started", 112.1, {"generation": 1}),
+    ]
     status = replay(STORY[:-1] + again)
     assert (status.generation, status.restarts, status.state) == (1, 1, "running")
     assert {rank.state for rank in status.ranks.values()} == {"running"}
@@ -65,11 +78,20 @@ def test_the_file_holds_what_was_appended_and_cut_lines_are_passed_over(tmp_path
 def test_lines_that_are_no_event_of_their_kind_change_nothing(tmp_path: Path) -> None:
     log = tmp_path / "events.jsonl"
     kinds = [
-        f'{{"kind": "{kind}", "time": 1{fields}}}' for kind in KINDS
-        for fields in ("", ', "node": [], "nodes": 7, "rank": "x", "code": null, "generation": {}',
-                       ', "nodes": [["n", 0]]', ', "nodes": [[{}, {}, {}]]', ', "step": 1e999, "rank": 1e999')
-    ]  # fmt: skip
-    times = [f'{{"kind": "created", "time": {time}}}' for time in ("1e999", "NaN", "-Infinity", "1" + "0" * 400, "[]")]
+        f'{{"kind": "{kind}", "time": 1{fields}}}'
+        for kind in KINDS
+        for fields in (
+            "",
+            ', "node": [], "nodes": 7, "rank": "x", "code": null, "generation": {}',
+            ', "nodes": [["n", 0]]',
+            ', "nodes": [[{}, {}, {}]]',
+            ', "step": 1e999, "rank": 1e999',
+        )
+    ]
+    times = [
+        f'{{"kind": "created", "time": {time}}}'
+        for time in ("1e999", "NaN", "-Infinity", "1" + "0" * 400, "[]")
+    ]
     log.write_text("\n".join(["[" * 100_000, *times, *kinds]) + "\n")
     damaged = replay(read(log))
     with log.open("a") as file:
@@ -100,9 +122,13 @@ class HungDisk:
         return os.write(fd, data)
 
 
-def test_a_disk_that_hangs_holds_up_nobody_and_what_is_missing_stands_in_its_place(tmp_path: Path) -> None:
+def test_a_disk_that_hangs_holds_up_nobody_and_what_is_missing_stands_in_its_place(
+    tmp_path: Path,
+) -> None:
     disk = HungDisk()
-    writer = LineWriter(tmp_path / "log", lambda count: f"missing {count}", most=100, write=disk.write)
+    writer = LineWriter(
+        tmp_path / "log", lambda count: f"missing {count}", most=100, write=disk.write
+    )
     began = time.monotonic()
     for number in range(200):
         writer.put(f"line {number:04}")
@@ -129,11 +155,17 @@ def test_the_end_of_a_log_on_a_disk_that_hangs_is_bounded_and_said(tmp_path: Pat
 
 
 def test_a_line_is_in_the_file_when_append_returns(tmp_path: Path) -> None:
-    others = {thread.ident for thread in threading.enumerate()}  # other tests' may be on their way out
+    others = {
+        thread.ident for thread in threading.enumerate()
+    }  # other tests' may be on their way out
     log = EventLog(tmp_path / "events.jsonl")
 
     def none() -> bool:
-        return all(thread.ident in others for thread in threading.enumerate() if thread.name == "pdrun-events")
+        return all(
+            thread.ident in others
+            for thread in threading.enumerate()
+            if thread.name == "pdrun-events"
+        )
 
     log._lines._waited()
     assert none(), "begun with the first event"
@@ -147,7 +179,11 @@ def test_what_happened_together_is_written_together_however_much_it_is(tmp_path:
     log = EventLog(tmp_path / "events.jsonl")
     log._lines._most = 1000
     log.extend([Event("warning", float(number), {"text": "x" * 90}) for number in range(100)])
-    until(lambda: [event.time for event in read(log.path)] == [*range(100)], "ten times what may wait is there", 10)
+    until(
+        lambda: [event.time for event in read(log.path)] == [*range(100)],
+        "ten times what may wait is there",
+        10,
+    )
     assert log.close() == ""
 
 
@@ -177,19 +213,32 @@ def test_a_job_that_changes_its_size() -> None:
         return Event(kind, 1.0, data)
 
     first = [
-        at("created", job="j", run="r", nodes=3), *(at("joined", node=name, workers=1) for name in "abc"),
-        at("assigned", generation=0, restarts=0, nodes=[["a", 0, 1], ["b", 1, 1]]), at("standby", node="c"),
-        at("started"), at("progress", step=7, saved=5, rank=1, most=9),
-    ]  # fmt: skip
+        at("created", job="j", run="r", nodes=3),
+        *(at("joined", node=name, workers=1) for name in "abc"),
+        at("assigned", generation=0, restarts=0, nodes=[["a", 0, 1], ["b", 1, 1]]),
+        at("standby", node="c"),
+        at("started"),
+        at("progress", step=7, saved=5, rank=1, most=9),
+    ]
     status = replay(first)
-    assert {name: node.state for name, node in status.nodes.items()} == {"a": "running", "b": "running", "c": "standby"}
+    assert {name: node.state for name, node in status.nodes.items()} == {
+        "a": "running",
+        "b": "running",
+        "c": "standby",
+    }
     assert (status.step, status.saved) == (7, 5)
     then = [
-        at("restarting", reason="b was lost"), at("lost", node="b"),
-        at("assigned", generation=1, restarts=0, nodes=[["a", 0, 1], ["c", 1, 1]]), at("started"),
-    ]  # fmt: skip
+        at("restarting", reason="b was lost"),
+        at("lost", node="b"),
+        at("assigned", generation=1, restarts=0, nodes=[["a", 0, 1], ["c", 1, 1]]),
+        at("started"),
+    ]
     status = replay([*first, *then])
-    assert {name: node.state for name, node in status.nodes.items()} == {"a": "running", "b": "lost", "c": "running"}
+    assert {name: node.state for name, node in status.nodes.items()} == {
+        "a": "running",
+        "b": "lost",
+        "c": "running",
+    }
     assert (status.step, status.saved, sorted(status.ranks)) == (-1, 5, [0, 1])
     assert replay([*first, at("gathering", reason="too few")]).state == "gathering"
 
@@ -199,18 +248,35 @@ def test_suspects_are_themselves_again_when_heard_or_when_a_scheduler_begins_ane
         return Event(kind, 1.0, data)
 
     begun = [
-        at("created", job="j", run="r", nodes=1), *(at("joined", node=name, workers=1) for name in "ab"),
-        at("assigned", generation=0, restarts=0, nodes=[["a", 0, 1]]), at("started"), at("standby", node="b"),
-        at("suspect", node="a"), at("suspect", node="b"),
-    ]  # fmt: skip
+        at("created", job="j", run="r", nodes=1),
+        *(at("joined", node=name, workers=1) for name in "ab"),
+        at("assigned", generation=0, restarts=0, nodes=[["a", 0, 1]]),
+        at("started"),
+        at("standby", node="b"),
+        at("suspect", node="a"),
+        at("suspect", node="b"),
+    ]
     assert {node.state for node in replay(begun).nodes.values()} == {"suspect"}
-    for after in ([at("recovered", node="a"), at("recovered", node="b")], [at("resumed", scheduler="x", away=2.0)]):
+    for after in (
+        [at("recovered", node="a"), at("recovered", node="b")],
+        [at("resumed", scheduler="x", away=2.0)],
+    ):
         status = replay([*begun, *after])
-        assert {name: node.state for name, node in status.nodes.items()} == {"a": "running", "b": "standby"}
-    status = replay([*begun, at("resumed"), at("restarting", reason="x"), at("gathering", reason="too few")])
+        assert {name: node.state for name, node in status.nodes.items()} == {
+            "a": "running",
+            "b": "standby",
+        }
+    status = replay(
+        [*begun, at("resumed"), at("restarting", reason="x"), at("gathering", reason="too few")]
+    )
     assert (status.state, status.nodes["a"].state) == ("gathering", "joined")
 
 
 def test_a_hang_is_a_warning() -> None:
-    status = replay([*STORY[:5], Event("hang", 1.0, {"rank": 2, "node": "n2", "reason": "no progress", "text": "..."})])
+    status = replay(
+        [
+            *STORY[:5],
+            Event("hang", 1.0, {"rank": 2, "node": "n2", "reason": "no progress", "text": "..."}),
+        ]
+    )
     assert (status.warnings, status.state) == (("rank 2 on n2 hangs: no progress",), "running")

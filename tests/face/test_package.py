@@ -1,4 +1,6 @@
-"""The package as users get it: the folder table, the wheel, the sdist, and the installed command."""
+"""
+The package as users get it: the folder table, the wheel, the sdist, and the installed command.
+"""
 
 import subprocess
 import sys
@@ -16,7 +18,9 @@ FOLDERS = ("backends", "launcher", "parallel", "pdrun", "rendezvous", "templates
 
 
 def packages_on_disk() -> dict[str, str]:
-    """Package name -> folder, for every folder with an __init__.py below the installed top folders."""
+    """
+    Package name -> folder, for every folder with an __init__.py below the installed top folders.
+    """
     found = {}
     for top in FOLDERS:
         for init in (ROOT / top).rglob("__init__.py"):
@@ -67,7 +71,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_is_complete(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
-    assert {name for name in names if not name.split("/")[0].endswith(".dist-info")} == files_to_ship()
+    assert {
+        name for name in names if not name.split("/")[0].endswith(".dist-info")
+    } == files_to_ship()
     entry = next(name for name in names if name.endswith("entry_points.txt"))
     assert "pdrun = pdrun.__main__:main" in zipfile.ZipFile(wheel).read(entry).decode()
 
@@ -91,7 +97,9 @@ def test_the_installed_command_runs_from_anywhere(built: Path, tmp_path: Path) -
     site = next((tmp_path / "env" / "lib").glob("python3*")) / "site-packages"
     zipfile.ZipFile(wheel).extractall(site)
     # the dependencies come from the environment that runs the tests
-    (site / "outer.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")) + "\n")
+    (site / "outer.pth").write_text(
+        "\n".join(path for path in sys.path if path.endswith("site-packages")) + "\n"
+    )
     for name in ("launcher", "backends", "rendezvous"):
         (tmp_path / "work" / name).mkdir(parents=True)
         (tmp_path / "work" / name / "__init__.py").write_text("raise RuntimeError('shadowed')\n")
@@ -101,9 +109,23 @@ def test_the_installed_command_runs_from_anywhere(built: Path, tmp_path: Path) -
     ).stdout
     assert all(path.startswith(str(site)) for path in where.split())
     done = subprocess.run(
-        [python, "-m", "pdrun", "--nodes", "1", "--devices", "2", "--no-python", "/bin/echo", "hello"],
-        cwd=tmp_path / "work", capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        [
+            python,
+            "-m",
+            "pdrun",
+            "--nodes",
+            "1",
+            "--devices",
+            "2",
+            "--no-python",
+            "/bin/echo",
+            "hello",
+        ],
+        cwd=tmp_path / "work",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("hello") == 2
 
@@ -111,17 +133,30 @@ def test_the_installed_command_runs_from_anywhere(built: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("words", "code"),
     [
-        (["-m", "pdrun", "--version"], 78), (["-c", "import pdrun; pdrun.launch"], 1),
+        (["-m", "pdrun", "--version"], 78),
+        (["-c", "import pdrun; pdrun.launch"], 1),
         (["-c", "from pdrun import init"], 1),
     ],
-)  # fmt: skip
-def test_the_source_tree_that_hides_the_installed_package_says_so(words: list[str], code: int) -> None:
-    """Without site-packages nothing else is installed: the tree's own folder pdrun/ is all that is found."""
+)
+def test_the_source_tree_that_hides_the_installed_package_says_so(
+    words: list[str], code: int
+) -> None:
+    """
+    Without site-packages nothing else is installed: the tree's own folder pdrun/ is all that is
+    found.
+    """
     done = subprocess.run(
-        [sys.executable, "-S", *words], cwd=ROOT, capture_output=True, text=True, timeout=60,
+        [sys.executable, "-S", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
         env={"PATH": "/usr/bin:/bin"},
-    )  # fmt: skip
+    )
     assert done.returncode == code
     last = done.stderr.splitlines()[-1]
-    assert "is pdrun's source tree, which hides the installed package: use another folder, or pip install -e ." in last
+    assert (
+        "is pdrun's source tree, which hides the installed package: use another folder, or pip install -e ."
+        in last
+    )
     assert code != 78 or done.stderr.count("\n") == 1

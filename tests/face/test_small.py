@@ -21,9 +21,14 @@ from pdrun.private_folder import make_private
 def test_exit_codes_are_the_documented_ones() -> None:
     codes = {cls.__name__: cls.exit_code for cls in errors.PdrunError.__subclasses__()}
     assert codes == {
-        "UsageError": 2, "ConfigError": 78, "RendezvousError": 69, "AuthenticationError": 77,
-        "DeadlineExceeded": 124, "JobFailed": 70, "PeerLost": 69,
-    }  # fmt: skip
+        "UsageError": 2,
+        "ConfigError": 78,
+        "RendezvousError": 69,
+        "AuthenticationError": 77,
+        "DeadlineExceeded": 124,
+        "JobFailed": 70,
+        "PeerLost": 69,
+    }
 
 
 def test_an_error_is_one_line_with_place_and_advice() -> None:
@@ -33,7 +38,11 @@ def test_an_error_is_one_line_with_place_and_advice() -> None:
 
 def test_a_failed_job_carries_the_users_traceback() -> None:
     error = errors.JobFailed(
-        "rank 1 on n2 ended with exit code 1", exit_code=1, rank=1, host="n2", traceback="Tb\nE: x\n"
+        "rank 1 on n2 ended with exit code 1",
+        exit_code=1,
+        rank=1,
+        host="n2",
+        traceback="Tb\nE: x\n",
     )
     assert (error.exit_code, error.rank, error.host) == (1, 1, "n2")
     assert str(error).splitlines() == ["rank 1 on n2 ended with exit code 1", "Tb", "E: x"]
@@ -44,7 +53,9 @@ def test_suggestions() -> None:
     assert errors.did_you_mean("zzz", ["--devices"]) == ""
 
 
-@pytest.mark.parametrize("name", ["../x", "a/b", ".", "..", "", "-rf", "a" * 64, "a\n", "a\x00b", "é", "🚀", "_x"])
+@pytest.mark.parametrize(
+    "name", ["../x", "a/b", ".", "..", "", "-rf", "a" * 64, "a\n", "a\x00b", "é", "🚀", "_x"]
+)
 def test_names_that_could_leave_their_folder_are_refused(name: str) -> None:
     with pytest.raises(errors.UsageError):
         check_name(name, where="--job")
@@ -87,7 +98,12 @@ def test_clocks() -> None:
 def test_importing_the_face_loads_nothing_heavy() -> None:
     heavy = ("torch", "zmq", "click", "rich", "yaml", "psutil")
     code = f"import sys, pdrun; print([name for name in {heavy} if name in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "[]\n"
+    )
 
 
 def test_public_names_all_load() -> None:

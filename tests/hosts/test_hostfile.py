@@ -23,13 +23,18 @@ GRAMMARS = {
     ),
     "open mpi, other words": ("a cpu=2\nb count=3\nc slots=1 slots-max=4\n", ["a:2", "b:3", "c:1"]),
     "bare names": ("node10\nnode2\n", ["node10", "node2"]),
-    "mpich": ("node1:8\nnode2:4   # trailing\nnode3\nnode3\n[::1]:2\n", ["node1:8", "node2:4", "node3:2", "::1:2"]),
+    "mpich": (
+        "node1:8\nnode2:4   # trailing\nnode3\nnode3\n[::1]:2\n",
+        ["node1:8", "node2:4", "node3:2", "::1:2"],
+    ),
     "deepspeed": ("worker-1 slots=4\n\nworker-2 slots=2\n", ["worker-1:4", "worker-2:2"]),
     "pbs": ("n1\nn2\nn1\n", ["n1:2", "n2:1"]),
     "lsf": ("hA 2 hB 4", ["hA:2", "hB:4"]),
     "sge": ("node1 4 all.q@node1 UNDEFINED\nnode2 4 all.q@node2 0,0:0,1\n", ["node1:4", "node2:4"]),
-    "slurm": ("rack[0-1]n[2-3]\ngpu-[01-02]-ib:4\na,b slots=2\n",
-              ["rack0n2", "rack0n3", "rack1n2", "rack1n3", "gpu-01-ib:4", "gpu-02-ib:4", "a:2", "b:2"]),
+    "slurm": (
+        "rack[0-1]n[2-3]\ngpu-[01-02]-ib:4\na,b slots=2\n",
+        ["rack0n2", "rack0n3", "rack1n2", "rack1n3", "gpu-01-ib:4", "gpu-02-ib:4", "a:2", "b:2"],
+    ),
     "rankfile": ("rank 1=b slot=0\nrank 0=a slot=1-3\nrank 2=b slot=2\n", ["a:1", "b:2"]),
     "taken out": ("a\nb\nc\n^b\n", ["a", "c"]),
     "no slots": ("a slots=2\nb slots=0\n", ["a:2"]),
@@ -39,7 +44,7 @@ GRAMMARS = {
     "block comment over lines": ("a /* b\nc */ \nd\n", ["a", "d"]),
     "full names": ("n1.foo.net slots=1\nn1.bar.net slots=2\n", ["n1.foo.net:1", "n1.bar.net:2"]),
     "ipv6": ("fe80::1\n2001:db8::2 slots=3\n", ["fe80::1", "2001:db8::2:3"]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("grammar", GRAMMARS)
@@ -135,10 +140,14 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "nul").write_bytes(b"a\0b\n")
     (tmp_path / "latin").write_bytes(b"a\nh\xf6st\n")
     cases = {
-        "pipe": "is a pipe, not a regular file", "loop": "cannot be read", "utf16": "holds NUL bytes or is UTF-16",
-        "nul": "holds NUL bytes", "latin": "latin:2: is not UTF-8", ".": "is not a regular file",
+        "pipe": "is a pipe, not a regular file",
+        "loop": "cannot be read",
+        "utf16": "holds NUL bytes or is UTF-16",
+        "nul": "holds NUL bytes",
+        "latin": "latin:2: is not UTF-8",
+        ".": "is not a regular file",
         "nope": "no such file",
-    }  # fmt: skip
+    }
     for name, words in cases.items():
         with pytest.raises((UsageError, ConfigError)) as caught:
             hostfile.read_hostfile(str(tmp_path / name))
@@ -151,9 +160,14 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 def test_hostile_files_take_little_time_and_memory(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     texts = (
-        "a" * (7 << 20), "a slots=1\n" * 100_000, "n[1-65536]\n", "/*" * (3 << 20),
-        "\n".join(f"n{number}" for number in range(66_000)), "x" * (9 << 20), "rank 0=a\n" * 20_000,
-    )  # fmt: skip
+        "a" * (7 << 20),
+        "a slots=1\n" * 100_000,
+        "n[1-65536]\n",
+        "/*" * (3 << 20),
+        "\n".join(f"n{number}" for number in range(66_000)),
+        "x" * (9 << 20),
+        "rank 0=a\n" * 20_000,
+    )
     tracemalloc.start()
     begin = time.process_time()
     for text in texts:

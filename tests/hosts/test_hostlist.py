@@ -16,10 +16,29 @@ from pdrun.errors import UsageError
 from pdrun.launcher.hosts.nodelist import MOST, compress, expand
 
 SAME_AS_SLURM = (
-    "node[01-03,07]", "a[1-2],b[3-4]", "rack[0-1]node[2-3]", "n[1-2][3-4]", "n[9-11]", "n[09-11]", "n[008-010,1]",
-    "n[01-3]", "n[1-03]", "n[99999-100001]", "node1,node1", "node[1,1,2]", "node[3,1,2]", "n1 n2", "n1, n2", "n1,,n2",
-    ",n1", "10.0.0.[1-3]", "alpha,beta,gamma", "fe80::1,n2", "n[0-1]x[00-01]", "a[1-2],b,c[3-4]",
-)  # fmt: skip
+    "node[01-03,07]",
+    "a[1-2],b[3-4]",
+    "rack[0-1]node[2-3]",
+    "n[1-2][3-4]",
+    "n[9-11]",
+    "n[09-11]",
+    "n[008-010,1]",
+    "n[01-3]",
+    "n[1-03]",
+    "n[99999-100001]",
+    "node1,node1",
+    "node[1,1,2]",
+    "node[3,1,2]",
+    "n1 n2",
+    "n1, n2",
+    "n1,,n2",
+    ",n1",
+    "10.0.0.[1-3]",
+    "alpha,beta,gamma",
+    "fe80::1,n2",
+    "n[0-1]x[00-01]",
+    "a[1-2],b,c[3-4]",
+)
 HAND = {
     "gpu-[01-03]-ib": ("gpu-01-ib", "gpu-02-ib", "gpu-03-ib"),
     "c1-[1-2].cluster.local": ("c1-1.cluster.local", "c1-2.cluster.local"),
@@ -39,7 +58,9 @@ def by_scontrol(text: str, folder: Path) -> list[str]:
     conf.write_text("ClusterName=test\nSlurmctldHost=localhost\n")
     environ = {**os.environ, "SLURM_CONF": str(conf)}
     command = ["scontrol", "show", "hostnames", text]
-    done = subprocess.run(command, capture_output=True, text=True, env=environ, check=False, timeout=60)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environ, check=False, timeout=60
+    )
     return done.stdout.split()
 
 
@@ -57,7 +78,11 @@ def test_lists_made_at_random_are_read_as_slurm_reads_them(tmp_path: Path) -> No
         inner = f"{low:0{width}d}-{low + random_.randrange(12)}"
         if random_.random() < 0.4:
             inner += f",{random_.randrange(50)}"
-        tail = f"x[{random_.randrange(3)}-{3 + random_.randrange(3)}]" if random_.random() < 0.3 else ""
+        tail = (
+            f"x[{random_.randrange(3)}-{3 + random_.randrange(3)}]"
+            if random_.random() < 0.3
+            else ""
+        )
         parts.append(f"n{random_.randrange(9)}a[{inner}]{tail}")
     text = ",".join(parts)
     assert list(expand(text, "x")) == by_scontrol(text, tmp_path)
@@ -87,7 +112,7 @@ def test_what_slurm_refuses_and_other_tools_take(text: str, names: tuple[str, ..
         ("n[１-２]", "stands where"),
         ("n" * (1 << 20) + "n", "is too long"),
     ],
-)  # fmt: skip
+)
 def test_a_malformed_list_is_refused_with_the_place(text: str, words: str) -> None:
     with pytest.raises(UsageError) as caught:
         expand(text, "SLURM_JOB_NODELIST")
@@ -97,7 +122,13 @@ def test_a_malformed_list_is_refused_with_the_place(text: str, words: str) -> No
 
 
 def test_hostile_lists_take_little_time_and_memory() -> None:
-    texts = ["n[1-999999999999999999]", "[" * 100_000, "n[0-9]" * 10_000, "a," * 100_000, "n[" + "1," * 80_000 + "1]"]
+    texts = [
+        "n[1-999999999999999999]",
+        "[" * 100_000,
+        "n[0-9]" * 10_000,
+        "a," * 100_000,
+        "n[" + "1," * 80_000 + "1]",
+    ]
     tracemalloc.start()
     begin = time.process_time()
     for text in texts:

@@ -36,7 +36,10 @@ def test_hosts_are_read_in_order(text: str, hosts: list[str]) -> None:
 
 
 def test_a_user_belongs_to_a_host() -> None:
-    assert [(host.name, host.user) for host in parse_hosts("alice@a:2,b", "--hosts")] == [("a", "alice"), ("b", "")]
+    assert [(host.name, host.user) for host in parse_hosts("alice@a:2,b", "--hosts")] == [
+        ("a", "alice"),
+        ("b", ""),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +89,9 @@ LISTED = parse_hosts("w[0-2]:4,x", "--hosts")
         ("w[0-1]:3", ["w0:1[3]", "w1:1[3]"]),
     ],
 )
-def test_include_takes_hosts_and_devices_in_the_order_of_the_list(choice: str, hosts: list[str]) -> None:
+def test_include_takes_hosts_and_devices_in_the_order_of_the_list(
+    choice: str, hosts: list[str]
+) -> None:
     assert said(include(LISTED, parse_choice(choice, "--include"), "--include")) == hosts
 
 
@@ -135,4 +140,6 @@ def test_anything_is_read_or_refused(text: str) -> None:
         except UsageError:
             continue
         names = [host.name for host in found] if isinstance(found, tuple) else list(found)
-        assert all(name and name[0] not in "-." and not set(name) & set(" ;$'\"\n[]@") for name in names)
+        assert all(
+            name and name[0] not in "-." and not set(name) & set(" ;$'\"\n[]@") for name in names
+        )

@@ -30,7 +30,10 @@ def start(view: View, dense: np.ndarray, seed: int) -> list[np.ndarray]:
             terms[key] = dice.integers(-50, 50, dense.shape)
     if terms:
         terms[0] = dense - sum(term for key, term in terms.items() if key)
-    return [held(view, rank, terms[view.grid.index(view.layout.sums, rank)]).copy() for rank in range(view.grid.size)]
+    return [
+        held(view, rank, terms[view.grid.index(view.layout.sums, rank)]).copy()
+        for rank in range(view.grid.size)
+    ]
 
 
 def run(plan: Plan, parts: list[np.ndarray]) -> list[np.ndarray]:
@@ -51,7 +54,9 @@ def run(plan: Plan, parts: list[np.ndarray]) -> list[np.ndarray]:
             elif step.kind == "first":
                 out = parts[rank] * (here == 0)
             elif step.kind == "pad":
-                out = np.concatenate([part * (at == here) for at, part in enumerate(mine)], step.dim)
+                out = np.concatenate(
+                    [part * (at == here) for at, part in enumerate(mine)], step.dim
+                )
             else:
                 low, high = box[step.dim]
                 outer = step.before.layout.box(step.before.grid, view.shape, rank)[step.dim][0]
@@ -59,7 +64,9 @@ def run(plan: Plan, parts: list[np.ndarray]) -> list[np.ndarray]:
                 if step.kind == "all_to_all":
                     source = np.concatenate(mine, step.origin)
                 out = np.take(source, range(low - outer, high - outer), step.dim)
-            assert out.shape == view.local_shape(rank), f"{step}: rank {rank} holds {out.shape}, not {view}"
+            assert out.shape == view.local_shape(rank), (
+                f"{step}: rank {rank} holds {out.shape}, not {view}"
+            )
             new.append(out)
         parts = new
     return parts
@@ -67,7 +74,10 @@ def run(plan: Plan, parts: list[np.ndarray]) -> list[np.ndarray]:
 
 def added(view: View, parts: list[np.ndarray]) -> list[np.ndarray]:
     """Return for each rank the sum of what is held along the axes of partial sums."""
-    return [sum(parts[other] for other in view.grid.group(view.layout.sums, rank)) for rank in range(view.grid.size)]
+    return [
+        sum(parts[other] for other in view.grid.group(view.layout.sums, rank))
+        for rank in range(view.grid.size)
+    ]
 
 
 def check(plan: Plan, seed: int = 0) -> None:
@@ -80,11 +90,17 @@ def check(plan: Plan, seed: int = 0) -> None:
 
 
 def random_ends(dice: random.Random, size: int) -> tuple[View, View]:
-    """Return two views of the same elements over ``size`` ranks: any grids, shapes, layouts and partial sums."""
+    """
+    Return two views of the same elements over ``size`` ranks: any grids, shapes, layouts and
+    partial sums.
+    """
     grid = _random_grid(dice, size)
     other = grid if dice.random() < 0.5 else _random_grid(dice, size)
     even = dice.random() < 0.6
-    shape = [dice.choice((2, 4, 6, 8, 12)) if even else dice.randint(1, 9) for _ in range(dice.randint(1, 3))]
+    shape = [
+        dice.choice((2, 4, 6, 8, 12)) if even else dice.randint(1, 9)
+        for _ in range(dice.randint(1, 3))
+    ]
     after = list(shape)
     if dice.random() < 0.4:
         at = dice.randrange(len(after))
@@ -93,7 +109,9 @@ def random_ends(dice: random.Random, size: int) -> tuple[View, View]:
     ends = [(grid, tuple(shape)), (other, tuple(after))]
     if dice.random() < 0.5:
         ends.reverse()
-    first, second = (View(grid, _random_layout(dice, grid, len(shape)), shape) for grid, shape in ends)
+    first, second = (
+        View(grid, _random_layout(dice, grid, len(shape)), shape) for grid, shape in ends
+    )
     return first, second
 
 

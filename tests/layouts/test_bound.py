@@ -31,38 +31,47 @@ def test_a_layout_by_names() -> None:
     assert bound.grid == Grid(("dp", "sp", "mp"), (2, 2, 2))
     assert bound.tensor_map == (2, -1, (1, 0))
     assert [bound.on((4, 3, 8)).ranges(rank)[2] for rank in range(4)] == [
-        ((0, 2),), ((2, 4),), ((4, 6),), ((6, 8),),
-    ]  # fmt: skip
+        ((0, 2),),
+        ((2, 4),),
+        ((4, 6),),
+        ((6, 8),),
+    ]
 
 
-@pytest.mark.parametrize(("matrix", "names", "text"), [
-    ([2, 2], ("a", "b"), "must be tuples"),
-    ((2, 2), ["a", "b"], "must be tuples"),
-    ((2, 2), ("a",), "2 axes of the device matrix have 1 names"),
-    ((), (), "0 axes"),
-    ((2, 0), ("a", "b"), "0 in device_matrix"),
-    ((2, True), ("a", "b"), "True in device_matrix"),
-    ((2, 2), ("a", "a"), "'a' is given twice"),
-    ((2, 2), ("a", "None"), "reserved"),
-    ((2, 2), ("a", ""), "is not a name"),
-    ((2, 2), ("a", 3), "3 in alias_name is not a name"),
-    ((2, 2), (VIRTUAL, "a"), "must be the last axis"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("matrix", "names", "text"),
+    [
+        ([2, 2], ("a", "b"), "must be tuples"),
+        ((2, 2), ["a", "b"], "must be tuples"),
+        ((2, 2), ("a",), "2 axes of the device matrix have 1 names"),
+        ((), (), "0 axes"),
+        ((2, 0), ("a", "b"), "0 in device_matrix"),
+        ((2, True), ("a", "b"), "True in device_matrix"),
+        ((2, 2), ("a", "a"), "'a' is given twice"),
+        ((2, 2), ("a", "None"), "reserved"),
+        ((2, 2), ("a", ""), "is not a name"),
+        ((2, 2), ("a", 3), "3 in alias_name is not a name"),
+        ((2, 2), (VIRTUAL, "a"), "must be the last axis"),
+    ],
+)
 def test_wrong_device_matrices(matrix: Any, names: Any, text: str) -> None:
     with pytest.raises(UsageError, match=text):
         Layout(matrix, names)
 
 
-@pytest.mark.parametrize(("dims", "text"), [
-    (("a", "c"), "no axis 'c'"),
-    (("a", "a"), "'a' is used twice"),
-    ((("a", "b"), "b"), "'b' is used twice"),
-    ((["a"], "None"), "neither a name nor a tuple"),
-    ((None, "a"), "neither a name nor a tuple"),
-    (((), "a"), "neither a name nor a tuple"),
-    ((("a", 1),), "neither a name nor a tuple"),
-    ((("a", "None"),), "no axis 'None'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("dims", "text"),
+    [
+        (("a", "c"), "no axis 'c'"),
+        (("a", "a"), "'a' is used twice"),
+        ((("a", "b"), "b"), "'b' is used twice"),
+        ((["a"], "None"), "neither a name nor a tuple"),
+        ((None, "a"), "neither a name nor a tuple"),
+        (((), "a"), "neither a name nor a tuple"),
+        ((("a", 1),), "neither a name nor a tuple"),
+        ((("a", "None"),), "no axis 'None'"),
+    ],
+)
 def test_wrong_tensor_maps(dims: Any, text: str) -> None:
     with pytest.raises(UsageError, match=text):
         Layout((2, 2), ("a", "b"))(*dims)
@@ -88,7 +97,12 @@ def test_virtual_parts_lie_on_the_device() -> None:
 
 @given(st.permutations(["a", "b", "c", "d"]), st.lists(st.integers(0, 2), min_size=4, max_size=4))
 def test_tensor_maps_there_and_back(names: list[str], dims: list[int]) -> None:
-    layout = L(*[tuple(name for name, at in zip(names, dims, strict=True) if at == dim) for dim in range(3)])
+    layout = L(
+        *[
+            tuple(name for name, at in zip(names, dims, strict=True) if at == dim)
+            for dim in range(3)
+        ]
+    )
     assert from_tensor_map(to_tensor_map(layout, tuple(names)), tuple(names)) == layout
 
 
@@ -106,7 +120,9 @@ def test_counts_with_fewer_parts_than_devices_repeat_at_the_end() -> None:
     assert counts((4, 2), 8).grid == Grid(("d0", "d1"), (4, 2))
 
 
-@pytest.mark.parametrize(("cuts", "text"), [((3, 1), "does not divide 8"), ((0, 2), "not a count"), ((16,), "divide")])
+@pytest.mark.parametrize(
+    ("cuts", "text"), [((3, 1), "does not divide 8"), ((0, 2), "not a count"), ((16,), "divide")]
+)
 def test_counts_that_do_not_fit_the_devices(cuts: Any, text: str) -> None:
     with pytest.raises(UsageError, match=text):
         counts(cuts, 8)
@@ -123,7 +139,9 @@ def test_counts_by_the_axes_of_a_mesh() -> None:
 def test_counts_that_are_ambiguous_or_impossible_say_why() -> None:
     with pytest.raises(UsageError, match=r"can be L\('dp', 'y'\) or L\('x', 'y'\).*dp=2, x=2, y=4"):
         match((2, 4), MESH)
-    with pytest.raises(UsageError, match=r"no axes make the counts \(3, 1\); the axes are dp=2, x=2, y=4"):
+    with pytest.raises(
+        UsageError, match=r"no axes make the counts \(3, 1\); the axes are dp=2, x=2, y=4"
+    ):
         match((3, 1), MESH)
     with pytest.raises(UsageError, match="none of more than one device"):
         match((2,), Grid(("tp",), (1,)))
@@ -134,19 +152,26 @@ def test_counts_that_are_ambiguous_or_impossible_say_why() -> None:
 def test_whatever_form_becomes_one_by_the_axes_of_the_mesh() -> None:
     assert as_layout(L("x", None), MESH) == L("x", None)
     assert as_layout((1, 8), MESH, ("x", "y")) == L(None, ("x", "y"))
-    assert as_layout(Layout((2, 2, 4), ("dp", "sp", "mp"))("mp", ("sp", "dp")), MESH) == L("y", ("x", "dp"))
-    assert as_layout(Layout((4, 4), ("rows", "columns"))("rows", "None"), MESH) == L(("dp", "x"), None)
+    assert as_layout(Layout((2, 2, 4), ("dp", "sp", "mp"))("mp", ("sp", "dp")), MESH) == L(
+        "y", ("x", "dp")
+    )
+    assert as_layout(Layout((4, 4), ("rows", "columns"))("rows", "None"), MESH) == L(
+        ("dp", "x"), None
+    )
     assert as_layout(counts((2, 1), 16), MESH) == L("dp", None)
 
 
-@pytest.mark.parametrize(("value", "text"), [
-    (L("z"), "no axis 'z'"),
-    ("x", "is no layout"),
-    ((1, True), "is no layout"),
-    (Layout((2, 2), ("a", "b"))("a"), "has 4 devices"),
-    (Layout((8, 2), ("a", "b"))("b"), "made of no whole axes"),
-    (Layout((2, 2, 4, 2), ("a", "b", "c", VIRTUAL))("a", VIRTUAL), "no axis of the mesh"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (L("z"), "no axis 'z'"),
+        ("x", "is no layout"),
+        ((1, True), "is no layout"),
+        (Layout((2, 2), ("a", "b"))("a"), "has 4 devices"),
+        (Layout((8, 2), ("a", "b"))("b"), "made of no whole axes"),
+        (Layout((2, 2, 4, 2), ("a", "b", "c", VIRTUAL))("a", VIRTUAL), "no axis of the mesh"),
+    ],
+)
 def test_what_is_no_layout_on_the_mesh(value: Any, text: str) -> None:
     with pytest.raises(UsageError, match=text):
         as_layout(value, MESH)

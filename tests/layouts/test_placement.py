@@ -17,7 +17,14 @@ from pdrun.errors import ConfigError
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.layouts.mindspore import from_mindspore, is_mindspore, to_mindspore
-from pdrun.parallel.layouts.placement import Part, Placement, WeightLayout, from_parts, rank_list, touches
+from pdrun.parallel.layouts.placement import (
+    Part,
+    Placement,
+    WeightLayout,
+    from_parts,
+    rank_list,
+    touches,
+)
 
 AXES = ("pp", "dp", "x", "y")
 SHAPES = {"w": (8, 6), "b": (8,), "qkv": (12, 4), "n": (3,)}
@@ -64,7 +71,9 @@ def test_the_layout_follows_from_what_ranks_hold(placement: Placement) -> None:
         for rank, part in enumerate(parts):
             again = found.part(name, shape, rank)
             assert (again is None) == (part is None)
-            assert part is None or again is None or (cells(again, shape) == cells(part, shape)).all()
+            assert (
+                part is None or again is None or (cells(again, shape) == cells(part, shape)).all()
+            )
 
 
 def test_parts_that_no_layout_gives_are_refused() -> None:
@@ -75,7 +84,9 @@ def test_parts_that_no_layout_gives_are_refused() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(placements(), placements(), st.data())
-def test_the_list_of_ranks_is_enough_and_tight(source: Placement, target: Placement, data: st.DataObject) -> None:
+def test_the_list_of_ranks_is_enough_and_tight(
+    source: Placement, target: Placement, data: st.DataObject
+) -> None:
     rank = data.draw(st.integers(0, target.grid.size - 1))
     found = rank_list(source, target, SHAPES, rank)
 
@@ -101,7 +112,9 @@ def test_the_list_of_ranks_is_enough_and_tight(source: Placement, target: Placem
 def test_parts_touch_where_they_share_elements(a: Placement, b: Placement) -> None:
     for name, shape in SHAPES.items():
         for first, second in itertools.product(a.holders(name, shape), b.holders(name, shape)):
-            assert touches(first, second) == bool((cells(first, shape) & cells(second, shape)).any())
+            assert touches(first, second) == bool(
+                (cells(first, shape) & cells(second, shape)).any()
+            )
 
 
 def test_a_rank_that_holds_the_same_needs_itself_at_most() -> None:
@@ -121,17 +134,28 @@ def test_a_part_comes_from_a_rank_that_is_needed_anyway() -> None:
     assert rank_list(source, target, {"v": (4,), "w": (4,)}, 3) == [3]
 
 
-@pytest.mark.parametrize(("text", "told"), [
-    ("{}", "lacks 'mesh'"), ("[]", "is no file of layouts"), ('{"mesh": {"x": 2}}', "lacks 'weights'"),
-    ('{"mesh": {"x": "2"}, "weights": {}}', "is no file"),
-    ('{"mesh": {"x": 0}, "weights": {}}', "not all at least 1"),
-    ('{"mesh": {"x": 2}, "weights": {"w": {}}}', "lacks 'layout'"),
-    ('{"mesh": {"x": 2}, "weights": {"w": {"layout": ["y"]}}}', "w: is cut over 'y', and the mesh is"),
-    ('{"mesh": {"x": 2}, "weights": {"w": {"layout": ["x", "x"]}}}', "used twice"),
-    ('{"mesh": {"x": 2}, "weights": {"w": {"layout": [3]}}}', "is no file"),
-    ('{"mesh": {"x": 2}, "weights": {"w": {"layout": "irregular"}}}', "cut as no layout says"),
-    ('{"mesh": {"pp": 2}, "weights": {"w": {"layout": null, "stages": [2]}}}', "on stage 2 of 2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{}", "lacks 'mesh'"),
+        ("[]", "is no file of layouts"),
+        ('{"mesh": {"x": 2}}', "lacks 'weights'"),
+        ('{"mesh": {"x": "2"}, "weights": {}}', "is no file"),
+        ('{"mesh": {"x": 0}, "weights": {}}', "not all at least 1"),
+        ('{"mesh": {"x": 2}, "weights": {"w": {}}}', "lacks 'layout'"),
+        (
+            '{"mesh": {"x": 2}, "weights": {"w": {"layout": ["y"]}}}',
+            "w: is cut over 'y', and the mesh is",
+        ),
+        ('{"mesh": {"x": 2}, "weights": {"w": {"layout": ["x", "x"]}}}', "used twice"),
+        ('{"mesh": {"x": 2}, "weights": {"w": {"layout": [3]}}}', "is no file"),
+        ('{"mesh": {"x": 2}, "weights": {"w": {"layout": "irregular"}}}', "cut as no layout says"),
+        (
+            '{"mesh": {"pp": 2}, "weights": {"w": {"layout": null, "stages": [2]}}}',
+            "on stage 2 of 2",
+        ),
+    ],
+)
 def test_wrong_files(text: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         Placement.from_plain(json.loads(text), "plan.json")
@@ -139,22 +163,33 @@ def test_wrong_files(text: str, told: str) -> None:
 
 def test_a_file_for_another_model_is_refused() -> None:
     placement = Placement(
-        Grid(("x",), (2,)), {"w": WeightLayout(L("x", None)), "q": WeightLayout(L("x"), blocks={0: (4, 4)})}
+        Grid(("x",), (2,)),
+        {"w": WeightLayout(L("x", None)), "q": WeightLayout(L("x"), blocks={0: (4, 4)})},
     )
-    with pytest.raises(ConfigError, match="w: L\\('x', None\\) is for 2 dims, the tensor is \\[8\\]"):
+    with pytest.raises(
+        ConfigError, match="w: L\\('x', None\\) is for 2 dims, the tensor is \\[8\\]"
+    ):
         placement.part("w", (8,), 0)
     with pytest.raises(ConfigError, match=r"q: blocks .* do not add up to 9"):
         placement.part("q", (9,), 0)
 
 
-# ---- MindSpore ---------------------------------------------------------------------------------------------------
+# ---- MindSpore --------------------------------------------------------------
 
 
-def item(matrix: list[int], tensor_map: list[Any], size: int = 0, step: int = 0, **more: Any) -> dict[str, Any]:
+def item(
+    matrix: list[int], tensor_map: list[Any], size: int = 0, step: int = 0, **more: Any
+) -> dict[str, Any]:
     return {
-        "dev_matrix": matrix, "tensor_map": tensor_map, "param_split_shape": [], "indices_offset": [], "field": 0,
-        "opt_weight_shard_size": size, "opt_weight_shard_step": step, **more,
-    }  # fmt: skip
+        "dev_matrix": matrix,
+        "tensor_map": tensor_map,
+        "param_split_shape": [],
+        "indices_offset": [],
+        "field": 0,
+        "opt_weight_shard_size": size,
+        "opt_weight_shard_step": step,
+        **more,
+    }
 
 
 def strategy(**items: dict[str, Any]) -> dict[str, Any]:
@@ -163,7 +198,10 @@ def strategy(**items: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_strategy_file_with_optimizer_parallel() -> None:
-    """8 ranks, w cut by 4 and then among the 2 that are 4 apart: rank 4 * i + j holds rows 4 * j + 2 * i."""
+    """
+    8 ranks, w cut by 4 and then among the 2 that are 4 apart: rank 4 * i + j holds rows 4 * j + 2 *
+    i.
+    """
     value = strategy(w=item([2, 4], [0, -1], 2, 4), b=item([2, 4], [0]))
     assert is_mindspore(value) and not is_mindspore({"mesh": {}})
     placement = from_mindspore(value)
@@ -175,7 +213,9 @@ def test_a_strategy_file_with_optimizer_parallel() -> None:
 
 
 def test_device_matrices_that_differ_get_one_mesh() -> None:
-    placement = from_mindspore(strategy(w=item([2, 4], [1, 0]), v=item([4, 2], [-1, 1]), b=item([8], [-1])))
+    placement = from_mindspore(
+        strategy(w=item([2, 4], [1, 0]), v=item([4, 2], [-1, 1]), b=item([8], [-1]))
+    )
     assert placement.grid.sizes == (2, 2, 2)
     assert placement.weights["w"].layout == L("d0", ("d1", "d2"))
     assert placement.weights["v"].layout == L(None, ("d0", "d1"))
@@ -187,18 +227,26 @@ def test_device_matrices_that_differ_get_one_mesh() -> None:
 def test_stages_are_the_outermost_axis() -> None:
     placement = from_mindspore(strategy(a=item([2], [0]), b=item([2], [0], stage=1)))
     assert placement.grid == Grid(("pp", "d0"), (2, 2))
-    assert [placement.part("b", (4,), rank) for rank in range(4)] == [None, None, (((0, 2),),), (((2, 4),),)]
+    assert [placement.part("b", (4,), rank) for rank in range(4)] == [
+        None,
+        None,
+        (((0, 2),),),
+        (((2, 4),),),
+    ]
 
 
-@pytest.mark.parametrize(("value", "told"), [
-    (strategy(w=item([2, 3], [0]), v=item([3, 2], [0])), "no mesh has the device matrices"),
-    (strategy(w=item([2], [1])), "no axis of 1"),
-    (strategy(w=item([2], [0], param_split_shape=[1, 2])), "cut by hand"),
-    (strategy(w=item([2, 4], [0], 2, 3)), "does not fit"),
-    (strategy(), "no parameters"),
-    ({"parallel_layout_item": {"w": {}}}, "dev_matrix"),
-    ({"parallel_layout_item": []}, "no strategy file"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (strategy(w=item([2, 3], [0]), v=item([3, 2], [0])), "no mesh has the device matrices"),
+        (strategy(w=item([2], [1])), "no axis of 1"),
+        (strategy(w=item([2], [0], param_split_shape=[1, 2])), "cut by hand"),
+        (strategy(w=item([2, 4], [0], 2, 3)), "does not fit"),
+        (strategy(), "no parameters"),
+        ({"parallel_layout_item": {"w": {}}}, "dev_matrix"),
+        ({"parallel_layout_item": []}, "no strategy file"),
+    ],
+)
 def test_wrong_strategy_files(value: Any, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         from_mindspore(value, "s.json")
@@ -219,9 +267,14 @@ def test_placements_as_strategy_files(placement: Placement) -> None:
         return  # the file doesn't say how many stages there are beyond the last that holds something
     for name, shape in SHAPES.items():
         ranks = range(placement.grid.size)
-        own = Placement(placement.grid, {name: WeightLayout(
-            placement.weights[name].layout, placement.weights[name].stages or (0,)
-        )})  # fmt: skip
+        own = Placement(
+            placement.grid,
+            {
+                name: WeightLayout(
+                    placement.weights[name].layout, placement.weights[name].stages or (0,)
+                )
+            },
+        )
         assert [again.part(name, shape, r) for r in ranks if math.prod(shape) % 12 == 0] == [
             own.part(name, shape, r) for r in ranks if math.prod(shape) % 12 == 0
         ]

@@ -1,4 +1,7 @@
-"""Steps between layouts: thousands of random ones against dense tensors, and the documented cases word for word."""
+"""
+Steps between layouts: thousands of random ones against dense tensors, and the documented cases word
+for word.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +100,9 @@ def ends(draw: st.DrawFn, same_grid: bool, same_shape: bool, even: bool) -> tupl
 @pytest.mark.parametrize("even", [True, False], ids=["even", "uneven"])
 @pytest.mark.parametrize("same_shape", [True, False], ids=["shape", "shapes"])
 @pytest.mark.parametrize("same_grid", [True, False], ids=["grid", "grids"])
-def test_random_layouts_against_dense_tensors(same_grid: bool, same_shape: bool, even: bool) -> None:
+def test_random_layouts_against_dense_tensors(
+    same_grid: bool, same_shape: bool, even: bool
+) -> None:
     @settings(max_examples=500, deadline=None)
     @given(ends(same_grid, same_shape, even))
     def holds(pair: tuple[View, View]) -> None:
@@ -124,8 +129,11 @@ def test_axes_wait_on_another_dim() -> None:
     grid, shape = Grid(("dp", "tp"), (2, 4)), (1 << 12, 1 << 10)
     plan = redistribute(L("tp", None), L(("dp", "tp"), None), shape, grid)
     assert [(step.kind, step.axes) for step in plan.steps[1:-1]] == [
-        ("slice", ("dp",)), ("all_to_all", ("tp.1",)), ("all_to_all", ("tp.0",)), ("all_to_all", ("dp",)),
-    ]  # fmt: skip
+        ("slice", ("dp",)),
+        ("all_to_all", ("tp.1",)),
+        ("all_to_all", ("tp.0",)),
+        ("all_to_all", ("dp",)),
+    ]
     assert 4 * plan.moved() == fall_back(plan.source, plan.target).moved()
     simulate.check(redistribute(L("tp", None), L(("dp", "tp"), None), (1 << 9, 1 << 9), grid))
     simulate.check(redistribute(L("tp", None), L(("dp", "tp"), None), (16, 16), grid))
@@ -159,31 +167,48 @@ def test_the_plain_steps() -> None:
     assert said(L("x", "y"), L("x", "y"), shape, XY) == ["nothing"]
     assert said(L(None, None), L("x", None), shape, XY) == ["slice over x: dim 0"]
     assert said(L("y", None), L(None, "y"), shape, XY) == ["all_to_all over y: dim 0 -> dim 1"]
-    assert said(L("x", "y"), L(None, None), shape, XY) == ["all_gather over x: dim 0", "all_gather over y: dim 1"]
+    assert said(L("x", "y"), L(None, None), shape, XY) == [
+        "all_gather over x: dim 0",
+        "all_gather over y: dim 1",
+    ]
     assert said(L(("x", "y"), None), L(None, None), shape, XY) == ["all_gather over x/y: dim 0"]
     assert said(L(None, None).partial("y"), L(None, None), shape, XY) == ["all_reduce over y"]
-    assert said(L(None, None).partial("x", "y"), L(None, None), shape, XY) == ["all_reduce over x/y"]
-    assert said(L(None, None).partial("y"), L(None, "y"), shape, XY) == ["reduce_scatter over y: dim 1"]
+    assert said(L(None, None).partial("x", "y"), L(None, None), shape, XY) == [
+        "all_reduce over x/y"
+    ]
+    assert said(L(None, None).partial("y"), L(None, "y"), shape, XY) == [
+        "reduce_scatter over y: dim 1"
+    ]
     assert said(L(None, None), L(None, None).partial("y"), shape, XY) == ["first over y"]
     assert said(L(None, "y"), L(None, None).partial("y"), shape, XY) == ["pad over y: dim 1"]
 
 
 def test_the_rules_in_order() -> None:
-    """Slices come first, so that what is sent is small; sums before gathers; circles are opened at the first dim."""
+    """
+    Slices come first, so that what is sent is small; sums before gathers; circles are opened at the
+    first dim.
+    """
     shape = (8, 8, 8)
     assert said(L("y", None, None), L(None, "y", "x"), shape, XY) == [
-        "slice over x: dim 2", "all_to_all over y: dim 0 -> dim 1",
-    ]  # fmt: skip
+        "slice over x: dim 2",
+        "all_to_all over y: dim 0 -> dim 1",
+    ]
     assert said(L("x", None, None).partial("y"), L(None, None, None), shape, XY) == [
-        "all_reduce over y", "all_gather over x: dim 0",
-    ]  # fmt: skip
+        "all_reduce over y",
+        "all_gather over x: dim 0",
+    ]
     assert said(L("x", "y", None), L("y", "x", None), shape, XY) == [
-        "all_gather over x: dim 0", "all_to_all over y: dim 1 -> dim 0", "slice over x: dim 1",
-    ]  # fmt: skip
+        "all_gather over x: dim 0",
+        "all_to_all over y: dim 1 -> dim 0",
+        "slice over x: dim 1",
+    ]
 
 
 def test_rows_and_columns_of_the_reference() -> None:
-    """("mp", ("sp", "dp")) on (dp, sp, mp) = (2, 2, 2): row blocks by mp, column blocks by sp, then dp."""
+    """
+    ("mp", ("sp", "dp")) on (dp, sp, mp) = (2, 2, 2): row blocks by mp, column blocks by sp, then
+    dp.
+    """
     matrix = Layout((2, 2, 2), ("dp", "sp", "mp"))
     view = matrix("mp", ("sp", "dp")).on((4, 8))
     assert [rank for rank in range(8) if view.ranges(rank)[0] == ((0, 2),)] == [0, 2, 4, 6]
@@ -216,10 +241,14 @@ def test_two_device_matrices_of_the_same_ranks() -> None:
 
 
 def test_a_reshape_takes_its_cut_along() -> None:
-    """[batch, heads * width] cut by heads is [batch, heads, width] cut by heads: nothing is sent."""
+    """
+    [batch, heads * width] cut by heads is [batch, heads, width] cut by heads: nothing is sent.
+    """
     plan = redistribute(L(None, "y"), L(None, "y", None), (2, 32), XY, target_shape=(2, 8, 4))
     assert [step.kind for step in plan.steps] == ["reshape"]
-    joined = redistribute(L("x", "y", None), L(("x", "y"), None), (2, 8, 4), XY, target_shape=(16, 4))
+    joined = redistribute(
+        L("x", "y", None), L(("x", "y"), None), (2, 8, 4), XY, target_shape=(16, 4)
+    )
     assert [step.kind for step in joined.steps] == ["reshape"]
     lost = redistribute(L(None, "y"), L(None, None, "y"), (2, 32), XY, target_shape=(2, 8, 4))
     assert [step.kind for step in lost.collectives] == ["all_to_all"]

@@ -1,4 +1,6 @@
-"""Runs an Output the way the agent does: one loop over its descriptors, workers as real processes."""
+"""
+Runs an Output the way the agent does: one loop over its descriptors, workers as real processes.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,17 @@ from pdrun.launcher.output.router import Output
 
 
 def make_output(
-    folder: Path, out: int, err: int, *, world_size: int = 4, writer: LogFiles | None = None, **settings: object
+    folder: Path,
+    out: int,
+    err: int,
+    *,
+    world_size: int = 4,
+    writer: LogFiles | None = None,
+    **settings: object,
 ) -> Output:
-    """Return an Output of node ``node0`` that shows on two descriptors and logs below ``folder``."""
+    """
+    Return an Output of node ``node0`` that shows on two descriptors and logs below ``folder``.
+    """
     wanted = spec.Output(**{"log_dir": str(folder / "logs"), **settings})  # type: ignore[arg-type]
     output = Output(wanted, node="node0", cwd=str(folder), console=Console(out, err), files=writer)
     output.prepare()

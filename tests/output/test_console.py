@@ -64,7 +64,9 @@ def test_our_own_line_never_stands_behind_half_a_line(terminal: tuple[int, int])
     assert read_all(terminal[0]) == b"10%\npdrun: rank 0 said ^[[2J\n"
 
 
-def test_escapes_of_a_worker_are_neutralised_on_a_terminal(tmp_path: Path, terminal: tuple[int, int]) -> None:
+def test_escapes_of_a_worker_are_neutralised_on_a_terminal(
+    tmp_path: Path, terminal: tuple[int, int]
+) -> None:
     output = make_output(tmp_path, terminal[1], terminal[1], world_size=2)
     code = r"import os; os.write(1, b'\x1b[31mred\x1b[0m \x1b[2J\x1b]0;t\x07 \x9b5n\n\x1b[Aup\n')"
     pump(output, [start_worker(output, 1, code)])
@@ -88,7 +90,12 @@ def test_what_another_process_knows_of_its_terminal_is_believed() -> None:
     console = Console.from_json(front.to_json())
     os.close(read)
     os.close(write)
-    assert (console.tty(OUT), console.tty(ERR), console.colour(OUT), console.colour(ERR)) == (True, False, True, False)
+    assert (console.tty(OUT), console.tty(ERR), console.colour(OUT), console.colour(ERR)) == (
+        True,
+        False,
+        True,
+        False,
+    )
 
 
 def test_above_the_limit_it_is_held_and_tells_when_there_is_room() -> None:
@@ -191,12 +198,23 @@ def test_a_speaker_waits_for_nobody_and_says_what_it_left_out() -> None:
     began = time.monotonic()
     speaker.flush(0.2)  # nobody reads
     assert time.monotonic() - began < 5.0
-    threading.Thread(target=lambda: (speaker.flush(20.0), speaker.say("again"), speaker.flush(), os.close(write)),
-                     daemon=True).start()  # fmt: skip
+    threading.Thread(
+        target=lambda: (
+            speaker.flush(20.0),
+            speaker.say("again"),
+            speaker.flush(),
+            os.close(write),
+        ),
+        daemon=True,
+    ).start()
     with open(read, "rb") as file:
         *lines, gap, last = file.read().splitlines()
-    assert [int(text.split()[1]) for text in lines] == list(range(len(lines))), "a line is missing before the gap"
-    assert gap == b"pdrun: %d line(s) are missing here: nobody read them" % (2 * HIGH // len(line) - len(lines))
+    assert [int(text.split()[1]) for text in lines] == list(range(len(lines))), (
+        "a line is missing before the gap"
+    )
+    assert gap == b"pdrun: %d line(s) are missing here: nobody read them" % (
+        2 * HIGH // len(line) - len(lines)
+    )
     assert last == b"pdrun: again"
 
 

@@ -24,9 +24,7 @@ from pdrun.launcher.jobs import registry as jobs
 from pdrun.launcher.jobs.log_reader import LogReader
 from pdrun.launcher.output.console import Console
 
-TERM_ONCE = (
-    "import signal, sys, time\nsignal.signal(15, lambda n, f: sys.exit(143))\nprint('up', flush=True)\ntime.sleep(60)"
-)
+TERM_ONCE = "import signal, sys, time\nsignal.signal(15, lambda n, f: sys.exit(143))\nprint('up', flush=True)\ntime.sleep(60)"
 TERM_TWICE = (
     "import signal, sys, time\nseen = []\n"
     "def stop(n, f):\n    seen.append(n)\n    print('term', flush=True)\n    if len(seen) == 2: sys.exit(143)\n"
@@ -68,7 +66,9 @@ def register(home: Path, pid: int, run: str = "demo-1", *events: Event) -> jobs.
     for event in events:
         log.append(event)
     log.close()
-    job = jobs.describe(run, "demo", events=str(log.path), log_dir=str(home / "logs"), made=1000.0, pid=pid)
+    job = jobs.describe(
+        run, "demo", events=str(log.path), log_dir=str(home / "logs"), made=1000.0, pid=pid
+    )
     assert jobs.register(job)
     return job
 
@@ -83,12 +83,17 @@ def ended() -> int:
 VERDICT = Event("verdict", 1010.0, {"code": 3, "reason": "rank 1 failed"})
 
 
-def test_stop_ends_the_job_and_says_how(home: Path, process, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stop_ends_the_job_and_says_how(
+    home: Path, process, capsys: pytest.CaptureFixture[str]
+) -> None:
     child = process(TERM_ONCE)
     register(home, child.pid)
     assert control.stop("demo", timeout=20) == 0
     assert child.wait(10) == 143
-    assert "pdrun: job demo (run demo-1) has stopped: it ended without a verdict" in capsys.readouterr().err
+    assert (
+        "pdrun: job demo (run demo-1) has stopped: it ended without a verdict"
+        in capsys.readouterr().err
+    )
     assert control.stop("demo") == 0
     assert "is not running" in capsys.readouterr().err
 
@@ -134,7 +139,9 @@ def test_where_the_kernel_has_no_handles_of_processes_the_start_time_must_do(
 def test_stop_of_a_job_elsewhere_or_unknown_is_a_usage_error(home: Path) -> None:
     job = register(home, os.getpid())
     jobs.register(replace(job, host="other-host"))
-    with pytest.raises(UsageError, match=r"was started on other-host; stop it there, or give --scheduler"):
+    with pytest.raises(
+        UsageError, match=r"was started on other-host; stop it there, or give --scheduler"
+    ):
         control.stop("demo")
     with pytest.raises(UsageError, match=r"no job 'dmo'; did you mean 'demo'\?"):
         control.stop("dmo")
@@ -146,7 +153,12 @@ def test_status_as_json_and_for_people(home: Path, capsys: pytest.CaptureFixture
     register(home, ended(), "demo-1", VERDICT)
     assert control.status("demo", json=True) == 0
     data = json.loads(capsys.readouterr().out)
-    assert (data["state"], data["code"], data["nodes"][0]["name"], len(data["ranks"])) == ("done", 3, "n0", 2)
+    assert (data["state"], data["code"], data["nodes"][0]["name"], len(data["ranks"])) == (
+        "done",
+        3,
+        "n0",
+        2,
+    )
     shown: list[JobStatus] = []
     assert control.status(None, show=shown.extend) == 0
     assert [one.run for one in shown] == ["demo-1"]
@@ -177,15 +189,21 @@ def test_of_a_job_without_an_event_log_nobody_says_how_it_ended(
     child = process(TERM_ONCE)
     jobs.register(replace(register(home, child.pid), events=""))
     assert control.stop("demo", timeout=20) == 0
-    assert capsys.readouterr().err.endswith("has stopped: how it ended is not known: no event log\n")
+    assert capsys.readouterr().err.endswith(
+        "has stopped: how it ended is not known: no event log\n"
+    )
     assert control.job_statuses("demo")[0].state == "dead"
 
 
-def test_a_damaged_event_log_hides_no_other_job(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_event_log_hides_no_other_job(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     register(home, ended(), "demo-1", Event("verdict", 1005.0, {"code": 3, "reason": "r"}))
     damaged = register(home, ended(), "demo-2")
     with Path(damaged.events).open("a") as log:
-        log.write("[" * 100_000 + '\n{"kind": "joined", "time": 1}\n{"kind": "verdict", "time": NaN}\n')
+        log.write(
+            "[" * 100_000 + '\n{"kind": "joined", "time": 1}\n{"kind": "verdict", "time": NaN}\n'
+        )
     assert control.status(all=True) == 0
     shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert {one["run"]: one["state"] for one in shown} == {"demo-1": "done", "demo-2": "dead"}
@@ -200,7 +218,9 @@ def test_status_without_a_name_is_of_the_one_that_runs_else_of_all(home: Path) -
     assert len(control.job_statuses(None, all=True)) == 3
 
 
-def test_only_the_newest_are_listed_unless_all_are_asked_for(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_the_newest_are_listed_unless_all_are_asked_for(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     gone = ended()
     for number in range(control.NEWEST + 3):
         jobs.register(replace(register(home, gone, f"demo-{number:02}"), made=float(number)))
@@ -220,14 +240,18 @@ def test_of_two_runs_with_one_name_the_newest_is_shown_and_none_is_stopped(
         jobs.register(replace(register(home, os.getpid(), f"demo-{made:g}"), made=made))
         write(home, 0, "rank_0.out", b"%d\n" % made, f"demo-{made:g}")
     assert [one.run for one in control.job_statuses("demo")] == ["demo-2"]
-    assert capsys.readouterr().err == "pdrun: 2 runs are called demo; this is the newest that runs, demo-2\n"
+    assert (
+        capsys.readouterr().err
+        == "pdrun: 2 runs are called demo; this is the newest that runs, demo-2\n"
+    )
     assert show(home, "demo")[1] == "n0:0| 2\n"
     assert show(home, "demo-1")[1] == "n0:0| 1\n"
     with pytest.raises(UsageError, match="means more than one job; name one run: demo"):
         control.stop("demo")
 
 
-# Logs -----------------------------------------------------------------------------------------------------------------
+# Logs
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def write(home: Path, generation: int, name: str, data: bytes, run: str = "demo-1") -> None:
@@ -261,7 +285,9 @@ def test_logs_of_the_last_generation_with_prefixes_in_rank_order(home: Path) -> 
     said = "pdrun: generation 1, the last of 2; --generation all shows all\n"
     assert err == said + "n0:0| err 0\nn0:1| err 1\n10| err 10\n"
     assert show(home, ranks="1", stderr=False)[1:] == ("n0:1| out 1\nn0:1| half\n", said)
-    with pytest.raises(UsageError, match=r"--ranks: run demo-1 has no rank 7,20-30; there are 0-1,10"):
+    with pytest.raises(
+        UsageError, match=r"--ranks: run demo-1 has no rank 7,20-30; there are 0-1,10"
+    ):
         show(home, ranks="0,7,20-30")
 
 
@@ -272,11 +298,15 @@ def test_logs_of_other_generations(home: Path) -> None:
     assert show(home, generation=1, lines=1) == (0, "n0:0| g1\n", "")
     assert show(home, generation="all", lines=1) == (0, "n0:0| g0\nn0:0| g1\nn0:0| g10\n", "")
     assert show(home, lines=1)[1] == "n0:0| g10\n"
-    with pytest.raises(UsageError, match=r"--generation: 2 is no generation of run demo-1; there are 0, 1, 10"):
+    with pytest.raises(
+        UsageError, match=r"--generation: 2 is no generation of run demo-1; there are 0, 1, 10"
+    ):
         show(home, generation=2)
 
 
-@pytest.mark.parametrize(("lines", "expected"), [(1, "3\n"), (2, "2\n3\n"), (9, "1\n2\n3\n"), (0, "")])
+@pytest.mark.parametrize(
+    ("lines", "expected"), [(1, "3\n"), (2, "2\n3\n"), (9, "1\n2\n3\n"), (0, "")]
+)
 def test_the_last_lines_only(home: Path, lines: int, expected: str) -> None:
     register(home, ended())
     write(home, 0, "rank_0.out", b"1\n2\n3\n")
@@ -306,7 +336,9 @@ def test_follow_goes_on_through_a_restart_until_the_end(home: Path, process) -> 
     shown = home / "shown"
     fd = os.open(shown, os.O_CREAT | os.O_WRONLY)
     result: list[int] = []
-    thread = threading.Thread(target=lambda: result.append(control.logs(follow=True, console=Console(fd, fd))))
+    thread = threading.Thread(
+        target=lambda: result.append(control.logs(follow=True, console=Console(fd, fd)))
+    )
     thread.start()
 
     def seen(text: str) -> None:
@@ -337,7 +369,9 @@ def test_following_ends_with_its_reader_and_not_with_the_job(home: Path) -> None
     write(home, 0, "rank_0.out", b"first\n")
     read, out = os.pipe()
     result: list[int] = []
-    thread = threading.Thread(target=lambda: result.append(control.logs(follow=True, console=Console(out, out))))
+    thread = threading.Thread(
+        target=lambda: result.append(control.logs(follow=True, console=Console(out, out)))
+    )
     thread.start()
     assert os.read(read, 100) == b"n0:0| first\n"
     os.close(read)  # | head -1; and the workers print nothing more
@@ -351,12 +385,19 @@ def test_logs_that_go_while_they_are_followed_are_no_fault(home: Path) -> None:
     write(home, 0, "rank_0.out", b"first\n")
     with (home / "shown").open("wb") as file:
         reader = LogReader(
-            jobs.find("demo", jobs.jobs()), control.read_status, Console(file.fileno(), file.fileno()),
-            ranks="all", lines=None, stdout=True, stderr=True,
-        )  # fmt: skip
+            jobs.find("demo", jobs.jobs()),
+            control.read_status,
+            Console(file.fileno(), file.fileno()),
+            ranks="all",
+            lines=None,
+            stdout=True,
+            stderr=True,
+        )
         assert reader.step()
         shutil.rmtree(home / "logs")
-        with pytest.raises(UsageError, match=r"logs/demo-1: the logs of demo cannot be read: No such file"):
+        with pytest.raises(
+            UsageError, match=r"logs/demo-1: the logs of demo cannot be read: No such file"
+        ):
             reader.step()
 
 
@@ -372,7 +413,9 @@ def test_a_log_that_may_not_be_read_is_named(home: Path, monkeypatch: pytest.Mon
         return opened(path, *how, **more)
 
     monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(UsageError, match=r"0/rank_0\.out: the logs of demo cannot be read: Permission denied"):
+    with pytest.raises(
+        UsageError, match=r"0/rank_0\.out: the logs of demo cannot be read: Permission denied"
+    ):
         show(home, "demo-1")
 
 

@@ -1,4 +1,6 @@
-"""`--local`'s front: fake agents that are real processes, their output, their signals, their ends."""
+"""
+`--local`'s front: fake agents that are real processes, their output, their signals, their ends.
+"""
 
 from __future__ import annotations
 
@@ -41,19 +43,27 @@ job = front.Front(agents, Console(), grace=0.2, outlives=sys.argv[3] == "outlive
 job.start()
 sys.exit(job.run())
 """
-UNTIL_EOF = "open('pid', 'a').write(str(os.getpid()) + '\\n'); print('up'); sys.stdin.read(); sys.exit(70)"
+UNTIL_EOF = (
+    "open('pid', 'a').write(str(os.getpid()) + '\\n'); print('up'); sys.stdin.read(); sys.exit(70)"
+)
 
 
 class Fronted:
-    """A front with fake agents, in a process of its own; they say at once what real ones say later: up, running."""
+    """
+    A front with fake agents, in a process of its own; they say at once what real ones say later:
+    up, running.
+    """
 
     def __init__(self, folder: Path, *codes: str, said: str = "ur", outlives: bool = False) -> None:
         self.folder = folder
         self.process = subprocess.Popen(
-            [sys.executable, "-c", RUN, json.dumps(codes), said, "outlives" if outlives else ""], cwd=folder,
+            [sys.executable, "-c", RUN, json.dumps(codes), said, "outlives" if outlives else ""],
+            cwd=folder,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0,
-        )  # fmt: skip
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            process_group=0,
+        )
         os.set_blocking(self.process.stdout.fileno(), True)
 
     def finish(self, timeout: float = 30.0) -> tuple[int, str, str]:
@@ -108,8 +118,13 @@ def test_the_verdict_s_code_is_the_front_s(tmp_path: Path) -> None:
 def test_codes_that_differ_are_told(tmp_path: Path) -> None:
     status, _, err = Fronted(tmp_path, "sys.exit(0)", "time.sleep(0.2); sys.exit(69)").finish()
     assert status == 69
-    told = re.search(r"the nodes ended with different codes \((.*), (.*)\); this is the first that is not 0: 69", err)
-    assert told is not None and sorted(told.groups()) == ["node0: 0", "node1: 69"], err  # in the order of their ends
+    told = re.search(
+        r"the nodes ended with different codes \((.*), (.*)\); this is the first that is not 0: 69",
+        err,
+    )
+    assert told is not None and sorted(told.groups()) == ["node0: 0", "node1: 69"], (
+        err
+    )  # in the order of their ends
 
 
 def test_signals_reach_every_agent_once_each(tmp_path: Path) -> None:
@@ -139,13 +154,17 @@ def test_killing_the_front_ends_the_agents(tmp_path: Path) -> None:
 
 
 def test_an_agent_that_is_killed_is_named_and_the_others_decide(tmp_path: Path) -> None:
-    status, _, err = Fronted(tmp_path, "os.kill(os.getpid(), 9)", "time.sleep(0.3); sys.exit(137)").finish()
+    status, _, err = Fronted(
+        tmp_path, "os.kill(os.getpid(), 9)", "time.sleep(0.3); sys.exit(137)"
+    ).finish()
     assert status == 137
     assert err == "pdrun: the agent of node0 was killed by SIGKILL\n"
 
 
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "sys.exit(143)"])
-def test_a_job_that_may_go_on_without_a_node_is_left_to_its_scheduler(tmp_path: Path, end: str) -> None:
+def test_a_job_that_may_go_on_without_a_node_is_left_to_its_scheduler(
+    tmp_path: Path, end: str
+) -> None:
     first = "time.sleep(3); sys.exit(0)"  # longer than the others of a fixed job would be given
     status, _, err = Fronted(tmp_path, first, f"time.sleep(0.1); {end}", outlives=True).finish()
     assert status == 0
@@ -154,7 +173,9 @@ def test_a_job_that_may_go_on_without_a_node_is_left_to_its_scheduler(tmp_path: 
 
 def test_the_end_of_the_schedulers_node_is_everybodys(tmp_path: Path) -> None:
     begin = time.monotonic()
-    status, _, err = Fronted(tmp_path, "time.sleep(0.1); sys.exit(69)", UNTIL_EOF, outlives=True).finish()
+    status, _, err = Fronted(
+        tmp_path, "time.sleep(0.1); sys.exit(69)", UNTIL_EOF, outlives=True
+    ).finish()
     assert status == 69 and "node1 did not end with the others" in err
     assert time.monotonic() - begin < 20
 
@@ -172,11 +193,18 @@ def test_agents_are_told_that_a_stop_is_for_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("said", ["", "u"])
-def test_an_agent_killed_before_the_job_began_ends_the_others_at_once(tmp_path: Path, said: str) -> None:
+def test_an_agent_killed_before_the_job_began_ends_the_others_at_once(
+    tmp_path: Path, said: str
+) -> None:
     start = time.monotonic()
-    status, _, err = Fronted(tmp_path, "time.sleep(0.2); os.kill(os.getpid(), 9)", UNTIL_EOF, said=said).finish()
+    status, _, err = Fronted(
+        tmp_path, "time.sleep(0.2); os.kill(os.getpid(), 9)", UNTIL_EOF, said=said
+    ).finish()
     assert status == 137
-    assert err == "pdrun: the agent of node0 was killed by SIGKILL before the job began; stopping the others\n"
+    assert (
+        err
+        == "pdrun: the agent of node0 was killed by SIGKILL before the job began; stopping the others\n"
+    )
     assert time.monotonic() - start < 3
 
 
@@ -194,12 +222,17 @@ def test_the_front_answers_for_agents_that_take_no_signals_yet(tmp_path: Path, n
     job.process.send_signal(signal.SIGUSR1)
     job.process.send_signal(number)
     status, _, err = job.finish()
-    assert (status, err) == (128 + number, f"pdrun: stopped by {signal.Signals(number).name} before the job began\n")
+    assert (status, err) == (
+        128 + number,
+        f"pdrun: stopped by {signal.Signals(number).name} before the job began\n",
+    )
     assert gone(job.pids(), 1.0)
 
 
 def test_when_all_are_killed_the_first_signal_is_the_code(tmp_path: Path) -> None:
-    assert Fronted(tmp_path, "os.kill(os.getpid(), 9)", "os.kill(os.getpid(), 9)").finish()[0] == 137
+    assert (
+        Fronted(tmp_path, "os.kill(os.getpid(), 9)", "os.kill(os.getpid(), 9)").finish()[0] == 137
+    )
 
 
 def test_an_agent_that_stays_is_asked_then_cut_then_killed(tmp_path: Path) -> None:
@@ -270,9 +303,11 @@ def test_without_a_reader_the_front_ends_when_all_have_ended(tmp_path: Path) -> 
 @pytest.mark.parametrize("obeys", [True, False])
 def test_a_stop_needs_no_reader(tmp_path: Path, obeys: bool) -> None:
     flooding = f"signal.signal(2, lambda n, f: {'os._exit(130)' if obeys else 0})\nsignal.signal(15, lambda n, f: 0)\n"
-    job = Fronted(tmp_path, flooding + FLOOD + "flood(1 << 20)", "signal.signal(2, lambda n, f: sys.exit(130))\n" + (
-        "print('up')\ntime.sleep(60)"
-    ))  # fmt: skip
+    job = Fronted(
+        tmp_path,
+        flooding + FLOOD + "flood(1 << 20)",
+        "signal.signal(2, lambda n, f: sys.exit(130))\n" + ("print('up')\ntime.sleep(60)"),
+    )
     full(job)
     job.process.send_signal(signal.SIGINT)
     code, err = unread(job)
@@ -280,8 +315,12 @@ def test_a_stop_needs_no_reader(tmp_path: Path, obeys: bool) -> None:
 
 
 def test_at_the_second_stop_agents_are_read_without_their_reader(tmp_path: Path) -> None:
-    job = Fronted(tmp_path, "stops = []\nsignal.signal(2, lambda n, f: (stops.append(n), os.write(2, b'stop\\n')))\n"
-                  + FLOOD + "while len(stops) < 2: flood(1000)\nflood(1 << 20); sys.exit(130)")  # fmt: skip
+    job = Fronted(
+        tmp_path,
+        "stops = []\nsignal.signal(2, lambda n, f: (stops.append(n), os.write(2, b'stop\\n')))\n"
+        + FLOOD
+        + "while len(stops) < 2: flood(1000)\nflood(1 << 20); sys.exit(130)",
+    )
     full(job)
     job.process.send_signal(signal.SIGINT)
     assert job.process.stderr.readline() == b"stop\n"
@@ -291,11 +330,16 @@ def test_at_the_second_stop_agents_are_read_without_their_reader(tmp_path: Path)
 
 
 def test_a_connection_that_was_cut_in_the_same_moment_is_not_read(tmp_path: Path) -> None:
-    """A stop kills an agent whose order is still on its way: its descriptor is ready, closed, and another's by now."""
+    """
+    A stop kills an agent whose order is still on its way: its descriptor is ready, closed, and
+    another's by now.
+    """
     agent = RemoteAgent("node0", [sys.executable, "-c", "import time; time.sleep(60)"])
     agent.connect(str(tmp_path), first=b"x" * (1 << 20))
     try:
-        (ready,) = [fd for fd, mask in agent.descriptors(lambda stream: False) if mask == select.POLLOUT]
+        (ready,) = [
+            fd for fd, mask in agent.descriptors(lambda stream: False) if mask == select.POLLOUT
+        ]
         agent.kill()
         with (tmp_path / "other").open("wb+", buffering=0) as other:
             other.write(b"not for it")
@@ -313,7 +357,9 @@ def test_a_command_that_cannot_be_started_leaves_nothing_behind() -> None:
 
     before = signal.getsignal(signal.SIGTERM)
     fds = set(os.listdir("/proc/self/fd"))
-    job = front.Front([LocalAgent(AgentStart("node0", "{}\n"), ["/no/such/program"])], Console(), grace=1.0)
+    job = front.Front(
+        [LocalAgent(AgentStart("node0", "{}\n"), ["/no/such/program"])], Console(), grace=1.0
+    )
     with pytest.raises(FileNotFoundError):
         job.start()
     assert signal.getsignal(signal.SIGTERM) is before
@@ -346,7 +392,10 @@ def test_the_code_of_a_job_that_outlives_nodes_is_the_schedulers_nodes() -> None
     ends = [("node2", -9), ("node1", 143), ("node0", 0)]
     assert verdict_code(ends, leader="node0") == (0, "")
     assert verdict_code([("node1", 143), ("node0", -9)], leader="node0") == (143, "")
-    assert verdict_code([("node1", 69), ("node0", 143)], asked=["node0"], leader="node0") == (69, "")
+    assert verdict_code([("node1", 69), ("node0", 143)], asked=["node0"], leader="node0") == (
+        69,
+        "",
+    )
 
 
 @pytest.mark.parametrize(
@@ -372,7 +421,11 @@ def test_patience_is_longer_when_an_agent_was_killed() -> None:
         patience.first_end(110.0, killed=False)
         assert patience.due(100.0 + term - 0.1) == ""
         assert [patience.due(100.0 + term), patience.due(100.0 + term)] == ["term", ""]
-        assert [patience.due(1000.0), patience.due(1000.0), patience.due(1000.0)] == ["cut", "kill", ""]
+        assert [patience.due(1000.0), patience.due(1000.0), patience.due(1000.0)] == [
+            "cut",
+            "kill",
+            "",
+        ]
 
 
 def test_before_there_are_workers_patience_is_short() -> None:
@@ -380,29 +433,53 @@ def test_before_there_are_workers_patience_is_short() -> None:
         patience = Patience(30.0)
         patience.first_end(100.0, killed=killed, running=False)
         assert patience.due(cut - 0.1) == ""
-        assert [patience.due(cut), patience.due(cut), patience.due(cut + front.AFTER_EARLY)] == ["cut", "", "kill"]
+        assert [patience.due(cut), patience.due(cut), patience.due(cut + front.AFTER_EARLY)] == [
+            "cut",
+            "",
+            "kill",
+        ]
 
 
 @pytest.mark.parametrize(
     ("order", "words"),
-    [(b"", "no order came on standard input"), (b"x" * (17 << 20), "the order is longer than 16 MiB")],
+    [
+        (b"", "no order came on standard input"),
+        (b"x" * (17 << 20), "the order is longer than 16 MiB"),
+    ],
 )
 def test_what_is_wrong_with_an_order_is_told(order: bytes, words: str) -> None:
-    done = subprocess.run(agent_command(), input=order, capture_output=True, timeout=60, check=False)
+    done = subprocess.run(
+        agent_command(), input=order, capture_output=True, timeout=60, check=False
+    )
     assert done.returncode == 78 and words in done.stderr.decode()
 
 
 def test_what_each_agent_is_told() -> None:
     spec = JobSpec(Program("script", "train.py", ("-x",)), Resources(nodes=3, devices=2))
     plan = LaunchPlan(
-        mode="local", job="j", node="host", nodes=3, spec=spec, sources={"resources.nodes": "--nodes"}, workers=(),
-        backend="cpu", backend_reason="", visibility={}, collective="gloo", base_env={}, scrubbed=(), scheduler=None,
-        listen="127.0.0.1", cwd="/",
-    )  # fmt: skip
+        mode="local",
+        job="j",
+        node="host",
+        nodes=3,
+        spec=spec,
+        sources={"resources.nodes": "--nodes"},
+        workers=(),
+        backend="cpu",
+        backend_reason="",
+        visibility={},
+        collective="gloo",
+        base_env={},
+        scrubbed=(),
+        scheduler=None,
+        listen="127.0.0.1",
+        cwd="/",
+    )
     secret = Secret.random()
     with bind_scheduler() as listener:
         host, port = listener.getsockname()
-        starts = agent_starts(plan, listener, secret, front=7, screen={"tty": [True, False], "colour": False})
+        starts = agent_starts(
+            plan, listener, secret, front=7, screen={"tty": [True, False], "colour": False}
+        )
         fd = listener.fileno()
     assert host == "127.0.0.1"
     assert [start.pass_fds for start in starts] == [(fd,), (), ()]
@@ -411,8 +488,16 @@ def test_what_each_agent_is_told() -> None:
         assert re.fullmatch(r".*\n", start.line)
         order = json.loads(start.line)
         got = JobSpec.from_json(order["spec"])
-        assert (got.place.simulated, got.place.node_rank, got.place.local) == ((index, 3), index, True)
+        assert (got.place.simulated, got.place.node_rank, got.place.local) == (
+            (index, 3),
+            index,
+            True,
+        )
         assert got.place.scheduler is not None and got.place.scheduler.port == port
-        assert (order["scheduler_fd"], order["quiet"], order["front"]) == (None if index else fd, bool(index), 7)
+        assert (order["scheduler_fd"], order["quiet"], order["front"]) == (
+            None if index else fd,
+            bool(index),
+            7,
+        )
         assert (order["tty"], order["colour"]) == ([True, False], False)
         assert Secret.from_hex(order["secret"]) == secret

@@ -14,7 +14,16 @@ import pytest
 
 from pdrun.errors import UsageError
 from pdrun.launcher.jobs import registry as jobs
-from pdrun.launcher.jobs.registry import Job, describe, find, find_running, is_alive, prune, register, start_ticks
+from pdrun.launcher.jobs.registry import (
+    Job,
+    describe,
+    find,
+    find_running,
+    is_alive,
+    prune,
+    register,
+    start_ticks,
+)
 
 
 def entry(run: str, job: str = "train", **changes: object) -> Job:
@@ -34,12 +43,17 @@ def test_what_is_registered_is_listed_newest_first_and_private(tmp_path: Path) -
     assert register(one, folder) and register(two, folder)
     assert jobs.jobs(folder) == [two, one]
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()} == {"r1.json": 0o600, "r2.json": 0o600}
+    assert {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()} == {
+        "r1.json": 0o600,
+        "r2.json": 0o600,
+    }
 
 
 def test_where_the_registry_is(tmp_path: Path) -> None:
     assert jobs.registry_folder({"XDG_STATE_HOME": "/s", "HOME": "/h"}) == Path("/s/pdrun/jobs")
-    assert jobs.registry_folder({"XDG_STATE_HOME": "relative", "HOME": "/h"}) == Path("/h/.local/state/pdrun/jobs")
+    assert jobs.registry_folder({"XDG_STATE_HOME": "relative", "HOME": "/h"}) == Path(
+        "/h/.local/state/pdrun/jobs"
+    )
     with pytest.raises(OSError, match="HOME"):
         jobs.registry_folder({})
 
@@ -75,7 +89,18 @@ def test_a_process_that_has_gone_and_one_that_nobody_reaped() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", "null", "{}", '{"run": "r1"}', '{"run": 1}', "\xff", '{"run": "other"}', "[" * 50_000],
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        "{}",
+        '{"run": "r1"}',
+        '{"run": 1}',
+        "\xff",
+        '{"run": "other"}',
+        "[" * 50_000,
+    ],
 )
 def test_files_that_are_no_entry_are_passed_over(tmp_path: Path, text: str) -> None:
     register(entry("r2"), tmp_path)
@@ -86,8 +111,17 @@ def test_files_that_are_no_entry_are_passed_over(tmp_path: Path, text: str) -> N
 def test_entries_with_wrong_types_links_and_pipes_are_passed_over(tmp_path: Path) -> None:
     register(entry("r1"), tmp_path)
     good = json.loads((tmp_path / "r1.json").read_text())
-    for name, value in (("pid", "1"), ("pid", True), ("pid", -1), ("events", None), ("made", "x"),
-                        ("made", float("nan")), ("made", 10**400), ("pid", 10**30), ("events", "a\0")):  # fmt: skip
+    for name, value in (
+        ("pid", "1"),
+        ("pid", True),
+        ("pid", -1),
+        ("events", None),
+        ("made", "x"),
+        ("made", float("nan")),
+        ("made", 10**400),
+        ("pid", 10**30),
+        ("events", "a\0"),
+    ):
         (tmp_path / "r1.json").write_text(json.dumps({**good, name: value}))
         assert jobs.jobs(tmp_path) == []
     (tmp_path / "r2.json").symlink_to("/dev/zero")
@@ -102,23 +136,38 @@ def test_an_entry_of_a_later_version_is_read(tmp_path: Path) -> None:
     assert len(jobs.jobs(tmp_path)) == 1
 
 
-KNOWN = [alive("demo-3", "demo"), entry("demo-2", "demo"), entry("demo-1", "demo"), entry("eval-9", "eval")]
+KNOWN = [
+    alive("demo-3", "demo"),
+    entry("demo-2", "demo"),
+    entry("demo-1", "demo"),
+    entry("eval-9", "eval"),
+]
 
 
 @pytest.mark.parametrize(
     ("name", "run"),
-    [("demo-1", "demo-1"), ("demo", "demo-3"), ("eval", "eval-9"), ("ev", "eval-9"), ("dem", "demo-3")],
+    [
+        ("demo-1", "demo-1"),
+        ("demo", "demo-3"),
+        ("eval", "eval-9"),
+        ("ev", "eval-9"),
+        ("dem", "demo-3"),
+    ],
 )
 def test_names_that_find_a_job(name: str, run: str) -> None:
     assert find(name, KNOWN).run == run
 
 
 def test_names_that_find_none_or_several() -> None:
-    with pytest.raises(UsageError, match=r"no job 'dmo'; did you mean 'demo'\? known: demo \(run demo-3\)"):
+    with pytest.raises(
+        UsageError, match=r"no job 'dmo'; did you mean 'demo'\? known: demo \(run demo-3\)"
+    ):
         find("dmo", KNOWN)
     with pytest.raises(UsageError, match="none is known here"):
         find("x", [])
-    with pytest.raises(UsageError, match=r"means more than one job; name one run: a \(run r1\), ab \(run r2\)"):
+    with pytest.raises(
+        UsageError, match=r"means more than one job; name one run: a \(run r1\), ab \(run r2\)"
+    ):
         find("r", [entry("r1", "a"), entry("r2", "ab")])
     with pytest.raises(UsageError, match="means more than one job"):
         find("demo", [alive("demo-4", "demo"), *KNOWN])
@@ -155,10 +204,19 @@ def test_old_entries_of_ended_jobs_are_forgotten(tmp_path: Path) -> None:
         register(entry(f"r{number:02}", made=float(number)), tmp_path)
     register(replace(alive("running"), made=0.0), tmp_path)
     prune(tmp_path, kept=5)
-    assert [job.run for job in jobs.jobs(tmp_path)] == ["r11", "r10", "r09", "r08", "r07", "running"]
+    assert [job.run for job in jobs.jobs(tmp_path)] == [
+        "r11",
+        "r10",
+        "r09",
+        "r08",
+        "r07",
+        "running",
+    ]
 
 
-def test_many_that_register_list_and_prune_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_that_register_list_and_prune_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(jobs, "KEPT", 20)
 
     def work(number: int) -> int:

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from pdrun.launcher.output.line_splitter import LIMIT, Line, LineSplitter
 
-PIECES = st.sampled_from([b"a", b"bc", b"\n", b"\r", b"\r\n", "é".encode(), "█".encode(), b"\xff", b"x" * 9, b" "])
+PIECES = st.sampled_from(
+    [b"a", b"bc", b"\n", b"\r", b"\r\n", "é".encode(), "█".encode(), b"\xff", b"x" * 9, b" "]
+)
 STREAMS = st.lists(PIECES, max_size=40).map(b"".join)
 
 
@@ -62,8 +64,11 @@ def test_what_ends_a_line(data: bytes, expected: list[tuple[bytes, bytes]]) -> N
 def test_a_long_line_comes_in_marked_pieces() -> None:
     lines = split([b"x" * 150_000 + b"\nshort\n"])
     assert [(len(line.text), line.end, line.continued) for line in lines] == [
-        (LIMIT, b"", False), (LIMIT, b"", True), (150_000 - 2 * LIMIT, b"\n", True), (5, b"\n", False),
-    ]  # fmt: skip
+        (LIMIT, b"", False),
+        (LIMIT, b"", True),
+        (150_000 - 2 * LIMIT, b"\n", True),
+        (5, b"\n", False),
+    ]
 
 
 def test_a_line_of_exactly_the_limit_is_not_cut() -> None:

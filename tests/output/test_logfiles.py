@@ -1,4 +1,6 @@
-"""Log files and their names: nothing outside the folder, and no disk in whose way a worker could come."""
+"""
+Log files and their names: nothing outside the folder, and no disk in whose way a worker could come.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def test_what_is_written_is_there_when_closed(tmp_path: Path) -> None:
         files.write(two, b"x")
     files.done(one)
     assert files.close(2.0) == ()
-    assert (tmp_path / "a/b/one.out").read_text() == "".join(f"{number}\n" for number in range(1000))
+    assert (tmp_path / "a/b/one.out").read_text() == "".join(
+        f"{number}\n" for number in range(1000)
+    )
     assert (tmp_path / "a/b/two.out").read_bytes() == b"x" * 1000
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o700
 
@@ -56,7 +60,9 @@ def test_a_disk_that_is_full_for_a_while_loses_only_what_it_refused(tmp_path: Pa
     )
 
 
-def test_a_disk_that_fails_only_at_close_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_only_at_close_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = LogFiles()
     file = files.open(tmp_path / "x.out", "rank 0's output")
     files.write(file, b"data")
@@ -69,7 +75,9 @@ def test_a_disk_that_fails_only_at_close_is_told(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(os, "close", close)
     files.done(file)
-    assert files.close(2.0) == (f"log {tmp_path}/x.out: may be incomplete (Disk quota exceeded); the job went on",)
+    assert files.close(2.0) == (
+        f"log {tmp_path}/x.out: may be incomplete (Disk quota exceeded); the job went on",
+    )
 
 
 def test_a_fifo_that_nobody_reads_hangs_the_thread_and_nobody_else(tmp_path: Path) -> None:
@@ -121,7 +129,20 @@ def test_a_slow_disk_holds_the_workers_and_tells_when_there_is_room(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "template", ["../x", "/etc/{rank}", "a/../{rank}", "{rank", "rank}", "{Rank}", "{}", "", "x\n{rank}", "x\0", "a//b"]
+    "template",
+    [
+        "../x",
+        "/etc/{rank}",
+        "a/../{rank}",
+        "{rank",
+        "rank}",
+        "{Rank}",
+        "{}",
+        "",
+        "x\n{rank}",
+        "x\0",
+        "a//b",
+    ],
 )
 def test_templates_that_are_refused(template: str) -> None:
     with pytest.raises(ConfigError, match="log name"):
@@ -129,7 +150,9 @@ def test_templates_that_are_refused(template: str) -> None:
 
 
 def test_a_mistyped_field_is_told_with_the_right_one() -> None:
-    with pytest.raises(ConfigError, match=r"unknown field \{local_rnk\}; did you mean 'local_rank'\?"):
+    with pytest.raises(
+        ConfigError, match=r"unknown field \{local_rnk\}; did you mean 'local_rank'\?"
+    ):
         check_template("{local_rnk}")
 
 
@@ -154,7 +177,9 @@ def test_names(template: str, stem: str) -> None:
 @given(st.text(max_size=20), st.text(max_size=20), st.text(max_size=20))
 def test_no_value_leaves_the_folder(node: str, ip: str, hostname: str) -> None:
     folder = Path("/logs/run/0")
-    stem = file_stem("{node}/{ip}_{hostname}_{rank}", rank=1, local_rank=1, node=node, ip=ip, hostname=hostname)
+    stem = file_stem(
+        "{node}/{ip}_{hostname}_{rank}", rank=1, local_rank=1, node=node, ip=ip, hostname=hostname
+    )
     assert os.path.normpath(folder / stem) == str(folder / stem)
     assert (folder / stem).is_relative_to(folder) and ".." not in Path(stem).parts
 
@@ -164,7 +189,9 @@ def test_a_root_that_is_made_here_is_private_and_stays_out_of_git(tmp_path: Path
     assert (tmp_path / "deep" / "logs" / ".gitignore").read_text() == "*\n"
     assert (tmp_path / "deep" / "logs").stat().st_mode & 0o777 == 0o700
     (tmp_path / "started" / "run").mkdir(parents=True)
-    (tmp_path / "started" / "run" / "events.jsonl").write_text("{}\n")  # the event log may have come first
+    (tmp_path / "started" / "run" / "events.jsonl").write_text(
+        "{}\n"
+    )  # the event log may have come first
     prepare_root(tmp_path / "started")
     assert (tmp_path / "started" / ".gitignore").exists()
     (tmp_path / "mine").mkdir()
@@ -174,7 +201,13 @@ def test_a_root_that_is_made_here_is_private_and_stays_out_of_git(tmp_path: Path
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(0, "0 bytes"), (999, "999 bytes"), (1000, "1.0 kB"), (1_234_567, "1.2 MB"), (10**12, "1000.0 GB")],
+    [
+        (0, "0 bytes"),
+        (999, "999 bytes"),
+        (1000, "1.0 kB"),
+        (1_234_567, "1.2 MB"),
+        (10**12, "1000.0 GB"),
+    ],
 )
 def test_sizes(count: int, text: str) -> None:
     assert size_text(count) == text

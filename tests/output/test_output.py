@@ -1,4 +1,7 @@
-"""Workers' pipes -> terminal and files, with real processes: nothing mixed, nothing lost, nobody kept waiting."""
+"""
+Workers' pipes -> terminal and files, with real processes: nothing mixed, nothing lost, nobody kept
+waiting.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,9 @@ def screen(tmp_path: Path):
     os.close(fd)
 
 
-def test_a_hundred_thousand_lines_none_mixed_none_lost(tmp_path: Path, screen: tuple[Path, int]) -> None:
+def test_a_hundred_thousand_lines_none_mixed_none_lost(
+    tmp_path: Path, screen: tuple[Path, int]
+) -> None:
     path, fd = screen
     output = make_output(tmp_path, fd, fd)
     start = time.monotonic()
@@ -54,9 +59,15 @@ def test_a_hundred_thousand_lines_none_mixed_none_lost(tmp_path: Path, screen: t
     assert time.monotonic() - start < 30
     shown = path.read_text().splitlines()
     bars = [line for line in shown if "%" in line]
-    matches = {line: re.fullmatch(r"node0:(\d)\| rank (\d) line (\d+) x*", line) for line in shown if line not in bars}
+    matches = {
+        line: re.fullmatch(r"node0:(\d)\| rank (\d) line (\d+) x*", line)
+        for line in shown
+        if line not in bars
+    }
     lines = [match for match in matches.values() if match]
-    assert Counter((match[1], match[2]) for match in lines) == {(str(r), str(r)): 25000 for r in range(4)}
+    assert Counter((match[1], match[2]) for match in lines) == {
+        (str(r), str(r)): 25000 for r in range(4)
+    }
     for rank in "0123":
         assert [int(match[3]) for match in lines if match[1] == rank] == list(range(25000))
     others = sorted(line for line, match in matches.items() if not match)
@@ -69,7 +80,14 @@ def test_a_hundred_thousand_lines_none_mixed_none_lost(tmp_path: Path, screen: t
 def test_the_log_has_the_very_bytes(tmp_path: Path, screen: tuple[Path, int]) -> None:
     data = bytes(range(256)) * 3 + b"\r\n\r50%\rno line end"
     output = make_output(tmp_path, screen[1], screen[1])
-    pump(output, [start_worker(output, 0, "import os, sys; os.write(1, bytes.fromhex(sys.argv[2]))", data.hex())])
+    pump(
+        output,
+        [
+            start_worker(
+                output, 0, "import os, sys; os.write(1, bytes.fromhex(sys.argv[2]))", data.hex()
+            )
+        ],
+    )
     output.close()
     assert log(tmp_path, 0) == data
 
@@ -82,7 +100,11 @@ def test_a_line_of_five_megabytes(tmp_path: Path, screen: tuple[Path, int]) -> N
     assert output.close() == ()
     shown = screen[0].read_bytes().splitlines()
     for rank in (b"0", b"1"):
-        pieces = [line for line in shown if line.startswith((b"node0:" + rank + b"| ", b"node0:" + rank + b"+ "))]
+        pieces = [
+            line
+            for line in shown
+            if line.startswith((b"node0:" + rank + b"| ", b"node0:" + rank + b"+ "))
+        ]
         assert pieces.pop() == b"node0:" + rank + b"| short " + rank
         texts = [piece.partition(b" ")[2] for piece in pieces]
         assert b"".join(texts) == rank * 5_000_000
@@ -114,14 +136,19 @@ def test_a_slow_reader_loses_nothing_and_holds_the_workers(tmp_path: Path) -> No
     os.close(write)
     thread.join(20)
     os.close(read)
-    assert Counter(line[:8] for line in b"".join(got).splitlines()) == {b"node0:0|": 400, b"node0:1|": 400}
+    assert Counter(line[:8] for line in b"".join(got).splitlines()) == {
+        b"node0:0|": 400,
+        b"node0:1|": 400,
+    }
     assert any(held), "48 MB must have met a full queue"
 
 
 def test_a_reader_that_goes_away_does_not_end_the_job(tmp_path: Path) -> None:
     read, write = os.pipe()
     output = make_output(tmp_path, write, 2)
-    worker = start_worker(output, 0, "import os\nfor i in range(2000): os.write(1, b'y' * 999 + b'\\n')")
+    worker = start_worker(
+        output, 0, "import os\nfor i in range(2000): os.write(1, b'y' * 999 + b'\\n')"
+    )
     pump_once(output)
     assert os.read(read, 10)[:7] == b"node0:0"
     os.close(read)
@@ -132,7 +159,9 @@ def test_a_reader_that_goes_away_does_not_end_the_job(tmp_path: Path) -> None:
     assert len(log(tmp_path, 0)) == 2_000_000
 
 
-def test_a_hung_disk_never_keeps_a_worker_waiting_for_good(tmp_path: Path, screen: tuple[Path, int]) -> None:
+def test_a_hung_disk_never_keeps_a_worker_waiting_for_good(
+    tmp_path: Path, screen: tuple[Path, int]
+) -> None:
     hang = threading.Event()
 
     def never(fd: int, data: memoryview) -> int:
@@ -141,7 +170,9 @@ def test_a_hung_disk_never_keeps_a_worker_waiting_for_good(tmp_path: Path, scree
 
     files = LogFiles(high=1 << 20, stuck=0.3, write=never)
     output = make_output(tmp_path, screen[1], screen[1], writer=files)
-    worker = start_worker(output, 0, "import os\nfor i in range(8000): os.write(1, b'z' * 999 + b'\\n')")
+    worker = start_worker(
+        output, 0, "import os\nfor i in range(8000): os.write(1, b'z' * 999 + b'\\n')"
+    )
     start = time.monotonic()
     pump(output, [worker], timeout=30)
     assert worker.returncode == 0
@@ -158,17 +189,28 @@ def test_a_hung_disk_never_keeps_a_worker_waiting_for_good(tmp_path: Path, scree
 def test_a_full_log_disk_costs_bytes_and_says_so(tmp_path: Path, screen: tuple[Path, int]) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(disk)], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(disk)], capture_output=True
+    ).returncode:
         pytest.skip("mount is not allowed here")
     try:
         output = make_output(tmp_path, screen[1], screen[1], log_dir=str(disk / "logs"))
-        pump(output, [start_worker(output, 3, "import os\nfor i in range(3000): os.write(1, b'w' * 999 + b'\\n')")])
+        pump(
+            output,
+            [
+                start_worker(
+                    output, 3, "import os\nfor i in range(3000): os.write(1, b'w' * 999 + b'\\n')"
+                )
+            ],
+        )
         lost = output.close()
         size = (disk / "logs" / "run1" / "0" / "rank_3.out").stat().st_size
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
     assert len(lost) == 1
-    assert re.search(r"(1\.9|2\.\d) MB of rank 3's output not written \(No space left on device\)", lost[0])
+    assert re.search(
+        r"(1\.9|2\.\d) MB of rank 3's output not written \(No space left on device\)", lost[0]
+    )
     assert 500_000 < size < 1_100_000
     assert screen[0].read_bytes().count(b"www\n") == 3000
     assert lost[0].encode() in screen[0].read_bytes()
@@ -180,27 +222,37 @@ def test_a_log_folder_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> 
         make_output(tmp_path, 1, 2, log_dir=str(tmp_path / "file" / "logs"))
 
 
-def test_hidden_ranks_are_logged_and_revealed_when_they_fail(tmp_path: Path, screen: tuple[Path, int]) -> None:
+def test_hidden_ranks_are_logged_and_revealed_when_they_fail(
+    tmp_path: Path, screen: tuple[Path, int]
+) -> None:
     output = make_output(tmp_path, screen[1], screen[1], show_ranks="0,2-3")
-    pump(output, [start_worker(output, rank, "import sys; print('I am', sys.argv[1])") for rank in range(4)])
+    pump(
+        output,
+        [start_worker(output, rank, "import sys; print('I am', sys.argv[1])") for rank in range(4)],
+    )
     output.reveal(1)
     output.reveal(1)
     output.reveal(0)
     output.close()
     shown = screen[0].read_text()
     assert sorted(re.findall(r"node0:(\d)\| I am", shown)) == ["0", "1", "2", "3"]
-    assert re.search(r"rank 1 failed; its last line \(hidden by --show-ranks; its log is .*rank_1\.out\):\n", shown)
+    assert re.search(
+        r"rank 1 failed; its last line \(hidden by --show-ranks; its log is .*rank_1\.out\):\n",
+        shown,
+    )
     assert log(tmp_path, 1) == b"I am 1\n"
 
 
 @pytest.mark.parametrize(
     ("code", "name"),
     [
-        ("print('why')", "rank_0.out"), ("import sys; sys.exit('why')", "rank_0.err"), ("", "rank_0.err"),
+        ("print('why')", "rank_0.out"),
+        ("import sys; sys.exit('why')", "rank_0.err"),
+        ("", "rank_0.err"),
         ("import sys; print('why'); print('or', file=sys.stderr)", "rank_0.{out,err}"),
         ("print('step'); raise ValueError('why')", "rank_0.err"),
     ],
-)  # fmt: skip
+)
 def test_the_log_that_is_named_holds_the_evidence(
     tmp_path: Path, screen: tuple[Path, int], code: str, name: str
 ) -> None:
@@ -229,11 +281,15 @@ def test_prefixes(
     assert screen[0].read_text() == expected
 
 
-def test_drain_takes_the_rest_and_is_bounded_by_its_timeout(tmp_path: Path, screen: tuple[Path, int]) -> None:
+def test_drain_takes_the_rest_and_is_bounded_by_its_timeout(
+    tmp_path: Path, screen: tuple[Path, int]
+) -> None:
     output = make_output(tmp_path, screen[1], screen[1])
     code = "import os, sys, time\nif os.fork() == 0: time.sleep(60)\nos.write(2, b'last word'); os._exit(3)"
     out, err = output.open(0, 0, 0)
-    worker = subprocess.Popen([sys.executable, "-c", code], stdout=out, stderr=err, start_new_session=True)
+    worker = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=out, stderr=err, start_new_session=True
+    )
     os.close(out)
     os.close(err)
     try:
@@ -250,7 +306,9 @@ def test_drain_takes_the_rest_and_is_bounded_by_its_timeout(tmp_path: Path, scre
     assert screen[0].read_text() == "node0:0| last word\n"
 
 
-def test_tail_and_traceback_are_what_a_summary_needs(tmp_path: Path, screen: tuple[Path, int]) -> None:
+def test_tail_and_traceback_are_what_a_summary_needs(
+    tmp_path: Path, screen: tuple[Path, int]
+) -> None:
     output = make_output(tmp_path, screen[1], screen[1])
     code = "for i in range(100): print('out', i)\nraise ValueError('boom \\x1b]0;title\\x07' + 'x' * 900)"
     pump(output, [start_worker(output, 0, code)])
@@ -264,7 +322,9 @@ def test_tail_and_traceback_are_what_a_summary_needs(tmp_path: Path, screen: tup
     output.close()
 
 
-def test_the_tail_of_one_endless_line_and_of_a_bar(tmp_path: Path, screen: tuple[Path, int]) -> None:
+def test_the_tail_of_one_endless_line_and_of_a_bar(
+    tmp_path: Path, screen: tuple[Path, int]
+) -> None:
     output = make_output(tmp_path, screen[1], screen[1])
     code = "import os; os.write(1, b'x' * 100_000); os.write(2, b'loading\\n1%\\r2%\\r')"
     pump(output, [start_worker(output, 0, code)])
@@ -279,7 +339,10 @@ def test_too_few_descriptors_are_one_clear_error(tmp_path: Path, screen: tuple[P
     os.close(lowest_free)
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free + 3, hard))
     try:
-        with pytest.raises(ConfigError, match=r"no pipe for rank 0: Too many open files; raise the limit .*ulimit -n"):
+        with pytest.raises(
+            ConfigError,
+            match=r"no pipe for rank 0: Too many open files; raise the limit .*ulimit -n",
+        ):
             output.open(0, 0, 0)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -297,7 +360,10 @@ def test_a_new_generation_has_new_files(tmp_path: Path, screen: tuple[Path, int]
         output.drain(0, 5.0)
     output.close()
     folder = tmp_path / "logs" / "run1"
-    assert [(folder / str(number) / "rank_0.out").read_text() for number in (0, 1)] == ["g0\n", "g1\n"]
+    assert [(folder / str(number) / "rank_0.out").read_text() for number in (0, 1)] == [
+        "g0\n",
+        "g1\n",
+    ]
     assert (folder.stat().st_mode & 0o777, (folder / "1").stat().st_mode & 0o777) == (0o700, 0o700)
     assert (folder / "1" / "rank_0.out").stat().st_mode & 0o777 == 0o600
 

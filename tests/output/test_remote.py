@@ -1,4 +1,6 @@
-"""`status` and `stop` with --scheduler, and output through every process there is: the real ones."""
+"""
+`status` and `stop` with --scheduler, and output through every process there is: the real ones.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Remot
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.delenv("PDRUN_TOKEN_FILE", raising=False)
     secret = load_cookie(tmp_path / "pdrun" / "cookie")
-    child = SchedulerChild(SchedulerConfig("demo", "demo-1", 2), secret, endpoint=Endpoint("127.0.0.1", 0))
+    child = SchedulerChild(
+        SchedulerConfig("demo", "demo-1", 2), secret, endpoint=Endpoint("127.0.0.1", 0)
+    )
     yield Remote(child.endpoint)
     child.close()
 
@@ -43,7 +47,12 @@ def scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Remot
 def test_status_of_a_scheduler(scheduler: Remote, capsys: pytest.CaptureFixture[str]) -> None:
     assert control.status(scheduler=scheduler, json=True) == 0
     data = json.loads(capsys.readouterr().out)
-    assert (data["job"], data["run"], data["state"], data["expected"]) == ("demo", "demo-1", "gathering", 2)
+    assert (data["job"], data["run"], data["state"], data["expected"]) == (
+        "demo",
+        "demo-1",
+        "gathering",
+        2,
+    )
 
 
 def test_stop_through_a_scheduler(scheduler: Remote, capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,7 +60,9 @@ def test_stop_through_a_scheduler(scheduler: Remote, capsys: pytest.CaptureFixtu
     assert "has stopped" in capsys.readouterr().err
 
 
-def test_a_wrong_token_is_told(tmp_path: Path, scheduler: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_token_is_told(
+    tmp_path: Path, scheduler: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "other"))
     assert load_cookie(tmp_path / "other" / "pdrun" / "cookie") != Secret(b"0" * 32)
     with pytest.raises(AuthenticationError):
@@ -59,13 +70,19 @@ def test_a_wrong_token_is_told(tmp_path: Path, scheduler: Remote, monkeypatch: p
 
 
 @pytest.fixture
-def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[SchedulerChild, Agent]]:
-    """A scheduler, and the one node of its job, whose workers run; the token is in PDRUN_TOKEN alone."""
+def running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[SchedulerChild, Agent]]:
+    """
+    A scheduler, and the one node of its job, whose workers run; the token is in PDRUN_TOKEN alone.
+    """
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.delenv("PDRUN_TOKEN_FILE", raising=False)
     secret = Secret.random()
     monkeypatch.setenv("PDRUN_TOKEN", token_text(secret))
-    child = SchedulerChild(SchedulerConfig("demo", "demo-1", 1), secret, endpoint=Endpoint("127.0.0.1", 0))
+    child = SchedulerChild(
+        SchedulerConfig("demo", "demo-1", 1), secret, endpoint=Endpoint("127.0.0.1", 0)
+    )
     try:
         with agents(child.endpoint, secret, "demo") as (node,):
             node.join("n0")
@@ -125,11 +142,16 @@ def test_stop_waits_for_the_end_whatever_it_takes(
     over(node, stop)
     stopping.join(20)
     assert stopping.code == 0
-    assert "job demo (run demo-1) has stopped: exit code 143, stopped by pdrun stop on " in capsys.readouterr().err
+    assert (
+        "job demo (run demo-1) has stopped: exit code 143, stopped by pdrun stop on "
+        in capsys.readouterr().err
+    )
 
 
 def test_a_scheduler_that_stands_still_has_not_stopped(
-    running: tuple[SchedulerChild, Agent], heard: threading.Event, capsys: pytest.CaptureFixture[str]
+    running: tuple[SchedulerChild, Agent],
+    heard: threading.Event,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     child, node = running
     stopping = Stopping(child, 4.0)
@@ -144,7 +166,9 @@ def test_a_scheduler_that_stands_still_has_not_stopped(
 
 
 def test_a_scheduler_that_has_gone_after_the_request_has_stopped(
-    running: tuple[SchedulerChild, Agent], heard: threading.Event, capsys: pytest.CaptureFixture[str]
+    running: tuple[SchedulerChild, Agent],
+    heard: threading.Event,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     child, node = running
     stopping = Stopping(child, 60.0)
@@ -157,7 +181,9 @@ def test_a_scheduler_that_has_gone_after_the_request_has_stopped(
     assert "its scheduler was ending it, and has left" in capsys.readouterr().err
 
 
-def test_follow_outlasts_a_scheduler_that_stands_still(running: tuple[SchedulerChild, Agent]) -> None:
+def test_follow_outlasts_a_scheduler_that_stands_still(
+    running: tuple[SchedulerChild, Agent],
+) -> None:
     child, node = running
     seen: list[JobStatus] = []
 
@@ -175,18 +201,26 @@ def test_follow_outlasts_a_scheduler_that_stands_still(running: tuple[SchedulerC
 
     assert control.status(scheduler=Remote(child.endpoint), watch=watch) == 0
     assert [one.state for one in seen] == ["running", "running", "running", "done"]
-    assert [len(one.warnings) for one in seen] == [0, 1, 0, 0] and "no answer" in seen[1].warnings[0]
+    assert [len(one.warnings) for one in seen] == [0, 1, 0, 0] and "no answer" in seen[1].warnings[
+        0
+    ]
 
 
-def test_a_name_is_held_against_the_schedulers_job(scheduler: Remote, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_is_held_against_the_schedulers_job(
+    scheduler: Remote, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("demo", "demo-1", "dem"):
         assert control.status(name, scheduler=scheduler, json=True) == 0
         assert json.loads(capsys.readouterr().out)["run"] == "demo-1"
     for call in (control.status, control.stop):
-        with pytest.raises(UsageError, match=r"no job here is called 'other': .* job 'demo' \(run demo-1\)"):
+        with pytest.raises(
+            UsageError, match=r"no job here is called 'other': .* job 'demo' \(run demo-1\)"
+        ):
             call("other", scheduler=scheduler)
     assert control.status(scheduler=scheduler, json=True) == 0
-    assert json.loads(capsys.readouterr().out)["state"] == "gathering", "the job of another name was stopped"
+    assert json.loads(capsys.readouterr().out)["state"] == "gathering", (
+        "the job of another name was stopped"
+    )
 
 
 FLOOD = "import os\nfor i in range(400): os.write(1, (b'%d ' % i).ljust(12_499, b'x') + b'\\n')\n"
@@ -197,8 +231,12 @@ def test_a_reader_that_stalls_loses_nothing_through_front_and_agents(tmp_path: P
     env = {**os.environ, "HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path / "state")}
     job = subprocess.Popen(
         [sys.executable, "-m", "pdrun", "--nodes", "2", "--devices", "2", "--local", "flood.py"],
-        cwd=tmp_path, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     assert job.stdout is not None and job.stderr is not None
     try:
         first = job.stdout.readline()

@@ -38,7 +38,9 @@ def test_escapes_are_shown_not_obeyed(data: bytes, shown: bytes) -> None:
 def test_nothing_but_colours_is_left_of_any_bytes(data: bytes, in_place: bool) -> None:
     left = COLOUR.sub(b"", clean(data, in_place=in_place)).decode()
     allowed = "\n\t\r\b" if in_place else "\n\t"
-    assert not [char for char in left if (ord(char) < 32 or 127 <= ord(char) < 160) and char not in allowed]
+    assert not [
+        char for char in left if (ord(char) < 32 or 127 <= ord(char) < 160) and char not in allowed
+    ]
 
 
 def test_a_colour_that_is_left_on_ends_with_its_line() -> None:
@@ -71,7 +73,10 @@ def test_a_bar_that_nothing_follows_keeps_its_last_state() -> None:
 
 def test_a_bar_that_is_wiped_leaves_nothing() -> None:
     shaper = PrefixShaper("", tty=False)
-    assert shaper.feed(b"\r1%\r2%\r    \r", 0.0) + shaper.feed(b"done\n", 5.0) + shaper.finish() == b"1%\ndone\n"
+    assert (
+        shaper.feed(b"\r1%\r2%\r    \r", 0.0) + shaper.feed(b"done\n", 5.0) + shaper.finish()
+        == b"1%\ndone\n"
+    )
 
 
 def test_one_worker_s_prompt_and_bar_pass_at_once_on_a_terminal() -> None:
@@ -81,7 +86,9 @@ def test_one_worker_s_prompt_and_bar_pass_at_once_on_a_terminal() -> None:
 
 
 @given(st.binary(max_size=60), st.lists(st.integers(0, 60), max_size=5))
-def test_one_worker_s_bytes_are_its_own_where_there_is_no_terminal(data: bytes, cuts: list[int]) -> None:
+def test_one_worker_s_bytes_are_its_own_where_there_is_no_terminal(
+    data: bytes, cuts: list[int]
+) -> None:
     shaper, edges = StraightShaper(tty=False), [0, *sorted(cuts), len(data)]
     shown = b"".join(shaper.feed(data[low:high], 0.0) for low, high in pairwise(edges))
     assert shown == b"" or shown.endswith((b"\n", b"\r"))

@@ -1,4 +1,6 @@
-"""The last traceback on stderr: found without decorators, in the text that real interpreters print."""
+"""
+The last traceback on stderr: found without decorators, in the text that real interpreters print.
+"""
 
 from __future__ import annotations
 
@@ -37,20 +39,29 @@ def need(data: bytes) -> Found:
 def stderr_of(code: str, tmp_path: Path, *flags: str) -> bytes:
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(code))
-    return subprocess.run([sys.executable, *flags, str(script)], capture_output=True, timeout=60).stderr
+    return subprocess.run(
+        [sys.executable, *flags, str(script)], capture_output=True, timeout=60
+    ).stderr
 
 
 REAL = {
     "plain": ("def f():\n    raise ValueError('boom')\nf()", "ValueError: boom", 1),
     "no message": ("raise KeyError", "KeyError", 1),
     "several lines": ("raise RuntimeError('one\\ntwo: x\\n  three')", "RuntimeError: one", 1),
-    "during handling": ("try: 1/0\nexcept ZeroDivisionError: raise KeyError('k')", "KeyError: 'k'", 2),
+    "during handling": (
+        "try: 1/0\nexcept ZeroDivisionError: raise KeyError('k')",
+        "KeyError: 'k'",
+        2,
+    ),
     "from": ("try: 1/0\nexcept ZeroDivisionError as e: raise OSError('o') from e", "OSError: o", 2),
     "note": ("e = ValueError('v'); e.add_note('a note'); raise e", "ValueError: v", 1),
     "syntax in an import": ("exec('def f(:')", "SyntaxError: invalid syntax", 1),
-    "own class": ("class MyError(Exception): pass\ndef f():\n  class Inner(MyError): pass\n  raise Inner('i')\nf()",
-                  "f.<locals>.Inner: i", 1),
-}  # fmt: skip
+    "own class": (
+        "class MyError(Exception): pass\ndef f():\n  class Inner(MyError): pass\n  raise Inner('i')\nf()",
+        "f.<locals>.Inner: i",
+        1,
+    ),
+}
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -84,7 +95,9 @@ def test_a_syntax_error_of_the_script_has_no_header(tmp_path: Path) -> None:
 
 
 def test_a_crash_that_faulthandler_tells(tmp_path: Path) -> None:
-    found = need(stderr_of("import ctypes\nprint('a')\nctypes.string_at(0)", tmp_path, "-X", "faulthandler"))
+    found = need(
+        stderr_of("import ctypes\nprint('a')\nctypes.string_at(0)", tmp_path, "-X", "faulthandler")
+    )
     assert (found.kind, found.summary) == ("fatal", "Fatal Python error: Segmentation fault")
     assert "string_at" in found.text
 
@@ -99,11 +112,16 @@ def test_a_traceback_without_a_last_line_end() -> None:
 
 
 def test_exceptions_that_python_ignores_are_no_cause(tmp_path: Path) -> None:
-    code = "class A:\n  def __del__(self): raise ValueError('late')\na = A()\nraise KeyError('true')"
+    code = (
+        "class A:\n  def __del__(self): raise ValueError('late')\na = A()\nraise KeyError('true')"
+    )
     found = need(stderr_of(code, tmp_path))
     assert found.summary == "KeyError: 'true'"
     assert "late" not in found.text
-    assert read(stderr_of("class A:\n  def __del__(self): raise ValueError('x')\nA()", tmp_path)) is None
+    assert (
+        read(stderr_of("class A:\n  def __del__(self): raise ValueError('x')\nA()", tmp_path))
+        is None
+    )
 
 
 NOISE = (
@@ -138,13 +156,19 @@ def test_the_last_of_several_counts_with_its_own_time() -> None:
     finder = TracebackFinder()
     finder.feed(PLAIN, 1.0)
     finder.feed(b"\nretrying\nTraceback (most", 2.0)
-    finder.feed(b" recent call last):\n  File \"x.py\", line 1, in f\nTypeError: second\n", 3.0)
+    finder.feed(b' recent call last):\n  File "x.py", line 1, in f\nTypeError: second\n', 3.0)
     assert finder.found is not None
-    assert (finder.found.at, finder.found.summary, finder.found.lines_after) == (2.0, "TypeError: second", 0)
+    assert (finder.found.at, finder.found.summary, finder.found.lines_after) == (
+        2.0,
+        "TypeError: second",
+        0,
+    )
 
 
 def test_a_data_loader_worker_s_traceback_is_part_of_the_message() -> None:
-    text = PLAIN.replace(b"boom\n", b"Caught KeyError in DataLoader worker process 0.\nOriginal " + PLAIN)
+    text = PLAIN.replace(
+        b"boom\n", b"Caught KeyError in DataLoader worker process 0.\nOriginal " + PLAIN
+    )
     found = need(text)
     assert found.text == text.decode()
     assert found.text.startswith("Traceback")
@@ -173,14 +197,20 @@ def test_any_cutting_finds_the_same(cuts: list[int]) -> None:
     assert finder.found == read(data)
 
 
-@given(st.binary(max_size=300), st.sampled_from([b"", PLAIN, PLAIN[:60], b"Fatal Python error: x\n"]), st.binary())
+@given(
+    st.binary(max_size=300),
+    st.sampled_from([b"", PLAIN, PLAIN[:60], b"Fatal Python error: x\n"]),
+    st.binary(),
+)
 def test_no_input_breaks_it(before: bytes, middle: bytes, after: bytes) -> None:
     read(before + middle + after)
 
 
 def test_a_box_of_rich_is_read(tmp_path: Path) -> None:
     pytest.importorskip("rich")
-    data = stderr_of("from rich.traceback import install\ninstall()\nraise ValueError('boxed')", tmp_path)
+    data = stderr_of(
+        "from rich.traceback import install\ninstall()\nraise ValueError('boxed')", tmp_path
+    )
     found = need(data + NOISE)
     assert (found.summary, found.lines_after) == ("ValueError: boxed", 0)
 
@@ -201,12 +231,17 @@ Current thread 0x00007f (most recent call first):
 """
 
 
-@pytest.mark.parametrize("bar", [BAR, BAR * 3, BAR * 3000, b"Loading ... ", b"50%|#####     |\r"], ids=len)
 @pytest.mark.parametrize(
-    ("text", "plain"), [(PLAIN, PLAIN), (MARKED, PLAIN), (GROUP, GROUP), (FATAL, FATAL)],
+    "bar", [BAR, BAR * 3, BAR * 3000, b"Loading ... ", b"50%|#####     |\r"], ids=len
+)
+@pytest.mark.parametrize(
+    ("text", "plain"),
+    [(PLAIN, PLAIN), (MARKED, PLAIN), (GROUP, GROUP), (FATAL, FATAL)],
     ids=["plain", "marked", "group", "fatal"],
-)  # fmt: skip
-@pytest.mark.parametrize("before", [b"", PLAIN, PLAIN + b"\nstep 1\n", b"2026-01-01 10:00:00 INFO x\n"], ids=len)
+)
+@pytest.mark.parametrize(
+    "before", [b"", PLAIN, PLAIN + b"\nstep 1\n", b"2026-01-01 10:00:00 INFO x\n"], ids=len
+)
 @pytest.mark.parametrize("size", [1 << 20, 37])
 def test_one_behind_a_bar_is_found_whole_and_with_its_own_time(
     bar: bytes, text: bytes, plain: bytes, before: bytes, size: int
@@ -218,11 +253,20 @@ def test_one_behind_a_bar_is_found_whole_and_with_its_own_time(
     finder.finish()
     found = finder.found
     assert found is not None
-    assert (found.text, found.at, found.last_word, found.survived) == (plain.decode(), 99.0, True, False)
+    assert (found.text, found.at, found.last_word, found.survived) == (
+        plain.decode(),
+        99.0,
+        True,
+        False,
+    )
 
 
 def test_text_that_only_speaks_of_a_traceback_is_none() -> None:
-    for line in (b"see: Traceback (most recent call last):", b"it said Fatal Python error: x", b"10% Traceback (most"):
+    for line in (
+        b"see: Traceback (most recent call last):",
+        b"it said Fatal Python error: x",
+        b"10% Traceback (most",
+    ):
         assert read(line + b"\nstep 2\nValueError: no\n") is None
         found = need(PLAIN + b"\n" + line + b"\nstep 2\n")
         assert (found.text, found.last_word) == (PLAIN.decode(), True)

@@ -1,4 +1,7 @@
-"""The zoo's model cut over tensor axes by hand: vocabulary, heads, hidden units, and sequences between them."""
+"""
+The zoo's model cut over tensor axes by hand: vocabulary, heads, hidden units, and sequences between
+them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ from tests.parallel.zoo import LENGTH, WIDTH, WORDS, Block
 
 
 class CutBlock(Block):
-    """Heads and hidden units are cut; what lies between the second norm and the residual is cut along the sequence."""
+    """
+    Heads and hidden units are cut; what lies between the second norm and the residual is cut along
+    the sequence.
+    """
 
     axis: Axis
 
@@ -26,8 +32,16 @@ class CutBlock(Block):
         rows, length, _ = x.shape
         h = c.fan_out(self.norm1(x), self.axis)
         heads = self.qkv.weight.shape[0] // (3 * (WIDTH // 4))
-        q, k, v = F.linear(h, self.qkv.weight, self.qkv.bias).view(rows, length, 3, heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(rows, length, -1)
+        q, k, v = (
+            F.linear(h, self.qkv.weight, self.qkv.bias)
+            .view(rows, length, 3, heads, -1)
+            .permute(2, 0, 3, 1, 4)
+        )
+        mixed = (
+            F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            .transpose(1, 2)
+            .reshape(rows, length, -1)
+        )
         x = x + self.drop(c.add_up(F.linear(mixed, self.proj.weight), self.axis) + self.proj.bias)
         part = c.part(x, self.axis, 1)
         h = c.collect(self.norm2(part), self.axis, 1, length)
@@ -74,7 +88,11 @@ class Megatron:
             old = getattr(module, key)
             if id(old) not in done:
                 part = tile(tuple(old.shape), L(*dims), axes.grid, axes.rank, **more)
-                value = torch.empty(part.local_shape, device="meta") if old.is_meta else part.take(old.detach())
+                value = (
+                    torch.empty(part.local_shape, device="meta")
+                    if old.is_meta
+                    else part.take(old.detach())
+                )
                 done[id(old)] = set_tile(nn.Parameter(value), part)
             module._parameters[key] = done[id(old)]
 
@@ -91,7 +109,11 @@ class Megatron:
             put(block.up, "weight", self.names, None)
             put(block.up, "bias", self.names)
             put(block.down, "weight", None, self.names)
-            for owner, key in ((block.norm2, "weight"), (block.norm2, "bias"), (block.down, "bias")):
+            for owner, key in (
+                (block.norm2, "weight"),
+                (block.norm2, "bias"),
+                (block.down, "bias"),
+            ):
                 put(owner, key, None, sums=self.names)  # used for a part of the sequence
         assert tile_of(model.norm.weight).is_whole
         assert LENGTH > 1

@@ -1,4 +1,7 @@
-"""A decoder whose attention counts its heads, and what the ranks do to compare a cut copy of it with the whole."""
+"""
+A decoder whose attention counts its heads, and what the ranks do to compare a cut copy of it with
+the whole.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +40,12 @@ class Attention(nn.Module):
         v = self.wv(x).view(rows, length, self.n_kv_heads, self.head_dim).transpose(1, 2)
         times = self.n_heads // self.n_kv_heads
         mixed = F.scaled_dot_product_attention(
-            q, k.repeat_interleave(times, 1), v.repeat_interleave(times, 1), is_causal=True,
+            q,
+            k.repeat_interleave(times, 1),
+            v.repeat_interleave(times, 1),
+            is_causal=True,
             dropout_p=self.p if self.training else 0.0,
-        )  # fmt: skip
+        )
         return self.wo(mixed.transpose(1, 2).reshape(rows, length, -1))
 
 
@@ -73,9 +79,17 @@ class Decoder(nn.Module):
     """A language model."""
 
     def __init__(
-        self, n_heads: int = 8, n_kv: int = 4, hidden: int = 50, words: int = 37, layers: int = 2,
-        bias: bool = True, tied: bool = False, padding: int | None = None, p: float = 0.0,
-    ) -> None:  # fmt: skip
+        self,
+        n_heads: int = 8,
+        n_kv: int = 4,
+        hidden: int = 50,
+        words: int = 37,
+        layers: int = 2,
+        bias: bool = True,
+        tied: bool = False,
+        padding: int | None = None,
+        p: float = 0.0,
+    ) -> None:
         super().__init__()
         self.emb = nn.Embedding(words, WIDTH, padding)
         self.layers = nn.ModuleList(Block(n_heads, n_kv, hidden, bias, p) for _ in range(layers))
@@ -101,18 +115,22 @@ def build(dtype: torch.dtype = torch.float64, **sizes: Any) -> Decoder:
     return model
 
 
-def strategy(axis: Any = "tp", sequence: bool = False, gather: bool = True, hidden: int = 50) -> Strategy:
+def strategy(
+    axis: Any = "tp", sequence: bool = False, gather: bool = True, hidden: int = 50
+) -> Strategy:
     """Return Megatron's cut of a decoder."""
     dim = 1 if sequence else None
     norms = {"*norm*|layers.*.drop": seq(axis)} if sequence else {}
-    return Strategy({
-        "layers.*.attn.w[qkv]|layers.*.mlp.gate|layers.*.mlp.up": col(axis, sequence=dim),
-        "layers.*.attn.wo|*.down": row(axis, sequence=dim),
-        "layers.*.attn": heads(axis),
-        "emb|head": vocab(axis, gather=gather, sequence=dim),
-        "*.thin": seq(axis, dim=-1, total=hidden),
-        **norms,
-    })  # fmt: skip
+    return Strategy(
+        {
+            "layers.*.attn.w[qkv]|layers.*.mlp.gate|layers.*.mlp.up": col(axis, sequence=dim),
+            "layers.*.attn.wo|*.down": row(axis, sequence=dim),
+            "layers.*.attn": heads(axis),
+            "emb|head": vocab(axis, gather=gather, sequence=dim),
+            "*.thin": seq(axis, dim=-1, total=hidden),
+            **norms,
+        }
+    )
 
 
 def axes_of(grid: Grid) -> Axes:
@@ -125,7 +143,9 @@ def tokens(words: int = 37, rows: int = ROWS, length: int = LENGTH) -> tuple[Ten
     """Return ids and targets, some of which are padding."""
     dice = torch.Generator().manual_seed(1)
     drawn = torch.randint(words, (rows, length + 1), generator=dice)
-    return drawn[:, :-1], drawn[:, 1:].masked_fill(torch.rand(rows, length, generator=dice) < 0.2, -100)
+    return drawn[:, :-1], drawn[:, 1:].masked_fill(
+        torch.rand(rows, length, generator=dice) < 0.2, -100
+    )
 
 
 def plain_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -134,7 +154,10 @@ def plain_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def whole_gradients(model: nn.Module, axes: Axes) -> dict[str, Tensor]:
-    """Return the gradients of whole weights, put together from all ranks' tiles, after the sums that tiles ask for."""
+    """
+    Return the gradients of whole weights, put together from all ranks' tiles, after the sums that
+    tiles ask for.
+    """
     world = axes[axes.grid.names]
     found = {}
     for name, param in model.named_parameters():
@@ -164,7 +187,8 @@ def compare(
     exact: bool | None = None,
 ) -> tuple[nn.Module, Axes]:
     """
-    Compare loss and gradients of a model and of its cut copy, which is returned with its counted axes.
+    Compare loss and gradients of a model and of its cut copy, which is returned with its counted
+    axes.
 
     Args:
         exact: whether everything is computed in fp64; default: whether the loss is.
@@ -182,7 +206,8 @@ def compare(
     found = whole_gradients(cut, axes)
     assert set(found) == {name for name, _ in model.named_parameters()}
     wanted = {
-        name: torch.zeros_like(param) if param.grad is None else param.grad for name, param in model.named_parameters()
+        name: torch.zeros_like(param) if param.grad is None else param.grad
+        for name, param in model.named_parameters()
     }
     largest = max(float(want.abs().max()) for want in wanted.values())
     for name, want in wanted.items():
@@ -191,8 +216,11 @@ def compare(
         )  # keys' biases have a gradient of zero, but for rounding
         told = f"gradient of {name}"
         torch.testing.assert_close(
-            found[name], want, rtol=1e-10 if exact else 1e-5, atol=(1e-12 if exact else 1e-6) * scale,
+            found[name],
+            want,
+            rtol=1e-10 if exact else 1e-5,
+            atol=(1e-12 if exact else 1e-6) * scale,
             msg=lambda text, told=told: f"{told}: {text}",
-        )  # fmt: skip
+        )
     axes.counts = counts
     return cut, axes

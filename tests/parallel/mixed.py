@@ -1,5 +1,6 @@
 """
-One model under every combination of what `parallelize` can do: cases, drawn by a seed, and what the ranks run of them.
+One model under every combination of what `parallelize` can do: cases, drawn by a seed, and what the
+ranks run of them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ WORDS, LENGTH, HIDDEN = 37, 8, 50
 
 
 class Model(nn.Module):
-    """A decoder with a table of positions, grouped queries, a weight that nobody uses, a buffer, ties and dropout."""
+    """
+    A decoder with a table of positions, grouped queries, a weight that nobody uses, a buffer, ties
+    and dropout.
+    """
 
     def __init__(self, tied: bool, p: float, layers: int) -> None:
         super().__init__()
@@ -95,13 +99,15 @@ class Place:
         return mesh.of(pp=self.pp, dp=self.dp, cp=self.cp, **tensor)
 
     def __str__(self) -> str:
-        return "-".join(f"{key}={value}" for key, value in vars(self).items() if value != getattr(Place, key))
+        return "-".join(
+            f"{key}={value}" for key, value in vars(self).items() if value != getattr(Place, key)
+        )
 
 
 OPERATORS = ("operators", "gathered", "words", "parts", "heads")
 """
-Kinds of strategies of operators: Megatron's, with a head cut by words that are gathered or not, and sequences, with
-attention by heads too.
+Kinds of strategies of operators: Megatron's, with a head cut by words that are gathered or not, and
+sequences, with attention by heads too.
 """
 
 
@@ -111,25 +117,44 @@ def cutter(kind: str) -> Cutter:
         column, rows = L("tp", None), L(None, "tp")
         if kind in ("parts", "heads"):
             attention = (
-                {"layers.*.scaled_dot_product_attention": (L("dp", "tp", None, None),)} if kind == "heads" else {}
+                {"layers.*.scaled_dot_product_attention": (L("dp", "tp", None, None),)}
+                if kind == "heads"
+                else {}
             )
             return Operators({"emb": (None, L("dp", "tp")), **attention})
         head: dict[str, Any] = {} if kind == "operators" else {"head": (None, column)}
-        return Operators({
-            "*.w[qkv].weight": column, "*.gate.weight": column, "*.up.weight": column, "emb.weight": column,
-            "*.wo.weight": rows, "*.down.weight": rows, **head,
-        }, gather=kind != "words")  # fmt: skip
+        return Operators(
+            {
+                "*.w[qkv].weight": column,
+                "*.gate.weight": column,
+                "*.up.weight": column,
+                "emb.weight": column,
+                "*.wo.weight": rows,
+                "*.down.weight": rows,
+                **head,
+            },
+            gather=kind != "words",
+        )
     if kind == "2d":
         across = ("y", "x")
-        return Strategy({
-            "layers.*.attn.w[qkv]": col(across), "layers.*.attn.wo": row(across), "layers.*.attn": heads(across),
-            "layers.*.mlp.gate|layers.*.mlp.up": linear2d("x", "y", cut=True),
-            "*.down": linear2d("y", "x", gather=True),
-            "*.thin": seq(across, dim=-1, total=HIDDEN), "emb|head": vocab("x"),
-        })  # fmt: skip
+        return Strategy(
+            {
+                "layers.*.attn.w[qkv]": col(across),
+                "layers.*.attn.wo": row(across),
+                "layers.*.attn": heads(across),
+                "layers.*.mlp.gate|layers.*.mlp.up": linear2d("x", "y", cut=True),
+                "*.down": linear2d("y", "x", gather=True),
+                "*.thin": seq(across, dim=-1, total=HIDDEN),
+                "emb|head": vocab("x"),
+            }
+        )
     parts = kind == "sequence"
     cut = strategy("tp", parts, gather=False)
-    return Strategy({**cut.rules, "places": seq("tp", dim=0, cut=True), "never": replicate()}) if parts else cut
+    return (
+        Strategy({**cut.rules, "places": seq("tp", dim=0, cut=True), "never": replicate()})
+        if parts
+        else cut
+    )
 
 
 OPTIMIZERS: dict[str, Any] = {
@@ -142,7 +167,9 @@ def batch_of(rows: int, step: int) -> tuple[Tensor, Tensor]:
     """Return sequences and targets, the same for equal arguments; some targets are padding."""
     dice = torch.Generator().manual_seed(100 * rows + step)
     words = torch.randint(WORDS, (rows, LENGTH + 1), generator=dice)
-    return words[:, :-1], words[:, 1:].masked_fill(torch.rand(rows, LENGTH, generator=dice) < 0.2, -100)
+    return words[:, :-1], words[:, 1:].masked_fill(
+        torch.rand(rows, LENGTH, generator=dice) < 0.2, -100
+    )
 
 
 def token_loss(logits: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -164,16 +191,24 @@ def make(task: Task, place: Place, **more: Any) -> Run:
         options["context"] = pdrun.ContextParallel(place.ulysses, tables={"places.weight": 0})
     options |= {"optimizer": OPTIMIZERS[task.optimizer], "loss": token_loss, "mesh": place.mesh()}
     return parallelize(
-        model, optimizer_level=place.level, copies=place.copies, clip=task.clip, norm=True, precision=task.precision,
-        seed=5, **{**options, **dict(place.more), **more},
-    )  # fmt: skip
+        model,
+        optimizer_level=place.level,
+        copies=place.copies,
+        clip=task.clip,
+        norm=True,
+        precision=task.precision,
+        seed=5,
+        **{**options, **dict(place.more), **more},
+    )
 
 
 Told = list[tuple[float, float]]
 
 
 def first(task: Task, place: Place, folder: str | None) -> Told:
-    """Prove the run against one process, make the first two steps and save; return losses and norms."""
+    """
+    Prove the run against one process, make the first two steps and save; return losses and norms.
+    """
     run = make(task, place)
     if folder is not None:
         run.verify([batch_of(rows, 9) for rows in sorted(set(task.rows))])
@@ -212,15 +247,21 @@ def collectives(task: Task, place: Place) -> dict[str, int]:
     run.verify([batch_of(12, 9)])
     run.axes.forget()
     run.step(batch_of(12, 0))
-    return {kind: count.calls for (kind, names), count in run.axes.counts.items() if names == ("tp",)}
+    return {
+        kind: count.calls for (kind, names), count in run.axes.counts.items() if names == ("tp",)
+    }
 
 
 def words_over_two_axes() -> tuple[int, int]:
     """Prove a run whose logits stay cut over two axes; return which words are here."""
     run = parallelize(
-        Model(False, 0.0, 2), OPTIMIZERS["SGD"], token_loss, mesh=mesh.of(x=2, y=2), sample=batch_of(12, 0),
+        Model(False, 0.0, 2),
+        OPTIMIZERS["SGD"],
+        token_loss,
+        mesh=mesh.of(x=2, y=2),
+        sample=batch_of(12, 0),
         strategy=Operators({"head.weight": L(("y", "x"), None)}, gather=False),
-    )  # fmt: skip
+    )
     run.verify([batch_of(12, 9), batch_of(5, 9)])
     (logits,) = run.evaluate(batch_of(12, 0))
     return logits._pdrun_words.low, logits._pdrun_words.high
@@ -240,22 +281,29 @@ def refusal(place: Place, **more: Any) -> str:
     return ""
 
 
-# ---- drawing -------------------------------------------------------------------------------------------------------
+# ---- drawing ----------------------------------------------------------------
 
 
 def draw_task(dice: random.Random) -> Task:
     """Return something to train."""
     return Task(
-        tied=dice.random() < 0.5, p=dice.choice((0.0, 0.0, 0.2)), rows=(12, dice.choice((12, 7, 5)), 12, 12),
-        clip=dice.choice((None, 0.3)), optimizer=dice.choice(("SGD", "SGD", "AdamW")),
-        precision=dice.choice((None,) * 5 + ("bf16",)), empty=dice.random() < 0.2, layers=dice.choice((2, 2, 4)),
-    )  # fmt: skip
+        tied=dice.random() < 0.5,
+        p=dice.choice((0.0, 0.0, 0.2)),
+        rows=(12, dice.choice((12, 7, 5)), 12, 12),
+        clip=dice.choice((None, 0.3)),
+        optimizer=dice.choice(("SGD", "SGD", "AdamW")),
+        precision=dice.choice((None,) * 5 + ("bf16",)),
+        empty=dice.random() < 0.2,
+        layers=dice.choice((2, 2, 4)),
+    )
 
 
 def draw_mesh(dice: random.Random, most: int) -> Place:
     """Return degrees of 2 to 8 ranks."""
     while True:
-        pp, dp, cp, tp = (dice.choice(some) for some in ((1, 1, 2, 4), (1, 2, 3), (1, 1, 2), (1, 2, 4)))
+        pp, dp, cp, tp = (
+            dice.choice(some) for some in ((1, 1, 2, 4), (1, 2, 3), (1, 1, 2), (1, 2, 4))
+        )
         found = Place(pp, dp, cp, tp)
         if 2 <= found.world <= most:
             return found
@@ -269,11 +317,15 @@ def draw(dice: random.Random, task: Task, most: int = 8) -> Place:
     kinds = ["styles"]
     if place.tp > 1:
         kinds += ["sequence"] if LENGTH // place.cp >= place.tp else []
-        if place.pp == place.cp == 1 and task.layers == 2 and place.world <= 4:  # an export takes long
+        if (
+            place.pp == place.cp == 1 and task.layers == 2 and place.world <= 4
+        ):  # an export takes long
             kinds.append("operators")
         kinds.append("2d")
     staged = place.pp > 1
-    schedules = ["gpipe", "1f1b", "zero-bubble"] + ["interleaved", "zero-bubble-v"] * (2 * place.pp <= task.layers)
+    schedules = ["gpipe", "1f1b", "zero-bubble"] + ["interleaved", "zero-bubble-v"] * (
+        2 * place.pp <= task.layers
+    )
     copies = 1 if staged else dice.choice((1, 1, 2))
     level = dice.choice((0, 1, 2, 3, 3) if staged or copies > 1 else (0, 1, 2, 3))
     more: dict[str, Any] = {}
@@ -294,10 +346,15 @@ def draw(dice: random.Random, task: Task, most: int = 8) -> Place:
     if dice.random() < 0.2:
         more["comm_fusion"] = dice.choice((False, 0.01))
     return replace(
-        place, kind=dice.choice(kinds), schedule=dice.choice(schedules) if staged else "1f1b",
-        ulysses=dice.choice((1, -1)) if place.cp > 1 else 1, level=level, copies=copies,
-        accumulate=dice.choice((place.pp, place.pp + 2)) if staged else dice.choice((1, 2)), more=tuple(more.items()),
-    )  # fmt: skip
+        place,
+        kind=dice.choice(kinds),
+        schedule=dice.choice(schedules) if staged else "1f1b",
+        ulysses=dice.choice((1, -1)) if place.cp > 1 else 1,
+        level=level,
+        copies=copies,
+        accumulate=dice.choice((place.pp, place.pp + 2)) if staged else dice.choice((1, 2)),
+        more=tuple(more.items()),
+    )
 
 
 Case = tuple[Task, Place, Place]

@@ -22,12 +22,18 @@ from tests.parallel import zoo
 
 
 class Tutorial(nn.Module):
-    """The network of MindSpore's operator-level tutorial: three dense layers, products and activations apart."""
+    """
+    The network of MindSpore's operator-level tutorial: three dense layers, products and activations
+    apart.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.flatten = nn.Flatten()
-        self.fc1, self.fc2 = nn.Parameter(torch.empty(784, 512)), nn.Parameter(torch.empty(512, 512))
+        self.fc1, self.fc2 = (
+            nn.Parameter(torch.empty(784, 512)),
+            nn.Parameter(torch.empty(512, 512)),
+        )
         self.fc3 = nn.Parameter(torch.empty(512, 10))
         for weight in (self.fc1, self.fc2, self.fc3):
             nn.init.normal_(weight, std=0.02)
@@ -44,7 +50,10 @@ class Feed(nn.Module):
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
-        self.w1, self.b1 = nn.Parameter(torch.randn(width, 4 * width) * 0.1), nn.Parameter(torch.randn(4 * width))
+        self.w1, self.b1 = (
+            nn.Parameter(torch.randn(width, 4 * width) * 0.1),
+            nn.Parameter(torch.randn(4 * width)),
+        )
         self.w2 = nn.Parameter(torch.randn(4 * width, width) * 0.1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -63,7 +72,10 @@ class Perceptron(nn.Module):
 
 
 class Llama(nn.Module):
-    """A decoder block as Llama has it: rotary positions, grouped heads, a gated perceptron; and a tied head."""
+    """
+    A decoder block as Llama has it: rotary positions, grouped heads, a gated perceptron; and a tied
+    head.
+    """
 
     def __init__(self, width: int = 16, heads: int = 4, groups: int = 2, words: int = 21) -> None:
         super().__init__()
@@ -92,13 +104,24 @@ class Llama(nn.Module):
         k = self.k(h).view(rows, length, self.groups, self.size).transpose(1, 2)
         v = self.v(h).view(rows, length, self.groups, self.size).transpose(1, 2)
         with torch.no_grad():
-            angles = torch.arange(length, device=tokens.device)[:, None].to(self.rates.dtype) * self.rates[None]
+            angles = (
+                torch.arange(length, device=tokens.device)[:, None].to(self.rates.dtype)
+                * self.rates[None]
+            )
             angles = torch.cat([angles, angles], -1)
             cos, sin = angles.cos(), angles.sin()
         q, k = self.turn(q, cos, sin), self.turn(k, cos, sin)
         times = self.heads // self.groups
-        k = k[:, :, None].expand(rows, self.groups, times, length, self.size).reshape(rows, self.heads, length, -1)
-        v = v[:, :, None].expand(rows, self.groups, times, length, self.size).reshape(rows, self.heads, length, -1)
+        k = (
+            k[:, :, None]
+            .expand(rows, self.groups, times, length, self.size)
+            .reshape(rows, self.heads, length, -1)
+        )
+        v = (
+            v[:, :, None]
+            .expand(rows, self.groups, times, length, self.size)
+            .reshape(rows, self.heads, length, -1)
+        )
         mask = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
         scores = (q @ k.transpose(2, 3) / self.size**0.5).masked_fill(~mask, float("-inf"))
         mixed = (scores.softmax(-1) @ v).transpose(1, 2).contiguous().view(rows, length, -1)
@@ -117,7 +140,10 @@ class Marked(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.fc1, self.fc2 = shard(nn.Linear(6, 8), weight=L("tp", None)), shard(nn.Linear(8, 6), in_=L("dp", None))
+        self.fc1, self.fc2 = (
+            shard(nn.Linear(6, 8), weight=L("tp", None)),
+            shard(nn.Linear(8, 6), in_=L("dp", None)),
+        )
         self.squared = shard(_squared, in_=L("tp", None), out=L(None, None))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -172,7 +198,10 @@ NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, ...
     "marked": (Marked, lambda rows: (_rand(rows, 6),)),
     "llama": (Llama, lambda rows: (_words(21, rows, 6),)),
     "conv": (Conv, lambda rows: (_rand(rows, 3, 10, 10),)),
-    "recommender": (Recommender, lambda rows: (_words(11, rows), _words(7, rows), _words(9, rows, 3))),
+    "recommender": (
+        Recommender,
+        lambda rows: (_words(11, rows), _words(7, rows), _words(9, rows, 3)),
+    ),
 }
 
 
@@ -199,10 +228,15 @@ def judged(output: Tensor) -> Tensor:
 
 
 def compare(
-    name: str, axes: dict[str, int], entries: Any, rows: tuple[int, ...] = (4,), dtype: torch.dtype = torch.float64
+    name: str,
+    axes: dict[str, int],
+    entries: Any,
+    rows: tuple[int, ...] = (4,),
+    dtype: torch.dtype = torch.float64,
 ) -> dict[str, Any]:
     """
-    Go forward and backward with a cut model and with the whole one; hold losses and gradients against each other.
+    Go forward and backward with a cut model and with the whole one; hold losses and gradients
+    against each other.
 
     Return the plan's text, and the collectives of the first pass.
     """
@@ -214,7 +248,9 @@ def compare(
     cut = apply(strategy, model, places, sample)
     assert isinstance(cut, type(reference))
     assert list(cut.state_dict()) == list(reference.state_dict())
-    tight = {"rtol": 1e-10, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-6}
+    tight = (
+        {"rtol": 1e-10, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-6}
+    )
     counts: dict[str, tuple[int, int]] = {}
     for step, count in enumerate(rows):
         data = inputs(name, count, dtype)
@@ -243,7 +279,10 @@ def compare(
             for axis in tile.sums:
                 grad = places[axis].all_reduce(grad)
             torch.testing.assert_close(
-                grad, tile.take(whole[key].grad), msg=lambda told, key=key: f"{key}: {told}", **tight
+                grad,
+                tile.take(whole[key].grad),
+                msg=lambda told, key=key: f"{key}: {told}",
+                **tight,
             )
             param.grad = whole[key].grad = None
     return {"text": cut.explain(), "counts": counts}
@@ -272,7 +311,10 @@ def sequence(name: str, axes: dict[str, int], entries: Any, steps: int = 5) -> l
 
 
 def hooked(axes: dict[str, int], entries: Any) -> list[str]:
-    """Hold a cut model whose submodules have hooks, or recompute, against the whole one; return who was called."""
+    """
+    Hold a cut model whose submodules have hooks, or recompute, against the whole one; return who
+    was called.
+    """
     reference, model = net("tiny"), net("tiny")
     places, (data,) = axes_of(Grid(tuple(axes), tuple(axes.values()))), inputs("tiny", 4)
     apply(Operators(entries), model, places, (data,))
@@ -297,7 +339,9 @@ def hooked(axes: dict[str, int], entries: Any) -> list[str]:
             grad = param.grad
             for axis in tile_of(param).sums:
                 grad = places[axis].all_reduce(grad)
-            torch.testing.assert_close(grad, tile_of(param).take(whole[name].grad), rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(
+                grad, tile_of(param).take(whole[name].grad), rtol=1e-10, atol=1e-12
+            )
     return seen
 
 
@@ -314,6 +358,8 @@ def copied(axes: dict[str, int], entries: Any) -> None:
     assert float(model(data).abs().max()) > 0.0
 
 
-def apply(strategy: Operators, model: nn.Module, places: Axes, sample: tuple[Tensor, ...]) -> nn.Module:
+def apply(
+    strategy: Operators, model: nn.Module, places: Axes, sample: tuple[Tensor, ...]
+) -> nn.Module:
     """Cut a model for a call with several arguments."""
     return strategy.cut(model, places, sample, {})

@@ -1,4 +1,7 @@
-"""What the worlds run to hold pipelines against plain torch: models that are cut in every way, and one step of each."""
+"""
+What the worlds run to hold pipelines against plain torch: models that are cut in every way, and one
+step of each.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,9 @@ class Skip(Tiny):
 
 
 class Masked(nn.Module):
-    """Blocks that take and return more than one tensor: a residual of the input, positions, a dict."""
+    """
+    Blocks that take and return more than one tensor: a residual of the input, positions, a dict.
+    """
 
     class Layer(nn.Module):
         def __init__(self) -> None:
@@ -57,7 +62,12 @@ class Masked(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.emb(x)
-        extra = {"place": self.places, "mask": (x % 5 != 0).unsqueeze(-1).to(h.dtype), "first": h, "depth": 0}
+        extra = {
+            "place": self.places,
+            "mask": (x % 5 != 0).unsqueeze(-1).to(h.dtype),
+            "first": h,
+            "depth": 0,
+        }
         for layer in self.layers:
             h, extra = layer(h, extra=extra)
         return self.head(h + self.places * extra["depth"])
@@ -129,35 +139,50 @@ MODELS: dict[str, Any] = {
     "loose": Loose,
     "inplace": Inplace,
     "row": lambda: nn.Sequential(
-        nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, 40), nn.GELU(), nn.Linear(40, WIDTH), nn.Tanh(),
-        nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0), nn.Linear(WIDTH, WORDS),
+        nn.Embedding(WORDS, WIDTH),
+        nn.Linear(WIDTH, 40),
+        nn.GELU(),
+        nn.Linear(40, WIDTH),
+        nn.Tanh(),
+        nn.Linear(WIDTH, WIDTH),
+        nn.Dropout(0.0),
+        nn.Linear(WIDTH, WORDS),
     ),
     "deep": lambda: Tiny(layers=8),
     "frozen": Frozen,
     "crossed": Crossed,
-}  # fmt: skip
+}
 
 
 MEGATRON: dict[str, Any] = {
-    "blocks.*.up.weight": L("tp", None), "blocks.*.down.weight": L(None, "tp"), "blocks.*.proj.weight": L(None, "tp"),
-}  # fmt: skip
+    "blocks.*.up.weight": L("tp", None),
+    "blocks.*.down.weight": L(None, "tp"),
+    "blocks.*.proj.weight": L(None, "tp"),
+}
 CUTS: dict[str, dict[str, Any]] = {
     "nothing": {},
     "megatron": MEGATRON,
     "words": MEGATRON | {"emb.weight": L("tp", None), "head.weight": L("tp", None)},
     "tied": MEGATRON | {"emb.weight": L("tp", None)},
-    "sequence": MEGATRON | {"blocks.*.norm[12].layer_norm": Cut((L("dp", "tp", None),)), "blocks.*.add": Cut(
-        (L("dp", "tp", None),)), "blocks.*.add_1": Cut((L("dp", "tp", None),))},
+    "sequence": MEGATRON
+    | {
+        "blocks.*.norm[12].layer_norm": Cut((L("dp", "tp", None),)),
+        "blocks.*.add": Cut((L("dp", "tp", None),)),
+        "blocks.*.add_1": Cut((L("dp", "tp", None),)),
+    },
     "grid": {
-        "blocks.*.up.weight": L("x", "y"), "blocks.*.down.weight": L("y", "x"), "emb.weight": L("y", "x"),
-        "blocks.*.proj.weight": L(("x", "y"), None), "head.weight": L(("y", "x"), None),
+        "blocks.*.up.weight": L("x", "y"),
+        "blocks.*.down.weight": L("y", "x"),
+        "emb.weight": L("y", "x"),
+        "blocks.*.proj.weight": L(("x", "y"), None),
+        "head.weight": L(("y", "x"), None),
     },
     "masked": {"layers.*.mix.weight": L("tp", None)},
     "wide": {"layers.*.mix": ((1, 1, 4), (1, 4)), "head.weight": L("tp", None)},
     "row": {"1.weight": L("tp", None), "3.weight": L(None, "tp"), "7.weight": L("tp", None)},
     "loose": MEGATRON | {"bytes.weight": L("tp", None)},
     "inplace": {"blocks.*.up.weight": L("tp", None), "blocks.*.down.weight": L(None, "tp")},
-}  # fmt: skip
+}
 """Layouts of operators, by name."""
 
 
@@ -192,7 +217,9 @@ class Case:
     def __str__(self) -> str:
         more = "-".join(f"{key}={value}" for key, value in (*self.more, *self.run))
         cut = f"tp{self.tp}-{self.cut}-" if self.cut else ""
-        return f"{self.model}-pp{self.pp}-dp{self.dp}-{cut}m{self.microbatches}-{more}-{self.rows}".replace(" ", "")
+        return f"{self.model}-pp{self.pp}-dp{self.dp}-{cut}m{self.microbatches}-{more}-{self.rows}".replace(
+            " ", ""
+        )
 
 
 def make(case: Case) -> Run:
@@ -203,41 +230,59 @@ def make(case: Case) -> Run:
         how |= {"strategy": Operators(CUTS[case.cut]), "sample": batch_of(rows, 0)}
     tensor = {"x": 2, "y": case.tp // 2} if case.cut == "grid" else {"tp": case.tp}
     return parallelize(
-        case.build(), lambda params: torch.optim.SGD(params, lr=0.1), token_loss,
+        case.build(),
+        lambda params: torch.optim.SGD(params, lr=0.1),
+        token_loss,
         mesh=solve(case.world, {"pp": case.pp, "dp": case.dp, **tensor}),
-        pipeline=Pipeline(case.microbatches, **dict(case.more)), norm=True, seed=5, **how,
-    )  # fmt: skip
+        pipeline=Pipeline(case.microbatches, **dict(case.more)),
+        norm=True,
+        seed=5,
+        **how,
+    )
 
 
 def train(case: Case) -> Result:
     """Make the steps; return losses, norms, the last step's gradients, and the weights."""
     run = make(case)
     kept: list[dict[str, Tensor]] = []
-    run.watchers.append(lambda run: kept.append({name: grad.clone() for name, grad in run.gradients().items()}))
+    run.watchers.append(
+        lambda run: kept.append({name: grad.clone() for name, grad in run.gradients().items()})
+    )
     told = [run.step(batch_of(rows, step)) for step, rows in enumerate(case.rows)]
     return {
         "loss": [m.loss for m in told],
         "norm": [m.grad_norm for m in told],
         "grads": {name: grad.numpy() for name, grad in kept[-1].items()},
-        "weights": {name: weight.detach().numpy().copy() for name, weight in run.full_weights().items()},
+        "weights": {
+            name: weight.detach().numpy().copy() for name, weight in run.full_weights().items()
+        },
         "held": sorted(name for name, _ in run.model.named_parameters()),
     }
 
 
 def alone(case: Case) -> Result:
-    """The same in one process, slice by slice, with a run of one rank where dropout has to be placed."""
+    """
+    The same in one process, slice by slice, with a run of one rank where dropout has to be placed.
+    """
     if case.model == "dropout":
         run = parallelize(
-            case.build(), lambda params: torch.optim.SGD(params, lr=0.1), token_loss, norm=True, seed=5,
+            case.build(),
+            lambda params: torch.optim.SGD(params, lr=0.1),
+            token_loss,
+            norm=True,
+            seed=5,
             accumulate=case.microbatches * case.dp,
-        )  # fmt: skip
+        )
         kept: list[dict[str, Tensor]] = []
-        run.watchers.append(lambda run: kept.append({name: grad.clone() for name, grad in run.gradients().items()}))
+        run.watchers.append(
+            lambda run: kept.append({name: grad.clone() for name, grad in run.gradients().items()})
+        )
         told = [run.step(batch_of(rows, step)) for step, rows in enumerate(case.rows)]
         return {
-            "loss": [m.loss for m in told], "norm": [m.grad_norm for m in told],
+            "loss": [m.loss for m in told],
+            "norm": [m.grad_norm for m in told],
             "grads": {name: grad.numpy() for name, grad in kept[-1].items()},
-        }  # fmt: skip
+        }
     model = case.build()
     losses, norms = [], []
     slices = case.microbatches * case.dp
@@ -246,10 +291,14 @@ def alone(case: Case) -> Result:
         count, total = 0, 0.0
         for low, high in itertools.pairwise(rows * i // slices for i in range(slices + 1)):
             if low < high:
-                part, some = token_loss(model(words[low:high]), (words[low:high], targets[low:high]))
+                part, some = token_loss(
+                    model(words[low:high]), (words[low:high], targets[low:high])
+                )
                 part.backward()
                 total, count = total + float(part.detach()), count + int(some)
-        used = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+        used = {
+            name: param.grad for name, param in model.named_parameters() if param.grad is not None
+        }
         for grad in used.values():
             grad.div_(count)
         losses.append(total / count)
@@ -343,10 +392,15 @@ for kind in (Borrow, Peek, Select, Backwards, Odd, Early):
 def alone_on_pdrun(case: Case) -> Result:
     """Return losses, norms and the weights after the same steps of a run of one rank."""
     run = parallelize(
-        case.build(), lambda params: torch.optim.SGD(params, lr=0.1), token_loss, norm=True, seed=5,
-        accumulate=case.microbatches * case.dp, clip=dict(case.run).get("clip"),
+        case.build(),
+        lambda params: torch.optim.SGD(params, lr=0.1),
+        token_loss,
+        norm=True,
+        seed=5,
+        accumulate=case.microbatches * case.dp,
+        clip=dict(case.run).get("clip"),
         precision=dict(case.run).get("precision"),
-    )  # fmt: skip
+    )
     told = [run.step(batch_of(rows, step)) for step, rows in enumerate(case.rows)]
     weights = {name: weight.detach().numpy().copy() for name, weight in run.full_weights().items()}
     return {"loss": [m.loss for m in told], "norm": [m.grad_norm for m in told], "weights": weights}
@@ -366,7 +420,11 @@ def evaluate(case: Case) -> Any:
 def evaluate_alone(case: Case) -> Any:
     """Return the same of a run of one rank."""
     run = parallelize(
-        case.build(), lambda params: torch.optim.SGD(params, lr=0.1), token_loss, seed=5, accumulate=case.microbatches
+        case.build(),
+        lambda params: torch.optim.SGD(params, lr=0.1),
+        token_loss,
+        seed=5,
+        accumulate=case.microbatches,
     )
     run.step(batch_of(16, 0))
     run.model.eval()
@@ -390,7 +448,9 @@ Sent = dict[str, tuple[int, int]]
 
 
 def sent(run: Run, batches: list[Any]) -> tuple[Sent, Sent]:
-    """Return calls and bytes over the data axes, counted in the last of some steps, and as predicted."""
+    """
+    Return calls and bytes over the data axes, counted in the last of some steps, and as predicted.
+    """
     comms = {id(part.comm): part.comm for part in [*run.engine.cuts, *run.engine.bundles]}.values()
     for batch in batches:
         for comm in comms:
@@ -398,7 +458,10 @@ def sent(run: Run, batches: list[Any]) -> tuple[Sent, Sent]:
             comm.nbytes.clear()
         run.step(batch)
     counted = {
-        kind: (sum(comm.calls.get(kind, 0) for comm in comms), sum(comm.nbytes.get(kind, 0) for comm in comms))
+        kind: (
+            sum(comm.calls.get(kind, 0) for comm in comms),
+            sum(comm.nbytes.get(kind, 0) for comm in comms),
+        )
         for kind in KINDS
     }
     predicted = {kind: (one.calls, one.nbytes) for kind, one in volume.volumes(run).items()}
@@ -411,7 +474,10 @@ def sent_by(case: Case) -> tuple[Sent, Sent]:
 
 
 def gathered(case: Case) -> tuple[int, int, int]:
-    """Return the most bytes of gathered weights at once in a step, as predicted, and how many stay after it."""
+    """
+    Return the most bytes of gathered weights at once in a step, as predicted, and how many stay
+    after it.
+    """
     run = make(case)
     run.step(batch_of(case.rows[0], 0))
     most = 0
@@ -434,14 +500,19 @@ def gathered(case: Case) -> tuple[int, int, int]:
 
 
 def outputs(case: Case) -> list[Any]:
-    """Return a rank's outputs on micro-batches before and after a step, and the loss of a step after that."""
+    """
+    Return a rank's outputs on micro-batches before and after a step, and the loss of a step after
+    that.
+    """
     run = make(case)
     found = run.evaluate(batch_of(case.rows[0], 1))
     run.step(batch_of(16, 0))
     run.model.eval()
     found += run.evaluate(batch_of(case.rows[0], 1))
     run.model.train()
-    return [None if output is None else output.numpy() for output in found] + [run.step(batch_of(16, 2)).loss]
+    return [None if output is None else output.numpy() for output in found] + [
+        run.step(batch_of(16, 2)).loss
+    ]
 
 
 def refused(case: Case) -> str:
@@ -483,7 +554,11 @@ def verified(case: Case) -> str:
     """Prove a run against one process by its own means."""
     run = make(case)
     run.step(batch_of(16, 0))
-    return str(run.verify([batch_of(rows, step) for step, rows in enumerate(case.rows)], steps=len(case.rows)))
+    return str(
+        run.verify(
+            [batch_of(rows, step) for step, rows in enumerate(case.rows)], steps=len(case.rows)
+        )
+    )
 
 
 def train_and_save(case: Case, folder: str) -> None:

@@ -1,4 +1,7 @@
-"""The zoo's model in stages, all forwards before all backwards: the least that drives the engine as a pipeline does."""
+"""
+The zoo's model in stages, all forwards before all backwards: the least that drives the engine as a
+pipeline does.
+"""
 
 from __future__ import annotations
 
@@ -108,10 +111,14 @@ class Fill:
                 if last:
                     y, count = run.objective.judge(y, batch, max(len(micro.rows), 1))
                     y = y * micro.weight
-                    sums[micro.place] = torch.stack([y.detach().double(), count.double() * micro.weight])
+                    sums[micro.place] = torch.stack(
+                        [y.detach().double(), count.double() * micro.weight]
+                    )
             if not last:
                 dist.send(y.detach(), axis.ranks[axis.index + 1], group=axis.group)
-                dist.send(torch.tensor(run.dice.calls), axis.ranks[axis.index + 1], group=axis.group)
+                dist.send(
+                    torch.tensor(run.dice.calls), axis.ranks[axis.index + 1], group=axis.group
+                )
             taken.append((x, y))
         for micro, (x, y) in zip(micros, taken, strict=True):
             ends = micro.place == len(micros) - 1

@@ -16,7 +16,9 @@ from tests.parallel.worlds import Worlds
 
 
 def main(count: int, seed: int) -> int:
-    """Run the cases, every second one saved and resumed; print what differs and return how many did."""
+    """
+    Run the cases, every second one saved and resumed; print what differs and return how many did.
+    """
     os.environ["OMP_NUM_THREADS"] = "1"
     worlds, wrong = Worlds(), 0
     for place, case in enumerate(sample(count, seed)):

@@ -1,4 +1,7 @@
-"""Ranks that call `parallelize` with other arguments than rank 0 are told so, by themselves, before anything waits."""
+"""
+Ranks that call `parallelize` with other arguments than rank 0 are told so, by themselves, before
+anything waits.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,14 @@ from pdrun.parallel.model.weights import collect
 from pdrun.parallel.parallelize import parallelize
 from pdrun.parallel.tensor import Strategy, col
 from pdrun.parallel.training import rank_agreement as module
-from pdrun.parallel.training.rank_agreement import Agreement, of_batch, of_model, of_optimizer, of_scheduler, text
+from pdrun.parallel.training.rank_agreement import (
+    Agreement,
+    of_batch,
+    of_model,
+    of_optimizer,
+    of_scheduler,
+    text,
+)
 from tests.parallel.worlds import Worlds
 
 pytestmark = pytest.mark.torch
@@ -33,12 +43,18 @@ def make(options: list[dict[str, Any]]) -> None:
     parallelize(model, lambda params: torch.optim.SGD(params, 0.1), **mine)
 
 
-@pytest.mark.parametrize(("other", "text"), [
-    ({"tp": 2}, r"rank 1 has mesh=mesh\(dp=1, tp=2\), rank 0 has mesh=mesh\(dp=2\)"),
-    ({"optimizer_level": 1}, "rank 1 has optimizer_level=1, rank 0 has optimizer_level=0"),
-    ({"recompute": "full"}, "rank 1 has recompute=full, rank 0 has recompute=None"),
-    ({"dataset_strategy": "full_batch"}, r"rank 1 has dataset_strategy=Strategy\(dims=None, local=False, whole=True\)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        ({"tp": 2}, r"rank 1 has mesh=mesh\(dp=1, tp=2\), rank 0 has mesh=mesh\(dp=2\)"),
+        ({"optimizer_level": 1}, "rank 1 has optimizer_level=1, rank 0 has optimizer_level=0"),
+        ({"recompute": "full"}, "rank 1 has recompute=full, rank 0 has recompute=None"),
+        (
+            {"dataset_strategy": "full_batch"},
+            r"rank 1 has dataset_strategy=Strategy\(dims=None, local=False, whole=True\)",
+        ),
+    ],
+)
 def test_who_differs_is_told(worlds: Worlds, other: dict[str, Any], text: str) -> None:
     kind, words = worlds(2).failure(1, make, [{}, other])
     assert kind == "UsageError"
@@ -76,11 +92,20 @@ def build(choices: list[str]) -> None:
     parallelize(MODELS[model](), OPTIMIZERS[optimizer], scheduler=SCHEDULERS[scheduler])
 
 
-@pytest.mark.parametrize(("other", "told"), [
-    ("deep sgd five", "rank 1 has weight 1.weight=4 x 4 float32, rank 0 has no weight 1.weight"),
-    ("plain slow five", "rank 1 has lr of the optimizer's group 0=0.05"),
-    ("plain sgd six", "rank 1 has step_size of the scheduler=6, rank 0 has step_size of the scheduler=5"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (
+            "deep sgd five",
+            "rank 1 has weight 1.weight=4 x 4 float32, rank 0 has no weight 1.weight",
+        ),
+        ("plain slow five", "rank 1 has lr of the optimizer's group 0=0.05"),
+        (
+            "plain sgd six",
+            "rank 1 has step_size of the scheduler=6, rank 0 has step_size of the scheduler=5",
+        ),
+    ],
+)
 def test_other_models_and_optimizers_on_real_ranks(worlds: Worlds, other: str, told: str) -> None:
     kind, words = worlds(2).failure(1, build, ["plain sgd five", other])
     assert (kind, told in words) == ("UsageError", True), words
@@ -112,26 +137,69 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Agreement]:
 def test_the_first_difference_is_named(ranks: Callable[[int], Agreement]) -> None:
     ranks(0).check([("mesh", "a"), ("clip", None)])
     ranks(2).check([("mesh", "a"), ("clip", None)])
-    with pytest.raises(UsageError, match=r"rank 3 has clip=1.0, rank 0 has clip=None; every rank calls it with"):
+    with pytest.raises(
+        UsageError, match=r"rank 3 has clip=1.0, rank 0 has clip=None; every rank calls it with"
+    ):
         ranks(3).check([("mesh", "a"), ("clip", 1.0)])
     with pytest.raises(UsageError, match="rank 4 has clip, mesh, rank 0 has mesh, clip"):
         ranks(4).check([("clip", None), ("mesh", "a")])
 
 
-@pytest.mark.parametrize(("zero", "one", "told"), [
-    ("plain sgd none", "wide sgd none", "rank 1 has weight 0.weight=8 x 4 float32, rank 0 has weight 0.weight=4 x 4"),
-    ("plain sgd none", "deep sgd none", "rank 1 has weight 1.weight=4 x 4 float32, rank 0 has no weight 1.weight"),
-    ("deep sgd none", "plain sgd none", "rank 1 has no weight 1.weight, rank 0 has weight 1.weight=4 x 4 float32"),
-    ("deep sgd none", "frozen sgd none", "rank 1 has weight 0.weight=4 x 4 float32, frozen, rank 0 has weight 0"),
-    ("plain sgd none", "double sgd none", "rank 1 has weight 0.weight=4 x 4 float64"),
-    ("plain sgd none", "counting sgd none", "rank 1 has buffer 1.running_mean=4 float32, rank 0 has no buffer 1.runn"),
-    ("plain sgd none", "plain adam none", "rank 1 has optimizer=Adam, rank 0 has optimizer=SGD"),
-    ("plain sgd none", "plain slow none", "rank 1 has lr of the optimizer's group 0=0.05"),
-    ("plain sgd none", "plain groups none", "rank 1 has weights of the optimizer's group 0=1, rank 0 has weights"),
-    ("plain sgd five", "plain sgd six", "rank 1 has step_size of the scheduler=6, rank 0 has step_size"),
-    ("plain sgd five", "plain sgd none", "rank 1 has scheduler=None, rank 0 has scheduler=StepLR"),
-])  # fmt: skip
-def test_other_models_and_optimizers(ranks: Callable[[int], Agreement], zero: str, one: str, told: str) -> None:
+@pytest.mark.parametrize(
+    ("zero", "one", "told"),
+    [
+        (
+            "plain sgd none",
+            "wide sgd none",
+            "rank 1 has weight 0.weight=8 x 4 float32, rank 0 has weight 0.weight=4 x 4",
+        ),
+        (
+            "plain sgd none",
+            "deep sgd none",
+            "rank 1 has weight 1.weight=4 x 4 float32, rank 0 has no weight 1.weight",
+        ),
+        (
+            "deep sgd none",
+            "plain sgd none",
+            "rank 1 has no weight 1.weight, rank 0 has weight 1.weight=4 x 4 float32",
+        ),
+        (
+            "deep sgd none",
+            "frozen sgd none",
+            "rank 1 has weight 0.weight=4 x 4 float32, frozen, rank 0 has weight 0",
+        ),
+        ("plain sgd none", "double sgd none", "rank 1 has weight 0.weight=4 x 4 float64"),
+        (
+            "plain sgd none",
+            "counting sgd none",
+            "rank 1 has buffer 1.running_mean=4 float32, rank 0 has no buffer 1.runn",
+        ),
+        (
+            "plain sgd none",
+            "plain adam none",
+            "rank 1 has optimizer=Adam, rank 0 has optimizer=SGD",
+        ),
+        ("plain sgd none", "plain slow none", "rank 1 has lr of the optimizer's group 0=0.05"),
+        (
+            "plain sgd none",
+            "plain groups none",
+            "rank 1 has weights of the optimizer's group 0=1, rank 0 has weights",
+        ),
+        (
+            "plain sgd five",
+            "plain sgd six",
+            "rank 1 has step_size of the scheduler=6, rank 0 has step_size",
+        ),
+        (
+            "plain sgd five",
+            "plain sgd none",
+            "rank 1 has scheduler=None, rank 0 has scheduler=StepLR",
+        ),
+    ],
+)
+def test_other_models_and_optimizers(
+    ranks: Callable[[int], Agreement], zero: str, one: str, told: str
+) -> None:
     check(ranks(0), zero)
     check(ranks(2), zero)
     with pytest.raises(UsageError) as caught:
@@ -163,15 +231,32 @@ class Colour(enum.Enum):
     RED = 1
 
 
-@pytest.mark.parametrize(("value", "said"), [
-    (None, "None"), (True, "True"), (0.1, "0.1"), ("a b", "a b"), ("a\nb", r"'a\nb'"),
-    (torch.bfloat16, "torch.bfloat16"),
-    (torch.device("cpu", 0), "cpu"), ({"b": 1, "a": (2,)}, "{b: 1, a: (2)}"),
-    ({"y", "x"}, "{x, y}"), (["a", 1], "(a, 1)"),
-    (Colour.RED, "RED"), (len, "len"), (print, "print"), (make, "make"), (object(), "object"), (nn.Linear, "Linear"),
-    (Pipeline(4, stages={"a*": 0}), "Pipeline(microbatches=4, schedule=1f1b, stages={a*: 0}, chunks=None, "
-     "balance=layers, shared=(), dynamic=False)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (None, "None"),
+        (True, "True"),
+        (0.1, "0.1"),
+        ("a b", "a b"),
+        ("a\nb", r"'a\nb'"),
+        (torch.bfloat16, "torch.bfloat16"),
+        (torch.device("cpu", 0), "cpu"),
+        ({"b": 1, "a": (2,)}, "{b: 1, a: (2)}"),
+        ({"y", "x"}, "{x, y}"),
+        (["a", 1], "(a, 1)"),
+        (Colour.RED, "RED"),
+        (len, "len"),
+        (print, "print"),
+        (make, "make"),
+        (object(), "object"),
+        (nn.Linear, "Linear"),
+        (
+            Pipeline(4, stages={"a*": 0}),
+            "Pipeline(microbatches=4, schedule=1f1b, stages={a*: 0}, chunks=None, "
+            "balance=layers, shared=(), dynamic=False)",
+        ),
+    ],
+)
 def test_what_is_compared(value: Any, said: str) -> None:
     assert text(value) == said
 
@@ -186,45 +271,76 @@ def train(options: list[tuple[str, dict[str, Any]]]) -> None:
     rank = torch.distributed.get_rank()
     how, more = options[rank]
     model = nn.Sequential(nn.Linear(4, 4))
-    run = parallelize(model, OPTIMIZERS["sgd"], lambda output, batch: (output.sum(), len(output)), **more)
+    run = parallelize(
+        model, OPTIMIZERS["sgd"], lambda output, batch: (output.sum(), len(output)), **more
+    )
     x, y = torch.arange(32.0).reshape(8, 4), torch.zeros(8)
     batches: dict[str, Any] = {
-        "plain": (x, y), "few": (x[:6], y[:6]), "other": (x + 1, y), "named": {"x": x, "y": y}, "more": (x, y, y),
-    }  # fmt: skip
+        "plain": (x, y),
+        "few": (x[:6], y[:6]),
+        "other": (x + 1, y),
+        "named": {"x": x, "y": y},
+        "more": (x, y, y),
+    }
     run.step(batches[how])
     run.step(batches["plain"])
 
 
-@pytest.mark.parametrize(("other", "told"), [
-    ("few", "rank 1 has batch[0]=6 x 4 float32, rank 0 has batch[0]=8 x 4 float32; a batch is the whole step's"),
-    ("other", "rank 1 has contents of batch[0]="),
-])
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (
+            "few",
+            "rank 1 has batch[0]=6 x 4 float32, rank 0 has batch[0]=8 x 4 float32; a batch is the whole step's",
+        ),
+        ("other", "rank 1 has contents of batch[0]="),
+    ],
+)
 def test_a_first_batch_that_ranks_do_not_share(worlds: Worlds, other: str, told: str) -> None:
     kind, words = worlds(2).failure(1, train, [("plain", {}), (other, {})])
     assert (kind, told in words) == ("UsageError", True), words
 
 
 def test_ranks_that_have_rows_of_their_own(worlds: Worlds) -> None:
-    worlds(2).run(train, [(how, {"dataset_strategy": "data_parallel"}) for how in ("plain", "other")])
+    worlds(2).run(
+        train, [(how, {"dataset_strategy": "data_parallel"}) for how in ("plain", "other")]
+    )
 
 
 def test_what_of_a_batch_is_compared(ranks: Callable[[int], Agreement]) -> None:
     wide = torch.arange(24.0).reshape(4, 6)
     batch = {
-        "a": wide, "b": (wide.T, wide.bfloat16()), "none": None, "zero": torch.tensor(3), "empty": torch.empty(0, 4),
-        "mask": wide > 3, "complex": wide.to(torch.complex64), "meta": torch.empty(3, device="meta"), "name": "x",
-        "array": wide.numpy(), "words": numpy.array(["a", "b"]), "sparse": wide.to_sparse(),
+        "a": wide,
+        "b": (wide.T, wide.bfloat16()),
+        "none": None,
+        "zero": torch.tensor(3),
+        "empty": torch.empty(0, 4),
+        "mask": wide > 3,
+        "complex": wide.to(torch.complex64),
+        "meta": torch.empty(3, device="meta"),
+        "name": "x",
+        "array": wide.numpy(),
+        "words": numpy.array(["a", "b"]),
+        "sparse": wide.to_sparse(),
         "grad": wide.clone().requires_grad_(),
-    }  # fmt: skip
+    }
     ranks(0).check(of_batch(batch))
     ranks(1).check(of_batch({**batch, "a": wide.T.contiguous().T}))
     for name, value, told in (
         ("a", -wide, "rank 1 has contents of batch['a']="),
-        ("b", (wide.T, wide.half()), "rank 1 has batch['b'][1]=4 x 6 float16, rank 0 has batch['b'][1]=4 x 6 bfloat16"),
+        (
+            "b",
+            (wide.T, wide.half()),
+            "rank 1 has batch['b'][1]=4 x 6 float16, rank 0 has batch['b'][1]=4 x 6 bfloat16",
+        ),
         ("zero", torch.tensor(4), "rank 1 has contents of batch['zero']="),
         ("name", "y", "rank 1 has batch['name']=y, rank 0 has batch['name']=x"),
         ("array", wide.numpy() + 1, "rank 1 has contents of batch['array']="),
-        ("array", wide.numpy()[:2], "rank 1 has batch['array']=2 x 6 float32, rank 0 has batch['array']=4 x 6 float32"),
+        (
+            "array",
+            wide.numpy()[:2],
+            "rank 1 has batch['array']=2 x 6 float32, rank 0 has batch['array']=4 x 6 float32",
+        ),
         ("late", 1, "rank 1 has batch['late']=1, rank 0 has no batch['late']"),
     ):
         with pytest.raises(UsageError) as caught:

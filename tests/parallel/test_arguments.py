@@ -1,4 +1,7 @@
-"""What is given to `parallelize` and its helpers as something else is refused in words, before anything runs."""
+"""
+What is given to `parallelize` and its helpers as something else is refused in words, before
+anything runs.
+"""
 
 from typing import Any
 
@@ -41,7 +44,10 @@ def loss(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
         ({"loss": "mse"}, "loss='mse' is no function"),
         ({"optimizer": None}, "the optimizer is a NoneType"),
         ({"strategy": pdrun.Operators({}), "sample": ()}, "the sample is empty"),
-        ({"context": pdrun.ContextParallel(tables={"weight": 7})}, "weight, [8, 8], are not along dim 7"),
+        (
+            {"context": pdrun.ContextParallel(tables={"weight": 7})},
+            "weight, [8, 8], are not along dim 7",
+        ),
     ],
 )
 def test_arguments_of_parallelize(given: dict[str, Any], told: str) -> None:
@@ -80,7 +86,9 @@ def test_what_no_layout_strategy_or_pipeline_can_be(make: Any, told: str) -> Non
 
 
 def made(**given: Any) -> pdrun.Run:
-    model = given.pop("model", None) or nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 1))
+    model = given.pop("model", None) or nn.Sequential(
+        nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 1)
+    )
     return pdrun.parallelize(model, **{"optimizer": sgd, "loss": loss, **given})
 
 
@@ -89,7 +97,9 @@ def test_a_scheduler_that_wants_a_number_is_refused(given: bool) -> None:
     model = nn.Linear(4, 1)
     optimizer = sgd(model.parameters())
     kind = torch.optim.lr_scheduler.ReduceLROnPlateau
-    with pytest.raises(UsageError, match=r"wants metrics.*ReduceLROnPlateau.*schedule.step\(metrics.loss\)"):
+    with pytest.raises(
+        UsageError, match=r"wants metrics.*ReduceLROnPlateau.*schedule.step\(metrics.loss\)"
+    ):
         made(model=model, optimizer=optimizer, scheduler=kind(optimizer) if given else kind)
 
 
@@ -110,10 +120,16 @@ class FullyShardedDataParallel(nn.Module):
         self.module = nn.Linear(4, 1)
 
 
-@pytest.mark.parametrize("model, told", [
-    (nn.DataParallel(nn.Linear(4, 1)), "the model is in a DataParallel"),
-    (nn.Sequential(FullyShardedDataParallel(), nn.Linear(1, 1)), "0 is in a FullyShardedDataParallel"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "model, told",
+    [
+        (nn.DataParallel(nn.Linear(4, 1)), "the model is in a DataParallel"),
+        (
+            nn.Sequential(FullyShardedDataParallel(), nn.Linear(1, 1)),
+            "0 is in a FullyShardedDataParallel",
+        ),
+    ],
+)
 def test_a_model_that_is_parallel_already_is_refused(model: nn.Module, told: str) -> None:
     with pytest.raises(UsageError, match=told):
         made(model=model)
@@ -132,13 +148,22 @@ class Telling(nn.Linear):
         return Told(loss=super().forward(x).mean())
 
 
-@pytest.mark.parametrize("given, told", [
-    ({"loss": lambda out, batch: (out.sum().item(), 3)}, "the loss's sum is a float, and must be a tensor"),
-    ({"loss": lambda out, batch: (out.detach().sum(), 3)}, "torch.no_grad()"),
-    ({"loss": lambda out, batch: "x"}, "the loss returned str"),
-    ({"loss": None, "model": Telling(4, 1)}, "loss=lambda out, batch: out.loss"),
-    ({"loss": None, "forward": lambda model, batch: {"y": model(batch)}}, "the model returned dict; loss(output"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "given, told",
+    [
+        (
+            {"loss": lambda out, batch: (out.sum().item(), 3)},
+            "the loss's sum is a float, and must be a tensor",
+        ),
+        ({"loss": lambda out, batch: (out.detach().sum(), 3)}, "torch.no_grad()"),
+        ({"loss": lambda out, batch: "x"}, "the loss returned str"),
+        ({"loss": None, "model": Telling(4, 1)}, "loss=lambda out, batch: out.loss"),
+        (
+            {"loss": None, "forward": lambda model, batch: {"y": model(batch)}},
+            "the model returned dict; loss(output",
+        ),
+    ],
+)
 def test_what_no_loss_can_be(given: dict[str, Any], told: str) -> None:
     with pytest.raises(UsageError) as caught:
         made(**given).step(torch.ones(4, 4))
@@ -146,7 +171,10 @@ def test_what_no_loss_can_be(given: dict[str, Any], told: str) -> None:
 
 
 def test_the_loss_of_an_output_that_has_one() -> None:
-    assert isinstance(made(model=Telling(4, 1), loss=lambda out, batch: out.loss).step(torch.ones(4, 4)).loss, float)
+    assert isinstance(
+        made(model=Telling(4, 1), loss=lambda out, batch: out.loss).step(torch.ones(4, 4)).loss,
+        float,
+    )
 
 
 def test_a_step_inside_no_grad_is_refused() -> None:
@@ -168,7 +196,9 @@ def test_weights_that_thaw_after_the_run_was_made_are_refused(level: int) -> Non
     model[1].bias.requires_grad_(False)
     before = {name: value.clone() for name, value in run.full_weights().items()}
     run.step(torch.ones(4, 4))
-    moved = {name for name, value in run.full_weights().items() if not torch.equal(value, before[name])}
+    moved = {
+        name for name, value in run.full_weights().items() if not torch.equal(value, before[name])
+    }
     assert moved == {"1.weight"}
 
 
@@ -186,7 +216,13 @@ def test_a_gradient_of_gradients_wants_weights_that_stay() -> None:
     found = {}
     for gather in (None, "pass", "step"):
         torch.manual_seed(0)
-        run = made(loss=both, forward=penalised, accumulate=2, optimizer_level=3 if gather else 0, gather=gather)
+        run = made(
+            loss=both,
+            forward=penalised,
+            accumulate=2,
+            optimizer_level=3 if gather else 0,
+            gather=gather,
+        )
         if gather == "pass":
             with pytest.raises(UsageError, match='gather="step"'):
                 run.step(torch.ones(4, 4))

@@ -34,7 +34,9 @@ def test_threads_run_one_at_a_time_in_the_order_of_the_round() -> None:
 
 def test_one_thread_never_waits() -> None:
     baton = Baton(1, lambda: None, lambda kept: None)
-    assert baton.run([lambda: baton.pause() or threading.current_thread()]) == [threading.current_thread()]
+    assert baton.run([lambda: baton.pause() or threading.current_thread()]) == [
+        threading.current_thread()
+    ]
     assert baton.turns == 0
 
 

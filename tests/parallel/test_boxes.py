@@ -1,4 +1,7 @@
-"""Parts of tensors without any process: boxes, what one needs of others, files of them, and masks of parts."""
+"""
+Parts of tensors without any process: boxes, what one needs of others, files of them, and masks of
+parts.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,10 @@ pytestmark = pytest.mark.torch
 
 @st.composite
 def parted(draw: Any, shape: tuple[int, ...]) -> list[tuple[Tile, int, int]]:
-    """Draw a grid, a layout on it and a number of shards; return the parts, of which some are replicas."""
+    """
+    Draw a grid, a layout on it and a number of shards; return the parts, of which some are
+    replicas.
+    """
     grid = Grid(("a", "b"), (draw(st.integers(1, 3)), draw(st.integers(1, 3))))
     dims: list[list[str]] = [[] for _ in shape]
     for axis in draw(st.permutations(["a", "b"])):
@@ -86,7 +92,9 @@ def test_runs_are_the_elements_of_a_box(move: Any) -> None:
     shape, parts, _ = move
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     for part in parts:
-        flat = [place for run in runs(box_of(part)) for place in range(run.where, run.where + run.count)]
+        flat = [
+            place for run in runs(box_of(part)) for place in range(run.where, run.where + run.count)
+        ]
         assert flat == values_of(part, whole).tolist()
 
 
@@ -98,13 +106,17 @@ def test_rows_that_follow_each_other_are_one() -> None:
     assert len(common(everything((8, 6)), columns)) == 8
 
 
-# ---- files -------------------------------------------------------------------------------------------------------
+# ---- files ------------------------------------------------------------------
 
 
 def write(folder: Path, parts: list[tuple[Tile, int, int]], whole: torch.Tensor) -> None:
-    pieces = [(Piece.of("x", whole.dtype, box_of(part)), values_of(part, whole).clone()) for part in parts]
+    pieces = [
+        (Piece.of("x", whole.dtype, box_of(part)), values_of(part, whole).clone()) for part in parts
+    ]
     storage.write_rank(folder, 0, pieces)
-    storage.write_json(folder / "run.json", {"format": storage.FORMAT, "indices": ["rank-00000.json"]})
+    storage.write_json(
+        folder / "run.json", {"format": storage.FORMAT, "indices": ["rank-00000.json"]}
+    )
 
 
 def quarters(shape: tuple[int, ...]) -> list[tuple[Tile, int, int]]:
@@ -117,7 +129,9 @@ def test_only_what_is_needed_is_opened(tmp_path: Path) -> None:
     """A column of a matrix in quarters lies in two of them; the others' files need not be there."""
     whole = torch.randn(9, 7)
     for place, part in enumerate(quarters((9, 7))):
-        storage.write_rank(tmp_path, place, [(Piece.of("x", whole.dtype, box_of(part)), values_of(part, whole))])
+        storage.write_rank(
+            tmp_path, place, [(Piece.of("x", whole.dtype, box_of(part)), values_of(part, whole))]
+        )
     names = [f"rank-{place:05d}.json" for place in range(4)]
     storage.write_json(tmp_path / "run.json", {"format": storage.FORMAT, "indices": names})
     for place in (1, 3):
@@ -125,8 +139,9 @@ def test_only_what_is_needed_is_opened(tmp_path: Path) -> None:
     reader = Reader(tmp_path)
     column = Box((9, 7), (((0, 9),), ((2, 3),)), 0, 9)
     assert [piece.file for piece, _ in storage.sources(reader.pieces("x"), column)] == [
-        "rank-00000.bin", "rank-00002.bin",
-    ]  # fmt: skip
+        "rank-00000.bin",
+        "rank-00002.bin",
+    ]
     assert torch.equal(reader.read("x", column), whole[:, 2])
     with pytest.raises(ConfigError, match=r"rank-00001\.bin cannot be read"):
         reader.read("x")
@@ -136,7 +151,12 @@ def test_a_checkpoint_of_format_1_is_read(tmp_path: Path) -> None:
     """Its pieces are ranges of whole tensors."""
     whole = torch.randn(9, 7)
     write(
-        tmp_path, [(tile((9, 7), L(None, None), Grid(("a",), (1,)), 0), *cut(63, 3, part)) for part in range(3)], whole
+        tmp_path,
+        [
+            (tile((9, 7), L(None, None), Grid(("a",), (1,)), 0), *cut(63, 3, part))
+            for part in range(3)
+        ],
+        whole,
     )
     index = json.loads((tmp_path / "rank-00000.json").read_text())
     for entry in index:
@@ -145,14 +165,17 @@ def test_a_checkpoint_of_format_1_is_read(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"format": 1, "indices": ["rank-00000.json"]}')
     assert torch.equal(Reader(tmp_path).read("x").view(9, 7), whole)
     assert torch.equal(
-        Reader(tmp_path).read("x", Box((9, 7), (((3, 5),), ((1, 4),)), 0, 6)).view(2, 3), whole[3:5, 1:4]
+        Reader(tmp_path).read("x", Box((9, 7), (((3, 5),), ((1, 4),)), 0, 6)).view(2, 3),
+        whole[3:5, 1:4],
     )
 
 
 def test_what_is_missing_or_damaged_is_told(tmp_path: Path) -> None:
     whole = torch.randn(9, 7)
     write(tmp_path, quarters((9, 7))[:3], whole)
-    assert torch.equal(Reader(tmp_path).read("x", Box((9, 7), (((0, 5),), ((0, 7),)), 0, 35)).view(5, 7), whole[:5])
+    assert torch.equal(
+        Reader(tmp_path).read("x", Box((9, 7), (((0, 5),), ((0, 7),)), 0, 35)).view(5, 7), whole[:5]
+    )
     with pytest.raises(ConfigError, match="lacks elements 39 to 63 of x"):
         Reader(tmp_path).read("x")
     content = bytearray((tmp_path / "rank-00000.bin").read_bytes())
@@ -165,7 +188,7 @@ def test_what_is_missing_or_damaged_is_told(tmp_path: Path) -> None:
         Reader(tmp_path).read("x", Box((9, 7), (((0, 2),), ((0, 2),)), 0, 4))
 
 
-# ---- masks of parts ------------------------------------------------------------------------------------------------
+# ---- masks of parts ---------------------------------------------------------
 
 
 def thrown(rows: int) -> dice.Dice:
@@ -178,16 +201,24 @@ def thrown(rows: int) -> dice.Dice:
 @given(st.data())
 def test_the_mask_of_a_part_is_part_of_the_mask(data: Any) -> None:
     rows = data.draw(st.integers(1, 3))
-    shape = (rows * data.draw(st.integers(1, 3)), *data.draw(st.lists(st.integers(1, 6), max_size=3)))
+    shape = (
+        rows * data.draw(st.integers(1, 3)),
+        *data.draw(st.lists(st.integers(1, 6), max_size=3)),
+    )
     want = thrown(rows).keep(torch.empty(shape), 0.5)
     dims = data.draw(st.sets(st.integers(0, len(shape) - 1)))
     counts = {dim: data.draw(st.integers(1, shape[dim])) for dim in sorted(dims)}
     for places in itertools.product(*(range(count) for count in counts.values())):
-        cuts = {dim: (*cut(shape[dim], counts[dim], at), shape[dim]) for dim, at in zip(counts, places, strict=True)}
+        cuts = {
+            dim: (*cut(shape[dim], counts[dim], at), shape[dim])
+            for dim, at in zip(counts, places, strict=True)
+        }
         part = want
         for dim, (low, high, _) in cuts.items():
             part = part.narrow(dim, low, high - low)
-        with dice.region({dim - len(shape) if dim % 2 else dim: bounds for dim, bounds in cuts.items()}):
+        with dice.region(
+            {dim - len(shape) if dim % 2 else dim: bounds for dim, bounds in cuts.items()}
+        ):
             assert torch.equal(thrown(rows).keep(torch.empty(part.shape), 0.5), part)
 
 
@@ -195,21 +226,34 @@ def test_two_ranges_of_a_dim_and_regions_that_end() -> None:
     want = thrown(2).keep(torch.empty(2, 12), 0.5)
     with dice.region({1: (((0, 3), (9, 12)), 12)}):
         assert torch.equal(thrown(2).keep(torch.empty(2, 6), 0.5), want[:, [0, 1, 2, 9, 10, 11]])
-        assert torch.equal(thrown(2).keep(torch.empty(2, 12), 0.5), want)  # not of the part's size: whole
+        assert torch.equal(
+            thrown(2).keep(torch.empty(2, 12), 0.5), want
+        )  # not of the part's size: whole
         with dice.region({}):
-            assert not torch.equal(thrown(2).keep(torch.empty(2, 6), 0.5), want[:, [0, 1, 2, 9, 10, 11]])
+            assert not torch.equal(
+                thrown(2).keep(torch.empty(2, 6), 0.5), want[:, [0, 1, 2, 9, 10, 11]]
+            )
 
 
 def test_dropouts_are_counted_over_stages_and_found_again() -> None:
-    """The second half of a model drops what it drops in the whole, and a recomputed one drops it again."""
+    """
+    The second half of a model drops what it drops in the whole, and a recomputed one drops it
+    again.
+    """
     whole = thrown(4)
     want = [whole.keep(torch.empty(4, 50), 0.5) for _ in range(4)]
     first = thrown(4)
-    assert [torch.equal(first.keep(torch.empty(4, 50), 0.5), mask) for mask in want[:2]] == [True, True]
+    assert [torch.equal(first.keep(torch.empty(4, 50), 0.5), mask) for mask in want[:2]] == [
+        True,
+        True,
+    ]
     second = dice.Dice(7)
     second.throw(3, 1, range(10, 14), torch.device("cpu"), part=1, calls=first.calls)
     state = torch.get_rng_state()
-    assert [torch.equal(second.keep(torch.empty(4, 50), 0.5), mask) for mask in want[2:]] == [True, True]
+    assert [torch.equal(second.keep(torch.empty(4, 50), 0.5), mask) for mask in want[2:]] == [
+        True,
+        True,
+    ]
     assert second.calls == 4
     second.throw(3, 2, range(14, 18), torch.device("cpu"), part=1, calls=2)
     assert not torch.equal(second.keep(torch.empty(4, 50), 0.5), want[2])

@@ -1,4 +1,6 @@
-"""Checkpoints: whole or not there, for any number of ranks, and training that goes on bit for bit."""
+"""
+Checkpoints: whole or not there, for any number of ranks, and training that goes on bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +26,23 @@ from tests.parallel.zoo import Case
 pytestmark = pytest.mark.torch
 
 MOVES = [  # world, level, accumulate before -> after; six slices throughout
-    ((1, 0, 6), (3, 3, 2)), ((2, 1, 3), (3, 2, 2)), ((3, 3, 2), (1, 0, 6)), ((3, 2, 2), (2, 3, 3)), ((2, 3, 3), (1, 1,
-    6)),
-]  # fmt: skip
+    ((1, 0, 6), (3, 3, 2)),
+    ((2, 1, 3), (3, 2, 2)),
+    ((3, 3, 2), (1, 0, 6)),
+    ((3, 2, 2), (2, 3, 3)),
+    ((2, 3, 3), (1, 1, 6)),
+]
 
 
 @pytest.mark.parametrize(("before", "after"), MOVES, ids=str)
-def test_saved_on_some_ranks_resumed_on_others(before: Any, after: Any, worlds: Worlds, tmp_path: Path) -> None:
+def test_saved_on_some_ranks_resumed_on_others(
+    before: Any, after: Any, worlds: Worlds, tmp_path: Path
+) -> None:
     rows = (24, 18, 23, 24)
-    one, two = (Case(w, level, a, tied=True, dropout=True, rows=rows, clip=0.3) for w, level, a in (before, after))
+    one, two = (
+        Case(w, level, a, tied=True, dropout=True, rows=rows, clip=0.3)
+        for w, level, a in (before, after)
+    )
     worlds(one.world).run(zoo.train_and_save, one, str(tmp_path), 2)
     found = worlds(two.world).run(zoo.resume_and_train, two, str(tmp_path))
     want = worlds(1).run(zoo.train, one.alone())[0]
@@ -65,7 +75,9 @@ def changed_while_saving(folder: str) -> Any:
     return bool(torch.equal(reader.read("weights/emb.weight").view(want.shape), want))
 
 
-def test_a_save_in_the_background_holds_the_weights_of_its_moment(worlds: Worlds, tmp_path: Path) -> None:
+def test_a_save_in_the_background_holds_the_weights_of_its_moment(
+    worlds: Worlds, tmp_path: Path
+) -> None:
     assert worlds(1).run(changed_while_saving, str(tmp_path)) == [True]
 
 
@@ -90,9 +102,14 @@ def save_twice(folder: str, point: int) -> int:
 
     with pytest.MonkeyPatch.context() as patch:
         for place, name in (
-            (storage.os, "fsync"), (storage.zlib, "crc32"), (storage.json, "dump"), (storage.Path, "rename"),
-            (storage.Path, "mkdir"), (storage.Path, "unlink"), (storage.shutil, "rmtree"),
-        ):  # fmt: skip
+            (storage.os, "fsync"),
+            (storage.zlib, "crc32"),
+            (storage.json, "dump"),
+            (storage.Path, "rename"),
+            (storage.Path, "mkdir"),
+            (storage.Path, "unlink"),
+            (storage.shutil, "rmtree"),
+        ):
             patch.setattr(place, name, counted(getattr(place, name)))
         run.save(folder, keep=1)
     return left
@@ -171,15 +188,23 @@ def save_nowhere(folder: str) -> None:
     run.save(folder)
 
 
-def test_a_folder_that_cannot_be_written_fails_on_every_rank(worlds: Worlds, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_fails_on_every_rank(
+    worlds: Worlds, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("")
     failures = worlds(2).failures(save_nowhere, str(tmp_path / "file" / "below"))
     assert [kind for kind, _ in failures] == ["ConfigError"] * 2
     assert all("rank 0" in text for _, text in failures)
 
 
-@pytest.mark.parametrize("value", [
-    {"lr": 0.1, "betas": (0.9, 0.99), "none": None, "list": [1, True]}, {1: 2, "nested": {"a": {3: "b"}}}, [], {},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"lr": 0.1, "betas": (0.9, 0.99), "none": None, "list": [1, True]},
+        {1: 2, "nested": {"a": {3: "b"}}},
+        [],
+        {},
+    ],
+)
 def test_plain_values_come_back(value: Any) -> None:
     assert saving.decode(json.loads(json.dumps(saving.encode(value)))) == value

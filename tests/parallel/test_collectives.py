@@ -1,4 +1,7 @@
-"""Collectives with gradients: every one against what it means for whole tensors, on real ranks, uneven parts too."""
+"""
+Collectives with gradients: every one against what it means for whole tensors, on real ranks, uneven
+parts too.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,9 @@ def _whole(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def check(names: tuple[str, ...], sizes: tuple[int, ...], over: tuple[str, ...], size: int) -> dict[str, Any]:
+def check(
+    names: tuple[str, ...], sizes: tuple[int, ...], over: tuple[str, ...], size: int
+) -> dict[str, Any]:
     """Compare each collective over some axes with whole tensors of ``size`` along dim 1."""
     axis = axes_of(Grid(names, sizes))[over]
     n, me = axis.size, axis.index
@@ -84,18 +89,28 @@ def check(names: tuple[str, ...], sizes: tuple[int, ...], over: tuple[str, ...],
 
 
 @pytest.mark.parametrize("size", [8, 7])
-@pytest.mark.parametrize(("names", "sizes", "over"), [
-    (("tp",), (4,), ("tp",)), (("dp", "tp"), (2, 2), ("tp",)), (("dp", "tp"), (2, 2), ("dp",)),
-    (("dp", "tp"), (2, 2), ("dp", "tp")), (("dp", "tp"), (2, 2), ("tp", "dp")),
-    (("a", "b", "c"), (2, 1, 2), ("c", "b", "a")),
-])  # fmt: skip
-def test_collectives_mean_what_they_say(worlds: Any, names: Any, sizes: Any, over: Any, size: int) -> None:
+@pytest.mark.parametrize(
+    ("names", "sizes", "over"),
+    [
+        (("tp",), (4,), ("tp",)),
+        (("dp", "tp"), (2, 2), ("tp",)),
+        (("dp", "tp"), (2, 2), ("dp",)),
+        (("dp", "tp"), (2, 2), ("dp", "tp")),
+        (("dp", "tp"), (2, 2), ("tp", "dp")),
+        (("a", "b", "c"), (2, 1, 2), ("c", "b", "a")),
+    ],
+)
+def test_collectives_mean_what_they_say(
+    worlds: Any, names: Any, sizes: Any, over: Any, size: int
+) -> None:
     worlds(4).run(check, names, sizes, over, size)
 
 
 def test_collectives_are_counted(worlds: Any) -> None:
     found = worlds(4).run(check, ("tp",), (4,), ("tp",), 8)[0]
-    assert found["('all_reduce', ('tp',))"][0] == 1 + 1 + 1  # fan_out's backward, add_up's forward, and the largest
+    assert (
+        found["('all_reduce', ('tp',))"][0] == 1 + 1 + 1
+    )  # fan_out's backward, add_up's forward, and the largest
     there, back = 3 * 2 * 5, 3 * 8 * 2  # rank 0 has two of eight rows, then two of five columns
     assert found["('all_to_all', ('tp',))"] == (2, (there + back) * 8)
 
@@ -104,7 +119,7 @@ def test_an_axis_of_one_device_costs_nothing(worlds: Any) -> None:
     assert worlds(1).run(check, ("dp", "tp"), (1, 1), ("tp",), 8) == [{}]
 
 
-# ---- layouts -----------------------------------------------------------------------------------------------------
+# ---- layouts ----------------------------------------------------------------
 
 
 def test_the_rows_and_columns_of_a_layout() -> None:

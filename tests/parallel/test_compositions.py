@@ -1,8 +1,9 @@
 """
-Everything at once: stages, data, sequences and operators, with schedules, levels, recomputation, copies and the rest.
+Everything at once: stages, data, sequences and operators, with schedules, levels, recomputation,
+copies and the rest.
 
-Each case is proven against one process, trains two steps, is saved on its mesh, taken up on another mesh in another
-way, and trains on; losses and norms are those of one process all along.
+Each case is proven against one process, trains two steps, is saved on its mesh, taken up on another
+mesh in another way, and trains on; losses and norms are those of one process all along.
 PDRUN_TEST_COMPOSITIONS=400 has more cases than the default, PDRUN_TEST_SEED=7 others.
 """
 
@@ -20,11 +21,17 @@ from tests.parallel.mixed import Case, Place, Task
 
 pytestmark = pytest.mark.torch
 
-COUNT, SEED = int(os.environ.get("PDRUN_TEST_COMPOSITIONS", "24")), int(os.environ.get("PDRUN_TEST_SEED", "1"))
+COUNT, SEED = (
+    int(os.environ.get("PDRUN_TEST_COMPOSITIONS", "24")),
+    int(os.environ.get("PDRUN_TEST_SEED", "1")),
+)
 
 
 def tolerance(task: Task, *places: Place) -> float:
-    """Return how far losses may be off in a step: narrow types round, and stages add up in another order."""
+    """
+    Return how far losses may be off in a step: narrow types round, and stages add up in another
+    order.
+    """
     if task.precision or any("compress" in dict(place.more) for place in places):
         return 3e-2
     return 2e-5 if task.optimizer == "AdamW" else 2e-6
@@ -39,22 +46,55 @@ def check(case: Case, worlds: Any, folder: Path) -> None:
     assert all(one == more[0] for one in more)
     want = worlds(1).run(mixed.alone, task, before.slices)[0]
     off = tolerance(task, before, after)
-    assert [loss for loss, _ in told[0] + more[0]] == pytest.approx([loss for loss, _ in want], rel=off)
-    assert [norm for _, norm in told[0] + more[0]] == pytest.approx([norm for _, norm in want], rel=10 * off)
+    assert [loss for loss, _ in told[0] + more[0]] == pytest.approx(
+        [loss for loss, _ in want], rel=off
+    )
+    assert [norm for _, norm in told[0] + more[0]] == pytest.approx(
+        [norm for _, norm in want], rel=10 * off
+    )
 
 
 EVERYTHING = [
-    (Task(tied=True, p=0.2, clip=0.3, rows=(12, 7, 12, 12)),
-     Place(2, 2, 1, 2, kind, schedule, level=3, accumulate=3, more=(("gather", gather), ("recompute", "full"))), after)
+    (
+        Task(tied=True, p=0.2, clip=0.3, rows=(12, 7, 12, 12)),
+        Place(
+            2,
+            2,
+            1,
+            2,
+            kind,
+            schedule,
+            level=3,
+            accumulate=3,
+            more=(("gather", gather), ("recompute", "full")),
+        ),
+        after,
+    )
     for kind, schedule, gather, after in (
-        ("sequence", "1f1b", "step", Place(pp=2, cp=2, tp=2, accumulate=2, level=3, more=(("gather", "pass"),))),
+        (
+            "sequence",
+            "1f1b",
+            "step",
+            Place(pp=2, cp=2, tp=2, accumulate=2, level=3, more=(("gather", "pass"),)),
+        ),
         ("styles", "zero-bubble", "pass", Place(dp=2, tp=2, copies=2, level=3)),
     )
 ] + [
-    (Task(empty=True, layers=4, clip=0.3), Place(2, 2, 2, schedule=schedule, level=3, accumulate=2,
-     more=(("gather", gather), ("offload", "all"))), Place(pp=4, dp=2, accumulate=4, level=3))
+    (
+        Task(empty=True, layers=4, clip=0.3),
+        Place(
+            2,
+            2,
+            2,
+            schedule=schedule,
+            level=3,
+            accumulate=2,
+            more=(("gather", gather), ("offload", "all")),
+        ),
+        Place(pp=4, dp=2, accumulate=4, level=3),
+    )
     for schedule, gather in (("interleaved", "pass"), ("zero-bubble-v", "step"))
-]  # fmt: skip
+]
 """Weights cut over the data beside stages and everything else."""
 
 
@@ -65,15 +105,26 @@ def test_cut_weights_beside_stages(case: Case, worlds: Any, tmp_path: Path) -> N
 
 FOUND = [
     # masks of attention over cut sequences were those of this rank's heads
-    (Task(p=0.2, rows=(12, 7, 12, 12)), Place(cp=2, tp=2), Place(cp=2, tp=2, kind="sequence", ulysses=-1)),
+    (
+        Task(p=0.2, rows=(12, 7, 12, 12)),
+        Place(cp=2, tp=2),
+        Place(cp=2, tp=2, kind="sequence", ulysses=-1),
+    ),
     # a second copy took the last step's dropouts for its own, and those of the first were forgotten
-    (Task(p=0.2, tied=True, clip=0.3), Place(dp=2, copies=2, more=(("recompute", "selective"),)),
-     Place(dp=3, copies=2, more=(("recompute", "full"),))),
+    (
+        Task(p=0.2, tied=True, clip=0.3),
+        Place(dp=2, copies=2, more=(("recompute", "selective"),)),
+        Place(dp=3, copies=2, more=(("recompute", "full"),)),
+    ),
     # a split backward recomputed attention as that of whole sequences
-    (Task(), Place(pp=2, cp=2, accumulate=2, schedule="zero-bubble", more=(("recompute", "full"),)), Place(dp=2)),
+    (
+        Task(),
+        Place(pp=2, cp=2, accumulate=2, schedule="zero-bubble", more=(("recompute", "full"),)),
+        Place(dp=2),
+    ),
     # uneven parts over two axes were dropped as if one axis had cut them
     (Task(p=0.2), Place(tp=4, kind="2d"), Place(dp=2, tp=4, kind="2d", level=1)),
-]  # fmt: skip
+]
 """What went wrong once."""
 
 
@@ -82,7 +133,9 @@ def test_what_went_wrong_once(case: Case, worlds: Any, tmp_path: Path) -> None:
     check(case, worlds, tmp_path)
 
 
-@pytest.mark.parametrize("case", mixed.cases(SEED, COUNT), ids=lambda case: "+".join(map(str, case[1:])))
+@pytest.mark.parametrize(
+    "case", mixed.cases(SEED, COUNT), ids=lambda case: "+".join(map(str, case[1:]))
+)
 def test_compositions(case: Case, worlds: Any, tmp_path: Path) -> None:
     check(case, worlds, tmp_path)
 
@@ -91,12 +144,28 @@ REFUSED = [
     (Place(pp=2, accumulate=2, copies=2), {}, "copies=2 beside pipeline="),
     (Place(pp=2, accumulate=2), {"accumulate": 2}, "accumulate=2 beside pipeline="),
     (Place(pp=2, accumulate=1), {}, "microbatches=1 is less than pp=2"),
-    (Place(pp=2, accumulate=2, schedule="zero-bubble-v"), {}, "2 layers can't be cut into 4 stages"),
-    (Place(pp=2, accumulate=2), {"pipeline": None}, "pp would only repeat each other; pipeline= says"),
+    (
+        Place(pp=2, accumulate=2, schedule="zero-bubble-v"),
+        {},
+        "2 layers can't be cut into 4 stages",
+    ),
+    (
+        Place(pp=2, accumulate=2),
+        {"pipeline": None},
+        "pp would only repeat each other; pipeline= says",
+    ),
     (Place(dp=2, copies=2, level=3), {"gather": "pass"}, "gather='pass' beside copies=2"),
     (Place(dp=2, level=2), {"gather": "step"}, "gather='step' at optimizer_level=2"),
-    (Place(pp=2, tp=2, accumulate=2, kind="operators"), {"sample": None}, "a strategy of operators needs a batch"),
-    (Place(cp=2, tp=2, kind="operators"), {}, "mesh(..., sp=2), and lay the sequence out over it: {\"emb\": (None"),
+    (
+        Place(pp=2, tp=2, accumulate=2, kind="operators"),
+        {"sample": None},
+        "a strategy of operators needs a batch",
+    ),
+    (
+        Place(cp=2, tp=2, kind="operators"),
+        {},
+        'mesh(..., sp=2), and lay the sequence out over it: {"emb": (None',
+    ),
     (Place(tp=2, kind="operators"), {"sample": None}, "a strategy of operators needs a batch"),
     (Place(tp=2), {"strategy": None}, "tp would only repeat each other; strategy= says"),
     (Place(tp=2), {"native_dropout": True}, "native_dropout=True on mesh(dp=1, tp=2)"),
@@ -108,11 +177,17 @@ REFUSED = [
     (Place(dp=2), {"shard_group": 2}, "shard_group=2 with optimizer_level=0"),
     (Place(dp=2, level=1), {"units": ["layers.*"]}, "units= are what level 3 gathers"),
     (Place(dp=2, tp=2), {"mesh": mixed.Place(dp=2).mesh()}, "is for 2 devices, the job has 4"),
-    (Place(tp=2), {"optimizer": torch.optim.Adafactor}, "Adafactor looks at more than one element at a time"),
-]  # fmt: skip
+    (
+        Place(tp=2),
+        {"optimizer": torch.optim.Adafactor},
+        "Adafactor looks at more than one element at a time",
+    ),
+]
 
 
 @pytest.mark.parametrize(("place", "more", "text"), REFUSED, ids=[text for *_, text in REFUSED])
-def test_what_cannot_be_is_refused_on_every_rank(place: Place, more: Any, text: str, worlds: Any) -> None:
+def test_what_cannot_be_is_refused_on_every_rank(
+    place: Place, more: Any, text: str, worlds: Any
+) -> None:
     told = worlds(place.world).run(mixed.refusal, place, **more)
     assert all(text in one for one in told), told

@@ -1,4 +1,7 @@
-"""Plain models on cut sequences: loss and gradients of one process, and what can't be right is refused."""
+"""
+Plain models on cut sequences: loss and gradients of one process, and what can't be right is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +34,20 @@ class Block(nn.Module):
         self.norm, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.q = nn.Linear(WIDTH, WIDTH)
         self.kv = nn.Linear(WIDTH, 2 * key_heads * WIDTH // HEADS)
-        self.out, self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+        self.out, self.up, self.down = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, 64),
+            nn.Linear(64, WIDTH),
+        )
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """``[batch, positions, WIDTH]`` to the same."""
         y = self.norm(x)
         size = WIDTH // HEADS
         q = self.q(y).unflatten(-1, (HEADS, size)).transpose(1, 2)
-        k, v = (z.unflatten(-1, (self.key_heads, size)).transpose(1, 2) for z in self.kv(y).chunk(2, -1))
+        k, v = (
+            z.unflatten(-1, (self.key_heads, size)).transpose(1, 2) for z in self.kv(y).chunk(2, -1)
+        )
         y = f.scaled_dot_product_attention(
             q, k, v, mask, self.p, is_causal=mask is None, enable_gqa=self.key_heads < HEADS
         )
@@ -93,7 +102,10 @@ class Encoder(nn.Module):
 
 
 class Cross(Lm):
-    """The same with attention to something that is not cut: a memory of 5 places, the same for all rows."""
+    """
+    The same with attention to something that is not cut: a memory of 5 places, the same for all
+    rows.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +126,9 @@ MODELS = {"lm": Lm, "grouped": lambda: Lm(2), "asks": Asks, "encoder": Encoder, 
 
 
 def _batch(length: int) -> dict[str, torch.Tensor]:
-    tokens = torch.randint(1, VOCABULARY, (3, length + 1), generator=torch.Generator().manual_seed(length))
+    tokens = torch.randint(
+        1, VOCABULARY, (3, length + 1), generator=torch.Generator().manual_seed(length)
+    )
     tokens[1, max(1, length - 2) :] = 0
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
@@ -124,8 +138,16 @@ def _loss(model: nn.Module, batch: dict[str, Any], mask: Any = None) -> torch.Te
     return f.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), reduction="sum")
 
 
-def train(name: str, length: int, settings: dict[str, Any], recompute: bool = False, kind: Any = torch.float64) -> None:
-    """Compute one loss and its gradients on cut sequences, and hold them against those of one process."""
+def train(
+    name: str,
+    length: int,
+    settings: dict[str, Any],
+    recompute: bool = False,
+    kind: Any = torch.float64,
+) -> None:
+    """
+    Compute one loss and its gradients on cut sequences, and hold them against those of one process.
+    """
     axes = axes_of(Grid(("pp", "dp", "cp", "tp"), (1, 1, torch.distributed.get_world_size(), 1)))
     torch.manual_seed(1)
     model, batch = MODELS[name]().to(kind), _batch(length)
@@ -148,22 +170,37 @@ def train(name: str, length: int, settings: dict[str, Any], recompute: bool = Fa
         loss = _loss(model, part)
     with parallel.running(axes):
         loss.backward()
-    tolerance = {"rtol": 1e-10, "atol": 1e-10} if kind == torch.float64 else {"rtol": 2e-5, "atol": 2e-6}
+    tolerance = (
+        {"rtol": 1e-10, "atol": 1e-10} if kind == torch.float64 else {"rtol": 2e-5, "atol": 2e-6}
+    )
     torch.testing.assert_close(axes["cp"].all_reduce(loss.detach()), wanted.detach(), **tolerance)
     assert [key for key, _ in model.named_parameters()] == names
     for key, param in model.named_parameters():
         found = axes["cp"].all_reduce(param.grad)
         scale = max(1.0, float(whole[key].abs().max()))
         torch.testing.assert_close(
-            found / scale, whole[key] / scale, msg=lambda text, key=key: f"{key}: {text}", **tolerance
+            found / scale,
+            whole[key] / scale,
+            msg=lambda text, key=key: f"{key}: {text}",
+            **tolerance,
         )
-    torch.testing.assert_close(_loss(model, batch), wanted)  # outside of a run it is the model that it was
+    torch.testing.assert_close(
+        _loss(model, batch), wanted
+    )  # outside of a run it is the model that it was
 
 
-@pytest.mark.parametrize(("name", "ranks", "length", "settings"), [
-    ("lm", 2, 12, {}), ("lm", 4, 21, {}), ("lm", 4, 21, {"order": "contiguous"}), ("lm", 4, 21, {"ulysses": 2}),
-    ("lm", 4, 24, {"ulysses": -1}), ("grouped", 4, 19, {"ulysses": 2, "order": "contiguous"}), ("grouped", 3, 14, {}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "ranks", "length", "settings"),
+    [
+        ("lm", 2, 12, {}),
+        ("lm", 4, 21, {}),
+        ("lm", 4, 21, {"order": "contiguous"}),
+        ("lm", 4, 21, {"ulysses": 2}),
+        ("lm", 4, 24, {"ulysses": -1}),
+        ("grouped", 4, 19, {"ulysses": 2, "order": "contiguous"}),
+        ("grouped", 3, 14, {}),
+    ],
+)
 def test_a_plain_model_computes_what_it_does_alone(
     worlds: Any, name: str, ranks: int, length: int, settings: dict[str, Any]
 ) -> None:
@@ -195,11 +232,16 @@ def test_torchs_encoder_with_a_padding_mask(worlds: Any, settings: dict[str, Any
 
 
 def some_heads(settings: dict[str, Any]) -> None:
-    """Drop weights of all heads, and of some of them in a region that says so, as tensor parallel does."""
+    """
+    Drop weights of all heads, and of some of them in a region that says so, as tensor parallel
+    does.
+    """
     axes = axes_of(Grid(("pp", "dp", "cp", "tp"), (1, 1, 2, 1)))
     parallel, thrown = ContextParallel(**settings), Dice(5)
     parallel.part(_batch(12), axes)
-    q, k, v = torch.randn(3, 3, 4, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(axes.rank))
+    q, k, v = torch.randn(
+        3, 3, 4, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(axes.rank)
+    )
 
     def attend(low: int, high: int) -> torch.Tensor:
         thrown.throw(1, 0, range(3), torch.device("cpu"))
@@ -216,7 +258,7 @@ def test_dropout_of_some_heads_is_that_of_all(worlds: Any, settings: dict[str, A
     worlds(2).run(some_heads, settings)
 
 
-# ---- refused -----------------------------------------------------------------------------------------------------
+# ---- refused ----------------------------------------------------------------
 
 
 def attempt(what: str) -> str:
@@ -224,9 +266,13 @@ def attempt(what: str) -> str:
     axes = axes_of(Grid(("pp", "dp", "cp", "tp"), (1, 1, 2, 1)))
     model, batch = Lm(), _batch(12)
     settings: dict[str, Any] = {
-        "glob": {"tables": {"*.nowhere": 0}}, "divide": {"ulysses": 3}, "short": {"tables": {"short": 0}},
-        "dims": {"dims": {"token": 1}}, "lengths": {"dims": {"tokens": 1, "targets": 0}}, "order": {"order": "random"},
-    }.get(what, {})  # fmt: skip
+        "glob": {"tables": {"*.nowhere": 0}},
+        "divide": {"ulysses": 3},
+        "short": {"tables": {"short": 0}},
+        "dims": {"dims": {"token": 1}},
+        "lengths": {"dims": {"tokens": 1, "targets": 0}},
+        "order": {"order": "random"},
+    }.get(what, {})
     mask = None
     if what == "mask":
         mask = torch.ones(6, 6, dtype=torch.bool)
@@ -235,7 +281,9 @@ def attempt(what: str) -> str:
     try:
         parallel = ContextParallel(**settings)
         parallel.apply(model, axes)
-        part = parallel.part(_batch(1) if what == "few" else {"x": torch.zeros(3)} if what == "flat" else batch, axes)
+        part = parallel.part(
+            _batch(1) if what == "few" else {"x": torch.zeros(3)} if what == "flat" else batch, axes
+        )
         with parallel.running(axes):
             if what == "open":
                 model.head(model.wte(part["tokens"]))
@@ -254,21 +302,24 @@ def attempt(what: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("what", "said"), [
-    ("glob", "'*.nowhere' matches no weight and no buffer"),
-    ("divide", "ulysses=3 does not divide the 2 ranks along cp"),
-    ("order", "order='random'"),
-    ("dims", "dims= names what the batch lacks: token"),
-    ("lengths", "the batch has no sequence to cut: lengths [3, 12]"),
-    ("flat", "no tensor has a dim 1"),
-    ("few", "sequences of 1 positions leave some"),
-    ("mask", "a mask of 6 rows and 6 columns, where this rank has 6 positions of 12"),
-    ("open", "did not call torch.nn.functional.scaled_dot_product_attention"),
-    ("other", "attention of 5 queries over 5 keys, where this rank has 6 positions of 12"),
-    ("weights", "MultiheadAttention returns weights"),
-    ("positions", "positions of 12 tokens, where this rank has 6 of 12"),
-    ("short", "the table short has 4 rows along dim 0, sequences 12 positions"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("glob", "'*.nowhere' matches no weight and no buffer"),
+        ("divide", "ulysses=3 does not divide the 2 ranks along cp"),
+        ("order", "order='random'"),
+        ("dims", "dims= names what the batch lacks: token"),
+        ("lengths", "the batch has no sequence to cut: lengths [3, 12]"),
+        ("flat", "no tensor has a dim 1"),
+        ("few", "sequences of 1 positions leave some"),
+        ("mask", "a mask of 6 rows and 6 columns, where this rank has 6 positions of 12"),
+        ("open", "did not call torch.nn.functional.scaled_dot_product_attention"),
+        ("other", "attention of 5 queries over 5 keys, where this rank has 6 positions of 12"),
+        ("weights", "MultiheadAttention returns weights"),
+        ("positions", "positions of 12 tokens, where this rank has 6 of 12"),
+        ("short", "the table short has 4 rows along dim 0, sequences 12 positions"),
+    ],
+)
 def test_what_cannot_be_right_is_refused(worlds: Any, what: str, said: str) -> None:
     for told in worlds(2).run(attempt, what):
         assert said in told

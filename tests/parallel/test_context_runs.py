@@ -1,4 +1,7 @@
-"""Runs on cut sequences: `parallelize(..., context=)` with data parallel, levels, dropout, recomputation; proofs."""
+"""
+Runs on cut sequences: `parallelize(..., context=)` with data parallel, levels, dropout,
+recomputation; proofs.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,9 @@ def batch_of(rows: int, length: int, step: int) -> dict[str, torch.Tensor]:
 def loss(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Cross entropy of the targets here, as (sum, count)."""
     targets = batch["targets"].flatten()
-    return f.cross_entropy(output.flatten(0, 1), targets, ignore_index=-100, reduction="sum"), (targets != -100).sum()
+    return f.cross_entropy(output.flatten(0, 1), targets, ignore_index=-100, reduction="sum"), (
+        targets != -100
+    ).sum()
 
 
 def make(degrees: dict[str, int], settings: dict[str, Any] | None, p: float, **more: Any) -> Run:
@@ -61,12 +66,20 @@ def make(degrees: dict[str, int], settings: dict[str, Any] | None, p: float, **m
     world = torch.distributed.get_world_size()
     context = None if settings is None else ContextParallel(tables=TABLES, **settings)
     return parallelize(
-        Dropping(p), lambda params: torch.optim.SGD(params, 0.3, momentum=0.9), loss, mesh=solve(world, degrees),
-        context=context, norm=True, seed=3, **more,
-    )  # fmt: skip
+        Dropping(p),
+        lambda params: torch.optim.SGD(params, 0.3, momentum=0.9),
+        loss,
+        mesh=solve(world, degrees),
+        context=context,
+        norm=True,
+        seed=3,
+        **more,
+    )
 
 
-def train(degrees: dict[str, int], settings: dict[str, Any] | None, p: float, lengths: Any, **more: Any) -> Any:
+def train(
+    degrees: dict[str, int], settings: dict[str, Any] | None, p: float, lengths: Any, **more: Any
+) -> Any:
     """Train some steps; return losses, norms and weights."""
     run = make(degrees, settings, p, **more)
     told = [run.step(batch_of(6, length, step)) for step, length in enumerate(lengths)]
@@ -77,18 +90,25 @@ def train(degrees: dict[str, int], settings: dict[str, Any] | None, p: float, le
 CASES = [
     ({"dp": 1, "cp": 2}, {}, 0.0, {}),
     ({"dp": 2, "cp": 2}, {}, 0.2, {"optimizer_level": 1}),
-    ({"dp": 2, "cp": 2}, {"order": "contiguous"}, 0.2, {"recompute": "full", "optimizer_level": 2, "accumulate": 2}),
+    (
+        {"dp": 2, "cp": 2},
+        {"order": "contiguous"},
+        0.2,
+        {"recompute": "full", "optimizer_level": 2, "accumulate": 2},
+    ),
     ({"dp": 2, "cp": 2}, {"ulysses": 2}, 0.2, {"optimizer_level": 3}),
     ({"dp": 1, "cp": 4}, {"ulysses": 2}, 0.2, {"recompute": "full", "optimizer_level": 3}),
     ({"dp": 1, "cp": 4}, {"ulysses": 4}, 0.2, {"clip": 0.3}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("degrees", "settings", "p", "more"), CASES)
 def test_a_run_on_cut_sequences_is_one_process(
     worlds: Any, degrees: dict[str, int], settings: dict[str, Any], p: float, more: dict[str, Any]
 ) -> None:
-    """The same slices of rows in one process: losses, norms and weights agree, whatever is dropped."""
+    """
+    The same slices of rows in one process: losses, norms and weights agree, whatever is dropped.
+    """
     lengths = (16, 13, 16)
     found = worlds(degrees["dp"] * degrees["cp"]).run(train, degrees, settings, p, lengths, **more)
     alone = {"accumulate": degrees["dp"] * more.get("accumulate", 1), "clip": more.get("clip")}
@@ -104,7 +124,9 @@ def in_bf16() -> tuple[list[float], list[float]]:
     """Return losses of a run in bf16 and in autocast."""
     found = []
     for precision in (Precision("bf16"), Precision("bf16", autocast=True)):
-        run = make({"dp": 1, "cp": torch.distributed.get_world_size()}, {}, 0.1, precision=precision)
+        run = make(
+            {"dp": 1, "cp": torch.distributed.get_world_size()}, {}, 0.1, precision=precision
+        )
         found.append([run.step(batch_of(6, 16, step)).loss for step in range(2)])
     return found[0], found[1]
 
@@ -123,7 +145,10 @@ def prove(degrees: dict[str, int], settings: dict[str, Any], p: float, lost: boo
     mesh = solve(torch.distributed.get_world_size(), degrees)
     run = parallelize(model, torch.optim.AdamW, loss, mesh=mesh, context=context, seed=3)
     assert run.memory(batch_of(4, 12, 0)).activations
-    assert "each sequence is cut over 2 ranks; attention by a ring of 2, zigzag" in run.explain() or lost
+    assert (
+        "each sequence is cut over 2 ranks; attention by a ring of 2, zigzag" in run.explain()
+        or lost
+    )
     return str(run.verify([batch_of(4, 12, step) for step in range(2)]))
 
 
@@ -154,7 +179,10 @@ def lost_table() -> None:
 
 def test_a_table_that_a_strategy_undoes_is_missed(worlds: Any) -> None:
     for kind, text in worlds(2).failures(lost_table):
-        assert kind == UsageError.__name__ and "the table wpe.weight is in a module that strategy= has replaced" in text
+        assert (
+            kind == UsageError.__name__
+            and "the table wpe.weight is in a module that strategy= has replaced" in text
+        )
 
 
 def outputs() -> None:
@@ -175,7 +203,9 @@ def test_outputs_are_those_of_this_ranks_positions(worlds: Any) -> None:
 def mean_loss() -> None:
     """Make a step with a loss that is a mean."""
     run = make({"dp": 1, "cp": 2}, {}, 0.0)
-    run.objective.loss = lambda output, batch: f.cross_entropy(output.flatten(0, 1), batch["targets"].flatten())
+    run.objective.loss = lambda output, batch: f.cross_entropy(
+        output.flatten(0, 1), batch["targets"].flatten()
+    )
     run.step(batch_of(4, 12, 0))
 
 
@@ -184,13 +214,22 @@ def test_a_mean_is_refused(worlds: Any) -> None:
         assert kind == UsageError.__name__ and "means of parts do not add up" in text
 
 
-# ---- beside tensor axes ------------------------------------------------------------------------------------------
+# ---- beside tensor axes -----------------------------------------------------
 
 
-def train_zoo(case: zoo.Case, degrees: dict[str, int], settings: dict[str, Any], copies: int) -> Any:
-    """Train the zoo's model, whose heads and words are cut, on sequences that are cut; return losses and norms."""
+def train_zoo(
+    case: zoo.Case, degrees: dict[str, int], settings: dict[str, Any], copies: int
+) -> Any:
+    """
+    Train the zoo's model, whose heads and words are cut, on sequences that are cut; return losses
+    and norms.
+    """
     run = zoo.make(
-        case, mesh=of(**degrees), strategy=Megatron("tp"), context=ContextParallel(**settings), copies=copies
+        case,
+        mesh=of(**degrees),
+        strategy=Megatron("tp"),
+        context=ContextParallel(**settings),
+        copies=copies,
     )
     report = run.verify([zoo.batch_of(7, 1)])
     assert report.steps[0].worst < 1e-5
@@ -199,7 +238,9 @@ def train_zoo(case: zoo.Case, degrees: dict[str, int], settings: dict[str, Any],
 
 
 @pytest.mark.parametrize(("settings", "copies"), [({}, 1), ({"ulysses": 2}, 1), ({}, 2)])
-def test_sequences_and_operators_are_cut_at_once(worlds: Any, settings: dict[str, Any], copies: int) -> None:
+def test_sequences_and_operators_are_cut_at_once(
+    worlds: Any, settings: dict[str, Any], copies: int
+) -> None:
     """What tensor parallel cuts of a rank's part of the sequence drops what the whole one drops."""
     case = zoo.Case(4, 2, dropout=True, tied=True, recompute="full", optimizer="SGD", rows=(24, 7))
     found = worlds(4).run(train_zoo, case, {"cp": 2, "tp": 2}, settings, copies)

@@ -1,4 +1,7 @@
-"""Two copies of a step that take turns: what one process computes, and one computes while the other communicates."""
+"""
+Two copies of a step that take turns: what one process computes, and one computes while the other
+communicates.
+"""
 
 from __future__ import annotations
 
@@ -40,20 +43,30 @@ def train(case: Case, degrees: dict[str, int], copies: int) -> Any:
 OFFLOAD = Offload(activations=True, least=0)
 CASES = [
     (Case(2, optimizer="SGD"), {"dp": 1, "tp": 2}),
-    (Case(2, 2, tied=True, dropout=True, rows=(24, 7, 1), recompute="full", optimizer="SGD"), {"dp": 1, "tp": 2}),
+    (
+        Case(2, 2, tied=True, dropout=True, rows=(24, 7, 1), recompute="full", optimizer="SGD"),
+        {"dp": 1, "tp": 2},
+    ),
     (Case(4, 1, 2, dropout=True, clip=0.3, optimizer="SGD"), {"dp": 2, "tp": 2}),
     (Case(4, 2, 1, dropout=True, recompute="selective", optimizer="SGD"), {"dp": 2, "tp": 2}),
     (Case(4, 3, 2, dropout=True, recompute="full", clip=0.3, optimizer="SGD"), {"dp": 2, "tp": 2}),
     (Case(4, 3, 1, tied=True, rows=(24, 7, 1), optimizer="SGD"), {"dp": 2, "tp": 2}),
     (
-        Case(2, dropout=True, optimizer="SGD", more=(("offload", Offload(activations=True, least=0)),)),
+        Case(
+            2,
+            dropout=True,
+            optimizer="SGD",
+            more=(("offload", Offload(activations=True, least=0)),),
+        ),
         {"dp": 1, "tp": 2},
     ),
 ]
 
 
 @pytest.mark.parametrize(("case", "degrees"), CASES, ids=str)
-def test_copies_compute_what_one_process_does(worlds: Any, case: Case, degrees: dict[str, int]) -> None:
+def test_copies_compute_what_one_process_does(
+    worlds: Any, case: Case, degrees: dict[str, int]
+) -> None:
     found = worlds(case.world).run(train, case, degrees, 2)
     slices = degrees["dp"] * case.accumulate * 2
     alone = Case(1, 0, slices, None, case.tied, case.dropout, case.rows, case.clip, "SGD")
@@ -84,7 +97,7 @@ def test_copies_of_cut_sequences(worlds: Any) -> None:
             assert abs(weight - wanted[2][name]).max() < 5e-6, name
 
 
-# ---- overlap -----------------------------------------------------------------------------------------------------
+# ---- overlap ----------------------------------------------------------------
 
 
 def overlap(copies: int) -> tuple[int, int, list[str]]:
@@ -121,7 +134,10 @@ def overlap(copies: int) -> tuple[int, int, list[str]]:
 
 
 def test_one_copy_computes_while_the_other_communicates(worlds: Any) -> None:
-    """All collectives but the last of each phase are under way while the other copy goes on to its next one."""
+    """
+    All collectives but the last of each phase are under way while the other copy goes on to its
+    next one.
+    """
     alone, (calls, covered, names) = worlds(2).run(overlap, 1)[0], worlds(2).run(overlap, 2)[0]
     assert alone[1] == 0
     assert calls == 2 * alone[0]
@@ -129,7 +145,7 @@ def test_one_copy_computes_while_the_other_communicates(worlds: Any) -> None:
     assert names == worlds(2).run(overlap, 2)[1][2]
 
 
-# ---- refused, and failing ----------------------------------------------------------------------------------------
+# ---- refused, and failing ---------------------------------------------------
 
 
 def refused(level: int, **more: Any) -> str:
@@ -147,14 +163,20 @@ def test_copies_beside_what_gathers_or_schedules_are_refused(worlds: Any) -> Non
 
 
 def at_level(level: int) -> Any:
-    """Train two copies; return losses, and what travels over the data in the last step, counted and predicted."""
+    """
+    Train two copies; return losses, and what travels over the data in the last step, counted and
+    predicted.
+    """
     run = make(Case(4, level, 2), {"dp": 2, "tp": 2}, 2)
     losses = [run.step(zoo.batch_of(rows, step)).loss for step, rows in enumerate((24, 7))]
     return losses, piped.sent(run, [zoo.batch_of(24, 2)])
 
 
 def test_copies_of_cut_weights_gather_each_once(worlds: Any) -> None:
-    """The bits of level 2; of each unit and of what lies outside one gather a step, and a sum a pair of copies."""
+    """
+    The bits of level 2; of each unit and of what lies outside one gather a step, and a sum a pair
+    of copies.
+    """
     want, found = worlds(4).run(at_level, 2), worlds(4).run(at_level, 3)
     for (losses, (counted, predicted)), (whole, _) in zip(found, want, strict=True):
         assert losses == whole

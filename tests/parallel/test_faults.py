@@ -45,7 +45,9 @@ class Branching(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.halves = nn.ModuleList(nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 6)) for _ in range(3))
+        self.halves = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 6)) for _ in range(3)
+        )
         self.out = nn.Linear(6, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,7 +58,9 @@ class Branching(nn.Module):
 
 
 def branch(level: int, times: int) -> Any:
-    run = parallelize(Branching(), sgd, square_loss, optimizer_level=level, accumulate=times, norm=True)
+    run = parallelize(
+        Branching(), sgd, square_loss, optimizer_level=level, accumulate=times, norm=True
+    )
     told = [run.step(pair(8, step=step)) for step in range(4)]
     return [m.loss for m in told], [w.tolist() for w in run.full_weights().values()]
 
@@ -71,7 +75,10 @@ def test_conditional_modules_neither_hang_nor_differ(level: int, worlds: Worlds)
 @LEVELS
 def test_every_level_agrees_bit_for_bit_under_accumulation(level: int, worlds: Worlds) -> None:
     """deepspeed#966, #1488: stages that gave different losses."""
-    check(Case(3, level, accumulate=3, tied=True, clip=0.3, rows=(20, 19, 18), shard_group=None), worlds)
+    check(
+        Case(3, level, accumulate=3, tied=True, clip=0.3, rows=(20, 19, 18), shard_group=None),
+        worlds,
+    )
 
 
 @LEVELS
@@ -87,7 +94,9 @@ def weighting() -> Any:
 
 
 def test_tokens_are_weighted_and_counted_once(worlds: Worlds) -> None:
-    """prime-rl#1957, transformers#34242, trl#7100: means of means, and tokens counted by every rank."""
+    """
+    prime-rl#1957, transformers#34242, trl#7100: means of means, and tokens counted by every rank.
+    """
     words, targets = zoo.batch_of(7, 1)
     model = zoo.build()
     want = F.cross_entropy(model(words).flatten(0, 1), targets.flatten(), ignore_index=-100)
@@ -109,7 +118,10 @@ class Unused(nn.Module):
 
 def decay(level: int) -> Any:
     run = parallelize(
-        Unused(), lambda ps: torch.optim.AdamW(ps, lr=0.1, weight_decay=0.5), square_loss, optimizer_level=level
+        Unused(),
+        lambda ps: torch.optim.AdamW(ps, lr=0.1, weight_decay=0.5),
+        square_loss,
+        optimizer_level=level,
     )
     before = {name: w.clone() for name, w in run.full_weights().items()}
     run.step(pair(6))
@@ -120,9 +132,13 @@ def decay(level: int) -> Any:
 def test_weights_that_nobody_uses_do_not_even_decay(level: int, worlds: Worlds) -> None:
     told = worlds(3).run(decay, level)[1]
     assert told == {
-        "used.weight": False, "used.bias": False, "never.weight": True, "never.bias": True, "frozen.weight": True,
+        "used.weight": False,
+        "used.bias": False,
+        "never.weight": True,
+        "never.bias": True,
+        "frozen.weight": True,
         "frozen.bias": True,
-    }  # fmt: skip
+    }
 
 
 class Lora(nn.Module):
@@ -131,7 +147,9 @@ class Lora(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6, bias=False)]) for _ in range(3))
+        self.layers = nn.ModuleList(
+            nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6, bias=False)]) for _ in range(3)
+        )
         self.blocks = nn.ModuleList(_Adapted() for _ in range(3))
         self.out = nn.Linear(6, 1)
 
@@ -170,7 +188,9 @@ class Users(nn.Module):
         self.first, self.second, self.out = nn.Linear(6, 40), nn.Linear(40, 6), nn.Linear(6, 1)
 
     def inner(self, x: Tensor) -> Tensor:
-        return F.dropout(self.second(F.dropout(F.relu(self.first(x)), 0.3, self.training)), 0.3, self.training)
+        return F.dropout(
+            self.second(F.dropout(F.relu(self.first(x)), 0.3, self.training)), 0.3, self.training
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.dropout(x.requires_grad_(), 0.1, self.training)
@@ -247,16 +267,23 @@ def test_batch_norm_is_synchronised_or_refused(rows: int, worlds: Worlds) -> Non
         for mine, want in zip(told[1][:2], buffers[:2], strict=True):
             assert mine == pytest.approx(want, rel=1e-4, abs=1e-6)
     kinds = worlds(3).failures(normed, False, 1, rows)
-    assert all(kind == "UsageError" and "1 normalises by its own rank's rows" in text for kind, text in kinds)
+    assert all(
+        kind == "UsageError" and "1 normalises by its own rank's rows" in text
+        for kind, text in kinds
+    )
 
 
 def normed_low(level: int, precision: str, sync: bool) -> Any:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, momentum=None), nn.ReLU(), nn.Linear(8, 1))
+    model = nn.Sequential(
+        nn.Linear(6, 8), nn.BatchNorm1d(8, momentum=None), nn.ReLU(), nn.Linear(8, 1)
+    )
     if not sync:
         model[1].eval()
     policy = Precision(precision, scale=64.0)
-    run = parallelize(model, sgd, square_loss, sync_batchnorm=sync, optimizer_level=level, precision=policy)
+    run = parallelize(
+        model, sgd, square_loss, sync_batchnorm=sync, optimizer_level=level, precision=policy
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         losses = [run.step(pair(12, step=step)).loss for step in range(4)]
@@ -264,24 +291,37 @@ def normed_low(level: int, precision: str, sync: bool) -> Any:
     run.evaluate(pair(12))
     run.verify([pair(12)])
     report = run.explain(pair(12))
-    return losses, {name: str(param.dtype)[6:] for name, param in model.named_parameters()}, bool(report)
+    return (
+        losses,
+        {name: str(param.dtype)[6:] for name, param in model.named_parameters()},
+        bool(report),
+    )
 
 
 @pytest.mark.parametrize(("level", "precision"), [(0, "bf16"), (1, "fp16"), (3, "bf16")])
 @pytest.mark.parametrize("sync", [True, False])
-def test_batch_norm_keeps_its_type_beside_a_lower_one(level: int, precision: str, sync: bool, worlds: Worlds) -> None:
+def test_batch_norm_keeps_its_type_beside_a_lower_one(
+    level: int, precision: str, sync: bool, worlds: Worlds
+) -> None:
     losses, types, _ = worlds(2).run(normed_low, level, precision, sync)[0]
     low = {"bf16": "bfloat16", "fp16": "float16"}[precision]
     assert types == {
-        "0.weight": low, "0.bias": low, "1.weight": "float32", "1.bias": "float32", "3.weight": low, "3.bias": low
-    }  # fmt: skip
+        "0.weight": low,
+        "0.bias": low,
+        "1.weight": "float32",
+        "1.bias": "float32",
+        "3.weight": low,
+        "3.bias": low,
+    }
     if sync:
         assert losses == pytest.approx(plain_norm(12)[0], rel=3e-2)
 
 
 def layerwise(level: int) -> Any:
     torch.manual_seed(torch.distributed.get_rank())  # different starts
-    run = parallelize(zoo.Tiny(), sgd, zoo.token_loss, optimizer_level=level, layerwise=["head.*"], norm=True)
+    run = parallelize(
+        zoo.Tiny(), sgd, zoo.token_loss, optimizer_level=level, layerwise=["head.*"], norm=True
+    )
     m = [run.step(zoo.batch_of(12, step)) for step in range(2)]
     weights = run.full_weights()
     return weights["head.weight"].tolist(), weights["emb.weight"].tolist(), m[-1].grad_norm
@@ -354,7 +394,10 @@ def counted(level: int, times: int, more: dict[str, Any]) -> dict[str, int]:
 
 
 def test_no_needless_collectives(worlds: Worlds) -> None:
-    """Micro-batches are added up locally; what goes over the network a step is one sum and one exchange of numbers."""
+    """
+    Micro-batches are added up locally; what goes over the network a step is one sum and one
+    exchange of numbers.
+    """
     fast = {"exact": False}
     assert worlds(4).run(counted, 0, 3, fast)[0] == {"all_reduce": 1, "exchange": 1}
     assert worlds(4).run(counted, 1, 3, fast)[0] == {
@@ -409,7 +452,10 @@ def test_a_model_belongs_to_one_run(worlds: Worlds) -> None:
 
 
 def caught(level: int, fails: bool, more: tuple[tuple[str, Any], ...]) -> list[float]:
-    """Return the losses of two steps, after one in which the loss of the last micro-batch may have raised."""
+    """
+    Return the losses of two steps, after one in which the loss of the last micro-batch may have
+    raised.
+    """
     run = zoo.make(Case(2, level, accumulate=3, more=more))
     judge, calls = run.objective.loss, itertools.count(1)
 
@@ -428,7 +474,9 @@ def caught(level: int, fails: bool, more: tuple[tuple[str, Any], ...]) -> list[f
 
 @LEVELS
 @pytest.mark.parametrize("exact", [True, False])
-def test_a_step_whose_error_was_caught_leaves_nothing(level: int, exact: bool, worlds: Worlds) -> None:
+def test_a_step_whose_error_was_caught_leaves_nothing(
+    level: int, exact: bool, worlds: Worlds
+) -> None:
     for gather in ((("gather", "step"),), (("gather", "pass"),)) if level == 3 else ((),):
         more = (*gather, ("exact", exact))
         assert worlds(2).run(caught, level, True, more) == worlds(2).run(caught, level, False, more)

@@ -1,4 +1,7 @@
-"""Compositions on NCCL: cases of a kind in one job, each proven against one process, saved and taken up again."""
+"""
+Compositions on NCCL: cases of a kind in one job, each proven against one process, saved and taken
+up again.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,7 @@ TWO = {
         (NARROW, Place(tp=2, kind="sequence", more=COMPILED)),
         (Task(), Place(tp=2, kind="sequence", copies=2, more=COMPILED)),
     ],
-}  # fmt: skip
+}
 FOUR = {
     "data": [(DROPS, Place(dp=4, level=3, more=more(shard_group=2)))],
     "tensor": [
@@ -91,7 +94,7 @@ FOUR = {
         (DROPS, Place(pp=2, cp=2, accumulate=2)),
     ],
     "compiled": [(Task(), Place(dp=2, tp=2, level=3, kind="sequence", more=COMPILED))],
-}  # fmt: skip
+}
 
 
 def work(cases: list[tuple[Task, Place]], folder: str, kind: str) -> list[str]:
@@ -115,5 +118,7 @@ def test_on_gpus(world: int, found: Any, kind: str, tmp_path: Path) -> None:
     have = int(os.environ.get("PDRUN_TEST_GPUS", "0"))
     if have < world:
         pytest.skip(f"needs {world} GPUs; PDRUN_TEST_GPUS={have}")
-    told = pdrun.launch(work, found[kind], str(tmp_path), kind, devices=world, backend="cuda", timeout=BOUND)
+    told = pdrun.launch(
+        work, found[kind], str(tmp_path), kind, devices=world, backend="cuda", timeout=BOUND
+    )
     assert "".join(one for rank in told for one in rank) == ""

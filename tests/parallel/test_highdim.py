@@ -1,4 +1,7 @@
-"""Linear modules over two and three axes: the numbers of one process, and the bytes of the closed forms."""
+"""
+Linear modules over two and three axes: the numbers of one process, and the bytes of the closed
+forms.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,11 @@ def batch(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def loss(model: nn.Module, x: Tensor) -> Tensor:
-    return (model(x) * torch.linspace(-1, 2, x.shape[0], dtype=x.dtype).view(-1, *[1] * (x.dim() - 1))).square().sum()
+    return (
+        (model(x) * torch.linspace(-1, 2, x.shape[0], dtype=x.dtype).view(-1, *[1] * (x.dim() - 1)))
+        .square()
+        .sum()
+    )
 
 
 def pair(names: tuple[str, ...], rows: int | None = None) -> Strategy:
@@ -48,40 +55,54 @@ def pair(names: tuple[str, ...], rows: int | None = None) -> Strategy:
     if not z:
         return Strategy({"first": linear2d(x, y, cut=True), "second": linear2d(y, x, gather=True)})
     at = {} if rows is None else {"rows": rows}
-    return Strategy({
-        "first": linear3d(x, y, *z, cut=True, **at), "second": linear3d(y, x, *z, gather=True, **at),
-    })  # fmt: skip
+    return Strategy(
+        {
+            "first": linear3d(x, y, *z, cut=True, **at),
+            "second": linear3d(y, x, *z, gather=True, **at),
+        }
+    )
 
 
-def same(grid: Grid, names: tuple[str, ...], sizes: tuple[int, ...], shape: tuple[int, ...], **how: Any) -> None:
+def same(
+    grid: Grid, names: tuple[str, ...], sizes: tuple[int, ...], shape: tuple[int, ...], **how: Any
+) -> None:
     for dtype in (torch.float64, torch.float32):
         model = build(*sizes, bias=how.get("bias", True), dtype=dtype)
         decoder.compare(model, pair(names, how.get("rows")), grid, batch(*shape, dtype=dtype), loss)
 
 
-@pytest.mark.parametrize(("grid", "names", "sizes", "shape", "how"), [
-    (((2, 2), "xy"), ("x", "y"), (8, 12, 4), (4, 3, 8), {}),
-    (((2, 2), "yx"), ("x", "y"), (8, 12, 4), (4, 8), {"bias": False}),
-    (((4, 1), "xy"), ("x", "y"), (8, 16, 4), (4, 8), {}),
-    (((1, 4), "xy"), ("x", "y"), (8, 16, 4), (4, 8), {}),
-    (((2, 4), "xy"), ("x", "y"), (16, 24, 8), (4, 3, 16), {}),
-    (((2, 2), "xy"), ("x", "y"), (7, 9, 5), (3, 7), {}),
-    (((2, 2, 2), "zxy"), ("x", "y", "z"), (8, 12, 4), (4, 3, 8), {}),
-    (((2, 2, 2), "xyz"), ("x", "y", "z"), (7, 9, 5), (2, 4, 7), {"rows": 1}),
-    (((2, 2, 1), "xyz"), ("x", "y", "z"), (8, 12, 4), (4, 8), {"bias": False}),
-    (((1, 2, 2), "xyz"), ("x", "y", "z"), (8, 12, 4), (4, 8), {}),
-], ids=str)  # fmt: skip
-def test_a_pair_equals_one_process(worlds: Any, grid: Any, names: Any, sizes: Any, shape: Any, how: Any) -> None:
+@pytest.mark.parametrize(
+    ("grid", "names", "sizes", "shape", "how"),
+    [
+        (((2, 2), "xy"), ("x", "y"), (8, 12, 4), (4, 3, 8), {}),
+        (((2, 2), "yx"), ("x", "y"), (8, 12, 4), (4, 8), {"bias": False}),
+        (((4, 1), "xy"), ("x", "y"), (8, 16, 4), (4, 8), {}),
+        (((1, 4), "xy"), ("x", "y"), (8, 16, 4), (4, 8), {}),
+        (((2, 4), "xy"), ("x", "y"), (16, 24, 8), (4, 3, 16), {}),
+        (((2, 2), "xy"), ("x", "y"), (7, 9, 5), (3, 7), {}),
+        (((2, 2, 2), "zxy"), ("x", "y", "z"), (8, 12, 4), (4, 3, 8), {}),
+        (((2, 2, 2), "xyz"), ("x", "y", "z"), (7, 9, 5), (2, 4, 7), {"rows": 1}),
+        (((2, 2, 1), "xyz"), ("x", "y", "z"), (8, 12, 4), (4, 8), {"bias": False}),
+        (((1, 2, 2), "xyz"), ("x", "y", "z"), (8, 12, 4), (4, 8), {}),
+    ],
+    ids=str,
+)
+def test_a_pair_equals_one_process(
+    worlds: Any, grid: Any, names: Any, sizes: Any, shape: Any, how: Any
+) -> None:
     """Both precisions; sizes that divide and sizes that do not."""
     devices = Grid(tuple(grid[1]), grid[0])
     worlds(devices.size).run(same, devices, names, sizes, shape, **how)
 
 
-# ---- bytes -------------------------------------------------------------------------------------------------------
+# ---- bytes ------------------------------------------------------------------
 
 
 def sent(axes: Axes) -> int:
-    """Return how many bytes this rank has sent: all but its part of a gather or of a scatter, n - 1 times."""
+    """
+    Return how many bytes this rank has sent: all but its part of a gather or of a scatter, n - 1
+    times.
+    """
     total = 0
     for (name, names), count in axes.counts.items():
         n = axes.grid.extent(names)
@@ -90,7 +111,9 @@ def sent(axes: Axes) -> int:
     return total
 
 
-def volume(names: tuple[str, ...], degrees: tuple[int, ...], sizes: tuple[int, ...], rows: int) -> int:
+def volume(
+    names: tuple[str, ...], degrees: tuple[int, ...], sizes: tuple[int, ...], rows: int
+) -> int:
     """Pass parts through a pair, without its ends, and return the bytes."""
     grid = Grid(names, degrees)
     model, axes = build(*sizes, bias=False), decoder.axes_of(grid)
@@ -104,7 +127,9 @@ def volume(names: tuple[str, ...], degrees: tuple[int, ...], sizes: tuple[int, .
     return sent(axes)
 
 
-@pytest.mark.parametrize("degrees", [(2, 2), (2, 4), (4, 2), (4, 1), (2, 2, 2), (2, 1, 4), (1, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "degrees", [(2, 2), (2, 4), (4, 2), (4, 1), (2, 2, 2), (2, 1, 4), (1, 2, 2)], ids=str
+)
 def test_the_bytes_of_the_closed_forms(worlds: Any, degrees: tuple[int, ...]) -> None:
     h, e, out, rows = 32, 64, 16, 16
     x, y, z = (*degrees, 1)[:3]
@@ -113,11 +138,13 @@ def test_the_bytes_of_the_closed_forms(worlds: Any, degrees: tuple[int, ...]) ->
         return 2 * (rows * e * (x - 1) + rows * h * (y - 1) + h * e * (z - 1)) / (x * y * z)
 
     wanted = 8 * (layer(h, e, x, y) + layer(e, out, y, x))
-    found = worlds(x * y * z).run(volume, ("x", "y", "z")[: len(degrees)], degrees, (h, e, out), rows)
+    found = worlds(x * y * z).run(
+        volume, ("x", "y", "z")[: len(degrees)], degrees, (h, e, out), rows
+    )
     assert found == [wanted] * len(found)
 
 
-# ---- refusals ----------------------------------------------------------------------------------------------------
+# ---- refusals ---------------------------------------------------------------
 
 
 def test_wrong_styles_are_refused() -> None:

@@ -1,4 +1,7 @@
-"""The order of gathers and sums over the units of a chunk: the same on every rank, whatever its data make it run."""
+"""
+The order of gathers and sums over the units of a chunk: the same on every rank, whatever its data
+make it run.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,9 @@ class Fake:
 
 
 class Rank:
-    """A rank that runs some units of a chunk, and sums the gradients of each when they are complete."""
+    """
+    A rank that runs some units of a chunk, and sums the gradients of each when they are complete.
+    """
 
     def __init__(self, count: int, keeps: bool) -> None:
         self.log: list[str] = []
@@ -89,7 +94,9 @@ def test_units_that_stay_are_gathered_once(count: int, data: Any) -> None:
     for part in data.draw(parts(count)):
         rank.forward(part)
         rank.backward(part)
-    assert [event for event in rank.log if event.startswith("gather")] == [f"gather {unit}" for unit in range(count)]
+    assert [event for event in rank.log if event.startswith("gather")] == [
+        f"gather {unit}" for unit in range(count)
+    ]
     assert all(cut.open for cut in rank.cuts)
 
 

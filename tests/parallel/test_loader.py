@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 import pdrun
 from pdrun.errors import UsageError
@@ -35,16 +41,22 @@ class Noisy(Dataset[Any]):
 
 
 def epoch(world: int, times: int, position: Position, **options: Any) -> dict[int, list[Any]]:
-    """Return the samples of each batch of an epoch, in global order, put together from all ranks."""
+    """
+    Return the samples of each batch of an epoch, in global order, put together from all ranks.
+    """
     found: dict[int, list[Any]] = {}
     source = Loader(Noisy(), 8, shuffle=True, **options)
     for rank in range(world):
         place = Position(position.epoch, position.batch)
-        for index, (batch, shard) in enumerate(loader.read(source, 7, place, world, rank, times), position.batch):
+        for index, (batch, shard) in enumerate(
+            loader.read(source, 7, place, world, rank, times), position.batch
+        ):
             parts = batch[0].split(list(shard.sizes)) if sum(shard.sizes) else []
             for a, part in enumerate(parts):
                 found.setdefault(index, []).append((a * world + rank, part.tolist()))
-    return {index: [row for _, part in sorted(parts) for row in part] for index, parts in found.items()}
+    return {
+        index: [row for _, part in sorted(parts) for row in part] for index, parts in found.items()
+    }
 
 
 @pytest.mark.parametrize(("world", "times"), [(1, 1), (2, 1), (3, 2), (4, 3)])
@@ -122,11 +134,16 @@ def train(world: int, times: int, kind: str, stop: int | None, folder: str) -> l
 
 
 @pytest.mark.parametrize("kind", ["Loader", "DataLoader", "list"])
-def test_an_interrupted_epoch_goes_on_where_it_was(kind: str, worlds: Worlds, tmp_path: Any) -> None:
+def test_an_interrupted_epoch_goes_on_where_it_was(
+    kind: str, worlds: Worlds, tmp_path: Any
+) -> None:
     want = worlds(1).run(train, 1, 6, kind, None, "")[0]
     assert len(want) == 8
     for stop, (world, times) in ((3, (3, 2)), (4, (2, 3))):
-        assert worlds(world).run(train, world, times, kind, stop, str(tmp_path / str(stop)))[-1] == want
+        assert (
+            worlds(world).run(train, world, times, kind, stop, str(tmp_path / str(stop)))[-1]
+            == want
+        )
 
 
 def strategies(value: Any, rows: int) -> float:
@@ -145,7 +162,9 @@ def test_dataset_strategies_give_the_same_loss(value: Any, worlds: Worlds) -> No
 
 
 def empty() -> None:
-    zoo.make(Case(2)).step((torch.ones(0, zoo.LENGTH, dtype=torch.int64), torch.ones(0, zoo.LENGTH, dtype=torch.int64)))
+    zoo.make(Case(2)).step(
+        (torch.ones(0, zoo.LENGTH, dtype=torch.int64), torch.ones(0, zoo.LENGTH, dtype=torch.int64))
+    )
 
 
 def counts_of_nothing() -> None:
@@ -159,14 +178,22 @@ def test_batches_of_nothing_are_refused_on_every_rank(worlds: Worlds) -> None:
 
 
 def evaluating(nested: bool) -> tuple[list[float], list[list[float]], tuple[int, int]]:
-    """Train two epochs, evaluating inside the loop before the step; return losses, outputs and the position."""
+    """
+    Train two epochs, evaluating inside the loop before the step; return losses, outputs and the
+    position.
+    """
     run, losses, seen = zoo.make(Case(2, 1, accumulate=2)), [], []
     train, other = Loader(words(29), 8, shuffle=True), Loader(words(11), 4, shuffle=True)
     for _ in range(2):
         for batch in run.data(train):
             if nested and run.steps % 3 == 0:
                 found = [run.evaluate(part) for part in run.data(other, training=False)]
-                seen.append([float(len(found)), float(sum(x.shape[0] for y in found for x in y if x is not None))])
+                seen.append(
+                    [
+                        float(len(found)),
+                        float(sum(x.shape[0] for y in found for x in y if x is not None)),
+                    ]
+                )
                 assert run.source is train
             losses.append(run.step(batch).loss)
     return losses, seen, (run.position.epoch, run.position.batch)
@@ -184,17 +211,25 @@ def simple() -> pdrun.Run:
     def loss(output: Any, batch: Any) -> Any:
         return (output**2).sum(), len(output)
 
-    return pdrun.parallelize(torch.nn.Linear(2, 1), lambda params: torch.optim.SGD(params, 0.1), loss)
+    return pdrun.parallelize(
+        torch.nn.Linear(2, 1), lambda params: torch.optim.SGD(params, 0.1), loss
+    )
 
 
 def tensors(count: int) -> Iterator[torch.Tensor]:
     yield from torch.ones(count, 4, 2)
 
 
-@pytest.mark.parametrize("make", [
-    lambda: (Loader(TensorDataset(torch.ones(16, 2)), 4), Loader(TensorDataset(torch.ones(8, 2)), 4)),
-    lambda: (list(tensors(4)), list(tensors(2))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: (
+            Loader(TensorDataset(torch.ones(16, 2)), 4),
+            Loader(TensorDataset(torch.ones(8, 2)), 4),
+        ),
+        lambda: (list(tensors(4)), list(tensors(2))),
+    ],
+)
 @pytest.mark.parametrize("at", [1, 4])
 def test_another_source_in_the_middle_of_an_epoch_is_refused(make: Any, at: int) -> None:
     run, (train, other) = simple(), make()

@@ -1,4 +1,7 @@
-"""What saves memory changes no bit: offloading, files, weights without memory; and predictions that can be held to."""
+"""
+What saves memory changes no bit: offloading, files, weights without memory; and predictions that
+can be held to.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +36,17 @@ pytestmark = pytest.mark.torch
 @pytest.mark.parametrize("what", ["optimizer", "activations", "all"])
 def test_offloading_changes_no_bit(level: int, what: Any, worlds: Worlds, tmp_path: Path) -> None:
     away = offload.parse(what)
-    away = offload.Offload(away.optimizer, tmp_path / "files" if what == "all" else None, away.activations, least=100)
+    away = offload.Offload(
+        away.optimizer, tmp_path / "files" if what == "all" else None, away.activations, least=100
+    )
     check(
-        Case(2, level, accumulate=2, recompute="full" if level == 3 else None, more=(("offload", away),)),
+        Case(
+            2,
+            level,
+            accumulate=2,
+            recompute="full" if level == 3 else None,
+            more=(("offload", away),),
+        ),
         worlds,
         tmp_path,
     )
@@ -77,7 +88,7 @@ def test_wrong_offload(value: Any) -> None:
         offload.Offload(disk="x")
 
 
-# ---- weights without memory ----------------------------------------------------------------------------------------
+# ---- weights without memory -------------------------------------------------
 
 
 class Rotary(nn.Module):
@@ -87,7 +98,9 @@ class Rotary(nn.Module):
         super().__init__()
         self.emb = nn.Embedding(30, 8)
         self.register_buffer("table", torch.arange(8.0).cos(), persistent=False)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(3))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(3)
+        )
         self.head = nn.Linear(8, 30, bias=False)
         self.head.weight = self.emb.weight
 
@@ -111,7 +124,10 @@ def filled(level: int, times: int) -> Any:
 
 @LEVELS
 def test_weights_made_in_place_are_the_same_everywhere(level: int, worlds: Worlds) -> None:
-    """pytorch#168058, torchtitan#316: sharded initialisation that differs, and buffers full of garbage."""
+    """
+    pytorch#168058, torchtitan#316: sharded initialisation that differs, and buffers full of
+    garbage.
+    """
     want = worlds(1).run(filled, 0, 3)[0]
     assert all(told == want for told in worlds(3).run(filled, level, 1))
     assert want[2] == torch.arange(8.0).cos().tolist()
@@ -131,11 +147,14 @@ def unfilled(kind: str) -> None:
     parallelize(model, sgd, zoo.token_loss, **options)
 
 
-@pytest.mark.parametrize(("kind", "text"), [
-    ("buffer", "nobody knows what the buffer table should hold"),
-    ("parameter", "the model (Tiny) has no reset_parameters"),
-    ("nothing", "left"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("buffer", "nobody knows what the buffer table should hold"),
+        ("parameter", "the model (Tiny) has no reset_parameters"),
+        ("nothing", "left"),
+    ],
+)
 def test_what_would_be_garbage_is_refused(kind: str, text: str, worlds: Worlds) -> None:
     (told,) = worlds(1).failures(unfilled, kind)
     assert told[0] == "UsageError"
@@ -148,7 +167,7 @@ def test_modules_are_as_ever_outside() -> None:
     assert nn.Linear(2, 2).weight.device.type == "cpu"
 
 
-# ---- predictions -----------------------------------------------------------------------------------------------------
+# ---- predictions ------------------------------------------------------------
 
 
 def test_the_ledger_counts_what_lives() -> None:
@@ -218,7 +237,7 @@ def test_levels_take_less_and_less(worlds: Worlds) -> None:
     assert three[0] < 0.8 * two[0]
 
 
-# ---- safetensors -----------------------------------------------------------------------------------------------------
+# ---- safetensors ------------------------------------------------------------
 
 
 def exported(level: int, path: str) -> list[Any]:
@@ -229,7 +248,9 @@ def exported(level: int, path: str) -> list[Any]:
     other = zoo.make(Case(2, 3 - level, tied=True))
     other.load_weights(path)
     mine, theirs = run.full_weights(), other.full_weights()
-    return [name for name in mine if not torch.equal(mine[name], theirs[name])] + [len(mine) - len(theirs)]
+    return [name for name in mine if not torch.equal(mine[name], theirs[name])] + [
+        len(mine) - len(theirs)
+    ]
 
 
 @LEVELS
@@ -264,7 +285,7 @@ def test_weights_of_another_shape_are_refused(worlds: Worlds, tmp_path: Path) ->
     assert "weight is (1, 6) there and (2, 6) here" in told[1]
 
 
-# ---- runs that are over ------------------------------------------------------------------------------------------
+# ---- runs that are over -----------------------------------------------------
 
 
 def leaves(case: Case) -> tuple[bool, int]:
@@ -274,13 +295,19 @@ def leaves(case: Case) -> tuple[bool, int]:
     del run
     gc.collect()
     compat.end_groups()
-    left = len(torch.distributed.distributed_c10d._world.pg_map) if torch.distributed.is_initialized() else 0
+    left = (
+        len(torch.distributed.distributed_c10d._world.pg_map)
+        if torch.distributed.is_initialized()
+        else 0
+    )
     return engine() is None and model() is None, left
 
 
 @LEVELS
 def test_a_run_that_nobody_holds_leaves_nothing(level: int, worlds: Worlds) -> None:
-    """torch keeps hooks of tensors where the collector does not look: they must not hold the run."""
+    """
+    torch keeps hooks of tensors where the collector does not look: they must not hold the run.
+    """
     found = [worlds(2).run(leaves, Case(2, level, recompute="full")) for _ in range(2)]
     assert [[gone for gone, _ in ranks] for ranks in found] == [[True, True]] * 2
     assert found[0] == found[1]  # no group is left of the first that the second has to bear

@@ -16,7 +16,17 @@ from pdrun.parallel.model.meta_init import empty_init
 from pdrun.parallel.model.shards import tile_of
 from pdrun.parallel.tensor import Strategy, col, cross_entropy, heads, replicate, row, seq, vocab
 from tests.parallel import decoder
-from tests.parallel.decoder import LENGTH, ROWS, WIDTH, axes_of, build, compare, strategy, tokens, whole_gradients
+from tests.parallel.decoder import (
+    LENGTH,
+    ROWS,
+    WIDTH,
+    axes_of,
+    build,
+    compare,
+    strategy,
+    tokens,
+    whole_gradients,
+)
 
 pytestmark = pytest.mark.torch
 TP = Grid(("tp",), (4,))
@@ -26,7 +36,9 @@ def own_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     return cross_entropy(model(batch[0]), batch[1])
 
 
-def same(names: tuple[str, ...], sizes: tuple[int, ...], options: dict[str, Any], how: dict[str, Any]) -> None:
+def same(
+    names: tuple[str, ...], sizes: tuple[int, ...], options: dict[str, Any], how: dict[str, Any]
+) -> None:
     """Compare a decoder with its cut copy, in both precisions."""
     for dtype in (torch.float64, torch.float32):
         batch = tokens(options.get("words", 37))
@@ -35,20 +47,30 @@ def same(names: tuple[str, ...], sizes: tuple[int, ...], options: dict[str, Any]
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-@pytest.mark.parametrize(("options", "how"), [
-    ({}, {}),
-    ({"bias": False, "tied": True}, {}),
-    ({"n_kv": 8, "tied": True, "padding": 3}, {"gather": False}),
-    ({"n_kv": 2, "words": 41}, {"gather": False}),
-    ({"n_kv": 1}, {}),
-], ids=["plain", "tied", "cut-logits", "two-kv-heads", "one-kv-head"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "how"),
+    [
+        ({}, {}),
+        ({"bias": False, "tied": True}, {}),
+        ({"n_kv": 8, "tied": True, "padding": 3}, {"gather": False}),
+        ({"n_kv": 2, "words": 41}, {"gather": False}),
+        ({"n_kv": 1}, {}),
+    ],
+    ids=["plain", "tied", "cut-logits", "two-kv-heads", "one-kv-head"],
+)
 def test_a_cut_model_equals_the_whole(worlds: Any, options: Any, how: Any, sequence: bool) -> None:
     worlds(4).run(same, ("tp",), (4,), options, {**how, "sequence": sequence})
 
 
 @pytest.mark.parametrize("axis", ["y", ("x", "y"), ("y", "x")])
 def test_axes_of_any_name_and_several_at_once(worlds: Any, axis: Any) -> None:
-    worlds(4).run(same, ("x", "y"), (2, 2), {"hidden": 48, "words": 40}, {"axis": axis, "sequence": True, "hidden": 48})
+    worlds(4).run(
+        same,
+        ("x", "y"),
+        (2, 2),
+        {"hidden": 48, "words": 40},
+        {"axis": axis, "sequence": True, "hidden": 48},
+    )
 
 
 def test_a_data_axis_beside_it(worlds: Any) -> None:
@@ -57,10 +79,12 @@ def test_a_data_axis_beside_it(worlds: Any) -> None:
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_degree_one_goes_through_the_same_code(worlds: Any, sequence: bool) -> None:
-    worlds(1).run(same, ("dp", "tp"), (1, 1), {"tied": True}, {"sequence": sequence, "gather": False})
+    worlds(1).run(
+        same, ("dp", "tp"), (1, 1), {"tied": True}, {"sequence": sequence, "gather": False}
+    )
 
 
-# ---- what modules can be -------------------------------------------------------------------------------------------
+# ---- what modules can be ----------------------------------------------------
 
 
 class Fused(nn.Module):
@@ -87,7 +111,11 @@ def fused() -> None:
         {"wide": replicate(), "alone": row("tp", cut=True)},
     ):
         compare(
-            copy.deepcopy(model), Strategy({**how, **more}), Grid(("tp",), (2,)), x, lambda m, x: m(x).square().sum()
+            copy.deepcopy(model),
+            Strategy({**how, **more}),
+            Grid(("tp",), (2,)),
+            x,
+            lambda m, x: m(x).square().sum(),
         )
 
 
@@ -97,7 +125,10 @@ def test_fused_and_uneven_columns_meet_their_rows(worlds: Any) -> None:
 
 
 class Fusion(nn.Module):
-    """An attention with one matrix for q, k and v, either all of q first or head by head, and a norm over a head."""
+    """
+    An attention with one matrix for q, k and v, either all of q first or head by head, and a norm
+    over a head.
+    """
 
     def __init__(self, by_head: bool) -> None:
         super().__init__()
@@ -110,8 +141,12 @@ class Fusion(nn.Module):
         if self.by_head:
             q, k, v = made.unflatten(-1, (self.n_head, 3, -1)).unbind(-2)
         else:
-            q, k, v = (each.unflatten(-1, (self.n_head, -1)) for each in made.split(self.inner_dim, -1))
-        mixed = F.scaled_dot_product_attention(*(each.transpose(1, 2) for each in (self.q_norm(q), k, v)))
+            q, k, v = (
+                each.unflatten(-1, (self.n_head, -1)) for each in made.split(self.inner_dim, -1)
+            )
+        mixed = F.scaled_dot_product_attention(
+            *(each.transpose(1, 2) for each in (self.q_norm(q), k, v))
+        )
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
@@ -119,9 +154,14 @@ def fusion(by_head: bool) -> None:
     torch.manual_seed(4)
     model = nn.Sequential(Fusion(by_head)).double()
     blocks = (3 * WIDTH,) if by_head else 3
-    how = Strategy({
-        "*.qkv": col("tp", blocks=blocks), "*.out": row("tp"), "*.q_norm": replicate("tp"), "0": heads("tp")
-    })  # fmt: skip
+    how = Strategy(
+        {
+            "*.qkv": col("tp", blocks=blocks),
+            "*.out": row("tp"),
+            "*.q_norm": replicate("tp"),
+            "0": heads("tp"),
+        }
+    )
     x = torch.randn(ROWS, LENGTH, WIDTH, dtype=torch.float64)
     cut, _ = compare(model, how, TP, x, lambda m, x: m(x).square().sum())
     assert (cut[0].n_head, cut[0].inner_dim, cut[0].head_dim) == (1, WIDTH // 4, WIDTH // 4)
@@ -135,14 +175,18 @@ def test_q_k_and_v_in_one_matrix(worlds: Any, by_head: bool) -> None:
 
 def encoder_layer() -> None:
     torch.manual_seed(6)
-    layer = nn.TransformerEncoderLayer(WIDTH, 4, 50, dropout=0.0, batch_first=True, dtype=torch.float64)
+    layer = nn.TransformerEncoderLayer(
+        WIDTH, 4, 50, dropout=0.0, batch_first=True, dtype=torch.float64
+    )
     model = nn.Sequential(layer)
     how = Strategy({"0.self_attn": heads("tp"), "0.linear1": col("tp"), "0.linear2": row("tp")})
     x = torch.randn(ROWS, LENGTH, WIDTH, dtype=torch.float64)
     cut, _ = compare(model, how, TP, x, lambda m, x: m(x).square().sum())
     assert isinstance(cut[0].self_attn, nn.MultiheadAttention)
     with torch.no_grad():
-        torch.testing.assert_close(cut.eval()(x), model.eval()(x))  # where torch would take its own short cut
+        torch.testing.assert_close(
+            cut.eval()(x), model.eval()(x)
+        )  # where torch would take its own short cut
 
 
 def multihead(options: dict[str, Any]) -> None:
@@ -151,15 +195,27 @@ def multihead(options: dict[str, Any]) -> None:
     model = nn.Sequential(nn.MultiheadAttention(WIDTH, 4, dtype=torch.float64, **sizes))
     first = options.get("batch_first", False)
     query, key, value = (
-        torch.randn((ROWS, size, width) if first else (size, ROWS, width), dtype=torch.float64, requires_grad=True)
-        for size, width in ((5, WIDTH), (6, options.get("kdim", WIDTH)), (6, options.get("vdim", WIDTH)))
+        torch.randn(
+            (ROWS, size, width) if first else (size, ROWS, width),
+            dtype=torch.float64,
+            requires_grad=True,
+        )
+        for size, width in (
+            (5, WIDTH),
+            (6, options.get("kdim", WIDTH)),
+            (6, options.get("vdim", WIDTH)),
+        )
     )
     dice = torch.Generator().manual_seed(1)
     masks = torch.rand(ROWS * 4, 5, 6, generator=dice) < 0.2
     padding = torch.zeros(ROWS, 6, dtype=torch.bool)
     padding[0, 4:] = True
-    call = {"key_padding_mask": padding, "attn_mask": masks if options["masks"] == 3 else masks[0],
-            "average_attn_weights": options["average"], "need_weights": options["weights"]}  # fmt: skip
+    call = {
+        "key_padding_mask": padding,
+        "attn_mask": masks if options["masks"] == 3 else masks[0],
+        "average_attn_weights": options["average"],
+        "need_weights": options["weights"],
+    }
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         for x in (query, key, value):
@@ -174,14 +230,28 @@ def multihead(options: dict[str, Any]) -> None:
         torch.testing.assert_close(x.grad, grad)
 
 
-@pytest.mark.parametrize("options", [
-    {"masks": 2, "average": True, "weights": True},
-    {"masks": 3, "average": False, "weights": True, "batch_first": True},
-    {"masks": 3, "average": True, "weights": False, "kdim": 20, "vdim": 12, "batch_first": True},
-    {"masks": 2, "average": True, "weights": False, "bias": False},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"masks": 2, "average": True, "weights": True},
+        {"masks": 3, "average": False, "weights": True, "batch_first": True},
+        {
+            "masks": 3,
+            "average": True,
+            "weights": False,
+            "kdim": 20,
+            "vdim": 12,
+            "batch_first": True,
+        },
+        {"masks": 2, "average": True, "weights": False, "bias": False},
+    ],
+    ids=str,
+)
 def test_attention_of_torch_itself_is_cut_as_one(worlds: Any, options: Any) -> None:
-    """Masks of every form, weights as output, keys and values of other widths, gradients of all inputs."""
+    """
+    Masks of every form, weights as output, keys and values of other widths, gradients of all
+    inputs.
+    """
     worlds(4).run(multihead, options)
 
 
@@ -229,7 +299,7 @@ def test_a_sequence_that_does_not_divide_is_refused_with_the_place(worlds: Any) 
     )
 
 
-# ---- communication -------------------------------------------------------------------------------------------------
+# ---- communication ----------------------------------------------------------
 
 
 def counted(layers: int, sequence: bool) -> dict[str, tuple[int, int]]:
@@ -260,7 +330,7 @@ def test_a_layer_with_sequence_parts_costs_four_gathers_and_four_scatters(worlds
     assert set(one) == {"all_gather", "reduce_scatter"}
 
 
-# ---- what stays as it was ------------------------------------------------------------------------------------------
+# ---- what stays as it was ---------------------------------------------------
 
 
 def unchanged() -> None:
@@ -269,7 +339,9 @@ def unchanged() -> None:
     params = {name: id(param) for name, param in model.named_parameters()}
     names = list(model.state_dict())
     strategy().apply(model, axes_of(TP))
-    assert {name: module is before[name] for name, module in model.named_modules()} == dict.fromkeys(before, True)
+    assert {
+        name: module is before[name] for name, module in model.named_modules()
+    } == dict.fromkeys(before, True)
     assert {name: id(param) for name, param in model.named_parameters()} == params
     assert list(model.state_dict()) == names
     assert isinstance(model.layers[0].attn.wq, nn.Linear)
@@ -298,9 +370,15 @@ def filled_later() -> None:
     assert model.emb.weight is model.head.weight
     assert model.emb.weight.is_meta
     source = build(tied=True)
-    for module in model.modules():  # new objects, one after the other, as whoever makes weights real may do
+    for (
+        module
+    ) in model.modules():  # new objects, one after the other, as whoever makes weights real may do
         for param in list(module.parameters(recurse=False)):
-            name = next(name for name, other in model.named_parameters(remove_duplicate=False) if other is param)
+            name = next(
+                name
+                for name, other in model.named_parameters(remove_duplicate=False)
+                if other is param
+            )
             made = nn.Parameter(tile_of(param).take(source.get_parameter(name).detach()))
             made._pdrun_tile = tile_of(param)
             for owner in model.modules():
@@ -318,7 +396,7 @@ def test_weights_are_found_by_their_module_when_others_take_their_place(worlds: 
     worlds(4).run(filled_later)
 
 
-# ---- the loss of cut logits ----------------------------------------------------------------------------------------
+# ---- the loss of cut logits -------------------------------------------------
 
 
 def entropies(dtype: torch.dtype) -> None:
@@ -331,26 +409,40 @@ def entropies(dtype: torch.dtype) -> None:
     for reduction in ("mean", "sum", "none"):
         for smoothing in (0.0, 0.1):
             for ignored in (-100, 7):
-                options = {"ignore_index": ignored, "label_smoothing": smoothing, "reduction": reduction}
+                options = {
+                    "ignore_index": ignored,
+                    "label_smoothing": smoothing,
+                    "reduction": reduction,
+                }
                 for model in (whole, cut):
                     model.zero_grad()
                 logits = whole(x).flatten(0, 1)
-                want = F.cross_entropy(logits.float() if dtype == torch.bfloat16 else logits, y.flatten(), **options)
-                here, alone = cross_entropy(cut(x), y, **options), cross_entropy(whole(x), y, **options)
+                want = F.cross_entropy(
+                    logits.float() if dtype == torch.bfloat16 else logits, y.flatten(), **options
+                )
+                here, alone = (
+                    cross_entropy(cut(x), y, **options),
+                    cross_entropy(whole(x), y, **options),
+                )
                 assert here.shape == alone.shape == (y.shape if reduction == "none" else ())
                 torch.testing.assert_close(here.flatten(), want.flatten())
                 torch.testing.assert_close(alone.flatten(), want.flatten())
                 weigh = torch.linspace(0.5, 2, want.numel(), dtype=want.dtype)
                 (want.flatten() * weigh).sum().backward()
                 (here.flatten() * weigh).sum().backward()
-                torch.testing.assert_close(cut[0].weight.grad, tile_of(cut[0].weight).take(whole[0].weight.grad))
-                torch.testing.assert_close(cut[0].bias.grad, tile_of(cut[0].bias).take(whole[0].bias.grad))
+                torch.testing.assert_close(
+                    cut[0].weight.grad, tile_of(cut[0].weight).take(whole[0].weight.grad)
+                )
+                torch.testing.assert_close(
+                    cut[0].bias.grad, tile_of(cut[0].bias).take(whole[0].bias.grad)
+                )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_cross_entropy_of_cut_logits_is_that_of_whole_ones(worlds: Any, dtype: torch.dtype) -> None:
     """
-    Smoothing spreads over the whole vocabulary of 13 words, ignored targets count nothing, parts are uneven.
+    Smoothing spreads over the whole vocabulary of 13 words, ignored targets count nothing, parts
+    are uneven.
 
     Of bf16 the sums are in fp32, cut or not.
     """
@@ -386,7 +478,9 @@ def beyond() -> str:
 
 
 def test_an_id_beyond_the_vocabulary_is_an_error_as_ever(worlds: Any) -> None:
-    """The rank with the last words fails; the others, which wait for it, end with it or after it."""
+    """
+    The rank with the last words fails; the others, which wait for it, end with it or after it.
+    """
     found = worlds(4)
     found.start(beyond)
     answers = found.answers(until=3)

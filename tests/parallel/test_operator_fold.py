@@ -96,7 +96,10 @@ class Shared:
 
 
 class Joined(nn.Module):
-    """Layers that leave something with a common object, count there, or take from it what the model has put there."""
+    """
+    Layers that leave something with a common object, count there, or take from it what the model
+    has put there.
+    """
 
     class One(nn.Module):
         def __init__(self, shared: Shared, way: str) -> None:
@@ -156,7 +159,11 @@ def test_a_folded_export_is_the_export(name: str) -> None:
     folded, whole = (trace(shadow, (x.to("meta"),), fold=fold) for fold in (True, False))
     assert folded.tensors == whole.tensors
     assert folded.operators == whole.operators
-    assert (folded.inputs, folded.results, folded.structure) == (whole.inputs, whole.results, whole.structure)
+    assert (folded.inputs, folded.results, folded.structure) == (
+        whole.inputs,
+        whole.results,
+        whole.structure,
+    )
     assert all("forward" not in module.__dict__ for module in shadow.modules())
 
 

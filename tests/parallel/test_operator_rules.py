@@ -39,12 +39,15 @@ def test_the_parts_of_an_operator_make_the_whole(kind: str) -> None:
             assert checker.check(case) == "", case
 
 
-@pytest.mark.parametrize(("kind", "split"), [
-    ("softmax", Split((1,), (1,))),  # the dim that is normalised over
-    ("relu", Split((PARTIAL,), (PARTIAL,))),  # not linear
-    ("mm", Split((1, 0), (WHOLE,))),  # a sum that isn't one
-    ("layer_norm", Split((2, 0, 0), (2,))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "split"),
+    [
+        ("softmax", Split((1,), (1,))),  # the dim that is normalised over
+        ("relu", Split((PARTIAL,), (PARTIAL,))),  # not linear
+        ("mm", Split((1, 0), (WHOLE,))),  # a sum that isn't one
+        ("layer_norm", Split((2, 0, 0), (2,))),
+    ],
+)
 def test_the_checker_finds_wrong_rules(kind: str, split: Split) -> None:
     example = by_kind()[kind][0]
     right: Any = next(iter(checker.cases(example)))
@@ -54,6 +57,10 @@ def test_the_checker_finds_wrong_rules(kind: str, split: Split) -> None:
 
 def test_the_docs_list_every_rule() -> None:
     text = (Path(__file__).parents[2] / "docs" / "operators.md").read_text()
-    rows = [line.split("|")[1] for line in text.split("## Rules")[1].splitlines() if line.startswith("| `")]
+    rows = [
+        line.split("|")[1]
+        for line in text.split("## Rules")[1].splitlines()
+        if line.startswith("| `")
+    ]
     listed = {kind for row in rows for kind in re.findall(r"`(\w+)`", row)}
     assert listed == set(RULES)

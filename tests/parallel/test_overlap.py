@@ -1,4 +1,7 @@
-"""The pass that puts collectives beside products, on graphs made by hand; and what compiled code knows of an axis."""
+"""
+The pass that puts collectives beside products, on graphs made by hand; and what compiled code knows
+of an axis.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,11 @@ class Draft:
         self.graph.output(results)
         OVERLAP(self.graph)
         self.graph.lint()
-        return [node.target.__name__.split(".")[0] for node in self.graph.nodes if node.op == "call_function"]
+        return [
+            node.target.__name__.split(".")[0]
+            for node in self.graph.nodes
+            if node.op == "call_function"
+        ]
 
 
 def test_products_for_weights_run_beside_a_collective() -> None:
@@ -56,7 +63,14 @@ def test_products_for_weights_run_beside_a_collective() -> None:
     late = draft(ATEN.mm.default, x, dy)
     part = draft(OURS.reduce_scatter.default, dx, TWO, 0)
     back = draft(ATEN.mul.Tensor, part, 2.0)
-    assert draft.ordered(early, late, back) == ["mm", "start_reduce_scatter", "mm", "mm", "wait", "mul"]
+    assert draft.ordered(early, late, back) == [
+        "mm",
+        "start_reduce_scatter",
+        "mm",
+        "mm",
+        "wait",
+        "mul",
+    ]
     (wait,) = [node for node in draft.graph.nodes if node.target is traced.WAIT]
     started, after, axis = wait.args
     assert started.target is OURS.start_reduce_scatter.default and axis == TWO
@@ -100,7 +114,10 @@ def axis(size: int, index: int) -> Axis:
 
 
 def test_numbers_tell_sizes_and_places_apart_and_are_taken_up_again() -> None:
-    """torch keeps compiled code on disk under the graph's text: shapes of results must follow from that."""
+    """
+    torch keeps compiled code on disk under the graph's text: shapes of results must follow from
+    that.
+    """
     gc.collect()  # what other tests have left gives numbers back
     held = [axis(2, 0), axis(2, 1), axis(4, 0), axis(2, 0)]
     given = [one._number for one in held]

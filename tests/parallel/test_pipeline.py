@@ -25,9 +25,12 @@ def check(worlds: Any, case: Case) -> list[piped.Result]:
         for name, grad in want["grads"].items():
             scale = float(np.abs(grad).max()) or 1.0
             np.testing.assert_allclose(
-                mine["grads"][name], grad, rtol=1e-10 if case.double else 1e-5, atol=scale * (1e-12 if case.double else
-                2e-6), err_msg=name,
-            )  # fmt: skip
+                mine["grads"][name],
+                grad,
+                rtol=1e-10 if case.double else 1e-5,
+                atol=scale * (1e-12 if case.double else 2e-6),
+                err_msg=name,
+            )
     return found
 
 
@@ -48,10 +51,12 @@ def test_every_kind_of_model_equals_one_process(worlds: Any, model: str, schedul
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_four_stages_with_uneven_micro_batches(worlds: Any, schedule: str) -> None:
-    check(worlds, Case("deep", pp=4, microbatches=5, rows=(13, 4, 17), more=(("schedule", schedule),)))
+    check(
+        worlds, Case("deep", pp=4, microbatches=5, rows=(13, 4, 17), more=(("schedule", schedule),))
+    )
 
 
-# ---- branches, borrowed values, and what is refused ----------------------------------------------------------------
+# ---- branches, borrowed values, and what is refused -------------------------
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble-v"])
@@ -68,40 +73,67 @@ def refused(worlds: Any, case: Case) -> str:
     return kinds[0]
 
 
-@pytest.mark.parametrize(("case", "told"), [
-    (Case("skip"), "dynamic=True"),
-    (Case("loose"), "bytes.weight, which this stage does not hold; shared=['bytes.weight']"),
-    (Case("borrow"), "blocks.3 of stage 1 takes a value that an earlier stage computed and does not pass on"),
-    (Case("peek"), "stage 1 of the model looks at a value that stage 0 or one before computed"),
-    (Case("select"), "stage 1 of the model looks at a value that stage 0 or one before computed"),
-    (Case("backwards"), "blocks.0 is of stage 0"),
-    (Case("tiny", more=(("stages", {"emb": 1, "blocks.*": 0}),)), "stages={glob: stage} in the order in which forward"),
-    (Case("odd"), "blocks.0 returns a set"),
-    (Case("early"), "forward ended in stage 0, without a call of a module of a later one"),
-], ids=lambda value: value.model if isinstance(value, Case) else "")  # fmt: skip
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        (Case("skip"), "dynamic=True"),
+        (Case("loose"), "bytes.weight, which this stage does not hold; shared=['bytes.weight']"),
+        (
+            Case("borrow"),
+            "blocks.3 of stage 1 takes a value that an earlier stage computed and does not pass on",
+        ),
+        (Case("peek"), "stage 1 of the model looks at a value that stage 0 or one before computed"),
+        (
+            Case("select"),
+            "stage 1 of the model looks at a value that stage 0 or one before computed",
+        ),
+        (Case("backwards"), "blocks.0 is of stage 0"),
+        (
+            Case("tiny", more=(("stages", {"emb": 1, "blocks.*": 0}),)),
+            "stages={glob: stage} in the order in which forward",
+        ),
+        (Case("odd"), "blocks.0 returns a set"),
+        (Case("early"), "forward ended in stage 0, without a call of a module of a later one"),
+    ],
+    ids=lambda value: value.model if isinstance(value, Case) else "",
+)
 def test_models_that_cannot_be_cut_so_are_told_why(worlds: Any, case: Case, told: str) -> None:
     assert told in refused(worlds, case)
 
 
-# ---- composition -----------------------------------------------------------------------------------------------------
+# ---- composition ------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("schedule", "model", "run"), [
-    ("1f1b", "tied", {"optimizer_level": 1, "clip": 0.5}),
-    ("interleaved", "dropout", {"recompute": "full", "optimizer_level": 2}),
-    ("zero-bubble", "tied", {"recompute": "selective", "optimizer_level": 1}),
-    ("zero-bubble-v", "dropout", {"recompute": ["blocks.1", "blocks.2"], "clip": 0.5}),
-    ("gpipe", "tiny", {"exact": False, "comm_fusion": 1}),
-])  # fmt: skip
-def test_stages_beside_a_data_axis(worlds: Any, schedule: str, model: str, run: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "model", "run"),
+    [
+        ("1f1b", "tied", {"optimizer_level": 1, "clip": 0.5}),
+        ("interleaved", "dropout", {"recompute": "full", "optimizer_level": 2}),
+        ("zero-bubble", "tied", {"recompute": "selective", "optimizer_level": 1}),
+        ("zero-bubble-v", "dropout", {"recompute": ["blocks.1", "blocks.2"], "clip": 0.5}),
+        ("gpipe", "tiny", {"exact": False, "comm_fusion": 1}),
+    ],
+)
+def test_stages_beside_a_data_axis(
+    worlds: Any, schedule: str, model: str, run: dict[str, Any]
+) -> None:
     clipped = {key: value for key, value in run.items() if key != "clip"}
-    check(worlds, Case(model, dp=2, rows=(16, 15), more=(("schedule", schedule),), run=tuple(clipped.items())))
+    check(
+        worlds,
+        Case(
+            model, dp=2, rows=(16, 15), more=(("schedule", schedule),), run=tuple(clipped.items())
+        ),
+    )
     if "clip" in run:  # the norm is that of all stages: the weights move alike
-        case = Case(model, dp=2, rows=(16, 15), more=(("schedule", schedule),), run=tuple(run.items()))
+        case = Case(
+            model, dp=2, rows=(16, 15), more=(("schedule", schedule),), run=tuple(run.items())
+        )
         pieces = worlds(4).run(piped.train, case)
         assert all(piece["norm"] == pieces[0]["norm"] for piece in pieces)
         for name, weight in worlds(1).run(piped.alone_on_pdrun, case)[0]["weights"].items():
-            np.testing.assert_allclose(pieces[0]["weights"][name], weight, rtol=1e-5, atol=2e-6, err_msg=name)
+            np.testing.assert_allclose(
+                pieces[0]["weights"][name], weight, rtol=1e-5, atol=2e-6, err_msg=name
+            )
 
 
 def test_a_schedule_of_the_users_own(worlds: Any) -> None:
@@ -118,7 +150,9 @@ def test_one_stage_is_a_pipeline_too(worlds: Any, schedule: str) -> None:
 
 def test_each_rank_holds_its_stage_and_no_more(worlds: Any) -> None:
     found = worlds(2).run(piped.train, Case("tied"))
-    assert not any(name.startswith(("blocks.2", "blocks.3", "head", "norm")) for name in found[0]["held"])
+    assert not any(
+        name.startswith(("blocks.2", "blocks.3", "head", "norm")) for name in found[0]["held"]
+    )
     assert not any(name.startswith(("blocks.0", "blocks.1", "emb")) for name in found[1]["held"])
     assert {"never", "emb.weight"} <= set(found[0]["held"])
     assert {"never", "head.weight"} <= set(found[1]["held"])
@@ -126,7 +160,9 @@ def test_each_rank_holds_its_stage_and_no_more(worlds: Any) -> None:
 
 def test_evaluation(worlds: Any) -> None:
     for schedule in ("1f1b", "interleaved", "zero-bubble-v"):
-        case = Case("dropout", rows=(3 if schedule == "1f1b" else 13,), more=(("schedule", schedule),))
+        case = Case(
+            "dropout", rows=(3 if schedule == "1f1b" else 13,), more=(("schedule", schedule),)
+        )
         found = worlds(2).run(piped.evaluate, case)
         whole = worlds(1).run(piped.evaluate_alone, case)[0]
         last = [piece for piece in found if piece is not None]
@@ -135,7 +171,10 @@ def test_evaluation(worlds: Any) -> None:
 
 
 def test_what_travels_is_what_has_to(worlds: Any) -> None:
-    """Per step and rank: one activation down the line, one gradient back, of each micro-batch; announced once."""
+    """
+    Per step and rank: one activation down the line, one gradient back, of each micro-batch;
+    announced once.
+    """
     for stage, count in enumerate(worlds(2).run(piped.count_sends, Case())):
         size = 4 * 6 * 24 * 4  # rows, length, width, bytes
         assert count == (4, 4 * size), stage
@@ -152,7 +191,12 @@ def test_a_run_proves_itself(worlds: Any, schedule: str, model: str) -> None:
 def test_checkpoints_of_one_cut_are_taken_up_by_another(worlds: Any, tmp_path: Any) -> None:
     first = Case("tied", more=(("schedule", "interleaved"),), run=(("optimizer_level", 1),))
     worlds(2).run(piped.train_and_save, first, str(tmp_path))
-    others = [first, Case("tied", dp=2), Case("tied", pp=1), Case("tied", pp=4, more=(("balance", "parameters"),))]
+    others = [
+        first,
+        Case("tied", dp=2),
+        Case("tied", pp=1),
+        Case("tied", pp=4, more=(("balance", "parameters"),)),
+    ]
     want = worlds(2).run(piped.go_on, others[0], str(tmp_path))[0]
     for other in others[1:]:
         for found in worlds(other.world).run(piped.go_on, other, str(tmp_path)):
@@ -163,7 +207,9 @@ def test_checkpoints_of_one_cut_are_taken_up_by_another(worlds: Any, tmp_path: A
     ("precision", "schedule"), [("bf16", "interleaved"), ("fp16", "1f1b"), ("fp16", "zero-bubble")]
 )
 def test_narrow_types(worlds: Any, precision: str, schedule: str) -> None:
-    case = Case("tied", rows=(16, 13), more=(("schedule", schedule),), run=(("precision", precision),))
+    case = Case(
+        "tied", rows=(16, 13), more=(("schedule", schedule),), run=(("precision", precision),)
+    )
     want = worlds(1).run(piped.alone_on_pdrun, case)[0]
     for found in worlds(2).run(piped.train, case):
         np.testing.assert_allclose(found["loss"], want["loss"], rtol=1e-3)
@@ -175,17 +221,33 @@ def _sampled(count: int) -> list[Case]:
     dice = random.Random(7)
     found = []
     for _ in range(count):
-        schedule, model = dice.choice(SCHEDULES), dice.choice(["tiny", "tied", "dropout", "deep", "masked", "inplace"])
+        schedule, model = (
+            dice.choice(SCHEDULES),
+            dice.choice(["tiny", "tied", "dropout", "deep", "masked", "inplace"]),
+        )
         pp = dice.choice([2, 2, 4]) if model == "deep" else 2
         run = {
-            "optimizer_level": dice.choice([0, 1, 2, 3, 3]), "recompute": dice.choice([None, "full", "selective"]),
+            "optimizer_level": dice.choice([0, 1, 2, 3, 3]),
+            "recompute": dice.choice([None, "full", "selective"]),
             "comm_fusion": dice.choice(["auto", 1, False]),
-        }  # fmt: skip
+        }
         if model == "inplace":
-            run["recompute"] = None  # what was changed can't be computed again, on one process neither
+            run["recompute"] = (
+                None  # what was changed can't be computed again, on one process neither
+            )
         rows = tuple(dice.randrange(3, 20) for _ in range(2))
         micros = dice.randrange(pp, 7)
-        found.append(Case(model, pp, 4 // pp, micros, rows, more=(("schedule", schedule),), run=tuple(run.items())))
+        found.append(
+            Case(
+                model,
+                pp,
+                4 // pp,
+                micros,
+                rows,
+                more=(("schedule", schedule),),
+                run=tuple(run.items()),
+            )
+        )
     return found
 
 

@@ -32,14 +32,25 @@ def test_the_norm_is_that_of_all_stages(worlds: Any) -> None:
     found, want = worlds(4).run(piped.train, case), worlds(1).run(piped.alone_on_pdrun, case)[0]
     assert len({tuple(piece["norm"]) for piece in found}) == 1
     for name, weight in want["weights"].items():
-        np.testing.assert_allclose(found[0]["weights"][name], weight, rtol=1e-5, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(
+            found[0]["weights"][name], weight, rtol=1e-5, atol=1e-6, err_msg=name
+        )
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_tied_weights_stay_equal_bit_by_bit(worlds: Any, schedule: str, level: int) -> None:
-    """Faults 9 and 10: the sum over the stages of a tie comes too late, or not at all when transfers overlap."""
-    case = Case("tied", dp=2, rows=(16, 15, 16, 9), more=(("schedule", schedule),), run=(("optimizer_level", level),))
+    """
+    Faults 9 and 10: the sum over the stages of a tie comes too late, or not at all when transfers
+    overlap.
+    """
+    case = Case(
+        "tied",
+        dp=2,
+        rows=(16, 15, 16, 9),
+        more=(("schedule", schedule),),
+        run=(("optimizer_level", level),),
+    )
     held = worlds(4).run(piped.held_after, case)
     for first, last in ((held[0], held[2]), (held[1], held[3])):
         np.testing.assert_array_equal(first["emb.weight"], last["head.weight"])
@@ -55,7 +66,9 @@ def test_a_smaller_last_micro_batch(worlds: Any) -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble", "zero-bubble-v"])
 def test_too_few_micro_batches_are_refused_by_name(schedule: str) -> None:
     """Fault 22: fewer micro-batches than stages hang, or fail with a riddle."""
-    with pytest.raises(UsageError, match=r"microbatches=3 is less than pp=4.*microbatches=4 or more"):
+    with pytest.raises(
+        UsageError, match=r"microbatches=3 is less than pp=4.*microbatches=4 or more"
+    ):
         Pipeline(3, schedule=schedule).plan(4)
     assert Pipeline(3, schedule="gpipe").plan(4).microbatches == 3
 
@@ -75,20 +88,23 @@ def test_a_stage_that_stays_away_is_named(worlds: Any) -> None:
     assert other == ("", "")
 
 
-# ---- what is said before anything runs -------------------------------------------------------------------------------
+# ---- what is said before anything runs --------------------------------------
 
 
-@pytest.mark.parametrize(("more", "told"), [
-    ({"microbatches": 0}, "microbatches=0"),
-    ({"microbatches": 2.0}, "microbatches=2.0"),
-    ({"chunks": 0}, "chunks=0"),
-    ({"dynamic": "yes"}, "dynamic='yes'"),
-    ({"schedule": "2f2b"}, "there is no schedule '2f2b'"),
-    ({"schedule": "1f1b", "chunks": 2}, "chunks=2, and 1f1b has 1 a rank"),
-    ({"schedule": "0F0 0B0\n1F0 1B0"}, "microbatches=4, the schedule has 1"),
-    ({"schedule": "0F0 0B0", "microbatches": 1}, "pp=2, the schedule has 1"),
-    ({"schedule": "0F0 0B0 2F0 2B0\n1F0 1B0 3F0 3B0", "microbatches": 1}, "wait for ever"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"microbatches": 0}, "microbatches=0"),
+        ({"microbatches": 2.0}, "microbatches=2.0"),
+        ({"chunks": 0}, "chunks=0"),
+        ({"dynamic": "yes"}, "dynamic='yes'"),
+        ({"schedule": "2f2b"}, "there is no schedule '2f2b'"),
+        ({"schedule": "1f1b", "chunks": 2}, "chunks=2, and 1f1b has 1 a rank"),
+        ({"schedule": "0F0 0B0\n1F0 1B0"}, "microbatches=4, the schedule has 1"),
+        ({"schedule": "0F0 0B0", "microbatches": 1}, "pp=2, the schedule has 1"),
+        ({"schedule": "0F0 0B0 2F0 2B0\n1F0 1B0 3F0 3B0", "microbatches": 1}, "wait for ever"),
+    ],
+)
 def test_refusals(more: dict[str, Any], told: str) -> None:
     with pytest.raises(UsageError) as caught:
         Pipeline(**{"microbatches": 4, **more}).plan(2)

@@ -1,4 +1,7 @@
-"""Models of `transformers` in stages, as they are: small ones with random weights, against a run of one process."""
+"""
+Models of `transformers` in stages, as they are: small ones with random weights, against a run of
+one process.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,18 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 WORDS, WIDTH = 61, 32
 _SIZES: dict[str, Any] = {
-    "vocab_size": WORDS, "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 4,
+    "vocab_size": WORDS,
+    "hidden_size": WIDTH,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
     "num_attention_heads": 4,
-}  # fmt: skip
-_TEXT: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "use_cache": False}
+}
+_TEXT: dict[str, Any] = {
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+    "use_cache": False,
+}
 
 
 def _build(kind: str) -> torch.nn.Module:
@@ -40,9 +51,16 @@ def _build(kind: str) -> torch.nn.Module:
         made = t.BertForMaskedLM(t.BertConfig(**_SIZES, max_position_embeddings=16))
     else:
         config = t.GPT2Config(
-            n_layer=4, n_embd=WIDTH, n_head=4, vocab_size=WORDS, n_positions=16, embd_pdrop=0.1, resid_pdrop=0.1,
-            attn_pdrop=0.1, **_TEXT,
-        )  # fmt: skip
+            n_layer=4,
+            n_embd=WIDTH,
+            n_head=4,
+            vocab_size=WORDS,
+            n_positions=16,
+            embd_pdrop=0.1,
+            resid_pdrop=0.1,
+            attn_pdrop=0.1,
+            **_TEXT,
+        )
         made = t.GPT2LMHeadModel(config)
     return made
 
@@ -53,7 +71,11 @@ def _batch(step: int) -> dict[str, torch.Tensor]:
     words = torch.randint(3, WORDS, (rows, 12), generator=dice)
     ends = torch.randint(6, 13, (rows, 1), generator=dice)
     mask = (torch.arange(12) < ends).long()
-    return {"input_ids": words, "attention_mask": mask, "labels": words.masked_fill(mask == 0, -100)}
+    return {
+        "input_ids": words,
+        "attention_mask": mask,
+        "labels": words.masked_fill(mask == 0, -100),
+    }
 
 
 def _loss(output: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,10 +85,13 @@ def _loss(output: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, to
 
 
 MEGATRON = {
-    "model.embed_tokens.weight": L("tp", None), "model.layers.*.self_attn.[qkv]_proj.weight": L("tp", None),
-    "model.layers.*.self_attn.o_proj.weight": L(None, "tp"), "model.layers.*.mlp.gate_proj.weight": L("tp", None),
-    "model.layers.*.mlp.up_proj.weight": L("tp", None), "model.layers.*.mlp.down_proj.weight": L(None, "tp"),
-}  # fmt: skip
+    "model.embed_tokens.weight": L("tp", None),
+    "model.layers.*.self_attn.[qkv]_proj.weight": L("tp", None),
+    "model.layers.*.self_attn.o_proj.weight": L(None, "tp"),
+    "model.layers.*.mlp.gate_proj.weight": L("tp", None),
+    "model.layers.*.mlp.up_proj.weight": L("tp", None),
+    "model.layers.*.mlp.down_proj.weight": L(None, "tp"),
+}
 
 
 def train(kind: str, stages: int, schedule: str, tensor: int = 1) -> list[tuple[float, float]]:
@@ -80,9 +105,16 @@ def train(kind: str, stages: int, schedule: str, tensor: int = 1) -> list[tuple[
         sample = {key: value[:2] for key, value in _batch(0).items() if key != "labels"}
         how |= {"strategy": Operators(MEGATRON), "sample": sample}
     run = parallelize(
-        _build(kind), lambda params: torch.optim.SGD(params, lr=0.1), _loss, norm=True, seed=3,
-        forward=lambda model, batch: model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]), **how,
-    )  # fmt: skip
+        _build(kind),
+        lambda params: torch.optim.SGD(params, lr=0.1),
+        _loss,
+        norm=True,
+        seed=3,
+        forward=lambda model, batch: model(
+            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
+        ),
+        **how,
+    )
     return [(m.loss, m.grad_norm) for m in (run.step(_batch(step)) for step in range(2))]
 
 

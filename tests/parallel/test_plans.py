@@ -1,4 +1,7 @@
-"""What needs no process group: meshes, slices, layouts, fusion, units, and the complaints about wrong arguments."""
+"""
+What needs no process group: meshes, slices, layouts, fusion, units, and the complaints about wrong
+arguments.
+"""
 
 from __future__ import annotations
 
@@ -27,30 +30,40 @@ from tests.parallel import zoo
 pytestmark = pytest.mark.torch
 
 
-# ---- mesh --------------------------------------------------------------------------------------------------------
+# ---- mesh -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("world", "degrees", "want"), [
-    (4, {"dp": -1}, mesh.of(dp=4)), (1, {"dp": -1, "tp": 1}, mesh.of()), (8, {"dp": 8, "pp": 1}, mesh.of(dp=8)),
-    (8, {"tp": 2, "dp": -1, "pp": 2}, mesh.of(pp=2, dp=2, tp=2)),
-    (8, {"dp": 2, "x": 2, "y": -1}, mesh.of(dp=2, x=2, y=2)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("world", "degrees", "want"),
+    [
+        (4, {"dp": -1}, mesh.of(dp=4)),
+        (1, {"dp": -1, "tp": 1}, mesh.of()),
+        (8, {"dp": 8, "pp": 1}, mesh.of(dp=8)),
+        (8, {"tp": 2, "dp": -1, "pp": 2}, mesh.of(pp=2, dp=2, tp=2)),
+        (8, {"dp": 2, "x": 2, "y": -1}, mesh.of(dp=2, x=2, y=2)),
+    ],
+)
 def test_degrees_are_solved(world: int, degrees: dict[str, int], want: mesh.Mesh) -> None:
     assert mesh.solve(world, degrees) == want
     assert want.size == world
 
 
-@pytest.mark.parametrize(("world", "degrees", "text"), [
-    (4, {"dp": 0}, "dp=0 is neither"), (4, {"dp": -1, "pp": -1}, "both -1"), (4, {"dp": True}, "neither -1 nor"),
-    (4, {"dp": 3}, r"product of \(dp=3\), 3, is not the number of devices, 4"),
-    (4, {"dp": -1, "pp": 3}, "does not divide"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("world", "degrees", "text"),
+    [
+        (4, {"dp": 0}, "dp=0 is neither"),
+        (4, {"dp": -1, "pp": -1}, "both -1"),
+        (4, {"dp": True}, "neither -1 nor"),
+        (4, {"dp": 3}, r"product of \(dp=3\), 3, is not the number of devices, 4"),
+        (4, {"dp": -1, "pp": 3}, "does not divide"),
+    ],
+)
 def test_wrong_degrees_are_refused(world: int, degrees: dict[str, int], text: str) -> None:
     with pytest.raises(UsageError, match=text):
         mesh.solve(world, degrees)
 
 
-# ---- slices ------------------------------------------------------------------------------------------------------
+# ---- slices -----------------------------------------------------------------
 
 
 @settings_(deadline=None)
@@ -70,9 +83,15 @@ def test_slices_do_not_depend_on_who_computes_them(rows: int, world: int, times:
     assert [cut[rank][a] for a in range(times) for rank in range(world)] == alone
 
 
-@pytest.mark.parametrize(("value", "dims"), [
-    (None, None), ("sliced", None), ((0, None, 1), (0, None, 1)), (((4, 1), (1, 4), (1, 1)), (0, 1, None)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value", "dims"),
+    [
+        (None, None),
+        ("sliced", None),
+        ((0, None, 1), (0, None, 1)),
+        (((4, 1), (1, 4), (1, 1)), (0, 1, None)),
+    ],
+)
 def test_dataset_strategies(value: Any, dims: Any) -> None:
     assert slicing.parse(value, 4).dims == dims
 
@@ -95,12 +114,21 @@ def test_batches_are_cut_by_dim() -> None:
 def test_strings_and_arrays_go_with_the_rows() -> None:
     numpy = pytest.importorskip("numpy")
     batch = {
-        "x": torch.arange(4), "id": ["a", "b", "c", "d"], "both": [("a", "b", "c", "d"), (b"e", b"f", b"g", b"h")],
-        "array": numpy.arange(8).reshape(4, 2), "classes": ("cat", "dog"), "other": numpy.arange(3), "n": [1, 2, 3, 4],
-    }  # fmt: skip
+        "x": torch.arange(4),
+        "id": ["a", "b", "c", "d"],
+        "both": [("a", "b", "c", "d"), (b"e", b"f", b"g", b"h")],
+        "array": numpy.arange(8).reshape(4, 2),
+        "classes": ("cat", "dog"),
+        "other": numpy.arange(3),
+        "n": [1, 2, 3, 4],
+    }
     part = slicing.take(batch, range(1, 3), slicing.Strategy())
     assert slicing.count_rows(batch, slicing.Strategy()) == 4
-    assert (part["x"].tolist(), part["id"], part["both"]) == ([1, 2], ["b", "c"], [("b", "c"), (b"f", b"g")])
+    assert (part["x"].tolist(), part["id"], part["both"]) == (
+        [1, 2],
+        ["b", "c"],
+        [("b", "c"), (b"f", b"g")],
+    )
     assert (part["array"].tolist(), part["other"].tolist()) == ([[2, 3], [4, 5]], [0, 1, 2])
     assert (part["classes"], part["n"]) == (("cat", "dog"), [1, 2, 3, 4])
     assert slicing.take(batch, range(2), slicing.Strategy(whole=True))["id"] == ["a", "b", "c", "d"]
@@ -110,15 +138,19 @@ def test_strings_and_arrays_go_with_the_rows() -> None:
     assert slicing.count_rows(["a", "b", "c"], slicing.Strategy()) == 3
 
 
-@pytest.mark.parametrize(("batch", "text"), [
-    ((torch.ones(3), torch.ones(4)), "different numbers of rows: 3 in leaf 0, 4 in leaf 1"), ("x", "no tensor to cut"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("batch", "text"),
+    [
+        ((torch.ones(3), torch.ones(4)), "different numbers of rows: 3 in leaf 0, 4 in leaf 1"),
+        ("x", "no tensor to cut"),
+    ],
+)
 def test_wrong_batches(batch: Any, text: str) -> None:
     with pytest.raises(UsageError, match=text):
         slicing.count_rows(batch, slicing.Strategy())
 
 
-# ---- flat buffers --------------------------------------------------------------------------------------------------
+# ---- flat buffers -----------------------------------------------------------
 
 shapes = st.lists(st.lists(st.integers(0, 70), max_size=3), min_size=1, max_size=8)
 
@@ -126,7 +158,9 @@ shapes = st.lists(st.lists(st.integers(0, 70), max_size=3), min_size=1, max_size
 @settings_(deadline=None)
 @given(shapes, st.integers(1, 5), st.integers(1, 3))
 def test_shards_cover_each_weight_once(sizes: list[list[int]], shards: int, copies: int) -> None:
-    layout = flat.lay_out([(str(i), shape) for i, shape in enumerate(sizes)], shards, shards * copies)
+    layout = flat.lay_out(
+        [(str(i), shape) for i, shape in enumerate(sizes)], shards, shards * copies
+    )
     covered: list[set[int]] = [set() for _ in sizes]
     for shard in range(shards):
         for segment in layout.segments(shard):
@@ -140,12 +174,15 @@ def test_shards_cover_each_weight_once(sizes: list[list[int]], shards: int, copi
     assert layout.numel % (shards * copies * flat.ALIGN) == 0
 
 
-# ---- fusion and units ------------------------------------------------------------------------------------------------
+# ---- fusion and units -------------------------------------------------------
 
 
 def bundles(value: Any, level: int = 0) -> list[list[str]]:
     found = weights.collect(nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4))))
-    return [[w.name[0] for w in group] for group in weights.bundle(found, weights.parse_fusion(value, level))]
+    return [
+        [w.name[0] for w in group]
+        for group in weights.bundle(found, weights.parse_fusion(value, level))
+    ]
 
 
 def test_fusion() -> None:
@@ -153,16 +190,33 @@ def test_fusion() -> None:
     assert bundles("auto") == [["3"], ["2", "1", "0"]]
     assert bundles(2) == [["3", "2"], ["1", "0"]]
     assert bundles(False) == bundles({"openstate": False}) == [["3"], ["2"], ["1"], ["0"]]
-    assert bundles([1, 3]) == bundles({"allreduce": {"mode": "index", "config": [1, 3]}}) == [["3"], ["2", "1"], ["0"]]
+    assert (
+        bundles([1, 3])
+        == bundles({"allreduce": {"mode": "index", "config": [1, 3]}})
+        == [["3"], ["2", "1"], ["0"]]
+    )
     assert bundles({"reducescatter": {"mode": "size", "config": 2}}, 1) == [["3", "2"], ["1", "0"]]
     assert bundles({"allreduce": {"mode": "auto"}}) == bundles("auto")
 
 
-@pytest.mark.parametrize("value", [
-    "size", 0, -1, True, [0, 2], [3, 1], {"allreduce": {"mode": "bytes"}}, {"all_reduce": {}},
-    {"allgather": {"mode": "index", "config": [1]}},
-    {"allgather": {"mode": "size", "config": 1}, "reducescatter": {"mode": "size", "config": 2}},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "value",
+    [
+        "size",
+        0,
+        -1,
+        True,
+        [0, 2],
+        [3, 1],
+        {"allreduce": {"mode": "bytes"}},
+        {"all_reduce": {}},
+        {"allgather": {"mode": "index", "config": [1]}},
+        {
+            "allgather": {"mode": "size", "config": 1},
+            "reducescatter": {"mode": "size", "config": 2},
+        },
+    ],
+)
 def test_wrong_fusion(value: Any) -> None:
     with pytest.raises(UsageError, match="comm_fusion"):
         weights.parse_fusion(value, 1)
@@ -192,7 +246,7 @@ def test_weights_that_cannot_be_used() -> None:
         weights.collect(zoo.build(), ["heads.*"])
 
 
-# ---- optimizers ------------------------------------------------------------------------------------------------------
+# ---- optimizers -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", sorted(zoo.OPTIMIZERS))
@@ -214,7 +268,9 @@ class Normed(torch.optim.SGD):
 @pytest.mark.parametrize("kind", [torch.optim.Adafactor, Normed, torch.optim.Muon])
 def test_others_are_refused_by_name(kind: Any) -> None:
     made = kind([nn.Parameter(torch.ones(3, 3))], lr=0.1)
-    with pytest.raises(UsageError, match=f"{kind.__name__} looks at more than one element.*optimizer_level=0"):
+    with pytest.raises(
+        UsageError, match=f"{kind.__name__} looks at more than one element.*optimizer_level=0"
+    ):
         retarget.check_elementwise(made, torch.device("cpu"))
 
 
@@ -228,7 +284,7 @@ def test_wrong_optimizers() -> None:
         retarget.make(lambda ps: None, params)
 
 
-# ---- the rest --------------------------------------------------------------------------------------------------------
+# ---- the rest ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -260,7 +316,9 @@ def test_losses() -> None:
     plain = loss.Objective(model, lambda out, b: (out - b[1]).square().mean())
     total, count = plain(model, batch, 4)
     assert (plain.plain, float(count)) == (True, 4.0)
-    assert float(total.detach()) == pytest.approx(float((model(batch[0]) - batch[1]).square().sum().detach()))
+    assert float(total.detach()) == pytest.approx(
+        float((model(batch[0]) - batch[1]).square().sum().detach())
+    )
     assert loss.call_model(model, {"input": batch[0], "label": 1}).shape == (4, 1)
     with pytest.raises(UsageError, match=r"forward takes none of the batch's keys \(label\)"):
         loss.call_model(model, {"label": 1})
@@ -270,7 +328,9 @@ def test_hashes_are_uniform() -> None:
     rows, places = torch.arange(64, dtype=torch.int32), torch.arange(4096, dtype=torch.int32)
     values = uniform31(mix(1, 2), rows, places).double() / 2**31
     counts = torch.histc(values, 64)
-    assert float(((counts - counts.mean()) ** 2 / counts.mean()).sum()) < 120  # chi-square, 63 degrees of freedom
+    assert (
+        float(((counts - counts.mean()) ** 2 / counts.mean()).sum()) < 120
+    )  # chi-square, 63 degrees of freedom
     assert abs(float(torch.corrcoef(values[:2])[0, 1])) < 0.08
     assert abs(float(torch.corrcoef(values[:, :2].T)[0, 1])) < 0.6
     assert len({mix(a, b) for a in range(50) for b in range(50)}) == 2500

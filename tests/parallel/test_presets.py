@@ -1,4 +1,7 @@
-"""Models of the transformers library, cut by the strategies that are known for them, equal the whole ones."""
+"""
+Models of the transformers library, cut by the strategies that are known for them, equal the whole
+ones.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,33 @@ pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(400)]
 pytest.importorskip("transformers", reason="the transformers library is not installed")
 os.environ["HF_HUB_OFFLINE"] = "1"
 SIZES = {"vocab_size": 37, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
-LLAMA = {**SIZES, "hidden_size": 32, "intermediate_size": 50, "num_hidden_layers": 2, "num_attention_heads": 8}
+LLAMA = {
+    **SIZES,
+    "hidden_size": 32,
+    "intermediate_size": 50,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+}
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {**LLAMA, "num_key_value_heads": 4},
-    "llama-two": {**LLAMA, "num_key_value_heads": 2, "tie_word_embeddings": True, "attention_bias": True},
+    "llama-two": {
+        **LLAMA,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+    },
     "qwen3": {**LLAMA, "num_key_value_heads": 2, "head_dim": 8},
-    "gpt2": {**SIZES, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16, "attn_pdrop": 0.0,
-             "resid_pdrop": 0.0, "embd_pdrop": 0.0},
-}  # fmt: skip
+    "gpt2": {
+        **SIZES,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 16,
+        "attn_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+    },
+}
 
 
 def load() -> None:
@@ -50,7 +72,9 @@ def build(kind: str) -> nn.Module:
     model = AutoModelForCausalLM.from_config(config).double().train()
     with torch.no_grad():
         for param in model.parameters():
-            param.add_(torch.randn_like(param) * 0.1)  # norms and biases start at one and zero, and all weights small
+            param.add_(
+                torch.randn_like(param) * 0.1
+            )  # norms and biases start at one and zero, and all weights small
     return model  # type: ignore[no-any-return]
 
 
@@ -67,13 +91,19 @@ def same(kind: str, sequence: bool, gather: bool) -> dict[str, int]:
     ids = torch.randint(37, (4, 9), generator=torch.Generator().manual_seed(1))
     how = strategy_for(model, sequence=sequence, gather=gather)
     # norms of transformers compute in fp32 whatever they are given
-    _, axes = compare(model, how, Grid(("tp",), (4,)), ids, own_loss if gather else logits_loss, exact=False)
+    _, axes = compare(
+        model, how, Grid(("tp",), (4,)), ids, own_loss if gather else logits_loss, exact=False
+    )
     return {name: count.calls for (name, _), count in axes.counts.items()}
 
 
-@pytest.mark.parametrize(("sequence", "gather"), [(False, True), (True, False)], ids=["whole", "sequence"])
+@pytest.mark.parametrize(
+    ("sequence", "gather"), [(False, True), (True, False)], ids=["whole", "sequence"]
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_cut_model_of_transformers_equals_the_whole(four: Any, kind: str, sequence: bool, gather: bool) -> None:
+def test_a_cut_model_of_transformers_equals_the_whole(
+    four: Any, kind: str, sequence: bool, gather: bool
+) -> None:
     counts = four.run(same, kind, sequence, gather)[0]
     layers = 2 * 4
     if sequence:  # four each in a layer, besides embedding, head, and where the sequence is cut
@@ -96,10 +126,15 @@ def dropped(kind: str, sequence: bool) -> str:
             module.attention_dropout = 0.2
     how = strategy_for(model, sequence=sequence)
     run = parallelize(
-        model, lambda params: torch.optim.SGD(params, 0.1), lambda output, ids: (output.sum(), output.numel()),
-        forward=lambda model, ids: _losses(model, ids), mesh=mesh.of(dp=2, tp=2), strategy=how, recompute="full",
+        model,
+        lambda params: torch.optim.SGD(params, 0.1),
+        lambda output, ids: (output.sum(), output.numel()),
+        forward=lambda model, ids: _losses(model, ids),
+        mesh=mesh.of(dp=2, tp=2),
+        strategy=how,
+        recompute="full",
         optimizer_level=2,
-    )  # fmt: skip
+    )
     ids = torch.randint(37, (6, 9), generator=torch.Generator().manual_seed(1))
     told = str(run.verify([ids]))
     assert run.dice.used
@@ -113,8 +148,13 @@ def _losses(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 @pytest.mark.parametrize("kind", ["llama-two", "gpt2"])
-def test_dropout_of_transformers_is_that_of_one_process(four: Any, kind: str, sequence: bool) -> None:
-    """In attention, between layers and after the embedding, recomputed in the backward pass, with rows cut as well."""
+def test_dropout_of_transformers_is_that_of_one_process(
+    four: Any, kind: str, sequence: bool
+) -> None:
+    """
+    In attention, between layers and after the embedding, recomputed in the backward pass, with rows
+    cut as well.
+    """
     assert "gradients within" in four.run(dropped, kind, sequence)[0]
 
 

@@ -1,4 +1,7 @@
-"""Products beside collectives: on real ranks against products of whole tensors, and where a compiled graph has them."""
+"""
+Products beside collectives: on real ranks against products of whole tensors, and where a compiled
+graph has them.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +31,17 @@ def drawn(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-# ---- on real ranks -----------------------------------------------------------------------------------------------
+# ---- on real ranks ----------------------------------------------------------
 
 SHAPES = [
-    ((5, 12, 4), 1), ((5, 12, 4), 0), ((12, 4), 0), ((1, 6, 4), 1), ((2, 3, 12, 4), 2), ((3, 7, 4), 1), ((7, 4), 0)
-]  # fmt: skip
+    ((5, 12, 4), 1),
+    ((5, 12, 4), 0),
+    ((12, 4), 0),
+    ((1, 6, 4), 1),
+    ((2, 3, 12, 4), 2),
+    ((3, 7, 4), 1),
+    ((7, 4), 0),
+]
 """Of what is gathered or summed up, and the dim; 5 and 7 do not divide among the ranks."""
 
 
@@ -67,12 +76,17 @@ def gathering(shape: tuple[int, ...], dim: int, late: bool) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(("shape", "dim"), SHAPES)
 @pytest.mark.parametrize("late", [False, True])
-def test_products_of_what_is_gathered(worlds: Any, world: int, shape: tuple[int, ...], dim: int, late: bool) -> None:
+def test_products_of_what_is_gathered(
+    worlds: Any, world: int, shape: tuple[int, ...], dim: int, late: bool
+) -> None:
     worlds(world).run(gathering, shape, dim, late)
 
 
 class Sent:
-    """A sum whose parts go through gloo: which parts there are, and where they belong, is the same as with devices."""
+    """
+    A sum whose parts go through gloo: which parts there are, and where they belong, is the same as
+    with devices.
+    """
 
     def __init__(self, axis: Any, out: torch.Tensor, part: Callable[[int], torch.Tensor]) -> None:
         order = [place % axis.size for place in range(axis.index + 1, axis.index + axis.size + 1)]
@@ -97,7 +111,9 @@ def scattering(shape: tuple[int, ...], dim: int, reaching: bool, open_size: bool
             inputs = [drawn(rows, width, seed=10 * place + width) for width in (4, 6)]
             weights = [drawn(shape[-1], width, seed=20 * place + width).t() for width in (4, 6)]
             pairs.append((inputs, weights))
-            sums.append(sum(x @ weight for x, weight in zip(inputs, weights, strict=True)).view(shape))
+            sums.append(
+                sum(x @ weight for x, weight in zip(inputs, weights, strict=True)).view(shape)
+            )
         said = [-1, *shape[1:]] if open_size else list(shape)
         found = products.scattered(axis, *pairs[axis.index], said, dim)
     finally:
@@ -111,7 +127,9 @@ def scattering(shape: tuple[int, ...], dim: int, reaching: bool, open_size: bool
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(("shape", "dim"), SHAPES)
 @pytest.mark.parametrize("reaching", [False, True])
-def test_products_that_are_added_up(worlds: Any, world: int, shape: Any, dim: int, reaching: bool) -> None:
+def test_products_that_are_added_up(
+    worlds: Any, world: int, shape: Any, dim: int, reaching: bool
+) -> None:
     worlds(world).run(scattering, shape, dim, reaching, open_size=dim == 1)
 
 
@@ -123,7 +141,8 @@ def test_a_pitched_copy_is_laid_out_as_cuda_has_it() -> None:
     assert (places["width"], places["rows"], ctypes.sizeof(peers._Copy)) == (112, 120, 128)
 
 
-# ---- in a graph --------------------------------------------------------------------------------------------------
+# ---- in a graph -------------------------------------------------------------
+
 
 class Sized(Draft):
     """A graph of tensors of which the shapes are said."""
@@ -189,15 +208,22 @@ def test_a_weight_is_brought_forward() -> None:
 
 
 @pytest.mark.usefixtures("every")
-@pytest.mark.parametrize("why", ["a computed weight", "the right side", "along the features", "too small"])
+@pytest.mark.parametrize(
+    "why", ["a computed weight", "the right side", "along the features", "too small"]
+)
 def test_products_that_stay(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if why == "too small":
         monkeypatch.undo()
     draft = Sized()
     x, w = draft.input("x"), draft.input("w")
-    x.meta["val"], w.meta["val"] = torch.empty(3, 4, 8, device="meta"), torch.empty(8, 6, device="meta")
+    x.meta["val"], w.meta["val"] = (
+        torch.empty(3, 4, 8, device="meta"),
+        torch.empty(8, 6, device="meta"),
+    )
     dim = 2 if why == "along the features" else 1
-    whole = draft.put(OURS.all_gather.default, x, TWO, dim, None, shape=(3, 4, 16) if dim == 2 else (3, 8, 8))
+    whole = draft.put(
+        OURS.all_gather.default, x, TWO, dim, None, shape=(3, 4, 16) if dim == 2 else (3, 8, 8)
+    )
     rows = draft.put(ATEN.reshape.default, whole, [24, 8], shape=(24, 8))
     weight = draft.put(ATEN.mul.Tensor, w, 2.0, shape=(8, 6)) if why == "a computed weight" else w
     sides = (w, rows) if why == "the right side" else (rows, weight)
@@ -226,14 +252,24 @@ def test_sums_of_products_are_made_part_by_part(terms: int) -> None:
     part = draft.put(OURS.reduce_scatter.default, total, TWO, 1, shape=(3, 4, 8))
     found = draft.ordered(part)
     assert not {"mm", "add", "view", "reduce_scatter"}.intersection(found)
-    (joint,) = [node for node in draft.graph.nodes if node.target is OURS.start_product_scatter.default]
-    assert [len(joint.args[0]), joint.args[1], len(joint.args[2]), *joint.args[3:]] == [terms, TWO, terms, [3, 8, 8], 1]
+    (joint,) = [
+        node for node in draft.graph.nodes if node.target is OURS.start_product_scatter.default
+    ]
+    assert [len(joint.args[0]), joint.args[1], len(joint.args[2]), *joint.args[3:]] == [
+        terms,
+        TWO,
+        terms,
+        [3, 8, 8],
+        1,
+    ]
     (wait,) = [node for node in draft.graph.nodes if node.target is traced.WAIT]
     assert wait.args[1] == [*joint.args[0], *joint.args[2]], "what is read stays until then"
 
 
 @pytest.mark.usefixtures("every")
-@pytest.mark.parametrize("why", ["a product is used elsewhere", "the sum is", "a term is no product", "twice the same"])
+@pytest.mark.parametrize(
+    "why", ["a product is used elsewhere", "the sum is", "a term is no product", "twice the same"]
+)
 def test_sums_that_stay(why: str) -> None:
     draft = Sized()
     total, made = summed(draft, 2)
@@ -251,7 +287,10 @@ def test_sums_that_stay(why: str) -> None:
 
 
 def test_the_pass_changes_no_result(worlds: Any) -> None:
-    """A cut perceptron, forward and backward: graphs as torch.compile has them, with and without joined products."""
+    """
+    A cut perceptron, forward and backward: graphs as torch.compile has them, with and without
+    joined products.
+    """
     for told in worlds(2).run(compiled, bound=240.0):
         assert told == ["gathered_products", "product_scatter"] * 2
 
@@ -268,7 +307,11 @@ def compiled() -> list[str]:
     seen: list[str] = []
 
     def compiler(graph: fx.GraphModule, inputs: Any) -> Any:
-        fake = next(n.meta["val"].fake_mode for n in graph.graph.nodes if hasattr(n.meta.get("val"), "fake_mode"))
+        fake = next(
+            n.meta["val"].fake_mode
+            for n in graph.graph.nodes
+            if hasattr(n.meta.get("val"), "fake_mode")
+        )
         with V.set_fake_mode(fake), config.patch(post_grad_custom_post_pass=OVERLAP):
             post_grad_passes(graph, False)
         names = [getattr(node.target, "__name__", "").split(".")[0] for node in graph.graph.nodes]
@@ -293,9 +336,13 @@ def compiled() -> list[str]:
 def run(axis: Axis, backend: Any) -> list[torch.Tensor]:
     from pdrun.parallel.comm import autograd as collectives
 
-    def perceptron(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    def perceptron(
+        x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor
+    ) -> torch.Tensor:
         whole = collectives.collect(torch.tanh(x), axis, 1)
-        h = torch.nn.functional.silu(torch.nn.functional.linear(whole, gate)) * torch.nn.functional.linear(whole, up)
+        h = torch.nn.functional.silu(
+            torch.nn.functional.linear(whole, gate)
+        ) * torch.nn.functional.linear(whole, up)
         return x + collectives.scatter(torch.nn.functional.linear(h, down), axis, 1)
 
     call = torch.compile(perceptron, backend=backend, fullgraph=True) if backend else perceptron

@@ -14,13 +14,33 @@ from tests.runtime.helpers import clean
 
 ROOT = Path(__file__).parents[2]
 GPT = str(ROOT / "examples/train_gpt_parallel.py")
-SMALL = ["--steps", "12", "--batch", "12", "--context", "16", "--width", "32", "--layers", "2", "--log-every", "4"]
+SMALL = [
+    "--steps",
+    "12",
+    "--batch",
+    "12",
+    "--context",
+    "16",
+    "--width",
+    "32",
+    "--layers",
+    "2",
+    "--log-every",
+    "4",
+]
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 
 def run(*command: str, cwd: Path | None = None) -> str:
-    done = subprocess.run([sys.executable, *command], env=clean(), capture_output=True, text=True, timeout=170, cwd=cwd)
+    done = subprocess.run(
+        [sys.executable, *command],
+        env=clean(),
+        capture_output=True,
+        text=True,
+        timeout=170,
+        cwd=cwd,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -30,12 +50,29 @@ def losses(text: str) -> list[str]:
 
 
 def test_the_gpt_has_the_same_losses_on_any_number_of_workers(tmp_path: Path) -> None:
-    """Slices are equal: 6 on one process, 3 x 2, 2 x 3; between them a run stops and goes on from its checkpoint."""
+    """
+    Slices are equal: 6 on one process, 3 x 2, 2 x 3; between them a run stops and goes on from its
+    checkpoint.
+    """
     want = losses(run(GPT, *SMALL, "--accumulate", "6", "--verify"))
     assert len(want) == 3
     job = ["-m", "pdrun", "--no-files", "--prefix", "none", "--devices"]
     assert (
-        losses(run(*job, "3", GPT, *SMALL, "--accumulate", "2", "--level", "3", "--recompute", "full", cwd=tmp_path))
+        losses(
+            run(
+                *job,
+                "3",
+                GPT,
+                *SMALL,
+                "--accumulate",
+                "2",
+                "--level",
+                "3",
+                "--recompute",
+                "full",
+                cwd=tmp_path,
+            )
+        )
         == want
     )
     folder = str(tmp_path / "checkpoints")
@@ -45,7 +82,15 @@ def test_the_gpt_has_the_same_losses_on_any_number_of_workers(tmp_path: Path) ->
 
 
 def test_the_llama_has_the_same_losses_however_it_is_cut(tmp_path: Path) -> None:
-    program = [str(ROOT / "examples/train_llama_tensor.py"), "--steps", "20", "--context", "16", "--width", "32"]
+    program = [
+        str(ROOT / "examples/train_llama_tensor.py"),
+        "--steps",
+        "20",
+        "--context",
+        "16",
+        "--width",
+        "32",
+    ]
     (want,) = re.findall(r"step +20/20  loss (\d\.\d{4})", run(*program))
     job = ["-m", "pdrun", "--no-files", "--prefix", "none", "--devices", "2"]
     told = run(*job, *program, "--tp", "2", "--sequence", "--verify", cwd=tmp_path)
@@ -53,7 +98,9 @@ def test_the_llama_has_the_same_losses_however_it_is_cut(tmp_path: Path) -> None
     assert re.findall(r"step +20/20  loss (\d\.\d{4})", told) == [want]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="scikit-learn is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("sklearn") is None, reason="scikit-learn is not installed"
+)
 def test_digits_are_classified() -> None:
     text = run(str(ROOT / "examples/classify_digits.py"))
     assert text.count("epoch") == 10
@@ -83,8 +130,20 @@ def test_a_job_that_is_started_again_goes_on_by_itself(tmp_path: Path) -> None:
     told = []
     for dies in (False, True):
         script = tmp_path / f"train_{dies}.py"
-        script.write_text(RESTARTED.format(root=str(ROOT), folder=str(tmp_path / f"to_{dies}"), dies=dies))
-        job = ["-m", "pdrun", "--no-files", "--prefix", "none", "--devices", "2", "--max-restarts", "1"]
+        script.write_text(
+            RESTARTED.format(root=str(ROOT), folder=str(tmp_path / f"to_{dies}"), dies=dies)
+        )
+        job = [
+            "-m",
+            "pdrun",
+            "--no-files",
+            "--prefix",
+            "none",
+            "--devices",
+            "2",
+            "--max-restarts",
+            "1",
+        ]
         lines = run(*job, str(script), cwd=tmp_path).splitlines()
         told.append([line for line in lines if line.startswith("LOSS")])
     assert len(told[0]) == 6
@@ -94,9 +153,19 @@ def test_a_job_that_is_started_again_goes_on_by_itself(tmp_path: Path) -> None:
 
 def test_the_gpu_benchmark_on_a_tiny_model() -> None:
     text = run(
-        str(ROOT / "benchmarks/parallel_gpu.py"), "--tiny", "--devices", "2", "--backend", "cpu", "--steps", "2",
-        "--warm", "1", "--rows", "ddp,pdrun0,pdrun3",
-    )  # fmt: skip
+        str(ROOT / "benchmarks/parallel_gpu.py"),
+        "--tiny",
+        "--devices",
+        "2",
+        "--backend",
+        "cpu",
+        "--steps",
+        "2",
+        "--warm",
+        "1",
+        "--rows",
+        "ddp,pdrun0,pdrun3",
+    )
     rows = [line.split() for line in text.splitlines()[2:]]
     assert [row[0] for row in rows] == ["ddp", "pdrun0", "pdrun3"]
     assert len({row[5] for row in rows}) == 1  # the first loss

@@ -1,4 +1,7 @@
-"""Layouts changed on real ranks, forward and backward, against whole tensors; what is sent is what the plan says."""
+"""
+Layouts changed on real ranks, forward and backward, against whole tensors; what is sent is what the
+plan says.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +36,16 @@ def _held(view: View, rank: int, dense: torch.Tensor) -> torch.Tensor:
 
 
 def _compare(source: View, target: View, axes: Axes, seed: int, whole_way: bool = False) -> None:
-    """Go from one view to another with values and gradients, and hold both against dense tensors."""
+    """
+    Go from one view to another with values and gradients, and hold both against dense tensors.
+    """
     dice = torch.Generator().manual_seed(seed)
-    dense, weight = (torch.randn(source.shape, generator=dice, dtype=torch.float64) for _ in range(2))
-    terms = torch.randn(source.grid.extent(source.layout.sums), *source.shape, generator=dice, dtype=torch.float64)
+    dense, weight = (
+        torch.randn(source.shape, generator=dice, dtype=torch.float64) for _ in range(2)
+    )
+    terms = torch.randn(
+        source.grid.extent(source.layout.sums), *source.shape, generator=dice, dtype=torch.float64
+    )
     terms[0] += dense - terms.sum(0)
     here = source.grid.index(source.layout.sums, axes.rank)
     x = _held(source, axes.rank, terms[here]).requires_grad_()
@@ -44,7 +53,9 @@ def _compare(source: View, target: View, axes: Axes, seed: int, whole_way: bool 
     y = follow(plan, x, axes)
     y.backward(_held(target, axes.rank, weight.reshape(target.shape)))
     total = axes.on(target.grid)[target.layout.sums].all_reduce(y.detach())
-    torch.testing.assert_close(total, _held(target, axes.rank, dense.reshape(target.shape)), rtol=0, atol=1e-13)
+    torch.testing.assert_close(
+        total, _held(target, axes.rank, dense.reshape(target.shape)), rtol=0, atol=1e-13
+    )
     torch.testing.assert_close(x.grad, _held(source, axes.rank, weight), rtol=0, atol=0)
 
 
@@ -70,7 +81,11 @@ def test_random_layouts_on_real_ranks(worlds: Any, size: int, count: int) -> Non
 def virtual_parts() -> None:
     axes = axes_of(Grid(("tp",), (4,)))
     matrix = Layout((2, 2, 2), ("a", "b", VIRTUAL))
-    ends = [matrix(("interleaved_parallel", "a"), "b"), matrix("a", ("b",)), matrix("None", ("b", VIRTUAL, "a"))]
+    ends = [
+        matrix(("interleaved_parallel", "a"), "b"),
+        matrix("a", ("b",)),
+        matrix("None", ("b", VIRTUAL, "a")),
+    ]
     for source in ends:
         for target in ends:
             _compare(source.on((8, 16)), target.on((8, 16)), axes, 1)
@@ -83,7 +98,9 @@ def test_virtual_parts_on_real_ranks(worlds: Any) -> None:
 def roundabout() -> list[str]:
     """Go from tp to (dp, tp), large enough for a search to be worth it; return the collectives."""
     grid = Grid(("dp", "tp"), (2, 2))
-    source, target = (View(grid, layout, (1024, 1026)) for layout in (L("tp", None), L(("dp", "tp"), None)))
+    source, target = (
+        View(grid, layout, (1024, 1026)) for layout in (L("tp", None), L(("dp", "tp"), None))
+    )
     _compare(source, target, axes_of(grid), 3)
     return [step.kind for step in route(source, target).collectives]
 
@@ -100,12 +117,18 @@ def counted() -> dict[Any, Any]:
 
 
 def test_what_is_sent_is_what_the_plan_says(worlds: Any) -> None:
-    """Dim 0 is gathered over x, y moves there; backward y moves back, and this rank's part over x is cut off."""
-    plan = route(*(View(Grid(("x", "y"), (2, 2)), layout, (8, 8)) for layout in (L("x", "y"), L("y", None))))
+    """
+    Dim 0 is gathered over x, y moves there; backward y moves back, and this rank's part over x is
+    cut off.
+    """
+    plan = route(
+        *(View(Grid(("x", "y"), (2, 2)), layout, (8, 8)) for layout in (L("x", "y"), L("y", None)))
+    )
     assert str(plan) == "all_gather over x: dim 0\nall_to_all over y: dim 1 -> dim 0"
     assert worlds(4).run(counted)[0] == {
-        ("all_gather", ("x",)): (1, 4 * 4 * 8), ("all_to_all", ("y",)): (2, 2 * 8 * 4 * 8),
-    }  # fmt: skip
+        ("all_gather", ("x",)): (1, 4 * 4 * 8),
+        ("all_to_all", ("y",)): (2, 2 * 8 * 4 * 8),
+    }
 
 
 def wrong() -> list[str]:

@@ -1,4 +1,6 @@
-"""Pipeline schedules as data: closed forms, soundness on all sizes, pictures, faults that are named."""
+"""
+Pipeline schedules as data: closed forms, soundness on all sizes, pictures, faults that are named.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,21 @@ SIZES = [(1, 1), (1, 3), (2, 2), (2, 5), (3, 7), (4, 4), (4, 8), (8, 32)]
 
 
 @given(
-    st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v"]), st.integers(1, 9),
-    st.integers(1, 26), st.integers(1, 4),
-)  # fmt: skip
-def test_every_schedule_of_every_size_is_sound(name: str, ranks: int, micros: int, chunks: int) -> None:
+    st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v"]),
+    st.integers(1, 9),
+    st.integers(1, 26),
+    st.integers(1, 4),
+)
+def test_every_schedule_of_every_size_is_sound(
+    name: str, ranks: int, micros: int, chunks: int
+) -> None:
     schedule = make(name, ranks, micros, chunks if name == "interleaved" else None)
     per_rank = {"interleaved": chunks, "zero-bubble-v": 2}.get(name, 1)
-    assert (schedule.ranks, schedule.stages, schedule.microbatches) == (ranks, ranks * per_rank, micros)
+    assert (schedule.ranks, schedule.stages, schedule.microbatches) == (
+        ranks,
+        ranks * per_rank,
+        micros,
+    )
     live = validate(schedule).live
     assert max(live) <= micros * per_rank
     sent = messages(schedule)
@@ -46,11 +56,15 @@ def test_the_bubble_has_its_closed_form(name: str, ranks: int, micros: int) -> N
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 @pytest.mark.parametrize(("ranks", "rounds"), [(1, 2), (2, 1), (2, 3), (4, 2), (8, 4)])
 def test_chunks_divide_the_bubble(ranks: int, rounds: int, chunks: int) -> None:
-    share = bubble(make("interleaved", ranks, ranks * rounds, chunks), Costs(forward=1, input=1, weight=1))
+    share = bubble(
+        make("interleaved", ranks, ranks * rounds, chunks), Costs(forward=1, input=1, weight=1)
+    )
     assert share / (1 - share) == pytest.approx((ranks - 1) / (ranks * rounds) / chunks)
 
 
-@pytest.mark.parametrize(("ranks", "micros"), [(1, 3), (2, 2), (2, 5), (3, 7), (4, 4), (4, 9), (8, 32)])
+@pytest.mark.parametrize(
+    ("ranks", "micros"), [(1, 3), (2, 2), (2, 5), (3, 7), (4, 4), (4, 9), (8, 32)]
+)
 def test_zero_bubble_leaves_a_third_of_the_bubble(ranks: int, micros: int) -> None:
     for name, work in (("zero-bubble", 3 * micros), ("zero-bubble-v", 6 * micros)):
         assert simulate(make(name, ranks, micros)).total == work + ranks - 1
@@ -60,7 +74,9 @@ def test_zero_bubble_leaves_a_third_of_the_bubble(ranks: int, micros: int) -> No
 @pytest.mark.parametrize(("ranks", "micros"), SIZES)
 def test_memory_of_the_schedules(ranks: int, micros: int) -> None:
     assert set(validate(make("gpipe", ranks, micros)).live) == {micros}
-    assert list(validate(make("1f1b", ranks, micros)).live) == [min(micros, ranks - r) for r in range(ranks)]
+    assert list(validate(make("1f1b", ranks, micros)).live) == [
+        min(micros, ranks - r) for r in range(ranks)
+    ]
     assert max(validate(make("zero-bubble", ranks, micros)).live) <= ranks
     assert max(validate(make("zero-bubble-v", ranks, micros)).live) <= 2 * ranks
 
@@ -96,7 +112,7 @@ def test_unequal_stages_wait_for_the_largest() -> None:
     assert simulate(even_, uneven).total == pytest.approx(8 * 3 * 1.5 + 1.5)
 
 
-# ---- of the user's own ---------------------------------------------------------------------------------------------
+# ---- of the user's own ------------------------------------------------------
 
 
 def test_a_schedule_of_the_users_own() -> None:
@@ -106,34 +122,45 @@ def test_a_schedule_of_the_users_own() -> None:
     assert validate(lines).live == (2, 2)
 
 
-@pytest.mark.parametrize(("text", "told"), [
-    ("0F0 0X0", "'0X0', action 1 of rank 0"),
-    ("", "no actions"),
-    ("0F0\n1F0 1B0", "stage 0 with micro-batch 0 has F, not F and B"),
-    ("0F0 0B0 0F0", "0F0 is there 2 times"),
-    ("0F0 0B0 1F0\n1B0", "ranks [0, 1] share stage 1"),
-    ("0B0 0F0", "rank 0 has 0B0 before 0F0"),
-    ("0F0 0W0 0I0", "rank 0 has 0W0 before 0I0"),
-    ("0F0 0B0 0I0 0W0", "has F and B and I and W"),
-    ("0F0 0B0 0F1 0B1\n1F1 1F0 1B0 1B1", "wait for ever: rank 0 stands at 0B0, which needs 1B0; rank 1 stands at 1F1"),
-    ("0F0 0B0\n2F0 2B0", "stage 1 with micro-batch 0 has nothing"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("0F0 0X0", "'0X0', action 1 of rank 0"),
+        ("", "no actions"),
+        ("0F0\n1F0 1B0", "stage 0 with micro-batch 0 has F, not F and B"),
+        ("0F0 0B0 0F0", "0F0 is there 2 times"),
+        ("0F0 0B0 1F0\n1B0", "ranks [0, 1] share stage 1"),
+        ("0B0 0F0", "rank 0 has 0B0 before 0F0"),
+        ("0F0 0W0 0I0", "rank 0 has 0W0 before 0I0"),
+        ("0F0 0B0 0I0 0W0", "has F and B and I and W"),
+        (
+            "0F0 0B0 0F1 0B1\n1F1 1F0 1B0 1B1",
+            "wait for ever: rank 0 stands at 0B0, which needs 1B0; rank 1 stands at 1F1",
+        ),
+        ("0F0 0B0\n2F0 2B0", "stage 1 with micro-batch 0 has nothing"),
+    ],
+)
 def test_what_is_wrong_with_a_schedule_is_named(text: str, told: str) -> None:
     with pytest.raises(UsageError) as caught:
         validate(parse(text))
     assert told in str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "chunks", "told"), [
-    ("2f2b", None, "no schedule '2f2b'"), ("1f1b", 2, "interleaved"), ("zero-bubble-v", 1, "2 a rank"),
-    ("interleaved", 0, "chunks=0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "chunks", "told"),
+    [
+        ("2f2b", None, "no schedule '2f2b'"),
+        ("1f1b", 2, "interleaved"),
+        ("zero-bubble-v", 1, "2 a rank"),
+        ("interleaved", 0, "chunks=0"),
+    ],
+)
 def test_unknown_schedules(name: str, chunks: int | None, told: str) -> None:
     with pytest.raises(UsageError, match=told):
         make(name, 2, 4, chunks)
 
 
-# ---- partition -----------------------------------------------------------------------------------------------------
+# ---- partition --------------------------------------------------------------
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=9), st.integers(1, 9))

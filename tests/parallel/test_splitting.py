@@ -1,4 +1,6 @@
-"""Which module belongs to which stage: by count, by cost, by the user's map, and what is refused."""
+"""
+Which module belongs to which stage: by count, by cost, by the user's map, and what is refused.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,23 @@ def _sequence(*widths: int) -> nn.Sequential:
 
 def test_layers_are_shared_out_evenly_and_the_rest_lies_around_them() -> None:
     found = split(Tiny(layers=3), 2)
-    assert found.units == {"emb": 0, "blocks.0": 0, "blocks.1": 0, "blocks.2": 1, "norm": 1, "head": 1}
+    assert found.units == {
+        "emb": 0,
+        "blocks.0": 0,
+        "blocks.1": 0,
+        "blocks.2": 1,
+        "norm": 1,
+        "head": 1,
+    }
     assert found.loose == {"never": (0, 1)}
     assert found.modules(1) == ["blocks.2", "norm", "head"]
     assert sum(found.shares) == pytest.approx(1)
 
 
 def test_a_sequential_is_a_row_of_its_members() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Dropout(0.1), nn.Linear(4, 4))
+    model = nn.Sequential(
+        nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Dropout(0.1), nn.Linear(4, 4)
+    )
     found = split(model, 3)
     assert found.units == {"0": 0, "2": 1, "4": 2}
     assert found.free == ("1", "3")
@@ -46,9 +57,14 @@ def test_lists_inside_of_modules_and_of_lists() -> None:
     model = nn.Module()
     model.model, model.lm_head = Inner(), nn.Linear(4, 5)
     assert split(model, 2).units == {
-        "model.emb": 0, "model.layers.0": 0, "model.layers.1": 0, "model.layers.2": 1, "model.layers.3": 1,
-        "model.norm": 1, "lm_head": 1,
-    }  # fmt: skip
+        "model.emb": 0,
+        "model.layers.0": 0,
+        "model.layers.1": 0,
+        "model.layers.2": 1,
+        "model.layers.3": 1,
+        "model.norm": 1,
+        "lm_head": 1,
+    }
     two = nn.Module()
     two.stem, two.low, two.high = nn.Conv2d(1, 1, 1), _sequence(2, 2, 2), _sequence(2, 2, 2)
     assert split(two, 2).units == {"stem": 0, "low.0": 0, "low.1": 0, "high.0": 1, "high.1": 1}
@@ -58,7 +74,13 @@ def test_the_least_largest_stage() -> None:
     found = split(_sequence(8, 64, 64, 8, 8, 8), 2, balance="parameters")
     assert found.units == {"0": 0, "1": 0, "2": 1, "3": 1, "4": 1}
     costs = {"0": 1.0, "[12]": 0.5, "4": 6.0}
-    assert split(_sequence(*[2] * 6), 2, balance=costs).units == {"0": 0, "1": 0, "2": 0, "3": 0, "4": 1}
+    assert split(_sequence(*[2] * 6), 2, balance=costs).units == {
+        "0": 0,
+        "1": 0,
+        "2": 0,
+        "3": 0,
+        "4": 1,
+    }
 
 
 def test_operations_are_counted() -> None:
@@ -87,21 +109,60 @@ class Looks(Tiny):
 def test_the_users_map() -> None:
     model = Tiny(layers=3)
     found = split(model, 2, {"blocks.0": 0, "blocks.[12]": 1, "head": 1})
-    assert found.units == {"emb": 0, "blocks.0": 0, "blocks.1": 1, "blocks.2": 1, "norm": 1, "head": 1}
+    assert found.units == {
+        "emb": 0,
+        "blocks.0": 0,
+        "blocks.1": 1,
+        "blocks.2": 1,
+        "norm": 1,
+        "head": 1,
+    }
     spelt = split(model, 2, {"*": 0, "head": 1, "never": 1})
     assert (spelt.units["head"], spelt.units["blocks.2"], spelt.loose) == (1, 0, {"never": (1,)})
     assert split(model, 2, {"h*": 1, "*": 0}).units["head"] == 1
     inside = split(model, 2, {"blocks.2.up": 1, "blocks.2.down": 1, "norm": 1, "blocks.*": 0})
-    assert [inside.units[f"blocks.2.{name}"] for name in ("qkv", "proj", "up", "down")] == [0, 0, 1, 1]
+    assert [inside.units[f"blocks.2.{name}"] for name in ("qkv", "proj", "up", "down")] == [
+        0,
+        0,
+        1,
+        1,
+    ]
     assert "blocks.1" in inside.units
     first = split(model, 2, {"emb": 0, "blocks.[01]": 0, "blocks.*": 1, "head": 1})
-    assert first.units == {"emb": 0, "blocks.0": 0, "blocks.1": 0, "blocks.2": 1, "norm": 1, "head": 1}
-    inner = {"*.0": 0, "blocks.1.up": 1, "blocks.1": 0, "blocks.*": 1, "*.qkv": 0, "emb": 0, "head": 1}
+    assert first.units == {
+        "emb": 0,
+        "blocks.0": 0,
+        "blocks.1": 0,
+        "blocks.2": 1,
+        "norm": 1,
+        "head": 1,
+    }
+    inner = {
+        "*.0": 0,
+        "blocks.1.up": 1,
+        "blocks.1": 0,
+        "blocks.*": 1,
+        "*.qkv": 0,
+        "emb": 0,
+        "head": 1,
+    }
     assert split(model, 2, inner).units["blocks.2"] == 1, "of globs the first"
     assert [split(model, 2, inner).units[f"blocks.1.{name}"] for name in ("qkv", "up")] == [0, 1]
     last = split(model, 2, {"blocks.*": 0, "blocks.2": 1, "*": 1, "emb": 0})
-    assert last.units == {"emb": 0, "blocks.0": 0, "blocks.1": 0, "blocks.2": 1, "norm": 1, "head": 1}
-    assert split(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)), 2, {"0": 0, "1": 1}).units["1"] == 1
+    assert last.units == {
+        "emb": 0,
+        "blocks.0": 0,
+        "blocks.1": 0,
+        "blocks.2": 1,
+        "norm": 1,
+        "head": 1,
+    }
+    assert (
+        split(
+            nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)), 2, {"0": 0, "1": 1}
+        ).units["1"]
+        == 1
+    )
 
 
 def test_shared_weights() -> None:
@@ -116,18 +177,33 @@ def test_a_model_without_memory_is_cut_as_well() -> None:
     assert split(model, 4, balance="parameters").units["head"] == 3
 
 
-@pytest.mark.parametrize(("stages", "more", "told"), [
-    (2, {"by": {"blocs.*": 0, "head": 1, "nrom": 1}}, "'blocs.*', 'nrom' match nothing in the model; did you mean"),
-    (2, {"by": {"head": 2}}, "'head' goes to stage 2, and the stages are 0 to 1"),
-    (2, {"by": {"head": 0}}, "stage 1 of 2 has no module"),
-    (5, {}, "3 layers can't be cut into 5 stages"),
-    (2, {"balance": "time"}, "balance='time'"),
-    (2, {"balance": {"nothing": 1.0}}, "balance: 'nothing' matches nothing"),
-    (2, {"by": {"head": 1}, "balance": "parameters"}, "balance= has nothing to do"),
-    (2, {"by": {"zzz": 0}}, "stages: 'zzz' matches nothing in the model; there are, for example, emb, "),
-    (2, {"shared": ["emb.wieght"]}, "shared: 'emb.wieght' matches nothing in the model; did you mean 'emb.weight'?"),
-    (2, {"shared": {"emb.weight": [3]}}, "shared with stage 3"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("stages", "more", "told"),
+    [
+        (
+            2,
+            {"by": {"blocs.*": 0, "head": 1, "nrom": 1}},
+            "'blocs.*', 'nrom' match nothing in the model; did you mean",
+        ),
+        (2, {"by": {"head": 2}}, "'head' goes to stage 2, and the stages are 0 to 1"),
+        (2, {"by": {"head": 0}}, "stage 1 of 2 has no module"),
+        (5, {}, "3 layers can't be cut into 5 stages"),
+        (2, {"balance": "time"}, "balance='time'"),
+        (2, {"balance": {"nothing": 1.0}}, "balance: 'nothing' matches nothing"),
+        (2, {"by": {"head": 1}, "balance": "parameters"}, "balance= has nothing to do"),
+        (
+            2,
+            {"by": {"zzz": 0}},
+            "stages: 'zzz' matches nothing in the model; there are, for example, emb, ",
+        ),
+        (
+            2,
+            {"shared": ["emb.wieght"]},
+            "shared: 'emb.wieght' matches nothing in the model; did you mean 'emb.weight'?",
+        ),
+        (2, {"shared": {"emb.weight": [3]}}, "shared with stage 3"),
+    ],
+)
 def test_refusals_name_what_is_wrong(stages: int, more: dict[str, Any], told: str) -> None:
     with pytest.raises(UsageError) as caught:
         split(Tiny(layers=3), stages, **more)

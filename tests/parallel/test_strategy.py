@@ -1,4 +1,7 @@
-"""Strategies are held against a model before anything is changed: every mistake says which module, and what to do."""
+"""
+Strategies are held against a model before anything is changed: every mistake says which module, and
+what to do.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,9 @@ def mistake(rules: dict[str, Any], model: nn.Module | None = None, grid: Grid = 
 
 def test_a_glob_that_matches_nothing() -> None:
     told = mistake({"layers.0.mlp.dwon": row("tp")})
-    assert told == "Strategy: 'layers.0.mlp.dwon' matches no module; did you mean 'layers.0.mlp.down'?"
+    assert (
+        told == "Strategy: 'layers.0.mlp.dwon' matches no module; did you mean 'layers.0.mlp.down'?"
+    )
     assert "did you mean 'layers.*.attn.wo'?" in mistake({"layers.*.atn.wo": row("tp")})
     assert "'hed' matches no module; did you mean 'head'?" in mistake({"emb|hed": vocab("tp")})
 
@@ -41,14 +46,21 @@ def test_a_module_with_two_styles() -> None:
         "Strategy, layers.0.attn.wq: it is matched by '*.wq' (columns over tp) and by 'layers.0.*.w[qk]' "
         "(columns over tp, gathered); make one of the globs narrower"
     )
-    Strategy({"*.up": col("tp"), "layers.0.mlp.up": col("tp"), "*.down": row("tp")}).plan(build(), GRID)
+    Strategy({"*.up": col("tp"), "layers.0.mlp.up": col("tp"), "*.down": row("tp")}).plan(
+        build(), GRID
+    )
 
 
 def test_heads_that_do_not_divide_name_the_module_and_what_fits() -> None:
     told = mistake(RULES, build(n_heads=8, n_kv=8), Grid(("tp",), (3,)))
-    assert told == ("Strategy, layers.0.attn: 8 heads cannot be cut over 3 ranks (tp); these fit: 1, 2, 4, 8")
+    assert told == (
+        "Strategy, layers.0.attn: 8 heads cannot be cut over 3 ranks (tp); these fit: 1, 2, 4, 8"
+    )
     told = mistake(RULES, build(n_heads=16, n_kv=2), Grid(("tp",), (32,)))
-    assert "16 heads with 2 of keys and values cannot be cut over 32 ranks (tp); these fit: 1, 2, 4, 8, 16" in told
+    assert (
+        "16 heads with 2 of keys and values cannot be cut over 32 ranks (tp); these fit: 1, 2, 4, 8, 16"
+        in told
+    )
 
 
 def test_tied_weights_that_would_be_cut_differently() -> None:
@@ -57,8 +69,9 @@ def test_tied_weights_that_would_be_cut_differently() -> None:
         "Strategy, head.weight: it is tied to emb.weight, which is cut otherwise; "
         "one style for both: vocab(axis) for an embedding and its head"
     )
-    assert "head.weight: it is tied to emb.weight" in mistake({"emb": vocab("tp"), "head": row("tp", cut=True)},
-                                                              build(tied=True))  # fmt: skip
+    assert "head.weight: it is tied to emb.weight" in mistake(
+        {"emb": vocab("tp"), "head": row("tp", cut=True)}, build(tied=True)
+    )
 
 
 def test_a_weight_in_an_attention_of_which_nothing_is_said() -> None:
@@ -72,10 +85,16 @@ def test_a_weight_in_an_attention_of_which_nothing_is_said() -> None:
 
 def test_norms_that_are_forgotten_where_the_sequence_is_cut() -> None:
     """Their gradients would be those of a part of the sequence, on each rank of another."""
-    rules = {key: value for key, value in strategy(sequence=True).rules.items() if "norm" not in key}
+    rules = {
+        key: value for key, value in strategy(sequence=True).rules.items() if "norm" not in key
+    }
     told = mistake(rules)
-    assert told.startswith("Strategy, layers.0.norm1.weight: emb cuts the sequence, and nothing is said")
-    assert "seq(axis) where it works on parts of the sequence, replicate() where on all of it" in told
+    assert told.startswith(
+        "Strategy, layers.0.norm1.weight: emb cuts the sequence, and nothing is said"
+    )
+    assert (
+        "seq(axis) where it works on parts of the sequence, replicate() where on all of it" in told
+    )
 
 
 def test_axes_that_there_are_not() -> None:
@@ -89,28 +108,42 @@ class Scaled(nn.Linear):
 
 
 def test_modules_that_a_style_cannot_cut() -> None:
-    model = nn.Sequential(nn.LayerNorm(8), Scaled(8, 8), nn.Linear(8, 8), nn.Embedding(8, 8, max_norm=1.0), nn.ReLU())
+    model = nn.Sequential(
+        nn.LayerNorm(8), Scaled(8, 8), nn.Linear(8, 8), nn.Embedding(8, 8, max_norm=1.0), nn.ReLU()
+    )
     assert "Strategy, 0: a LayerNorm is no linear module" in mistake({"0": col("tp")}, model)
     assert "Strategy, 1: Scaled has a forward of its own" in mistake({"1": row("tp")}, model)
-    assert "Strategy, 3: an embedding with max_norm cannot be cut by words" in mistake({"3": vocab("tp")}, model)
+    assert "Strategy, 3: an embedding with max_norm cannot be cut by words" in mistake(
+        {"3": vocab("tp")}, model
+    )
     assert "Strategy, 4: a ReLU is no linear module" in mistake({"4": vocab("tp")}, model)
     nn.utils.parametrizations.weight_norm(model[2])
-    assert "Strategy, 2: its weights are bias, not weight and bias" in mistake({"2": col("tp")}, model)
+    assert "Strategy, 2: its weights are bias, not weight and bias" in mistake(
+        {"2": col("tp")}, model
+    )
     model[1].forward = model[1].forward  # as wrappers do
-    assert "Strategy, 1: its forward has been replaced on the object" in mistake({"1": col("tp")}, model)
+    assert "Strategy, 1: its forward has been replaced on the object" in mistake(
+        {"1": col("tp")}, model
+    )
 
 
 def test_attentions_of_torch_that_are_not_cut() -> None:
-    model = nn.Sequential(nn.MultiheadAttention(8, 4), nn.MultiheadAttention(8, 4, add_zero_attn=True))
+    model = nn.Sequential(
+        nn.MultiheadAttention(8, 4), nn.MultiheadAttention(8, 4, add_zero_attn=True)
+    )
     assert "0: torch's attention is cut as one, and out_proj has a style of its own" in mistake(
         {"0": heads("tp"), "0.out_proj": row("tp")}, model
     )
-    assert "1: an attention with add_bias_kv or add_zero_attn is not cut" in mistake({"1": heads("tp")}, model)
+    assert "1: an attention with add_bias_kv or add_zero_attn is not cut" in mistake(
+        {"1": heads("tp")}, model
+    )
 
 
 def test_parts_that_would_be_empty_or_uneven_over_two_axes() -> None:
     two = Grid(("x", "y"), (2, 2))
-    assert "3 cannot be cut into 4 parts over tp: some would be empty" in mistake({"head": vocab("tp")}, build(words=3))
+    assert "3 cannot be cut into 4 parts over tp: some would be empty" in mistake(
+        {"head": vocab("tp")}, build(words=3)
+    )
     assert "37 does not divide by 4, which cuts over several axes need" in mistake(
         {"head": vocab(("x", "y"))}, grid=two
     )
@@ -124,35 +157,60 @@ def test_q_k_and_v_in_one_matrix_of_unknown_order() -> None:
 
     model = nn.Sequential(Attention())
     rules = {"0": heads("tp"), "0.qkv": col("tp"), "0.out": row("tp")}
-    assert "Strategy, 0.qkv: how q, k and v lie side by side in its output is not known" in mistake(rules, model)
-    assert "0.qkv: its output of 48 is not 5 blocks" in mistake({**rules, "0.qkv": col("tp", blocks=5)}, model)
-    assert "a block of 24 does not divide" in mistake({**rules, "0.qkv": col("tp", blocks=2)}, model)
-    assert "blocks (16, 16) do not add up" in mistake({**rules, "0.qkv": col("tp", blocks=(16, 16))}, model)
+    assert "Strategy, 0.qkv: how q, k and v lie side by side in its output is not known" in mistake(
+        rules, model
+    )
+    assert "0.qkv: its output of 48 is not 5 blocks" in mistake(
+        {**rules, "0.qkv": col("tp", blocks=5)}, model
+    )
+    assert "a block of 24 does not divide" in mistake(
+        {**rules, "0.qkv": col("tp", blocks=2)}, model
+    )
+    assert "blocks (16, 16) do not add up" in mistake(
+        {**rules, "0.qkv": col("tp", blocks=(16, 16))}, model
+    )
     model[0].num_key_value_heads, model[0].qkv = 2, nn.Linear(16, 32)
     grouped = {**rules, "0.qkv": col("tp", blocks=(16, 8, 8))}
     two = Grid(("tp",), (2,))
     assert "how q, k and v lie side by side" in mistake(rules, model, two)
-    assert Strategy(grouped).plan(model, two, 1).tiles["0.qkv.weight"].ranges[0] == ((8, 16), (20, 24), (28, 32))
-    assert "2 heads of keys and values for 4 ranks need q, k and v by themselves" in mistake(grouped, model)
+    assert Strategy(grouped).plan(model, two, 1).tiles["0.qkv.weight"].ranges[0] == (
+        (8, 16),
+        (20, 24),
+        (28, 32),
+    )
+    assert "2 heads of keys and values for 4 ranks need q, k and v by themselves" in mistake(
+        grouped, model
+    )
     del model[0].num_heads
     assert "Strategy, 0: how many heads a Attention has is not known" in mistake(rules, model)
-    assert "Strategy, 0: its width is None, no number of heads" in mistake({**rules, "0": heads("tp", heads="width")},
-                                                                          model)  # fmt: skip
+    assert "Strategy, 0: its width is None, no number of heads" in mistake(
+        {**rules, "0": heads("tp", heads="width")}, model
+    )
 
 
-@pytest.mark.parametrize("wrong", [
-    lambda: col("tp", gather=True, blocks=3), lambda: col(3), lambda: col(()), lambda: row("tp", sequence="1"),
-    lambda: col("tp", blocks=0), lambda: col("tp", blocks=()), lambda: Strategy({"head": "col"}),
-    lambda: cross_entropy(torch.ones(2, 3), torch.zeros(3)),
-    lambda: cross_entropy(torch.ones(1, 3), torch.zeros(1), reduction="x"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: col("tp", gather=True, blocks=3),
+        lambda: col(3),
+        lambda: col(()),
+        lambda: row("tp", sequence="1"),
+        lambda: col("tp", blocks=0),
+        lambda: col("tp", blocks=()),
+        lambda: Strategy({"head": "col"}),
+        lambda: cross_entropy(torch.ones(2, 3), torch.zeros(3)),
+        lambda: cross_entropy(torch.ones(1, 3), torch.zeros(1), reduction="x"),
+    ],
+)
 def test_words_that_mean_nothing(wrong: Any) -> None:
     with pytest.raises(UsageError):
         wrong()
 
 
 def test_a_plan_says_what_is_cut_and_what_is_not() -> None:
-    plan = Strategy({**RULES, "layers.0.norm1.weight": replicate()}).plan(build(n_kv=2), GRID, rank=3)
+    plan = Strategy({**RULES, "layers.0.norm1.weight": replicate()}).plan(
+        build(n_kv=2), GRID, rank=3
+    )
     assert list(plan.lines()) == [
         "words over tp: emb, head",
         "heads over tp: layers.0-1.attn",

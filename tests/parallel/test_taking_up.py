@@ -1,4 +1,7 @@
-"""What a checkpoint is taken up by: the run that it belongs to, whole, on all ranks alike; anything else is told."""
+"""
+What a checkpoint is taken up by: the run that it belongs to, whole, on all ranks alike; anything
+else is told.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +34,13 @@ def made(optimizer: Any = adam, model: nn.Module | None = None, **options: Any) 
     return pdrun.parallelize(model or mlp(), optimizer, loss, **options)
 
 
-def went_on(folder: Path, before: Callable[[], Run], after: Callable[[], Run]) -> tuple[list[float], list[float]]:
-    """Train, save after the second step, and return the losses of the further ones, of the run and of one resumed."""
+def went_on(
+    folder: Path, before: Callable[[], Run], after: Callable[[], Run]
+) -> tuple[list[float], list[float]]:
+    """
+    Train, save after the second step, and return the losses of the further ones, of the run and of
+    one resumed.
+    """
     run, dtype = before(), torch.float32
     for step in range(2):
         run.step(rows(step))
@@ -44,7 +52,7 @@ def went_on(folder: Path, before: Callable[[], Run], after: Callable[[], Run]) -
     return went, [other.step(rows(step).to(dtype)).loss for step in (2, 3, 4)]
 
 
-# ---- of something else -----------------------------------------------------------------------------------------------
+# ---- of something else ------------------------------------------------------
 
 
 def grouped(first: int) -> Any:
@@ -79,25 +87,55 @@ def stepping(optimizer: Any) -> Any:
 
 
 OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "sgd for adam": ({"optimizer": sgd}, {}, "was saved with the optimizer SGD, and this run has the optimizer AdamW"),
-    "groups in another order": ({"optimizer": grouped(0)}, {"optimizer": grouped(1)},
-                                "has 0.bias not in the optimizer's group 0, unlike this run"),
-    "less trained": ({"optimizer": lambda params: adam(params[:2])}, {}, "has 2.bias not in the optimizer's group 0"),
-    "no scheduler": ({}, {"scheduler": stepping}, "with no scheduler, and this run has the scheduler StepLR"),
-    "another scheduler": ({"scheduler": stepping}, {"scheduler": lambda opt: rates.CosineAnnealingLR(opt, 4)},
-                          "the scheduler StepLR, and this run has the scheduler CosineAnnealingLR"),
-    "fewer layers": ({"model": lambda: stacked(3)}, {"model": lambda: stacked(2)},
-                     "has the weight 0.2.weight, which this run lacks"),
-    "a buffer less": ({"model": lambda: Kept(torch.ones(3))}, {"model": lambda: Kept(None)},
-                      "has the buffer kept, which this run lacks"),
-    "a longer buffer": ({"model": lambda: Kept(torch.ones(3))}, {"model": lambda: Kept(torch.ones(4))},
-                        r"kept is \(3,\) there and \(4,\) here"),
-}  # fmt: skip
+    "sgd for adam": (
+        {"optimizer": sgd},
+        {},
+        "was saved with the optimizer SGD, and this run has the optimizer AdamW",
+    ),
+    "groups in another order": (
+        {"optimizer": grouped(0)},
+        {"optimizer": grouped(1)},
+        "has 0.bias not in the optimizer's group 0, unlike this run",
+    ),
+    "less trained": (
+        {"optimizer": lambda params: adam(params[:2])},
+        {},
+        "has 2.bias not in the optimizer's group 0",
+    ),
+    "no scheduler": (
+        {},
+        {"scheduler": stepping},
+        "with no scheduler, and this run has the scheduler StepLR",
+    ),
+    "another scheduler": (
+        {"scheduler": stepping},
+        {"scheduler": lambda opt: rates.CosineAnnealingLR(opt, 4)},
+        "the scheduler StepLR, and this run has the scheduler CosineAnnealingLR",
+    ),
+    "fewer layers": (
+        {"model": lambda: stacked(3)},
+        {"model": lambda: stacked(2)},
+        "has the weight 0.2.weight, which this run lacks",
+    ),
+    "a buffer less": (
+        {"model": lambda: Kept(torch.ones(3))},
+        {"model": lambda: Kept(None)},
+        "has the buffer kept, which this run lacks",
+    ),
+    "a longer buffer": (
+        {"model": lambda: Kept(torch.ones(3))},
+        {"model": lambda: Kept(torch.ones(4))},
+        r"kept is \(3,\) there and \(4,\) here",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_checkpoint_of_another_run_is_refused(name: str, tmp_path: Path) -> None:
-    """All of these had been taken up without a word, or had ended in an error of torch's at the next step."""
+    """
+    All of these had been taken up without a word, or had ended in an error of torch's at the next
+    step.
+    """
     one, two, told = OTHERS[name]
 
     def make(options: dict[str, Any]) -> Run:
@@ -110,7 +148,7 @@ def test_a_checkpoint_of_another_run_is_refused(name: str, tmp_path: Path) -> No
     assert went == on
 
 
-# ---- what is saved with a run ----------------------------------------------------------------------------------------
+# ---- what is saved with a run -----------------------------------------------
 
 
 class Counted(torch.optim.Optimizer):
@@ -131,12 +169,17 @@ class Counted(torch.optim.Optimizer):
 
 WAYS: dict[str, Callable[[], Run]] = {
     "state that is no tensor": lambda: made(Counted),
-    "milestones in a sequence": lambda: made(scheduler=lambda opt: rates.SequentialLR(
-        opt, [rates.LinearLR(opt, 0.1, total_iters=3), rates.MultiStepLR(opt, [1, 2])], [3])),
-    "a rate of fp64": lambda: made(lambda params: torch.optim.AdamW(params, torch.tensor(0.01, dtype=torch.float64))),
+    "milestones in a sequence": lambda: made(
+        scheduler=lambda opt: rates.SequentialLR(
+            opt, [rates.LinearLR(opt, 0.1, total_iters=3), rates.MultiStepLR(opt, [1, 2])], [3]
+        )
+    ),
+    "a rate of fp64": lambda: made(
+        lambda params: torch.optim.AdamW(params, torch.tensor(0.01, dtype=torch.float64))
+    ),
     "uint16": lambda: made(model=Kept(torch.ones(3, dtype=torch.uint16))),
     "float8": lambda: made(model=Kept(torch.ones(3).to(torch.float8_e4m3fn))),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -168,10 +211,12 @@ def sparse(folder: str) -> str:
 
 def test_what_no_checkpoint_holds_is_refused_on_every_rank(worlds: Worlds, tmp_path: Path) -> None:
     for told in worlds(2).run(sparse, str(tmp_path)):
-        assert told.startswith("pdrun.Run.save: buffers/kept is sparse_coo, which no checkpoint holds")
+        assert told.startswith(
+            "pdrun.Run.save: buffers/kept is sparse_coo, which no checkpoint holds"
+        )
 
 
-# ---- damage ----------------------------------------------------------------------------------------------------------
+# ---- damage -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("low", [0, storage.BLOCK // 4 - 5, 300_000])
@@ -179,7 +224,9 @@ def test_a_flipped_bit_is_found_by_who_reads_a_part(low: int, tmp_path: Path) ->
     value = torch.arange(2 * storage.BLOCK // 4, dtype=torch.float32).view(-1, 64)
     whole = Box(tuple(value.shape), tuple(((0, size),) for size in value.shape), 0, value.numel())
     storage.write_rank(tmp_path, 0, [(Piece.of("x", value.dtype, whole), value)])
-    storage.write_json(tmp_path / "run.json", {"format": storage.FORMAT, "indices": ["rank-00000.json"]})
+    storage.write_json(
+        tmp_path / "run.json", {"format": storage.FORMAT, "indices": ["rank-00000.json"]}
+    )
     part = Box(whole.shape, whole.ranges, low, low + 10)
     assert torch.equal(Reader(tmp_path).read("x", part), value.view(-1)[low : low + 10])
     column = Box(whole.shape, (((0, len(value)),), ((3, 5),)), 0, 2 * len(value))
@@ -193,7 +240,10 @@ def test_a_flipped_bit_is_found_by_who_reads_a_part(low: int, tmp_path: Path) ->
 
 
 def damaged(folder: str, level: int) -> tuple[str, str, str, bool]:
-    """Have one rank fail to read; return what loading, stepping and saving say, and whether an older one helps."""
+    """
+    Have one rank fail to read; return what loading, stepping and saving say, and whether an older
+    one helps.
+    """
     run = made(optimizer_level=level)
     for step in range(2):
         run.step(rows(step))
@@ -225,8 +275,13 @@ def damaged(folder: str, level: int) -> tuple[str, str, str, bool]:
 
 
 @pytest.mark.parametrize("level", [0, 2])
-def test_what_one_rank_cannot_read_is_told_on_all(level: int, worlds: Worlds, tmp_path: Path) -> None:
-    """One rank had raised, and could go back to an older checkpoint while the others went on with the newer."""
+def test_what_one_rank_cannot_read_is_told_on_all(
+    level: int, worlds: Worlds, tmp_path: Path
+) -> None:
+    """
+    One rank had raised, and could go back to an older checkpoint while the others went on with the
+    newer.
+    """
     for load, step, save, right in worlds(2).run(damaged, str(tmp_path), level):
         assert "weights/0.weight has a wrong checksum" in load
         assert re.match(r"pdrun.Run.step: a part of .*step-00000002 has been taken up", step)
@@ -239,7 +294,11 @@ def elsewhere(folder: str) -> list[str]:
     run.save(folder)
     told = []
     for name in (folder, f"{folder}/step-00000001"):
-        mine = Path(name) if run.context.rank == 0 else Path(f"{folder}-that-this-rank-lacks") / Path(name).name
+        mine = (
+            Path(name)
+            if run.context.rank == 0
+            else Path(f"{folder}-that-this-rank-lacks") / Path(name).name
+        )
         try:
             run.load(mine)
         except ConfigError as error:
@@ -253,11 +312,14 @@ def test_a_folder_that_one_rank_does_not_see(worlds: Worlds, tmp_path: Path) -> 
         assert len(told) == 2 and all("is no whole checkpoint" in text for text in told)
 
 
-# ---- which one -------------------------------------------------------------------------------------------------------
+# ---- which one --------------------------------------------------------------
 
 
 def test_the_newest_is_what_was_written_last(tmp_path: Path) -> None:
-    """After a step back the highest number is what was gone back from: `keep` had removed what it had just saved."""
+    """
+    After a step back the highest number is what was gone back from: `keep` had removed what it had
+    just saved.
+    """
     run = made()
     for step in range(4):
         run.step(rows(step))
@@ -280,19 +342,23 @@ def test_two_runs_do_not_replace_each_others_checkpoints(tmp_path: Path) -> None
     two.step(rows())
     one.save(tmp_path)
     one.save(tmp_path)
-    with pytest.raises(UsageError, match="step-00000001 is the checkpoint of another run of this process"):
+    with pytest.raises(
+        UsageError, match="step-00000001 is the checkpoint of another run of this process"
+    ):
         two.save(tmp_path)
     two.save(tmp_path / "two")
     del one
     two.save(tmp_path)  # nobody has the other one any more
 
 
-# ---- where the data stand --------------------------------------------------------------------------------------------
+# ---- where the data stand ---------------------------------------------------
 
 
 @pytest.mark.parametrize("source", ["loader", "iterable"])
 @pytest.mark.parametrize("when", ["before the step", "after the step", "after a break"])
-def test_a_batch_that_no_step_has_used_is_not_left_out(when: str, source: str, tmp_path: Path) -> None:
+def test_a_batch_that_no_step_has_used_is_not_left_out(
+    when: str, source: str, tmp_path: Path
+) -> None:
     """A loop that saves before its step, or that ends before it, had lost that batch."""
     held = torch.arange(24.0)[:, None].expand(24, 6).clone()
     data: Any = pdrun.Loader(held, 4) if source == "loader" else held.split(4)
@@ -321,7 +387,7 @@ def test_a_batch_that_no_step_has_used_is_not_left_out(when: str, source: str, t
     assert first + more == [0.0, 4.0, 8.0, 12.0, 16.0, 20.0, 0.0, 4.0]
 
 
-# ---- files of weights ------------------------------------------------------------------------------------------------
+# ---- files of weights -------------------------------------------------------
 
 
 def test_a_buffer_of_another_shape_in_a_file(tmp_path: Path) -> None:
@@ -350,7 +416,9 @@ def test_types_of_a_file(worlds: Worlds, tmp_path: Path) -> None:
     for kind in ("uint16", "float8_e4m3fn", "int32"):
         assert worlds(2).run(exported, str(tmp_path), kind) == [True, True]
     for told in worlds(2).run(exported, str(tmp_path), "complex64"):
-        assert told.startswith("pdrun.Run.export: kept has the type complex64, which a safetensors file does not")
+        assert told.startswith(
+            "pdrun.Run.export: kept has the type complex64, which a safetensors file does not"
+        )
 
 
 def started(kind: str) -> str | list[float]:
@@ -375,7 +443,7 @@ def test_all_ranks_start_with_rank_0s_buffers_of_any_type(kind: str, worlds: Wor
             assert found == torch.eye(3).flatten().tolist()
 
 
-# ---- a save that nobody waits for ------------------------------------------------------------------------------------
+# ---- a save that nobody waits for -------------------------------------------
 
 LAST = """
 import sys
@@ -393,7 +461,11 @@ def test_a_last_save_that_fails_is_not_silent(good: bool, tmp_path: Path) -> Non
     (tmp_path / "file").write_text("")
     folder, root = tmp_path / ("kept" if good else "file") / "below", str(Path(__file__).parents[2])
     done = subprocess.run(
-        [sys.executable, "-c", LAST, str(folder), root], env=clean(), capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", LAST, str(folder), root],
+        env=clean(),
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     told = f"pdrun: error: {folder}/step-00000001 was not saved: pdrun.Run.save: rank 0: "
     assert done.returncode == 0 and (told in done.stderr) == (not good), done.stderr

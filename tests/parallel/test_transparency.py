@@ -1,8 +1,9 @@
 """
-A model on any number of ranks is the same model: losses, gradients and weights have the bits of one process.
+A model on any number of ranks is the same model: losses, gradients and weights have the bits of one
+process.
 
-The product of what can be combined is sampled by a seeded generator. ``python -m tests.parallel.sweep 500`` samples
-more of it.
+The product of what can be combined is sampled by a seeded generator. ``python -m
+tests.parallel.sweep 500`` samples more of it.
 """
 
 from __future__ import annotations
@@ -29,11 +30,20 @@ def sample(count: int, seed: int) -> list[Case]:
     for i in range(count):
         world, level = 1 + i % 4, (i // 4) % 4
         groups = [None] + [size for size in (1, 2) if level and world % size == 0]
-        found.append(Case(
-            world, level, dice.choice([1, 3]), dice.choice([None, "full", "selective"]), dice.random() < 0.4,
-            dice.random() < 0.4, dice.choice([(24, 24, 24), (23, 7, 24), (13, 2, 1)]), dice.choice([None, 0.3]),
-            dice.choice(["AdamW", "SGD", "fused", "foreach"]), dice.choice(groups),
-        ))  # fmt: skip
+        found.append(
+            Case(
+                world,
+                level,
+                dice.choice([1, 3]),
+                dice.choice([None, "full", "selective"]),
+                dice.random() < 0.4,
+                dice.random() < 0.4,
+                dice.choice([(24, 24, 24), (23, 7, 24), (13, 2, 1)]),
+                dice.choice([None, 0.3]),
+                dice.choice(["AdamW", "SGD", "fused", "foreach"]),
+                dice.choice(groups),
+            )
+        )
     return found
 
 
@@ -46,7 +56,10 @@ def check(case: Case, worlds: Worlds, folder: Path | None = None) -> None:
 
 
 def same(told: dict[str, Any], want: dict[str, Any], steps: int = 0) -> None:
-    """Compare two results bit for bit, the last steps only where the first of them says so; norms are sums in fp64."""
+    """
+    Compare two results bit for bit, the last steps only where the first of them says so; norms are
+    sums in fp64.
+    """
     assert told["loss"] == want["loss"][-steps:]
     assert told["count"] == want["count"][-steps:]
     assert told["norm"] == pytest.approx(want["norm"][-steps:], rel=1e-12)
@@ -78,7 +91,9 @@ def test_the_whole_batch_at_once_is_the_same_to_rounding(worlds: Worlds) -> None
     want = worlds(1).run(zoo.plain, Case(rows=case.rows))[0]
     assert told["loss"] == pytest.approx(want["loss"], rel=1e-5)
     for name, value in want["grads"].items():
-        assert numpy.linalg.norm(told["grads"][name] - value) <= 1e-4 * numpy.linalg.norm(value), name
+        assert numpy.linalg.norm(told["grads"][name] - value) <= 1e-4 * numpy.linalg.norm(value), (
+            name
+        )
 
 
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
@@ -88,12 +103,19 @@ def test_the_fast_order_is_the_same_to_rounding(level: int, worlds: Worlds) -> N
     want = worlds(1).run(zoo.plain, case.alone())[0]
     assert told["loss"] == pytest.approx(want["loss"], rel=1e-5)
     for name, value in want["grads"].items():
-        assert numpy.linalg.norm(told["grads"][name] - value) <= 1e-4 * numpy.linalg.norm(value), name
+        assert numpy.linalg.norm(told["grads"][name] - value) <= 1e-4 * numpy.linalg.norm(value), (
+            name
+        )
 
 
-@pytest.mark.parametrize("case", [
-    Case(3, 3, accumulate=3, tied=True, dropout=True, clip=0.3, rows=(23, 7, 24)),
-    Case(2, 3, accumulate=2, recompute="full"), Case(4, 3, accumulate=3, shard_group=2, rows=(13, 2, 1)),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(3, 3, accumulate=3, tied=True, dropout=True, clip=0.3, rows=(23, 7, 24)),
+        Case(2, 3, accumulate=2, recompute="full"),
+        Case(4, 3, accumulate=3, shard_group=2, rows=(13, 2, 1)),
+    ],
+    ids=str,
+)
 def test_weights_that_stay_for_a_step(case: Case, worlds: Worlds, tmp_path: Path) -> None:
     check(dataclasses.replace(case, more=(("gather", "step"),)), worlds, tmp_path)

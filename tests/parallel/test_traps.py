@@ -40,16 +40,23 @@ def rows(step: int = 0, count: int = 8) -> torch.Tensor:
     return torch.randn(count, 6, generator=torch.Generator().manual_seed(step))
 
 
-# ---- an overflow under clipping ----------------------------------------------------------------------------------
+# ---- an overflow under clipping ---------------------------------------------
 
 
 def overflow(level: int) -> tuple[int, float, float]:
-    """Train where the first steps overflow; return how many were left out, the last norm and the scale."""
+    """
+    Train where the first steps overflow; return how many were left out, the last norm and the
+    scale.
+    """
     policy = pdrun.Precision("fp16", scale=2.0**30)
     run = pdrun.parallelize(mlp(), adam, loss, optimizer_level=level, precision=policy, clip=1.0)
     told = [run.step(rows(step)) for step in range(30)]
     assert run.scale is not None
-    return sum(metrics.skipped for metrics in told), float(told[-1].grad_norm or "nan"), run.scale.value
+    return (
+        sum(metrics.skipped for metrics in told),
+        float(told[-1].grad_norm or "nan"),
+        run.scale.value,
+    )
 
 
 @pytest.mark.parametrize("level", [0, 1])
@@ -65,10 +72,12 @@ def test_gaps_are_all_that_is_no_weight() -> None:
             layout = lay_out(shapes, shards, shards)
             held = [*layout.extents, *layout.gaps]
             found = sorted(place for low, high in held for place in range(low, high))
-            assert found == list(range(layout.numel)) and all(low < high for low, high in layout.gaps)
+            assert found == list(range(layout.numel)) and all(
+                low < high for low, high in layout.gaps
+            )
 
 
-# ---- what a program draws between steps ------------------------------------------------------------------------------
+# ---- what a program draws between steps -------------------------------------
 
 
 def drawn() -> tuple[list[float], list[float]]:
@@ -92,12 +101,15 @@ def drawn() -> tuple[list[float], list[float]]:
 
 
 def test_a_step_draws_nothing_from_the_programs_generator(worlds: Worlds) -> None:
-    """Ranks are seeded by slice inside it: a batch that a loop draws would differ from the second step on."""
+    """
+    Ranks are seeded by slice inside it: a batch that a loop draws would differ from the second step
+    on.
+    """
     for found, alone in [drawn(), *worlds(2).run(drawn)]:
         assert found == alone
 
 
-# ---- equal starts ------------------------------------------------------------------------------------------------
+# ---- equal starts -----------------------------------------------------------
 
 
 class Sliced(nn.Module):
@@ -122,20 +134,27 @@ def sliced(folder: str) -> dict[str, list[float]]:
     model = Sliced(rank + 1)
     run = pdrun.parallelize(model, sgd, loss)
     assert run.model.mask is run.model.again.mask
-    found = {name: tensor.detach().flatten()[:200].tolist() for name, tensor in run.model.state_dict().items()}
+    found = {
+        name: tensor.detach().flatten()[:200].tolist()
+        for name, tensor in run.model.state_dict().items()
+    }
     run.step(rows())
     run.save(folder)
     run.load(folder)
     return found
 
 
-def test_all_ranks_start_with_rank_0s_model_however_it_lies_in_memory(worlds: Worlds, tmp_path: Any) -> None:
-    whole = {name: tensor.flatten()[:200].tolist() for name, tensor in Sliced(1).state_dict().items()}
+def test_all_ranks_start_with_rank_0s_model_however_it_lies_in_memory(
+    worlds: Worlds, tmp_path: Any
+) -> None:
+    whole = {
+        name: tensor.flatten()[:200].tolist() for name, tensor in Sliced(1).state_dict().items()
+    }
     for found in [sliced(str(tmp_path / "one")), *worlds(2).run(sliced, str(tmp_path / "two"))]:
         assert found == {name: pytest.approx(value, abs=0) for name, value in whole.items()}
 
 
-# ---- what is refused ---------------------------------------------------------------------------------------------
+# ---- what is refused --------------------------------------------------------
 
 
 def refused(make: Callable[[], nn.Module], **options: Any) -> str:
@@ -170,7 +189,9 @@ def resting(sync: bool) -> str:
 
 def test_a_batch_norm_that_is_put_into_training_later(worlds: Worlds) -> None:
     found = worlds(2).run(resting, False)
-    assert all(told.startswith("pdrun.Run.step: 1 is in training since parallelize") for told in found)
+    assert all(
+        told.startswith("pdrun.Run.step: 1 is in training since parallelize") for told in found
+    )
     assert worlds(2).run(resting, True) == ["", ""] and resting(False) == ""
 
 
@@ -202,7 +223,13 @@ def test_whether_an_optimizer_is_elementwise_does_not_depend_on_its_rate(rate: A
     params = [nn.Parameter(torch.ones(4))]
     with pytest.raises(UsageError, match="Lamb looks at more than one element"):
         retarget.check_elementwise(Lamb(params, rate), torch.device("cpu"))
-    for kind in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Adadelta):
+    for kind in (
+        torch.optim.SGD,
+        torch.optim.AdamW,
+        torch.optim.Adagrad,
+        torch.optim.RMSprop,
+        torch.optim.Adadelta,
+    ):
         if not (isinstance(rate, torch.Tensor) and kind is torch.optim.Adadelta):
             made = kind(params, lr=rate)
             retarget.check_elementwise(made, torch.device("cpu"))
@@ -217,7 +244,9 @@ def test_weights_that_are_changed_where_the_optimizer_has_its_own() -> None:
     run.step(rows())
     run.step(rows())
     run.model.load_state_dict(before)
-    with pytest.raises(UsageError, match=r"^pdrun.Run.step: 0.weight was changed in place; .* run.load_weights"):
+    with pytest.raises(
+        UsageError, match=r"^pdrun.Run.step: 0.weight was changed in place; .* run.load_weights"
+    ):
         run.step(rows())
 
 
@@ -248,11 +277,13 @@ def test_groups_that_come_later() -> None:
     run = pdrun.parallelize(model, lambda params: sgd(params[:2]), loss, precision="bf16")
     run.step(rows())
     run.optimizer.add_param_group({"params": [model[2].weight]})
-    with pytest.raises(UsageError, match="the optimizer has 3 tensors in 2 groups, 2 in 1 when the run was made"):
+    with pytest.raises(
+        UsageError, match="the optimizer has 3 tensors in 2 groups, 2 in 1 when the run was made"
+    ):
         run.step(rows())
 
 
-# ---- batches of a loop -------------------------------------------------------------------------------------------
+# ---- batches of a loop ------------------------------------------------------
 
 
 def changed_batches(how: str) -> str:
@@ -275,26 +306,35 @@ def changed_batches(how: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("how", "refused"), [("plain", False), ("evaluates another", False), ("changed", True),
-                                              ("late", True)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("how", "refused"),
+    [("plain", False), ("evaluates another", False), ("changed", True), ("late", True)],
+)
 def test_a_loop_over_a_loader_steps_on_the_very_batch(how: str, refused: bool) -> None:
-    """Its rows are this rank's already: what was made of it, or one before, would be cut once more, at any step."""
+    """
+    Its rows are this rank's already: what was made of it, or one before, would be cut once more, at
+    any step.
+    """
     told = changed_batches(how)
-    assert ("not the batch that run.data has just yielded" in told) == refused and bool(told) == refused, told
+    assert ("not the batch that run.data has just yielded" in told) == refused and bool(
+        told
+    ) == refused, told
 
 
-# ---- verify ------------------------------------------------------------------------------------------------------
+# ---- verify -----------------------------------------------------------------
 
 
 def test_verify_does_not_take_an_overflow_for_a_fault() -> None:
-    run = pdrun.parallelize(mlp(), adam, loss, precision=pdrun.Precision("fp16", scale=2.0**30), clip=1.0)
+    run = pdrun.parallelize(
+        mlp(), adam, loss, precision=pdrun.Precision("fp16", scale=2.0**30), clip=1.0
+    )
     assert run.scale is not None
     report = run.verify([rows()])
     assert report.steps[0].norm == pytest.approx(report.steps[0].norm_alone, rel=1e-2)
     assert run.scale.value == 2.0**30 and run.step(rows()).skipped
 
 
-# ---- complex weights ---------------------------------------------------------------------------------------------
+# ---- complex weights --------------------------------------------------------
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -302,10 +342,12 @@ def test_a_norm_counts_imaginary_parts(exact: bool) -> None:
     value = torch.randn(7, 300, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
     for one in (value, value.T, value.conj()):
         found = float(square_sum([one, torch.ones(2)] if exact else [one], exact))
-        assert found == pytest.approx(float(value.abs().double().square().sum()) + 2 * exact, rel=1e-6)
+        assert found == pytest.approx(
+            float(value.abs().double().square().sum()) + 2 * exact, rel=1e-6
+        )
 
 
-# ---- hooks on weights ----------------------------------------------------------------------------------------------
+# ---- hooks on weights -------------------------------------------------------
 
 
 def noted(kept: list[Any]) -> Callable[[torch.Tensor], None]:
@@ -317,11 +359,19 @@ def masked(grad: torch.Tensor) -> torch.Tensor:
 
 
 HOOKS: dict[str, tuple[str, Any, str]] = {
-    "limits": ("register_hook", lambda grad: grad.clamp(-0.01, 0.01), "0.weight has a hook on its gradient that is"),
+    "limits": (
+        "register_hook",
+        lambda grad: grad.clamp(-0.01, 0.01),
+        "0.weight has a hook on its gradient that is",
+    ),
     "normalises": ("register_hook", lambda grad: grad / grad.norm(), "is not linear"),
     "signs": ("register_hook", lambda grad: grad.abs(), "is not linear"),
     "fails": ("register_hook", lambda grad: grad.nothing, "is not linear"),
-    "takes": ("register_post_accumulate_grad_hook", lambda param: None, "which would take the gradient before it is"),
+    "takes": (
+        "register_post_accumulate_grad_hook",
+        lambda param: None,
+        "which would take the gradient before it is",
+    ),
     "masks": ("register_hook", masked, ""),
     "notes": ("register_hook", noted([]), ""),
 }
@@ -330,7 +380,10 @@ HOOKS: dict[str, tuple[str, Any, str]] = {
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("name", HOOKS)
 def test_hooks_whose_numbers_would_depend_on_the_ranks(name: str, late: bool) -> None:
-    """A limit of each rank's gradient of a sum had been another one on each number of ranks, without a word."""
+    """
+    A limit of each rank's gradient of a sum had been another one on each number of ranks, without a
+    word.
+    """
     method, hook, told = HOOKS[name]
     model = mlp()
     if not late:
@@ -343,7 +396,11 @@ def test_hooks_whose_numbers_would_depend_on_the_ranks(name: str, late: bool) ->
         run.step(rows())
         run.step(rows())
     except UsageError as error:
-        assert told and told in str(error) and str(error).startswith("pdrun.Run.step" if late else "pdrun.parallelize")
+        assert (
+            told
+            and told in str(error)
+            and str(error).startswith("pdrun.Run.step" if late else "pdrun.parallelize")
+        )
     else:
         assert not told
 
@@ -386,19 +443,25 @@ def on_what_is_cut() -> str:
 
 def test_a_hook_on_a_weight_that_is_cut(worlds: Worlds) -> None:
     for told in worlds(2).run(on_what_is_cut):
-        assert "0.weight is cut, and has a hook on its gradient, which would get a part of it" in told
+        assert (
+            "0.weight is cut, and has a hook on its gradient, which would get a part of it" in told
+        )
 
 
-# ---- what only sees its own rows, or no backward ---------------------------------------------------------------------
+# ---- what only sees its own rows, or no backward ----------------------------
 
 
 def by_frequency() -> str:
-    return refused(lambda: nn.Sequential(nn.Embedding(5, 4, scale_grad_by_freq=True), nn.Linear(4, 1)))
+    return refused(
+        lambda: nn.Sequential(nn.Embedding(5, 4, scale_grad_by_freq=True), nn.Linear(4, 1))
+    )
 
 
 def test_gradients_divided_by_how_often_a_word_comes(worlds: Worlds) -> None:
     for told in worlds(2).run(by_frequency):
-        assert "0: scale_grad_by_freq=True divides by how often a word is in a rank's own rows" in told
+        assert (
+            "0: scale_grad_by_freq=True divides by how often a word is in a rank's own rows" in told
+        )
 
 
 class Mapped(nn.Module):
@@ -426,10 +489,13 @@ def test_units_inside_vmap(worlds: Worlds) -> None:
     for found in worlds(2).run(mapped, "step"):
         assert found == pytest.approx(want, rel=1e-6)
     for told in worlds(2).run(mapped, "pass"):
-        assert 'inside torch.func (vmap, grad), which does not tell when its backward begins; gather="step"' in told
+        assert (
+            'inside torch.func (vmap, grad), which does not tell when its backward begins; gather="step"'
+            in told
+        )
 
 
-# ---- hooks on modules under operators ------------------------------------------------------------------------------
+# ---- hooks on modules under operators ---------------------------------------
 
 
 def doubled(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -469,8 +535,11 @@ def test_hooks_on_modules_whose_operators_are_cut(hook: str, worlds: Worlds) -> 
         model.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
     run = pdrun.parallelize(model, sgd, loss, accumulate=2)
     want = [run.step(rows(step, count)).loss for step, count in enumerate((8, 8, 5))]
-    told = {"layer": "0 has a hook that changes what it is given", "input": "0 has a hook that changes what",
-            "backward": "pdrun.Operators: 0 has a backward hook"}  # fmt: skip
+    told = {
+        "layer": "0 has a hook that changes what it is given",
+        "input": "0 has a hook that changes what",
+        "backward": "pdrun.Operators: 0 has a backward hook",
+    }
     for found in worlds(2).run(by_operators, hook):
         if hook in told:
             assert isinstance(found, str) and told[hook] in found
@@ -478,11 +547,13 @@ def test_hooks_on_modules_whose_operators_are_cut(hook: str, worlds: Worlds) -> 
             assert found == pytest.approx(want, rel=1e-5)
 
 
-# ---- what depends on the slices --------------------------------------------------------------------------------------
+# ---- what depends on the slices ---------------------------------------------
 
 
 def contrast(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
-    return torch.nn.functional.cross_entropy(output @ output.T, torch.arange(len(output)), reduction="sum"), len(output)
+    return torch.nn.functional.cross_entropy(
+        output @ output.T, torch.arange(len(output)), reduction="sum"
+    ), len(output)
 
 
 def penalty(model: nn.Module) -> Any:
@@ -498,7 +569,10 @@ def depends(what: str) -> tuple[bool, str]:
     judges: dict[str, Any] = {
         "rows": contrast,
         "penalty": lambda output, batch: (loss(output[0], batch)[0] + output[1], len(batch)),
-        "by count": lambda output, batch: (loss(output[0], batch)[0] + output[1] * len(batch), len(batch)),
+        "by count": lambda output, batch: (
+            loss(output[0], batch)[0] + output[1] * len(batch),
+            len(batch),
+        ),
         "plain": loss,
     }
     forward = with_penalty if what in ("penalty", "by count") else None
@@ -508,7 +582,9 @@ def depends(what: str) -> tuple[bool, str]:
     return bool(report.across), str(report)
 
 
-@pytest.mark.parametrize(("what", "told"), [("rows", True), ("penalty", True), ("by count", False), ("plain", False)])
+@pytest.mark.parametrize(
+    ("what", "told"), [("rows", True), ("penalty", True), ("by count", False), ("plain", False)]
+)
 def test_verify_says_what_depends_on_the_slices(what: str, told: bool, worlds: Worlds) -> None:
     """Each number of ranks had trained another model, and `verify` had been content."""
     for across, text in [depends(what), *worlds(2).run(depends, what)]:
@@ -518,7 +594,9 @@ def test_verify_says_what_depends_on_the_slices(what: str, told: bool, worlds: W
 def by_closure(level: int) -> str:
     model = mlp()
     options: Any = {"optimizer_level": level, "accumulate": 2}
-    run = pdrun.parallelize(model, sgd, lambda out, batch: (out.sum() + penalty(model) * len(out), len(out)), **options)
+    run = pdrun.parallelize(
+        model, sgd, lambda out, batch: (out.sum() + penalty(model) * len(out), len(out)), **options
+    )
     first = run.step(rows()).loss
     with pytest.raises(UsageError) as caught:
         run.verify([rows(1)])
@@ -528,12 +606,17 @@ def by_closure(level: int) -> str:
 
 @pytest.mark.parametrize("level", [0, 2])
 def test_verify_of_a_loss_that_reads_the_runs_own_weights(level: int, worlds: Worlds) -> None:
-    """The copy's gradients lacked what the loss had given to the run's own weights, in the middle of its sums."""
+    """
+    The copy's gradients lacked what the loss had given to the run's own weights, in the middle of
+    its sums.
+    """
     for told in [by_closure(level), *worlds(2).run(by_closure, level)]:
-        assert told.startswith("pdrun.Run.verify: loss= or forward= computes with 0.weight of the run's model"), told
+        assert told.startswith(
+            "pdrun.Run.verify: loss= or forward= computes with 0.weight of the run's model"
+        ), told
 
 
-# ---- optimizer state in files ----------------------------------------------------------------------------------------
+# ---- optimizer state in files -----------------------------------------------
 
 
 class Hollow(nn.Module):
@@ -550,7 +633,9 @@ class Hollow(nn.Module):
 def filed(folder: str, level: int) -> tuple[list[float], list[float]]:
     away = pdrun.Offload(optimizer=True, disk=folder, activations=True, least=0)
     plain, run = (
-        pdrun.parallelize(Hollow(), adam, loss, optimizer_level=level, accumulate=2, clip=0.5, **options)
+        pdrun.parallelize(
+            Hollow(), adam, loss, optimizer_level=level, accumulate=2, clip=0.5, **options
+        )
         for options in ({}, {"offload": away})
     )
     return tuple([each.step(rows(step)).loss for step in range(4)] for each in (plain, run))  # type: ignore[return-value]
@@ -574,5 +659,8 @@ def test_no_room_for_state_is_told(tmp_path: Any, monkeypatch: pytest.MonkeyPatc
     for folder, told in (("disk", "No space left on device"), ("file", "Not a directory")):
         away = pdrun.Offload(optimizer=True, disk=tmp_path / folder)
         run = pdrun.parallelize(mlp(), adam, loss, offload=away)
-        with pytest.raises(ConfigError, match=rf"there is no room for 240 bytes of the optimizer's state \({told}\)"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"there is no room for 240 bytes of the optimizer's state \({told}\)",
+        ):
             run.step(rows())

@@ -1,4 +1,7 @@
-"""Waits that cannot end name what they waited for; what watches over them is gone before the interpreter is."""
+"""
+Waits that cannot end name what they waited for; what watches over them is gone before the
+interpreter is.
+"""
 
 from __future__ import annotations
 
@@ -53,15 +56,22 @@ class Work:
         raise RuntimeError(self.words)
 
 
-@pytest.mark.parametrize("words", [
-    "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:6828. This is typically",
-    "[gloo/transport/tcp/pair.cc:1] Connection reset by peer", "ncclRemoteError: a peer", "writev: Broken pipe",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words",
+    [
+        "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:6828. This is typically",
+        "[gloo/transport/tcp/pair.cc:1] Connection reset by peer",
+        "ncclRemoteError: a peer",
+        "writev: Broken pipe",
+    ],
+)
 def test_a_peer_that_is_gone_is_named_in_one_line(words: str) -> None:
     watch = Watch(100.0)
     watch._store = object()
     watch.enter("step 3")
-    with pytest.raises(PeerLost, match=r"^step 3: the losses cannot come: another rank is gone \([^()]*\)$") as caught:
+    with pytest.raises(
+        PeerLost, match=r"^step 3: the losses cannot come: another rank is gone \([^()]*\)$"
+    ) as caught:
         watch.wait(Work(words), "the losses")
     assert isinstance(caught.value, RuntimeError) and words in str(caught.value.__cause__)
     watch.leave()
@@ -84,11 +94,16 @@ def test_another_error_of_a_collective_stays_what_it_is() -> None:
     assert not isinstance(caught.value, PeerLost)
 
 
-@pytest.mark.parametrize("more", ["", "watch.start(100.0, 0, 2, Slow(), True)", "time.sleep(0.1); first.close()"])
+@pytest.mark.parametrize(
+    "more", ["", "watch.start(100.0, 0, 2, Slow(), True)", "time.sleep(0.1); first.close()"]
+)
 def test_no_thread_is_in_a_call_when_python_is_taken_down(more: str) -> None:
     """It would end the process with SIGABRT: "terminate called without an active exception"."""
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.replace("{more}", more)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", PROGRAM.replace("{more}", more)],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert (done.returncode, done.stderr) == (0, "") and "asked" in done.stdout
 
@@ -96,5 +111,7 @@ def test_no_thread_is_in_a_call_when_python_is_taken_down(more: str) -> None:
 def test_a_store_that_does_not_answer_is_not_waited_for_long() -> None:
     program = PROGRAM.replace("{more}", "watch.LEAVE = 0.2; Late.__del__ = lambda self: None")
     program = program.replace("seconds=0.3", "seconds=50")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30
+    )
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,7 +1,7 @@
 """
-Worlds of real processes, started once and used by many tests: a process that has imported torch forks the workers, and
-each runs the functions that it is sent. A world in which something went wrong is thrown away; the next test gets a new
-one.
+Worlds of real processes, started once and used by many tests: a process that has imported torch
+forks the workers, and each runs the functions that it is sent. A world in which something went
+wrong is thrown away; the next test gets a new one.
 """
 
 from __future__ import annotations
@@ -22,15 +22,25 @@ BOUND = 60.0
 """Seconds after which a call counts as hung."""
 
 PRELOADED = [
-    "torch", "torch.distributed", "torch._dynamo", "torch._dynamo.backends.debugging", "torch._inductor.compile_fx",
-    "torch.export._trace", "tests.parallel.mixed", "tests.parallel.piped",
-]  # fmt: skip
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "torch._dynamo.backends.debugging",
+    "torch._inductor.compile_fx",
+    "torch.export._trace",
+    "tests.parallel.mixed",
+    "tests.parallel.piped",
+]
 """What is imported once, in the process that forks, instead of once in each rank that wants it."""
 
 
 def _serve(rank: int, world: int, store: str, link: Connection) -> None:
     """Be one rank: run what comes, answer with the result or the traceback."""
-    for name in [name for name in os.environ if name.startswith(("PDRUN_", "MS_", "TORCHELASTIC_", "GROUP_", "ROLE_"))]:
+    for name in [
+        name
+        for name in os.environ
+        if name.startswith(("PDRUN_", "MS_", "TORCHELASTIC_", "GROUP_", "ROLE_"))
+    ]:
         del os.environ[name]
     os.environ.update(
         RANK=str(rank),
@@ -44,10 +54,14 @@ def _serve(rank: int, world: int, store: str, link: Connection) -> None:
     from pdrun.parallel import torch_compat as compat
     from pdrun.parallel.parallelize import parallelize
 
-    parallelize.__kwdefaults__["timeout"] = 30.0  # a hang names the ranks before the test's own bound
+    parallelize.__kwdefaults__["timeout"] = (
+        30.0  # a hang names the ranks before the test's own bound
+    )
     torch.set_num_threads(1)
     gc.freeze()  # what is there now is not looked at again by each collection
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world
+    )
     while True:
         try:
             module, name, args, kwargs = link.recv()
@@ -99,7 +113,8 @@ class World:
 
     def answers(self, bound: float = BOUND, until: int | None = None) -> list[Any]:
         """
-        Return (worked, result) of every rank; one that doesn't answer in time has (False, ("Hung", ...)).
+        Return (worked, result) of every rank; one that doesn't answer in time has (False, ("Hung",
+        ...)).
 
         Args:
             until: end when this rank has answered, whatever the others do.
@@ -107,7 +122,9 @@ class World:
         found: dict[int, Any] = {}
         end = time.monotonic() + bound
         while len(found) < len(self.links) and until not in found and time.monotonic() < end:
-            waiting = {self.links[rank]: rank for rank in range(len(self.links)) if rank not in found}
+            waiting = {
+                self.links[rank]: rank for rank in range(len(self.links)) if rank not in found
+            }
             for link in wait(list(waiting), max(0.0, end - time.monotonic())):
                 try:
                     found[waiting[link]] = link.recv()  # type: ignore[index, union-attr]
@@ -115,12 +132,17 @@ class World:
                     found[waiting[link]] = (False, ("Died", "the process is gone", ""))  # type: ignore[index]
                 if not found[waiting[link]][0]:  # type: ignore[index]
                     end = min(end, time.monotonic() + self.grace)
-        answers = [found.get(rank, (False, ("Hung", "did not answer", ""))) for rank in range(len(self.links))]
+        answers = [
+            found.get(rank, (False, ("Hung", "did not answer", "")))
+            for rank in range(len(self.links))
+        ]
         self.busy = False
         self.broken |= not all(worked for worked, _ in answers)
         return answers
 
-    def run(self, function: Callable[..., Any], *args: Any, bound: float = BOUND, **kwargs: Any) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], *args: Any, bound: float = BOUND, **kwargs: Any
+    ) -> list[Any]:
         """Return what every rank returned, in order; raise RankError for the first that raised."""
         self.start(function, *args, **kwargs)
         found = self.answers(bound)
@@ -138,7 +160,9 @@ class World:
         self.start(function, *args, **kwargs)
         return [("", "") if worked else told[:2] for worked, told in self.answers(bound)]
 
-    def failure(self, rank: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[str, str]:
+    def failure(
+        self, rank: int, function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> tuple[str, str]:
         """Return (kind, text) of one rank's error; the others may wait for it for good."""
         self.start(function, *args, **kwargs)
         worked, told = self.answers(until=rank)[rank]

@@ -32,13 +32,20 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows, length, _ = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(rows, length, 3, 4, -1).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(rows, length, WIDTH)
+        mixed = (
+            F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            .transpose(1, 2)
+            .reshape(rows, length, WIDTH)
+        )
         x = x + self.drop(self.proj(mixed))
         return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
 
 
 class Tiny(nn.Module):
-    """A language model with everything that goes wrong: ties, dropout, an unused weight, a buffer, a branch."""
+    """
+    A language model with everything that goes wrong: ties, dropout, an unused weight, a buffer, a
+    branch.
+    """
 
     def __init__(self, tied: bool = False, p: float = 0.0, layers: int = 3) -> None:
         super().__init__()
@@ -65,13 +72,19 @@ def build(tied: bool = False, p: float = 0.0, layers: int = 3) -> Tiny:
 
 
 def token_loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Cross entropy over the targets that are not padding, as (sum, count): rows count differently."""
-    total = F.cross_entropy(output.flatten(0, 1), batch[1].flatten(), ignore_index=-100, reduction="sum")
+    """
+    Cross entropy over the targets that are not padding, as (sum, count): rows count differently.
+    """
+    total = F.cross_entropy(
+        output.flatten(0, 1), batch[1].flatten(), ignore_index=-100, reduction="sum"
+    )
     return total, (batch[1] != -100).sum()
 
 
 def batch_of(rows: int, step: int) -> tuple[Tensor, Tensor]:
-    """Return ``rows`` sequences and targets, the same for equal arguments; some targets are padding."""
+    """
+    Return ``rows`` sequences and targets, the same for equal arguments; some targets are padding.
+    """
     dice = torch.Generator().manual_seed(100 * rows + step)
     words = torch.randint(WORDS, (rows, LENGTH + 1), generator=dice)
     targets = words[:, 1:].masked_fill(torch.rand(rows, LENGTH, generator=dice) < 0.2, -100)
@@ -103,7 +116,13 @@ class Case:
         """Return the same slices on one rank."""
         more = tuple(pair for pair in self.more if pair[0] != "gather")
         return dataclasses.replace(
-            self, world=1, accumulate=self.slices, level=0, shard_group=None, recompute=None, more=more
+            self,
+            world=1,
+            accumulate=self.slices,
+            level=0,
+            shard_group=None,
+            recompute=None,
+            more=more,
         )
 
     def __str__(self) -> str:
@@ -136,10 +155,18 @@ def make(case: Case, **more: Any) -> Run:
     """Return a case's run."""
     model = build(case.tied, 0.1 if case.dropout else 0.0)
     return parallelize(
-        model, OPTIMIZERS[case.optimizer], token_loss, optimizer_level=case.level, accumulate=case.accumulate,
-        recompute=case.recompute, clip=case.clip, norm=True, shard_group=case.shard_group, seed=5,
+        model,
+        OPTIMIZERS[case.optimizer],
+        token_loss,
+        optimizer_level=case.level,
+        accumulate=case.accumulate,
+        recompute=case.recompute,
+        clip=case.clip,
+        norm=True,
+        shard_group=case.shard_group,
+        seed=5,
         **{**dict(case.more), **more},
-    )  # fmt: skip
+    )
 
 
 def watched(run: Run) -> list[dict[str, Tensor]]:
@@ -217,7 +244,9 @@ def plain(case: Case) -> Result:
             total.backward()
             sums.append(float(total.detach()))
             count += int(some)
-        used = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+        used = {
+            name: param.grad for name, param in model.named_parameters() if param.grad is not None
+        }
         for grad in used.values():
             grad.div_(count)
         norm = sum(float(grad.double().square().sum()) for grad in used.values()) ** 0.5
@@ -232,6 +261,9 @@ def plain(case: Case) -> Result:
         optimizer.zero_grad()
     weights = dict(model.named_parameters())
     return {
-        "loss": losses, "norm": norms, "count": counts, "grads": {name: grad.numpy() for name, grad in grads.items()},
+        "loss": losses,
+        "norm": norms,
+        "count": counts,
+        "grads": {name: grad.numpy() for name, grad in grads.items()},
         "weights": {name: weight.detach().numpy() for name, weight in weights.items()},
-    }  # fmt: skip
+    }

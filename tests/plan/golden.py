@@ -1,14 +1,17 @@
 """
-Golden cases: a command line, an environment and the facts of a machine, and the plan that they lead to, as text.
+Golden cases: a command line, an environment and the facts of a machine, and the plan that they lead
+to, as text.
 
-A case is one YAML file: ``argv``, ``environ``, ``facts`` and, last, ``expect``. A new quirk is a new file, no code.
-``PDRUN_GOLDEN=write pytest tests/plan`` writes what comes out into the files, for reading in a diff.
+A case is one YAML file: ``argv``, ``environ``, ``facts`` and, last, ``expect``. A new quirk is a
+new file, no code. ``PDRUN_GOLDEN=write pytest tests/plan`` writes what comes out into the files,
+for reading in a diff.
 
-``facts``, each with a default: hostname, cpus ("0-7"), cores and numa (lists of CPU lists), quota, torch, cuda and npu
-(number of cards), uuids (cards have GPU-00000000-..), mig (text of nvidia-smi -L), addresses ([name, address]), route,
-local_endpoint, program_error [text, code], log_error, script_digest, hosts_here, starter (how, program, says: what
-mpirun's --version prints, kill_wait, binds, fault). ``around`` has the answers of the
-probes, as in tests/adapters; ``files`` are written into an empty working folder.
+``facts``, each with a default: hostname, cpus ("0-7"), cores and numa (lists of CPU lists), quota,
+torch, cuda and npu (number of cards), uuids (cards have GPU-00000000-..), mig (text of nvidia-smi
+-L), addresses ([name, address]), route, local_endpoint, program_error [text, code], log_error,
+script_digest, hosts_here, starter (how, program, says: what mpirun's --version prints, kill_wait,
+binds, fault). ``around`` has the answers of the probes, as in tests/adapters; ``files`` are written
+into an empty working folder.
 """
 
 from __future__ import annotations
@@ -44,7 +47,10 @@ def load(path: Path) -> dict[str, Any]:
 
 def outcome(case: dict[str, Any], root: Path) -> str:
     """Return the plan of a case as text, or the error that it ends with."""
-    environ = {"PATH": "/usr/bin:/bin", **{name: str(value) for name, value in case.get("environ", {}).items()}}
+    environ = {
+        "PATH": "/usr/bin:/bin",
+        **{name: str(value) for name, value in case.get("environ", {}).items()},
+    }
     try:
         group = build(lambda found: None, lambda read: 0)
         command = group.commands["run"]
@@ -52,7 +58,9 @@ def outcome(case: dict[str, Any], root: Path) -> str:
         words = context.params.pop("words")
         for name, text in case.get("files", {}).items():
             _file(root / "files" / name, text)
-        around = probes({"host": case.get("facts", {}).get("hostname", "host1"), **case.get("around", {})})
+        around = probes(
+            {"host": case.get("facts", {}).get("hostname", "host1"), **case.get("around", {})}
+        )
         with chdir(root / "files") if "files" in case else nullcontext():
             asked = request(context.params, words, environ, around).asked
         facts = make_facts(case.get("facts", {}), environ, root)
@@ -68,7 +76,10 @@ def outcome(case: dict[str, Any], root: Path) -> str:
 
 
 def make_facts(data: dict[str, Any], environ: dict[str, str], root: Path) -> Facts:
-    """Return the facts of a machine that exists only in a case; devices are found by the real probes in ``root``."""
+    """
+    Return the facts of a machine that exists only in a case; devices are found by the real probes
+    in ``root``.
+    """
     error, code = data.get("program_error", ("", 0))
     return Facts(
         hostname=data.get("hostname", "host1"),
@@ -80,7 +91,9 @@ def make_facts(data: dict[str, Any], environ: dict[str, str], root: Path) -> Fac
         pdrun_version="0.1.0",
         cpus=_cpus(data),
         backends=_backends(data, environ, root),
-        addresses=tuple((name, address) for name, address in data.get("addresses", [["lo", "127.0.0.1"]])),
+        addresses=tuple(
+            (name, address) for name, address in data.get("addresses", [["lo", "127.0.0.1"]])
+        ),
         uid=1000,
         script_digest=data.get("script_digest", ""),
         local_endpoint=data.get("local_endpoint"),
@@ -108,11 +121,20 @@ def _cpus(data: dict[str, Any]) -> CpuSet:
     )
 
 
-def _backends(data: dict[str, Any], environ: dict[str, str], root: Path) -> tuple[BackendFacts, ...]:
+def _backends(
+    data: dict[str, Any], environ: dict[str, str], root: Path
+) -> tuple[BackendFacts, ...]:
     for number in range(data.get("cuda", 0)):
         _file(root / f"dev/nvidia{number}", "")
-        _file(root / "proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX x86_64  580.159.04  Release\n")
-        uuid = f"GPU-0000000{number}-aaaa-bbbb-cccc-dddddddddddd" if data.get("uuids") else "GPU-????????"
+        _file(
+            root / "proc/driver/nvidia/version",
+            "NVRM version: NVIDIA UNIX x86_64  580.159.04  Release\n",
+        )
+        uuid = (
+            f"GPU-0000000{number}-aaaa-bbbb-cccc-dddddddddddd"
+            if data.get("uuids")
+            else "GPU-????????"
+        )
         text = f"GPU UUID: \t {uuid}\nDevice Minor: \t {number}\n"
         _file(root / f"proc/driver/nvidia/gpus/0000:0{number}:00.0/information", text)
         if data.get("mig"):
@@ -122,9 +144,13 @@ def _backends(data: dict[str, Any], environ: dict[str, str], root: Path) -> tupl
         _file(root / "dev/davinci_manager", "")
     kinds = frozenset({"cpu", "cuda", "npu"})
     probes = detect.probe_all(
-        environ, root, lambda command: Answer("ok", data["mig"]) if data.get("mig") else Answer("missing"),
-        build=lambda: TorchBuild("2.13.0", kinds), platform="linux", machine="x86_64",
-    )  # fmt: skip
+        environ,
+        root,
+        lambda command: Answer("ok", data["mig"]) if data.get("mig") else Answer("missing"),
+        build=lambda: TorchBuild("2.13.0", kinds),
+        platform="linux",
+        machine="x86_64",
+    )
     return tuple(BackendFacts(p.name, p.present, p.reason, p.devices, p.broken) for p in probes)
 
 

@@ -1,4 +1,7 @@
-"""Facts: what is read from this machine, without torch, without the network, without running anything of the user's."""
+"""
+Facts: what is read from this machine, without torch, without the network, without running anything
+of the user's.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,14 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def spec(nodes: int = 1, **place: object) -> JobSpec:
-    return JobSpec(Program("script", "train.py"), Resources(nodes=nodes, backend="cpu"), place=Place(**place))  # type: ignore[arg-type]
+    return JobSpec(
+        Program("script", "train.py"), Resources(nodes=nodes, backend="cpu"), place=Place(**place)
+    )  # type: ignore[arg-type]
 
 
-def test_one_node_asks_nothing_of_the_network(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_node_asks_nothing_of_the_network(
+    script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def asked(*args: object) -> None:
         raise AssertionError("the network was asked")
 
@@ -35,7 +42,11 @@ def test_one_node_asks_nothing_of_the_network(script: Path, monkeypatch: pytest.
     for one in (spec(), spec(2, local=True), spec(2, simulated=(0, 2), node_rank=0)):
         found = facts.gather(one, {"PATH": "/bin"})
         assert found.addresses == (("lo", "127.0.0.1"),)
-        assert (found.route_address, found.local_endpoint, found.script_digest) == ("127.0.0.1", None, "")
+        assert (found.route_address, found.local_endpoint, found.script_digest) == (
+            "127.0.0.1",
+            None,
+            "",
+        )
 
 
 def test_several_nodes_know_their_route_and_script(script: Path) -> None:
@@ -62,10 +73,20 @@ def test_a_name_that_is_loopback_only_here(script: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(network, "addresses", lambda: own)
     monkeypatch.setattr(network, "_toward", lambda host, port: "")
     found = facts.gather(spec(2, scheduler=Endpoint("here", 5)), {"PATH": "/bin"})
-    assert (found.loopback_name, found.route_address, found.local_endpoint) == (True, "10.9.9.9", True)
-    assert facts.gather(spec(2, scheduler=Endpoint("near", 5)), {"PATH": "/bin"}).loopback_name is False
+    assert (found.loopback_name, found.route_address, found.local_endpoint) == (
+        True,
+        "10.9.9.9",
+        True,
+    )
+    assert (
+        facts.gather(spec(2, scheduler=Endpoint("near", 5)), {"PATH": "/bin"}).loopback_name
+        is False
+    )
     monkeypatch.setattr(network, "addresses", lambda: (("lo", "127.0.0.1"),))
-    assert facts.gather(spec(2, scheduler=Endpoint("here", 5)), {"PATH": "/bin"}).loopback_name is False
+    assert (
+        facts.gather(spec(2, scheduler=Endpoint("here", 5)), {"PATH": "/bin"}).loopback_name
+        is False
+    )
 
 
 def test_this_machine_by_any_name() -> None:
@@ -84,7 +105,9 @@ def test_the_cpu_alone_is_not_searched_for(script: Path) -> None:
 
 def test_torch_is_read_from_its_version_file(tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "version.py").write_text("import typing\n__version__ = '2.99.0+cu'\ncuda = None\n")
+    (tmp_path / "torch" / "version.py").write_text(
+        "import typing\n__version__ = '2.99.0+cu'\ncuda = None\n"
+    )
     assert facts.torch_version([str(tmp_path / "nowhere"), str(tmp_path)]) == "2.99.0+cu"
     assert facts.torch_version([]) == ""
 
@@ -94,7 +117,10 @@ def test_chdir_is_where_everything_is_looked_for(script: Path, tmp_path: Path) -
     (tmp_path / "inner" / "other.py").write_text("")
     (tmp_path / "inner" / "file").write_text("")
     asked = JobSpec(
-        Program("script", "other.py"), Resources(backend="cpu"), output=Output(log_dir="file"), chdir="inner"
+        Program("script", "other.py"),
+        Resources(backend="cpu"),
+        output=Output(log_dir="file"),
+        chdir="inner",
     )
     found = facts.gather(asked, {})
     assert found.cwd == str(tmp_path / "inner")
@@ -102,8 +128,12 @@ def test_chdir_is_where_everything_is_looked_for(script: Path, tmp_path: Path) -
     assert "is not a directory" in found.log_error
 
 
-def test_a_module_is_found_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PYTHONPATH", raising=False)  # with another one the workers' interpreter may find another module
+def test_a_module_is_found_without_importing_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(
+        "PYTHONPATH", raising=False
+    )  # with another one the workers' interpreter may find another module
     package = tmp_path / "some_package" / "inner"
     package.mkdir(parents=True)
     for folder in (package.parent, package):
@@ -113,13 +143,24 @@ def test_a_module_is_found_without_importing_it(tmp_path: Path, monkeypatch: pyt
     assert (found.error, found.file, found.imports_torch) == ("", str(package / "train.py"), True)
     found = program.look(Program("module", "some_package.inner.trian"), str(tmp_path), {})
     assert found.error == "no module named 'some_package.inner.trian'"
-    assert "without a __main__" in program.look(Program("module", "some_package"), str(tmp_path), {}).error
+    assert (
+        "without a __main__"
+        in program.look(Program("module", "some_package"), str(tmp_path), {}).error
+    )
     assert "some_package" not in sys.modules
 
 
 def test_a_module_of_other_paths_is_not_judged(tmp_path: Path) -> None:
-    assert program.look(Program("module", "nowhere"), str(tmp_path), {"PYTHONPATH": "/elsewhere"}).error == ""
-    assert program.look(Program("module", "nowhere", python=sys.executable), str(tmp_path), {}).error == ""
+    assert (
+        program.look(
+            Program("module", "nowhere"), str(tmp_path), {"PYTHONPATH": "/elsewhere"}
+        ).error
+        == ""
+    )
+    assert (
+        program.look(Program("module", "nowhere", python=sys.executable), str(tmp_path), {}).error
+        == ""
+    )
 
 
 def test_a_command_is_looked_for_on_the_workers_path(tmp_path: Path) -> None:
@@ -134,7 +175,9 @@ def test_a_command_is_looked_for_on_the_workers_path(tmp_path: Path) -> None:
     assert program.look(Program("command", str(tool)), "/", {}).code == 126
 
 
-def test_a_closed_folder_is_not_there_and_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_folder_is_not_there_and_no_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = Path.stat
 
     def closed(self: Path, *, follow_symlinks: bool = True) -> os.stat_result:
@@ -143,10 +186,16 @@ def test_a_closed_folder_is_not_there_and_no_fault(tmp_path: Path, monkeypatch: 
         return real(self, follow_symlinks=follow_symlinks)
 
     monkeypatch.setattr(Path, "stat", closed)
-    assert program.look(Program("command", "env"), "/", {"PATH": "/closed/bin:/usr/bin:/bin"}).code == 0
+    assert (
+        program.look(Program("command", "env"), "/", {"PATH": "/closed/bin:/usr/bin:/bin"}).code
+        == 0
+    )
     assert "Permission denied" in program.look(Program("script", "/closed/x.py"), "/", {}).error
     found = program.look(Program("command", "/closed/x"), "/", {})
-    assert (found.code, found.error) == (126, "'/closed/x' cannot be reached: Permission denied")  # as a shell says
+    assert (found.code, found.error) == (
+        126,
+        "'/closed/x' cannot be reached: Permission denied",
+    )  # as a shell says
 
 
 def test_a_directory_with_a_main_is_a_script(tmp_path: Path) -> None:
@@ -157,4 +206,6 @@ def test_a_directory_with_a_main_is_a_script(tmp_path: Path) -> None:
 
 def test_a_fifo_is_never_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.py")
-    assert "not a regular file" in program.look(Program("script", "pipe.py"), str(tmp_path), {}).error
+    assert (
+        "not a regular file" in program.look(Program("script", "pipe.py"), str(tmp_path), {}).error
+    )

@@ -15,17 +15,33 @@ from pdrun.launcher.config.spec import JobSpec, Place, Program, Resources
 from pdrun.launcher.hosts.selection import Host
 from pdrun.launcher.plan.environment import scrub, shown
 from pdrun.launcher.plan.model import BackendFacts, Facts
-from pdrun.launcher.plan.plan import LONGEST_SPEC, command_text, job_key, node_name, plan, program_argv, simulated
+from pdrun.launcher.plan.plan import (
+    LONGEST_SPEC,
+    command_text,
+    job_key,
+    node_name,
+    plan,
+    program_argv,
+    simulated,
+)
 from pdrun.rendezvous.protocol.codec import encode
 from pdrun.rendezvous.protocol.messages import Envelope, Welcome
 from pdrun.topology import CpuSet, Device
 
 FACTS = Facts(
-    hostname="host1", environ={"PATH": "/bin", "HOME": "/home/u"}, cwd="/work", python="/usr/bin/python3",
-    python_version="3.11.7", torch_version="2.13.0", pdrun_version="0.1.0", cpus=CpuSet(tuple(range(8))),
-    backends=(BackendFacts("cpu", True, "always there", (Device("cpu", 0),)),), addresses=(("lo", "127.0.0.1"),),
-    uid=1000, route_address="127.0.0.1",
-)  # fmt: skip
+    hostname="host1",
+    environ={"PATH": "/bin", "HOME": "/home/u"},
+    cwd="/work",
+    python="/usr/bin/python3",
+    python_version="3.11.7",
+    torch_version="2.13.0",
+    pdrun_version="0.1.0",
+    cpus=CpuSet(tuple(range(8))),
+    backends=(BackendFacts("cpu", True, "always there", (Device("cpu", 0),)),),
+    addresses=(("lo", "127.0.0.1"),),
+    uid=1000,
+    route_address="127.0.0.1",
+)
 SCRIPT = Program("script", "train.py", ("--lr", "3"))
 
 
@@ -36,9 +52,12 @@ def machine(cpus: int, quota: float | None, cards: int) -> Facts:
 
 
 @given(
-    nodes=st.integers(1, 4), devices=st.one_of(st.just("auto"), st.integers(1, 9)), cpus=st.integers(1, 40),
-    quota=st.one_of(st.none(), st.floats(0.1, 50)), cards=st.integers(0, 16),
-)  # fmt: skip
+    nodes=st.integers(1, 4),
+    devices=st.one_of(st.just("auto"), st.integers(1, 9)),
+    cpus=st.integers(1, 40),
+    quota=st.one_of(st.none(), st.floats(0.1, 50)),
+    cards=st.integers(0, 16),
+)
 def test_simulated_nodes_share_a_machine_without_overlap(
     nodes: int, devices: int | str, cpus: int, quota: float | None, cards: int
 ) -> None:
@@ -77,9 +96,13 @@ def test_the_simulated_plans_are_those_of_agents_that_are_told_their_place() -> 
 
 def test_the_job_key_tells_commands_apart_and_nodes_together() -> None:
     one = JobSpec(SCRIPT, Resources(nodes=2))
-    assert job_key(one) == job_key(dataclasses.replace(one, place=Place(node_rank=1), env={"A": "1"}))
+    assert job_key(one) == job_key(
+        dataclasses.replace(one, place=Place(node_rank=1), env={"A": "1"})
+    )
     assert job_key(one) != job_key(dataclasses.replace(one, resources=Resources(nodes=3)))
-    assert job_key(one) != job_key(dataclasses.replace(one, program=Program("script", "train.py", ("--lr", "4"))))
+    assert job_key(one) != job_key(
+        dataclasses.replace(one, program=Program("script", "train.py", ("--lr", "4")))
+    )
     assert job_key(dataclasses.replace(one, job="mine")) == "mine"
 
 
@@ -94,13 +117,22 @@ def test_every_program_has_a_key_that_is_a_name(target: str, args: list[str]) ->
 def test_command_lines_of_workers() -> None:
     assert program_argv(Program("script", "a.py", ("x",)), "/py") == ("/py", "a.py", "x")
     assert program_argv(Program("script", "-c", ()), "/py") == ("/py", "./-c")
-    assert program_argv(Program("module", "a.b", ("x",), python="py3"), "/py") == ("py3", "-m", "a.b", "x")
+    assert program_argv(Program("module", "a.b", ("x",), python="py3"), "/py") == (
+        "py3",
+        "-m",
+        "a.b",
+        "x",
+    )
     assert program_argv(Program("command", "./a.out", ("x",)), "/py") == ("./a.out", "x")
 
 
 def test_nothing_listens_everywhere() -> None:
     two = Resources(nodes=2)
-    for spec in (JobSpec(SCRIPT), JobSpec(SCRIPT, two), JobSpec(SCRIPT, two, place=Place(local=True))):
+    for spec in (
+        JobSpec(SCRIPT),
+        JobSpec(SCRIPT, two),
+        JobSpec(SCRIPT, two, place=Place(local=True)),
+    ):
         made = plan(spec, FACTS, {})
         assert made.listen == "127.0.0.1"
         assert made.scheduler is None or made.scheduler.host == "127.0.0.1"
@@ -116,7 +148,9 @@ def test_nodes_compare_their_commands_as_text() -> None:
 
 
 @given(st.lists(st.text(max_size=300), max_size=4), st.lists(st.text(max_size=300), max_size=4))
-def test_the_text_of_a_command_is_short_and_as_exact_as_the_command(one: list[str], two: list[str]) -> None:
+def test_the_text_of_a_command_is_short_and_as_exact_as_the_command(
+    one: list[str], two: list[str]
+) -> None:
     texts = [command_text(JobSpec(Program("script", "a.py", tuple(args)))) for args in (one, two)]
     assert (texts[0] == texts[1]) == (one == two)
     assert all(text.isprintable() and len(text) < 500 for text in texts)
@@ -124,7 +158,9 @@ def test_the_text_of_a_command_is_short_and_as_exact_as_the_command(one: list[st
 
 def test_several_nodes_on_the_schedulers_machine_have_names_of_their_own() -> None:
     def name(local: bool, **place: object) -> str:
-        spec = JobSpec(SCRIPT, Resources(nodes=3), place=Place(scheduler=Endpoint("host1", 5), **place))  # type: ignore[arg-type]
+        spec = JobSpec(
+            SCRIPT, Resources(nodes=3), place=Place(scheduler=Endpoint("host1", 5), **place)
+        )  # type: ignore[arg-type]
         return node_name(spec, dataclasses.replace(FACTS, local_endpoint=local))
 
     assert [name(True, node_rank=rank) for rank in (0, 1, 2)] == ["host1", "host1-1", "host1-2"]
@@ -133,30 +169,50 @@ def test_several_nodes_on_the_schedulers_machine_have_names_of_their_own() -> No
 
 
 def test_a_name_that_is_not_known_is_the_error_and_not_the_route() -> None:
-    facts = dataclasses.replace(FACTS, route_address="", local_endpoint=False, scheduler_fault="the name is unknown")
+    facts = dataclasses.replace(
+        FACTS, route_address="", local_endpoint=False, scheduler_fault="the name is unknown"
+    )
     spec = JobSpec(SCRIPT, Resources(nodes=2), place=Place(scheduler=Endpoint("n", 5)))
     with pytest.raises(PdrunError, match=r"^--scheduler: the name is unknown; check it"):
         plan(spec, facts, {"place.scheduler": "--scheduler"})
-    made = plan(dataclasses.replace(spec, place=dataclasses.replace(spec.place, interface="lo")), facts, {})
+    made = plan(
+        dataclasses.replace(spec, place=dataclasses.replace(spec.place, interface="lo")), facts, {}
+    )
     assert made.mode == "join" and facts.scheduler_fault in made.notes
 
 
 @pytest.mark.parametrize(
     "place",
-    [Place(), Place(local=True), Place(scheduler=Endpoint("n", 5)), Place(hosts=(Host("a"), Host("b"))),
-     Place(scheduler=Endpoint("n", 5), serve=True), Place(hosts=(Host("a"),), launcher="mpirun")],
-)  # fmt: skip
+    [
+        Place(),
+        Place(local=True),
+        Place(scheduler=Endpoint("n", 5)),
+        Place(hosts=(Host("a"), Host("b"))),
+        Place(scheduler=Endpoint("n", 5), serve=True),
+        Place(hosts=(Host("a"),), launcher="mpirun"),
+    ],
+)
 @pytest.mark.parametrize("env", [False, True])
-def test_what_no_node_could_be_told_is_refused_before_anything_starts(place: Place, env: bool) -> None:
-    long = '"' * (LONGEST_SPEC // 4)  # each takes four bytes: it is written as JSON, and that is put into a message
+def test_what_no_node_could_be_told_is_refused_before_anything_starts(
+    place: Place, env: bool
+) -> None:
+    long = '"' * (
+        LONGEST_SPEC // 4
+    )  # each takes four bytes: it is written as JSON, and that is put into a message
     program = SCRIPT if env else dataclasses.replace(SCRIPT, args=(long,))
     nodes = 1 if place.serve or place.launcher else 2
     spec = JobSpec(program, Resources(nodes=nodes), place=place, env={"LONG": long} if env else {})
-    with pytest.raises(PdrunError, match=r"and the variables of --env make 98\d,\d{3} bytes, of which .* 983,"):
+    with pytest.raises(
+        PdrunError, match=r"and the variables of --env make 98\d,\d{3} bytes, of which .* 983,"
+    ):
         plan(spec, FACTS, {})
     alone = dataclasses.replace(spec, place=Place(), resources=Resources(nodes=1))
     assert plan(alone, FACTS, {}).mode == "alone", "nobody is told anything"
-    assert encode(Envelope("a" * 32, 0, 0, Welcome("j" * 64, "r" * 64, "x" * LONGEST_SPEC, "s" * 32, 1.0, 10.0)))
+    assert encode(
+        Envelope(
+            "a" * 32, 0, 0, Welcome("j" * 64, "r" * 64, "x" * LONGEST_SPEC, "s" * 32, 1.0, 10.0)
+        )
+    )
 
 
 def test_no_route_is_an_error_and_never_a_smaller_job() -> None:
@@ -183,14 +239,20 @@ def test_words_of_launchers_go_and_the_rest_stays() -> None:
     assert set(kept) == set(KEPT.split())
 
 
-@pytest.mark.parametrize("name", ["API_KEY", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "db_password", "PDRUN_TOKEN"])
+@pytest.mark.parametrize(
+    "name", ["API_KEY", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "db_password", "PDRUN_TOKEN"]
+)
 def test_secrets_are_not_shown(name: str) -> None:
     assert shown(name, "abc") == "(hidden)"
 
 
 def test_the_table_of_a_backend_is_what_a_plan_names() -> None:
     assert plan(JobSpec(SCRIPT), FACTS, {}).collective == "gloo"
-    assert {field.name for field in dataclasses.fields(Backend)} >= {"name", "collective", "variables"}
+    assert {field.name for field in dataclasses.fields(Backend)} >= {
+        "name",
+        "collective",
+        "variables",
+    }
 
 
 @pytest.mark.parametrize("bind", ["cores", "numa"])
@@ -198,18 +260,24 @@ def test_a_binding_that_was_asked_for_and_cannot_be_had_is_refused(bind: str) ->
     facts = machine(2, None, 0)
     sources = {"resources.bind": "--bind"}
     spec = JobSpec(SCRIPT, Resources(devices=4, bind=bind))  # type: ignore[arg-type]
-    with pytest.raises(PdrunError, match=rf"--bind: {bind} cannot be had: 2 core\(s\) .* 4 worker\(s\); .*--bind auto"):
+    with pytest.raises(
+        PdrunError,
+        match=rf"--bind: {bind} cannot be had: 2 core\(s\) .* 4 worker\(s\); .*--bind auto",
+    ):
         plan(spec, facts, sources)
     local = dataclasses.replace(spec, resources=Resources(3, 1, bind=bind), place=Place(local=True))  # type: ignore[arg-type]
     with pytest.raises(PdrunError, match=rf"{bind} cannot be had"):
         plan(local, facts, sources)
-    assert not any(worker.cpus for worker in plan(JobSpec(SCRIPT, Resources(devices=4)), facts, {}).workers)
+    assert not any(
+        worker.cpus for worker in plan(JobSpec(SCRIPT, Resources(devices=4)), facts, {}).workers
+    )
     enough = JobSpec(SCRIPT, Resources(devices=2, bind=bind))  # type: ignore[arg-type]
     assert all(worker.cpus for worker in plan(enough, facts, sources).workers)
 
 
 @pytest.mark.parametrize(
-    ("local", "serve", "mode"), [(True, None, "first"), (False, None, "join"), (False, True, "first")]
+    ("local", "serve", "mode"),
+    [(True, None, "first"), (False, None, "join"), (False, True, "first")],
 )
 def test_node_0_opens_a_scheduler_elsewhere_than_it_was_said_only_when_told_to(
     local: bool, serve: bool | None, mode: str
@@ -224,8 +292,13 @@ def test_node_0_opens_a_scheduler_elsewhere_than_it_was_said_only_when_told_to(
 
 @pytest.mark.parametrize("serve", [True, False])
 def test_a_scheduler_whose_name_is_loopback_here_is_met_where_others_meet_it(serve: bool) -> None:
-    """Debian writes ``127.0.1.1 HOST`` into /etc/hosts: a second node on this machine has to find the same address."""
-    facts = dataclasses.replace(FACTS, local_endpoint=True, loopback_name=True, route_address="10.0.0.5")
+    """
+    Debian writes ``127.0.1.1 HOST`` into /etc/hosts: a second node on this machine has to find the
+    same address.
+    """
+    facts = dataclasses.replace(
+        FACTS, local_endpoint=True, loopback_name=True, route_address="10.0.0.5"
+    )
     place = Place(scheduler=Endpoint("here", 7777), serve=serve)
     made = plan(JobSpec(SCRIPT, Resources(nodes=2), place=place), facts, {})
     assert made.scheduler == Endpoint("10.0.0.5", 7777)

@@ -56,7 +56,10 @@ def test_make_merge_and_show(pdrun: Call, tmp_path: Path) -> None:
         (tmp_path / f"n{number}.conf").write_text(text)
         out = str(tmp_path / f"n{number}.json")
         conf = str(tmp_path / f"n{number}.conf")
-        assert pdrun("rank-table", "make", "--hosts", f"n{number}", "--hccn", conf, "-o", out).code == 0
+        assert (
+            pdrun("rank-table", "make", "--hosts", f"n{number}", "--hccn", conf, "-o", out).code
+            == 0
+        )
     merged = tmp_path / "all.json"
     files = [str(tmp_path / "n1.json"), str(tmp_path / "n2.json")]
     assert pdrun("rank-table", "merge", *files, "-o", str(merged)).code == 0

@@ -81,12 +81,17 @@ def test_the_clock_of_a_file_server_does_not_count(path: Path) -> None:
         os.utime(path, (1000.0 + size, 1000.0 + size))
 
     grow(40)
-    time = Time({1.0: lambda: grow(100), 2.5: lambda: grow(200), 4.0: lambda: path.write_text(whole)})
+    time = Time(
+        {1.0: lambda: grow(100), 2.5: lambda: grow(200), 4.0: lambda: path.write_text(whole)}
+    )
     assert len(files.usable(str(path), 60.0, clock=time, sleep=time.sleep).devices) == 4
 
 
 def test_a_file_that_changes_while_it_is_read_is_read_whole(path: Path) -> None:
-    """A writer truncates and writes as MindCluster does; whatever is taken is one of its two tables, never a mix."""
+    """
+    A writer truncates and writes as MindCluster does; whatever is taken is one of its two tables,
+    never a mix.
+    """
     texts = [json.dumps(table(1, 2)), json.dumps(table(2, 8), indent=4)]
     path.write_text(texts[0])
     stop = threading.Event()

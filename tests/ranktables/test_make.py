@@ -37,7 +37,10 @@ def test_addresses_are_read_from_both_sources(text: str, found: dict[int, str]) 
         ("netmask_0=255.255.255.0", "holds no address"),
         ("address_0=-.-.-.-", "hccn.conf:1: '-.-.-.-' is no address of device 0"),
         ("address_0=", "is no address of device 0"),
-        ("address_0=10.0.0.1\naddress_0=10.0.0.2", "hccn.conf:2: device 0 has an address already: 10.0.0.1"),
+        (
+            "address_0=10.0.0.1\naddress_0=10.0.0.2",
+            "hccn.conf:2: device 0 has an address already: 10.0.0.1",
+        ),
     ],
 )
 def test_addresses_that_are_none_are_refused(text: str, words: str) -> None:
@@ -51,11 +54,18 @@ def test_a_new_table_is_good_and_counts_ranks_through() -> None:
     table = make(parse_hosts("a,b", "--hosts"), cards)
     assert check(table) == []
     assert [(one.rank, one.device_id, one.ips) for one in table.devices] == [
-        (0, 0, ("10.1.0.1",)), (1, 1, ("10.1.0.2",)), (2, 4, ("10.1.0.3",)), (3, 5, ("10.1.0.4",)),
-    ]  # fmt: skip
+        (0, 0, ("10.1.0.1",)),
+        (1, 1, ("10.1.0.2",)),
+        (2, 4, ("10.1.0.3",)),
+        (3, 5, ("10.1.0.4",)),
+    ]
     data = json.loads(write.text_of(table))
     assert data["server_count"] == "2"
-    assert data["server_list"][1]["device"][0] == {"device_id": "4", "device_ip": "10.1.0.3", "rank_id": "2"}
+    assert data["server_list"][1]["device"][0] == {
+        "device_id": "4",
+        "device_ip": "10.1.0.3",
+        "rank_id": "2",
+    }
 
 
 def test_devices_are_in_the_order_of_their_numbers_not_of_their_text() -> None:
@@ -80,12 +90,18 @@ def test_merging_counts_ranks_anew_and_keeps_everything() -> None:
     table = merge([("one.json", one), ("two.json", two)])
     assert check(table) == []
     assert [one.rank for one in table.devices] == list(range(24))
-    assert [server.id for server in table.servers] == ["SERVER_ID_SV1", "10.136.181.171", "10.136.181.173"]
+    assert [server.id for server in table.servers] == [
+        "SERVER_ID_SV1",
+        "10.136.181.171",
+        "10.136.181.173",
+    ]
 
 
 def test_merging_refuses_what_is_there_twice_or_of_another_dialect() -> None:
     one = good("04_v1.0_8p_hcomm_example.json")
-    with pytest.raises(ConfigError, match=r"^two.json: server SERVER_ID_SV1 is in one.json already"):
+    with pytest.raises(
+        ConfigError, match=r"^two.json: server SERVER_ID_SV1 is in one.json already"
+    ):
         merge([("one.json", one), ("two.json", one)])
     with pytest.raises(ConfigError, match=r"dialect 2.0, and one.json has 1.0"):
         merge([("one.json", one), ("two.json", good("22_v2.0_2p_hcomm_example.json"))])

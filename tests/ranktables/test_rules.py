@@ -23,16 +23,24 @@ Data = dict[str, Any]
 def table(servers: int = 2, each: int = 2) -> Data:
     """Return a good table of version 1.0."""
     return {
-        "status": "completed", "version": "1.0", "server_count": str(servers),
+        "status": "completed",
+        "version": "1.0",
+        "server_count": str(servers),
         "server_list": [
-            {"server_id": f"10.0.0.{server + 1}", "device": [
-                {"device_id": str(device), "device_ip": f"10.1.{server}.{device + 1}",
-                 "rank_id": str(server * each + device)}
-                for device in range(each)
-            ]}
+            {
+                "server_id": f"10.0.0.{server + 1}",
+                "device": [
+                    {
+                        "device_id": str(device),
+                        "device_ip": f"10.1.{server}.{device + 1}",
+                        "rank_id": str(server * each + device),
+                    }
+                    for device in range(each)
+                ],
+            }
             for server in range(servers)
         ],
-    }  # fmt: skip
+    }
 
 
 def device(data: Data, server: int, at: int) -> Data:
@@ -87,9 +95,21 @@ CASES: list[tuple[str, Callable[[Data], None], str]] = [
     ("no servers", set_to("server_list", []), "server_list: is empty"),
     ("servers no list", set_to("server_list", {}), "server_list: is no list"),
     ("server no object", set_to("server_list", 0, "x"), "server_list[0]: is no object"),
-    ("server id long", set_to("server_list", 0, "server_id", "x" * 65), "server_id: has 65 characters"),
-    ("server id empty", set_to("server_list", 0, "server_id", ""), "server_list[0].server_id: is empty"),
-    ("server id twice", set_to("server_list", 1, "server_id", "10.0.0.1"), "[1].server_id: 10.0.0.1 stands twice"),
+    (
+        "server id long",
+        set_to("server_list", 0, "server_id", "x" * 65),
+        "server_id: has 65 characters",
+    ),
+    (
+        "server id empty",
+        set_to("server_list", 0, "server_id", ""),
+        "server_list[0].server_id: is empty",
+    ),
+    (
+        "server id twice",
+        set_to("server_list", 1, "server_id", "10.0.0.1"),
+        "[1].server_id: 10.0.0.1 stands twice",
+    ),
     ("no devices", set_to("server_list", 0, "device", []), "server_list[0].device: is empty"),
     ("rank missing", set_to(*D, "rank_id", None), "server_list[1].device[0].rank_id: is missing"),
     ("rank gap", set_to(*D, "rank_id", "7"), "rank_id: 3 follows 1: rank 2 is missing"),
@@ -99,19 +119,33 @@ CASES: list[tuple[str, Callable[[Data], None], str]] = [
     ("rank bool", set_to(*D, "rank_id", True), "rank_id: is no text"),
     ("rank digits of another script", set_to(*D, "rank_id", "\u0662"), "is not a whole number"),
     ("device id high", set_to(*D, "device_id", "64"), "device_id: 64 is above 63"),
-    ("device twice", set_to(*D, "device_id", "1"), "server_list[1].device[1].device_id: 1 stands twice"),
-    ("ip twice", set_to(*D, "device_ip", "10.1.0.1"), "server_list[1].device[0].device_ip: 10.1.0.1 stands twice"),
-    ("ip missing", set_to(*D, "device_ip", None), "server_list[1].device[0].device_ip: is missing, and several"),
+    (
+        "device twice",
+        set_to(*D, "device_id", "1"),
+        "server_list[1].device[1].device_id: 1 stands twice",
+    ),
+    (
+        "ip twice",
+        set_to(*D, "device_ip", "10.1.0.1"),
+        "server_list[1].device[0].device_ip: 10.1.0.1 stands twice",
+    ),
+    (
+        "ip missing",
+        set_to(*D, "device_ip", None),
+        "server_list[1].device[0].device_ip: is missing, and several",
+    ),
     ("ip none", set_to(*D, "device_ip", "-.-.-.-"), "device_ip: '-.-.-.-' is no IP address"),
     ("ip family", set_to(*D, "device_ip", "fd00::1"), "device_ip: is of another family"),
     ("ip number", set_to(*D, "device_ip", "10.1.0.1,10.1.9.9"), "device_ip: 10.1.0.1 stands twice"),
     ("port zero", set_to(*D, "device_port", "0"), "device_port: is no port"),
     ("placeholder", set_to("server_list", 0, "server_id", "${HOST}"), "'${HOST}' is a placeholder"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "change", "words"), CASES, ids=[case[0] for case in CASES])
-def test_a_fault_is_named_with_its_path(name: str, change: Callable[[Data], None], words: str) -> None:
+def test_a_fault_is_named_with_its_path(
+    name: str, change: Callable[[Data], None], words: str
+) -> None:
     data = table()
     change(data)
     assert words in faults_of(data)
@@ -151,12 +185,22 @@ SUPER_PODS: list[tuple[str, Callable[[Data], None], str]] = [
     ("sdid twice", set_to(*D, "super_device_id", "0"), "super_device_id: ('0', '0') stands twice"),
     ("sdid empty", set_to(*D, "super_device_id", ""), "super_device_id: is empty"),
     ("sdid missing", set_to(*D, "super_device_id", None), "super_device_id: is missing"),
-    ("stranger", set_to("super_pod_list", 0, "server_list", 1, "server_id", "x"), "server 10.0.0.2 is in no"),
-    ("server missing", set_to("super_pod_list", 0, "server_list", [{"server_id": "10.0.0.1"}]), "is in no super pod"),
-]  # fmt: skip
+    (
+        "stranger",
+        set_to("super_pod_list", 0, "server_list", 1, "server_id", "x"),
+        "server 10.0.0.2 is in no",
+    ),
+    (
+        "server missing",
+        set_to("super_pod_list", 0, "server_list", [{"server_id": "10.0.0.1"}]),
+        "is in no super pod",
+    ),
+]
 
 
-@pytest.mark.parametrize(("name", "change", "words"), SUPER_PODS, ids=[case[0] for case in SUPER_PODS])
+@pytest.mark.parametrize(
+    ("name", "change", "words"), SUPER_PODS, ids=[case[0] for case in SUPER_PODS]
+)
 def test_super_pods_are_whole(name: str, change: Callable[[Data], None], words: str) -> None:
     data = table()
     pods(data)
@@ -165,18 +209,32 @@ def test_super_pods_are_whole(name: str, change: Callable[[Data], None], words: 
 
 
 def test_the_heterogeneous_dialect_is_read() -> None:
-    data = {"version": "1.1", "collective_id": "c", "node_list": [
-        {"node_addr": "10.0.0.1", "ranks": [{"rank_id": "0", "device_id": "0"}, {"rank_id": "1", "device_id": "1"}]},
-        {"node_addr": "10.0.0.2", "ranks": [{"rank_id": "2"}]},
-    ]}  # fmt: skip
+    data = {
+        "version": "1.1",
+        "collective_id": "c",
+        "node_list": [
+            {
+                "node_addr": "10.0.0.1",
+                "ranks": [{"rank_id": "0", "device_id": "0"}, {"rank_id": "1", "device_id": "1"}],
+            },
+            {"node_addr": "10.0.0.2", "ranks": [{"rank_id": "2"}]},
+        ],
+    }
     assert faults_of(data) == ""
 
 
 def flat(**changes: Any) -> Data:
     """Return a good table of version 2.0 with changes to its second rank."""
-    level = {"net_layer": 0, "net_instance_id": "r0", "net_type": "TOPO_FILE_DESC",
-             "rank_addr_list": [{"addr_type": "IPV4", "addr": "10.0.0.1", "ports": ["0/0"]}]}  # fmt: skip
-    ranks = [{"rank_id": at, "device_id": at, "local_id": at, "level_list": [copy.deepcopy(level)]} for at in range(2)]
+    level = {
+        "net_layer": 0,
+        "net_instance_id": "r0",
+        "net_type": "TOPO_FILE_DESC",
+        "rank_addr_list": [{"addr_type": "IPV4", "addr": "10.0.0.1", "ports": ["0/0"]}],
+    }
+    ranks = [
+        {"rank_id": at, "device_id": at, "local_id": at, "level_list": [copy.deepcopy(level)]}
+        for at in range(2)
+    ]
     ranks[1].update(changes)
     return {"version": "2.0", "rank_count": 2, "rank_list": ranks}
 
@@ -190,7 +248,10 @@ def flat(**changes: Any) -> Data:
         ({"rank_id": True}, "rank_id: 'True' is no number"),
         ({"device_id": 65}, "device_id: 65 is not between 0 and 64"),
         ({"level_list": []}, "rank_list[1].level_list: is empty"),
-        ({"level_list": [{"net_layer": 0, "net_type": "CLOS"}]}, "net_type: of layer 0 is not TOPO_FILE_DESC"),
+        (
+            {"level_list": [{"net_layer": 0, "net_type": "CLOS"}]},
+            "net_type: of layer 0 is not TOPO_FILE_DESC",
+        ),
         ({"level_list": [{"net_layer": 1, "net_type": "X"}]}, "net_type: 'X' is neither"),
         ({"level_list": [{"level": 0}]}, "level_list[0].level: is a name of a draft"),
     ],
@@ -234,24 +295,36 @@ def test_hostile_json_is_refused_in_one_line(text: str) -> None:
     assert len(str(caught.value)) < 300
 
 
-@pytest.mark.parametrize("data", [[], 1, "x", None, True, {}, {"status": "initializing"}, {"group_list": 3}])
+@pytest.mark.parametrize(
+    "data", [[], 1, "x", None, True, {}, {"status": "initializing"}, {"group_list": 3}]
+)
 def test_data_of_any_shape_is_refused(data: Any) -> None:
     assert faults_of(data)
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-9, 99) | st.text(max_size=4) | st.sampled_from(["1.0", "0", "completed"]),
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(st.sampled_from(["server_id", "device", "rank_id", "device_id", "x"]), inner, max_size=4),
+    st.none()
+    | st.booleans()
+    | st.integers(-9, 99)
+    | st.text(max_size=4)
+    | st.sampled_from(["1.0", "0", "completed"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["server_id", "device", "rank_id", "device_id", "x"]), inner, max_size=4
+        )
+    ),
     max_leaves=12,
-)  # fmt: skip
+)
 
 
 @settings(max_examples=200)
 @given(
     st.sampled_from(["1.0", "1.1", "1.2", "2.0", None]),
-    st.sampled_from(["server_list", "node_list", "rank_list", "group_list", "super_pod_list"]), JSON, JSON,
-)  # fmt: skip
+    st.sampled_from(["server_list", "node_list", "rank_list", "group_list", "super_pod_list"]),
+    JSON,
+    JSON,
+)
 def test_no_shape_crashes_the_reader(version: str | None, key: str, inner: Any, other: Any) -> None:
     data = {"status": "completed", key: inner, "super_pod_list": other}
     if version is not None:
@@ -269,7 +342,13 @@ def test_the_place_of_every_value_is_found(data: Any) -> None:
     def walk(value: Any, path: jsontext.Path) -> None:
         at = jsontext.locate(text, path)
         assert text[at:].startswith(json.dumps(value)[:1])
-        pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        pairs = (
+            value.items()
+            if isinstance(value, dict)
+            else enumerate(value)
+            if isinstance(value, list)
+            else ()
+        )
         for part, inner in pairs:
             walk(inner, (*path, part))
 

@@ -1,4 +1,6 @@
-"""Every real table gets the verdict that is stated for it, and says the same again when it is written."""
+"""
+Every real table gets the verdict that is stated for it, and says the same again when it is written.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ REFUSED = {
     "23_v2.0_draft_string_count.json": ":3: rank_count: '3' is no number",
     "27_v2.0_topology_file_not_a_rank_table.json": "edge_list: this is a topology file of the same generation, not",
     "29_not_json.txt": ":1:1: is not JSON",
-    "31_v1.0_16p_merge_hccl_int_ranks.json": ':11: server_list[0].device[0].rank_id: 0 is a number, and HCCL takes',
+    "31_v1.0_16p_merge_hccl_int_ranks.json": ":11: server_list[0].device[0].rank_id: 0 is a number, and HCCL takes",
     "32_v1.2_dynamicPD_8p.json": "a table of vllm-ascend for prefill and decode instances, not a rank table",
 }
 

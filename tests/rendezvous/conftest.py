@@ -21,10 +21,14 @@ LOOPBACK = Endpoint("127.0.0.1", 0)
 class Scheduler(SchedulerChild):
     """A SchedulerChild that can read its own event log."""
 
-    def __init__(self, secret: Secret | None, events: Path, endpoint: Endpoint = LOOPBACK, **changes: Any) -> None:
+    def __init__(
+        self, secret: Secret | None, events: Path, endpoint: Endpoint = LOOPBACK, **changes: Any
+    ) -> None:
         self.secret, self.events_path = secret, events
         options = {key: changes.pop(key) for key in ("insecure", "journal") if key in changes}
-        super().__init__(config(**changes), secret, endpoint=endpoint, events_path=events, **options)
+        super().__init__(
+            config(**changes), secret, endpoint=endpoint, events_path=events, **options
+        )
 
     def events(self, kind: str = "") -> list[eventlog.Event]:
         found = list(eventlog.read(self.events_path)) if self.events_path.exists() else []
@@ -43,7 +47,9 @@ def scheduler(secret: Secret, tmp_path: Path) -> Iterator[Callable[..., Schedule
 
     def start(**changes: Any) -> Scheduler:
         changes.setdefault("secret", secret)
-        started.append(Scheduler(changes.pop("secret"), tmp_path / f"events-{len(started)}.jsonl", **changes))
+        started.append(
+            Scheduler(changes.pop("secret"), tmp_path / f"events-{len(started)}.jsonl", **changes)
+        )
         return started[-1]
 
     yield start

@@ -1,9 +1,11 @@
 """
-A scheduler process that is killed at a chosen commit of its journal: ``dying_server.py MOMENT NUMBER MARKER``.
+A scheduler process that is killed at a chosen commit of its journal: ``dying_server.py MOMENT
+NUMBER MARKER``.
 
-torn: half of the entry is written. written: all of it is, and nothing was acted upon. Only the process that makes the
-file MARKER dies, so that its successor lives; it puts into it all that it had committed. lost: nobody dies; the disk
-fails, and does not let the file be removed. The product has no such place; here it is put in from outside.
+torn: half of the entry is written. written: all of it is, and nothing was acted upon. Only the
+process that makes the file MARKER dies, so that its successor lives; it puts into it all that it
+had committed. lost: nobody dies; the disk fails, and does not let the file be removed. The product
+has no such place; here it is put in from outside.
 """
 
 from __future__ import annotations

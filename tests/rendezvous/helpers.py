@@ -1,4 +1,7 @@
-"""A membership machine with hands: agents that answer as real ones do, links over real sockets, bounded waits."""
+"""
+A membership machine with hands: agents that answer as real ones do, links over real sockets,
+bounded waits.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,9 @@ from pdrun.rendezvous.protocol.messages import (
 from pdrun.rendezvous.scheduler.local_link import ZmqLink
 from pdrun.rendezvous.transport.ready import readable
 
-CONFIG = SchedulerConfig(job="job", run="run-1", nodes=2, host="head", grace=2.0, start_timeout=60.0)
+CONFIG = SchedulerConfig(
+    job="job", run="run-1", nodes=2, host="head", grace=2.0, start_timeout=60.0
+)
 M = TypeVar("M", bound=Message)
 
 
@@ -133,14 +138,22 @@ class Machine:
 
     def to(self, peer: str, kind: type[M]) -> list[M]:
         """Every message of a kind that was sent to a peer."""
-        return [each.message for each in self.sent if each.peer == peer and isinstance(each.message, kind)]
+        return [
+            each.message
+            for each in self.sent
+            if each.peer == peer and isinstance(each.message, kind)
+        ]
 
     def kinds(self) -> list[str]:
         return [record.kind for record in self.records]
 
     def enter(self, name: str, workers: int = 1, **join: Any) -> None:
         """A node says Hello and joins; its connection, agent and node all have one name."""
-        self.say(name, hello(name), Join(name, **{"node_rank": None, "workers": workers, "store": f"{name}:1", **join}))
+        self.say(
+            name,
+            hello(name),
+            Join(name, **{"node_rank": None, "workers": workers, "store": f"{name}:1", **join}),
+        )
 
     def run(self, *names: str, workers: int = 1) -> None:
         """Bring the named nodes to a running job."""
@@ -167,7 +180,9 @@ PASSING = ("heard", "answered", "gone_at", "suspect", "cut_at")
 
 
 def durable(machine: Membership) -> dict[str, Any]:
-    """All of a machine's state that must survive the death of its scheduler; not who was heard when."""
+    """
+    All of a machine's state that must survive the death of its scheduler; not who was heard when.
+    """
     found = dict(vars(machine))
     for passing in ("watch", "out", "lasting", "waiting_at", "progress", "began", "_replaying"):
         found.pop(passing, None)
@@ -177,12 +192,17 @@ def durable(machine: Membership) -> dict[str, Any]:
     }
     places = {name: list(found.pop(name)) for name in ("names", "claims", "cut", "departing")}
     return {
-        **found, "members": members, **places, "failures": list(machine.failures), "saved": machine.progress.saved,
+        **found,
+        "members": members,
+        **places,
+        "failures": list(machine.failures),
+        "saved": machine.progress.saved,
         "progressed": machine.progress.any,
-    }  # fmt: skip
+    }
 
 
-# Real sockets ---------------------------------------------------------------------------------------------------------
+# Real sockets
+# ---------------------------------------------------------------------------------------------------------
 
 
 def until(condition: Callable[[], object], what: str, timeout: float = 10.0) -> None:
@@ -219,7 +239,9 @@ class Agent:
 
     def join(self, node: str, workers: int = 1, **join: Any) -> Welcome:
         welcome = self.expect(Welcome)
-        self.link.send(Join(node, **{"node_rank": None, "workers": workers, "store": "127.0.0.1:9", **join}))
+        self.link.send(
+            Join(node, **{"node_rank": None, "workers": workers, "store": "127.0.0.1:9", **join})
+        )
         return welcome
 
 
@@ -238,7 +260,11 @@ def start_all(*agents: Agent) -> list[Assign]:
 def agents(endpoint: Endpoint, secret: Any, *jobs: str, **options: Any) -> Iterator[list[Agent]]:
     """One agent a job name, all closed afterwards."""
     found = [
-        Agent(ZmqLink(endpoint, secret, job=job, host=f"host{i}", **{"start_timeout": 20.0, **options}))
+        Agent(
+            ZmqLink(
+                endpoint, secret, job=job, host=f"host{i}", **{"start_timeout": 20.0, **options}
+            )
+        )
         for i, job in enumerate(jobs)
     ]
     try:

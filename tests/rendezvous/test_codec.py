@@ -1,4 +1,7 @@
-"""Bytes to messages: everything that is a message comes back, everything else is a CodecError that names the place."""
+"""
+Bytes to messages: everything that is a message comes back, everything else is a CodecError that
+names the place.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +33,24 @@ st.register_type_strategy(str, text)
 st.register_type_strategy(int, st.integers(-(1 << 63), (1 << 63) - 1))
 st.register_type_strategy(float, st.floats(allow_nan=False, allow_infinity=False))
 messages = st.one_of([st.from_type(kind) for kind in get_args(Message)])
-envelopes = st.builds(Envelope, sender=text, incarnation=st.integers(0, 9), sequence=st.integers(0, 9), body=messages)
+envelopes = st.builds(
+    Envelope, sender=text, incarnation=st.integers(0, 9), sequence=st.integers(0, 9), body=messages
+)
 
-FAILURE = Failure(3, "node1", Cause("signal", 139, 11, 1.5, "killed by SIGSEGV", "Traceback", ("a", "b"), "/l", False))
+FAILURE = Failure(
+    3,
+    "node1",
+    Cause("signal", 139, 11, 1.5, "killed by SIGSEGV", "Traceback", ("a", "b"), "/l", False),
+)
 SAMPLE = encode(Envelope("a" * 32, 1, 7, Verdict(139, "why", FAILURE, (FAILURE, FAILURE), 4)))
 
 
 def changed(**body: Any) -> bytes:
     """A Join with some fields replaced or, where the value is ..., left out."""
     plain = json.loads(encode(Envelope("a", 0, 0, Join("n", None, 2, {"k": "v"}))))
-    plain["body"] = {key: value for key, value in {**plain["body"], **body}.items() if value is not ...}
+    plain["body"] = {
+        key: value for key, value in {**plain["body"], **body}.items() if value is not ...
+    }
     return json.dumps(plain).encode()
 
 
@@ -97,44 +108,63 @@ def test_pickles_are_inert() -> None:
         refusal(pickle.dumps(Bomb(), protocol))
 
 
-@pytest.mark.parametrize("bomb", [
-    b"[" * 1_000_000, b"{\"a\":" * 150_000, b"[{\"a\":" * 150_000, b'"\\' * 500_000, b'["' * 500_000, b'"' * 1_000_001,
-    b"[" + b"0," * 500_000 + b"0]", b"{" + b",".join(b'"%d":0' % i for i in range(90_000)) + b"}", b"1" * 1_000_000,
-    b" " * 1_000_000, b"-" * 1_000_000, b"9e" + b"9" * 900_000,
-], ids=lambda bomb: bomb[:6].decode())  # fmt: skip
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        b"[" * 1_000_000,
+        b'{"a":' * 150_000,
+        b'[{"a":' * 150_000,
+        b'"\\' * 500_000,
+        b'["' * 500_000,
+        b'"' * 1_000_001,
+        b"[" + b"0," * 500_000 + b"0]",
+        b"{" + b",".join(b'"%d":0' % i for i in range(90_000)) + b"}",
+        b"1" * 1_000_000,
+        b" " * 1_000_000,
+        b"-" * 1_000_000,
+        b"9e" + b"9" * 900_000,
+    ],
+    ids=lambda bomb: bomb[:6].decode(),
+)
 def test_bombs_are_refused_quickly(bomb: bytes) -> None:
     refusal(bomb)
 
 
-@pytest.mark.parametrize(("data", "place"), [
-    (changed(workers=True), "Join.workers: expected a whole number, got a truth value"),
-    (changed(workers=2.0), "Join.workers: expected a whole number"),
-    (changed(workers="2"), "Join.workers: expected a whole number, got text"),
-    (changed(workers=None), "Join.workers: expected a whole number, got null"),
-    (changed(workers=1 << 63), "Join.workers: a number beyond 64 bits"),
-    (changed(workers=...), "Join.workers: missing"),
-    (changed(more=1), "Join.'more': unknown field"),
-    (changed(node=1), "Join.node: expected text"),
-    (changed(node="x" * (LONGEST + 1)), "Join.node: 65537 characters"),
-    (changed(node="\ud800"), "Join.node: a lone surrogate"),
-    (changed(facts={"k": 1}), "Join.facts.'k': expected text"),
-    (changed(facts=[]), "Join.facts: expected an object, got a list"),
-    (changed(node_rank="0"), "Join.node_rank: expected a whole number"),
-    (changed(node=[[[[[[[[[[[[[[[[[[0]]]]]]]]]]]]]]]]]]), "nested deeper than 16"),
-    (b'{"a":1,"a":2}', "'a' appears twice"),
-    (b"[NaN]", "NaN is not a number"),
-    (b"[Infinity]", "Infinity is not a number"),
-    (SAMPLE.replace(b"1.5", b"1e999"), "Verdict.first.cause.at: a number that is not finite"),
-    (SAMPLE.replace(b'"signal"', b'"sign"', 1), "Verdict.first.cause.kind: 'sign' is none of ok"),
-    (SAMPLE.replace(b'"Verdict"', b'"Welcom"'), "type: 'Welcom' is no message"),
-    (SAMPLE.replace(b'"Verdict"', b'["Verdict"]'), "type:"),
-    (SAMPLE.replace(b'"sequence":7', b'"sequence":false'), "sequence: expected a whole number"),
-    (SAMPLE.replace(b"why", b"\xff\xfe"), "not JSON"),
-    (b"null", "a message has the fields"),
-    (b"", "not JSON"),
-    (SAMPLE + b"{}", "not JSON"),
-    (b" " * ((1 << 20) + 1), "bytes are more than"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("data", "place"),
+    [
+        (changed(workers=True), "Join.workers: expected a whole number, got a truth value"),
+        (changed(workers=2.0), "Join.workers: expected a whole number"),
+        (changed(workers="2"), "Join.workers: expected a whole number, got text"),
+        (changed(workers=None), "Join.workers: expected a whole number, got null"),
+        (changed(workers=1 << 63), "Join.workers: a number beyond 64 bits"),
+        (changed(workers=...), "Join.workers: missing"),
+        (changed(more=1), "Join.'more': unknown field"),
+        (changed(node=1), "Join.node: expected text"),
+        (changed(node="x" * (LONGEST + 1)), "Join.node: 65537 characters"),
+        (changed(node="\ud800"), "Join.node: a lone surrogate"),
+        (changed(facts={"k": 1}), "Join.facts.'k': expected text"),
+        (changed(facts=[]), "Join.facts: expected an object, got a list"),
+        (changed(node_rank="0"), "Join.node_rank: expected a whole number"),
+        (changed(node=[[[[[[[[[[[[[[[[[[0]]]]]]]]]]]]]]]]]]), "nested deeper than 16"),
+        (b'{"a":1,"a":2}', "'a' appears twice"),
+        (b"[NaN]", "NaN is not a number"),
+        (b"[Infinity]", "Infinity is not a number"),
+        (SAMPLE.replace(b"1.5", b"1e999"), "Verdict.first.cause.at: a number that is not finite"),
+        (
+            SAMPLE.replace(b'"signal"', b'"sign"', 1),
+            "Verdict.first.cause.kind: 'sign' is none of ok",
+        ),
+        (SAMPLE.replace(b'"Verdict"', b'"Welcom"'), "type: 'Welcom' is no message"),
+        (SAMPLE.replace(b'"Verdict"', b'["Verdict"]'), "type:"),
+        (SAMPLE.replace(b'"sequence":7', b'"sequence":false'), "sequence: expected a whole number"),
+        (SAMPLE.replace(b"why", b"\xff\xfe"), "not JSON"),
+        (b"null", "a message has the fields"),
+        (b"", "not JSON"),
+        (SAMPLE + b"{}", "not JSON"),
+        (b" " * ((1 << 20) + 1), "bytes are more than"),
+    ],
+)
 def test_the_place_is_named(data: bytes, place: str) -> None:
     assert place in refusal(data)
 

@@ -1,4 +1,7 @@
-"""The handler that libzmq asks about keys: who comes in, and that replacing it is felt by nobody but the memory."""
+"""
+The handler that libzmq asks about keys: who comes in, and that replacing it is felt by nobody but
+the memory.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,10 @@ def end(context: zmq.Context[zmq.Socket[bytes]]) -> None:
 
 
 def client(
-    context: zmq.Context[zmq.Socket[bytes]], server: ZmqServer, secret: Secret, theirs: Secret | None = None
+    context: zmq.Context[zmq.Socket[bytes]],
+    server: ZmqServer,
+    secret: Secret,
+    theirs: Secret | None = None,
 ) -> zmq.Socket[bytes]:
     """Connect as an agent with ``secret`` to the server of ``theirs``, and say a word."""
     keys = security.key_pair(secret, "agent")
@@ -84,7 +90,9 @@ def test_replaced_after_every_question_it_lets_the_same_in(
         early = [client(context, server, secret) for _ in range(3)]
         first = heard(server, 3)
         later = [client(context, server, secret) for _ in range(20)]
-        assert not first & heard(server, 20)  # some are refused between two handlers, and come again
+        assert not first & heard(
+            server, 20
+        )  # some are refused between two handlers, and come again
         assert server._door is not None
 
         def closed() -> bool:
@@ -107,7 +115,9 @@ def test_replaced_after_every_question_it_lets_the_same_in(
         foreign.close()
 
 
-def test_without_its_handler_nobody_is_let_in(context: zmq.Context[zmq.Socket[bytes]], secret: Secret) -> None:
+def test_without_its_handler_nobody_is_let_in(
+    context: zmq.Context[zmq.Socket[bytes]], secret: Secret
+) -> None:
     """By default libzmq would let everybody in then."""
     with serving(secret) as server:
         assert server._door is not None
@@ -120,7 +130,11 @@ def test_without_its_handler_nobody_is_let_in(context: zmq.Context[zmq.Socket[by
             heard.extend(server.poll(0.02))
             while seen.poll(0):
                 events.append(monitor_event(seen)[0])
-            return events.count(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL) + events.count(zmq.EVENT_DISCONNECTED) > 1
+            return (
+                events.count(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+                + events.count(zmq.EVENT_DISCONNECTED)
+                > 1
+            )
 
         events: list[int] = []
         until(cut_twice, "it is refused, and comes again")
@@ -158,7 +172,10 @@ def test_a_connection_does_not_keep_its_queues_to_the_handler(
 
 
 def taken(secret: Secret, path: Path, enough: int | None = None, count: int = 100) -> int:
-    """Return what a connection takes, both ends together; not before it is as little as ``enough``, where given."""
+    """
+    Return what a connection takes, both ends together; not before it is as little as ``enough``,
+    where given.
+    """
     with ExitStack() as stack:
         server = stack.enter_context(serving(secret))
         context = zmq.Context()
@@ -187,7 +204,9 @@ def allocated(path: Path) -> int:
     libc.fclose(file)
     total = path.read_text().rpartition("</heap>")[2]
     system = int(re.findall(r'<system type="current" size="(\d+)"', total)[0])
-    return system - sum(map(int, re.findall(r'<total type="(?:fast|rest)" count="\d+" size="(\d+)"', total)))
+    return system - sum(
+        map(int, re.findall(r'<total type="(?:fast|rest)" count="\d+" size="(\d+)"', total))
+    )
 
 
 @contextmanager

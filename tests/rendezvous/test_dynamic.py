@@ -1,4 +1,7 @@
-"""Processes without a launcher: the environment of either spelling, ranks, and what everybody exits with."""
+"""
+Processes without a launcher: the environment of either spelling, ranks, and what everybody exits
+with.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,12 @@ from pdrun.rendezvous.clients.dynamic import DynamicSpec, from_environ
 from pdrun.rendezvous.transport.listen import bind_listener
 
 OURS = {"PDRUN_ROLE": "worker", "PDRUN_SCHEDULER": "10.0.0.1:7077", "PDRUN_WORKERS": "4"}
-THEIRS = {"MS_ROLE": "MS_WORKER", "MS_SCHED_HOST": "10.0.0.1", "MS_SCHED_PORT": "7077", "MS_WORKER_NUM": "4"}
+THEIRS = {
+    "MS_ROLE": "MS_WORKER",
+    "MS_SCHED_HOST": "10.0.0.1",
+    "MS_SCHED_PORT": "7077",
+    "MS_WORKER_NUM": "4",
+}
 
 
 def test_both_spellings_say_the_same() -> None:
@@ -29,14 +37,19 @@ def test_both_spellings_say_the_same() -> None:
         "scheduler", Endpoint("10.0.0.1", 7077), 4, timeout=30.0
     )
     assert from_environ({}) is None
-    assert from_environ({"PDRUN_SCHEDULER": "a:1", "PDRUN_NODE_RANK": "1", "PDRUN_JOB": "x"}) is None
+    assert (
+        from_environ({"PDRUN_SCHEDULER": "a:1", "PDRUN_NODE_RANK": "1", "PDRUN_JOB": "x"}) is None
+    )
 
 
 def test_identity() -> None:
     for extra, rank, name in (
-        ({"MS_NODE_ID": "3"}, 3, ""), ({"MS_NODE_ID": "w-3"}, None, "w-3"), ({"PDRUN_NODE_RANK": "2"}, 2, ""),
-        ({"PDRUN_WORKER_ID": "x", "MS_NODE_ID": "3"}, 3, "x"), ({"PDRUN_NODE_RANK": "3", "MS_NODE_ID": "3"}, 3, ""),
-    ):  # fmt: skip
+        ({"MS_NODE_ID": "3"}, 3, ""),
+        ({"MS_NODE_ID": "w-3"}, None, "w-3"),
+        ({"PDRUN_NODE_RANK": "2"}, 2, ""),
+        ({"PDRUN_WORKER_ID": "x", "MS_NODE_ID": "3"}, 3, "x"),
+        ({"PDRUN_NODE_RANK": "3", "MS_NODE_ID": "3"}, 3, ""),
+    ):
         spec = from_environ(OURS | extra)
         assert spec is not None and (spec.rank, spec.name) == (rank, name)
 
@@ -52,24 +65,33 @@ def test_half_an_environment_names_what_is_missing(environ: dict[str, str]) -> N
             from_environ({**environ, name: ""})
 
 
-@pytest.mark.parametrize(("changes", "words"), [
-    ({"MS_ROLE": "MS_SCHED"}, ["role", "PDRUN_ROLE says worker", "MS_ROLE says scheduler"]),
-    ({"MS_WORKER_NUM": "5"}, ["workers", "PDRUN_WORKERS says 4", "MS_WORKER_NUM says 5"]),
-    ({"MS_SCHED_PORT": "1"}, ["scheduler", "10.0.0.1:7077", "10.0.0.1:1"]),
-    ({"PDRUN_NODE_RANK": "1", "MS_NODE_ID": "2"}, ["rank", "PDRUN_NODE_RANK says 1", "MS_NODE_ID says 2"]),
-    ({"MS_ROLE": "MS_PSERVER"}, ["MS_ROLE", "MS_PSERVER is not supported", "no parameter servers"]),
-    ({"MS_ROLE": "MS_SERVER"}, ["MS_SERVER is not supported"]),
-    ({"PDRUN_ROLE": "boss"}, ["PDRUN_ROLE", "'boss' is not one of scheduler, worker"]),
-    ({"PDRUN_ROLE": "MS_WORKER"}, ["PDRUN_ROLE", "'MS_WORKER'"]),
-    ({"PDRUN_WORKERS": "0"}, ["PDRUN_WORKERS", "'0'"]),
-    ({"PDRUN_WORKERS": "４"}, ["PDRUN_WORKERS"]),
-    ({"MS_WORKER_NUM": "-4"}, ["MS_WORKER_NUM"]),
-    ({"PDRUN_NODE_RANK": "4"}, ["rank 4 is not below the 4"]),
-    ({"PDRUN_JOB": "../x"}, ["PDRUN_JOB"]),
-    ({"PDRUN_SCHEDULER": "10.0.0.1"}, ["PDRUN_SCHEDULER", "no port"]),
-    ({"MS_SCHED_PORT": "65536"}, ["MS_SCHED_PORT"]),
-    ({"MS_SCHED_HOST": "tcp://x"}, ["MS_SCHED_HOST"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"MS_ROLE": "MS_SCHED"}, ["role", "PDRUN_ROLE says worker", "MS_ROLE says scheduler"]),
+        ({"MS_WORKER_NUM": "5"}, ["workers", "PDRUN_WORKERS says 4", "MS_WORKER_NUM says 5"]),
+        ({"MS_SCHED_PORT": "1"}, ["scheduler", "10.0.0.1:7077", "10.0.0.1:1"]),
+        (
+            {"PDRUN_NODE_RANK": "1", "MS_NODE_ID": "2"},
+            ["rank", "PDRUN_NODE_RANK says 1", "MS_NODE_ID says 2"],
+        ),
+        (
+            {"MS_ROLE": "MS_PSERVER"},
+            ["MS_ROLE", "MS_PSERVER is not supported", "no parameter servers"],
+        ),
+        ({"MS_ROLE": "MS_SERVER"}, ["MS_SERVER is not supported"]),
+        ({"PDRUN_ROLE": "boss"}, ["PDRUN_ROLE", "'boss' is not one of scheduler, worker"]),
+        ({"PDRUN_ROLE": "MS_WORKER"}, ["PDRUN_ROLE", "'MS_WORKER'"]),
+        ({"PDRUN_WORKERS": "0"}, ["PDRUN_WORKERS", "'0'"]),
+        ({"PDRUN_WORKERS": "４"}, ["PDRUN_WORKERS"]),
+        ({"MS_WORKER_NUM": "-4"}, ["MS_WORKER_NUM"]),
+        ({"PDRUN_NODE_RANK": "4"}, ["rank 4 is not below the 4"]),
+        ({"PDRUN_JOB": "../x"}, ["PDRUN_JOB"]),
+        ({"PDRUN_SCHEDULER": "10.0.0.1"}, ["PDRUN_SCHEDULER", "no port"]),
+        ({"MS_SCHED_PORT": "65536"}, ["MS_SCHED_PORT"]),
+        ({"MS_SCHED_HOST": "tcp://x"}, ["MS_SCHED_HOST"]),
+    ],
+)
 def test_wrong_and_contradicting_values(changes: dict[str, str], words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         from_environ({**OURS, **THEIRS, **changes})
@@ -111,12 +133,24 @@ def run(tmp_path: Path, port: int) -> Iterator[Run]:
     started: list[subprocess.Popen[str]] = []
 
     def start(role: str, workers: int = 2, **environ: str) -> subprocess.Popen[str]:
-        base = {key: value for key, value in os.environ.items() if not key.startswith(("PDRUN_", "MS_"))}
-        base |= {"PDRUN_ROLE": role, "PDRUN_SCHEDULER": f"127.0.0.1:{port}", "PDRUN_WORKERS": str(workers)}
+        base = {
+            key: value for key, value in os.environ.items() if not key.startswith(("PDRUN_", "MS_"))
+        }
+        base |= {
+            "PDRUN_ROLE": role,
+            "PDRUN_SCHEDULER": f"127.0.0.1:{port}",
+            "PDRUN_WORKERS": str(workers),
+        }
         base |= {"XDG_CONFIG_HOME": str(tmp_path)} | environ
-        started.append(subprocess.Popen(
-            [sys.executable, "-c", SCRIPT], env=base, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        ))  # fmt: skip
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-c", SCRIPT],
+                env=base,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
         return started[-1]
 
     yield start
@@ -133,7 +167,9 @@ def test_three_workers_get_ranks_and_all_end_well(run: Run) -> None:
     _, log = scheduler.communicate(timeout=10)
     assert scheduler.returncode == 0 and "waiting for 3 workers" in log and "node" not in log
     assert sorted(line[0] for line in lines) == ["0", "1", "2"]
-    assert all(line[2:4] == [line[0], "3"] for line in lines), "local ranks follow ranks on one host"
+    assert all(line[2:4] == [line[0], "3"] for line in lines), (
+        "local ranks follow ranks on one host"
+    )
     (zero,) = [line for line in lines if line[0] == "0"]
     assert {line[4] for line in lines} == {f"127.0.0.1:{zero[5]}"} and zero[5] != "0"
     assert [line[5] for line in lines if line is not zero] == ["0", "0"]
@@ -155,8 +191,11 @@ def test_asked_for_ranks_are_given_and_mindspores_names_work(run: Run, port: int
     none = dict.fromkeys(("PDRUN_ROLE", "PDRUN_SCHEDULER", "PDRUN_WORKERS"), "")
     scheduler = run("scheduler")
     theirs = none | {
-        "MS_ROLE": "MS_WORKER", "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": str(port), "MS_WORKER_NUM": "2",
-    }  # fmt: skip
+        "MS_ROLE": "MS_WORKER",
+        "MS_SCHED_HOST": "127.0.0.1",
+        "MS_SCHED_PORT": str(port),
+        "MS_WORKER_NUM": "2",
+    }
     second = run("worker", MS_NODE_ID="1", **theirs)
     first = run("worker", MS_NODE_ID="0", **theirs)
     assert second.communicate(timeout=30)[0].split()[0] == "1"
@@ -164,15 +203,17 @@ def test_asked_for_ranks_are_given_and_mindspores_names_work(run: Run, port: int
     assert scheduler.wait(10) == 0
 
 
-@pytest.mark.parametrize(("how", "code", "word"), [
-    ("boom", 1, "ValueError: boom"), ("exit", 7, "exit code 7"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("how", "code", "word"), [("boom", 1, "ValueError: boom"), ("exit", 7, "exit code 7")]
+)
 def test_a_failing_worker_ends_all_with_its_code(run: Run, how: str, code: int, word: str) -> None:
     scheduler = run("scheduler")
     workers = [run("worker", TEST_RANK_1=how, TEST_RANK_0="sleep") for _ in range(2)]
     found = [worker.communicate(timeout=30) for worker in workers]
     assert sorted(worker.returncode for worker in workers) == sorted([code, -signal.SIGTERM])
-    (peer,) = [err for worker, (_, err) in zip(workers, found, strict=True) if worker.returncode < 0]
+    (peer,) = [
+        err for worker, (_, err) in zip(workers, found, strict=True) if worker.returncode < 0
+    ]
     assert "job stopped: rank 1 on" in peer and word in peer
     _, log = scheduler.communicate(timeout=10)
     assert scheduler.returncode == code and word in log

@@ -1,4 +1,7 @@
-"""Who takes part in an elastic job: forming, standing by, growing, losing nodes, departing, coming back."""
+"""
+Who takes part in an elastic job: forming, standing by, growing, losing nodes, departing, coming
+back.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,8 @@ def last(machine: Machine, name: str) -> Assign:
     return machine.to(name, Assign)[-1]
 
 
-# Forming --------------------------------------------------------------------------------------------------------------
+# Forming
+# --------------------------------------------------------------------------------------------------------------
 
 
 def test_it_forms_at_once_when_the_most_are_here() -> None:
@@ -139,13 +143,16 @@ def test_a_node_rank_is_respected_where_there_is_such_a_place() -> None:
     assert places(machine) == ["b", "a", "c"]
 
 
-# Standing by ----------------------------------------------------------------------------------------------------------
+# Standing by
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_who_comes_late_stands_by_and_what_comes_then_is_refused() -> None:
     machine = running("a", "b", least=2, most=2, spares=1)
     machine.enter("c")
-    assert machine.to("c", Standby) == [Standby("the job runs with 2 nodes, as many as it takes: this one is a spare")]
+    assert machine.to("c", Standby) == [
+        Standby("the job runs with 2 nodes, as many as it takes: this one is a spare")
+    ]
     assert not machine.to("c", Assign) and "standby" in machine.kinds()
     machine.enter("d")
     assert machine.to("d", Refuse) == [Refuse(69, "job 'job' already has its 2 nodes and 1 spare")]
@@ -155,7 +162,10 @@ def test_standby_is_said_again_after_a_reconnection_and_when_the_reason_changes(
     machine = running("a", "b", least=1, most=3, spares=1)
     machine.enter("c")
     (first,) = machine.to("c", Standby)
-    assert first.reason == "the job runs with 2 nodes: this one takes part when the next generation is formed"
+    assert (
+        first.reason
+        == "the job runs with 2 nodes: this one takes part when the next generation is formed"
+    )
     machine.cut("c")
     machine.say("c2", hello("c", incarnation=1), Join("c", None, 1, store="c:1"))
     assert machine.to("c2", Standby) == [first] and not machine.to("c2", Refuse)
@@ -165,8 +175,9 @@ def test_standby_is_said_again_after_a_reconnection_and_when_the_reason_changes(
     machine.finish("a")
     assert places(machine) == ["a", "c", "d"] and len(machine.to("c2", Standby)) == 1
     assert [standby.reason.split(": ")[1] for standby in machine.to("e", Standby)] == [
-        "this one takes part when the next generation is formed", "this one is a spare",
-    ]  # fmt: skip
+        "this one takes part when the next generation is formed",
+        "this one is a spare",
+    ]
 
 
 def test_a_standby_node_that_goes_leaves_no_trace() -> None:
@@ -197,13 +208,17 @@ def test_what_a_standby_node_says_about_the_generation_counts_for_nothing() -> N
     assert machine.membership.names["c"].store == "c:1"
 
 
-# Growing --------------------------------------------------------------------------------------------------------------
+# Growing
+# --------------------------------------------------------------------------------------------------------------
 
 
 def test_it_grows_when_nobody_else_has_come_for_a_while() -> None:
     machine = running("a", "b", most=4, grow=8.0)
     machine.enter("c")
-    assert "a larger generation begins when nobody else has come for 8 s" in machine.to("c", Standby)[0].reason
+    assert (
+        "a larger generation begins when nobody else has come for 8 s"
+        in machine.to("c", Standby)[0].reason
+    )
     machine.beat(7.0, *"abc")
     machine.enter("d")
     machine.beat(7.0, *"abcd")
@@ -257,7 +272,8 @@ def test_nothing_grows_while_a_hang_is_looked_into() -> None:
     assert machine.membership.state is JobState.STOPPING and "hang" in machine.kinds()
 
 
-# Losing nodes ---------------------------------------------------------------------------------------------------------
+# Losing nodes
+# ---------------------------------------------------------------------------------------------------------
 
 
 def lose(machine: Machine, name: str, *others: str) -> None:
@@ -272,7 +288,11 @@ def test_a_lost_node_is_no_restart_where_enough_are_left() -> None:
     assert "node b (host host-b) was lost" in machine.to("a", StopWorkers)[0].reason
     machine.finish("a", "c")
     assert places(machine) == ["a", "c"]
-    assert (last(machine, "c").restarts, last(machine, "c").first_rank, last(machine, "c").nodes) == (0, 1, 2)
+    assert (
+        last(machine, "c").restarts,
+        last(machine, "c").first_rank,
+        last(machine, "c").nodes,
+    ) == (0, 1, 2)
     go(machine, "a", "c")
     machine.finish("a", "c")
     assert machine.verdict == Verdict(0, "all 2 workers succeeded")
@@ -332,7 +352,9 @@ def test_too_few_left_with_a_restart_waits_for_a_replacement() -> None:
     assert machine.membership.state is JobState.RESTARTING
     machine.finish("a", store="a:2")
     assert machine.membership.state is JobState.GATHERING and machine.membership.restarts == 1
-    assert machine.to("a", Waiting)[-1].missing == ("1 more node",) and "gathering" in machine.kinds()
+    assert (
+        machine.to("a", Waiting)[-1].missing == ("1 more node",) and "gathering" in machine.kinds()
+    )
     machine.say("a", Ready(0), Finished(0))  # said late: the generation is over
     machine.beat(20.0, "a")
     machine.enter("c")
@@ -399,7 +421,10 @@ def test_a_fenced_node_comes_back_as_a_new_one() -> None:
     machine.beat(11.0, "a", "b")
     assert machine.to("c", Refuse) == [Refuse(69, machine.to("c", Refuse)[0].reason, rejoin=True)]
     machine.say("c2", hello("c", incarnation=1))
-    assert machine.to("c2", Refuse)[0].rejoin and "c was given up" in machine.to("c2", Refuse)[0].reason
+    assert (
+        machine.to("c2", Refuse)[0].rejoin
+        and "c was given up" in machine.to("c2", Refuse)[0].reason
+    )
     machine.say("c3", hello("c-new"), Join("c", None, 1, store="c:9"))
     assert machine.to("c3", Standby)
     machine.finish("a", "b")
@@ -444,7 +469,10 @@ def test_in_a_job_of_fixed_size_that_is_one_of_its_restarts() -> None:
 def test_a_connected_namesake_is_refused_in_an_elastic_job_too() -> None:
     machine = running("a", "b")
     machine.say("p", hello("x"), Join("b", None, 1))
-    assert machine.to("p", Refuse)[0].code == 78 and "two nodes are called 'b'" in machine.to("p", Refuse)[0].reason
+    assert (
+        machine.to("p", Refuse)[0].code == 78
+        and "two nodes are called 'b'" in machine.to("p", Refuse)[0].reason
+    )
 
 
 def test_ranks_keep_their_order_and_newcomers_stand_behind() -> None:
@@ -468,7 +496,9 @@ def test_a_node_that_does_not_report_its_end_is_left_behind() -> None:
     machine.finish("a", "b")
     machine.beat(16.0, "a", "b", "c")
     assert places(machine) == ["a", "b"] and machine.membership.restarts == 1
-    assert machine.to("c", Refuse)[0].rejoin and "did not report" in machine.to("c", Refuse)[0].reason
+    assert (
+        machine.to("c", Refuse)[0].rejoin and "did not report" in machine.to("c", Refuse)[0].reason
+    )
 
 
 @pytest.mark.parametrize("how", ["says so", "says nothing"])
@@ -484,7 +514,9 @@ def test_a_newcomer_that_cannot_start_does_not_end_the_others_job(how: str) -> N
         go(machine, "a", "b")
         machine.beat(21.0, *"abc")
     assert places(machine) == ["a", "b"] and machine.membership.generation == 2
-    assert ("train.py is not there" if how == "says so" else "ready within 20 s") in machine.to("c", Refuse)[0].reason
+    assert ("train.py is not there" if how == "says so" else "ready within 20 s") in machine.to(
+        "c", Refuse
+    )[0].reason
     go(machine, "a", "b")
     assert machine.membership.state is JobState.RUNNING
 
@@ -497,7 +529,8 @@ def test_a_node_that_cannot_start_before_anything_has_run_ends_it_for_all() -> N
     assert machine.verdict == Verdict(127, "b cannot start: train.py is not there")
 
 
-# Departing ------------------------------------------------------------------------------------------------------------
+# Departing
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_node_departs_in_order() -> None:
@@ -586,7 +619,9 @@ def test_the_store_of_a_node_that_was_away_while_others_gathered() -> None:
     machine.cut("b")
     machine.tick(12.0)
     assert machine.membership.state is JobState.GATHERING and not machine.membership.members
-    machine.say("b2", hello("b", incarnation=1), Join("b", None, 1, store="b:1"), Finished(0, "b:2"))
+    machine.say(
+        "b2", hello("b", incarnation=1), Join("b", None, 1, store="b:1"), Finished(0, "b:2")
+    )
     machine.enter("d")
     assert last(machine, "d").master == "b:2"
 
@@ -599,13 +634,20 @@ def test_a_departing_node_that_is_cut_is_not_lost_twice() -> None:
     assert places(machine) == ["a", "c"] and machine.membership.generation == 1
 
 
-# What agents are told -------------------------------------------------------------------------------------------------
+# What agents are told
+# -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("changes", "lease"), [
-    ({"nodes": 2}, 0.0), ({"nodes": 2, "max_restarts": 1}, 6.0), ({"nodes": 2, "min_nodes": 1}, 6.0),
-    ({"nodes": 2, "spares": 1}, 6.0), ({"nodes": 2, "min_nodes": 1, "heartbeat": 0.0}, 0.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "lease"),
+    [
+        ({"nodes": 2}, 0.0),
+        ({"nodes": 2, "max_restarts": 1}, 6.0),
+        ({"nodes": 2, "min_nodes": 1}, 6.0),
+        ({"nodes": 2, "spares": 1}, 6.0),
+        ({"nodes": 2, "min_nodes": 1, "heartbeat": 0.0}, 0.0),
+    ],
+)
 def test_the_lease_is_two_thirds_of_dead_where_a_generation_may_form_without_the_node(
     changes: dict[str, object], lease: float
 ) -> None:
@@ -616,7 +658,10 @@ def test_the_lease_is_two_thirds_of_dead_where_a_generation_may_form_without_the
 
 
 def test_every_order_of_loss_and_failure_ends_in_a_generation_or_a_verdict() -> None:
-    """Three nodes, one is lost, one fails, one departs, in every order; whoever is left reports and is ready."""
+    """
+    Three nodes, one is lost, one fails, one departs, in every order; whoever is left reports and is
+    ready.
+    """
     happenings = ("lose c", "fail b", "depart a")
     for order in itertools.permutations(happenings):
         machine = running("a", "b", "c", "d", least=1, most=4, max_restarts=1)

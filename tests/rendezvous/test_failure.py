@@ -1,4 +1,7 @@
-"""From Start to the verdict: first cause, restarts, lost nodes, stops, limits. The machine alone, by hand."""
+"""
+From Start to the verdict: first cause, restarts, lost nodes, stops, limits. The machine alone, by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +84,9 @@ def test_a_failure_stops_everybody_with_one_code() -> None:
     machine.finish("c")
     assert (machine.verdict.code, machine.verdict.victims) == (42, 1)
     assert machine.verdict.first == Failure(1, "b", cause("exit", 42))
-    assert {peer: machine.to(peer, Verdict) for peer in "abc"} == {peer: [machine.verdict] for peer in "abc"}
+    assert {peer: machine.to(peer, Verdict) for peer in "abc"} == {
+        peer: [machine.verdict] for peer in "abc"
+    }
 
 
 def test_the_broken_connection_is_never_the_cause() -> None:
@@ -93,18 +98,26 @@ def test_the_broken_connection_is_never_the_cause() -> None:
     assert (machine.verdict.code, machine.verdict.first.rank, machine.verdict.victims) == (7, 1, 1)
 
 
-@pytest.mark.parametrize(("well", "told"), [
-    ([], "rank 0 on a failed: peer"),
-    (["b"], "rank 0 on a failed: peer; rank 1 on b had ended before, without an error"),
-    (["b", "c"], "rank 0 on a failed: peer; rank 1 on b and 1 other had ended before, without an error"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("well", "told"),
+    [
+        ([], "rank 0 on a failed: peer"),
+        (["b"], "rank 0 on a failed: peer; rank 1 on b had ended before, without an error"),
+        (
+            ["b", "c"],
+            "rank 0 on a failed: peer; rank 1 on b and 1 other had ended before, without an error",
+        ),
+    ],
+)
 def test_who_ended_before_one_that_lost_its_peer(well: list[str], told: str) -> None:
     machine = running("a", "b", "c")
     for name in well:
         machine.say(name, WorkerExit(0, "abc".index(name), Cause("ok", 0)))
     machine.say("a", WorkerExit(0, 0, Cause("communication", 1, summary="peer")))
     for name in "abc":
-        machine.say(name, WorkerExit(0, "abc".index(name), Cause("ok", 0)))  # they end well when they are told to stop
+        machine.say(
+            name, WorkerExit(0, "abc".index(name), Cause("ok", 0))
+        )  # they end well when they are told to stop
         machine.finish(name)
     assert machine.verdict is not None and machine.verdict.reason == told
 
@@ -127,7 +140,10 @@ def test_one_that_failed_by_itself_was_not_left_alone() -> None:
     machine.say("a", WorkerExit(0, 0, Cause("exception", 1, summary="ValueError: x")))
     machine.finish("a")
     machine.finish("b")
-    assert machine.verdict is not None and machine.verdict.reason == "rank 0 on a failed: ValueError: x"
+    assert (
+        machine.verdict is not None
+        and machine.verdict.reason == "rank 0 on a failed: ValueError: x"
+    )
 
 
 ORDER: list[CauseKind] = ["exception", "signal", "exit", "communication", "stopped"]
@@ -135,7 +151,9 @@ ORDER: list[CauseKind] = ["exception", "signal", "exit", "communication", "stopp
 
 @pytest.mark.parametrize("kinds", list(itertools.permutations(ORDER, 2)))
 def test_kind_goes_before_time(kinds: tuple[CauseKind, CauseKind]) -> None:
-    reports = [Reported(Failure(i, f"n{i}", cause(kind)), i, float(i)) for i, kind in enumerate(kinds)]
+    reports = [
+        Reported(Failure(i, f"n{i}", cause(kind)), i, float(i)) for i, kind in enumerate(kinds)
+    ]
     found = first_cause(reports)
     assert found is not None and found.failure.cause.kind == min(kinds, key=ORDER.index)
 
@@ -157,7 +175,9 @@ def test_a_verdict_fits_in_a_message() -> None:
     from pdrun.rendezvous.protocol.messages import Envelope
 
     worst = replace(cause(), traceback="\x1b" * 65536, tail=("\x1b" * 500,) * 20)
-    verdict = worded([Reported(Failure(i, "n" * 60, worst), i, 0.0) for i in range(100)], restarts=0)
+    verdict = worded(
+        [Reported(Failure(i, "n" * 60, worst), i, 0.0) for i in range(100)], restarts=0
+    )
     assert len(verdict.others) == 8
     encode(Envelope("s", 0, 0, verdict))
 
@@ -217,11 +237,15 @@ def test_a_node_that_never_reports_its_end_is_not_waited_for() -> None:
     machine.finish("a")
     machine.beat(8.0, "a", "b")
     assert machine.verdict.code == 3
-    assert "b did not report" in next(r.data["text"] for r in machine.records if r.kind == "warning")
+    assert "b did not report" in next(
+        r.data["text"] for r in machine.records if r.kind == "warning"
+    )
 
 
 @pytest.mark.parametrize("silent_before", [0.0, 2.5])
-def test_a_cut_node_is_lost_soon_when_it_was_talking_later_when_it_was_not(silent_before: float) -> None:
+def test_a_cut_node_is_lost_soon_when_it_was_talking_later_when_it_was_not(
+    silent_before: float,
+) -> None:
     machine = running("a", "b", "c")
     machine.beat(silent_before, "a", "c")
     machine.cut("b")
@@ -229,7 +253,9 @@ def test_a_cut_node_is_lost_soon_when_it_was_talking_later_when_it_was_not(silen
     while "lost" not in machine.kinds():
         machine.beat(0.1, "a", "c")
         assert machine.now - start < 11
-    assert machine.now - start == pytest.approx(10.0 - silent_before if silent_before else 0.6, abs=0.3)
+    assert machine.now - start == pytest.approx(
+        10.0 - silent_before if silent_before else 0.6, abs=0.3
+    )
     assert machine.to("a", StopWorkers) and machine.to("c", StopWorkers)
     machine.finish("a", "c")
     assert machine.verdict.code == 69 and "node b (host host-b) was lost" in machine.verdict.reason
@@ -264,8 +290,13 @@ def test_the_scheduler_does_not_take_its_own_sleep_for_the_nodes_silence() -> No
     assert "lost" in machine.kinds()
 
 
-def test_a_connection_that_is_closed_after_the_scheduler_stood_still_is_no_proof_of_an_end() -> None:
-    """An agent may have dropped it as silent, and be cut off by now: its workers run until its lease is over."""
+def test_a_connection_that_is_closed_after_the_scheduler_stood_still_is_no_proof_of_an_end() -> (
+    None
+):
+    """
+    An agent may have dropped it as silent, and be cut off by now: its workers run until its lease
+    is over.
+    """
     machine = running("a", "b")
     machine.now += 15.0
     machine.tick()
@@ -277,7 +308,9 @@ def test_a_connection_that_is_closed_after_the_scheduler_stood_still_is_no_proof
 
 
 @pytest.mark.parametrize("how", ["communication", "exception"])
-def test_a_lost_node_is_the_cause_of_what_comes_after_its_connection_was_cut(how: CauseKind) -> None:
+def test_a_lost_node_is_the_cause_of_what_comes_after_its_connection_was_cut(
+    how: CauseKind,
+) -> None:
     machine = running("a", "b", "c")
     machine.cut("b")
     machine.beat(0.2, "a", "c")
@@ -315,7 +348,12 @@ def test_a_node_back_on_a_new_connection_is_told_what_holds() -> None:
     machine.cut("b")
     machine.fail("a", 0)
     machine.say("b2", hello("b", incarnation=1))
-    assert [type(each.message) for each in machine.sent if each.peer == "b2"] == [Welcome, Assign, Start, StopWorkers]
+    assert [type(each.message) for each in machine.sent if each.peer == "b2"] == [
+        Welcome,
+        Assign,
+        Start,
+        StopWorkers,
+    ]
     machine.say("b2", Finished(0))
     machine.finish("a")
     assert machine.to("b2", Assign)[-1].generation == 1 and "lost" not in machine.kinds()
@@ -409,7 +447,9 @@ def test_the_scheduler_goes_when_all_know_or_had_time() -> None:
     machine = running("a", "b")
     machine.finish("a", "b")
     machine.cut("a")
-    for _ in range(5):  # on a bad network it may take several seconds; whoever has not heard it calls the job lost
+    for _ in range(
+        5
+    ):  # on a bad network it may take several seconds; whoever has not heard it calls the job lost
         machine.beat(1.9, "b")
         assert not machine.done
     machine.beat(1.0, "b")

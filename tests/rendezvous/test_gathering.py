@@ -43,8 +43,18 @@ def test_two_nodes_come_together() -> None:
     assert machine.to("node1", Waiting)[0].missing == ("1 more node",)
     machine.enter("node0", 1)
     (first,), (second,) = machine.to("node0", Assign), machine.to("node1", Assign)
-    assert (first.node_rank, first.first_rank, first.world_size, first.master) == (0, 0, 3, "node0:1")
-    assert (second.node_rank, second.first_rank, second.world_size, second.master) == (1, 1, 3, "node0:1")
+    assert (first.node_rank, first.first_rank, first.world_size, first.master) == (
+        0,
+        0,
+        3,
+        "node0:1",
+    )
+    assert (second.node_rank, second.first_rank, second.world_size, second.master) == (
+        1,
+        1,
+        3,
+        "node0:1",
+    )
     machine.say("node0", Ready(0))
     assert not machine.to("node0", Start)
     machine.say("node1", Ready(0))
@@ -76,7 +86,11 @@ def test_local_ranks_count_the_workers_of_one_host() -> None:
     machine = Machine(config(nodes=3))
     for name, host in (("w1", "x"), ("w2", "y"), ("w3", "x")):
         machine.enter(name, facts={"host": host})
-    places = [(a.local_rank, a.local_world_size) for name in ("w1", "w2", "w3") for a in machine.to(name, Assign)]
+    places = [
+        (a.local_rank, a.local_world_size)
+        for name in ("w1", "w2", "w3")
+        for a in machine.to(name, Assign)
+    ]
     assert places == [(0, 2), (0, 1), (1, 2)]
 
 
@@ -89,16 +103,24 @@ def test_another_job_is_refused_naming_both() -> None:
     assert "refused" in machine.kinds()
 
 
-@pytest.mark.parametrize("config_command", ["pdrun slow.py 2", ""], ids=["told", "heard of the first agent"])
+@pytest.mark.parametrize(
+    "config_command", ["pdrun slow.py 2", ""], ids=["told", "heard of the first agent"]
+)
 def test_another_command_is_refused_showing_both(config_command: str) -> None:
     machine = Machine(config(command=config_command))
     machine.enter("a", facts={"command": "pdrun slow.py 2"})
     machine.say("p", hello("x", job="other", command="pdrun slow.py 3"))
     reason = refused(machine, "p").reason
-    assert "'job' (run run-1, started on head) with `pdrun slow.py 2`, you are job 'other'" in reason
-    assert reason.endswith("`pdrun slow.py 3`: type the same on every node, or give one of the jobs another port")
+    assert (
+        "'job' (run run-1, started on head) with `pdrun slow.py 2`, you are job 'other'" in reason
+    )
+    assert reason.endswith(
+        "`pdrun slow.py 3`: type the same on every node, or give one of the jobs another port"
+    )
     machine.say("q", hello("y", job="other", command="pdrun slow.py 2"))
-    assert refused(machine, "q").reason.endswith("give both the same --job, or one of them another port")
+    assert refused(machine, "q").reason.endswith(
+        "give both the same --job, or one of them another port"
+    )
 
 
 def test_who_came_before_the_specification_is_told_it() -> None:
@@ -154,18 +176,27 @@ def test_another_protocol_is_refused() -> None:
     assert refused(machine, "p").code == 78 and "99" in refused(machine, "p").reason
 
 
-@pytest.mark.parametrize(("join", "words"), [
-    (Join("a", None, 1), ("two nodes are called 'a'", "host-a", "host-b")),
-    (Join("b", 0, 1), ("node rank 0 is claimed twice", "host-a", "host-b")),
-    (Join("b", 5, 1), ("node rank 5", "0 to 2")),
-    (Join("b", -1, 1), ("node rank -1",)),
-    (Join("b", None, 0), ("1 to 65536 workers",)),
-    (Join("b", None, 10**9), ("1 to 65536 workers",)),
-    (Join("", None, 1), ("needs a name",)),
-    (Join("b", None, 1, {"command": "y"}), ("the commands differ: `x` on a, `y` on b: type the same", "another port")),
-    (Join("a", None, 1, {"command": "y"}), ("the commands differ: `x` on a, `y` on a",)),
-    (Join("b", None, 1, {"command": "x", "pdrun": "2"}), ("pdrun differs: '1' on a, '2' on b",)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("join", "words"),
+    [
+        (Join("a", None, 1), ("two nodes are called 'a'", "host-a", "host-b")),
+        (Join("b", 0, 1), ("node rank 0 is claimed twice", "host-a", "host-b")),
+        (Join("b", 5, 1), ("node rank 5", "0 to 2")),
+        (Join("b", -1, 1), ("node rank -1",)),
+        (Join("b", None, 0), ("1 to 65536 workers",)),
+        (Join("b", None, 10**9), ("1 to 65536 workers",)),
+        (Join("", None, 1), ("needs a name",)),
+        (
+            Join("b", None, 1, {"command": "y"}),
+            ("the commands differ: `x` on a, `y` on b: type the same", "another port"),
+        ),
+        (Join("a", None, 1, {"command": "y"}), ("the commands differ: `x` on a, `y` on a",)),
+        (
+            Join("b", None, 1, {"command": "x", "pdrun": "2"}),
+            ("pdrun differs: '1' on a, '2' on b",),
+        ),
+    ],
+)
 def test_a_node_that_cannot_be_right_is_refused(join: Join, words: tuple[str, ...]) -> None:
     machine = Machine(config(nodes=3))
     machine.enter("a", node_rank=0, facts={"command": "x", "pdrun": "1"})
@@ -286,14 +317,40 @@ def test_a_viewer_only_looks() -> None:
     assert machine.membership.state is JobState.GATHERING
 
 
-@pytest.mark.parametrize(("state", "messages"), [
-    ("stranger", [Heartbeat(1, 1), Join("z", None, 1), Ready(0), StopRequest(15, "z"), Leave()]),
-    ("visitor", [hello("v"), Ready(0), WorkerExit(0, 0, cause()), Finished(0), Welcome("", "", "", "", 1, 1), Echo(1),
-                 StopRequest(0, "v"), StopRequest(65, "v"), Verdict(0, "")]),
-    ("gathering", [Ready(-1), Ready(0), Finished(-1), Unready(0, 1, "")]),
-    ("assigning", [WorkerExit(0, 0, cause()), Finished(0), Ready(1)]),
-    ("running", [WorkerExit(0, 1, cause()), WorkerExit(0, -1, cause()), WorkerExit(1, 0, cause()), Unready(0, 1, "")]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("state", "messages"),
+    [
+        (
+            "stranger",
+            [Heartbeat(1, 1), Join("z", None, 1), Ready(0), StopRequest(15, "z"), Leave()],
+        ),
+        (
+            "visitor",
+            [
+                hello("v"),
+                Ready(0),
+                WorkerExit(0, 0, cause()),
+                Finished(0),
+                Welcome("", "", "", "", 1, 1),
+                Echo(1),
+                StopRequest(0, "v"),
+                StopRequest(65, "v"),
+                Verdict(0, ""),
+            ],
+        ),
+        ("gathering", [Ready(-1), Ready(0), Finished(-1), Unready(0, 1, "")]),
+        ("assigning", [WorkerExit(0, 0, cause()), Finished(0), Ready(1)]),
+        (
+            "running",
+            [
+                WorkerExit(0, 1, cause()),
+                WorkerExit(0, -1, cause()),
+                WorkerExit(1, 0, cause()),
+                Unready(0, 1, ""),
+            ],
+        ),
+    ],
+)
 def test_an_illegal_event_raises_and_changes_nothing(state: str, messages: list[object]) -> None:
     for message in messages:
         machine = Machine()
@@ -308,7 +365,10 @@ def test_an_illegal_event_raises_and_changes_nothing(state: str, messages: list[
         before = (machine.membership.state, repr(vars(machine.membership)))
         with pytest.raises(IllegalEvent) as caught:
             machine.step(Received("a", message))  # type: ignore[arg-type]
-        assert type(message).__name__ in str(caught.value) and caught.value.state is machine.membership.state
+        assert (
+            type(message).__name__ in str(caught.value)
+            and caught.value.state is machine.membership.state
+        )
         assert (machine.membership.state, repr(vars(machine.membership))) == before
 
 
@@ -332,4 +392,6 @@ def test_repeating_the_join_changes_nothing() -> None:
     before = len(machine.sent)
     assert machine.step(Received("a", Join("a", None, 1))) == []
     assert len(machine.sent) == before
-    assert not [each for each in machine.sent if isinstance(each, Send) and isinstance(each.message, Refuse)]
+    assert not [
+        each for each in machine.sent if isinstance(each, Send) and isinstance(each.message, Refuse)
+    ]

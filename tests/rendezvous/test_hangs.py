@@ -38,7 +38,9 @@ def running(*names: str, workers: int = 2, **changes: object) -> Machine:
 
 
 def hang(machine: Machine, name: str, rank: int) -> None:
-    machine.say(name, Hung(machine.membership.generation, rank, "no progress for 300 s (step 1200)"))
+    machine.say(
+        name, Hung(machine.membership.generation, rank, "no progress for 300 s (step 1200)")
+    )
 
 
 def test_three_nodes_are_asked_and_one_never_answers() -> None:
@@ -65,7 +67,10 @@ def test_three_nodes_are_asked_and_one_never_answers() -> None:
         "no answer within 5 s from c (ranks 4-5)"
     )
     (record,) = [record for record in machine.records if record.kind == "hang"]
-    assert (record.data["rank"], record.data["node"]) == (3, "b") and "rank 3 is elsewhere" in record.data["text"]
+    assert (record.data["rank"], record.data["node"]) == (
+        3,
+        "b",
+    ) and "rank 3 is elsewhere" in record.data["text"]
     for name, ranks in (("a", (0, 1)), ("b", (2, 3)), ("c", (4, 5))):
         for rank in ranks:
             machine.say(name, WorkerExit(0, rank, Cause("stopped", 143, 15)))
@@ -83,7 +88,9 @@ def test_all_have_answered_and_nobody_waits() -> None:
     hang(machine, "b", 3)
     machine.say("b", Stacks(0, (StackGroup((2, 3), LOAD),)))
     machine.say("b", Stacks(0, (StackGroup((2, 3), "another"),)))
-    machine.say("a", Stacks(0, (StackGroup((0, 1, 2, 3), LOAD),)))  # of ranks 2 and 3 it knows nothing
+    machine.say(
+        "a", Stacks(0, (StackGroup((0, 1, 2, 3), LOAD),))
+    )  # of ranks 2 and 3 it knows nothing
     assert machine.membership.state is JobState.STOPPING
     text = machine.to("a", Notice)[0].text
     assert "ranks 0-3 are here" in text and "another" not in text and "no answer" not in text
@@ -155,7 +162,9 @@ def test_a_node_that_comes_back_is_asked_again() -> None:
 def test_who_is_only_quiet_hangs_when_nobody_is_at_work(active: tuple[int, ...]) -> None:
     machine = running("a", "b")
     machine.say("a", Hung(0, 0, "no CPU time and no output for 300 s", waits=True))
-    machine.say("a", Stacks(0, (StackGroup((0, 1), LOAD),), active=(3,)))  # not its own: counts for nothing
+    machine.say(
+        "a", Stacks(0, (StackGroup((0, 1), LOAD),), active=(3,))
+    )  # not its own: counts for nothing
     machine.say("b", Stacks(0, (StackGroup((2, 3), LOAD),), active=active))
     assert machine.membership.inquiry is None
     assert machine.membership.state is (JobState.RUNNING if active else JobState.STOPPING)
@@ -176,7 +185,11 @@ def test_a_picture_is_bounded_and_names_each_rank_once(found: list[tuple[int, st
     inquiry = Inquiry(0, "a", "why", 0.0, {f"n{node}": f"n{node}" for node in range(41)})
     for node in range(41):
         ranks = [place for place, (where, _) in enumerate(found) if where == node]
-        inquiry.take(f"n{node}", [StackGroup((rank, rank, -1), found[rank][1]) for rank in ranks], range(len(found)))
+        inquiry.take(
+            f"n{node}",
+            [StackGroup((rank, rank, -1), found[rank][1]) for rank in ranks],
+            range(len(found)),
+        )
     counted = [rank for _, ranks in inquiry.groups.values() for rank in ranks] + inquiry.further
     assert sorted(counted) == list(range(len(found)))
     assert len(inquiry.groups) <= 64

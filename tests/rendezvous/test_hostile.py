@@ -42,7 +42,9 @@ GREETING = b"\xff" + b"\0" * 8 + b"\x7f" + b"\x03\x00"
 NULL = GREETING + b"NULL".ljust(20, b"\0") + b"\0" + b"\0" * 31
 CURVE = GREETING + b"CURVE".ljust(20, b"\0") + b"\0" + b"\0" * 31
 READY = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
-HELLO_OF_NOBODY = b"\x04\xc8\x05HELLO\x01\x00" + b"\0" * 72 + b"\x11" * 32 + b"\0" * 8 + b"\x22" * 80
+HELLO_OF_NOBODY = (
+    b"\x04\xc8\x05HELLO\x01\x00" + b"\0" * 72 + b"\x11" * 32 + b"\0" * 8 + b"\x22" * 80
+)
 
 
 @pytest.fixture
@@ -72,19 +74,24 @@ def closed_by_peer(sock: socket.socket, timeout: float = 8.0) -> bool:
     return False
 
 
-@pytest.mark.parametrize("data", [
-    pytest.param(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", id="http"),
-    pytest.param(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x55" * 500, id="tls"),
-    pytest.param(bytes(range(256)) * 64, id="bytes"),
-    pytest.param(b"\x80\x04\x95" + b"cos\nsystem\n(S'true'\ntR." * 9, id="pickle"),
-    pytest.param(NULL + READY + b"\x00\x02{}", id="null-mechanism"),
-    pytest.param(GREETING + b"PLAIN".ljust(20, b"\0") + b"\0" * 32, id="plain-mechanism"),
-    pytest.param(CURVE + HELLO_OF_NOBODY, id="curve-of-a-stranger"),
-    pytest.param(CURVE + b"\x06" + struct.pack(">Q", 8 << 30) + b"\x05HELLO", id="8-gib-command"),
-    pytest.param(CURVE + b"\x02" + struct.pack(">Q", 8 << 30) + b"x" * 4096, id="8-gib-frame"),
-    pytest.param(CURVE[:20], id="half-a-greeting"),
-    pytest.param(b"", id="silence"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", id="http"),
+        pytest.param(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x55" * 500, id="tls"),
+        pytest.param(bytes(range(256)) * 64, id="bytes"),
+        pytest.param(b"\x80\x04\x95" + b"cos\nsystem\n(S'true'\ntR." * 9, id="pickle"),
+        pytest.param(NULL + READY + b"\x00\x02{}", id="null-mechanism"),
+        pytest.param(GREETING + b"PLAIN".ljust(20, b"\0") + b"\0" * 32, id="plain-mechanism"),
+        pytest.param(CURVE + HELLO_OF_NOBODY, id="curve-of-a-stranger"),
+        pytest.param(
+            CURVE + b"\x06" + struct.pack(">Q", 8 << 30) + b"\x05HELLO", id="8-gib-command"
+        ),
+        pytest.param(CURVE + b"\x02" + struct.pack(">Q", 8 << 30) + b"x" * 4096, id="8-gib-frame"),
+        pytest.param(CURVE[:20], id="half-a-greeting"),
+        pytest.param(b"", id="silence"),
+    ],
+)
 def test_strangers_are_dropped(served: tuple[Scheduler, Agent], data: bytes) -> None:
     child, agent = served
     with connect(child.endpoint) as sock:
@@ -182,16 +189,28 @@ class Insider:
         self.sequence = 0
 
     def say(self, body: Message, **changes: object) -> None:
-        number = 0 if isinstance(body, Heartbeat) else self.sequence  # heartbeats are outside the count
-        values: dict[str, object] = {"sender": "i" * 32, "incarnation": 0, "sequence": number, **changes}
+        number = (
+            0 if isinstance(body, Heartbeat) else self.sequence
+        )  # heartbeats are outside the count
+        values: dict[str, object] = {
+            "sender": "i" * 32,
+            "incarnation": 0,
+            "sequence": number,
+            **changes,
+        }
         self.sequence += not isinstance(body, Heartbeat)
         self.socket.send(encode(Envelope(body=body, **values)), zmq.NOBLOCK)  # type: ignore[arg-type]
 
     def hello(self, **changes: object) -> None:
         values: dict[str, object] = {
-            "version": PROTOCOL, "role": "agent", "job": "job", "agent": "i" * 32, "incarnation": 0, "host": "h",
+            "version": PROTOCOL,
+            "role": "agent",
+            "job": "job",
+            "agent": "i" * 32,
+            "incarnation": 0,
+            "host": "h",
             "pid": 1,
-        } | changes  # fmt: skip
+        } | changes
         self.say(Hello(**values))  # type: ignore[arg-type]
 
     def dropped(self, timeout: float = 5000) -> bool:
@@ -204,19 +223,33 @@ def insider(endpoint: Endpoint, secret: Secret, room: int = 0) -> Iterator[Insid
     try:
         yield found
     finally:
-        # In this order: a socket that is closed after its monitor waits for ever for somebody who hears of it.
+        # In this order: a socket that is closed after its monitor waits for ever for somebody who
+        # hears of it.
         found.socket.disable_monitor()
         found.monitor.close(linger=0)
         found.socket.close(linger=0)
         found.context.term()
 
 
-@pytest.mark.parametrize("frames", [
-    [b""], [b"x"], [b"{}", b"{}"], [b"a"] * 9, [b"[" * 100_000], [b"\x80\x04\x95."], [b"\xff" * 100],
-    [b"x" * (1 << 20)],
-    [b"x" * ((1 << 20) + 1)], [b"x"] * 3000,
-], ids=lambda frames: f"{len(frames)}x{len(frames[0])}")  # fmt: skip
-def test_garbage_from_inside_is_cut_off(served: tuple[Scheduler, Agent], secret: Secret, frames: list[bytes]) -> None:
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b""],
+        [b"x"],
+        [b"{}", b"{}"],
+        [b"a"] * 9,
+        [b"[" * 100_000],
+        [b"\x80\x04\x95."],
+        [b"\xff" * 100],
+        [b"x" * (1 << 20)],
+        [b"x" * ((1 << 20) + 1)],
+        [b"x"] * 3000,
+    ],
+    ids=lambda frames: f"{len(frames)}x{len(frames[0])}",
+)
+def test_garbage_from_inside_is_cut_off(
+    served: tuple[Scheduler, Agent], secret: Secret, frames: list[bytes]
+) -> None:
     child, _ = served
     with insider(child.endpoint, secret) as bad:
         bad.hello()
@@ -225,19 +258,37 @@ def test_garbage_from_inside_is_cut_off(served: tuple[Scheduler, Agent], secret:
         assert bad.dropped()
 
 
-@pytest.mark.parametrize(("name", "speak"), [
-    ("nothing goes before Hello", lambda bad: bad.say(Heartbeat(1, 1))),
-    ("nothing goes before Hello", lambda bad: bad.say(Join("n", None, 1))),
-    ("was said before", lambda bad: (bad.hello(), bad.hello())),
-    ("message 5 where 1 was due", lambda bad: (bad.hello(), bad.say(Join("n", None, 1), sequence=5))),
-    ("message 0 where 1 was due", lambda bad: (bad.hello(), bad.say(Join("n", None, 1), sequence=0))),
-    ("message 1 where 0 was due", lambda bad: (bad.hello(), bad.say(Heartbeat(1, 1), sequence=1))),
-    ("message 1 where 0 was due", lambda bad: bad.say(Join("n", None, 1), sequence=1)),
-    ("not the one of its Hello", lambda bad: (bad.hello(), bad.say(Heartbeat(1, 1), sender="j" * 32))),
-    ("not the one of its Hello", lambda bad: (bad.hello(), bad.say(Heartbeat(1, 1), incarnation=1))),
-    ("key does not make", lambda bad: bad.hello(role="view")),
-    ("only the scheduler says it", lambda bad: (bad.hello(), bad.say(Refuse(1, "you")))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "speak"),
+    [
+        ("nothing goes before Hello", lambda bad: bad.say(Heartbeat(1, 1))),
+        ("nothing goes before Hello", lambda bad: bad.say(Join("n", None, 1))),
+        ("was said before", lambda bad: (bad.hello(), bad.hello())),
+        (
+            "message 5 where 1 was due",
+            lambda bad: (bad.hello(), bad.say(Join("n", None, 1), sequence=5)),
+        ),
+        (
+            "message 0 where 1 was due",
+            lambda bad: (bad.hello(), bad.say(Join("n", None, 1), sequence=0)),
+        ),
+        (
+            "message 1 where 0 was due",
+            lambda bad: (bad.hello(), bad.say(Heartbeat(1, 1), sequence=1)),
+        ),
+        ("message 1 where 0 was due", lambda bad: bad.say(Join("n", None, 1), sequence=1)),
+        (
+            "not the one of its Hello",
+            lambda bad: (bad.hello(), bad.say(Heartbeat(1, 1), sender="j" * 32)),
+        ),
+        (
+            "not the one of its Hello",
+            lambda bad: (bad.hello(), bad.say(Heartbeat(1, 1), incarnation=1)),
+        ),
+        ("key does not make", lambda bad: bad.hello(role="view")),
+        ("only the scheduler says it", lambda bad: (bad.hello(), bad.say(Refuse(1, "you")))),
+    ],
+)
 def test_words_out_of_order_are_refused(
     served: tuple[Scheduler, Agent], secret: Secret, name: str, speak: Callable[[Insider], object]
 ) -> None:
@@ -251,7 +302,9 @@ def test_words_out_of_order_are_refused(
         assert bad.dropped(), "the connection goes on after the refusal"
 
 
-def test_a_flood_is_cut_off_and_others_are_served(served: tuple[Scheduler, Agent], secret: Secret) -> None:
+def test_a_flood_is_cut_off_and_others_are_served(
+    served: tuple[Scheduler, Agent], secret: Secret
+) -> None:
     child, agent = served
     with insider(child.endpoint, secret) as bad:
         bad.hello()
@@ -262,7 +315,10 @@ def test_a_flood_is_cut_off_and_others_are_served(served: tuple[Scheduler, Agent
         agent.expect(Waiting, timeout=5.0)
         assert bad.dropped(), "nobody stopped the flood"
         assert time.monotonic() - started < 9
-    until(lambda: any("cut off" in event.data["text"] for event in child.events("warning")), "a warning")
+    until(
+        lambda: any("cut off" in event.data["text"] for event in child.events("warning")),
+        "a warning",
+    )
 
 
 def test_one_who_never_reads_is_cut_off(secret: Secret) -> None:
@@ -278,7 +334,9 @@ def test_one_who_never_reads_is_cut_off(secret: Secret) -> None:
                 server.send(found[0].peer, reply)
                 if Gone(found[0].peer) in (now := server.poll(0.0)):
                     break
-            assert [type(item) for item in now] == [Complaint, Gone] and "does not read" in now[0].text
+            assert [type(item) for item in now] == [Complaint, Gone] and "does not read" in now[
+                0
+            ].text
     finally:
         server.close(0.0)
 

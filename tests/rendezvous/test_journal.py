@@ -1,4 +1,7 @@
-"""The journal: the same state out of it as went in, nothing lost at any byte of a torn end, and damage named."""
+"""
+The journal: the same state out of it as went in, nothing lost at any byte of a torn end, and damage
+named.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +54,14 @@ EVENTS: list[Happening] = [
     Received("p", m.WorkerExit(0, 1, cause(traceback="t", tail=("a", "b")))),
     Received("p", m.Stacks(0, (m.StackGroup((0, 1), "here"),))),
     Received("p", m.Progress(0, (m.Step(0, 5, 0.25),), 4)),
-    Heard(("p", "q")), Disconnected("p"), Tick(), StopOrdered(15, "me", True), Orphaned("gone"), Resumed("s" * 32),
+    Heard(("p", "q")),
+    Disconnected("p"),
+    Tick(),
+    StopOrdered(15, "me", True),
+    Orphaned("gone"),
+    Resumed("s" * 32),
     GivenUp((Silent("a", "nothing was heard of it for 10.1 s", 12.5),)),
-]  # fmt: skip
+]
 
 
 def header(settings: SchedulerConfig, now: float = 1000.0) -> Header:
@@ -78,14 +86,25 @@ def test_every_event_comes_back(tmp_path: Path) -> None:
     assert [entry.event for entry in past.entries] == EVENTS
     assert past.header == header(config()) and past.torn == 0
     assert stat.S_IMODE((tmp_path / "new" / "j").stat().st_mode) == 0o600
-    assert {type(event) for event in EVENTS} == set(Happening.__args__), "an event that the journal was not asked about"
+    assert {type(event) for event in EVENTS} == set(Happening.__args__), (
+        "an event that the journal was not asked about"
+    )
 
 
-@pytest.mark.parametrize("plain", [
-    {}, [], None, {"kind": "Nothing", "body": {}}, {"kind": [], "body": {}}, {"kind": "Tick", "body": {"x": 1}},
-    {"kind": "Received", "peer": "p", "type": "Tick", "body": {}}, {"kind": "Received", "body": {}},
-    {"kind": "Received", "peer": 1, "type": "Leave", "body": {"reason": ""}},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "plain",
+    [
+        {},
+        [],
+        None,
+        {"kind": "Nothing", "body": {}},
+        {"kind": [], "body": {}},
+        {"kind": "Tick", "body": {"x": 1}},
+        {"kind": "Received", "peer": "p", "type": "Tick", "body": {}},
+        {"kind": "Received", "body": {}},
+        {"kind": "Received", "peer": 1, "type": "Leave", "body": {"reason": ""}},
+    ],
+)
 def test_what_is_no_event_is_refused(plain: Any) -> None:
     with pytest.raises(CodecError):
         event_from_plain(plain, "event")
@@ -135,7 +154,9 @@ def test_every_flipped_byte_is_damage_that_names_its_place(tmp_path: Path) -> No
             reopen(path)
         assert str(path) in str(caught.value) and caught.value.exit_code == 69
         place = int(str(caught.value).split("at byte ")[1].split(":")[0])
-        assert place <= at and (place >= ends[0] or at < ends[0]), "the complaint is about another entry"
+        assert place <= at and (place >= ends[0] or at < ends[0]), (
+            "the complaint is about another entry"
+        )
 
 
 def test_entries_cannot_be_taken_out_or_exchanged(tmp_path: Path) -> None:
@@ -162,7 +183,10 @@ def test_a_journal_has_one_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_who_waits_for_the_lock_does_not_get_a_file_that_was_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The job's end lets the lock go and the file with it; the next scheduler begins a journal that is there."""
+    """
+    The job's end lets the lock go and the file with it; the next scheduler begins a journal that is
+    there.
+    """
     path, clock, locks = tmp_path / "j", FakeClock(), journals._lock
     first = begin(config(), clock, path)
 
@@ -207,7 +231,10 @@ def test_a_journal_in_which_nothing_stands_yet_is_begun(tmp_path: Path, length: 
 
 def test_a_file_of_something_else_is_not_begun(tmp_path: Path) -> None:
     (tmp_path / "j").write_text("my thesis")
-    for call in (lambda: of_same_run(config(), tmp_path / "j"), lambda: enter(config(), FakeClock(), tmp_path / "j")):
+    for call in (
+        lambda: of_same_run(config(), tmp_path / "j"),
+        lambda: enter(config(), FakeClock(), tmp_path / "j"),
+    ):
         with pytest.raises(RendezvousError, match="no journal of this version"):
             call()
     with pytest.raises(FileExistsError):
@@ -226,7 +253,9 @@ def test_a_journal_of_another_job_or_of_other_settings_is_refused(tmp_path: Path
     assert enter(config(), clock, path).resumed
 
 
-@pytest.mark.parametrize("text", [b"", b"pdrun journal 1", b"pdrun journal 1\n", b"something else\n" * 9])
+@pytest.mark.parametrize(
+    "text", [b"", b"pdrun journal 1", b"pdrun journal 1\n", b"something else\n" * 9]
+)
 def test_what_is_no_journal_is_called_that(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "j").write_bytes(text)
     with pytest.raises(RendezvousError, match="damaged at byte"):
@@ -239,7 +268,9 @@ def test_folders_that_are_made_for_it_are_private(tmp_path: Path) -> None:
         create(tmp_path / "logs" / "run" / "j", header(config())).close()
     finally:
         os.umask(before)
-    assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("logs", "logs/run")] == [0o700] * 2
+    assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("logs", "logs/run")] == [
+        0o700
+    ] * 2
 
 
 def test_a_folder_in_the_journals_place_is_the_users_mistake(tmp_path: Path) -> None:
@@ -254,14 +285,17 @@ def test_entries_that_do_not_follow_are_damage(tmp_path: Path) -> None:
         resume(config(), FakeClock(), path)
 
 
-# A journal that cannot be written -------------------------------------------------------------------------------------
+# A journal that cannot be written
+# -------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
 def test_a_full_disk_costs_the_way_back_and_not_the_job(tmp_path: Path) -> None:
     events: list[Event] = []
     recovery = begin(config(nodes=1), FakeClock(), tmp_path / "j")
-    service = Service(config(nodes=1), MemoryHub(), clock=FakeClock(), record=events.extend, recovery=recovery)
+    service = Service(
+        config(nodes=1), MemoryHub(), clock=FakeClock(), record=events.extend, recovery=recovery
+    )
     hub = service.transport
     assert isinstance(hub, MemoryHub) and recovery._keeper is not None
     full = os.open("/dev/full", os.O_WRONLY)
@@ -271,14 +305,25 @@ def test_a_full_disk_costs_the_way_back_and_not_the_job(tmp_path: Path) -> None:
     for number, message in enumerate((hello("a"), m.Join("n", None, 1, store="h:1"))):
         end.send(m.Envelope("a", 0, number, message))
         service.poll_once(0.0)
-    assert [type(envelope.body) for envelope in end.take()] == [m.Welcome, m.Assign], "the job goes on"
+    assert [type(envelope.body) for envelope in end.take()] == [m.Welcome, m.Assign], (
+        "the job goes on"
+    )
     told = [str(event.data["text"]) for event in events if event.kind == "warning"]
-    assert len(told) == 1 and "No space left on device" in told[0] and "it ends should the scheduler die" in told[0]
+    assert (
+        len(told) == 1
+        and "No space left on device" in told[0]
+        and "it ends should the scheduler die" in told[0]
+    )
     assert not (tmp_path / "j").exists(), "nobody may go on from half a journal"
 
 
-def test_a_disk_that_hangs_costs_the_way_back_and_not_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The journal is given up first, and told to be; then what was not written is acted upon; the file goes later."""
+def test_a_disk_that_hangs_costs_the_way_back_and_not_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """
+    The journal is given up first, and told to be; then what was not written is acted upon; the file
+    goes later.
+    """
     free, lost, synced = threading.Event(), list[bool](), os.fdatasync
 
     def sync(fd: int) -> None:
@@ -289,7 +334,9 @@ def test_a_disk_that_hangs_costs_the_way_back_and_not_the_job(tmp_path: Path, mo
     monkeypatch.setattr(journals, "ANSWER", 0.1)
     monkeypatch.setattr(os, "fdatasync", sync)
     events: list[Event] = []
-    service = Service(config(nodes=1), MemoryHub(), clock=FakeClock(), record=events.extend, recovery=recovery)
+    service = Service(
+        config(nodes=1), MemoryHub(), clock=FakeClock(), record=events.extend, recovery=recovery
+    )
     hub = service.transport
     assert isinstance(hub, MemoryHub)
     end = hub.connect()
@@ -299,7 +346,9 @@ def test_a_disk_that_hangs_costs_the_way_back_and_not_the_job(tmp_path: Path, mo
         end.send(m.Envelope("a", 0, number, message))
         service.poll_once(0.0)
     assert time.monotonic() - began < 5.0 and lost == [True]
-    assert [type(envelope.body) for envelope in end.take()] == [m.Welcome, m.Assign], "the job goes on"
+    assert [type(envelope.body) for envelope in end.take()] == [m.Welcome, m.Assign], (
+        "the job goes on"
+    )
     told = [str(event.data["text"]) for event in events if event.kind == "warning"]
     assert len(told) == 1 and "the disk did not answer for 0.1 s" in told[0], told
     assert (tmp_path / "j").exists()
@@ -331,14 +380,25 @@ def test_without_an_event_log_the_terminals_are_told(tmp_path: Path) -> None:
     assert len(notices) == 1 and "cannot be written" in notices[0]
 
 
-# The same state -------------------------------------------------------------------------------------------------------
+# The same state
+# -------------------------------------------------------------------------------------------------------
 
 OF_THE_MOMENT = {
-    "watch", "heard", "answered", "gone_at", "suspect",  # the failure detector's: begins afresh (Resumed)
-    "out", "lasting", "fenced", "_replaying",  # of one step
+    "watch",
+    "heard",
+    "answered",
+    "gone_at",
+    "suspect",  # the failure detector's: begins afresh (Resumed)
+    "out",
+    "lasting",
+    "fenced",
+    "_replaying",  # of one step
     "waiting_at",  # when Waiting is told again, be it to nobody
-    "_tracks", "_look_at", "_record_at", "_news",  # how far workers are: told again with the next Progress
-}  # fmt: skip
+    "_tracks",
+    "_look_at",
+    "_record_at",
+    "_news",  # how far workers are: told again with the next Progress
+}
 
 
 def picture(value: Any) -> Any:
@@ -434,13 +494,24 @@ class Walk:
         elif self.random.random() < 0.5:
             rank = self.random.choice(node.ranks or [0])
             saved = self.random.choice([-1, 3, 5])
-            self.say(node, self.random.choice([
-                m.Progress(generation, (m.Step(rank, 5, 0.1),), saved), m.Stacks(generation, ()),
-                m.Hung(generation, rank, "no progress") if self.random.random() < 0.1 else m.Heartbeat(2, 2),
-            ]))  # fmt: skip
+            self.say(
+                node,
+                self.random.choice(
+                    [
+                        m.Progress(generation, (m.Step(rank, 5, 0.1),), saved),
+                        m.Stacks(generation, ()),
+                        m.Hung(generation, rank, "no progress")
+                        if self.random.random() < 0.1
+                        else m.Heartbeat(2, 2),
+                    ]
+                ),
+            )
         elif node.ranks:
             code = self.random.choice([0, 0, 1])
-            self.say(node, m.WorkerExit(generation, node.ranks.pop(), cause("exit" if code else "ok", code)))
+            self.say(
+                node,
+                m.WorkerExit(generation, node.ranks.pop(), cause("exit" if code else "ok", code)),
+            )
         else:
             self.say(node, m.Finished(generation, f"{node.name}:2"))
 
@@ -463,9 +534,13 @@ class Walk:
 
 
 @given(
-    st.integers(0, 1 << 32), st.integers(1, 4), st.integers(0, 2), st.integers(0, 2),
-    st.sampled_from([0.0, 30.0]), st.integers(0, 4),
-)  # fmt: skip
+    st.integers(0, 1 << 32),
+    st.integers(1, 4),
+    st.integers(0, 2),
+    st.integers(0, 2),
+    st.sampled_from([0.0, 30.0]),
+    st.integers(0, 4),
+)
 @settings(max_examples=80, deadline=None)
 def test_replay_leads_to_the_same_state(
     seed: int, nodes: int, spares: int, restarts: int, grow: float, fewer: int
@@ -474,10 +549,18 @@ def test_replay_leads_to_the_same_state(
 
     with tempfile.TemporaryDirectory() as folder:
         walk = Walk(
-            config(nodes=nodes, min_nodes=max(1, nodes - fewer) if fewer else 0, spares=spares, max_restarts=restarts,
-                   grow=grow or None, gather=1.0, backoff=0.5),
-            Path(folder, "j"), seed,
-        )  # fmt: skip
+            config(
+                nodes=nodes,
+                min_nodes=max(1, nodes - fewer) if fewer else 0,
+                spares=spares,
+                max_restarts=restarts,
+                grow=grow or None,
+                gather=1.0,
+                backoff=0.5,
+            ),
+            Path(folder, "j"),
+            seed,
+        )
         for _ in range(160):
             walk.turn()
             if walk.random.random() < 0.02:
@@ -490,7 +573,11 @@ def test_the_walk_reaches_what_it_is_to_prove(tmp_path: Path) -> None:
     """A walk that never leaves the first state would prove nothing."""
     seen: set[JobState] = set()
     for seed in range(40):
-        walk = Walk(config(nodes=2, min_nodes=1, spares=1, max_restarts=2, gather=1.0), tmp_path / f"{seed}", seed)
+        walk = Walk(
+            config(nodes=2, min_nodes=1, spares=1, max_restarts=2, gather=1.0),
+            tmp_path / f"{seed}",
+            seed,
+        )
         for _ in range(160):
             walk.turn()
             seen.add(walk.machine.state)
@@ -517,14 +604,17 @@ def test_heartbeats_ticks_and_viewers_have_no_entries(tmp_path: Path) -> None:
     walk.keeper.journal.close()
 
 
-# The event log --------------------------------------------------------------------------------------------------------
+# The event log
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_what_was_decided_and_not_written_is_written_by_the_successor(tmp_path: Path) -> None:
     """Killed between the journal and the event log, and in the middle of a line of it."""
     path, log, clock = tmp_path / "j", tmp_path / "events.jsonl", FakeClock()
     recovery = begin(config(nodes=1), clock, path)
-    service = Service(config(nodes=1), MemoryHub(), clock=clock, record=EventLog(log).extend, recovery=recovery)
+    service = Service(
+        config(nodes=1), MemoryHub(), clock=clock, record=EventLog(log).extend, recovery=recovery
+    )
     hub = service.transport
     assert isinstance(hub, MemoryHub)
     end = hub.connect()
@@ -539,7 +629,9 @@ def test_what_was_decided_and_not_written_is_written_by_the_successor(tmp_path: 
         log.write_text(whole[:cut])
         path.write_bytes(past)
         found = resume(config(nodes=1), clock, path, log)
-        again = Service(config(nodes=1), MemoryHub(), clock=clock, record=EventLog(log).extend, recovery=found)
+        again = Service(
+            config(nodes=1), MemoryHub(), clock=clock, record=EventLog(log).extend, recovery=found
+        )
         status = eventlog.replay(eventlog.read(log))
         kinds = [event.kind for event in eventlog.read(log)]
         assert status.state == "running" and kinds[:3] == ["created", "joined", "assigned"]
@@ -553,7 +645,9 @@ def test_many_lines_of_one_commit_are_found_again(tmp_path: Path) -> None:
     path, log, clock, count = tmp_path / "j", tmp_path / "events.jsonl", FakeClock(), 20
     recovery = begin(config(nodes=count), clock, path)
     hub = MemoryHub()
-    service = Service(config(nodes=count), hub, clock=clock, record=EventLog(log).extend, recovery=recovery)
+    service = Service(
+        config(nodes=count), hub, clock=clock, record=EventLog(log).extend, recovery=recovery
+    )
     for name in (f"a{number}" for number in range(count)):
         end, host = hub.connect(), f"{name}-{'x' * 60_000}"
         end.send(m.Envelope(name, 0, 0, m.Hello(m.PROTOCOL, "agent", "job", name, 0, host, 1)))
@@ -568,6 +662,8 @@ def test_many_lines_of_one_commit_are_found_again(tmp_path: Path) -> None:
 
 
 def test_nothing_is_written_twice_into_the_event_log(tmp_path: Path) -> None:
-    restored = Restored(Membership(config(), "s" * 32, 0.0), (Event("a", 1.0), Event("b", 2.0, {"x": (1,)})), 1)
+    restored = Restored(
+        Membership(config(), "s" * 32, 0.0), (Event("a", 1.0), Event("b", 2.0, {"x": (1,)})), 1
+    )
     assert not_written(restored, []) == [Event("b", 2.0, {"x": (1,)})]
     assert not_written(restored, [Event("b", 9.0, {"x": [1]})]) == []

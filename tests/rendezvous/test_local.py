@@ -58,7 +58,11 @@ def words(link: LocalLink) -> list[type[Message]]:
 def test_a_job_of_one_node_loads_no_zeromq(tmp_path: Path) -> None:
     events = tmp_path / "run" / "events.jsonl"
     done = subprocess.run(
-        [sys.executable, "-c", ALONE, str(events)], capture_output=True, text=True, timeout=30, check=True
+        [sys.executable, "-c", ALONE, str(events)],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
     )
     said, loaded = done.stdout.splitlines()
     assert said == "['Welcome', 'Assign', 'Start', 'StopWorkers', 'Verdict']"
@@ -68,12 +72,16 @@ def test_a_job_of_one_node_loads_no_zeromq(tmp_path: Path) -> None:
 
 def test_a_whole_conversation() -> None:
     seen: list[str] = []
-    link = LocalLink(config(nodes=1, max_restarts=1), host="here", record=lambda event: seen.append(event.kind))
+    link = LocalLink(
+        config(nodes=1, max_restarts=1), host="here", record=lambda event: seen.append(event.kind)
+    )
     assert link.fileno() == -1
     assert words(link) == [Welcome]
     link.send(Join("n", None, 1, store="127.0.0.1:1"))
     deadline = link.deadline()
-    assert deadline is not None and deadline <= time.monotonic(), "an answer lies there, and poll is not due"
+    assert deadline is not None and deadline <= time.monotonic(), (
+        "an answer lies there, and poll is not due"
+    )
     assert words(link) == [Assign]
     link.send(Ready(0))
     link.send(WorkerExit(0, 0, cause()))
@@ -85,8 +93,19 @@ def test_a_whole_conversation() -> None:
     assert words(link) == [Start, Verdict]
     link.send(Leave())
     link.close()
-    assert seen == ["created", "joined", "assigned", "started", "exited", "restarting", "assigned", "started", "exited",
-                    "verdict", "left"]  # fmt: skip
+    assert seen == [
+        "created",
+        "joined",
+        "assigned",
+        "started",
+        "exited",
+        "restarting",
+        "assigned",
+        "started",
+        "exited",
+        "verdict",
+        "left",
+    ]
 
 
 def test_limits_hold_without_a_socket() -> None:
@@ -152,8 +171,22 @@ def test_lost_log_lines_do_not_stop_a_job(tmp_path: Path) -> None:
     link.close()
 
 
-@pytest.mark.parametrize("module", ["scheduler.local_link", "scheduler.child_main", "scheduler.child", "clients.dynamic", "protocol.security", "transport.listen", "membership.machine", "protocol.codec"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "scheduler.local_link",
+        "scheduler.child_main",
+        "scheduler.child",
+        "clients.dynamic",
+        "protocol.security",
+        "transport.listen",
+        "membership.machine",
+        "protocol.codec",
+    ],
+)
 def test_importing_loads_no_zeromq(module: str) -> None:
     code = f"import sys, pdrun.rendezvous.{module}; print([m for m in ('zmq', 'torch', 'psutil') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
+    )
     assert done.stdout.strip() == "[]"

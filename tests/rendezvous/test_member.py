@@ -1,4 +1,7 @@
-"""The end of a dynamic cluster's worker: nothing that it said last is lost, and nothing is waited for too long."""
+"""
+The end of a dynamic cluster's worker: nothing that it said last is lost, and nothing is waited for
+too long.
+"""
 
 from __future__ import annotations
 
@@ -63,10 +66,23 @@ def member(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any], DynamicM
     made: list[DynamicMember] = []
 
     def make(link: Any) -> DynamicMember:
-        made.append(DynamicMember(
-            rank=0, world_size=2, local_rank=0, local_world_size=2, master=Endpoint("127.0.0.1", 1), job="j", run="r",
-            generation=0, name="w", host="h", store_socket=None, _link=link, _say=lambda text: None,
-        ))  # fmt: skip
+        made.append(
+            DynamicMember(
+                rank=0,
+                world_size=2,
+                local_rank=0,
+                local_world_size=2,
+                master=Endpoint("127.0.0.1", 1),
+                job="j",
+                run="r",
+                generation=0,
+                name="w",
+                host="h",
+                store_socket=None,
+                _link=link,
+                _say=lambda text: None,
+            )
+        )
         return made[-1]
 
     yield make
@@ -78,7 +94,9 @@ def member(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any], DynamicM
 LAST_WORDS = [("unread, then", WorkerExit), ("unread, then", Finished)]
 
 
-def test_a_worker_leaves_when_its_last_words_are_read(member: Callable[[Any], DynamicMember]) -> None:
+def test_a_worker_leaves_when_its_last_words_are_read(
+    member: Callable[[Any], DynamicMember],
+) -> None:
     link = SlowLink(polls=20)
     member(link).finish()
     assert link.log == [*LAST_WORDS, ("read, then", Leave), "closed"]
@@ -95,7 +113,9 @@ def test_a_scheduler_that_never_reads_is_not_waited_for(
     assert link.log == [*LAST_WORDS, ("unread, then", Leave), "closed"]
 
 
-def test_a_verdict_or_a_lost_scheduler_ends_the_waiting(member: Callable[[Any], DynamicMember]) -> None:
+def test_a_verdict_or_a_lost_scheduler_ends_the_waiting(
+    member: Callable[[Any], DynamicMember],
+) -> None:
     def lost() -> Sequence[Message]:
         raise RendezvousError("lost the scheduler")
 
@@ -109,7 +129,9 @@ def test_a_verdict_or_a_lost_scheduler_ends_the_waiting(member: Callable[[Any], 
     assert cut_off.log == [*LAST_WORDS, "closed"]
 
 
-def test_a_context_is_ended_although_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_context_is_ended_although_no_thread_can_be_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import zmq
 
     def refuse(thread: threading.Thread) -> None:
@@ -117,7 +139,9 @@ def test_a_context_is_ended_although_no_thread_can_be_started(monkeypatch: pytes
 
     contexts: list[zmq.Context[zmq.Socket[bytes]]] = [zmq.Context(), zmq.Context()]
     waiting = threading.Event()
-    helper = threading.Thread(target=lambda: (waiting.wait(10), end_context(contexts[0], 0.1)), daemon=True)
+    helper = threading.Thread(
+        target=lambda: (waiting.wait(10), end_context(contexts[0], 0.1)), daemon=True
+    )
     helper.start()
     monkeypatch.setattr(threading.Thread, "start", refuse)
     waiting.set()
@@ -134,12 +158,20 @@ def noted() -> ValueError:
     return error
 
 
-@pytest.mark.parametrize(("error", "summary"), [
-    (RuntimeError("CUDA error: no access\nCompile with TORCH_USE_CUDA_DSA"), "RuntimeError: CUDA error: no access"),
-    (noted(), "ValueError: bad"), (KeyError(), "KeyError"), (RuntimeError("\n\nlate"), "RuntimeError: "),
-    (SyntaxError("invalid syntax", ("t.py", 1, 5, "def (\n")), "SyntaxError: invalid syntax"),
-    (ExceptionGroup("many", [ValueError("a")]), "ExceptionGroup: many (1 sub-exception)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("error", "summary"),
+    [
+        (
+            RuntimeError("CUDA error: no access\nCompile with TORCH_USE_CUDA_DSA"),
+            "RuntimeError: CUDA error: no access",
+        ),
+        (noted(), "ValueError: bad"),
+        (KeyError(), "KeyError"),
+        (RuntimeError("\n\nlate"), "RuntimeError: "),
+        (SyntaxError("invalid syntax", ("t.py", 1, 5, "def (\n")), "SyntaxError: invalid syntax"),
+        (ExceptionGroup("many", [ValueError("a")]), "ExceptionGroup: many (1 sub-exception)"),
+    ],
+)
 def test_the_line_that_names_an_exception_is_its_first_not_the_last_of_its_message(
     error: Exception, summary: str
 ) -> None:

@@ -33,7 +33,9 @@ def test_monitoring_ends_while_thousands_of_events_are_unread() -> None:
     ended = threading.Thread(target=router.monitor, args=(None, 0), daemon=True)
     ended.start()
     ended.join(20.0)
-    assert not ended.is_alive(), "libzmq's thread waits for room in the monitor, and we for that thread"
+    assert not ended.is_alive(), (
+        "libzmq's thread waits for room in the monitor, and we for that thread"
+    )
     found = []
     while reader.poll(0):
         found.append(monitor_event(reader)[0])

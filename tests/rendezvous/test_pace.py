@@ -1,4 +1,6 @@
-"""Limits of connections grow with the number that may come at once, and stay what they are for few."""
+"""
+Limits of connections grow with the number that may come at once, and stay what they are for few.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,10 @@ import pytest
 from pdrun.rendezvous.transport import timeouts as pace
 
 
-@pytest.mark.parametrize(("crowd", "handshake", "probe"), [
-    (0, 3.0, 1000), (8, 3.04, 1000), (1000, 8.0, 1000), (1200, 9.0, 0), (12500, 65.5, 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("crowd", "handshake", "probe"),
+    [(0, 3.0, 1000), (8, 3.04, 1000), (1000, 8.0, 1000), (1200, 9.0, 0), (12500, 65.5, 0)],
+)
 def test_limits(crowd: int, handshake: float, probe: float) -> None:
     assert (pace.handshake(crowd), pace.probe(crowd)) == (handshake, probe)
 

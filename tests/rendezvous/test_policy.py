@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 
 from pdrun.rendezvous.membership.machine import JobState, StopOrdered
 from pdrun.rendezvous.policies.restart import Attempts, blanked, budget, counted, delay, hopeless
-from pdrun.rendezvous.protocol.messages import Cause, CauseKind, Notice, Progress, Ready, Step, WorkerExit
+from pdrun.rendezvous.protocol.messages import (
+    Cause,
+    CauseKind,
+    Notice,
+    Progress,
+    Ready,
+    Step,
+    WorkerExit,
+)
 
 from .helpers import Machine, cause, config
 
@@ -20,7 +28,9 @@ def running(*names: str, **changes: object) -> Machine:
 
 
 def again(machine: Machine, *names: str, wait: float = 31.0) -> None:
-    """All workers have ended; let the back-off pass, and start the next generation where there is one."""
+    """
+    All workers have ended; let the back-off pass, and start the next generation where there is one.
+    """
     machine.finish(*names)
     if machine.membership.state is JobState.RESTARTING:
         machine.tick(wait)
@@ -39,7 +49,12 @@ def test_the_delay_doubles_while_restarts_follow_quickly() -> None:
 
 @given(st.lists(st.floats(0.0, 500.0), max_size=12), st.integers(1, 4), st.floats(1.0, 300.0))
 def test_only_restarts_inside_the_window_count(gaps: list[float], most: int, window: float) -> None:
-    setting, attempts, now, made = config(max_restarts=most, restart_window=window), Attempts(), 0.0, []
+    setting, attempts, now, made = (
+        config(max_restarts=most, restart_window=window),
+        Attempts(),
+        0.0,
+        [],
+    )
     for gap in gaps:
         now += gap
         recent = [at for at in made if now - at < window]
@@ -101,13 +116,23 @@ def test_a_node_that_goes_during_the_back_off_is_missed() -> None:
     assert machine.membership.state is JobState.ASSIGNING
 
 
-@pytest.mark.parametrize(("changes", "code", "restarted", "why"), [
-    ({"restart_on": (42, 137)}, 42, True, ""),
-    ({"restart_on": (42,)}, 7, False, "not restarted: exit code 7 is not one of --restart-on"),
-    ({"no_restart_on": (7, 8)}, 7, False, "not restarted: exit code 7 is one of --no-restart-on"),
-    ({"no_restart_on": (7, 8)}, 9, True, ""),
-])  # fmt: skip
-def test_exit_codes_decide(changes: dict[str, object], code: int, restarted: bool, why: str) -> None:
+@pytest.mark.parametrize(
+    ("changes", "code", "restarted", "why"),
+    [
+        ({"restart_on": (42, 137)}, 42, True, ""),
+        ({"restart_on": (42,)}, 7, False, "not restarted: exit code 7 is not one of --restart-on"),
+        (
+            {"no_restart_on": (7, 8)},
+            7,
+            False,
+            "not restarted: exit code 7 is one of --no-restart-on",
+        ),
+        ({"no_restart_on": (7, 8)}, 9, True, ""),
+    ],
+)
+def test_exit_codes_decide(
+    changes: dict[str, object], code: int, restarted: bool, why: str
+) -> None:
     machine = running("a", max_restarts=2, **changes)
     machine.fail("a", 0, kind="exit", code=code)
     machine.finish("a")
@@ -131,23 +156,37 @@ def test_the_code_of_the_first_cause_decides_not_that_of_a_victim() -> None:
     assert machine.verdict.code == 41 and "not one of --restart-on" in machine.verdict.reason
 
 
-IMPORTS = ("ModuleNotFoundError: No module named 'x'", "ImportError: cannot import name 'y'", "SyntaxError: invalid")
+IMPORTS = (
+    "ModuleNotFoundError: No module named 'x'",
+    "ImportError: cannot import name 'y'",
+    "SyntaxError: invalid",
+)
 
 
 def exception(summary: str, kind: CauseKind = "exception") -> Cause:
     return Cause(kind, 1, summary=summary)
 
 
-@pytest.mark.parametrize(("causes", "expected"), [
-    ([exception(text) for text in IMPORTS], True),
-    ([exception(IMPORTS[0]), exception("Connection closed", "communication"), exception("", "stopped")], True),
-    ([exception(IMPORTS[0]), exception("ValueError: boom")], False),
-    ([exception(IMPORTS[0]), Cause("signal", 139, 11)], False),
-    ([exception("Connection closed", "communication")], False),
-    ([exception("mymodule.ImportError: x")], True),
-    ([exception("ImportErrorLike: x")], False),
-    ([], False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("causes", "expected"),
+    [
+        ([exception(text) for text in IMPORTS], True),
+        (
+            [
+                exception(IMPORTS[0]),
+                exception("Connection closed", "communication"),
+                exception("", "stopped"),
+            ],
+            True,
+        ),
+        ([exception(IMPORTS[0]), exception("ValueError: boom")], False),
+        ([exception(IMPORTS[0]), Cause("signal", 139, 11)], False),
+        ([exception("Connection closed", "communication")], False),
+        ([exception("mymodule.ImportError: x")], True),
+        ([exception("ImportErrorLike: x")], False),
+        ([], False),
+    ],
+)
 def test_what_is_hopeless(causes: list[Cause], expected: bool) -> None:
     assert hopeless(causes) is expected
 
@@ -158,7 +197,9 @@ def test_hopeless_failures_are_not_tried_again() -> None:
         machine.say(name, _exit(machine, rank, exception(IMPORTS[rank])))
     machine.finish("a", "b")
     assert machine.membership.generation == 0
-    assert "every worker that failed by itself met an import or syntax error" in machine.verdict.reason
+    assert (
+        "every worker that failed by itself met an import or syntax error" in machine.verdict.reason
+    )
 
 
 def test_one_worker_that_failed_otherwise_gives_hope_though_it_is_heard_last() -> None:
@@ -173,12 +214,21 @@ def _exit(machine: Machine, rank: int, why: Cause) -> WorkerExit:
     return WorkerExit(machine.membership.generation, rank, why)
 
 
-def loop(machine: Machine, times: int, *, wait: float = 1.0, progress: bool = False, text: str = "at 0x{0:x}") -> None:
+def loop(
+    machine: Machine,
+    times: int,
+    *,
+    wait: float = 1.0,
+    progress: bool = False,
+    text: str = "at 0x{0:x}",
+) -> None:
     for time in range(times):
         if progress:
             machine.say("a", Progress(machine.membership.generation, (Step(0, 1),)))
         machine.tick(wait)
-        machine.say("a", _exit(machine, 0, exception(f"ValueError: {text.format(time + 7)} in step {time}")))
+        machine.say(
+            "a", _exit(machine, 0, exception(f"ValueError: {text.format(time + 7)} in step {time}"))
+        )
         again(machine, "a")
 
 
@@ -215,7 +265,9 @@ def test_the_used_up_budget_is_said() -> None:
     for _ in range(2):
         machine.fail("a", 0, kind="exit", code=3)
         again(machine, "a")
-    assert machine.verdict.reason == "rank 0 on a failed: exit 3 (no restart is left), after 1 restart"
+    assert (
+        machine.verdict.reason == "rank 0 on a failed: exit 3 (no restart is left), after 1 restart"
+    )
 
 
 def test_where_no_restart_was_asked_for_nothing_is_said() -> None:

@@ -17,8 +17,12 @@ def running(*names: str, workers: int = 1, **changes: object) -> Machine:
     return machine
 
 
-def report(machine: Machine, name: str, *steps: tuple[int, int] | tuple[int, int, float], saved: int = -1) -> None:
-    machine.say(name, Progress(machine.membership.generation, tuple(Step(*each) for each in steps), saved))
+def report(
+    machine: Machine, name: str, *steps: tuple[int, int] | tuple[int, int, float], saved: int = -1
+) -> None:
+    machine.say(
+        name, Progress(machine.membership.generation, tuple(Step(*each) for each in steps), saved)
+    )
 
 
 def restart(machine: Machine, *names: str) -> int:
@@ -88,9 +92,16 @@ def test_the_record_is_sparse_and_names_the_slowest() -> None:
     found = [record.data for record in machine.records if record.kind == "progress"]
     assert 5 <= len(found) <= 7
     last = found[-1]
-    assert last["generation"] == 0 and last["rank"] == 2 and last["most"] - last["step"] == 2 and last["saved"] == -1
+    assert (
+        last["generation"] == 0
+        and last["rank"] == 2
+        and last["most"] - last["step"] == 2
+        and last["saved"] == -1
+    )
     machine.tick(30.0)
-    assert len([r for r in machine.records if r.kind == "progress"]) <= len(found) + 1  # nothing new, nothing said
+    assert (
+        len([r for r in machine.records if r.kind == "progress"]) <= len(found) + 1
+    )  # nothing new, nothing said
 
 
 def warnings(machine: Machine) -> list[str]:
@@ -155,7 +166,10 @@ def test_many_stragglers_are_counted() -> None:
         report(machine, "a", *((rank, second) for rank in range(30)))
         report(machine, "b", *((rank, 0 if rank < 42 else second) for rank in range(30, 60)))
         machine.tick(1.0)
-    assert len(warnings(machine)) == 9 and warnings(machine)[-1] == "4 more workers are slower than the others"
+    assert (
+        len(warnings(machine)) == 9
+        and warnings(machine)[-1] == "4 more workers are slower than the others"
+    )
 
 
 def test_a_book_says_which_reports_must_not_be_forgotten() -> None:

@@ -1,4 +1,7 @@
-"""A scheduler that is killed comes back, over real sockets and processes: at every commit, in every state."""
+"""
+A scheduler that is killed comes back, over real sockets and processes: at every commit, in every
+state.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +94,10 @@ def expect(kind: type[M], agent: Agent, *others: Agent, timeout: float = 15.0) -
 
 
 class Player:
-    """An agent whose workers do what a script says: ``{generation: codes}``; everything else as a real one does."""
+    """
+    An agent whose workers do what a script says: ``{generation: codes}``; everything else as a real
+    one does.
+    """
 
     def __init__(self, agent: Agent, name: str, plays: dict[int, list[int]]) -> None:
         self.agent, self.name, self.plays = agent, name, plays
@@ -113,7 +119,9 @@ class Player:
             case Welcome():
                 send(Join(self.name, None, 2, store=f"{self.name}:1"))
             case Assign(generation=generation):
-                assert self.assign is None or generation == self.assign.generation + 1, "a generation twice, or none"
+                assert self.assign is None or generation == self.assign.generation + 1, (
+                    "a generation twice, or none"
+                )
                 self.assign = message
                 send(Ready(generation))
             case Start(generation):
@@ -138,7 +146,9 @@ class Player:
         self.ended = self.assign.generation
         for number, code in enumerate(codes):
             kind: Any = "ok" if not code else "stopped" if code == 143 else "exit"
-            self.agent.link.send(WorkerExit(self.ended, self.assign.first_rank + number, Cause(kind, code)))
+            self.agent.link.send(
+                WorkerExit(self.ended, self.assign.first_rank + number, Cause(kind, code))
+            )
         self.agent.link.send(Finished(self.ended, f"{self.name}:{self.ended + 2}"))
 
 
@@ -146,7 +156,9 @@ def play(child: SchedulerChild, players: list[Player], timeout: float = 30.0) ->
     """Let a job live to its verdict; return what was said about the scheduler."""
     deadline, said = time.monotonic() + timeout, list[str]()
     while any(player.verdict is None for player in players):
-        assert time.monotonic() < deadline, f"no verdict: {[player.heard[-3:] for player in players]}"
+        assert time.monotonic() < deadline, (
+            f"no verdict: {[player.heard[-3:] for player in players]}"
+        )
         if child.returncode != 0:
             said.append(tend(child))
         for player in players:
@@ -156,7 +168,9 @@ def play(child: SchedulerChild, players: list[Player], timeout: float = 30.0) ->
 
 def dying(monkeypatch: pytest.MonkeyPatch, moment: str, number: int, marker: Path) -> None:
     server = str(Path(__file__).with_name("dying_server.py"))
-    monkeypatch.setattr(SchedulerChild, "COMMAND", (sys.executable, "-P", server, moment, str(number), str(marker)))
+    monkeypatch.setattr(
+        SchedulerChild, "COMMAND", (sys.executable, "-P", server, moment, str(number), str(marker))
+    )
 
 
 @pytest.mark.slow
@@ -164,31 +178,51 @@ def dying(monkeypatch: pytest.MonkeyPatch, moment: str, number: int, marker: Pat
 def test_killed_at_every_commit_of_a_job_with_a_restart(
     scheduler: Start_, secret: Secret, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    """From the first Hello to the last Leave: the same generations, one restart, the same verdict."""
+    """
+    From the first Hello to the last Leave: the same generations, one restart, the same verdict.
+    """
     for number in range(2, 60):
         marker = tmp_path / f"killed-{number}"
         dying(monkeypatch, moment, number, marker)
         child = scheduler(max_restarts=1, backoff=0.0, journal=tmp_path / f"journal-{number}")
         with agents(child.endpoint, secret, "job", "job") as pair:
-            players = [Player(pair[0], "n0", {1: [0, 0]}), Player(pair[1], "n1", {0: [0, 7], 1: [0, 3]})]
+            players = [
+                Player(pair[0], "n0", {1: [0, 0]}),
+                Player(pair[1], "n1", {0: [0, 7], 1: [0, 3]}),
+            ]
             said = play(child, players)
             verdicts = [player.verdict for player in players]
             assert [verdict.code for verdict in verdicts if verdict] == [3, 3], number
-            assert verdicts[0] == verdicts[1] and verdicts[0] and verdicts[0].first and verdicts[0].first.rank == 3
+            assert (
+                verdicts[0] == verdicts[1]
+                and verdicts[0]
+                and verdicts[0].first
+                and verdicts[0].first.rank == 3
+            )
             assert "after 1 restart" in verdicts[0].reason
             assert [player.started for player in players] == [1, 1]
             until(partial(gone, child), "it leaves when all have left", 15.0)
         status = eventlog.replay(child.events())
         kinds = [event.kind for event in child.events()]
-        assert (status.state, status.code, status.generation, status.restarts) == ("done", 3, 1, 1), number
-        assert [kinds.count(kind) for kind in ("joined", "started", "verdict")] == [2, 2, 1], (number, kinds)
+        assert (status.state, status.code, status.generation, status.restarts) == (
+            "done",
+            3,
+            1,
+            1,
+        ), number
+        assert [kinds.count(kind) for kind in ("joined", "started", "verdict")] == [2, 2, 1], (
+            number,
+            kinds,
+        )
         assert not (tmp_path / f"journal-{number}").exists(), "its job is over"
         if not marker.exists():
             assert number > 8, "that many commits a job has at least"
             assert kinds.count("resumed") == 0 and not said
             return
         if not kinds.count("resumed"):  # two agents leave in one commit, or in two
-            assert marker.read_bytes().count(b'"Leave"') == 2, "only after the last Leave is there nothing to resume"
+            assert marker.read_bytes().count(b'"Leave"') == 2, (
+                "only after the last Leave is there nothing to resume"
+            )
         assert kinds.count("resumed") <= 1
     raise AssertionError("the job never ended without a kill")
 
@@ -232,10 +266,14 @@ def test_killed_while_workers_stop_and_while_a_verdict_is_out(
         kill(child)  # the other one may not have heard it
         revived(child, *pair)
         assert expect(Verdict, pair[0], *pair).code == 42
-        assert all(not isinstance(message, StopWorkers | Verdict) for message in pair[1].inbox), "told twice"
+        assert all(not isinstance(message, StopWorkers | Verdict) for message in pair[1].inbox), (
+            "told twice"
+        )
 
 
-def test_a_worker_fails_while_the_scheduler_is_dead(scheduler: Start_, secret: Secret, tmp_path: Path) -> None:
+def test_a_worker_fails_while_the_scheduler_is_dead(
+    scheduler: Start_, secret: Secret, tmp_path: Path
+) -> None:
     child = scheduler(journal=tmp_path / "j")
     with agents(child.endpoint, secret, "job", "job") as pair:
         for number, agent in enumerate(pair):
@@ -251,7 +289,9 @@ def test_a_worker_fails_while_the_scheduler_is_dead(scheduler: Start_, secret: S
         assert [expect(Verdict, agent, *pair).code for agent in pair] == [9, 9]
 
 
-def test_a_node_that_dies_with_the_scheduler_is_lost(scheduler: Start_, secret: Secret, tmp_path: Path) -> None:
+def test_a_node_that_dies_with_the_scheduler_is_lost(
+    scheduler: Start_, secret: Secret, tmp_path: Path
+) -> None:
     child = scheduler(journal=tmp_path / "j", dead=2.0, suspect=1.0, heartbeat=0.25)
     with agents(child.endpoint, secret, "job", "job") as pair:
         for number, agent in enumerate(pair):
@@ -265,10 +305,13 @@ def test_a_node_that_dies_with_the_scheduler_is_lost(scheduler: Start_, secret: 
         assert pair[0].expect(Verdict).code == 69
 
 
-# The end of patience --------------------------------------------------------------------------------------------------
+# The end of patience
+# --------------------------------------------------------------------------------------------------
 
 
-def test_a_damaged_journal_ends_the_waiting_with_its_place(scheduler: Start_, secret: Secret, tmp_path: Path) -> None:
+def test_a_damaged_journal_ends_the_waiting_with_its_place(
+    scheduler: Start_, secret: Secret, tmp_path: Path
+) -> None:
     child = scheduler(journal=tmp_path / "j")
     with agents(child.endpoint, secret, "job") as (agent,):
         agent.join("n0")
@@ -296,17 +339,23 @@ def test_a_journal_that_is_gone_ends_the_waiting(scheduler: Start_, tmp_path: Pa
     child = scheduler(journal=tmp_path / "j")
     (tmp_path / "j").unlink()
     kill(child)
-    with pytest.raises(RendezvousError, match=r"killed by SIGKILL\), and .*j, from which to go on, is not there"):
+    with pytest.raises(
+        RendezvousError, match=r"killed by SIGKILL\), and .*j, from which to go on, is not there"
+    ):
         revived(child)
 
 
 def killing(monkeypatch: pytest.MonkeyPatch, marker: Path, times: int) -> None:
     """Have the first processes be killed before they have read their order."""
-    code = ("import os, pathlib, signal, sys; path = pathlib.Path(sys.argv[1]); "
-            "done = len(path.read_text()) if path.exists() else 0; "
-            "done < int(sys.argv[2]) and (path.write_text('x' * (done + 1)), os.kill(os.getpid(), signal.SIGKILL)); "
-            "from pdrun.rendezvous.scheduler import child_main; sys.exit(child_main.main())")  # fmt: skip
-    monkeypatch.setattr(SchedulerChild, "COMMAND", (sys.executable, "-P", "-c", code, str(marker), str(times)))
+    code = (
+        "import os, pathlib, signal, sys; path = pathlib.Path(sys.argv[1]); "
+        "done = len(path.read_text()) if path.exists() else 0; "
+        "done < int(sys.argv[2]) and (path.write_text('x' * (done + 1)), os.kill(os.getpid(), signal.SIGKILL)); "
+        "from pdrun.rendezvous.scheduler import child_main; sys.exit(child_main.main())"
+    )
+    monkeypatch.setattr(
+        SchedulerChild, "COMMAND", (sys.executable, "-P", "-c", code, str(marker), str(times))
+    )
 
 
 def test_one_that_is_killed_before_it_listens_is_started_again(
@@ -323,11 +372,16 @@ def test_one_that_is_killed_before_it_listens_is_started_again(
         scheduler(journal=tmp_path / "other")
 
 
-@pytest.mark.parametrize("printed", ["a banner\n", "half a line", '{"a": "number", "or": []}\n[]\n'])
+@pytest.mark.parametrize(
+    "printed", ["a banner\n", "half a line", '{"a": "number", "or": []}\n[]\n']
+)
 def test_what_a_sitecustomize_prints_is_no_word_of_the_process(
     scheduler: Start_, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, printed: str
 ) -> None:
-    """It had ended every job of several nodes where output is not buffered, and cost the journal where it is."""
+    """
+    It had ended every job of several nodes where output is not buffered, and cost the journal where
+    it is.
+    """
     (tmp_path / "sitecustomize.py").write_text(f"print({printed!r}, end='', flush=True)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     child = scheduler(journal=tmp_path / "j")
@@ -343,7 +397,9 @@ def test_a_scheduler_that_has_given_its_journal_up_has_no_successor(
 ) -> None:
     """What lies there is old: it may not be gone on from, though the file could not be removed."""
     server = str(Path(__file__).with_name("dying_server.py"))
-    monkeypatch.setattr(SchedulerChild, "COMMAND", (sys.executable, "-P", server, "lost", "2", str(tmp_path / "m")))
+    monkeypatch.setattr(
+        SchedulerChild, "COMMAND", (sys.executable, "-P", server, "lost", "2", str(tmp_path / "m"))
+    )
     child = scheduler(journal=tmp_path / "j")
     with agents(child.endpoint, child.secret, "job") as (agent,):
         agent.join("n0")
@@ -389,7 +445,9 @@ def told(child: SchedulerChild) -> str:
     return lines[-1]
 
 
-def test_a_successor_that_cannot_be_started_is_tried_again(scheduler: Start_, tmp_path: Path) -> None:
+def test_a_successor_that_cannot_be_started_is_tried_again(
+    scheduler: Start_, tmp_path: Path
+) -> None:
     child = scheduler(journal=tmp_path / "j")
     kill(child)
     assert "has died (killed by SIGKILL): starting it again" in told(child)
@@ -398,13 +456,18 @@ def test_a_successor_that_cannot_be_started_is_tried_again(scheduler: Start_, tm
     assert "is back" in revived(child)
     kill(child)
     assert "has died" in told(child)
-    with no_descriptors(), pytest.raises(RendezvousError, match=r"\(Too many open files\), after 3 restarts in 60 s"):
+    with (
+        no_descriptors(),
+        pytest.raises(RendezvousError, match=r"\(Too many open files\), after 3 restarts in 60 s"),
+    ):
         told(child)
     with pytest.raises(ConnectionRefusedError):
         connect(child.endpoint)
 
 
-def test_a_relay_that_cannot_be_started_is_tried_again(secret: Secret, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relay_that_cannot_be_started_is_tried_again(
+    secret: Secret, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(relaychild, "AGAIN", 0.0)
     listener = bind_listener(Endpoint("127.0.0.1", 0))
     relays = relaychild.RelayChildren(1, listener.detach(), Endpoint("127.0.0.1", 9), secret, 1)
@@ -451,7 +514,9 @@ def test_without_a_successor_patience_ends(
         assert least <= time.monotonic() - killed < most and caught.value.exit_code == 69
 
 
-def test_somebody_elses_scheduler_at_the_same_address_is_not_the_successor(secret: Secret, tmp_path: Path) -> None:
+def test_somebody_elses_scheduler_at_the_same_address_is_not_the_successor(
+    secret: Secret, tmp_path: Path
+) -> None:
     listener = bind_listener(Endpoint("127.0.0.1", 0))
     first = SchedulerChild(config(), secret, listen_fd=listener.fileno())
     with contextlib.closing(first), agents(first.endpoint, secret, "job") as (agent,):
@@ -464,7 +529,8 @@ def test_somebody_elses_scheduler_at_the_same_address_is_not_the_successor(secre
     listener.close()
 
 
-# The link -------------------------------------------------------------------------------------------------------------
+# The link
+# -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_renewed_link_is_a_new_agent(scheduler: Start_, secret: Secret) -> None:
@@ -482,7 +548,9 @@ def test_a_renewed_link_is_a_new_agent(scheduler: Start_, secret: Secret) -> Non
         assert expect(Welcome, cut, stays).run == "run-1" and cut.link._agent != agent_before
         cut.link.send(Join("n1", None, 1, store="h:1"))
         assert expect(Standby, cut, stays)
-        assert not any(isinstance(message, Assign | Start) for message in cut.inbox), "the old life is forgotten"
+        assert not any(isinstance(message, Assign | Start) for message in cut.inbox), (
+            "the old life is forgotten"
+        )
 
 
 def test_silence_is_counted_without_ones_own_sleep(scheduler: Start_, secret: Secret) -> None:
@@ -513,7 +581,8 @@ def test_a_local_link_can_begin_again() -> None:
     link.close()
 
 
-# Frozen ---------------------------------------------------------------------------------------------------------------
+# Frozen
+# ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -521,7 +590,9 @@ def test_a_local_link_can_begin_again() -> None:
 def test_a_frozen_scheduler_kills_nobody(
     scheduler: Start_, secret: Secret, tmp_path: Path, seconds: float
 ) -> None:
-    """Longer than either side bears silence: it was the scheduler that stood still, so nobody is lost."""
+    """
+    Longer than either side bears silence: it was the scheduler that stood still, so nobody is lost.
+    """
     child = scheduler(journal=tmp_path / "j", nodes=4)
     with agents(child.endpoint, secret, *["job"] * 4) as found:
         for number, agent in enumerate(found):
@@ -529,19 +600,30 @@ def test_a_frozen_scheduler_kills_nobody(
         start_all(*found)
         os.kill(child.pid, signal.SIGSTOP)
         thaw = time.monotonic() + seconds
-        until(lambda: [agent.turn(0.02) for agent in found] and time.monotonic() > thaw, "time passes", seconds + 10)
+        until(
+            lambda: [agent.turn(0.02) for agent in found] and time.monotonic() > thaw,
+            "time passes",
+            seconds + 10,
+        )
         os.kill(child.pid, signal.SIGCONT)
         end = time.monotonic() + 6.0
-        until(lambda: [agent.turn(0.02) for agent in found] and time.monotonic() > end, "time passes", 16)
+        until(
+            lambda: [agent.turn(0.02) for agent in found] and time.monotonic() > end,
+            "time passes",
+            16,
+        )
         assert all(agent.link.silent_for() < 3.0 for agent in found)
         assert not child.events("lost") and not child.events("verdict")
-        assert not any(isinstance(message, StopWorkers | Verdict) for agent in found for message in agent.inbox)
+        assert not any(
+            isinstance(message, StopWorkers | Verdict) for agent in found for message in agent.inbox
+        )
         for agent in found:
             agent.link.send(Finished(0))
         assert [agent.expect(Verdict).code for agent in found] == [0] * 4
 
 
-# A scheduler that stands by itself ------------------------------------------------------------------------------------
+# A scheduler that stands by itself
+# ------------------------------------------------------------------------------------
 
 MEMBER = """
 import sys, time
@@ -568,7 +650,10 @@ sys.exit(run_scheduler(spec, secret=Secret.from_hex(sys.argv[2])))
 @contextlib.contextmanager
 def process(code: str, *args: object) -> Iterator[subprocess.Popen[str]]:
     made = subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, args)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, *map(str, args)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         yield made
@@ -577,14 +662,17 @@ def process(code: str, *args: object) -> Iterator[subprocess.Popen[str]]:
         made.communicate()
 
 
-def test_workers_of_a_dynamic_cluster_survive_their_scheduler(secret: Secret, tmp_path: Path) -> None:
+def test_workers_of_a_dynamic_cluster_survive_their_scheduler(
+    secret: Secret, tmp_path: Path
+) -> None:
     with bind_listener(Endpoint("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     go, key, journal = tmp_path / "go", secret.reveal().hex(), tmp_path / "j"
     with (
         process(STANDALONE, port, key, journal) as first,
-        process(MEMBER, port, key, "w0", go) as zero, process(MEMBER, port, key, "w1", go) as one,
-    ):  # fmt: skip
+        process(MEMBER, port, key, "w0", go) as zero,
+        process(MEMBER, port, key, "w1", go) as one,
+    ):
         for member in (zero, one):
             assert member.stdout is not None
             assert member.stdout.readline().startswith("rank")
@@ -605,4 +693,8 @@ def test_zmq_link_is_a_link(secret: Secret) -> None:
     from pdrun.launcher.agent.interfaces import Link
 
     for name in ("fileno", "send", "poll", "deadline", "silent_for", "renew", "close"):
-        assert callable(getattr(Link, name)) and callable(getattr(ZmqLink, name)) and callable(getattr(LocalLink, name))
+        assert (
+            callable(getattr(Link, name))
+            and callable(getattr(ZmqLink, name))
+            and callable(getattr(LocalLink, name))
+        )

@@ -1,4 +1,7 @@
-"""Agents that come to the scheduler through relays: real processes, real sockets, everything as without them."""
+"""
+Agents that come to the scheduler through relays: real processes, real sockets, everything as
+without them.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,9 @@ SECRET = Secret.random()
 @contextmanager
 def scheduler(relays: int = 2, **settings: Any) -> Iterator[SchedulerChild]:
     """A scheduler process with relays in front of it."""
-    child = SchedulerChild(config(relays=relays, **settings), SECRET, endpoint=Endpoint("127.0.0.1", 0))
+    child = SchedulerChild(
+        config(relays=relays, **settings), SECRET, endpoint=Endpoint("127.0.0.1", 0)
+    )
     try:
         yield child
     finally:
@@ -112,14 +117,19 @@ def test_relays_end_with_their_scheduler() -> None:
     with scheduler() as child:
         relays = relays_of(child)
         os.kill(child.pid, signal.SIGKILL)
-        until(lambda: not any(one.is_running() and one.status() != "zombie" for one in relays), "relays ended")
+        until(
+            lambda: not any(one.is_running() and one.status() != "zombie" for one in relays),
+            "relays ended",
+        )
 
 
 def test_strangers_at_a_relay_harm_nobody() -> None:
     with scheduler(relays=1) as child, agents(child.endpoint, SECRET, "job", "job") as two:
         strangers = [connect(child.endpoint) for _ in range(20)]
         for index, one in enumerate(strangers):
-            one.sendall((b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, b"pdrun relay 1\n", b"")[index % 4])
+            one.sendall(
+                (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, b"pdrun relay 1\n", b"")[index % 4]
+            )
         with agents(child.endpoint, Secret.random(), "job") as (other,):
             with pytest.raises(AuthenticationError):
                 other.expect(Verdict, 15.0)
@@ -140,12 +150,18 @@ def test_a_relay_elsewhere_outlives_its_scheduler_and_ends_with_the_job(tmp_path
     with bind_listener(Endpoint("127.0.0.1", 0)) as probe:
         listen = Endpoint("127.0.0.1", probe.getsockname()[1])
     child = SchedulerChild(
-        config(), SECRET, endpoint=Endpoint("127.0.0.1", 0), journal=tmp_path / "journal", events_path=tmp_path / "e"
+        config(),
+        SECRET,
+        endpoint=Endpoint("127.0.0.1", 0),
+        journal=tmp_path / "journal",
+        events_path=tmp_path / "e",
     )
     ended: list[int] = []
     said: list[str] = []
     relay = threading.Thread(
-        target=lambda: ended.append(serve_alone(child.endpoint, listen, SECRET, patience=30.0, say=said.append)),
+        target=lambda: ended.append(
+            serve_alone(child.endpoint, listen, SECRET, patience=30.0, say=said.append)
+        ),
         daemon=True,
     )
     relay.start()
@@ -175,10 +191,20 @@ def test_a_relay_elsewhere_outlives_its_scheduler_and_ends_with_the_job(tmp_path
 def test_a_lost_relay_is_called_a_relay() -> None:
     """Killed it is named; standing there without a scheduler behind it, that is what is told."""
     code = "import sys; from tests.rendezvous.test_relay import alone; alone(*sys.argv[1:])"
-    with scheduler(relays=0, heartbeat=0.1) as child, bind_listener(Endpoint("127.0.0.1", 0)) as probe:
+    with (
+        scheduler(relays=0, heartbeat=0.1) as child,
+        bind_listener(Endpoint("127.0.0.1", 0)) as probe,
+    ):
         listen = Endpoint("127.0.0.1", probe.getsockname()[1])
         probe.close()
-        argv = [sys.executable, "-c", code, str(child.endpoint.port), str(listen.port), SECRET.reveal().hex()]
+        argv = [
+            sys.executable,
+            "-c",
+            code,
+            str(child.endpoint.port),
+            str(listen.port),
+            SECRET.reveal().hex(),
+        ]
         process = subprocess.Popen(argv, stdout=subprocess.PIPE)
         assert process.stdout is not None
         told: list[str] = []
@@ -186,13 +212,19 @@ def test_a_lost_relay_is_called_a_relay() -> None:
             process.stdout.readline()
             with agents(listen, SECRET, "job", on_status=told.append) as (agent,):
                 agent.join("n0")
-                turn_until(agent, lambda: agent.link._patience.through_relay, "the relay has answered")
+                turn_until(
+                    agent, lambda: agent.link._patience.through_relay, "the relay has answered"
+                )
                 os.kill(process.pid, signal.SIGSTOP)  # its port stands, and nobody is behind it
                 turn_until(agent, lambda: told, "the relay's silence is told")
-                assert told.pop().startswith(f"lost the scheduler behind the relay at {listen}: waiting")
+                assert told.pop().startswith(
+                    f"lost the scheduler behind the relay at {listen}: waiting"
+                )
                 process.kill()
                 turn_until(agent, lambda: told, "the relay's end is told")
-                assert told[0].startswith("lost the relay through which this node reaches the scheduler (pdrun relay)")
+                assert told[0].startswith(
+                    "lost the relay through which this node reaches the scheduler (pdrun relay)"
+                )
         finally:
             process.kill()
             process.wait()
@@ -208,7 +240,13 @@ def turn_until(agent: Agent, condition: Callable[[], object], what: str) -> None
 def alone(scheduler_port: str, port: str, secret: str) -> None:
     """Be a relay of its own."""
     where, here = (Endpoint("127.0.0.1", int(text)) for text in (scheduler_port, port))
-    serve_alone(where, here, Secret.from_hex(secret), patience=30.0, say=lambda text: print(text, flush=True))
+    serve_alone(
+        where,
+        here,
+        Secret.from_hex(secret),
+        patience=30.0,
+        say=lambda text: print(text, flush=True),
+    )
 
 
 def test_a_relay_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,10 +254,16 @@ def test_a_relay_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch) -> None
     with bind_listener(Endpoint("127.0.0.1", 0)) as probe:
         nowhere = Endpoint("127.0.0.1", probe.getsockname()[1])
     said: list[str] = []
-    assert serve_alone(nowhere, Endpoint("127.0.0.1", 0), SECRET, patience=2.0, say=said.append) == 69
+    assert (
+        serve_alone(nowhere, Endpoint("127.0.0.1", 0), SECRET, patience=2.0, say=said.append) == 69
+    )
     assert said[0].startswith("relay to ") and said[-1].startswith("error: ")
-    waits = [re.fullmatch(rf"the scheduler at {nowhere} does not answer; waiting for it for (\d) s more", line)
-             for line in said[1:-1]]  # fmt: skip
+    waits = [
+        re.fullmatch(
+            rf"the scheduler at {nowhere} does not answer; waiting for it for (\d) s more", line
+        )
+        for line in said[1:-1]
+    ]
     assert 2 <= len(waits) <= 7 and all(waits), said
 
 

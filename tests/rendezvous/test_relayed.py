@@ -1,4 +1,6 @@
-"""What relays and the scheduler pack into a frame, and the scheduler's view of agents behind a relay."""
+"""
+What relays and the scheduler pack into a frame, and the scheduler's view of agents behind a relay.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,13 @@ from .helpers import hello
 
 numbers = st.integers(0, 2**32 - 1)
 items: st.SearchStrategy[Item] = st.one_of(
-    st.builds(Said, numbers, st.sampled_from(("", "agent", "view")), st.binary(min_size=1, max_size=300)),
-    st.builds(Ended, numbers), st.builds(Heard, numbers, st.lists(numbers, max_size=50).map(tuple)),
+    st.builds(
+        Said, numbers, st.sampled_from(("", "agent", "view")), st.binary(min_size=1, max_size=300)
+    ),
+    st.builds(Ended, numbers),
+    st.builds(Heard, numbers, st.lists(numbers, max_size=50).map(tuple)),
     st.builds(Pulse, numbers),
-)  # fmt: skip
+)
 
 
 @given(st.lists(items, max_size=30))
@@ -40,7 +45,10 @@ def test_what_is_packed_is_unpacked(packed: list[Item]) -> None:
 
 
 def test_frames_stay_below_the_limit_and_above_waste() -> None:
-    packed = [Said(n, "agent", bytes([n % 256]) * size) for n, size in enumerate([Envelope.LIMIT, 10, 10, FULL, 5] * 3)]
+    packed = [
+        Said(n, "agent", bytes([n % 256]) * size)
+        for n, size in enumerate([Envelope.LIMIT, 10, 10, FULL, 5] * 3)
+    ]
     frames = list(pack(packed))
     assert [item for frame in frames for item in unpack(frame)] == packed
     assert max(map(len, frames)) <= LIMIT
@@ -79,7 +87,9 @@ class Seen:
 
     def __init__(self) -> None:
         self.sent: list[tuple[str, Item]] = []
-        self.relays = Relays(lambda peer, data: self.sent.extend((peer, item) for item in unpack(data)))
+        self.relays = Relays(
+            lambda peer, data: self.sent.extend((peer, item) for item in unpack(data))
+        )
 
     def say(self, *said: Item) -> list[Incoming]:
         return [one for frame in pack(said) for one in self.relays.open("r", frame)]
@@ -101,7 +111,10 @@ def test_each_agent_behind_a_relay_is_a_peer() -> None:
 def test_a_word_that_is_none_ends_that_agent_only() -> None:
     seen = Seen()
     found = seen.say(
-        Said(1, "agent", word()), Said(1, "agent", b"{}"), Said(1, "agent", word(1)), Said(2, "agent", word())
+        Said(1, "agent", word()),
+        Said(1, "agent", b"{}"),
+        Said(1, "agent", word(1)),
+        Said(2, "agent", word()),
     )
     assert [type(one) for one in found] == [Arrived, Complaint, Gone, Arrived]
     seen.relays.flush()

@@ -1,4 +1,7 @@
-"""A scheduler dies, its successor replays the journal: whatever was going on goes on, and nothing is late by that."""
+"""
+A scheduler dies, its successor replays the journal: whatever was going on goes on, and nothing is
+late by that.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,9 @@ def back(machine: Machine, *names: str) -> None:
     """The agents come back on new connections, and say again that they want to take part."""
     for name in names:
         member = machine.membership.members[name]
-        machine.say(f"{name}+", hello(name, incarnation=member.hello.incarnation + 1), Join(name, None, 1))
+        machine.say(
+            f"{name}+", hello(name, incarnation=member.hello.incarnation + 1), Join(name, None, 1)
+        )
 
 
 def test_gathering_goes_on_with_who_was_there() -> None:
@@ -149,7 +154,10 @@ def test_a_hang_is_still_looked_into() -> None:
     assert machine.membership.state is JobState.RUNNING
     assert machine.to("b+", ShowStacks) and not machine.to("a+", ShowStacks)
     machine.say("b+", Stacks(0, (StackGroup((1,), "y"),)))
-    assert machine.membership.state is JobState.STOPPING and machine.membership.failures[0].failure.cause.kind == "hang"
+    assert (
+        machine.membership.state is JobState.STOPPING
+        and machine.membership.failures[0].failure.cause.kind == "hang"
+    )
 
 
 def test_elastic_lives_go_on() -> None:

@@ -1,8 +1,9 @@
 """
 Thousands of nodes: the work of an event does not grow with the size of the job. Counted, not timed.
 
-Counted are the members that are visited (`Counting`) and the lines of the machine that run (`sys.settrace`): between a
-job of 500 nodes and one of 2,000 each grows as the number of events does.
+Counted are the members that are visited (`Counting`) and the lines of the machine that run
+(`sys.settrace`): between a job of 500 nodes and one of 2,000 each grows as the number of events
+does.
 """
 
 from __future__ import annotations
@@ -135,7 +136,10 @@ def counted(act: Callable[[], None]) -> tuple[int, int]:
     return Counting.visits, lines
 
 
-LIVES: list[list[str]] = [["join", "ready", "work", "cut", "exit", "leave"], ["join", "ready", "work", "fail", "leave"]]
+LIVES: list[list[str]] = [
+    ["join", "ready", "work", "cut", "exit", "leave"],
+    ["join", "ready", "work", "fail", "leave"],
+]
 
 
 @pytest.mark.parametrize("life", LIVES, ids=["well", "failing"])
@@ -145,7 +149,9 @@ def test_the_work_of_a_life_grows_with_the_number_of_events(life: list[str]) -> 
         (few, short), (many, long) = counted(getattr(small, act)), counted(getattr(large, act))
         events = 4 * LARGE
         assert many <= 6 * LARGE, f"{act}: {many} visits of {LARGE} nodes for about {events} events"
-        assert long <= 1.3 * short * LARGE / SMALL, f"{act}: {short} lines for {SMALL} nodes, {long} for {LARGE}"
+        assert long <= 1.3 * short * LARGE / SMALL, (
+            f"{act}: {short} lines for {SMALL} nodes, {long} for {LARGE}"
+        )
         assert few <= 6 * SMALL
     assert large.machine.verdict is not None and large.machine.done
     assert large.sent <= 14 * LARGE
@@ -195,11 +201,19 @@ def test_nodes_lost_together_are_one_change() -> None:
     assert sum(isinstance(a, Send) and isinstance(a.message, StopWorkers) for a in actions) <= LARGE
 
 
-@pytest.mark.parametrize(("nodes", "expected"), [(1, (1.0, 3.0, 10.0)), (2500, (1.0, 3.0, 10.0)),
-                                                  (12500, (5.0, 15.0, 17.5))])  # fmt: skip
-def test_heartbeats_grow_rarer_with_the_size(nodes: int, expected: tuple[float, float, float]) -> None:
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [(1, (1.0, 3.0, 10.0)), (2500, (1.0, 3.0, 10.0)), (12500, (5.0, 15.0, 17.5))],
+)
+def test_heartbeats_grow_rarer_with_the_size(
+    nodes: int, expected: tuple[float, float, float]
+) -> None:
     found = times(SchedulerConfig("job", "run", nodes))
-    assert (found.heartbeat, found.suspect, found.dead) == expected and found.tick == found.heartbeat / 4
+    assert (
+        found.heartbeat,
+        found.suspect,
+        found.dead,
+    ) == expected and found.tick == found.heartbeat / 4
 
 
 def test_a_hundred_thousand_failures_need_little_memory() -> None:
@@ -209,7 +223,10 @@ def test_a_hundred_thousand_failures_need_little_memory() -> None:
     failures = Failures()
     for rank in range(3000):
         text = str(rank) * 3000
-        failures.add(Failure(rank, f"n{rank % 7}", Cause("exception", 1, at=float(-rank), traceback=text)), float(rank))
+        failures.add(
+            Failure(rank, f"n{rank % 7}", Cause("exception", 1, at=float(-rank), traceback=text)),
+            float(rank),
+        )
     assert failures.first == first_cause(failures) and failures.first.failure.rank == 2996
     assert failures.first.failure.cause.traceback == "2996" * 3000
     assert sum(len(item.failure.cause.traceback) for item in failures) < 12_000 + 10 * 4096

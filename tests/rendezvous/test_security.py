@@ -1,4 +1,6 @@
-"""Secrets, tokens, the cookie: they never show, copy errors are caught, and no weak file is believed."""
+"""
+Secrets, tokens, the cookie: they never show, copy errors are caught, and no weak file is believed.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,11 @@ def test_a_secret_never_shows() -> None:
 
 def test_hkdf_is_rfc_5869() -> None:
     # Test case 1 of RFC 5869, first block.
-    found = hkdf(b"\x0b" * 22, bytes.fromhex("f0f1f2f3f4f5f6f7f8f9"), salt=bytes.fromhex("000102030405060708090a0b0c"))
+    found = hkdf(
+        b"\x0b" * 22,
+        bytes.fromhex("f0f1f2f3f4f5f6f7f8f9"),
+        salt=bytes.fromhex("000102030405060708090a0b0c"),
+    )
     assert found.hex() == "3cb25f25faacd57a90434f64d0362f2a2d2d0a90cf1a5a4c5db02d56ecc4c5bf"
 
 
@@ -74,7 +80,10 @@ def test_a_token_comes_back(value: bytes) -> None:
 
 
 def test_the_token_is_frozen() -> None:
-    assert "pdrun1-AAAQEAYEAUDAOCAJBIFQYDIOB4IBCEQTCQKRMFYYDENBWHA5DYPQ-" + TOKEN.split("-", 2)[2] == TOKEN
+    assert (
+        "pdrun1-AAAQEAYEAUDAOCAJBIFQYDIOB4IBCEQTCQKRMFYYDENBWHA5DYPQ-" + TOKEN.split("-", 2)[2]
+        == TOKEN
+    )
     assert len(TOKEN) == 85
 
 
@@ -89,7 +98,9 @@ def test_copy_errors_are_told_apart() -> None:
         assert "cut off" in complaint(TOKEN[:length])
     for place in range(7, len(TOKEN)):
         if TOKEN[place] != "-":
-            wrong = TOKEN[:place] + ("A" if TOKEN[place].upper() != "A" else "B") + TOKEN[place + 1 :]
+            wrong = (
+                TOKEN[:place] + ("A" if TOKEN[place].upper() != "A" else "B") + TOKEN[place + 1 :]
+            )
             assert "mistyped" in complaint(wrong)
     complaint(TOKEN + "0")
     complaint(TOKEN + "-0")
@@ -112,14 +123,21 @@ def private(tmp_path: Path) -> Path:
 
 
 def test_sources_in_order(private: Path, tmp_path: Path) -> None:
-    environ = {"PDRUN_TOKEN": token_text(Secret(b"e" * 32)), "PDRUN_TOKEN_FILE": str(private), "HOME": str(tmp_path)}
+    environ = {
+        "PDRUN_TOKEN": token_text(Secret(b"e" * 32)),
+        "PDRUN_TOKEN_FILE": str(private),
+        "HOME": str(tmp_path),
+    }
     assert find_secret(str(private), environ=environ) == (SECRET, f"--token-file {private}")
     assert find_secret(environ=environ) == (SECRET, f"PDRUN_TOKEN_FILE={private}")
     del environ["PDRUN_TOKEN_FILE"]
     assert find_secret(environ=environ) == (Secret(b"e" * 32), "PDRUN_TOKEN")
     del environ["PDRUN_TOKEN"]
     found, source = find_secret(environ=environ)
-    assert source == f"cookie {tmp_path}/.config/pdrun/cookie" and find_secret(environ=environ)[0] == found
+    assert (
+        source == f"cookie {tmp_path}/.config/pdrun/cookie"
+        and find_secret(environ=environ)[0] == found
+    )
 
 
 def test_the_token_holds_for_the_process_and_for_none_of_its_children(
@@ -185,7 +203,9 @@ def test_a_file_that_others_may_use_is_refused(private: Path, mode: int) -> None
         read_token_file(str(private), where="--token-file")
 
 
-@pytest.mark.parametrize("kind", ["link", "dangling", "folder", "fifo", "device", "missing", "binary"])
+@pytest.mark.parametrize(
+    "kind", ["link", "dangling", "folder", "fifo", "device", "missing", "binary"]
+)
 def test_what_is_no_private_file_is_refused(private: Path, tmp_path: Path, kind: str) -> None:
     path = tmp_path / kind
     if kind == "link":
@@ -239,7 +259,9 @@ def test_a_home_that_cannot_be_written_says_so(tmp_path: Path) -> None:
         load_cookie(tmp_path / "file" / "pdrun" / "cookie")
 
 
-def test_a_disk_that_fills_up_leaves_no_draft_of_a_cookie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fills_up_leaves_no_draft_of_a_cookie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(fd: int) -> None:
         raise OSError(28, "No space left on device")
 

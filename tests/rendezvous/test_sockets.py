@@ -57,7 +57,11 @@ def test_three_uneven_nodes_in_natural_order(scheduler: Start, secret: Secret) -
         other.join("other", 1, store="127.0.0.1:11")
         two.join("node2", 2, store="127.0.0.1:2")
         assigns = start_all(two, ten, other)
-        assert [(a.node_rank, a.first_rank, a.world_size) for a in assigns] == [(0, 0, 4), (1, 2, 4), (2, 3, 4)]
+        assert [(a.node_rank, a.first_rank, a.world_size) for a in assigns] == [
+            (0, 0, 4),
+            (1, 2, 4),
+            (2, 3, 4),
+        ]
         assert {a.master for a in assigns} == {"127.0.0.1:2"}
         for agent in (ten, two, other):
             agent.link.send(Finished(0))
@@ -74,10 +78,15 @@ def test_three_uneven_nodes_in_natural_order(scheduler: Start, secret: Secret) -
 
 def test_with_many_connections_the_server_rests_before_it_looks(
     secret: Secret, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
-    """Each waking costs more than a word: of many connections words are collected for a moment, of few they are not."""
+) -> None:
+    """
+    Each waking costs more than a word: of many connections words are collected for a moment, of few
+    they are not.
+    """
     rests: list[float] = []
-    monkeypatch.setattr(zmq_server, "time", SimpleNamespace(monotonic=time.monotonic, sleep=rests.append))
+    monkeypatch.setattr(
+        zmq_server, "time", SimpleNamespace(monotonic=time.monotonic, sleep=rests.append)
+    )
     server = zmq_server.ZmqServer(secret, endpoint=Endpoint("127.0.0.1", 0))
     links = [ZmqLink(server.endpoint, secret, job="job") for _ in range(2)]
     try:
@@ -136,7 +145,9 @@ def test_a_wrong_token_is_told_on_both_sides(scheduler: Start, secret: Secret, s
     child = scheduler(secret=other if side == "scheduler" else secret)
     started = time.monotonic()
     with agents(child.endpoint, other if side == "agent" else secret, "job") as (agent,):
-        with pytest.raises(AuthenticationError, match=r"the token differs or .* is no pdrun scheduler") as caught:
+        with pytest.raises(
+            AuthenticationError, match=r"the token differs or .* is no pdrun scheduler"
+        ) as caught:
             agent.expect(Welcome)
         assert time.monotonic() - started < 5 and caught.value.exit_code == 77
     until(lambda: child.events("warning"), "the scheduler warns")
@@ -246,7 +257,9 @@ def test_a_frozen_agent_is_suspected_and_comes_back(
         assert not child.events("lost") and not child.events("stopping")
 
 
-def test_a_cut_connection_is_resumed_without_the_agent_noticing(scheduler: Start, secret: Secret) -> None:
+def test_a_cut_connection_is_resumed_without_the_agent_noticing(
+    scheduler: Start, secret: Secret
+) -> None:
     child = scheduler()
     with agents(child.endpoint, secret, "job", "job") as pair:
         for i, agent in enumerate(pair):
@@ -267,7 +280,9 @@ def test_a_cut_connection_is_resumed_without_the_agent_noticing(scheduler: Start
         assert not child.events("lost")
 
 
-def test_what_is_confirmed_has_been_read_although_the_connection_was_cut(scheduler: Start, secret: Secret) -> None:
+def test_what_is_confirmed_has_been_read_although_the_connection_was_cut(
+    scheduler: Start, secret: Secret
+) -> None:
     child = scheduler()
     with agents(child.endpoint, secret, "job", "job") as (first, second):
         for name, agent in (("a", first), ("b", second)):
@@ -291,17 +306,24 @@ def test_what_is_confirmed_has_been_read_although_the_connection_was_cut(schedul
 def test_a_name_that_is_not_known_is_called_that(secret: Secret) -> None:
     endpoint, heard = Endpoint("no-such-host.invalid", 1), list[str]()
     with agents(endpoint, secret, "job", start_timeout=3.0, on_status=heard.append) as (agent,):
-        with pytest.raises(RendezvousError, match=r"the name 'no-such-host.invalid' is not known here: \w+"):
+        with pytest.raises(
+            RendezvousError, match=r"the name 'no-such-host.invalid' is not known here: \w+"
+        ):
             agent.expect(Welcome)
     assert "not known here" in heard[-1]
     with pytest.raises(RendezvousError, match="not known here"):
         query_status(endpoint, secret, timeout=1.0)
 
 
-def test_a_joiner_waits_until_somebody_says_what_the_job_runs(scheduler: Start, secret: Secret) -> None:
+def test_a_joiner_waits_until_somebody_says_what_the_job_runs(
+    scheduler: Start, secret: Secret
+) -> None:
     child = scheduler(job="", spec="")
     heard: list[str] = []
-    with agents(child.endpoint, secret, "", "job", needs_spec=True, on_status=heard.append) as (joiner, first):
+    with agents(child.endpoint, secret, "", "job", needs_spec=True, on_status=heard.append) as (
+        joiner,
+        first,
+    ):
         until(lambda: joiner.turn() or heard, "a line about what it waits for")
         assert "does not know yet what the job runs" in heard[0] and not joiner.inbox
         first.link._needs_spec = False
@@ -407,7 +429,9 @@ def listening(pid: int) -> set[tuple[str, int]]:
             words = line.split()
             if words[3] == "0A" and words[9] in inodes:
                 raw, port = words[1].split(":")
-                packed = b"".join(bytes.fromhex(raw[i : i + 8])[::-1] for i in range(0, len(raw), 8))
+                packed = b"".join(
+                    bytes.fromhex(raw[i : i + 8])[::-1] for i in range(0, len(raw), 8)
+                )
                 found.add((socket.inet_ntop(family, packed), int(port, 16)))
     return found
 
@@ -458,8 +482,16 @@ def test_status_and_stop_from_outside(scheduler: Start, secret: Secret) -> None:
         agent.join("n")
         start_all(agent)
         lines = query_status(child.endpoint, secret)
-        assert [event.kind for event in eventlog.parse(lines)] == ["created", "joined", "assigned", "started"]
-        with Viewer(child.endpoint, secret, stops=True) as viewer, Viewer(child.endpoint, secret) as other:
+        assert [event.kind for event in eventlog.parse(lines)] == [
+            "created",
+            "joined",
+            "assigned",
+            "started",
+        ]
+        with (
+            Viewer(child.endpoint, secret, stops=True) as viewer,
+            Viewer(child.endpoint, secret) as other,
+        ):
             assert (viewer.job, viewer.run, viewer.gone) == ("job", "run-1", False)
             assert "started" in _kinds(other)
             viewer.stop(signal.SIGTERM, "a test")
@@ -470,7 +502,9 @@ def test_status_and_stop_from_outside(scheduler: Start, secret: Secret) -> None:
             agent.expect(Verdict)
             agent.link.send(Leave())
             until(lambda: agent.turn(0.0) or child.returncode is not None, "the scheduler leaves")
-            assert "verdict" in _kinds(other) and "verdict" in _kinds(viewer), "the last word comes unasked"
+            assert "verdict" in _kinds(other) and "verdict" in _kinds(viewer), (
+                "the last word comes unasked"
+            )
             child.close()
             assert viewer.lines(0.5) is None and viewer.gone
     with pytest.raises(RendezvousError, match=r"(no answer|no scheduler there) within 0\.5 s"):
@@ -488,13 +522,19 @@ def test_a_viewer_with_another_token_is_told(scheduler: Start) -> None:
         query_status(scheduler().endpoint, Secret.random())
 
 
-def test_a_message_that_is_too_long_ends_no_scheduler_and_no_agent(scheduler: Start, secret: Secret) -> None:
+def test_a_message_that_is_too_long_ends_no_scheduler_and_no_agent(
+    scheduler: Start, secret: Secret
+) -> None:
     child = scheduler(spec='"' * 600_000)  # each takes two bytes in a message
     with agents(child.endpoint, secret, "job", "job") as (first, second):
         for agent in (first, second):
             refuse = agent.expect(Refuse)
-            assert refuse.code == 70 and re.search(r"Welcome: 120\d{4} bytes are more than 1048576", refuse.reason)
-        with pytest.raises(RendezvousError, match="Welcome: 120"):  # it is still there, for viewers too
+            assert refuse.code == 70 and re.search(
+                r"Welcome: 120\d{4} bytes are more than 1048576", refuse.reason
+            )
+        with pytest.raises(
+            RendezvousError, match="Welcome: 120"
+        ):  # it is still there, for viewers too
             query_status(child.endpoint, secret, timeout=5.0)
         assert child.events("warning") and child.returncode is None
     child = scheduler(nodes=1)

@@ -1,11 +1,11 @@
 """
-Random lives of a job: agents that join, fail, hang, die, depart, come back and are stopped, and a scheduler that dies
-and is succeeded, in any order, driven by hypothesis.
+Random lives of a job: agents that join, fail, hang, die, depart, come back and are stopped, and a
+scheduler that dies and is succeeded, in any order, driven by hypothesis.
 
-After every step the invariants hold (`helpers.Machine` checks them), and no node starts workers while others that can
-be reached run those of an older generation. At the end of every life: the scheduler has gone, all who were still there
-heard the same verdict once, each generation gave each rank once, nobody waited for ever, and the journal leads to the
-same state again.
+After every step the invariants hold (`helpers.Machine` checks them), and no node starts workers
+while others that can be reached run those of an older generation. At the end of every life: the
+scheduler has gone, all who were still there heard the same verdict once, each generation gave each
+rank once, nobody waited for ever, and the journal leads to the same state again.
 """
 
 from __future__ import annotations
@@ -46,15 +46,45 @@ from .helpers import Machine, config, durable, hello
 
 KINDS: list[CauseKind] = ["ok", "exception", "signal", "exit", "communication"]
 ACTIONS = [
-    "pass", "pass", "pass", "fail", "fail", "fail", "fail", "end", "end", "cut", "cut", "freeze", "die", "die",
-    "silent", "stop", "order", "unready", "stuck", "mute", "depart", "depart", "hang", "hang", "progress", "progress",
-    "succeed", "succeed", "renew", "newcomer",
-]  # fmt: skip
+    "pass",
+    "pass",
+    "pass",
+    "fail",
+    "fail",
+    "fail",
+    "fail",
+    "end",
+    "end",
+    "cut",
+    "cut",
+    "freeze",
+    "die",
+    "die",
+    "silent",
+    "stop",
+    "order",
+    "unready",
+    "stuck",
+    "mute",
+    "depart",
+    "depart",
+    "hang",
+    "hang",
+    "progress",
+    "progress",
+    "succeed",
+    "succeed",
+    "renew",
+    "newcomer",
+]
 
 
 @dataclass
 class Node:
-    """An agent as it behaves: answers what it is told, in order, once a turn; comes back as a new one when asked."""
+    """
+    An agent as it behaves: answers what it is told, in order, once a turn; comes back as a new one
+    when asked.
+    """
 
     name: str
     machine: Machine
@@ -119,7 +149,9 @@ class Node:
     def hear(self, message: Message) -> None:
         match message:
             case Assign(generation=generation) if generation > self.generation:
-                assert not self.workers, "a place in a new generation while workers of the old one run"
+                assert not self.workers, (
+                    "a place in a new generation while workers of the old one run"
+                )
                 self.generation, self.assigns[generation] = generation, message
                 self.said = [old for old in self.said if isinstance(old, Join)]
                 self.say(Unready(generation, 78, "no") if self.unready else Ready(generation))
@@ -146,7 +178,9 @@ class Node:
             return
         for other in self.others:
             reached = other.alive and not other.silent and not other.stuck and other.connected
-            assert not (reached and other.workers) or other.generation == assign.generation, "two generations at once"
+            assert not (reached and other.workers) or other.generation == assign.generation, (
+                "two generations at once"
+            )
         self.workers = {assign.first_rank, assign.first_rank + 1}
 
     def end(self, rank: int, cause: Cause) -> None:
@@ -187,7 +221,10 @@ def speak(action: str, node: Node, kind: CauseKind, machine: Machine) -> None:
     """What a connected agent may say by itself."""
     if action in ("fail", "end") and node.workers:
         well = action == "end" or kind == "ok"
-        node.end(min(node.workers), Cause("ok", 0) if well else Cause(kind, 7, retry=len(node.workers) > 1))
+        node.end(
+            min(node.workers),
+            Cause("ok", 0) if well else Cause(kind, 7, retry=len(node.workers) > 1),
+        )
     elif action == "cut":
         machine.cut(node.peer)
         node.connect()
@@ -205,26 +242,49 @@ def speak(action: str, node: Node, kind: CauseKind, machine: Machine) -> None:
         machine.say(node.peer, Hung(node.generation, min(node.workers), "no progress"))
     elif action == "progress" and node.workers:
         step = int(machine.now) - 1000
-        machine.say(node.peer, Progress(node.generation, (Step(min(node.workers), step),), step // 2))
+        machine.say(
+            node.peer, Progress(node.generation, (Step(min(node.workers), step),), step // 2)
+        )
 
 
 steps = st.lists(
-    st.tuples(st.sampled_from(ACTIONS), st.integers(0, 7), st.sampled_from(KINDS), st.floats(0.0, 1.5)), max_size=40
+    st.tuples(
+        st.sampled_from(ACTIONS), st.integers(0, 7), st.sampled_from(KINDS), st.floats(0.0, 1.5)
+    ),
+    max_size=40,
 )
-sizes = st.integers(1, 5).flatmap(lambda most: st.tuples(st.integers(0, most), st.just(most), st.integers(0, 2)))
+sizes = st.integers(1, 5).flatmap(
+    lambda most: st.tuples(st.integers(0, most), st.just(most), st.integers(0, 2))
+)
 
 
-@given(sizes, st.integers(0, 3), st.integers(0, 2), st.booleans(), st.sampled_from([None, 3.0]), steps)
+@given(
+    sizes, st.integers(0, 3), st.integers(0, 2), st.booleans(), st.sampled_from([None, 3.0]), steps
+)
 @settings(max_examples=250, deadline=None)
 def test_every_life_ends_with_one_verdict(
-    size: tuple[int, int, int], late: int, restarts: int, limit: bool, grow: float | None,
+    size: tuple[int, int, int],
+    late: int,
+    restarts: int,
+    limit: bool,
+    grow: float | None,
     steps: list[tuple[str, int, CauseKind, float]],
-) -> None:  # fmt: skip
+) -> None:
     least, most, spares = size
-    machine = Machine(config(
-        nodes=most, min_nodes=least, spares=spares, gather=2.0, grow=grow, backoff=0.5,
-        max_restarts=restarts, start_timeout=20.0, grace=2.0, time_limit=30.0 if limit else None,
-    ))  # fmt: skip
+    machine = Machine(
+        config(
+            nodes=most,
+            min_nodes=least,
+            spares=spares,
+            gather=2.0,
+            grow=grow,
+            backoff=0.5,
+            max_restarts=restarts,
+            start_timeout=20.0,
+            grace=2.0,
+            time_limit=30.0 if limit else None,
+        )
+    )
     nodes: list[Node] = []
     for i in range(most + spares):
         nodes.append(Node(f"n{i}", machine, nodes))
@@ -254,7 +314,9 @@ def live_on(machine: Machine, nodes: list[Node]) -> None:
         machine.tick(0.25)
         stuck = [node for node in nodes if node.stuck and node.alive and not node.silent]
         if machine.now > 1150 and stuck and machine.membership.state.value == "running":
-            machine.step(StopOrdered(15, "patience"))  # only a limit or a person ends a worker that runs for ever
+            machine.step(
+                StopOrdered(15, "patience")
+            )  # only a limit or a person ends a worker that runs for ever
     raise AssertionError(f"the job never ended: {machine.membership.state}")
 
 

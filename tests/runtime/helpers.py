@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
-torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+torch = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None, reason="torch is not installed"
+)
 
 LAUNCHERS = ("PDRUN_", "MS_", "TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_", "MASTER_")
 SINGLE = ("RANK", "WORLD_SIZE", "NODE_RANK", "PYTHONUNBUFFERED", "GLOO_SOCKET_IFNAME")
@@ -29,8 +31,11 @@ def report(ctx, **more):
 
 def clean(more: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return this environment without any launcher's variables, with one thread a worker, and with ``more``."""
-    kept = {name: value for name, value in os.environ.items()
-            if not name.startswith(LAUNCHERS) and name not in SINGLE}  # fmt: skip
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(LAUNCHERS) and name not in SINGLE
+    }
     return {**kept, "OMP_NUM_THREADS": "1", **(more or {})}
 
 
@@ -48,17 +53,26 @@ def write(folder: Path, body: str) -> Path:
     return script
 
 
-def start(folder: Path, body: str, environ: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+def start(
+    folder: Path, body: str, environ: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
     """Start Python on a script that may call ``report(ctx)``."""
     return subprocess.Popen(
-        [sys.executable, str(write(folder, body))], env=clean(environ), cwd=folder, text=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        [sys.executable, str(write(folder, body))],
+        env=clean(environ),
+        cwd=folder,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 def reports(text: str) -> list[dict[str, Any]]:
     """Return what the workers reported, by rank."""
-    found = [json.loads(line.partition("REPORT ")[2]) for line in text.splitlines() if "REPORT " in line]
+    found = [
+        json.loads(line.partition("REPORT ")[2]) for line in text.splitlines() if "REPORT " in line
+    ]
     return sorted(found, key=lambda told: int(told["rank"]))
 
 

@@ -18,7 +18,9 @@ class FakeTorch:
 
     __version__ = "9.9"
 
-    def __init__(self, kind: str, count: int, backends: tuple[str, ...], hip: str | None = None) -> None:
+    def __init__(
+        self, kind: str, count: int, backends: tuple[str, ...], hip: str | None = None
+    ) -> None:
         self.version = SimpleNamespace(hip=hip)
         self.current: int | None = None
         self.groups: list[tuple[str, dict[str, Any]]] = []
@@ -26,14 +28,16 @@ class FakeTorch:
             is_available=lambda: count > 0, current_accelerator=lambda: SimpleNamespace(type=kind)
         )
         module = SimpleNamespace(
-            is_available=lambda: count > 0, device_count=lambda: count,
+            is_available=lambda: count > 0,
+            device_count=lambda: count,
             set_device=lambda index: setattr(self, "current", index),
-        )  # fmt: skip
+        )
         setattr(self, kind, module)
         self.distributed = SimpleNamespace(
-            is_available=lambda: bool(backends), is_backend_available=lambda name: name in backends,
+            is_available=lambda: bool(backends),
+            is_backend_available=lambda name: name in backends,
             init_process_group=lambda name, **options: self.groups.append((name, options)),
-        )  # fmt: skip
+        )
 
     @staticmethod
     def device(kind: str, index: int | None = None) -> tuple[str, int | None]:
@@ -47,10 +51,16 @@ def use(monkeypatch: pytest.MonkeyPatch, torch: FakeTorch) -> FakeTorch:
 
 @pytest.mark.parametrize(
     ("kind", "backends", "expected"),
-    [("cuda", ("nccl", "gloo"), "cpu:gloo,cuda:nccl"), ("rocm", ("nccl", "gloo"), "cpu:gloo,cuda:nccl"),
-     ("xpu", ("xccl", "gloo"), "cpu:gloo,xpu:xccl"), ("npu", ("hccl", "gloo"), "cpu:gloo,npu:hccl"),
-     ("mps", ("gloo",), "gloo"), ("cpu", ("gloo", "nccl"), "gloo"), ("cuda", ("nccl",), "nccl")],
-)  # fmt: skip
+    [
+        ("cuda", ("nccl", "gloo"), "cpu:gloo,cuda:nccl"),
+        ("rocm", ("nccl", "gloo"), "cpu:gloo,cuda:nccl"),
+        ("xpu", ("xccl", "gloo"), "cpu:gloo,xpu:xccl"),
+        ("npu", ("hccl", "gloo"), "cpu:gloo,npu:hccl"),
+        ("mps", ("gloo",), "gloo"),
+        ("cpu", ("gloo", "nccl"), "gloo"),
+        ("cuda", ("nccl",), "nccl"),
+    ],
+)
 def test_tensors_of_both_kinds_travel(
     monkeypatch: pytest.MonkeyPatch, kind: str, backends: tuple[str, ...], expected: str
 ) -> None:
@@ -96,11 +106,18 @@ def test_a_torch_without_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("torch", "expected"),
-    [(FakeTorch("cuda", 2, ()), "cuda"), (FakeTorch("cuda", 2, (), hip="6.4"), "rocm"),
-     (FakeTorch("xpu", 1, ()), "xpu"), (FakeTorch("npu", 1, ()), "npu"),
-     (FakeTorch("cuda", 0, ()), "cpu"), (FakeTorch("tpu", 1, ()), "cpu")],
-)  # fmt: skip
-def test_what_torch_itself_has(monkeypatch: pytest.MonkeyPatch, torch: FakeTorch, expected: str) -> None:
+    [
+        (FakeTorch("cuda", 2, ()), "cuda"),
+        (FakeTorch("cuda", 2, (), hip="6.4"), "rocm"),
+        (FakeTorch("xpu", 1, ()), "xpu"),
+        (FakeTorch("npu", 1, ()), "npu"),
+        (FakeTorch("cuda", 0, ()), "cpu"),
+        (FakeTorch("tpu", 1, ()), "cpu"),
+    ],
+)
+def test_what_torch_itself_has(
+    monkeypatch: pytest.MonkeyPatch, torch: FakeTorch, expected: str
+) -> None:
     use(monkeypatch, torch)
     assert native().name == expected
 
@@ -110,7 +127,10 @@ def test_nccl_is_tied_to_its_device_and_gloo_is_not(monkeypatch: pytest.MonkeyPa
     open_group(KINDS["cuda"], "", ("cuda", 1), 1, 2, None, None)  # type: ignore[arg-type]
     open_group(KINDS["cuda"], "gloo", ("cuda", 1), 1, 2, 5.0, "store")  # type: ignore[arg-type]
     (first, options), (second, others) = torch.groups
-    assert (first, options) == ("cpu:gloo,cuda:nccl", {"rank": 1, "world_size": 2, "device_id": ("cuda", 1)})
+    assert (first, options) == (
+        "cpu:gloo,cuda:nccl",
+        {"rank": 1, "world_size": 2, "device_id": ("cuda", 1)},
+    )
     assert second == "gloo"
     assert others["timeout"].total_seconds() == 5
     assert others["store"] == "store"

@@ -15,8 +15,22 @@ import pytest
 from tests.runtime.helpers import clean, torch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SMALL = ["--steps", "12", "--batch", "2", "--context", "32", "--width", "32", "--layers", "1", "--validation", "8",
-         "--log-every", "5"]  # fmt: skip
+SMALL = [
+    "--steps",
+    "12",
+    "--batch",
+    "2",
+    "--context",
+    "32",
+    "--width",
+    "32",
+    "--layers",
+    "1",
+    "--validation",
+    "8",
+    "--log-every",
+    "5",
+]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 pytestmark = [torch, pytest.mark.torch]
@@ -31,13 +45,19 @@ def test_train_gpt_under_torchrun() -> None:
     done = run(*TORCHRUN, str(EXAMPLES / "train_gpt.py"), *SMALL)
     assert done.returncode == 0, done.stderr
     assert "2 worker(s) on cpu" in done.stdout
-    assert re.findall(r"^step +(\d+)/12  loss \d\.\d{3}  [\d,]+ tokens/s", done.stdout, re.M) == ["5", "10", "12"]
+    assert re.findall(r"^step +(\d+)/12  loss \d\.\d{3}  [\d,]+ tokens/s", done.stdout, re.M) == [
+        "5",
+        "10",
+        "12",
+    ]
     assert re.search(r"^validation loss \d\.\d{3} \(uniform 5\.545\)", done.stdout, re.M)
 
 
 def test_train_gpt_alone_learns_and_saves(tmp_path: Path) -> None:
     out = tmp_path / "model.pt"
-    done = run(sys.executable, str(EXAMPLES / "train_gpt.py"), *SMALL, "--steps", "60", "--out", str(out))
+    done = run(
+        sys.executable, str(EXAMPLES / "train_gpt.py"), *SMALL, "--steps", "60", "--out", str(out)
+    )
     assert done.returncode == 0, done.stderr
     found = re.search(r"^validation loss (\d\.\d{3})", done.stdout, re.M)
     assert found, done.stdout
@@ -46,7 +66,15 @@ def test_train_gpt_alone_learns_and_saves(tmp_path: Path) -> None:
 
 
 def test_train_gpt_stops_when_its_time_is_over() -> None:
-    done = run(sys.executable, str(EXAMPLES / "train_gpt.py"), *SMALL, "--steps", "1000000", "--seconds", "1")
+    done = run(
+        sys.executable,
+        str(EXAMPLES / "train_gpt.py"),
+        *SMALL,
+        "--steps",
+        "1000000",
+        "--seconds",
+        "1",
+    )
     assert done.returncode == 0, done.stderr
     assert "validation loss" in done.stdout
 
@@ -67,7 +95,9 @@ def test_launch_function() -> None:
 
 
 def test_dynamic_cluster(tmp_path: Path) -> None:
-    done = run(sys.executable, str(EXAMPLES / "dynamic_cluster.py"), "demo", XDG_CONFIG_HOME=str(tmp_path))
+    done = run(
+        sys.executable, str(EXAMPLES / "dynamic_cluster.py"), "demo", XDG_CONFIG_HOME=str(tmp_path)
+    )
     assert done.returncode == 0, done.stderr
     assert sorted(re.findall(r"^rank (\d) of 2 on cpu: .* to 1$", done.stdout, re.M)) == ["0", "1"]
 
@@ -75,10 +105,30 @@ def test_dynamic_cluster(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_elastic_training_goes_on_where_it_stopped(tmp_path: Path) -> None:
     script, folder = str(EXAMPLES / "elastic_training.py"), str(tmp_path / "kept")
-    words = [sys.executable, "-m", "pdrun", "--local", "--nodes", "1:2", "--gather", "60", "--log-dir",
-             str(tmp_path / "logs"), script, "--folder", folder, "--steps"]  # fmt: skip
-    home = {"HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path)}
-    with subprocess.Popen([*words, "1000000"], env=clean(home), stdout=subprocess.PIPE, text=True) as job:
+    words = [
+        sys.executable,
+        "-m",
+        "pdrun",
+        "--local",
+        "--nodes",
+        "1:2",
+        "--gather",
+        "60",
+        "--log-dir",
+        str(tmp_path / "logs"),
+        script,
+        "--folder",
+        folder,
+        "--steps",
+    ]
+    home = {
+        "HOME": str(tmp_path),
+        "XDG_CONFIG_HOME": str(tmp_path),
+        "XDG_STATE_HOME": str(tmp_path),
+    }
+    with subprocess.Popen(
+        [*words, "1000000"], env=clean(home), stdout=subprocess.PIPE, text=True
+    ) as job:
         try:
             assert job.stdout is not None
             assert "generation 0: 2 workers from step 0" in job.stdout.readline()

@@ -21,7 +21,10 @@ from tests.runtime.helpers import clean, torch
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """No launcher's variables around the call; temporary folders in one place, which must be empty at the end."""
+    """
+    No launcher's variables around the call; temporary folders in one place, which must be empty at
+    the end.
+    """
     environ = clean()
     for name in set(os.environ) - set(environ):
         monkeypatch.delenv(name)
@@ -50,9 +53,9 @@ def test_results_come_in_rank_order(alone: Path) -> None:
 
 def test_lambdas_and_closures_travel_by_value() -> None:
     secret = object.__class__.__name__
-    assert pdrun.launch(lambda: (secret, os.environ["WORLD_SIZE"], os.environ["MINE"]), env={"MINE": "x"}) == [
-        ("type", "1", "x")
-    ]
+    assert pdrun.launch(
+        lambda: (secret, os.environ["WORLD_SIZE"], os.environ["MINE"]), env={"MINE": "x"}
+    ) == [("type", "1", "x")]
 
 
 def test_two_simulated_nodes() -> None:
@@ -135,7 +138,9 @@ def test_what_travels_by_value_is_found_in_main(tmp_path: Path) -> None:
     """pickle and torch.compile look functions and classes up by the name of their module."""
     script = tmp_path / "script.py"
     script.write_text(MAIN)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.stdout == "[(True, True, True, 3, 6)]\n", done.stderr
 
 
@@ -151,7 +156,10 @@ def test_frames_of_closures_keep_their_file() -> None:
 
 @pytest.mark.parametrize(
     ("code", "expected"),
-    [("import sys; sys.exit(42)", 42), ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", 139)],
+    [
+        ("import sys; sys.exit(42)", 42),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", 139),
+    ],
 )
 def test_a_worker_that_leaves_otherwise_keeps_its_code(code: str, expected: int) -> None:
     with pytest.raises(JobFailed) as caught:
@@ -174,7 +182,9 @@ def test_what_cannot_be_pickled_is_said_before_anything_starts(alone: Path) -> N
 
 
 def test_a_result_that_cannot_be_pickled_names_its_type() -> None:
-    with pytest.raises(JobFailed, match=r"the result of rank 0, of type _thread\.lock, cannot be pickled"):
+    with pytest.raises(
+        JobFailed, match=r"the result of rank 0, of type _thread\.lock, cannot be pickled"
+    ):
         pdrun.launch(threading.Lock)
 
 
@@ -190,7 +200,9 @@ def test_a_result_that_cannot_be_read_back_is_said() -> None:
 def test_mistakes_in_the_call_are_named() -> None:
     with pytest.raises(UsageError, match="0 is below 1"):
         pdrun.launch(rank_and, devices=0)
-    with pytest.raises(ConfigError, match=r"launch\(backend=\): npu cannot be used: no /dev/davinciN"):
+    with pytest.raises(
+        ConfigError, match=r"launch\(backend=\): npu cannot be used: no /dev/davinciN"
+    ):
         pdrun.launch(rank_and, backend="npu")
 
 
@@ -200,16 +212,22 @@ def test_a_timeout_stops_the_job() -> None:
 
 
 def test_it_works_from_a_thread_and_keeps_the_callers_signal_handlers() -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)]
+    before = [
+        signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
+    ]
     results: list[object] = []
     thread = threading.Thread(target=lambda: results.append(pdrun.launch(rank_and, 1)))
     thread.start()
     thread.join(60)
     assert results == [[(0, 1, None)]]
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)] == before
+    assert [
+        signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
+    ] == before
 
 
-def test_output_is_shown_when_asked_and_kept_where_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_is_shown_when_asked_and_kept_where_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pdrun.launch(print, "hello", log_dir=tmp_path / "logs")
     assert capsys.readouterr().out == ""
     assert [path.read_text() for path in (tmp_path / "logs").rglob("*.out")] == ["hello\n"]
@@ -236,21 +254,30 @@ def test_an_echo_that_fails_does_not_keep_the_workers(tmp_path: Path, case: str)
     """More output than all pipes and queues on the way hold."""
     (tmp_path / "script.py").write_text(ECHO)
     done = subprocess.run(
-        [sys.executable, str(tmp_path / "script.py"), case], capture_output=True, timeout=60, check=False,
+        [sys.executable, str(tmp_path / "script.py"), case],
+        capture_output=True,
+        timeout=60,
+        check=False,
         env={**os.environ, "PYTHONIOENCODING": "ascii"},
-    )  # fmt: skip
+    )
     assert done.stderr == b"[7]\n"
     assert done.stdout.count(b"x" * 99 + b"\n") == (120_000 if case == "ascii" else 0)
     assert (b"caf\\xe9\n" in done.stdout) == (case == "ascii")
 
 
-def test_a_launcher_that_ends_at_once_has_the_last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_that_ends_at_once_has_the_last_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho no space for a module >&2\nexit 3\n")
     broken.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(broken))
-    with pytest.raises(JobFailed, match="the job ended with exit code 3: no space for a module") as caught:
-        pdrun.launch(rank_and, env={"LARGE": "x" * 200_000})  # more than a pipe holds: it is not read to the end
+    with pytest.raises(
+        JobFailed, match="the job ended with exit code 3: no space for a module"
+    ) as caught:
+        pdrun.launch(
+            rank_and, env={"LARGE": "x" * 200_000}
+        )  # more than a pipe holds: it is not read to the end
     assert caught.value.exit_code == 3
 
 
@@ -268,7 +295,9 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 99), (signal.SIGKILL, -9)])
-def test_interrupting_or_killing_the_caller_ends_every_worker(tmp_path: Path, number: int, expected: int) -> None:
+def test_interrupting_or_killing_the_caller_ends_every_worker(
+    tmp_path: Path, number: int, expected: int
+) -> None:
     script = tmp_path / "caller.py"
     script.write_text(CALLER)
     environ = clean({"TMPDIR": str(tmp_path / "temporary"), "XDG_STATE_HOME": str(tmp_path)})
@@ -316,7 +345,9 @@ def test_files_of_the_call_are_private(alone: Path) -> None:
     def look(folder: str) -> list[tuple[str, str]]:
         place = next(Path(folder).iterdir())
         return [(place.name[:13], oct(place.stat().st_mode & 0o777))] + [
-            (path.suffix, oct(path.stat().st_mode & 0o777)) for path in place.iterdir() if path.is_file()
+            (path.suffix, oct(path.stat().st_mode & 0o777))
+            for path in place.iterdir()
+            if path.is_file()
         ]
 
     assert pdrun.launch(look, str(alone)) == [[("pdrun-launch-", "0o700"), (".call", "0o600")]]
@@ -334,25 +365,35 @@ def test_a_job_that_keeps_no_logs_leaves_no_entry_behind(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"timeout": "10m"}, r"launch\(timeout=\): '10m' is not a number of seconds; give 600 for 10m"),
+        (
+            {"timeout": "10m"},
+            r"launch\(timeout=\): '10m' is not a number of seconds; give 600 for 10m",
+        ),
         ({"timeout": 0}, r"launch\(timeout=\): 0 is not"),
         ({"timeout": float("nan")}, r"launch\(timeout=\): nan is not"),
         ({"grace": None}, r"launch\(grace=\): None is not a number"),
-        ({"devices": "4"}, r"launch\(devices=\): '4' is not a whole number; give a whole number or 'auto'"),
+        (
+            {"devices": "4"},
+            r"launch\(devices=\): '4' is not a whole number; give a whole number or 'auto'",
+        ),
         ({"nodes": 2.0}, r"launch\(nodes=\): 2.0 is not a whole number"),
         ({"env": {"A": 1}}, r"launch\(env=\): 'A': 1 are not two texts"),
         ({"env": ["A"]}, r"launch\(env=\): \['A'\] is not a mapping"),
         ({"env": {"RANK": "1"}}, r"launch\(env=\): RANK is pdrun's own"),
     ],
 )
-def test_arguments_of_another_type_are_refused_at_once(alone: Path, wrong: dict[str, object], message: str) -> None:
+def test_arguments_of_another_type_are_refused_at_once(
+    alone: Path, wrong: dict[str, object], message: str
+) -> None:
     with pytest.raises(UsageError, match=message):
         pdrun.launch(rank_and, **wrong)  # type: ignore[arg-type]
     assert list(alone.iterdir()) == []
 
 
 def test_failures_outside_the_users_own_frames_are_told_alike() -> None:
-    with pytest.raises(JobFailed, match=r"rank 0 on \S+ failed: TypeError: .*rank_and\(\) takes") as caught:
+    with pytest.raises(
+        JobFailed, match=r"rank 0 on \S+ failed: TypeError: .*rank_and\(\) takes"
+    ) as caught:
         pdrun.launch(rank_and, 1, 2, 3)
     assert caught.value.traceback.startswith("Traceback (most recent call last):\nTypeError: ")
     with pytest.raises(JobFailed, match=r"rank 0 on \S+ failed: TypeError: the result of rank 0"):
@@ -360,4 +401,8 @@ def test_failures_outside_the_users_own_frames_are_told_alike() -> None:
 
 
 def test_the_errors_of_a_call_are_public() -> None:
-    assert (pdrun.UsageError, pdrun.ConfigError, pdrun.DeadlineExceeded) == (UsageError, ConfigError, DeadlineExceeded)
+    assert (pdrun.UsageError, pdrun.ConfigError, pdrun.DeadlineExceeded) == (
+        UsageError,
+        ConfigError,
+        DeadlineExceeded,
+    )

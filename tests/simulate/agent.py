@@ -1,7 +1,9 @@
 """
-An agent as `pdrun.launcher.agent.agent` behaves, over the simulated network, with workers that are only numbers.
+An agent as `pdrun.launcher.agent.agent` behaves, over the simulated network, with workers that are
+only numbers.
 
-It uses the product's own `Memory` and `Filter`, so that what is repeated after a cut is what real agents repeat.
+It uses the product's own `Memory` and `Filter`, so that what is repeated after a cut is what real
+agents repeat.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ RETRY = 0.3
 KILL = 0.2
 """Seconds in which SIGKILL ends every worker of a node and what they had started."""
 ASK = 1.5
-"""Seconds in which an agent that stood still must hear the scheduler again, should its lease be over."""
+"""
+Seconds in which an agent that stood still must hear the scheduler again, should its lease be over.
+"""
 
 
 @dataclass
@@ -87,9 +91,15 @@ class SimAgent:
     """One agent process on one node."""
 
     def __init__(
-        self, world: World, network: Network, job: Job, node: str, workers: int, told: Callable[[Run], None],
+        self,
+        world: World,
+        network: Network,
+        job: Job,
+        node: str,
+        workers: int,
+        told: Callable[[Run], None],
         node_rank: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.world, self.network, self.job = world, network, job
         self.node, self.workers, self.node_rank = node, workers, node_rank
         self.told = told
@@ -131,12 +141,16 @@ class SimAgent:
         self.echo = self.beats = 0
         self.answered = self.read_at = self.world.now
         self.doubt = 0
-        """Held back until an answer to the heartbeat of this number: what came after a silence may be long past."""
+        """
+        Held back until an answer to the heartbeat of this number: what came after a silence may be
+        long past.
+        """
         self.held: list[Message] = []
         self.lost_at: float | None = None
         self.reset_at = float("-inf")
 
-    # Time -------------------------------------------------------------------------------------------------------------
+    # Time
+    # -------------------------------------------------------------------------------------------------------------
 
     def later(self, delay: float, act: Callable[..., None], *arguments: object) -> None:
         """Plan something of this process's own: not while it is frozen, never after its death."""
@@ -184,7 +198,8 @@ class SimAgent:
             if self.connection:
                 self.network.client_gone(self.connection)
 
-    # The link ---------------------------------------------------------------------------------------------------------
+    # The link
+    # ---------------------------------------------------------------------------------------------------------
 
     def _connect(self) -> None:
         if self.connection and self.connection.here:
@@ -200,7 +215,9 @@ class SimAgent:
         self.connection, self.up, self.sequence = connection, False, 0
         self.doubt, self.held = 0, []
         self.incarnation += 1
-        self._put(Hello(PROTOCOL, "agent", self.job.name, self.agent, self.incarnation, self.node, 1))
+        self._put(
+            Hello(PROTOCOL, "agent", self.job.name, self.agent, self.incarnation, self.node, 1)
+        )
         return None
 
     def _give_up(self) -> None:
@@ -212,7 +229,9 @@ class SimAgent:
         if self.connection and self.connection.here:
             counted = not isinstance(message, Heartbeat)
             sequence = self.sequence if counted else 0
-            self.network.client_send(self.connection, Envelope(self.agent, self.incarnation, sequence, message))
+            self.network.client_send(
+                self.connection, Envelope(self.agent, self.incarnation, sequence, message)
+            )
             self.sequence += counted
 
     def say(self, message: Message) -> None:
@@ -253,7 +272,8 @@ class SimAgent:
         if run and run.ended is None and not run.stopping and self.started:
             self._stop_run(0.0)
 
-    # What it is told --------------------------------------------------------------------------------------------------
+    # What it is told
+    # --------------------------------------------------------------------------------------------------
 
     def _take(self, message: Message) -> None:
         silence, self.read_at = self.world.now - self.read_at, self.world.now
@@ -292,7 +312,9 @@ class SimAgent:
                 self.say(Join(self.node, self.node_rank, self.workers, {}, f"{self.node}:1"))
             case Assign():
                 self._assigned(message)
-            case Start(generation) if self.assign and self.assign.generation == generation and not self.started:
+            case Start(generation) if (
+                self.assign and self.assign.generation == generation and not self.started
+            ):
                 self._start(self.assign)
             case StopWorkers(generation, _, grace, _):
                 if self.started and self.run and self.run.assign.generation == generation:
@@ -324,7 +346,9 @@ class SimAgent:
         if self.connection:
             self.network.client_gone(self.connection)
         self._stop_run(0.0)
-        self.later(KILL + 0.05, self._rejoin if rejoin else self._exit, *(() if rejoin else (code or 69,)))
+        self.later(
+            KILL + 0.05, self._rejoin if rejoin else self._exit, *(() if rejoin else (code or 69,))
+        )
 
     def _rejoin(self) -> None:
         self._new_identity()
@@ -337,7 +361,8 @@ class SimAgent:
         else:
             self.later(0.1, self._leave_when_done, code)
 
-    # Workers ----------------------------------------------------------------------------------------------------------
+    # Workers
+    # ----------------------------------------------------------------------------------------------------------
 
     def _start(self, assign: Assign) -> None:
         self.started = True
@@ -348,12 +373,16 @@ class SimAgent:
         self.told(run)
         left = max(1, self.job.work - begin)
         for rank in ranks:
-            self.later(left + self.world.random.random() * 0.2, self._ends, run, rank, Cause("ok", 0))
+            self.later(
+                left + self.world.random.random() * 0.2, self._ends, run, rank, Cause("ok", 0)
+            )
         self.later(self.job.save_every, self._report, run)
 
     def _report(self, run: Run) -> None:
         if run is self.run and run.living and not run.stopping:
-            steps = {rank: first + int(self.world.now - run.began) for rank, first in run.living.items()}
+            steps = {
+                rank: first + int(self.world.now - run.began) for rank, first in run.living.items()
+            }
             if not run.hung and not run.exits:
                 run.saved = min(steps.values()) - min(steps.values()) % self.job.save_every
             told = tuple(Step(rank, step) for rank, step in steps.items() if rank not in run.hung)
@@ -364,10 +393,15 @@ class SimAgent:
         """A worker of the present generation ends badly."""
         run = self.run
         if run and run.ended is None and self.alive:
-            self._do(self._ends, (run, rank, Cause(kind, code, summary=f"{kind} {code}", at=self.world.now)))
+            self._do(
+                self._ends,
+                (run, rank, Cause(kind, code, summary=f"{kind} {code}", at=self.world.now)),
+            )
 
     def hang(self, rank: int) -> None:
-        """A worker of the present generation stands still; its node notices after the hang timeout."""
+        """
+        A worker of the present generation stands still; its node notices after the hang timeout.
+        """
         run = self.run
         if run and rank in run.living and self.alive:
             run.hung.add(rank)
@@ -414,7 +448,8 @@ class SimAgent:
             run.ended = self.world.now + KILL
             run.living.clear()
 
-    # What its user does -----------------------------------------------------------------------------------------------
+    # What its user does
+    # -----------------------------------------------------------------------------------------------
 
     def depart(self) -> None:
         """SIGTERM at an agent of an elastic job."""

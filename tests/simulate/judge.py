@@ -1,4 +1,7 @@
-"""What must be true of every life of a job, seen from outside: workers, codes, verdicts, not the machine's state."""
+"""
+What must be true of every life of a job, seen from outside: workers, codes, verdicts, not the
+machine's state.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,9 @@ THAW = 3.0
 """Seconds in which a node that was frozen through its own funeral must have ended its workers."""
 LEASE = 8.0
 """
-Seconds after a connection was *reset*, with all well on both sides, in which its node may not know that it was given
-up: a kernel resets the connections of a process that died, and the job does not wait for the lease of each of those.
+Seconds after a connection was *reset*, with all well on both sides, in which its node may not know
+that it was given up: a kernel resets the connections of a process that died, and the job does not
+wait for the lease of each of those.
 """
 
 
@@ -27,7 +31,10 @@ class Judge:
     """Looks at each start of workers while it happens, and at everything at the end."""
 
     def __init__(self, most_restarts: int | None, elastic: bool) -> None:
-        """``most_restarts``: of the whole life; None where those of a window count: `invariants` looks at these."""
+        """
+        ``most_restarts``: of the whole life; None where those of a window count: `invariants` looks
+        at these.
+        """
         self.runs: list[Run] = []
         self.most_restarts = most_restarts
         self.elastic = elastic
@@ -44,7 +51,10 @@ class Judge:
                 continue
             if other.assign.generation == generation or other.agent.frozen:
                 continue
-            if now - self.thawed.get(other.agent.node, float("-inf")) < THAW or now - other.agent.reset_at < LEASE:
+            if (
+                now - self.thawed.get(other.agent.node, float("-inf")) < THAW
+                or now - other.agent.reset_at < LEASE
+            ):
                 continue
             raise Violation(
                 f"generation {generation} starts on {run.agent.node} while workers of generation "
@@ -80,9 +90,13 @@ class Judge:
                 continue
             told = (agent.verdict.code, agent.verdict.reason)
             if told != (verdict.code, verdict.reason):
-                raise Violation(f"{agent.node} heard {told}, the scheduler said {verdict.code}, {verdict.reason}")
+                raise Violation(
+                    f"{agent.node} heard {told}, the scheduler said {verdict.code}, {verdict.reason}"
+                )
             if agent.code is not None and agent.code != verdict.code and not agent.departing:
-                raise Violation(f"{agent.node} left with {agent.code}, the verdict was {verdict.code}")
+                raise Violation(
+                    f"{agent.node} left with {agent.code}, the verdict was {verdict.code}"
+                )
         self._check_truth(verdict)
 
     def _check_truth(self, verdict: Verdict) -> None:
@@ -93,10 +107,16 @@ class Judge:
             world = runs[0].assign.world_size if runs else -1
             bad = [rank for rank, cause in ranks.items() if cause.kind != "ok"]
             if bad or len(ranks) != world:
-                raise Violation(f"success, though only {len(ranks)} of {world} workers ended, {bad} of them badly")
+                raise Violation(
+                    f"success, though only {len(ranks)} of {world} workers ended, {bad} of them badly"
+                )
         if verdict.first:
             rank, cause = verdict.first.rank, verdict.first.cause
             kinds = {run.exits[rank].kind for run in runs if rank in run.exits}
-            happened = cause.kind in kinds or (cause.kind == "hang" and any(rank in run.hung for run in runs))
+            happened = cause.kind in kinds or (
+                cause.kind == "hang" and any(rank in run.hung for run in runs)
+            )
             if not happened:
-                raise Violation(f"rank {rank} is blamed for {cause.kind}, which did not happen to it")
+                raise Violation(
+                    f"rank {rank} is blamed for {cause.kind}, which did not happen to it"
+                )

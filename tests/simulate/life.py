@@ -50,13 +50,18 @@ class Play:
         rng = world.random
         self.config = draw_config(world, nodes)
         self.job = Job(
-            work=rng.choice((10, 30, 60)), grace=self.config.grace, obey=rng.choice((1.0, 1.0, 0.8)),
-            elastic=elastic(self.config), hang_timeout=rng.choice((5.0, 20.0)),
-        )  # fmt: skip
+            work=rng.choice((10, 30, 60)),
+            grace=self.config.grace,
+            obey=rng.choice((1.0, 1.0, 0.8)),
+            elastic=elastic(self.config),
+            hang_timeout=rng.choice((5.0, 20.0)),
+        )
         self.network = Network(world, self._wake)
         most = self.config.max_restarts if self.config.restart_window is None else None
         self.judge = Judge(most, elastic(self.config))
-        self.scheduler = SimScheduler(world, self.network, self.config, folder / "scheduler.journal")
+        self.scheduler = SimScheduler(
+            world, self.network, self.config, folder / "scheduler.journal"
+        )
         self.agents: list[SimAgent] = []
         self.by_node: dict[str, SimAgent] = {}
         self.faults: dict[str, int] = {}
@@ -97,7 +102,9 @@ class Play:
         self.by_node[node] = agent
 
     def _started(self, run: Run) -> None:
-        self.note(f"{run.agent.node} starts generation {run.assign.generation}, ranks {sorted(run.living)}")
+        self.note(
+            f"{run.agent.node} starts generation {run.assign.generation}, ranks {sorted(run.living)}"
+        )
         self.judge.started(run)
 
     def _fault(self, name: str, act: Callable[[Play], str | None]) -> None:
@@ -139,16 +146,28 @@ def draw_config(world: World, nodes: int) -> SchedulerConfig:
     rng = world.random
     count = rng.randint(1, nodes)
     return SchedulerConfig(
-        job="job", run="run", spec="{}", nodes=count, min_nodes=rng.choice((0, 0, 1, count, rng.randint(1, count))),
-        spares=rng.choice((0, 0, 1, 2)), gather=rng.choice((1.0, 10.0)), grow=rng.choice((None, 3.0, 20.0)),
-        max_restarts=rng.choice((0, 1, 3, 10)), restart_window=rng.choice((None, None, 30.0)),
-        restart_on=rng.choice(((), (), (1, 137))), no_restart_on=rng.choice(((), (), (3,))),
-        backoff=rng.choice((0.0, 1.0)), grace=rng.choice((0.5, 2.0, 10.0)), start_timeout=rng.choice((30.0, 120.0)),
-        time_limit=rng.choice((None, None, None, 100.0)), patience=60.0,
-    )  # fmt: skip
+        job="job",
+        run="run",
+        spec="{}",
+        nodes=count,
+        min_nodes=rng.choice((0, 0, 1, count, rng.randint(1, count))),
+        spares=rng.choice((0, 0, 1, 2)),
+        gather=rng.choice((1.0, 10.0)),
+        grow=rng.choice((None, 3.0, 20.0)),
+        max_restarts=rng.choice((0, 1, 3, 10)),
+        restart_window=rng.choice((None, None, 30.0)),
+        restart_on=rng.choice(((), (), (1, 137))),
+        no_restart_on=rng.choice(((), (), (3,))),
+        backoff=rng.choice((0.0, 1.0)),
+        grace=rng.choice((0.5, 2.0, 10.0)),
+        start_timeout=rng.choice((30.0, 120.0)),
+        time_limit=rng.choice((None, None, None, 100.0)),
+        patience=60.0,
+    )
 
 
-# What goes wrong ------------------------------------------------------------------------------------------------------
+# What goes wrong
+# ------------------------------------------------------------------------------------------------------
 
 
 def _worker_fails(play: Play) -> str | None:
@@ -158,7 +177,9 @@ def _worker_fails(play: Play) -> str | None:
     rank = rng.choice(sorted(agent.run.living))
     kind, code = rng.choice((("exception", 1), ("exit", 3), ("signal", 139), ("oom", 137)))
     agent.fail(rank, kind, code)
-    for peer in list(play.by_node.values()):  # its peers lose their connections to it, and may say so first
+    for peer in list(
+        play.by_node.values()
+    ):  # its peers lose their connections to it, and may say so first
         if peer.run and peer.run.living and rng.random() < 0.3:
             peer.later(rng.random() * 0.05, peer.fail, min(peer.run.living), "communication", 1)
     return f"rank {rank} on {agent.node}: {kind} {code}"
@@ -223,7 +244,9 @@ def _flaps(play: Play) -> str | None:
     if agent is None:
         return None
     for turn in range(10):
-        play.world.after(2.0 * turn, lambda node=agent.node: play.network.cut(node, up=True, down=True))
+        play.world.after(
+            2.0 * turn, lambda node=agent.node: play.network.cut(node, up=True, down=True)
+        )
         play.world.after(2.0 * turn + 1.0, play.network.heal, agent.node)
     return agent.node
 
@@ -280,11 +303,23 @@ def _unready(play: Play) -> str | None:
 
 
 FAULTS: tuple[tuple[str, Callable[[Play], str | None]], ...] = (
-    ("worker", _worker_fails), ("worker", _worker_fails), ("hang", _worker_hangs), ("crash", _dies(False)),
-    ("power", _dies(True)), ("freeze", _freezes), ("cut", _cut), ("partition", _partition), ("flap", _flaps),
-    ("reset", _reset), ("scheduler", _scheduler_dies), ("pause", _scheduler_pauses), ("depart", _departs),
-    ("late", _late), ("stop", _stopped), ("unready", _unready),
-)  # fmt: skip
+    ("worker", _worker_fails),
+    ("worker", _worker_fails),
+    ("hang", _worker_hangs),
+    ("crash", _dies(False)),
+    ("power", _dies(True)),
+    ("freeze", _freezes),
+    ("cut", _cut),
+    ("partition", _partition),
+    ("flap", _flaps),
+    ("reset", _reset),
+    ("scheduler", _scheduler_dies),
+    ("pause", _scheduler_pauses),
+    ("depart", _departs),
+    ("late", _late),
+    ("stop", _stopped),
+    ("unready", _unready),
+)
 
 
 def life(seed: int, nodes: int, *, traced: bool = False) -> Life:
@@ -292,7 +327,8 @@ def life(seed: int, nodes: int, *, traced: bool = False) -> Life:
     Let one job live and return what happened.
 
     Raises:
-        AssertionError: a rule was broken; the text begins with the seed, the notes say what had happened.
+        AssertionError: a rule was broken; the text begins with the seed, the notes say what had
+            happened.
     """
     shm = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(dir=shm) as folder, quick_disk():
@@ -307,7 +343,10 @@ def _lived(play: Play, seed: int, nodes: int) -> Life:
         if not play.scheduler.over:
             raise Violation("the scheduler never ended")
     except Exception as error:
-        error.args = (f"seed {seed} with {nodes} nodes, at {play.world.now:.3f} s: {error}", *error.args[1:])
+        error.args = (
+            f"seed {seed} with {nodes} nodes, at {play.world.now:.3f} s: {error}",
+            *error.args[1:],
+        )
         for line in play.trace:
             error.add_note(line)
         raise
@@ -316,6 +355,14 @@ def _lived(play: Play, seed: int, nodes: int) -> Life:
     machine = play.scheduler.machine
     assert machine is not None and play.verdict is not None
     return Life(
-        seed, play.config.nodes, play.world.events, play.world.now, sum(play.faults.values()), machine.generation + 1,
-        machine.restarts, play.verdict.code, play.faults, play.trace,
-    )  # fmt: skip
+        seed,
+        play.config.nodes,
+        play.world.events,
+        play.world.now,
+        sum(play.faults.values()),
+        machine.generation + 1,
+        machine.restarts,
+        play.verdict.code,
+        play.faults,
+        play.trace,
+    )

@@ -1,9 +1,10 @@
 """
-Connections as TCP with ZeroMQ's heartbeats makes them: in order and whole while they live; cut without a word, one-way
-or both ways; found dead by either side after SILENCE; reset at once when a process at the other end dies.
+Connections as TCP with ZeroMQ's heartbeats makes them: in order and whole while they live; cut
+without a word, one-way or both ways; found dead by either side after SILENCE; reset at once when a
+process at the other end dies.
 
-What was on the way when a connection ends is lost. What was sent into a cut waits, and arrives when the cut is healed
-and the connection still lives.
+What was on the way when a connection ends is lost. What was sent into a cut waits, and arrives when
+the cut is healed and the connection still lives.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from pdrun.rendezvous.transport.base import Arrived, Gone, Incoming
 from .world import World
 
 SILENCE = 4.0
-"""Seconds of silence after which ZeroMQ's heartbeats (every 1 s, 3 s of patience) end a connection."""
+"""
+Seconds of silence after which ZeroMQ's heartbeats (every 1 s, 3 s of patience) end a connection.
+"""
 
 
 class Client(Protocol):
@@ -65,7 +68,10 @@ class Connection:
 
 
 class Network:
-    """Implements `pdrun.rendezvous.transport.base.ServerTransport`; ``wake`` is called when something lies in the box."""
+    """
+    Implements `pdrun.rendezvous.transport.base.ServerTransport`; ``wake`` is called when something
+    lies in the box.
+    """
 
     def __init__(self, world: World, wake: Callable[[], None]) -> None:
         self.world = world
@@ -74,7 +80,9 @@ class Network:
         self.ways: dict[str, Way] = {}
         self.connections: dict[Peer, Connection] = {}
         self.sends_left: int | None = None
-        """After so many sends the scheduler process dies in the middle of its work; None: it does not."""
+        """
+        After so many sends the scheduler process dies in the middle of its work; None: it does not.
+        """
         self._box: list[Incoming] = []
         self._made = 0
 
@@ -83,7 +91,8 @@ class Network:
         """What the next poll will return."""
         return self._box
 
-    # The agents' side -------------------------------------------------------------------------------------------------
+    # The agents' side
+    # -------------------------------------------------------------------------------------------------
 
     def way(self, node: str) -> Way:
         """Return what is between ``node`` and the scheduler."""
@@ -103,10 +112,14 @@ class Network:
         """Send towards the scheduler."""
         if connection.here:
             connection.up_at = self._arrival(connection, connection.up_at)
-            self.world.after(connection.up_at - self.world.now, self._at_server, connection, envelope)
+            self.world.after(
+                connection.up_at - self.world.now, self._at_server, connection, envelope
+            )
 
     def client_gone(self, connection: Connection, *, silently: bool = False) -> None:
-        """The client's side ends: by its process's death, or ``silently`` with its machine's power."""
+        """
+        The client's side ends: by its process's death, or ``silently`` with its machine's power.
+        """
         if not connection.here:
             return
         connection.here = False
@@ -116,7 +129,8 @@ class Network:
             arrival = self._arrival(connection, connection.up_at)
             self.world.after(arrival - self.world.now, self._gone, connection)
 
-    # Faults -----------------------------------------------------------------------------------------------------------
+    # Faults
+    # -----------------------------------------------------------------------------------------------------------
 
     def cut(self, node: str, *, up: bool, down: bool) -> None:
         """Let nothing through in the directions that are True."""
@@ -140,7 +154,9 @@ class Network:
                     self._at_client(connection, envelope)
 
     def watch(self, node: str) -> None:
-        """Something is wrong with a node: see in SILENCE whether its connections must be found dead."""
+        """
+        Something is wrong with a node: see in SILENCE whether its connections must be found dead.
+        """
         for connection in self.connections.values():
             if connection.client.node == node:
                 self.world.after(SILENCE, self._judge, connection)
@@ -161,7 +177,8 @@ class Network:
             connection.here = False
             connection.client.disconnected(connection)
 
-    # On the way -------------------------------------------------------------------------------------------------------
+    # On the way
+    # -------------------------------------------------------------------------------------------------------
 
     def _arrival(self, connection: Connection, last: float) -> float:
         way = self.way(connection.client.node)
@@ -194,10 +211,14 @@ class Network:
         elif connection.here:
             self.world.after(SILENCE, self._client_gives_up, connection)
 
-    # The scheduler's side ---------------------------------------------------------------------------------------------
+    # The scheduler's side
+    # ---------------------------------------------------------------------------------------------
 
     def process_died(self) -> None:
-        """The scheduler's process ended: its kernel resets every connection, and what lay unread is lost."""
+        """
+        The scheduler's process ended: its kernel resets every connection, and what lay unread is
+        lost.
+        """
         self.listening = False
         self._box.clear()
         for connection in list(self.connections.values()):
@@ -219,7 +240,9 @@ class Network:
         connection = self.connections.get(peer)
         if connection and connection.there:
             connection.down_at = self._arrival(connection, connection.down_at)
-            self.world.after(connection.down_at - self.world.now, self._at_client, connection, envelope)
+            self.world.after(
+                connection.down_at - self.world.now, self._at_client, connection, envelope
+            )
 
     def close_peer(self, peer: Peer) -> None:
         """End a connection after what was sent to it."""

@@ -1,4 +1,7 @@
-"""The scheduler's process: the product's own `Service`, machine and journal, killed, paused and started again."""
+"""
+The scheduler's process: the product's own `Service`, machine and journal, killed, paused and
+started again.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,8 @@ from .world import World
 @contextmanager
 def quick_disk() -> Iterator[None]:
     """
-    Within: the journal writes in its own thread. A disk that hangs is not simulated, and a thread started for each
-    commit is half of a life's time.
+    Within: the journal writes in its own thread. A disk that hangs is not simulated, and a thread
+    started for each commit is half of a life's time.
     """
 
     before = journal.Attempt
@@ -80,7 +83,11 @@ class SimScheduler:
         self._planned = False
         self._recovery = recovery.enter(self.config, self.world, self.journal)
         self.service = Service(
-            self.config, self.network, clock=self.world, record=self._record_all, recovery=self._recovery
+            self.config,
+            self.network,
+            clock=self.world,
+            record=self._record_all,
+            recovery=self._recovery,
         )
         check(self.service.machine)
         self.network.sends_left = None
@@ -88,7 +95,10 @@ class SimScheduler:
         self._turn(self._life)
 
     def kill(self, *, in_the_middle: bool) -> str | None:
-        """SIGKILL, now, while it writes its journal, or after a few sends; its agent starts it again within 2 s."""
+        """
+        SIGKILL, now, while it writes its journal, or after a few sends; its agent starts it again
+        within 2 s.
+        """
         if self.over or not self.network.listening:
             return None
         rng = self.world.random
@@ -102,7 +112,10 @@ class SimScheduler:
         return "at its next word to the journal"
 
     def _tear(self) -> None:
-        """Have the process die while it writes: what was not acted upon is there in part, or not at all."""
+        """
+        Have the process die while it writes: what was not acted upon is there in part, or not at
+        all.
+        """
         keeper = self._recovery._keeper
         if keeper is None:
             return
@@ -150,8 +163,10 @@ class SimScheduler:
         if self.world.now < self._paused_until:
             self.wake()
             return
-        dull = all(isinstance(item, Arrived) and isinstance(item.envelope.body, Heartbeat)
-                   for item in self.network.waiting)  # fmt: skip
+        dull = all(
+            isinstance(item, Arrived) and isinstance(item.envelope.body, Heartbeat)
+            for item in self.network.waiting
+        )
         try:
             service.poll_once(0.0)
         except SchedulerDied:
@@ -169,7 +184,9 @@ class SimScheduler:
             return
         if self.verdict is None:
             self.verdict = machine.verdict
-        assert machine.verdict == self.verdict, f"the verdict changed from {self.verdict} to {machine.verdict}"
+        assert machine.verdict == self.verdict, (
+            f"the verdict changed from {self.verdict} to {machine.verdict}"
+        )
 
     def _died(self) -> None:
         self.deaths += 1
@@ -191,6 +208,8 @@ class SimScheduler:
             self._record(event)
 
     def _record(self, event: Event) -> None:
-        self.note(f"{event.kind} { {name: value for name, value in event.data.items() if name != 'scheduler'} }")
+        self.note(
+            f"{event.kind} { {name: value for name, value in event.data.items() if name != 'scheduler'} }"
+        )
         if event.kind == "warning" and "connection was refused" in str(event.data.get("text")):
             raise Violation(f"an honest agent broke the protocol: {event.data['text']}")

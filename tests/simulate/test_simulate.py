@@ -1,4 +1,7 @@
-"""A few hundred lives of jobs under faults; ``python -m tests.simulate`` runs thousands. Broken seeds stay as cases."""
+"""
+A few hundred lives of jobs under faults; ``python -m tests.simulate`` runs thousands. Broken seeds
+stay as cases.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,19 @@ import pytest
 from .life import life
 
 KEPT = [
-    (78, 10),  # a one-way cut: the node's own time-out must not pass for the end of a healthy process
+    (
+        78,
+        10,
+    ),  # a one-way cut: the node's own time-out must not pass for the end of a healthy process
     (116, 10),  # a link that comes and goes every second
     (254, 10),  # an order to start that a frozen agent reads 40 s later
     (329, 10),  # frozen for longer than the lease, then cut off: the lease has run on
     (1127, 10),  # a node that can never start comes back for ever
     (830, 50),  # what lay there while a node was frozen must not renew its lease
-    (5590, 50),  # two restarts of one, but of one within 30 s: right, and the judge had not known it
+    (
+        5590,
+        50,
+    ),  # two restarts of one, but of one within 30 s: right, and the judge had not known it
 ]
 
 

@@ -1,7 +1,8 @@
 """
 Virtual time: a queue of things to do, one random source, nothing else.
 
-Equal seeds give equal lives, event by event: ties are broken by the order in which things were planned.
+Equal seeds give equal lives, event by event: ties are broken by the order in which things were
+planned.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ Act = Callable[..., Any]
 
 
 class World:
-    """Implements `pdrun.clock.Clock`: virtual monotonic seconds, and a wall clock that is off by a day."""
+    """
+    Implements `pdrun.clock.Clock`: virtual monotonic seconds, and a wall clock that is off by a
+    day.
+    """
 
     def __init__(self, seed: int) -> None:
         self.seed = seed

@@ -1,4 +1,7 @@
-"""A keeper with a starter that has imported torch, once a module of tests, and programs run both ways from it."""
+"""
+A keeper with a starter that has imported torch, once a module of tests, and programs run both ways
+from it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from pdrun.launcher.plan.model import Exited, Spawned, SpawnFailed, StarterState, Starting, Warm, WorkerCommand
+from pdrun.launcher.plan.model import (
+    Exited,
+    Spawned,
+    SpawnFailed,
+    StarterState,
+    Starting,
+    Warm,
+    WorkerCommand,
+)
 from pdrun.launcher.plan.start_method import PLAIN, starter_command
 from pdrun.launcher.supervisor import warm_client as warm
 from tests.agent.fakes import make_plan
@@ -39,9 +50,17 @@ class Bench:
         self.env = {**plain_environment(), "OMP_NUM_THREADS": "1", "RANK": "0"}
 
     def start(
-        self, argv: tuple[str, ...], out: int, err: int, *, start: str = "fork", env: Mapping[str, str] | None = None,
-        cwd: str = "/", cpus: tuple[int, ...] = (), stdin: int | None = None,
-    ) -> int:  # fmt: skip
+        self,
+        argv: tuple[str, ...],
+        out: int,
+        err: int,
+        *,
+        start: str = "fork",
+        env: Mapping[str, str] | None = None,
+        cwd: str = "/",
+        cpus: tuple[int, ...] = (),
+        stdin: int | None = None,
+    ) -> int:
         """Start a program; return its slot."""
         self.slots += 1
         null = os.open(os.devnull, os.O_RDWR)
@@ -51,15 +70,28 @@ class Bench:
         return self.slots
 
     def run(
-        self, *argv: str, start: str = "fork", env: Mapping[str, str] | None = None, cwd: str = "/",
-        cpus: tuple[int, ...] = (), python: bool = True, stdin: int | None = None,
-    ) -> Ended:  # fmt: skip
+        self,
+        *argv: str,
+        start: str = "fork",
+        env: Mapping[str, str] | None = None,
+        cwd: str = "/",
+        cpus: tuple[int, ...] = (),
+        python: bool = True,
+        stdin: int | None = None,
+    ) -> Ended:
         """Run ``python ARGV`` to its end."""
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             words = (sys.executable, *argv) if python else argv
             slot = self.start(
-                words, out.fileno(), err.fileno(), start=start, env=env, cwd=cwd, cpus=cpus, stdin=stdin
-            )  # fmt: skip
+                words,
+                out.fileno(),
+                err.fileno(),
+                start=start,
+                env=env,
+                cwd=cwd,
+                cpus=cpus,
+                stdin=stdin,
+            )
             code = os.waitstatus_to_exitcode(self.driver.wait(Exited, slot, 60).status)
             self.driver.seen = [event for event in self.driver.seen if event.slot != slot]
             texts = []
@@ -86,20 +118,29 @@ class Bench:
 
 def plain_environment() -> dict[str, str]:
     """What the tests' own environment has that an interpreter needs."""
-    return {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "TMPDIR") if name in os.environ}
+    return {
+        name: os.environ[name] for name in ("PATH", "HOME", "LANG", "TMPDIR") if name in os.environ
+    }
 
 
-def starter_of(env: Mapping[str, str], modules: tuple[str, ...] = PLAIN, python: str = sys.executable) -> WorkerCommand:
+def starter_of(
+    env: Mapping[str, str], modules: tuple[str, ...] = PLAIN, python: str = sys.executable
+) -> WorkerCommand:
     """The command of a starter for workers with this environment."""
     plan = make_plan(1, argv=(python, "x" * 200), kind="script")
-    return starter_command(replace(plan, base_env=dict(env), starting=Starting("fork", modules=modules)))
+    return starter_command(
+        replace(plan, base_env=dict(env), starting=Starting("fork", modules=modules))
+    )
 
 
 @contextlib.contextmanager
 def warm_process(
-    folder: Path, env: Mapping[str, str], modules: tuple[str, ...] = PLAIN, idle: float = 600.0,
+    folder: Path,
+    env: Mapping[str, str],
+    modules: tuple[str, ...] = PLAIN,
+    idle: float = 600.0,
     python: str = sys.executable,
-) -> Iterator[Warm]:  # fmt: skip
+) -> Iterator[Warm]:
     """A warm process in a folder of its own, ended at the end."""
     name = f"{warm.key(python, env)}.sock"
     with pytest.MonkeyPatch.context() as patch, warm.changing(folder, print) as number:
@@ -122,8 +163,13 @@ def said(folder: Path) -> Warm:
 
 
 @pytest.fixture(scope="module", params=["cold", "warm"])
-def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    """One starter for the tests of a module: the job's own, or one that was forked from a warm process."""
+def bench(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Bench]:
+    """
+    One starter for the tests of a module: the job's own, or one that was forked from a warm
+    process.
+    """
     env = {**plain_environment(), "OMP_NUM_THREADS": "1", "RANK": "0"}
     with contextlib.ExitStack() as stack:
         lent = None

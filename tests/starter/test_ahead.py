@@ -1,4 +1,7 @@
-"""What is started before the command line is read: only what the plan would start, and never more than that."""
+"""
+What is started before the command line is read: only what the plan would start, and never more than
+that.
+"""
 
 from __future__ import annotations
 
@@ -49,14 +52,32 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.mark.parametrize(
     ("words", "found"),
     [
-        ("train.py", "train.py"), ("run train.py", "train.py"), ("--devices 2 train.py --local", "train.py"),
-        ("--nproc_per_node=2 --standalone train.py adam.py", "train.py"), ("--no-warm adam.py", "adam.py"),
-        ("", None), ("missing.py", None), ("--devices 2", None), ("status train.py", None), ("warm start", None),
-        ("--dry-run train.py", None), ("--help train.py", None), ("-m train.py", None), ("--local train.py", None),
-        ("--python /usr/bin/python3 train.py", None), ("--start=exec train.py", None), ("--hosts a,b train.py", None),
-        ("--env A=b train.py", None), ("--no_python train.py", None), ("job.yaml", None), ("run job.yaml train.py", None), ("--role r train.py", None), ("-.py", None), (".", None),
+        ("train.py", "train.py"),
+        ("run train.py", "train.py"),
+        ("--devices 2 train.py --local", "train.py"),
+        ("--nproc_per_node=2 --standalone train.py adam.py", "train.py"),
+        ("--no-warm adam.py", "adam.py"),
+        ("", None),
+        ("missing.py", None),
+        ("--devices 2", None),
+        ("status train.py", None),
+        ("warm start", None),
+        ("--dry-run train.py", None),
+        ("--help train.py", None),
+        ("-m train.py", None),
+        ("--local train.py", None),
+        ("--python /usr/bin/python3 train.py", None),
+        ("--start=exec train.py", None),
+        ("--hosts a,b train.py", None),
+        ("--env A=b train.py", None),
+        ("--no_python train.py", None),
+        ("job.yaml", None),
+        ("run job.yaml train.py", None),
+        ("--role r train.py", None),
+        ("-.py", None),
+        (".", None),
     ],
-)  # fmt: skip
+)
 def test_what_is_guessed_from_the_words(words: str, found: str | None) -> None:
     listed = words.split()
     place = ahead.script(listed, os.environ)
@@ -76,7 +97,9 @@ def test_options_in_the_environment_and_warm_processes_are_not_guessed_at(folder
 
 
 @pytest.mark.parametrize(("most", "found"), [(63, None), (64, 0), (resource.RLIM_INFINITY, 0)])
-def test_with_few_descriptors_nothing_is_guessed(most: int, found: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_few_descriptors_nothing_is_guessed(
+    most: int, found: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The complaint about the limit is then the only thing that happens."""
     monkeypatch.setattr(resource, "getrlimit", lambda _: (most, most))
     assert ahead.script(["train.py"], {}) == found
@@ -89,15 +112,31 @@ def planned(words: list[str]) -> LaunchPlan:
     return cli_run.make_plan(asked)[0]
 
 
-SAMPLES = {"N": "2", "TIME": "9s", "N|auto": "2", "N|MIN:MAX": "2", "FILE": "file", "HOST:PORT": "127.0.0.1:1"}
+SAMPLES = {
+    "N": "2",
+    "TIME": "9s",
+    "N|auto": "2",
+    "N|MIN:MAX": "2",
+    "FILE": "file",
+    "HOST:PORT": "127.0.0.1:1",
+}
 
 
 @pytest.mark.parametrize("row", [*options.RUN, *aliases.ALIASES], ids=lambda row: row.names[0])
-def test_every_option_that_changes_the_start_of_workers_is_known(row: options.Option, folder: Path) -> None:
-    """With any other option the guess is what the plan asks for, or the command line is refused with that value."""
+def test_every_option_that_changes_the_start_of_workers_is_known(
+    row: options.Option, folder: Path
+) -> None:
+    """
+    With any other option the guess is what the plan asks for, or the command line is refused with
+    that value.
+    """
     (folder / "file").touch()
     for name in row.names:
-        for value in {SAMPLES.get(row.metavar, "x"), "2", "1,2", "none", "127.0.0.1:1"} if row.metavar else {""}:
+        for value in (
+            {SAMPLES.get(row.metavar, "x"), "2", "1,2", "none", "127.0.0.1:1"}
+            if row.metavar
+            else {""}
+        ):
             words = [name, *([value] if row.metavar else []), "--backend", "cpu", "train.py"]
             if name == "--backend" or name in ahead.ELSE:
                 continue
@@ -113,14 +152,21 @@ def test_every_option_that_changes_the_start_of_workers_is_known(row: options.Op
 
 @pytest.mark.parametrize("script", ["train.py", "adam.py", "plain.py", "late.py"])
 @pytest.mark.parametrize(
-    "given", [[], ["--devices", "3", "--threads", "2"], ["--nodes", "2", "--scheduler", "127.0.0.1:1"]]
+    "given",
+    [[], ["--devices", "3", "--threads", "2"], ["--nodes", "2", "--scheduler", "127.0.0.1:1"]],
 )
-def test_the_guess_is_what_the_plan_asks_for(script: str, given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_guess_is_what_the_plan_asks_for(
+    script: str, given: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SLURM_PROCID", "0")  # is scrubbed
     words = [script, "--lr", "0.1", "x" * 300]
     plan = planned([*given, "--backend", "cpu", *words])
     guessed = ahead.command(words, os.environ)
-    assert (guessed is not None) == (plan.starting.how == "fork") == (script in ("train.py", "adam.py"))
+    assert (
+        (guessed is not None)
+        == (plan.starting.how == "fork")
+        == (script in ("train.py", "adam.py"))
+    )
     if guessed is not None:
         wanted = starter_command(plan)
         assert guessed == (list(wanted.argv), dict(wanted.env), wanted.cwd)
@@ -190,7 +236,11 @@ def test_what_differs_is_ended_before_anything_else_starts(change: str) -> None:
     assert ahead._ahead is not None and ahead._ahead.command is not None
     argv, env, cwd = ahead._ahead.command
     wanted = WorkerCommand(-1, tuple(argv), env, cwd)
-    others = {"argv": {"argv": (*argv[:-1], "-")}, "env": {"env": {**env, "A": "b"}}, "cwd": {"cwd": "/"}}
+    others = {
+        "argv": {"argv": (*argv[:-1], "-")},
+        "env": {"env": {**env, "A": "b"}},
+        "cwd": {"cwd": "/"},
+    }
     assert ahead.take(replace(wanted, **others[change])) is None  # type: ignore[arg-type]
     assert not any(map(running, pids))
 
@@ -207,8 +257,12 @@ print(done.returncode, left, done.stderr)
 """
 
 
-@pytest.mark.parametrize(("words", "code"), [("--devices x train.py", 2), ("--nonsense train.py", 2)])
+@pytest.mark.parametrize(
+    ("words", "code"), [("--devices x train.py", 2), ("--nonsense train.py", 2)]
+)
 def test_a_mistake_leaves_nothing_behind(words: str, code: int) -> None:
     """The keeper has ended when pdrun has; a test's sub-reaper would get it otherwise."""
-    done = subprocess.run([sys.executable, "-c", MISTAKE, *words.split()], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", MISTAKE, *words.split()], capture_output=True, text=True, timeout=60
+    )
     assert done.stdout.startswith(f"{code} nothing pdrun: error: "), done.stdout + done.stderr

@@ -16,9 +16,19 @@ from pdrun.launcher.stdlib_only.import_env import frozen, importing, late_assign
 from pdrun.topology import CpuSet
 
 FIT = Facts(
-    hostname="h", environ={}, cwd="/", python="/p/python", python_version="3.11", torch_version="2.13.0",
-    pdrun_version="0", cpus=CpuSet((0, 1), None, (), ()), backends=(), addresses=(), uid=0, wants_torch=True,
-)  # fmt: skip
+    hostname="h",
+    environ={},
+    cwd="/",
+    python="/p/python",
+    python_version="3.11",
+    torch_version="2.13.0",
+    pdrun_version="0",
+    cpus=CpuSet((0, 1), None, (), ()),
+    backends=(),
+    addresses=(),
+    uid=0,
+    wants_torch=True,
+)
 
 
 def decided(facts: Facts = FIT, start: str = "auto", kind: str = "script", env=None, visible=None):
@@ -28,16 +38,26 @@ def decided(facts: Facts = FIT, start: str = "auto", kind: str = "script", env=N
 
 @pytest.mark.parametrize(
     ("changes", "words"),
-    [({"wants_torch": False}, "does not import torch"), ({"torch_version": ""}, "not installed"),
-     ({"unforkable": "a folder"}, "a folder"), ({"late_variable": "a.py:3 sets OMP_NUM_THREADS"}, "a.py:3 sets")],
-)  # fmt: skip
+    [
+        ({"wants_torch": False}, "does not import torch"),
+        ({"torch_version": ""}, "not installed"),
+        ({"unforkable": "a folder"}, "a folder"),
+        ({"late_variable": "a.py:3 sets OMP_NUM_THREADS"}, "a.py:3 sets"),
+    ],
+)
 def test_auto_executes_what_is_unsafe_or_useless(changes: dict, words: str) -> None:
     found = decided(replace(FIT, **changes))
     assert found.how == "exec" and words in found.reason
 
 
 @pytest.mark.parametrize(
-    "env", [{"LD_PRELOAD": "x.so"}, {"OMP_PROC_BIND": "true"}, {"OMP_NUM_THREADS": "4,2"}, {"OMP_NUM_THREADS": "0"}]
+    "env",
+    [
+        {"LD_PRELOAD": "x.so"},
+        {"OMP_PROC_BIND": "true"},
+        {"OMP_NUM_THREADS": "4,2"},
+        {"OMP_NUM_THREADS": "0"},
+    ],
 )
 def test_environments_that_count_at_the_start_of_a_process(env: dict[str, str]) -> None:
     assert decided(env=env).how == "exec"
@@ -59,41 +79,79 @@ def test_optimizers_bring_what_they_import() -> None:
 
 
 def test_only_variables_that_are_read_at_first_use_may_differ_between_workers() -> None:
-    assert decided(visible={0: {"CUDA_VISIBLE_DEVICES": "0"}, 1: {"CUDA_VISIBLE_DEVICES": "1"}}).how == "fork"
+    assert (
+        decided(visible={0: {"CUDA_VISIBLE_DEVICES": "0"}, 1: {"CUDA_VISIBLE_DEVICES": "1"}}).how
+        == "fork"
+    )
     assert "TORCH_LOGS differs" in decided(visible={0: {"TORCH_LOGS": "x"}}).reason
 
 
 @pytest.mark.parametrize(
     ("text", "found"),
-    [("import os\nos.environ['OMP_NUM_THREADS'] = '1'\nimport torch", (2, "OMP_NUM_THREADS")),
-     ("import os, torch\nos.environ['OMP_NUM_THREADS'] = '1'", None),
-     ("from os import environ\nenviron.setdefault('MKL_NUM_THREADS', '1')\nfrom torch import nn", (2, "MKL_NUM_THREADS")),
-     ("import os\nos.environ.update({'KMP_X': '1'}, TORCH_LOGS='x')\n", (2, "KMP_X")),
-     ("import os\nos.putenv('LD_LIBRARY_PATH', 'x')\nimport torch", (2, "LD_LIBRARY_PATH")),
-     ("import os\ndel os.environ['PYTORCH_CUDA_ALLOC_CONF']\nimport torch", (2, "PYTORCH_CUDA_ALLOC_CONF")),
-     ("import os\nos.environ |= {'NPY_X': '1'}\nimport torch", (2, "NPY_X")),
-     ("import os\nos.environ['CUDA_VISIBLE_DEVICES'] = '0'\nimport torch", None),
-     ("import os\nos.environ['NCCL_DEBUG'] = 'INFO'\nimport torch", None),
-     ("import os\nos.putenv(b'\\xff\\xfe', b'x')\nos.putenv(b'OMP_NUM_THREADS', b'1')\nimport torch", (3, "OMP_NUM_THREADS")),
-     ("os.environ[name] = 'x'", None), ("environ = broken(", None)],
-)  # fmt: skip
+    [
+        ("import os\nos.environ['OMP_NUM_THREADS'] = '1'\nimport torch", (2, "OMP_NUM_THREADS")),
+        ("import os, torch\nos.environ['OMP_NUM_THREADS'] = '1'", None),
+        (
+            "from os import environ\nenviron.setdefault('MKL_NUM_THREADS', '1')\nfrom torch import nn",
+            (2, "MKL_NUM_THREADS"),
+        ),
+        ("import os\nos.environ.update({'KMP_X': '1'}, TORCH_LOGS='x')\n", (2, "KMP_X")),
+        ("import os\nos.putenv('LD_LIBRARY_PATH', 'x')\nimport torch", (2, "LD_LIBRARY_PATH")),
+        (
+            "import os\ndel os.environ['PYTORCH_CUDA_ALLOC_CONF']\nimport torch",
+            (2, "PYTORCH_CUDA_ALLOC_CONF"),
+        ),
+        ("import os\nos.environ |= {'NPY_X': '1'}\nimport torch", (2, "NPY_X")),
+        ("import os\nos.environ['CUDA_VISIBLE_DEVICES'] = '0'\nimport torch", None),
+        ("import os\nos.environ['NCCL_DEBUG'] = 'INFO'\nimport torch", None),
+        (
+            "import os\nos.putenv(b'\\xff\\xfe', b'x')\nos.putenv(b'OMP_NUM_THREADS', b'1')\nimport torch",
+            (3, "OMP_NUM_THREADS"),
+        ),
+        ("os.environ[name] = 'x'", None),
+        ("environ = broken(", None),
+    ],
+)
 def test_assignments_that_come_too_late(text: str, found: tuple[int, str] | None) -> None:
     assert late_assignment(text) == found
 
 
 def test_names() -> None:
-    assert all(map(frozen, ("OMP_NUM_THREADS", "PYTHONPATH", "LD_PRELOAD", "TORCH_LOGS", "PYTORCH_CUDA_ALLOC_CONF")))
-    assert not any(map(frozen, ("RANK", "NCCL_DEBUG", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES", "TORCH_HOME")))
+    assert all(
+        map(
+            frozen,
+            (
+                "OMP_NUM_THREADS",
+                "PYTHONPATH",
+                "LD_PRELOAD",
+                "TORCH_LOGS",
+                "PYTORCH_CUDA_ALLOC_CONF",
+            ),
+        )
+    )
+    assert not any(
+        map(
+            frozen,
+            ("RANK", "NCCL_DEBUG", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES", "TORCH_HOME"),
+        )
+    )
     assert needs_exec({"OMP_NUM_THREADS": "4"}) == ""
 
 
 def test_a_programs_own_modules_are_read_too(tmp_path: Path) -> None:
     (tmp_path / "pkg").mkdir()
     (tmp_path / "pkg" / "__init__.py").write_text("from . import model\n")
-    (tmp_path / "pkg" / "model.py").write_text("import os\nos.environ['OMP_X'] = '1'\nfrom torch import optim\n")
+    (tmp_path / "pkg" / "model.py").write_text(
+        "import os\nos.environ['OMP_X'] = '1'\nfrom torch import optim\n"
+    )
     script = tmp_path / "train.py"
-    for text, torch in (("import pkg\n", True), ("import sys  # torch\n", False), ("import numpy, torch\n", True),
-                        ("import pdrun\npdrun.init()\n", True), ("import pdrun\n", False)):  # fmt: skip
+    for text, torch in (
+        ("import pkg\n", True),
+        ("import sys  # torch\n", False),
+        ("import numpy, torch\n", True),
+        ("import pdrun\npdrun.init()\n", True),
+        ("import pdrun\n", False),
+    ):
         script.write_text(text)
         assert told(script, text.encode()).torch is torch, text
     found = told(script, b"import pkg\n")
@@ -102,4 +160,9 @@ def test_a_programs_own_modules_are_read_too(tmp_path: Path) -> None:
 
 def test_the_import_itself_has_one_thread_whatever_was_asked_for() -> None:
     found = importing({"OMP_NUM_THREADS": "8", "OTHER": "x"})
-    assert found == {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OTHER": "x"}
+    assert found == {
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "OTHER": "x",
+    }

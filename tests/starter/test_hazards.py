@@ -18,12 +18,15 @@ CPUS = sorted(os.sched_getaffinity(0))
 
 
 def test_random_state_is_fresh_in_every_worker(bench: Bench, script: Path) -> None:
-    script.write_text(FORKED + """
+    script.write_text(
+        FORKED
+        + """
 import random, uuid, tempfile, secrets, torch, numpy
 import multiprocessing as mp
 print(torch.initial_seed(), torch.rand(1).item(), random.random(), numpy.random.rand(), numpy.random.default_rng().random(),
       uuid.uuid4(), uuid.uuid1(), tempfile.mktemp(), secrets.token_hex(), bytes(mp.current_process().authkey).hex(), sep='\\n')
-""")
+"""
+    )
     runs = [bench.run(str(script)).out.splitlines() for _ in range(3)]
     assert [len(run) for run in runs] == [10, 10, 10]
     for drawn in zip(*runs, strict=True):
@@ -31,8 +34,12 @@ print(torch.initial_seed(), torch.rand(1).item(), random.random(), numpy.random.
 
 
 def test_numbers_drawn_by_an_import_are_drawn_by_nobody_else(script: Path, tmp_path: Path) -> None:
-    (tmp_path / "plugin.py").write_text("import random, numpy.random\nrandom.random(), numpy.random.rand()\n")
-    script.write_text("import plugin, random, numpy.random\nprint(random.random(), numpy.random.rand())\n")
+    (tmp_path / "plugin.py").write_text(
+        "import random, numpy.random\nrandom.random(), numpy.random.rand()\n"
+    )
+    script.write_text(
+        "import plugin, random, numpy.random\nprint(random.random(), numpy.random.rand())\n"
+    )
     with keeper_driver() as driver:
         bench = Bench(driver)
         bench.env["PYTHONPATH"] = str(tmp_path)
@@ -65,13 +72,16 @@ print(torch.get_num_threads(), seen[0], blas, os.environ['OMP_NUM_THREADS'])
 
 
 def test_parallel_regions_and_autograd_work(bench: Bench, script: Path) -> None:
-    script.write_text(FORKED + """
+    script.write_text(
+        FORKED
+        + """
 import os, torch
 a = torch.rand(700, 700, requires_grad=True)
 (a @ a).sum().backward()
 torch.nn.functional.conv2d(torch.rand(4, 3, 64, 64), torch.rand(8, 3, 3, 3))
 print(len(os.listdir('/proc/self/task')) > 1, a.grad.shape[0])
-""")
+"""
+    )
     ended = bench.run(str(script), env={"OMP_NUM_THREADS": "2"})
     assert (ended.code, ended.out) == (0, "True 700\n"), ended.err
 
@@ -123,11 +133,14 @@ exec("import os; os.environ['TORCHINDUCTOR_CACHE_DIR'] = '/x'", {'__name__': 'to
 
 
 def test_no_accelerator_is_touched(bench: Bench, script: Path) -> None:
-    script.write_text(FORKED + """
+    script.write_text(
+        FORKED
+        + """
 import os, torch
 print(torch.cuda.is_initialized(), torch.cuda._is_in_bad_fork(), int(torch._C._cuda_isInBadFork()) if hasattr(torch._C, '_cuda_isInBadFork') else 0)
 print([p for p in (os.readlink(f'/proc/self/fd/{n}') for n in os.listdir('/proc/self/fd') if os.path.exists(f'/proc/self/fd/{n}')) if '/dev/nv' in p])
-""")
+"""
+    )
     assert bench.run(str(script)).out == "False False 0\n[]\n"
 
 
@@ -148,14 +161,18 @@ if __name__ == '__main__':
 """
 
 
-def test_main_classes_pickle_and_multiprocessing_starts_in_three_ways(bench: Bench, script: Path) -> None:
+def test_main_classes_pickle_and_multiprocessing_starts_in_three_ways(
+    bench: Bench, script: Path
+) -> None:
     script.write_text(PICKLES)
     forked, executed = bench.both(str(script))
     assert (forked.code, forked.out) == (executed.code, executed.out), forked.err
     assert forked.out.count("True 2 True") == 3
 
 
-LOADER = FORKED + """
+LOADER = (
+    FORKED
+    + """
 import torch
 from torch.utils.data import DataLoader, Dataset
 class Squares(Dataset):
@@ -166,6 +183,7 @@ if __name__ == '__main__':
         loader = DataLoader(Squares(), batch_size=4, num_workers=2, multiprocessing_context=method)
         print([b.tolist() for b in loader])
 """
+)
 
 
 def test_data_loader_workers(bench: Bench, script: Path) -> None:
@@ -178,12 +196,19 @@ def test_data_loader_workers(bench: Bench, script: Path) -> None:
 def test_the_starters_buffers_are_not_printed_by_workers(script: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     site.mkdir()
-    (site / "noisy.py").write_text("import sys\nprint('not ended', end='')\nsys.stderr.write('a warning at import\\n')\n")
-    script.write_text(FORKED.replace(" and 'torch' in sys.modules", "").replace("10000", "100") + "print('mine')\n")
+    (site / "noisy.py").write_text(
+        "import sys\nprint('not ended', end='')\nsys.stderr.write('a warning at import\\n')\n"
+    )
+    script.write_text(
+        FORKED.replace(" and 'torch' in sys.modules", "").replace("10000", "100")
+        + "print('mine')\n"
+    )
     with keeper_driver() as driver:
         bench = Bench(driver)
         bench.env["PYTHONPATH"] = str(site)
-        driver.keeper.prepare(starter_of(bench.env, ("random", "logging", "multiprocessing.process", "noisy")))
+        driver.keeper.prepare(
+            starter_of(bench.env, ("random", "logging", "multiprocessing.process", "noisy"))
+        )
         assert driver.wait(StarterState, None, 30).why == ""
         for _ in range(2):
             ended = bench.run(str(script))
@@ -192,20 +217,36 @@ def test_the_starters_buffers_are_not_printed_by_workers(script: Path, tmp_path:
 
 @pytest.mark.parametrize(
     ("text", "why"),
-    [("import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()", "left 2 threads"),
-     ("file = open('/dev/loop-control' if __import__('os').path.exists('/dev/loop-control') else '/dev/fuse')", "opened /dev/"),
-     ("import torch.cuda\ntorch.cuda._initialized = True", "torch.cuda was initialised by an import"),
-     ("raise OSError('no library')", "OSError: no library"),
-     ("import os\nos._exit(3)", "ended before it was ready"), ("import os\nos.kill(os.getpid(), 9)", "ended before")],
-)  # fmt: skip
-def test_an_unfit_starter_costs_speed_only(script: Path, tmp_path: Path, text: str, why: str) -> None:
+    [
+        (
+            "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()",
+            "left 2 threads",
+        ),
+        (
+            "file = open('/dev/loop-control' if __import__('os').path.exists('/dev/loop-control') else '/dev/fuse')",
+            "opened /dev/",
+        ),
+        (
+            "import torch.cuda\ntorch.cuda._initialized = True",
+            "torch.cuda was initialised by an import",
+        ),
+        ("raise OSError('no library')", "OSError: no library"),
+        ("import os\nos._exit(3)", "ended before it was ready"),
+        ("import os\nos.kill(os.getpid(), 9)", "ended before"),
+    ],
+)
+def test_an_unfit_starter_costs_speed_only(
+    script: Path, tmp_path: Path, text: str, why: str
+) -> None:
     (tmp_path / "plugin.py").write_text(text + "\n")
     script.write_text("import gc\nprint(gc.get_freeze_count() > 100)\n")
     with keeper_driver() as driver:
         bench = Bench(driver)
         bench.env["PYTHONPATH"] = str(tmp_path)
         driver.keeper.prepare(starter_of(bench.env, ("plugin",)))
-        ended = bench.run(str(script), start="auto")  # asked for before the starter has said anything
+        ended = bench.run(
+            str(script), start="auto"
+        )  # asked for before the starter has said anything
         state = driver.wait(StarterState, None, 30)
         assert why in state.why and ended.out == "False\n"
         failed = bench.refused(str(script))
@@ -272,7 +313,9 @@ def test_nothing_outlives_a_killed_agent_or_keeper(script: Path) -> None:
 
 
 def test_a_dead_starter_hurts_no_worker_and_the_next_is_executed(script: Path) -> None:
-    script.write_text("import gc, os, time\nprint(gc.get_freeze_count() > 100, flush=True)\ntime.sleep(0.5)\nos._exit(9)\n")
+    script.write_text(
+        "import gc, os, time\nprint(gc.get_freeze_count() > 100, flush=True)\ntime.sleep(0.5)\nos._exit(9)\n"
+    )
     with keeper_driver() as driver:
         bench = Bench(driver)
         driver.keeper.prepare(starter_of(bench.env, ("random",)))
@@ -280,8 +323,13 @@ def test_a_dead_starter_hurts_no_worker_and_the_next_is_executed(script: Path) -
         read, write = os.pipe()
         slot = bench.start((sys.executable, str(script)), write, write)
         assert driver.wait(Spawned, slot).pid > 0
-        starter = next(int(child) for child in Path(f"/proc/{driver.keeper.pid}/task/{driver.keeper.pid}/children").read_text().split()
-                       if b"fork_server" in Path(f"/proc/{child}/cmdline").read_bytes())  # fmt: skip
+        starter = next(
+            int(child)
+            for child in Path(f"/proc/{driver.keeper.pid}/task/{driver.keeper.pid}/children")
+            .read_text()
+            .split()
+            if b"fork_server" in Path(f"/proc/{child}/cmdline").read_bytes()
+        )
         os.kill(starter, signal.SIGKILL)
         assert os.waitstatus_to_exitcode(driver.wait(Exited, slot, 20).status) == 9
         assert os.read(read, 99) == b"True\n"
@@ -291,7 +339,9 @@ def test_a_dead_starter_hurts_no_worker_and_the_next_is_executed(script: Path) -
         os.close(read), os.close(write)
 
 
-def test_leftovers_of_one_worker_are_swept_and_not_its_neighbours(bench: Bench, script: Path) -> None:
+def test_leftovers_of_one_worker_are_swept_and_not_its_neighbours(
+    bench: Bench, script: Path
+) -> None:
     body, _, _ = SLEEPER.rpartition("time.sleep(300)\n")
     script.write_text(body + "if 'stay' in sys.argv: time.sleep(300)\n")
     null = os.open(os.devnull, os.O_RDWR)
@@ -302,7 +352,9 @@ def test_leftovers_of_one_worker_are_swept_and_not_its_neighbours(bench: Bench, 
     bench.driver.wait(Exited, slot, 20)
     bench.driver.keeper.sweep(slot)
     swept = bench.driver.wait(Swept, slot, 20)
-    assert len(swept.processes) == 2, swept  # the sleep, and the fork that shares its parent's memory
+    assert len(swept.processes) == 2, (
+        swept
+    )  # the sleep, and the fork that shares its parent's memory
     assert all(map(alive, kept))
     bench.driver.keeper.signal(stays, signal.SIGKILL, group=True)
     bench.driver.wait(Exited, stays, 20)
@@ -310,8 +362,12 @@ def test_leftovers_of_one_worker_are_swept_and_not_its_neighbours(bench: Bench, 
     bench.driver.wait(Swept, stays, 20)
 
 
-def test_workers_are_the_keepers_children_and_their_status_is_exact(bench: Bench, script: Path) -> None:
-    script.write_text(FORKED + "import os, sys\nprint(os.getppid())\nos.kill(os.getpid(), int(sys.argv[1]))\n")
+def test_workers_are_the_keepers_children_and_their_status_is_exact(
+    bench: Bench, script: Path
+) -> None:
+    script.write_text(
+        FORKED + "import os, sys\nprint(os.getppid())\nos.kill(os.getpid(), int(sys.argv[1]))\n"
+    )
     for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1):
         ended = bench.run(str(script), str(int(number)))
         assert ended.code == -number
@@ -319,7 +375,9 @@ def test_workers_are_the_keepers_children_and_their_status_is_exact(bench: Bench
     assert bench.run(str(script)).out == f"{bench.driver.keeper.pid}\n"
 
 
-def test_a_stop_before_the_starter_is_ready_ends_the_worker_unstarted(script: Path, tmp_path: Path) -> None:
+def test_a_stop_before_the_starter_is_ready_ends_the_worker_unstarted(
+    script: Path, tmp_path: Path
+) -> None:
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(300)\n")
     with keeper_driver() as driver:
         bench = Bench(driver)
@@ -341,7 +399,9 @@ def test_no_descriptor_of_the_starter_or_of_a_neighbour(bench: Bench, script: Pa
 
 def test_no_descriptor_of_a_neighbour_that_is_forked_with_it(script: Path) -> None:
     """Orders that wait for the starter come to it together."""
-    script.write_text("import os\nos.write(1, f'{len(os.listdir(\"/proc/self/fd\"))}\\n'.encode())\n")
+    script.write_text(
+        "import os\nos.write(1, f'{len(os.listdir(\"/proc/self/fd\"))}\\n'.encode())\n"
+    )
     with keeper_driver() as driver:
         bench = Bench(driver)
         driver.keeper.prepare(starter_of(bench.env, ("random",)))

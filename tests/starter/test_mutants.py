@@ -18,7 +18,9 @@ def test_each_edit_has_its_place_and_its_test(mutant: Mutant) -> None:
     assert text.count(mutant.old) == 1
     compile(text.replace(mutant.old, mutant.new), mutant.file, "exec")
     file, _, name = mutant.test.partition("::")
-    assert re.search(rf"^def {re.escape(name.partition('[')[0])}\(", (ROOT / file).read_text(), re.MULTILINE)
+    assert re.search(
+        rf"^def {re.escape(name.partition('[')[0])}\(", (ROOT / file).read_text(), re.MULTILINE
+    )
 
 
 def test_no_hazard_twice() -> None:

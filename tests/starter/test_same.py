@@ -1,4 +1,7 @@
-"""A forked worker is what ``python SCRIPT`` would have been: the same program both ways, the same outcome."""
+"""
+A forked worker is what ``python SCRIPT`` would have been: the same program both ways, the same
+outcome.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,9 @@ print(json.dumps(dict(
 
 
 def identity(bench: Bench) -> str:
-    """The program, which imports what the starter has (warnings' filters, for one, come with that)."""
+    """
+    The program, which imports what the starter has (warnings' filters, for one, come with that).
+    """
     return IDENTITY.replace("MODULES", ", ".join(bench.modules))
 
 
@@ -52,7 +57,9 @@ def test_the_process_itself(bench: Bench, script: Path) -> None:
     script.write_text(identity(bench))
     cpu = min(os.sched_getaffinity(0))
     env = {"ODD": "\u00e9=\n", "PYTHONFAULTHANDLER": "", "RANK": "3"}
-    forked, executed = bench.both(str(script), "a b", "", cwd=str(script.parent), env=env, cpus=(cpu,))
+    forked, executed = bench.both(
+        str(script), "a b", "", cwd=str(script.parent), env=env, cpus=(cpu,)
+    )
     assert (forked.code, forked.err) == (0, "") == (executed.code, executed.err)
     one, two = json.loads(forked.out), json.loads(executed.out)
     for side in (one, two):
@@ -60,7 +67,9 @@ def test_the_process_itself(bench: Bench, script: Path) -> None:
     assert one == two
 
 
-@pytest.mark.parametrize("typed", ["prog.py", "./prog.py", "sub/../prog.py", "{folder}/prog.py", "link.py"])
+@pytest.mark.parametrize(
+    "typed", ["prog.py", "./prog.py", "sub/../prog.py", "{folder}/prog.py", "link.py"]
+)
 def test_paths_are_as_typed(bench: Bench, script: Path, typed: str) -> None:
     program = "import json, sys\nprint(json.dumps([sys.argv, sys.path, __file__]))"
     script.write_text(program)
@@ -77,7 +86,11 @@ def test_paths_are_as_typed(bench: Bench, script: Path, typed: str) -> None:
 def test_modules(bench: Bench, tmp_path: Path, target: str) -> None:
     package = tmp_path / "pkg"
     package.mkdir()
-    text = identity(bench).replace("__doc__", "str(__spec__.name)").replace("spec=repr(__spec__)", "spec=0")
+    text = (
+        identity(bench)
+        .replace("__doc__", "str(__spec__.name)")
+        .replace("spec=repr(__spec__)", "spec=0")
+    )
     (package / "__init__.py").write_text("")
     for path in (package / "inner.py", package / "__main__.py", tmp_path / "alone.py"):
         path.write_text(text)
@@ -177,7 +190,9 @@ def test_leaving_keeps_files_threads_handlers_and_destructors(bench: Bench, scri
 
 
 def test_exit_code_survives_the_short_way_out(bench: Bench, script: Path) -> None:
-    script.write_text(FORKED + "import ctypes\nctypes.CDLL(None).printf(b'C buffers too')\nsys.exit(41)\n")
+    script.write_text(
+        FORKED + "import ctypes\nctypes.CDLL(None).printf(b'C buffers too')\nsys.exit(41)\n"
+    )
     ended = bench.run(str(script))
     assert (ended.code, ended.out, ended.err) == (41, "C buffers too", "")
 
@@ -189,23 +204,34 @@ def test_what_cannot_become_a_worker_is_told_as_for_exec(bench: Bench, script: P
         null = os.open(os.devnull, os.O_RDWR)
         failures = []
         for cwd, cpus in (("/no/such/folder", ()), ("/", (4000,))):
-            slot = bench.start((sys.executable, str(script)), null, null, start=start, cwd=cwd, cpus=cpus)
+            slot = bench.start(
+                (sys.executable, str(script)), null, null, start=start, cwd=cwd, cpus=cpus
+            )
             from pdrun.launcher.plan.model import SpawnFailed
 
             failed = bench.driver.wait(SpawnFailed, slot)
             failures.append((failed.errno, failed.message))
         os.close(null)
-        assert failures == [(2, "/no/such/folder: No such file or directory"), (22, "CPUs [4000]: Invalid argument")]
+        assert failures == [
+            (2, "/no/such/folder: No such file or directory"),
+            (22, "CPUs [4000]: Invalid argument"),
+        ]
 
 
 def test_unbuffered_and_stdin(bench: Bench, script: Path) -> None:
-    script.write_text("import os, sys\nprint(repr(sys.stdin.read()))\nsys.stdout.write('x')\nos._exit(0)\n")
+    script.write_text(
+        "import os, sys\nprint(repr(sys.stdin.read()))\nsys.stdout.write('x')\nos._exit(0)\n"
+    )
     outs = []
     for unbuffered in ("1", ""):
         for start in ("fork", "exec"):
             read, write = os.pipe()
             os.write(write, b"line\r\nlast")
             os.close(write)
-            outs.append(bench.run(str(script), start=start, env={"PYTHONUNBUFFERED": unbuffered}, stdin=read).out)
+            outs.append(
+                bench.run(
+                    str(script), start=start, env={"PYTHONUNBUFFERED": unbuffered}, stdin=read
+                ).out
+            )
             os.close(read)
     assert outs == ["'line\\r\\nlast'\nx", "'line\\r\\nlast'\nx", "", ""]

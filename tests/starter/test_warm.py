@@ -24,27 +24,50 @@ from tests.starter.test_decision import FIT, decided
 from tests.starter.test_hazards import SLEEPER, pids
 
 FITTING = Warm(
-    socket="/run/x.sock", pid=7, python="/p/python", torch_version="2.13.0", modules=("torch", "torch.distributed"),
-    variables={"HOME": "/h", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
-               "CUDA_VISIBLE_DEVICES": None, "TMPDIR": None},
-)  # fmt: skip
+    socket="/run/x.sock",
+    pid=7,
+    python="/p/python",
+    torch_version="2.13.0",
+    modules=("torch", "torch.distributed"),
+    variables={
+        "HOME": "/h",
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": None,
+        "TMPDIR": None,
+    },
+)
 
 
 @pytest.mark.parametrize(
     ("changes", "more", "why"),
-    [({}, {}, ""), ({}, {"RANDOM_NAME": "x", "CUDA_VISIBLE_DEVICES": "1", "OMP_NUM_THREADS": "8"}, ""),
-     ({"python": "/q/python"}, {}, "its interpreter is /q/python"), ({"torch_version": "2.12.0"}, {}, "has torch 2.12.0"),
-     ({"modules": ("torch",)}, {}, "not imported torch.distributed"), ({"unfit": "F has changed since"}, {}, "F has changed"),
-     ({}, {"TORCH_LOGS": "x"}, "TORCH_LOGS has another value"), ({}, {"TMPDIR": "/x"}, "TMPDIR has another value"),
-     ({}, {"HOME": "/i"}, "HOME has another value"), ({}, {"PYTHONPATH": "/a:"}, "PYTHONPATH names a folder relative"),
-     ({}, {"PYTHONPATH": "/a"}, "PYTHONPATH has another value"),
-     ({"every_variable": True}, {"RANDOM_NAME": "x"}, "RANDOM_NAME has another value"),
-     ({"every_variable": True}, {"OLDPWD": "/x", "_": "/bin/pdrun", "SSH_TTY": "/dev/pts/3"}, "")],
-)  # fmt: skip
+    [
+        ({}, {}, ""),
+        ({}, {"RANDOM_NAME": "x", "CUDA_VISIBLE_DEVICES": "1", "OMP_NUM_THREADS": "8"}, ""),
+        ({"python": "/q/python"}, {}, "its interpreter is /q/python"),
+        ({"torch_version": "2.12.0"}, {}, "has torch 2.12.0"),
+        ({"modules": ("torch",)}, {}, "not imported torch.distributed"),
+        ({"unfit": "F has changed since"}, {}, "F has changed"),
+        ({}, {"TORCH_LOGS": "x"}, "TORCH_LOGS has another value"),
+        ({}, {"TMPDIR": "/x"}, "TMPDIR has another value"),
+        ({}, {"HOME": "/i"}, "HOME has another value"),
+        ({}, {"PYTHONPATH": "/a:"}, "PYTHONPATH names a folder relative"),
+        ({}, {"PYTHONPATH": "/a"}, "PYTHONPATH has another value"),
+        ({"every_variable": True}, {"RANDOM_NAME": "x"}, "RANDOM_NAME has another value"),
+        (
+            {"every_variable": True},
+            {"OLDPWD": "/x", "_": "/bin/pdrun", "SSH_TTY": "/dev/pts/3"},
+            "",
+        ),
+    ],
+)
 def test_what_fits_a_job(changes: dict, more: dict[str, str], why: str) -> None:
     warm = replace(FITTING, **changes)
     environ = {"HOME": "/h", **more}
-    found = unfit(warm, ("/p/python", "train.py"), ("torch", "torch.distributed"), "2.13.0", environ)
+    found = unfit(
+        warm, ("/p/python", "train.py"), ("torch", "torch.distributed"), "2.13.0", environ
+    )
     assert why in found and bool(found) == bool(why)
     made = decided(replace(FIT, warm=(warm,)), env=environ)
     assert (made.how, made.warm) == ("fork", "" if why else "/run/x.sock")
@@ -62,7 +85,8 @@ def test_the_first_that_fits_is_used() -> None:
     assert made.warm == "/run/x.sock" and made.unused == ""
 
 
-# The command ----------------------------------------------------------------------------------------------------------
+# The command
+# ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -72,7 +96,9 @@ class Node:
     env: dict[str, str]
     folder: Path
 
-    def run(self, *words: str, env: dict[str, str] | None = None, prefix: tuple[str, ...] = ()) -> tuple[int, str, str]:
+    def run(
+        self, *words: str, env: dict[str, str] | None = None, prefix: tuple[str, ...] = ()
+    ) -> tuple[int, str, str]:
         """Run ``pdrun WORDS`` to its end."""
         done = self.start(*words, env=env, prefix=prefix)
         try:
@@ -82,12 +108,19 @@ class Node:
             raise AssertionError(done.communicate()) from None
         return done.returncode, out, err
 
-    def start(self, *words: str, env: dict[str, str] | None = None, prefix: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    def start(
+        self, *words: str, env: dict[str, str] | None = None, prefix: tuple[str, ...] = ()
+    ) -> subprocess.Popen[str]:
         """Start ``pdrun WORDS``."""
         return subprocess.Popen(
-            [*prefix, sys.executable, "-m", "pdrun", *words], cwd=self.folder, env={**self.env, **(env or {})}, text=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+            [*prefix, sys.executable, "-m", "pdrun", *words],
+            cwd=self.folder,
+            env={**self.env, **(env or {})},
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
 
     def job(self, *words: str, **more: object) -> tuple[int, str, str]:
         """Run a job on the CPU that writes no files."""
@@ -142,9 +175,18 @@ def test_start_is_idempotent_and_status_tells(node: Node, warm: int) -> None:
     code, _, err = node.run("warm", "start", "--idle", "1h")
     assert code == 0 and f"is warm already: pid {warm}" in err
     (found,) = node.status()
-    assert found["pid"] == warm and found["memory_bytes"] > 50e6 and found["idle_seconds"] == 1800 and not found["unfit"]
+    assert (
+        found["pid"] == warm
+        and found["memory_bytes"] > 50e6
+        and found["idle_seconds"] == 1800
+        and not found["unfit"]
+    )
     code, out, _ = node.run("warm", "status")
-    assert code == 0 and re.search(rf"pid {warm}: torch \S+ of \S+, \d+ MB, ends in", out) and "used by the next job" in out
+    assert (
+        code == 0
+        and re.search(rf"pid {warm}: torch \S+ of \S+, \d+ MB, ends in", out)
+        and "used by the next job" in out
+    )
     assert node.run("warm", "stop", "1")[0] == 2
     os.kill(warm, signal.SIGSTOP)
     try:
@@ -165,11 +207,16 @@ def test_status_says_that_there_is_none(node: Node, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("words", "env", "why"),
-    [(["--no-warm"], {}, ""), ([], {"PDRUN_NO_WARM": "1"}, ""), (["--start", "exec"], {}, ""),
-     ([], {"TORCH_SHOW_CPP_STACKTRACES": "1"}, "TORCH_SHOW_CPP_STACKTRACES has another value"),
-     (["--env", "TORCH_LOGS=+all"], {}, "TORCH_LOGS has another value"),
-     ([], {"PYTHONPATH": "/usr"}, "PYTHONPATH has another value"), ([], {"TZ": "UTC"}, "TZ has another value")],
-)  # fmt: skip
+    [
+        (["--no-warm"], {}, ""),
+        ([], {"PDRUN_NO_WARM": "1"}, ""),
+        (["--start", "exec"], {}, ""),
+        ([], {"TORCH_SHOW_CPP_STACKTRACES": "1"}, "TORCH_SHOW_CPP_STACKTRACES has another value"),
+        (["--env", "TORCH_LOGS=+all"], {}, "TORCH_LOGS has another value"),
+        ([], {"PYTHONPATH": "/usr"}, "PYTHONPATH has another value"),
+        ([], {"TZ": "UTC"}, "TZ has another value"),
+    ],
+)
 def test_what_does_not_fit_is_ignored_with_one_line(
     node: Node, warm: int, words: list[str], env: dict[str, str], why: str
 ) -> None:
@@ -177,7 +224,9 @@ def test_what_does_not_fit_is_ignored_with_one_line(
     code, out, _ = node.job("--dry-run", "--explain", *words, script, env=env)
     assert code == 0 and "from the warm process" not in out
     lines = [line for line in out.partition("why:")[2].splitlines() if "the warm process" in line]
-    assert lines == ([f"  the warm process {warm} is not used: {why}, which counts at import"] if why else [])
+    assert lines == (
+        [f"  the warm process {warm} is not used: {why}, which counts at import"] if why else []
+    )
 
 
 def test_another_interpreter_gets_one_of_its_own(node: Node, warm: int) -> None:
@@ -188,7 +237,10 @@ def test_another_interpreter_gets_one_of_its_own(node: Node, warm: int) -> None:
         target = other / "lib" / path.parent.name / "site-packages"
         (target / "outer.pth").write_text(f"import site; site.addsitedir({str(path)!r})\n")
         (target / "torch").symlink_to(Path(torch.__file__).parent)
-    python, script = str(other / "bin" / "python"), node.write(FORKED + "import sys\nprint(forked, sys.prefix)\n")
+    python, script = (
+        str(other / "bin" / "python"),
+        node.write(FORKED + "import sys\nprint(forked, sys.prefix)\n"),
+    )
     _, out, _ = node.job("--dry-run", "--python", python, script)
     assert "is not used: its interpreter is" in out
     code, _, err = node.run("warm", "start", "--python", python)
@@ -204,7 +256,10 @@ def test_another_interpreter_gets_one_of_its_own(node: Node, warm: int) -> None:
 
 @pytest.mark.parametrize("how", ["stop", "kill"])
 def test_a_job_goes_on_and_the_next_one_is_cold(node: Node, warm: int, how: str) -> None:
-    script = node.write(FORKED + "print(forked, flush=True)\nwhile not os.path.exists('go'): pass\nraise SystemExit(5)\n")
+    script = node.write(
+        FORKED
+        + "print(forked, flush=True)\nwhile not os.path.exists('go'): pass\nraise SystemExit(5)\n"
+    )
     (node.folder / "go").unlink(missing_ok=True)
     job = node.start("--backend", "cpu", "--no-files", script)
     assert job.stdout is not None and job.stdout.readline() == "True\n"
@@ -217,11 +272,17 @@ def test_a_job_goes_on_and_the_next_one_is_cold(node: Node, warm: int, how: str)
     assert job.wait(60) == 5
     job.communicate()
     code, out, err = node.job("--explain", node.write(FORKED + "print(forked)\n"))
-    assert (code, out) == (0, "True\n") and "from the warm process" not in err and "one process imports" in err
+    assert (
+        (code, out) == (0, "True\n")
+        and "from the warm process" not in err
+        and "one process imports" in err
+    )
 
 
 def test_a_restart_is_forked_from_it_as_well(node: Node, warm: int) -> None:
-    script = node.write(FORKED + """
+    script = node.write(
+        FORKED
+        + """
 generation = os.environ['TORCHELASTIC_RESTART_COUNT']
 print(generation, forked, flush=True)
 if generation == '0' and os.environ['RANK'] == '1':
@@ -230,25 +291,41 @@ import torch.distributed as dist
 dist.init_process_group('gloo')
 dist.all_reduce(torch.ones(1))
 dist.destroy_process_group()
-""")
+"""
+    )
     code, out, err = node.job("--devices", "2", "--max-restarts", "1", "--grace", "1", script)
-    assert code == 0 and sorted(out.splitlines())[-2:] == ["1 True", "1 True"] and "0 True" in out, err
+    assert (
+        code == 0 and sorted(out.splitlines())[-2:] == ["1 True", "1 True"] and "0 True" in out
+    ), err
 
 
 @pytest.mark.slow
 def test_eight_jobs_at_once(node: Node, warm: int) -> None:
-    script = node.write(FORKED + """
+    script = node.write(
+        FORKED
+        + """
 import torch.distributed as dist
 dist.init_process_group('gloo')
 x = torch.ones(1)
 dist.all_reduce(x)
 print(forked, int(x), os.environ['MINE'], flush=True)
 dist.destroy_process_group()
-""")
+"""
+    )
     jobs = [
-        node.start("--backend", "cpu", "--devices", "2", "--no-files", "--prefix", "none", script, env={"MINE": str(number)})
+        node.start(
+            "--backend",
+            "cpu",
+            "--devices",
+            "2",
+            "--no-files",
+            "--prefix",
+            "none",
+            script,
+            env={"MINE": str(number)},
+        )
         for number in range(8)
-    ]  # fmt: skip
+    ]
     for number, job in enumerate(jobs):
         out, err = job.communicate(timeout=150)
         assert (job.returncode, out) == (0, f"True 2 {number}\n" * 2), err
@@ -268,7 +345,9 @@ def test_nothing_outlives_a_killed_launcher(node: Node, warm: int) -> None:
 def test_a_token_and_the_jobs_variables_never_reach_it(node: Node, warm: int) -> None:
     script = node.write(FORKED + "print(forked)\n")
     secret = os.urandom(12).hex()
-    code, out, err = node.job("--env", f"MY_SECRET={secret}", script, env={"PDRUN_TOKEN": "ab" * 32, "ANOTHER": secret})
+    code, out, err = node.job(
+        "--env", f"MY_SECRET={secret}", script, env={"PDRUN_TOKEN": "ab" * 32, "ANOTHER": secret}
+    )
     assert (code, out) == (0, "True\n"), err
     text = Path(f"/proc/{warm}/environ").read_bytes()
     assert secret.encode() not in text and b"abababab" not in text and b"PDRUN_TOKEN" not in text
@@ -278,7 +357,9 @@ def test_a_token_and_the_jobs_variables_never_reach_it(node: Node, warm: int) ->
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make a namespace")
 def test_another_namespace_is_told(node: Node, warm: int) -> None:
     _, out, _ = node.job("--dry-run", node.write(FORKED), prefix=("unshare", "--uts"))
-    assert f"the warm process {warm} is not used: its namespace uts is not that of this process" in out
+    assert (
+        f"the warm process {warm} is not used: its namespace uts is not that of this process" in out
+    )
 
 
 def test_environments_that_cannot_be_forked_are_refused(node: Node) -> None:
@@ -288,11 +369,15 @@ def test_environments_that_cannot_be_forked_are_refused(node: Node) -> None:
     assert code == 2 and "--python" in err
 
 
-def test_another_pdrun_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_pdrun_is_not_waited_for_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, heard = tmp_path / "pdrun", list[str]()
     monkeypatch.setattr(warm_module, "LOCKED", 0.2)
     with warm_module.changing(folder, heard.append):
-        with pytest.raises(DeadlineExceeded, match=r"pdrun/lock: another pdrun has held it for 0\.2 s"):
+        with pytest.raises(
+            DeadlineExceeded, match=r"pdrun/lock: another pdrun has held it for 0\.2 s"
+        ):
             with warm_module.changing(folder, heard.append):
                 pass
     assert len(heard) == 1

@@ -1,4 +1,6 @@
-"""The warm process by itself: who is answered, what is borrowed, what a job leaves, and when it ends."""
+"""
+The warm process by itself: who is answered, what is borrowed, what a job leaves, and when it ends.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,10 @@ def connection(found: Warm) -> socket.socket:
 
 
 def sleepers(bench: Bench, script: Path, count: int = 1) -> list[int]:
-    """Workers with a forked and an executed descendant each, in sessions of their own; returns all pids."""
+    """
+    Workers with a forked and an executed descendant each, in sessions of their own; returns all
+    pids.
+    """
     script.write_text(SLEEPER)
     null = os.open(os.devnull, os.O_RDWR)
     for _ in range(count):
@@ -63,21 +68,37 @@ def sleepers(bench: Bench, script: Path, count: int = 1) -> list[int]:
     return pids(script.parent, 3 * count)
 
 
-# Who is answered ------------------------------------------------------------------------------------------------------
+# Who is answered
+# ------------------------------------------------------------------------------------------------------
 
 
 HOSTILE = (
-    b"", b"\0", b"{", b"[]", b"1", b"null", b'{"ask": 7}', b'{"ask": "hell"}', b'{"ask": "keeper"}', b"[" * 60000,
-    b'{"ask": "keeper", "inherited": []}', b'{"ask": "keeper", "inherited": {}}', b"x" * 120000, b'{"ask": ["stop"]}',
-    b'{"ask": "keeper", "inherited": {"umask": "x", "limits": 5}}', b"\xff" * 100,
-)  # fmt: skip
+    b"",
+    b"\0",
+    b"{",
+    b"[]",
+    b"1",
+    b"null",
+    b'{"ask": 7}',
+    b'{"ask": "hell"}',
+    b'{"ask": "keeper"}',
+    b"[" * 60000,
+    b'{"ask": "keeper", "inherited": []}',
+    b'{"ask": "keeper", "inherited": {}}',
+    b"x" * 120000,
+    b'{"ask": ["stop"]}',
+    b'{"ask": "keeper", "inherited": {"umask": "x", "limits": 5}}',
+    b"\xff" * 100,
+)
 
 
 def test_hostile_bytes_end_a_connection_and_nothing_else(light: Warm, folder: Path) -> None:
     silent = [connection(light) for _ in range(10)]
     for data in HOSTILE:
         with connection(light) as client:
-            client.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))])
+            client.sendmsg(
+                [data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))]
+            )
             client.settimeout(10)
             answer = client.recv(1 << 17)
             assert not answer or "refused" in json.loads(answer), data
@@ -130,7 +151,9 @@ def test_another_user_is_not_answered_and_not_asked(light: Warm, folder: Path) -
     with pytest.raises(ConfigError, match="not a folder of yours alone"), warm.opened(folder):
         pass
     folder.chmod(0o700)
-    with warm.opened(folder) as number:  # and the other way round: a socket that another user serves
+    with warm.opened(
+        folder
+    ) as number:  # and the other way round: a socket that another user serves
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(f"/proc/self/fd/{number}/theirs.sock")
             os.seteuid(65534)
@@ -147,12 +170,17 @@ def test_a_folder_that_is_a_link_is_refused(tmp_path: Path) -> None:
         pass
 
 
-# What is borrowed -----------------------------------------------------------------------------------------------------
+# What is borrowed
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_jobs_at_once_do_not_see_each_other(light: Warm, folder: Path, script: Path) -> None:
-    """Environment, descriptors and memory: of a neighbour's, of the warm process's, of one before."""
-    script.write_text("import os\nprint(sorted(os.environ), sorted(int(n) for n in os.listdir('/proc/self/fd')))\n")
+    """
+    Environment, descriptors and memory: of a neighbour's, of the warm process's, of one before.
+    """
+    script.write_text(
+        "import os\nprint(sorted(os.environ), sorted(int(n) for n in os.listdir('/proc/self/fd')))\n"
+    )
     secret = os.urandom(12).hex()
     with contextlib.ExitStack() as stack:
         benches = [stack.enter_context(borrowed(light)) for _ in range(8)]
@@ -225,7 +253,9 @@ print(json.dumps([status['Umask'], int(status['SigIgn'], 16) & ~(3 << 31), os.ge
         forked, executed, cold = json.load(file)
     os.waitpid(child, 0)
     assert forked == executed == cold
-    assert json.loads(forked)[0].strip() == "0031" and json.loads(forked)[2] == min(os.getpriority(0, 0) + 3, 19)
+    assert json.loads(forked)[0].strip() == "0031" and json.loads(forked)[2] == min(
+        os.getpriority(0, 0) + 3, 19
+    )
 
     def refused(**changes: object) -> str:
         with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError) as caught:
@@ -241,12 +271,15 @@ print(json.dumps([status['Umask'], int(status['SigIgn'], 16) & ~(3 << 31), os.ge
     assert "limits cannot" in refused(limits={"RLIMIT_NOFILE": [1 << 40, 1 << 40]})
 
 
-# What ends when -------------------------------------------------------------------------------------------------------
+# What ends when
+# -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("warm_too", [False, True])
 @pytest.mark.parametrize("how", ["agent", "keeper"])
-def test_nothing_outlives_a_killed_agent_or_keeper(light: Warm, script: Path, how: str, warm_too: bool) -> None:
+def test_nothing_outlives_a_killed_agent_or_keeper(
+    light: Warm, script: Path, how: str, warm_too: bool
+) -> None:
     with borrowed(light) as bench:
         started = sleepers(bench, script, 2)
         if warm_too:
@@ -262,7 +295,9 @@ def test_nothing_outlives_a_killed_agent_or_keeper(light: Warm, script: Path, ho
                 until(lambda: list(bench.driver.keeper.events()) and False, 5)
 
 
-def test_what_hides_from_its_mark_is_ended_by_the_warm_process(light: Warm, folder: Path, script: Path) -> None:
+def test_what_hides_from_its_mark_is_ended_by_the_warm_process(
+    light: Warm, folder: Path, script: Path
+) -> None:
     script.write_text("""
 import os, subprocess, time
 child = subprocess.Popen(['sleep', '300'], start_new_session=True, env={})
@@ -300,7 +335,9 @@ def test_a_stopped_keeper_wakes_when_its_agent_is_gone(light: Warm, script: Path
 
 @pytest.mark.parametrize("how", ["stop", "kill"])
 def test_a_job_goes_on_when_the_warm_process_ends(light: Warm, script: Path, how: str) -> None:
-    script.write_text("import os, sys\nprint(os.getppid(), len(sys.stdin.readline()), flush=True)\nsys.exit(7)\n")
+    script.write_text(
+        "import os, sys\nprint(os.getppid(), len(sys.stdin.readline()), flush=True)\nsys.exit(7)\n"
+    )
     with borrowed(light) as bench:
         read, write = os.pipe()
         out, into = os.pipe()
@@ -314,7 +351,9 @@ def test_a_job_goes_on_when_the_warm_process_ends(light: Warm, script: Path, how
         os.write(write, b"on\n")
         assert os.waitstatus_to_exitcode(bench.driver.wait(Exited, slot, 20).status) == 7
         assert os.read(out, 99) == f"{bench.driver.keeper.pid} 3\n".encode()
-        assert bench.run(str(script), stdin=os.open(os.devnull, os.O_RDONLY)).code == 7  # its starter is there still
+        assert (
+            bench.run(str(script), stdin=os.open(os.devnull, os.O_RDONLY)).code == 7
+        )  # its starter is there still
         for number in (read, write, out, into):
             os.close(number)
     with pytest.raises(OSError):
@@ -328,7 +367,9 @@ def test_it_ends_when_nobody_has_used_it_and_not_during_a_job(folder: Path, scri
         with borrowed(found) as bench:
             read, write = os.pipe()
             slot = bench.start((sys.executable, str(script)), write, write, stdin=read)
-            until(lambda: said(folder).unused > found.idle, 20, "a job longer than that")  # each question wakes it
+            until(
+                lambda: said(folder).unused > found.idle, 20, "a job longer than that"
+            )  # each question wakes it
             os.write(write, b"\n")
             assert bench.driver.wait(Exited, slot, 20).status == 0
             assert alive(found.pid)
@@ -351,7 +392,9 @@ def test_a_socket_of_a_killed_process_is_replaced(folder: Path, light: Warm) -> 
 def test_what_a_killed_process_has_left_can_be_removed(folder: Path, light: Warm) -> None:
     os.kill(light.pid, signal.SIGKILL)
     until(lambda: not alive(light.pid), 5)
-    assert warm.clear(warm.Look({"XDG_RUNTIME_DIR": str(folder.parent)}), print) == [Path(light.socket).name]
+    assert warm.clear(warm.Look({"XDG_RUNTIME_DIR": str(folder.parent)}), print) == [
+        Path(light.socket).name
+    ]
     assert not Path(light.socket).exists()
 
 
@@ -361,13 +404,21 @@ def test_a_stopped_process_is_called_that(folder: Path, light: Warm) -> None:
         look = warm.Look({"XDG_RUNTIME_DIR": str(folder.parent)})
         assert look.found() == () and warm.clear(look, print) == []
         (why,) = look.faults.values()
-        assert why.startswith(f"the warm process {light.pid} is stopped") and f"kill -CONT {light.pid}" in why
+        assert (
+            why.startswith(f"the warm process {light.pid} is stopped")
+            and f"kill -CONT {light.pid}" in why
+        )
     finally:
         os.kill(light.pid, signal.SIGCONT)
 
 
-def test_one_that_does_not_answer_is_ended_before_its_name_is_taken(folder: Path, light: Warm) -> None:
-    """Nothing found it any more: no status, no stop; it held its memory until it had been idle for half an hour."""
+def test_one_that_does_not_answer_is_ended_before_its_name_is_taken(
+    folder: Path, light: Warm
+) -> None:
+    """
+    Nothing found it any more: no status, no stop; it held its memory until it had been idle for
+    half an hour.
+    """
     told: list[str] = []
 
     def looked() -> warm.Look:
@@ -384,14 +435,26 @@ def test_one_that_does_not_answer_is_ended_before_its_name_is_taken(folder: Path
     assert list(looked().faults.values()) == [warm.DEAD] and len(told) == 1
 
 
-@pytest.mark.parametrize(("text", "why"), [
-    ("raise OSError('no library')", "OSError: no library"), ("import os\nos._exit(3)", "ended at once"),
-    ("import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()", "left 2 threads"),
-])  # fmt: skip
-def test_what_cannot_be_kept_warm_is_told(folder: Path, tmp_path: Path, text: str, why: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("raise OSError('no library')", "OSError: no library"),
+        ("import os\nos._exit(3)", "ended at once"),
+        (
+            "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()",
+            "left 2 threads",
+        ),
+    ],
+)
+def test_what_cannot_be_kept_warm_is_told(
+    folder: Path, tmp_path: Path, text: str, why: str
+) -> None:
     (tmp_path / "plugin.py").write_text(text + "\n")
     env = {**plain_environment(), "PYTHONPATH": str(tmp_path)}
-    with pytest.raises(ConfigError, match=why), warm_process(folder, env, ("plugin",)):  # no fault of pdrun itself
+    with (
+        pytest.raises(ConfigError, match=why),
+        warm_process(folder, env, ("plugin",)),
+    ):  # no fault of pdrun itself
         pass
     assert [path.name for path in folder.iterdir()] == ["lock"]
 
@@ -400,12 +463,21 @@ def test_files_and_variables_of_the_import_are_known(folder: Path, tmp_path: Pat
     site = tmp_path / "site"
     site.mkdir()
     module = site / "mine.py"
-    module.write_text("import os\nos.environ.get('LOOKED_UP'), 'ALSO' in os.environ, os.getenv('HOME')\n")
-    env = {**plain_environment(), "PYTHONPATH": str(site), "ALSO": "1", "UNRELATED": "2", "OMP_NUM_THREADS": "4"}
+    module.write_text(
+        "import os\nos.environ.get('LOOKED_UP'), 'ALSO' in os.environ, os.getenv('HOME')\n"
+    )
+    env = {
+        **plain_environment(),
+        "PYTHONPATH": str(site),
+        "ALSO": "1",
+        "UNRELATED": "2",
+        "OMP_NUM_THREADS": "4",
+    }
     with warm_process(folder, env, ("mine",)) as found:
-        assert {name: found.variables.get(name, "-") for name in ("LOOKED_UP", "ALSO", "UNRELATED", "PYTHONPATH")} == {
-            "LOOKED_UP": None, "ALSO": "1", "UNRELATED": "-", "PYTHONPATH": str(site),
-        }  # fmt: skip
+        assert {
+            name: found.variables.get(name, "-")
+            for name in ("LOOKED_UP", "ALSO", "UNRELATED", "PYTHONPATH")
+        } == {"LOOKED_UP": None, "ALSO": "1", "UNRELATED": "-", "PYTHONPATH": str(site)}
         assert found.variables["OMP_NUM_THREADS"] == "1" and not found.every_variable
         (site / "train.py").write_text("")  # a program beside it is no reason
         assert said(folder).unfit == ""
@@ -429,11 +501,16 @@ WALKS = {
 
 @pytest.mark.parametrize("walk", WALKS)
 def test_a_walk_through_the_environment(folder: Path, tmp_path: Path, walk: str) -> None:
-    """Another terminal has other variables of its own, which nothing asks for by name, and tqdm looks for TQDM_ only."""
+    """
+    Another terminal has other variables of its own, which nothing asks for by name, and tqdm looks
+    for TQDM_ only.
+    """
     site = tmp_path / "site"
     (site / "tqdm").mkdir(parents=True)
     (site / "tqdm" / "__init__.py").touch()
-    (site / "tqdm" / "utils.py").write_text("import os\n{k: v for k, v in os.environ.items() if k.startswith('TQDM_')}\n")
+    (site / "tqdm" / "utils.py").write_text(
+        "import os\n{k: v for k, v in os.environ.items() if k.startswith('TQDM_')}\n"
+    )
     text, more, every = WALKS[walk]
     (site / "mine.py").write_text(f"import os\n{more}\n{text}\n")
     env = {**plain_environment(), "PYTHONPATH": str(site), "OLDPWD": "/a", "OTHER": "1"}
@@ -461,7 +538,9 @@ def test_whoever_waits_for_another_start_is_told(tmp_path: Path) -> None:
         assert said == []
         thread.start()
         until(lambda: said, what="a word")
-        assert "waiting for it" in said[0] and str(tmp_path / "w") in said[0] and not inside.is_set()
+        assert (
+            "waiting for it" in said[0] and str(tmp_path / "w") in said[0] and not inside.is_set()
+        )
     assert inside.wait(10)
     thread.join(10)
 
@@ -470,5 +549,8 @@ def test_a_folder_for_sockets_is_not_blamed_for_what_is_done_in_it(tmp_path: Pat
     with pytest.raises(BlockingIOError), warm.changing(tmp_path / "w", print):
         raise BlockingIOError(errno.EAGAIN, "no process is left")
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="cannot hold sockets"), warm.changing(tmp_path / "file" / "w", print):
+    with (
+        pytest.raises(ConfigError, match="cannot hold sockets"),
+        warm.changing(tmp_path / "file" / "w", print),
+    ):
         pass

@@ -67,8 +67,16 @@ def test_one_job_in_plain_lines() -> None:
 
 def test_a_job_that_failed_names_the_ranks_that_did() -> None:
     ended = [
-        Event("exited", 1010.0, {"rank": 2, "node": "node1", "code": 1, "how": "exception", "cause": "ValueError: b"}),
-        Event("exited", 1010.0, {"rank": 0, "node": "node0", "code": 143, "how": "stopped", "cause": "ended by pdrun"}),
+        Event(
+            "exited",
+            1010.0,
+            {"rank": 2, "node": "node1", "code": 1, "how": "exception", "cause": "ValueError: b"},
+        ),
+        Event(
+            "exited",
+            1010.0,
+            {"rank": 0, "node": "node0", "code": 143, "how": "stopped", "cause": "ended by pdrun"},
+        ),
         Event("warning", 1010.0, {"text": "clock differs"}),
         Event("verdict", 1012.0, {"code": 1, "reason": "rank 2 failed"}),
     ]
@@ -97,9 +105,17 @@ def test_several_jobs_are_a_list_and_none_is_said() -> None:
 
 def test_words_for_how_a_job_ended_and_for_nodes_that_have_left() -> None:
     assert status.job_state(job(state="done", code=0)) == "done"
-    assert status.job_state(job(state="done", code=143, reason="rank 0 on a failed: SIGTERM")) == "failed"
-    assert status.job_state(job(state="done", code=143, reason="stopped by SIGTERM on a")) == "stopped"
-    assert status.job_state(job(state="done", code=124, reason="the time limit of 5 s has passed")) == "stopped"
+    assert (
+        status.job_state(job(state="done", code=143, reason="rank 0 on a failed: SIGTERM"))
+        == "failed"
+    )
+    assert (
+        status.job_state(job(state="done", code=143, reason="stopped by SIGTERM on a")) == "stopped"
+    )
+    assert (
+        status.job_state(job(state="done", code=124, reason="the time limit of 5 s has passed"))
+        == "stopped"
+    )
     left = apply(job(), Event("left", 1010.0, {"node": "node0"}))
     assert "nodes     2 of 2: 1 ended, 1 running\n" in plain(left)
     assert "node      node0  ended    ranks 0-1\n" in plain(left)
@@ -115,12 +131,17 @@ def test_who_came_and_went_is_told_apart_from_who_is_there() -> None:
     ]
     found = job()
     found = apply(found, events[0])
-    assert "nodes     2 of 2: 1 running, 1 lost\n" in plain(found), "until there is another generation"
+    assert "nodes     2 of 2: 1 running, 1 lost\n" in plain(found), (
+        "until there is another generation"
+    )
     for event in events[1:]:
         found = apply(found, event)
     assert "nodes     2 of 2: 1 running, 1 standby; gone: 1 lost\n" in plain(found)
-    for event in (Event("left", 1020.0, {"node": "node2"}), Event("left", 1021.0, {"node": "node0"}),
-                  Event("verdict", 1021.0, {"code": 0, "reason": "done"})):  # fmt: skip
+    for event in (
+        Event("left", 1020.0, {"node": "node2"}),
+        Event("left", 1021.0, {"node": "node0"}),
+        Event("verdict", 1021.0, {"code": 0, "reason": "done"}),
+    ):
         found = apply(found, event)
     assert "nodes     1 of 2: 1 ended; gone: 1 lost, 1 ended\n" in plain(found)
 
@@ -131,11 +152,15 @@ def test_a_dead_job_grows_no_older() -> None:
 
 
 def test_a_thousand_nodes_fit_a_screen() -> None:
-    nodes = {f"n{i}": NodeStatus(f"n{i}", "lost" if i == 500 else "running", i, 8) for i in range(1000)}
+    nodes = {
+        f"n{i}": NodeStatus(f"n{i}", "lost" if i == 500 else "running", i, 8) for i in range(1000)
+    }
     ranks = {r: RankStatus(r, f"n{r // 8}", "failed", 1, "x") for r in range(8000)}
     lines = plain(job(nodes=nodes, ranks=ranks)).splitlines()
     assert len(lines) < 40
-    assert [line for line in lines if line.startswith("node ")] == ["node      n500  lost  ranks 4000-4007"]
+    assert [line for line in lines if line.startswith("node ")] == [
+        "node      n500  lost  ranks 4000-4007"
+    ]
     assert lines[-1] == "failed    and 7984 more"
 
 
@@ -149,21 +174,32 @@ def test_a_terminal_gets_a_table_with_colours() -> None:
 
 def test_names_from_elsewhere_are_shown_not_obeyed() -> None:
     evil = "\x1b[2J[red]x\n"
-    found = job(job=evil, reason=evil, warnings=(evil,), nodes={evil: NodeStatus(evil, "lost", 0, 1)})
+    found = job(
+        job=evil, reason=evil, warnings=(evil,), nodes={evil: NodeStatus(evil, "lost", 0, 1)}
+    )
     for text in (plain(found), on_terminal(lambda out: status.show([found], out=out, now=0.0))):
         assert "\x1b[2J" not in text
         assert text.count("\\x1b[2J[red]x\\n") == 4
 
 
 def test_following_elsewhere_than_on_a_terminal_prints_what_changes() -> None:
-    states = [job(), job(), job(state="stopping", reason="by bob"), job(state="done", code=0, reason="by bob")]
+    states = [
+        job(),
+        job(),
+        job(state="stopping", reason="by bob"),
+        job(state="done", code=0, reason="by bob"),
+    ]
     out = io.StringIO()
     assert live.follow(lambda: [states.pop(0)], out=out, sleep=lambda seconds: None) == 0
     assert states == []
     assert out.getvalue().splitlines() == [
-        "demo: state running", "demo: nodes 2 of 2: 2 running", "demo: ranks 3: 3 running",
-        "demo: state stopping", "demo: reason by bob", "demo: state done, exit code 0",
-    ]  # fmt: skip
+        "demo: state running",
+        "demo: nodes 2 of 2: 2 running",
+        "demo: ranks 3: 3 running",
+        "demo: state stopping",
+        "demo: reason by bob",
+        "demo: state done, exit code 0",
+    ]
 
 
 def test_following_ends_with_its_reader_though_nothing_changes() -> None:
@@ -184,7 +220,9 @@ def test_following_ends_with_its_reader_though_nothing_changes() -> None:
 def test_following_on_a_terminal_ends_with_the_job() -> None:
     states = [job(), job(state="done", code=7)]
     text = on_terminal(
-        lambda out: live.follow(lambda: [states.pop(0)], out=out, clock=lambda: 1065.0, sleep=lambda seconds: None)
+        lambda out: live.follow(
+            lambda: [states.pop(0)], out=out, clock=lambda: 1065.0, sleep=lambda seconds: None
+        )
     )
     assert "running" in text and "failed, exit code 7" in text
     assert states == []

@@ -1,5 +1,6 @@
 """
-What a user says about layouts inside a model: identity in one process, and seen by the operator engine.
+What a user says about layouts inside a model: identity in one process, and seen by the operator
+engine.
 
     x = pdrun.constrain(x, L("dp", "tp", None))             in a forward: here the tensor lies so
     pdrun.shard(model.mlp, in_=(L("dp", None, None),), out=L("dp", None, None), weight=L("tp", None))
@@ -24,7 +25,9 @@ from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
 
 Said = L | BoundLayout | tuple[int, ...]
-"""A layout as a user says it: by axes of the mesh, on a device matrix of its own, or as counts a dim."""
+"""
+A layout as a user says it: by axes of the mesh, on a device matrix of its own, or as counts a dim.
+"""
 T = TypeVar("T", bound=Callable[..., Any])
 
 LIBRARY = torch.library.Library("pdrun", "DEF")
@@ -38,7 +41,9 @@ def _copied(x: torch.Tensor, *layout: str) -> torch.Tensor:
 
 LIBRARY.impl("constrain", _copied, "CompositeExplicitAutograd")
 LIBRARY.impl("stop", _copied, "CompositeExplicitAutograd")
-torch.library.register_autograd("pdrun::constrain", lambda ctx, gradient: (gradient, None), lib=LIBRARY)
+torch.library.register_autograd(
+    "pdrun::constrain", lambda ctx, gradient: (gradient, None), lib=LIBRARY
+)
 torch.library.register_autograd("pdrun::stop", lambda ctx, gradient: gradient, lib=LIBRARY)
 
 
@@ -84,10 +89,16 @@ def constrain(x: torch.Tensor, layout: Said) -> torch.Tensor:
         UsageError: ``layout`` is no layout, or is for another number of dims.
     """
     if not is_layout(layout):
-        raise UsageError(f"{layout!r} is no layout", where="pdrun.constrain", hint='for example L("dp", None, "tp")')
+        raise UsageError(
+            f"{layout!r} is no layout",
+            where="pdrun.constrain",
+            hint='for example L("dp", None, "tp")',
+        )
     if not isinstance(x, torch.Tensor):
         raise UsageError(
-            f"a {type(x).__name__} has no layout", where="pdrun.constrain", hint="constrain(tensor, L(...))"
+            f"a {type(x).__name__} has no layout",
+            where="pdrun.constrain",
+            hint="constrain(tensor, L(...))",
         )
     if _dims(layout) != x.dim():
         what = f"{layout} is for {_dims(layout)} dims, the tensor is {list(x.shape)}"
@@ -150,7 +161,8 @@ def shard(
     Say how a module's or a function's tensors lie; what is left open follows from what is said.
 
     Args:
-        target: a module, which is marked and returned, or a function, of which a new one is returned.
+        target: a module, which is marked and returned, or a function, of which a new one is
+            returned.
         in_: a layout for each tensor argument, in order; None leaves one open.
         out: the same for results.
         weights: a module's parameters by name (``weight=L("tp", None)``).
@@ -159,11 +171,15 @@ def shard(
         UsageError: a module lacks such a parameter, or a function was given one.
     """
     for name, value in (("in_", in_), ("out", out), *weights.items()):
-        several = isinstance(value, (tuple, list)) and name in ("in_", "out") and not is_layout(value)
+        several = (
+            isinstance(value, (tuple, list)) and name in ("in_", "out") and not is_layout(value)
+        )
         each: Any = value if several else (value,)
         if not all(one is None or is_layout(one) for one in each):
             what = f"{name}={value!r} is no layout"
-            raise UsageError(what, where="pdrun.shard", hint='L("dp", None, "tp"), or a tuple of them')
+            raise UsageError(
+                what, where="pdrun.shard", hint='L("dp", None, "tp"), or a tuple of them'
+            )
     if not callable(target):
         raise UsageError(f"{target!r} is neither a module nor a function", where="pdrun.shard")
     sharding = Sharding(_tuple(in_), None if out is None else _tuple(out), dict(weights))
@@ -179,7 +195,9 @@ def shard(
         target._pdrun_sharding = sharding
         return target
     if weights:
-        raise UsageError(f"a function has no parameters ({', '.join(weights)})", where="pdrun.shard")
+        raise UsageError(
+            f"a function has no parameters ({', '.join(weights)})", where="pdrun.shard"
+        )
 
     @functools.wraps(target)
     def sharded(*args: Any, **kwargs: Any) -> Any:

@@ -21,25 +21,39 @@ from torch.utils import _pytree as pytree
 from pdrun.errors import UsageError
 from pdrun.parallel.operators.graph.export_hooks import looked_at
 from pdrun.parallel.operators.graph.fold_layers import Unlike, folding
-from pdrun.parallel.operators.graph.graph import Graph, Operator, Ref, Tensor, kind_of, refs, substitute
+from pdrun.parallel.operators.graph.graph import (
+    Graph,
+    Operator,
+    Ref,
+    Tensor,
+    kind_of,
+    refs,
+    substitute,
+)
 from pdrun.parallel.rng.step_rng import _REPLACED as REPLACED
 
 WHERE = "operator engine"
 
 
-def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, fold: bool = True) -> Graph:
+def trace(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, fold: bool = True
+) -> Graph:
     """
     Export the forward pass of a model.
 
     Args:
         args, kwargs: what it is called with; only shapes, types and what is no tensor matter.
-        fold: export equal layers once (`pdrun.parallel.operators.graph.fold_layers`); the graph is the same.
+        fold: export equal layers once (`pdrun.parallel.operators.graph.fold_layers`); the graph is
+            the same.
 
     Raises:
         UsageError: the model does not export.
     """
     if fold:
-        with contextlib.suppress(Exception), folding(model) as folded:  # what is wrong is said without folding
+        with (
+            contextlib.suppress(Exception),
+            folding(model) as folded,
+        ):  # what is wrong is said without folding
             if folded:
                 return _exported(model, args, kwargs or {}, True)
     try:
@@ -52,13 +66,17 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None
         raise UsageError(what, where=WHERE, hint=hint) from error
 
 
-def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], folded: bool) -> Graph:
+def _exported(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], folded: bool
+) -> Graph:
     with looked_at(model), _plain_torch(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of torch about itself
         program = torch.export.export(model, args, kwargs, strict=False)
         if any(_has_effects(node) for node in program.graph.nodes):
             if folded:
-                raise Unlike("what is written in place can't be followed through a layer that isn't there")
+                raise Unlike(
+                    "what is written in place can't be followed through a layer that isn't there"
+                )
             _stop_gradients(program)
             program = program.run_decompositions({})
     return _Reader(model, program).read()
@@ -69,7 +87,10 @@ _DROPOUTS = {name: getattr(functional, name) for name in REPLACED}
 
 @contextmanager
 def _plain_torch() -> Iterator[None]:
-    """Export what the model says, in the middle of a step too: without its dropout, its autocast, its gradient mode."""
+    """
+    Export what the model says, in the middle of a step too: without its dropout, its autocast, its
+    gradient mode.
+    """
     placed = {name: getattr(functional, name) for name in _DROPOUTS}
     for name, function in _DROPOUTS.items():
         setattr(functional, name, function)
@@ -102,15 +123,24 @@ def _stop_gradients(program: Any) -> None:
 
     graph = program.graph
     for node in list(graph.nodes):
-        if node.op != "call_function" or kind_of(node.target) != "wrap_with_set_grad_enabled" or node.args[0]:
+        if (
+            node.op != "call_function"
+            or kind_of(node.target) != "wrap_with_set_grad_enabled"
+            or node.args[0]
+        ):
             continue
         for result in list(node.users):
-            if any(user.op == "output" for user in result.users) or not result.meta["val"].is_floating_point():
+            if (
+                any(user.op == "output" for user in result.users)
+                or not result.meta["val"].is_floating_point()
+            ):
                 continue
             with graph.inserting_after(result):
                 stop = graph.call_function(torch.ops.pdrun.stop.default, (result,))
             stop.meta = {"val": result.meta["val"]}
-            result.replace_all_uses_with(stop, delete_user_cb=lambda user, stop=stop: user is not stop)
+            result.replace_all_uses_with(
+                stop, delete_user_cb=lambda user, stop=stop: user is not stop
+            )
     program.graph_module.recompile()
 
 
@@ -118,7 +148,8 @@ class _Reader:
     """Turns an exported program into a `Graph`."""
 
     def __init__(self, model: nn.Module, program: Any) -> None:
-        self.program, self.graph = program, Graph()
+        self.program = program
+        self.graph = Graph()
         self.found: dict[torch.fx.Node, Any] = {}
         self.names: dict[str, int] = {}
         self.params = dict(model.named_parameters(remove_duplicate=False))
@@ -128,7 +159,10 @@ class _Reader:
             self.first.setdefault(id(value), name)
         self.held: dict[str, int] = {}
         self.marks: dict[str, list[tuple[int, list[Ref]]]] = {}
-        """By path of the first of equal layers: before and behind which operator it lies, what it takes and returns."""
+        """
+        By path of the first of equal layers: before and behind which operator it lies, what it
+        takes and returns.
+        """
 
     def read(self) -> Graph:
         """Return the graph."""
@@ -155,7 +189,9 @@ class _Reader:
             elif node.op == "call_function":
                 self._call(node)
             elif node.op == "output":
-                self.graph.results = [self._plain(value) for value in pytree.tree_leaves(node.args[0])]
+                self.graph.results = [
+                    self._plain(value) for value in pytree.tree_leaves(node.args[0])
+                ]
         self.graph.structure = self.program.call_spec.out_spec
         return self.graph
 
@@ -166,7 +202,8 @@ class _Reader:
     def _placeholder(self, node: torch.fx.Node, spec: Any, kinds: dict[Any, str]) -> None:
         if spec.kind not in kinds:
             raise UsageError(f"the input {node.name} is no tensor, weight or buffer", where=WHERE)
-        kind, value = kinds[spec.kind], node.meta.get("val")
+        kind = kinds[spec.kind]
+        value = node.meta.get("val")
         if kind == "input" and not isinstance(value, torch.Tensor):
             self.graph.inputs.append(None)
             self.found[node] = value
@@ -194,7 +231,9 @@ class _Reader:
         """Return a value of the exported graph with references in place of nodes."""
         if isinstance(value, torch.fx.Node):
             found = self.found[value]
-            return Ref(found.index) if isinstance(found, Ref) else found  # each use is an object of its own
+            return (
+                Ref(found.index) if isinstance(found, Ref) else found
+            )  # each use is an object of its own
         if isinstance(value, (list, tuple)):
             return type(value)(self._plain(one) for one in value)
         if isinstance(value, dict):
@@ -203,7 +242,8 @@ class _Reader:
 
     def _call(self, node: torch.fx.Node) -> None:
         target = node.target
-        args, kwargs = self._plain(tuple(node.args)), self._plain(dict(node.kwargs))
+        args = self._plain(tuple(node.args))
+        kwargs = self._plain(dict(node.kwargs))
         if getattr(target, "__name__", "") == "getitem":
             self.found[node] = args[0][args[1]]
             return
@@ -220,29 +260,50 @@ class _Reader:
             self.found[node] = self._again(*args)
             return
         value = node.meta.get("val")
-        module, source = _module(node), _source(node)
+        module = _module(node)
+        source = _source(node)
         values = (
-            [value] if isinstance(value, torch.Tensor) else list(value) if isinstance(value, (list, tuple)) else None
+            [value]
+            if isinstance(value, torch.Tensor)
+            else list(value)
+            if isinstance(value, (list, tuple))
+            else None
         )
         if values is None:
             raise UsageError(f"{kind} returns no tensor", where=source or WHERE)
         many = not isinstance(value, torch.Tensor)
         forms = [(tuple(one.shape), one.dtype) for one in values]
-        made = tuple(map(Ref, self._operator(kind, target, args, kwargs, forms, many, module, source)))
+        made = tuple(
+            map(Ref, self._operator(kind, target, args, kwargs, forms, many, module, source))
+        )
         self.found[node] = made if many else made[0]
 
     def _operator(
-        self, kind: str, target: Any, args: Any, kwargs: Any, forms: list[tuple[tuple[int, ...], torch.dtype]],
-        many: bool, module: str, source: str,
-    ) -> tuple[int, ...]:  # fmt: skip
-        """Add an operator; return the tensors that it makes, of which the shapes and types are given."""
+        self,
+        kind: str,
+        target: Any,
+        args: Any,
+        kwargs: Any,
+        forms: list[tuple[tuple[int, ...], torch.dtype]],
+        many: bool,
+        module: str,
+        source: str,
+    ) -> tuple[int, ...]:
+        """
+        Add an operator; return the tensors that it makes, of which the shapes and types are given.
+        """
         inputs = tuple(ref.index for ref in refs(args, kwargs))
-        flows = kind not in ("detach", "stop") and any(self.graph.tensors[index].grad for index in inputs)
+        flows = kind not in ("detach", "stop") and any(
+            self.graph.tensors[index].grad for index in inputs
+        )
         name = self._name(module, kind)
         outputs = tuple(
-            self._add(Tensor("op", name, shape, dtype, flows and dtype.is_floating_point)) for shape, dtype in forms
+            self._add(Tensor("op", name, shape, dtype, flows and dtype.is_floating_point))
+            for shape, dtype in forms
         )
-        self.graph.operators.append(Operator(name, kind, target, args, kwargs, inputs, outputs, many, module, source))
+        self.graph.operators.append(
+            Operator(name, kind, target, args, kwargs, inputs, outputs, many, module, source)
+        )
         return outputs
 
     def _again(self, inputs: list[Ref], path: str, first: str) -> tuple[Ref, ...]:
@@ -267,11 +328,16 @@ class _Reader:
             return Ref(counterpart(ref.index))
 
         for old in self.graph.operators[begin:end]:
-            forms = [(self.graph.shape(index), self.graph.tensors[index].dtype) for index in old.outputs]
-            args, kwargs = substitute(old.args, swapped), substitute(old.kwargs, swapped)
+            forms = [
+                (self.graph.shape(index), self.graph.tensors[index].dtype) for index in old.outputs
+            ]
+            args = substitute(old.args, swapped)
+            kwargs = substitute(old.kwargs, swapped)
             inside = old.module == first or old.module.startswith(f"{first}.")
             module = path + old.module[len(first) :] if inside else old.module
-            made = self._operator(old.kind, old.target, args, kwargs, forms, old.many, module, old.source)
+            made = self._operator(
+                old.kind, old.target, args, kwargs, forms, old.many, module, old.source
+            )
             here.update(zip(old.outputs, made, strict=True))
         return tuple(map(swapped, returned))
 
@@ -300,5 +366,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]+\n\s*([^\n]*)')
 def _source(node: torch.fx.Node) -> str:
     """Return the innermost line of a node's trace that isn't in torch itself."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    own = [frame for frame in frames if "/torch/" not in frame[0] and "eval_with_key" not in frame[0]] or frames
+    own = [
+        frame for frame in frames if "/torch/" not in frame[0] and "eval_with_key" not in frame[0]
+    ] or frames
     return f"{own[-1][0]}:{own[-1][1]}: {own[-1][2].strip()}" if own else ""

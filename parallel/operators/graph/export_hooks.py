@@ -1,9 +1,10 @@
 """
 A program's hooks on modules while a model is exported.
 
-Those of the model itself run around its forward, whatever that computes, and stay out of the graph. Those of a
-submodule are called with what goes in and out of its stretch of the graph (`segments`), and may look at it: what they
-changed would be changed in the graph and around the stretch. The backward of a graph has no submodules.
+Those of the model itself run around its forward, whatever that computes, and stay out of the graph.
+Those of a submodule are called with what goes in and out of its stretch of the graph (`segments`),
+and may look at it: what they changed would be changed in the graph and around the stretch. The
+backward of a graph has no submodules.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ BACKWARD = ("_backward_pre_hooks", "_backward_hooks")
 @contextmanager
 def looked_at(model: nn.Module) -> Iterator[None]:
     """
-    While this lasts, a model may be called to be exported: its own hooks are away, those of submodules are watched.
+    While this lasts, a model may be called to be exported: its own hooks are away, those of
+    submodules are watched.
 
     Raises:
         UsageError: a submodule has a backward hook, or a hook that changes what goes in or out.
@@ -39,11 +41,20 @@ def looked_at(model: nn.Module) -> Iterator[None]:
                 hooks = getattr(module, kind)
                 if name and hooks and kind in BACKWARD:
                     what = f"{name} has a backward hook; the backward of operators has no modules"
-                    raise UsageError(what, where=WHERE, hint="a hook on a tensor in forward, or pdrun.Strategy")
+                    raise UsageError(
+                        what, where=WHERE, hint="a hook on a tensor in forward, or pdrun.Strategy"
+                    )
                 kept.append((module, kind, hooks))
-                ours = {key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), Sharding)}
+                ours = {
+                    key
+                    for key, hook in hooks.items()
+                    if isinstance(getattr(hook, "__self__", None), Sharding)
+                }
                 some = ((key, hook) for key, hook in hooks.items() if name or key in ours)
-                watched = ((key, hook if key in ours else _watched(hook, name, changed)) for key, hook in some)
+                watched = (
+                    (key, hook if key in ours else _watched(hook, name, changed))
+                    for key, hook in some
+                )
                 setattr(module, kind, OrderedDict(watched))
         yield
     finally:

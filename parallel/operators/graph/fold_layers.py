@@ -1,14 +1,16 @@
 """
-Equal layers are exported once: an export takes milliseconds an operator, and the layers of a deep model are all alike.
+Equal layers are exported once: an export takes milliseconds an operator, and the layers of a deep
+model are all alike.
 
-While a model is exported, members of its lists that are equal to an earlier one (same classes, same attributes, weights
-of the same shapes) don't run: the first is enclosed in marks, and the others leave one node that stands for it, with
-results of the same shapes. Whoever reads the graph puts the operators of the first in their places, with their own
-weights and names.
+While a model is exported, members of its lists that are equal to an earlier one (same classes, same
+attributes, weights of the same shapes) don't run: the first is enclosed in marks, and the others
+leave one node that stands for it, with results of the same shapes. Whoever reads the graph puts the
+operators of the first in their places, with their own weights and names.
 
-What is equal is found out, never assumed: an attribute that differs, a weight that is shared with something outside, a
-call with other shapes or values has a layer exported by itself. A layer that takes an activation from somewhere else
-than its arguments has the whole model exported without folding (`Unlike`).
+What is equal is found out, never assumed: an attribute that differs, a weight that is shared with
+something outside, a call with other shapes or values has a layer exported by itself. A layer that
+takes an activation from somewhere else than its arguments has the whole model exported without
+folding (`Unlike`).
 """
 
 from __future__ import annotations
@@ -52,7 +54,10 @@ def _mark(tensors: list[torch.Tensor], path: str) -> None:
 
 
 def _again(tensors: list[torch.Tensor], path: str, first: str) -> list[torch.Tensor]:
-    return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in _open[first].results]
+    return [
+        torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+        for x in _open[first].results
+    ]
 
 
 LIBRARY.impl("mark", _mark, "CompositeExplicitAutograd")
@@ -65,7 +70,10 @@ class Unlike(Exception):
 
 @contextmanager
 def folding(model: nn.Module) -> Iterator[bool]:
-    """While this lasts, calls of equal members of lists leave a node each; yields whether there are any."""
+    """
+    While this lasts, calls of equal members of lists leave a node each; yields whether there are
+    any.
+    """
     groups = equal_members(model)
     patched = []
     try:
@@ -82,15 +90,20 @@ def folding(model: nn.Module) -> Iterator[bool]:
         _open.clear()
 
 
-def _folded(module: nn.Module, forward: Callable[..., Any], path: str, first: _First) -> Callable[..., Any]:
+def _folded(
+    module: nn.Module, forward: Callable[..., Any], path: str, first: _First
+) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        call, held = _call(leaves, structure), _held(module)
+        call = _call(leaves, structure)
+        held = _held(module)
         call = None if call is None else (call, held)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if call is not None and path != first.path and call == first.call:
             made = iter(torch.ops.pdrun.again(tensors, path, first.path))
-            results = [next(made) if isinstance(leaf, torch.Tensor) else leaf for leaf in first.leaves]
+            results = [
+                next(made) if isinstance(leaf, torch.Tensor) else leaf for leaf in first.leaves
+            ]
             return pytree.tree_unflatten(results, first.structure)
         if call is None or path != first.path or first.call is not None:
             return forward(*args, **kwargs)
@@ -99,9 +112,12 @@ def _folded(module: nn.Module, forward: Callable[..., Any], path: str, first: _F
         found, form = pytree.tree_flatten(output)
         results = [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
         torch.ops.pdrun.mark(results, path)
-        if _held(module) == held and all(isinstance(leaf, torch.Tensor) or _is_plain(leaf) for leaf in found):
+        if _held(module) == held and all(
+            isinstance(leaf, torch.Tensor) or _is_plain(leaf) for leaf in found
+        ):
             first.call, first.results = call, tuple(results)
-            first.leaves, first.structure = tuple(found), form
+            first.leaves = tuple(found)
+            first.structure = form
         return output
 
     return run
@@ -124,9 +140,11 @@ def _call(leaves: list[Any], structure: Any) -> Any:
 
 def _held(module: nn.Module) -> Any:
     """
-    Return what the objects hold that a module has besides weights: a call may depend on that, or change it.
+    Return what the objects hold that a module has besides weights: a call may depend on that, or
+    change it.
 
-    Layers that share such an object (a list of auxiliary losses, a counter) are equal, and their calls are not.
+    Layers that share such an object (a list of auxiliary losses, a counter) are equal, and their
+    calls are not.
     """
     return [
         (name, _content(value, 3))
@@ -143,7 +161,9 @@ def _content(value: Any, depth: int) -> Any:
         return id(value)
     inside = value if isinstance(value, dict) else getattr(value, "__dict__", {})
     items = list(value) if isinstance(value, (list, tuple, set, frozenset)) else []
-    named = [(_content(key, depth - 1), _content(one, depth - 1)) for key, one in list(inside.items())]
+    named = [
+        (_content(key, depth - 1), _content(one, depth - 1)) for key, one in list(inside.items())
+    ]
     return type(value), [_content(one, depth - 1) for one in items], named
 
 
@@ -151,17 +171,21 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device))
 
 
-# ---- which modules are equal -----------------------------------------------------------------------------------------
+# ---- which modules are equal ------------------------------------------------
 
 
 def equal_members(model: nn.Module) -> list[list[str]]:
     """
-    Return the paths of equal members of the outermost lists, group by group; each group has `LEAST` or more.
+    Return the paths of equal members of the outermost lists, group by group; each group has `LEAST`
+    or more.
 
     Members without modules inside are left: they are an operator or two.
     """
     names: dict[int, list[str]] = {}
-    for kind in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+    for kind in (
+        model.named_parameters(remove_duplicate=False),
+        model.named_buffers(remove_duplicate=False),
+    ):
         for name, tensor in kind:
             names.setdefault(id(tensor), []).append(name)
     found: list[list[str]] = []
@@ -175,7 +199,9 @@ def equal_members(model: nn.Module) -> list[list[str]]:
         for name, child in module.named_children():
             inner = f"{path}.{name}" if path else name
             key = (
-                None if "forward" in child.__dict__ or not _is_apart(child, inner, names) else _key(child, inner, names)
+                None
+                if "forward" in child.__dict__ or not _is_apart(child, inner, names)
+                else _key(child, inner, names)
             )
             if key is not None and child._modules:
                 groups.setdefault(key, []).append(inner)
@@ -196,19 +222,35 @@ _OWN = frozenset(nn.Module().__dict__)
 
 
 def _key(module: nn.Module, path: str, names: dict[int, list[str]], inside: bool = False) -> Any:
-    """Return what two modules have in common that compute the same; hooks of the outermost run outside of it."""
-    hooks = [value for name, value in module.__dict__.items() if name in _OWN and "hooks" in name and value]
+    """
+    Return what two modules have in common that compute the same; hooks of the outermost run outside
+    of it.
+    """
+    hooks = [
+        value
+        for name, value in module.__dict__.items()
+        if name in _OWN and "hooks" in name and value
+    ]
     if inside and (hooks or "forward" in module.__dict__):
         return id(module)
     states = tuple(
-        (name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, _relative(names[id(tensor)][0], path))
+        (
+            name,
+            tuple(tensor.shape),
+            tensor.dtype,
+            tensor.requires_grad,
+            _relative(names[id(tensor)][0], path),
+        )
         for held in (module._parameters, module._buffers)
         for name, tensor in held.items()
         if tensor is not None
     )
-    more = tuple((name, _value(value)) for name, value in sorted(module.__dict__.items()) if name not in _OWN)
+    more = tuple(
+        (name, _value(value)) for name, value in sorted(module.__dict__.items()) if name not in _OWN
+    )
     children = tuple(
-        (name, None if child is None else _key(child, path, names, True)) for name, child in module._modules.items()
+        (name, None if child is None else _key(child, path, names, True))
+        for name, child in module._modules.items()
     )
     return type(module), module.training, states, more, children
 
@@ -218,7 +260,10 @@ def _relative(name: str, path: str) -> str:
 
 
 def _value(value: Any) -> Any:
-    """Return an attribute in a form that is equal for equal ones; of what isn't plain, the object itself."""
+    """
+    Return an attribute in a form that is equal for equal ones; of what isn't plain, the object
+    itself.
+    """
     if _is_plain(value):
         return type(value), value
     if type(value) in (tuple, list, torch.Size):

@@ -1,8 +1,9 @@
 """
 The operator graph: what a model computes, as frozen data.
 
-It has what planning needs of a forward pass: operators in order, the tensors between them with their whole shapes, and
-for each operator the line of the user's model that it comes from. `pdrun.parallel.operators.graph.export` makes it of a model.
+It has what planning needs of a forward pass: operators in order, the tensors between them with
+their whole shapes, and for each operator the line of the user's model that it comes from.
+`pdrun.parallel.operators.graph.export` makes it of a model.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Tensor:
 
     Attributes:
         kind: "param", "buffer", "constant" (made while exporting), "input", or "op".
-        name: of a weight in the model (the first of its names), of an input, or of the operator that makes it.
+        name: of a weight in the model (the first of its names), of an input, or of the operator
+            that makes it.
         grad: whether a gradient flows through it.
     """
 
@@ -60,7 +62,8 @@ class Operator:
         many: whether it returns a list or tuple.
         module: path of the innermost module.
         source: ``file:line`` in the user's model and the code there, where known.
-        stage: of a pipeline that computes it; None where there is none, or where every stage that needs it does.
+        stage: of a pipeline that computes it; None where there is none, or where every stage that
+            needs it does.
     """
 
     name: str
@@ -78,11 +81,15 @@ class Operator:
     @property
     def told(self) -> str:
         """The name, and the stage if there is one: for errors."""
-        return self.name if self.stage is None else f"{self.name} of stage {self.stage}"
+        if self.stage is None:
+            return self.name
+        return f"{self.name} of stage {self.stage}"
 
     def arg(self, place: int, name: str, default: Any = None) -> Any:
         """Return an argument by place or by name."""
-        return self.args[place] if place < len(self.args) else self.kwargs.get(name, default)
+        if place < len(self.args):
+            return self.args[place]
+        return self.kwargs.get(name, default)
 
 
 @dataclass
@@ -91,10 +98,12 @@ class Graph:
     A model's forward pass.
 
     Attributes:
-        results: the tensors (or plain values) that it returns, flat, and `structure`, how they were nested.
+        results: the tensors (or plain values) that it returns, flat, and `structure`, how they were
+            nested.
         inputs: the tensors among the flattened arguments of the call; None for what is no tensor.
         stages: of the pipeline; 0 where there is none.
-        origins: the stage that makes a tensor, by its index; what is missing is there on every stage.
+        origins: the stage that makes a tensor, by its index; what is missing is there on every
+            stage.
     """
 
     tensors: list[Tensor] = field(default_factory=list)
@@ -120,7 +129,11 @@ class Graph:
 
     def makers(self) -> dict[int, int]:
         """Return for each tensor that an operator makes, which."""
-        return {index: place for place, operator in enumerate(self.operators) for index in operator.outputs}
+        return {
+            index: place
+            for place, operator in enumerate(self.operators)
+            for index in operator.outputs
+        }
 
 
 def kind_of(target: Any) -> str:

@@ -34,12 +34,15 @@ def attend(
     """
     if enable_gqa:
         times = query.shape[-3] // key.shape[-3]
-        key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
+        key = key.repeat_interleave(times, -3)
+        value = value.repeat_interleave(times, -3)
     scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
     if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+        scores = (
+            scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+        )
     return dropped(scores.softmax(-1), p, True, shape, box) @ value
 
 
@@ -48,11 +51,21 @@ def _run(place: Place) -> Call:
     operator = place.operator
     if p == 0:
         return operator.target, operator.args, operator.kwargs
-    query, key, mask = operator.args[0], operator.args[1], place.arg(3, "attn_mask")
-    options = (place.arg(5, "is_causal", False), operator.kwargs.get("scale"), operator.kwargs.get("enable_gqa", False))
+    query = operator.args[0]
+    key = operator.args[1]
+    mask = place.arg(3, "attn_mask")
+    options = (
+        place.arg(5, "is_causal", False),
+        operator.kwargs.get("scale"),
+        operator.kwargs.get("enable_gqa", False),
+    )
     if not place.splits:
         more = {"scale": options[1], "enable_gqa": options[2]}
-        return functional.scaled_dot_product_attention, (query, key, operator.args[2], mask, p, options[0]), more
+        return (
+            functional.scaled_dot_product_attention,
+            (query, key, operator.args[2], mask, p, options[0]),
+            more,
+        )
     shape = (*place.ins[0][:-1], place.ins[1][-2])
     box = (*place.in_boxes[0][:-1], (0, place.ins[1][-2]))
     return attend, (query, key, operator.args[2], mask, p, *options, shape, box), {}
@@ -60,7 +73,10 @@ def _run(place: Place) -> Call:
 
 @rule("scaled_dot_product_attention", run=_run)
 def attention(view: View) -> list[Split]:
-    """query [..., H, S, E], key and value [..., G, T, E], mask broadcast to [..., H, S, T]; G divides H."""
+    """
+    query [..., H, S, E], key and value [..., G, T, E], mask broadcast to [..., H, S, T]; G divides
+    H.
+    """
     query, key, _, *masks = view.ins
     lead: list[Hashable] = list(range(len(query) - 2))
     causal = view.arg(5, "is_causal", False)
@@ -69,12 +85,23 @@ def attention(view: View) -> list[Split]:
     divides: dict[Hashable, int] = {}
     if heads >= 0 and query[heads] != key[heads]:
         divides[heads] = gcd(query[heads], key[heads])
-    if any(a != b for dim, (a, b) in enumerate(zip(query[:-2], key[:-2], strict=True)) if dim != heads):
+    if any(
+        a != b for dim, (a, b) in enumerate(zip(query[:-2], key[:-2], strict=True)) if dim != heads
+    ):
         return []
-    ins: list[list[Hashable | None]] = [[*lead, rows, None], [*lead, None, None], [*lead, None, None]]
+    ins: list[list[Hashable | None]] = [
+        [*lead, rows, None],
+        [*lead, None, None],
+        [*lead, None, None],
+    ]
     for mask in masks:
         whole = (*query[:-1], key[-2])
         names = [*lead, rows, None]
         skip = len(whole) - len(mask)
-        ins.append([names[skip + dim] if size == whole[skip + dim] else None for dim, size in enumerate(mask)])
+        ins.append(
+            [
+                names[skip + dim] if size == whole[skip + dim] else None
+                for dim, size in enumerate(mask)
+            ]
+        )
     return by_labels(view, ins, [[*lead, rows, None]], divides)

@@ -1,4 +1,7 @@
-"""Convolutions and pooling: rows, channels out, channels in (terms of a sum), groups; space stays whole."""
+"""
+Convolutions and pooling: rows, channels out, channels in (terms of a sum), groups; space stays
+whole.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,11 @@ CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "convolution")
 
 
 def _groups(view: View | Place) -> int:
-    return int(view.arg(8, "groups", 1) if view.operator.kind == "convolution" else view.arg(6, "groups", 1))
+    return int(
+        view.arg(8, "groups", 1)
+        if view.operator.kind == "convolution"
+        else view.arg(6, "groups", 1)
+    )
 
 
 def _transposed(view: View) -> bool:
@@ -21,7 +28,8 @@ def _transposed(view: View) -> bool:
 
 def _run(place: Place) -> Call:
     operator = place.operator
-    args, kwargs = list(operator.args), dict(operator.kwargs)
+    args = list(operator.args)
+    kwargs = dict(operator.kwargs)
     if _groups(place) > 1:
         parts = 1
         for axis, split in place.splits.items():
@@ -36,8 +44,15 @@ def _run(place: Place) -> Call:
     return biased_once, (operator.target, float(place.is_first()), *args), kwargs
 
 
-def biased_once(target: object, factor: float, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor,
-                *args: object, **kwargs: object) -> torch.Tensor:  # fmt: skip
+def biased_once(
+    target: object,
+    factor: float,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    *args: object,
+    **kwargs: object,
+) -> torch.Tensor:
     """Return a convolution with a factor for its bias."""
     result: torch.Tensor = target(x, weight, bias * factor, *args, **kwargs)  # type: ignore[operator]
     return result
@@ -60,9 +75,20 @@ def convolution(view: View) -> list[Split]:
 _SPACE = {"1d": 1, "2d": 2, "3d": 3}
 
 
-@rule("max_pool1d", "max_pool2d", "max_pool3d", "max_pool2d_with_indices", "avg_pool1d", "avg_pool2d", "avg_pool3d",
-      "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "_adaptive_avg_pool2d",
-      "adaptive_max_pool2d")  # fmt: skip
+@rule(
+    "max_pool1d",
+    "max_pool2d",
+    "max_pool3d",
+    "max_pool2d_with_indices",
+    "avg_pool1d",
+    "avg_pool2d",
+    "avg_pool3d",
+    "adaptive_avg_pool1d",
+    "adaptive_avg_pool2d",
+    "adaptive_avg_pool3d",
+    "_adaptive_avg_pool2d",
+    "adaptive_max_pool2d",
+)
 def pooling(view: View) -> list[Split]:
     """x [N, C, ...]: cut N or C."""
     space = next(count for name, count in _SPACE.items() if name in view.operator.kind)

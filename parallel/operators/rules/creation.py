@@ -1,4 +1,6 @@
-"""Tensors from nothing: each rank makes its part; counters are made whole, and parts of them taken."""
+"""
+Tensors from nothing: each rank makes its part; counters are made whole, and parts of them taken.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ def _run_new(place: Place) -> Call:
 @rule("full", "ones", "zeros", "new_full", "new_ones", "new_zeros", run=_run_new)
 def constant(view: View) -> list[Split]:
     """Cut any dim."""
-    return by_labels(view, [[None] * len(shape) for shape in view.ins], [list(range(len(view.outs[0])))])
+    return by_labels(
+        view, [[None] * len(shape) for shape in view.ins], [list(range(len(view.outs[0])))]
+    )
 
 
 @rule("arange", "linspace", "scalar_tensor", "eye", "tril_indices", "triu_indices")

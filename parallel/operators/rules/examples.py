@@ -37,7 +37,10 @@ class Example:
 
 
 def _x(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 0.8 + 0.1
+    return (
+        torch.rand(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 0.8
+        + 0.1
+    )
 
 
 def _n(high: int, *shape: int, seed: int = 0) -> torch.Tensor:
@@ -49,9 +52,13 @@ def _b(*shape: int) -> torch.Tensor:
 
 
 _MORE_ARGS: dict[str, tuple[Any, ...]] = {
-    "clamp": (0.2, 0.7), "clip": (0.2, 0.7), "clamp_max": (0.5,), "clamp_min": (0.5,), "threshold": (0.4, 0.1),
+    "clamp": (0.2, 0.7),
+    "clip": (0.2, 0.7),
+    "clamp_max": (0.5,),
+    "clamp_min": (0.5,),
+    "threshold": (0.4, 0.1),
     "full_like": (2.0,),
-}  # fmt: skip
+}
 _INTEGERS = ("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "__and__", "__or__")
 _THREE = ("addcdiv", "addcmul", "lerp")
 
@@ -118,8 +125,13 @@ def _matrix() -> Iterator[Example]:
 
 def _views() -> Iterator[Example]:
     for kind in ("view", "reshape", "_unsafe_view"):
-        for shape, target in (((4, 6, 8), [24, 8]), ((4, 48), [4, 6, 8]), ((4, 6, 8), [4, -1]), ((4, 6), [1, 4, 6, 1]),
-                              ((12, 2), [4, 6])):  # fmt: skip
+        for shape, target in (
+            ((4, 6, 8), [24, 8]),
+            ((4, 48), [4, 6, 8]),
+            ((4, 6, 8), [4, -1]),
+            ((4, 6), [1, 4, 6, 1]),
+            ((12, 2), [4, 6]),
+        ):
             yield Example(kind, (_x(*shape), target))
     yield Example("_reshape_alias", (_x(4, 6), [24], [1]))
     yield Example("flatten", (_x(2, 4, 6), 0, 1))
@@ -215,7 +227,9 @@ def _normalizations() -> Iterator[Example]:
     yield Example("rms_norm", (_x(2, 4, 6), [6], _x(6, seed=1), 1e-6))
     yield Example("_fused_rms_norm", (_x(2, 4, 6), [6], _x(6, seed=1), 1e-6))
     for kind in SOFTMAX:
-        yield Example(kind, (_x(4, 6, 8), 1, *([False] if kind in ("_softmax", "_log_softmax") else [])))
+        yield Example(
+            kind, (_x(4, 6, 8), 1, *([False] if kind in ("_softmax", "_log_softmax") else []))
+        )
     yield Example("group_norm", (_x(4, 6, 8), 3, _x(6, seed=1), _x(6, seed=2)))
     given = (_x(6, seed=1), _x(6, seed=2), _x(6, seed=3), _x(6, seed=4))
     yield Example("batch_norm", (_x(4, 6, 8), *given, False, 0.1, 1e-5, False), grads=3)
@@ -223,7 +237,9 @@ def _normalizations() -> Iterator[Example]:
 
 
 def _attention() -> Iterator[Example]:
-    query, key, value = _x(2, 4, 5, 6), _x(2, 4, 7, 6, seed=1), _x(2, 4, 7, 8, seed=2)
+    query = _x(2, 4, 5, 6)
+    key = _x(2, 4, 7, 6, seed=1)
+    value = _x(2, 4, 7, 8, seed=2)
     kind = "scaled_dot_product_attention"
     yield Example(kind, (query, key, value))
     yield Example(kind, (query, key, value, _b(5, 7) | (torch.arange(7) == 0)))
@@ -234,13 +250,20 @@ def _attention() -> Iterator[Example]:
 
 
 def _convolutions() -> Iterator[Example]:
-    x1, x2, x3 = _x(2, 4, 8), _x(2, 4, 8, 8), _x(2, 4, 6, 6, 6)
+    x1 = _x(2, 4, 8)
+    x2 = _x(2, 4, 8, 8)
+    x3 = _x(2, 4, 6, 6, 6)
     yield Example("conv1d", (x1, _x(6, 4, 3, seed=1), _x(6, seed=2)))
     yield Example("conv2d", (x2, _x(6, 4, 3, 3, seed=1), _x(6, seed=2), [2, 2], [1, 1]))
     yield Example("conv2d", (x2, _x(8, 2, 1, 1, seed=1), _x(8, seed=2), [1, 1], [0, 0], [1, 1], 2))
     yield Example("conv3d", (x3, _x(6, 4, 2, 2, 2, seed=1)))
-    yield Example("convolution", (x2, _x(6, 4, 3, 3, seed=1), _x(6, seed=2), [1, 1], [1, 1], [1, 1], False, [0, 0], 1))
-    yield Example("convolution", (x2, _x(4, 1, 3, 3, seed=1), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 4))
+    yield Example(
+        "convolution",
+        (x2, _x(6, 4, 3, 3, seed=1), _x(6, seed=2), [1, 1], [1, 1], [1, 1], False, [0, 0], 1),
+    )
+    yield Example(
+        "convolution", (x2, _x(4, 1, 3, 3, seed=1), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 4)
+    )
     for dims, x in ((1, x1), (2, x2), (3, x3)):
         yield Example(f"max_pool{dims}d", (x, [2] * dims))
         yield Example(f"avg_pool{dims}d", (x, [2] * dims))
@@ -270,15 +293,24 @@ def _creation() -> Iterator[Example]:
 
 
 def _losses() -> Iterator[Example]:
-    logits, target = _x(6, 5), _n(5, 6)
+    logits = _x(6, 5)
+    target = _n(5, 6)
     for reduction in (0, 1, 2):
         yield Example("cross_entropy_loss", (logits, target, None, reduction))
         yield Example("nll_loss_nd", (logits, target, None, reduction, 3))
         yield Example("nll_loss", (logits, target, None, reduction))
         for kind in ELEMENTWISE:
-            between = (None,) if kind == "binary_cross_entropy" else (None, None) if kind.endswith("logits") else ()
+            between = (
+                (None,)
+                if kind == "binary_cross_entropy"
+                else (None, None)
+                if kind.endswith("logits")
+                else ()
+            )
             yield Example(kind, (_x(4, 6), _x(4, 6, seed=1), *between, reduction), grads=1)
-    yield Example("cross_entropy_loss", (_x(4, 5, 6), _x(4, 5, 6, seed=1).softmax(1), None, 2, -100, 0.1))
+    yield Example(
+        "cross_entropy_loss", (_x(4, 5, 6), _x(4, 5, 6, seed=1).softmax(1), None, 2, -100, 0.1)
+    )
     yield Example("cross_entropy_loss", (logits, target, _x(5, seed=1), 2, 2), grads=1)
     yield Example("nll_loss2d", (_x(4, 5, 3, 6), _n(5, 4, 3, 6), None, 2))
     yield Example("nll_loss_forward", (logits, target, None, 1, -100))

@@ -8,24 +8,45 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from pdrun.parallel.operators.rules.rule import Call, Labels, Place, Split, View, by_labels, numel, rule
+from pdrun.parallel.operators.rules.rule import (
+    Call,
+    Labels,
+    Place,
+    Split,
+    View,
+    by_labels,
+    numel,
+    rule,
+)
 
-NONE, MEAN, SUM = 0, 1, 2
+NONE = 0
+MEAN = 1
+SUM = 2
 """ATen's numbers for reductions."""
 
 
 @rule("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d", "nll_loss_forward")
 def cross_entropy(view: View) -> list[Split]:
-    """logits [N, C, ...], targets [N, ...] (or like logits): cut rows, unless a mean weighs them by what is ignored."""
-    logits, target = view.ins[0], view.ins[1]
+    """
+    logits [N, C, ...], targets [N, ...] (or like logits): cut rows, unless a mean weighs them by
+    what is ignored.
+    """
+    logits = view.ins[0]
+    target = view.ins[1]
     reduction = view.arg(3, "reduction", MEAN)
     if reduction == MEAN or len(logits) < 2 or len(view.outs) > 1:
         return []
     first: list[Hashable | None] = [dim if dim != 1 else None for dim in range(len(logits))]
-    second = first if len(target) == len(logits) else [name for dim, name in enumerate(first) if dim != 1]
+    second = (
+        first
+        if len(target) == len(logits)
+        else [name for dim, name in enumerate(first) if dim != 1]
+    )
     ins: list[Labels] = [first, second, *[[None] * len(shape) for shape in view.ins[2:]]]
     rows = [name for name in first if name is not None]
-    return by_labels(view, ins, [rows if reduction == NONE else []], lost=rows if reduction == SUM else ())
+    return by_labels(
+        view, ins, [rows if reduction == NONE else []], lost=rows if reduction == SUM else ()
+    )
 
 
 ELEMENTWISE: dict[str, Callable[..., Any]] = {
@@ -44,7 +65,9 @@ def _reduction(view: View | Place) -> int:
     return int(view.arg(_REDUCTION.get(view.operator.kind, 2), "reduction", MEAN))
 
 
-def share_of_mean(target: Callable[..., torch.Tensor], count: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+def share_of_mean(
+    target: Callable[..., torch.Tensor], count: int, *args: Any, **kwargs: Any
+) -> torch.Tensor:
     """Return this rank's share of a mean over ``count`` elements."""
     return target(*args, **kwargs) / count
 
@@ -54,7 +77,8 @@ def _run_loss(place: Place) -> Call:
     if not place.adds_up() or _reduction(place) != MEAN:
         return operator.target, operator.args, operator.kwargs
     at = _REDUCTION.get(operator.kind, 2)
-    args, kwargs = list(operator.args), dict(operator.kwargs)
+    args = list(operator.args)
+    kwargs = dict(operator.kwargs)
     if at < len(args):
         args[at] = SUM
     else:
@@ -69,4 +93,6 @@ def elementwise_loss(view: View) -> list[Split]:
         return []
     labels = list(range(len(view.ins[0])))
     reduced = _reduction(view) != NONE
-    return by_labels(view, [labels] * len(view.ins), [[] if reduced else labels], lost=labels if reduced else ())
+    return by_labels(
+        view, [labels] * len(view.ins), [[] if reduced else labels], lost=labels if reduced else ()
+    )

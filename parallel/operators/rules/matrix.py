@@ -1,6 +1,6 @@
 """
-Products: a dim of the result is cut with the factor that it comes from; cutting a contracted dim leaves terms of a
-sum.
+Products: a dim of the result is cut with the factor that it comes from; cutting a contracted dim
+leaves terms of a sum.
 """
 
 from __future__ import annotations
@@ -10,7 +10,17 @@ from collections.abc import Hashable
 import torch
 from torch.nn import functional
 
-from pdrun.parallel.operators.rules.rule import Call, Labels, Place, Split, View, aligned, by_labels, linear, rule
+from pdrun.parallel.operators.rules.rule import (
+    Call,
+    Labels,
+    Place,
+    Split,
+    View,
+    aligned,
+    by_labels,
+    linear,
+    rule,
+)
 
 
 @rule("mm", "bmm", "matmul", "mv", "dot")
@@ -27,7 +37,10 @@ def matmul(view: View) -> list[Split]:
 
 
 def _run_biased(place: Place) -> Call:
-    """Leave the bias to the first rank where results are added up; it takes part everywhere, with weight 0."""
+    """
+    Leave the bias to the first rank where results are added up; it takes part everywhere, with
+    weight 0.
+    """
     is_linear = place.operator.kind == "linear"
     if not place.adds_up() or len(place.ins) < 3:
         target = linear_now if is_linear else place.operator.target
@@ -36,17 +49,26 @@ def _run_biased(place: Place) -> Call:
     return (linear_once if is_linear else addmm_once), args, {}
 
 
-def linear_now(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return what ``torch.nn.functional.linear`` does now: a pipeline may have put off the product for the weight."""
+def linear_now(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """
+    Return what ``torch.nn.functional.linear`` does now: a pipeline may have put off the product for
+    the weight.
+    """
     return functional.linear(x, weight, bias)
 
 
-def linear_once(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, factor: float) -> torch.Tensor:
+def linear_once(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, factor: float
+) -> torch.Tensor:
     """Return `torch.nn.functional.linear` with a factor for the bias."""
     return functional.linear(x, weight, bias * factor)
 
 
-def addmm_once(bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, factor: float) -> torch.Tensor:
+def addmm_once(
+    bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, factor: float
+) -> torch.Tensor:
     """Return `torch.addmm` with a factor for what is added."""
     return torch.addmm(bias * factor, x, weight)
 
@@ -82,8 +104,11 @@ def einsum(view: View) -> list[Split]:
     if not arrow:
         every = left.replace(",", "")
         right = "".join(sorted(name for name in set(every) if every.count(name) == 1))
-    if any(shape[some.index(name)] == 1 != _widest(view, ins, name) for some, shape in zip(ins, view.ins, strict=True)
-           for name in some):  # fmt: skip
+    if any(
+        shape[some.index(name)] == 1 != _widest(view, ins, name)
+        for some, shape in zip(ins, view.ins, strict=True)
+        for name in some
+    ):
         return []
     labels = [list(some) for some in ins]
     return by_labels(view, labels, [list(right)], lost=set("".join(ins)) - set(right)) + linear(
@@ -92,4 +117,6 @@ def einsum(view: View) -> list[Split]:
 
 
 def _widest(view: View, ins: list[str], name: str) -> int:
-    return max(shape[some.index(name)] for some, shape in zip(ins, view.ins, strict=True) if name in some)
+    return max(
+        shape[some.index(name)] for some, shape in zip(ins, view.ins, strict=True) if name in some
+    )

@@ -7,23 +7,123 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from pdrun.parallel.operators.rules.rule import Call, Place, Split, View, aligned, by_labels, linear, rule
+from pdrun.parallel.operators.rules.rule import (
+    Call,
+    Place,
+    Split,
+    View,
+    aligned,
+    by_labels,
+    linear,
+    rule,
+)
 
 UNARY = (
-    "abs", "acos", "acosh", "asin", "asinh", "atan", "atanh", "bitwise_not", "ceil", "celu", "clamp", "clamp_max",
-    "clamp_min", "clip", "cos", "cosh", "deg2rad", "digamma", "elu", "erf", "erfc", "erfinv", "exp", "exp2", "expm1",
-    "floor", "frac", "gelu", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "isfinite", "isinf", "isnan",
-    "leaky_relu", "lgamma", "log", "log10", "log1p", "log2", "log_sigmoid", "logical_not", "logit", "mish",
-    "nan_to_num", "reciprocal", "relu", "relu6", "round", "rsqrt", "selu", "sgn", "sigmoid", "sign", "silu", "sin",
-    "sinc", "sinh", "softplus", "softshrink", "sqrt", "square", "tan", "tanh", "threshold", "trunc",
-    "zeros_like", "ones_like", "full_like",
-)  # fmt: skip
+    "abs",
+    "acos",
+    "acosh",
+    "asin",
+    "asinh",
+    "atan",
+    "atanh",
+    "bitwise_not",
+    "ceil",
+    "celu",
+    "clamp",
+    "clamp_max",
+    "clamp_min",
+    "clip",
+    "cos",
+    "cosh",
+    "deg2rad",
+    "digamma",
+    "elu",
+    "erf",
+    "erfc",
+    "erfinv",
+    "exp",
+    "exp2",
+    "expm1",
+    "floor",
+    "frac",
+    "gelu",
+    "hardshrink",
+    "hardsigmoid",
+    "hardswish",
+    "hardtanh",
+    "isfinite",
+    "isinf",
+    "isnan",
+    "leaky_relu",
+    "lgamma",
+    "log",
+    "log10",
+    "log1p",
+    "log2",
+    "log_sigmoid",
+    "logical_not",
+    "logit",
+    "mish",
+    "nan_to_num",
+    "reciprocal",
+    "relu",
+    "relu6",
+    "round",
+    "rsqrt",
+    "selu",
+    "sgn",
+    "sigmoid",
+    "sign",
+    "silu",
+    "sin",
+    "sinc",
+    "sinh",
+    "softplus",
+    "softshrink",
+    "sqrt",
+    "square",
+    "tan",
+    "tanh",
+    "threshold",
+    "trunc",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+)
 MANY = (
-    "atan2", "bitwise_and", "bitwise_or", "bitwise_xor", "copysign", "eq", "floor_divide", "fmax", "fmin", "fmod",
-    "ge", "gt", "hypot", "isclose", "le", "logaddexp", "logical_and", "logical_or", "logical_xor", "lt", "maximum",
-    "minimum", "ne", "pow", "remainder", "xlogy", "addcdiv", "addcmul",
-    "lerp", "rsub", "__and__", "__or__",
-)  # fmt: skip
+    "atan2",
+    "bitwise_and",
+    "bitwise_or",
+    "bitwise_xor",
+    "copysign",
+    "eq",
+    "floor_divide",
+    "fmax",
+    "fmin",
+    "fmod",
+    "ge",
+    "gt",
+    "hypot",
+    "isclose",
+    "le",
+    "logaddexp",
+    "logical_and",
+    "logical_or",
+    "logical_xor",
+    "lt",
+    "maximum",
+    "minimum",
+    "ne",
+    "pow",
+    "remainder",
+    "xlogy",
+    "addcdiv",
+    "addcmul",
+    "lerp",
+    "rsub",
+    "__and__",
+    "__or__",
+)
 LINEAR_UNARY = ("clone", "neg", "negative", "positive", "real", "constrain", "detach", "stop")
 CAST = ("to", "_to_copy", "type_as")
 
@@ -48,7 +148,9 @@ def linear_elementwise(view: View) -> list[Split]:
 
 @rule(*CAST)
 def cast(view: View) -> list[Split]:
-    """As `elementwise`; terms of sums pass from one floating type to another of no less precision."""
+    """
+    As `elementwise`; terms of sums pass from one floating type to another of no less precision.
+    """
     return _elementwise(view)
 
 
@@ -92,13 +194,15 @@ def fill(view: View) -> list[Split]:
     return _elementwise(view)
 
 
-# ---- dropout -----------------------------------------------------------------------------------------------------
+# ---- dropout ----------------------------------------------------------------
 
 
-def dropped(x: torch.Tensor, p: float, training: bool, shape: tuple[int, ...], box: Any) -> torch.Tensor:
+def dropped(
+    x: torch.Tensor, p: float, training: bool, shape: tuple[int, ...], box: Any
+) -> torch.Tensor:
     """
-    Return this rank's part of a dropped tensor: the mask is drawn for the whole one, so that it doesn't depend on
-    the cut.
+    Return this rank's part of a dropped tensor: the mask is drawn for the whole one, so that it
+    doesn't depend on the cut.
 
     Args:
         shape: of the whole tensor (of this slice of the batch).
@@ -113,7 +217,13 @@ def dropped(x: torch.Tensor, p: float, training: bool, shape: tuple[int, ...], b
 
 
 def _run_dropout(place: Place) -> Call:
-    args = (place.operator.args[0], place.arg(1, "p"), place.arg(2, "train"), place.outs[0], place.out_boxes[0])
+    args = (
+        place.operator.args[0],
+        place.arg(1, "p"),
+        place.arg(2, "train"),
+        place.outs[0],
+        place.out_boxes[0],
+    )
     return dropped, args, {}
 
 

@@ -7,7 +7,18 @@ from typing import Any
 
 import torch
 
-from pdrun.parallel.operators.rules.rule import Call, Labels, Place, Split, View, by_labels, dims, linear, numel, rule
+from pdrun.parallel.operators.rules.rule import (
+    Call,
+    Labels,
+    Place,
+    Split,
+    View,
+    by_labels,
+    dims,
+    linear,
+    numel,
+    rule,
+)
 
 
 def _over(view: View | Place) -> tuple[int, ...]:
@@ -20,7 +31,10 @@ def _over(view: View | Place) -> tuple[int, ...]:
 
 
 def _labels(view: View, over: tuple[int, ...], named: bool) -> tuple[Labels, Labels]:
-    """Return names of the dims of the input and of an output; those that are reduced have one if ``named``."""
+    """
+    Return names of the dims of the input and of an output; those that are reduced have one if
+    ``named``.
+    """
     rank = len(view.ins[0])
     ins: list[Hashable | None] = [dim if dim not in over or named else None for dim in range(rank)]
     if len(view.outs[0]) == rank:
@@ -36,9 +50,13 @@ def total(view: View) -> list[Split]:
     return by_labels(view, [ins], [outs], lost=over) + linear(view, [0])
 
 
-def mean_part(x: torch.Tensor, over: tuple[int, ...], keepdim: bool, count: int, dtype: Any) -> torch.Tensor:
+def mean_part(
+    x: torch.Tensor, over: tuple[int, ...], keepdim: bool, count: int, dtype: Any
+) -> torch.Tensor:
     """Return this rank's share of a mean over ``count`` elements."""
-    return torch.sum(x, over, keepdim, dtype=dtype) / count if over else x.to(dtype or x.dtype)
+    if over:
+        return torch.sum(x, over, keepdim, dtype=dtype) / count
+    return x.to(dtype or x.dtype)
 
 
 def _run_mean(place: Place) -> Call:
@@ -47,7 +65,11 @@ def _run_mean(place: Place) -> Call:
     over = _over(place)
     count = numel(place.ins[0][dim] for dim in over)
     keep = bool(over) and len(place.outs[0]) == len(place.ins[0])
-    return mean_part, (place.operator.args[0], over, keep, count, place.operator.kwargs.get("dtype")), {}
+    return (
+        mean_part,
+        (place.operator.args[0], over, keep, count, place.operator.kwargs.get("dtype")),
+        {},
+    )
 
 
 @rule("mean", run=_run_mean)
@@ -57,15 +79,36 @@ def mean(view: View) -> list[Split]:
 
 
 OTHERS = (
-    "amax", "amin", "max", "min", "prod", "any", "all", "argmax", "argmin", "var", "std", "var_mean", "logsumexp",
-    "norm", "linalg_vector_norm", "median", "argsort", "sort", "topk", "cummax", "cumprod", "logcumsumexp",
-)  # fmt: skip
+    "amax",
+    "amin",
+    "max",
+    "min",
+    "prod",
+    "any",
+    "all",
+    "argmax",
+    "argmin",
+    "var",
+    "std",
+    "var_mean",
+    "logsumexp",
+    "norm",
+    "linalg_vector_norm",
+    "median",
+    "argsort",
+    "sort",
+    "topk",
+    "cummax",
+    "cumprod",
+    "logcumsumexp",
+)
 
 
 @rule(*OTHERS)
 def others(view: View) -> list[Split]:
     """Cut the dims that stay."""
-    kind, rank = view.operator.kind, len(view.ins[0])
+    kind = view.operator.kind
+    rank = len(view.ins[0])
     if len(view.ins) > 1:  # max(x, y)
         return []
     if kind in ("sort", "argsort", "topk"):

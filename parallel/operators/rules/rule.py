@@ -1,14 +1,16 @@
 """
 Rules: in which ways an operator may be cut along one axis of the mesh.
 
-A rule looks at an operator (its kind, arguments and shapes) and returns its `Split`s, each of which says for every
-input and output what the ranks along the axis hold of it: a part along one dim, everything, or a term of a sum. The
-rule of a matrix product of [I, K] and [K, J] has three, beside the one in which all ranks compute everything:
+A rule looks at an operator (its kind, arguments and shapes) and returns its `Split`s, each of which
+says for every input and output what the ranks along the axis hold of it: a part along one dim,
+everything, or a term of a sum. The rule of a matrix product of [I, K] and [K, J] has three, beside
+the one in which all ranks compute everything:
 
     cut I   (0, WHOLE) -> 0          cut J   (WHOLE, 1) -> 1          cut K   (1, 0) -> PARTIAL
 
-Along several axes the splits are chosen one by one and hold together. What a rank computes is the same operator on its
-parts, unless the rule names a function that says otherwise (`Place`): global shapes among the arguments, offsets.
+Along several axes the splits are chosen one by one and hold together. What a rank computes is the
+same operator on its parts, unless the rule names a function that says otherwise (`Place`): global
+shapes among the arguments, offsets.
 
 `checker` proves every split of every rule against the operator itself.
 """
@@ -24,7 +26,10 @@ from typing import Any
 from pdrun.parallel.operators.graph.graph import Graph, Operator, Ref
 
 State = int | None
-"""What the ranks along an axis hold of a tensor: their part along a dim (its number), all (`WHOLE`), or `PARTIAL`."""
+"""
+What the ranks along an axis hold of a tensor: their part along a dim (its number), all (`WHOLE`),
+or `PARTIAL`.
+"""
 WHOLE: State = None
 PARTIAL: State = -1
 Box = tuple[tuple[int, int], ...]
@@ -37,7 +42,8 @@ class Split:
 
     Attributes:
         ins, outs: the state of every input and output.
-        divides: 0, or a number that the number of parts has to divide (all axes with this split together).
+        divides: 0, or a number that the number of parts has to divide (all axes with this split
+            together).
     """
 
     ins: tuple[State, ...]
@@ -76,7 +82,9 @@ class View:
         if not isinstance(value, Ref):
             return None
         before = (
-            [one for one in self.operator.args[:place] if one is not None] if place < len(self.operator.args) else []
+            [one for one in self.operator.args[:place] if one is not None]
+            if place < len(self.operator.args)
+            else []
         )
         at = sum(_count(one) for one in before)
         if place >= len(self.operator.args):
@@ -141,12 +149,20 @@ class Place:
         return any(split.makes_partial() for split in self.splits.values())
 
     def is_first(self) -> bool:
-        """Whether this rank is the first of those whose results are added up: it alone adds what is to count once."""
-        return all(self.index[axis] == 0 for axis, split in self.splits.items() if split.makes_partial())
+        """
+        Whether this rank is the first of those whose results are added up: it alone adds what is to
+        count once.
+        """
+        return all(
+            self.index[axis] == 0 for axis, split in self.splits.items() if split.makes_partial()
+        )
 
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-"""What a rank computes: a function of local tensors, and its arguments with references in place of tensors."""
+"""
+What a rank computes: a function of local tensors, and its arguments with references in place of
+tensors.
+"""
 RuleFunction = Callable[[View], list[Split]]
 RunFunction = Callable[[Place], Call]
 
@@ -155,7 +171,10 @@ RUNS: dict[str, RunFunction] = {}
 
 
 def rule(*kinds: str, run: RunFunction | None = None) -> Callable[[RuleFunction], RuleFunction]:
-    """Register the rule of some kinds of operators, and what a rank computes where that isn't the same call."""
+    """
+    Register the rule of some kinds of operators, and what a rank computes where that isn't the same
+    call.
+    """
 
     def register(function: RuleFunction) -> RuleFunction:
         for kind in kinds:
@@ -187,10 +206,13 @@ def call_of(place: Place) -> Call:
     return place.operator.target, place.operator.args, place.operator.kwargs
 
 
-# ---- how rules are written ---------------------------------------------------------------------------------------
+# ---- how rules are written --------------------------------------------------
 
 Labels = Sequence[Hashable | None]
-"""A name for each dim of a tensor: dims of equal name are cut together; None for one that has to be whole."""
+"""
+A name for each dim of a tensor: dims of equal name are cut together; None for one that has to be
+whole.
+"""
 
 
 def by_labels(
@@ -206,21 +228,25 @@ def by_labels(
     Args:
         ins, outs: the names of the dims of every input and output.
         divides: see `Split`.
-        lost: names that may be missing in an output, which is partial then (contracted or summed dims). A name that
+        lost: names that may be missing in an output, which is partial then (contracted or summed
+            dims). A name that
             an output lacks and that isn't here makes the output whole, which is right only for what doesn't depend on
             the cut.
     """
-    sums, found = set(lost), []
+    sums = set(lost)
+    found = []
     names = dict.fromkeys(name for labels in (*ins, *outs) for name in labels if name is not None)
     for name in names:
         if max(_size(name, ins, view.ins), _size(name, outs, view.outs)) <= 1:
             continue
         missing: State = PARTIAL if name in sums else WHOLE
-        found.append(Split(
-            tuple(_state(name, labels, WHOLE) for labels in ins),
-            tuple(_state(name, labels, missing) for labels in outs),
-            (divides or {}).get(name, 0),
-        ))  # fmt: skip
+        found.append(
+            Split(
+                tuple(_state(name, labels, WHOLE) for labels in ins),
+                tuple(_state(name, labels, missing) for labels in outs),
+                (divides or {}).get(name, 0),
+            )
+        )
     return found
 
 
@@ -229,12 +255,19 @@ def _state(name: Hashable, labels: Labels, otherwise: State) -> State:
 
 
 def _size(name: Hashable, labels: Sequence[Labels], shapes: Sequence[tuple[int, ...]]) -> int:
-    sizes = [shape[list(some).index(name)] for some, shape in zip(labels, shapes, strict=True) if name in some]
+    sizes = [
+        shape[list(some).index(name)]
+        for some, shape in zip(labels, shapes, strict=True)
+        if name in some
+    ]
     return max(sizes, default=0)
 
 
 def linear(view: View, *sets: Iterable[int]) -> list[Split]:
-    """Return the splits in which the inputs of one set are terms of sums, others are whole, and results are terms."""
+    """
+    Return the splits in which the inputs of one set are terms of sums, others are whole, and
+    results are terms.
+    """
     found = []
     for some in sets:
         chosen = set(some)
@@ -246,10 +279,15 @@ def linear(view: View, *sets: Iterable[int]) -> list[Split]:
 def aligned(
     shape: tuple[int, ...], out: tuple[int, ...], names: Sequence[Hashable] | None = None
 ) -> list[Hashable | None]:
-    """Return the names of the dims of an input that is broadcast to ``out``; None where it has one element for many."""
+    """
+    Return the names of the dims of an input that is broadcast to ``out``; None where it has one
+    element for many.
+    """
     names = range(len(out)) if names is None else names
     skip = len(out) - len(shape)
-    return [names[skip + dim] if size == out[skip + dim] else None for dim, size in enumerate(shape)]
+    return [
+        names[skip + dim] if size == out[skip + dim] else None for dim, size in enumerate(shape)
+    ]
 
 
 def dims(value: Any, rank: int) -> tuple[int, ...]:
@@ -267,17 +305,23 @@ def numel(shape: Iterable[int]) -> int:
 
 def groups(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
     """
-    Return which dims of a reshaped tensor come from which: the shortest runs of dims with equal products.
+    Return which dims of a reshaped tensor come from which: the shortest runs of dims with equal
+    products.
 
     Dims of size 1 belong to no group.
     """
     left = [dim for dim, size in enumerate(before) if size != 1]
     right = [dim for dim, size in enumerate(after) if size != 1]
-    found, i, j = [], 0, 0
+    found = []
+    i = 0
+    j = 0
     while i < len(left) and j < len(right):
-        some, others = [left[i]], [right[j]]
-        a, b = before[left[i]], after[right[j]]
-        i, j = i + 1, j + 1
+        some = [left[i]]
+        others = [right[j]]
+        a = before[left[i]]
+        b = after[right[j]]
+        i = i + 1
+        j = j + 1
         while a != b:
             if a < b and i < len(left):
                 a *= before[left[i]]

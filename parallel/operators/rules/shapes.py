@@ -1,4 +1,7 @@
-"""What only moves elements: dims that keep their meaning are cut; shapes among the arguments become local ones."""
+"""
+What only moves elements: dims that keep their meaning are cut; shapes among the arguments become
+local ones.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ def _every(
     return by_labels(view, ins, outs, divides) + linear(view, range(len(view.ins)))
 
 
-# ---- the same elements in another shape --------------------------------------------------------------------------
+# ---- the same elements in another shape -------------------------------------
 
 
 def reshaped(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -40,11 +43,26 @@ def _run_reshape(place: Place) -> Call:
     return reshaped, (place.operator.args[0], place.out()), {}
 
 
-@rule("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as",
-      "_reshape_alias", run=_run_reshape)  # fmt: skip
+@rule(
+    "view",
+    "reshape",
+    "_unsafe_view",
+    "flatten",
+    "unflatten",
+    "squeeze",
+    "unsqueeze",
+    "view_as",
+    "reshape_as",
+    "_reshape_alias",
+    run=_run_reshape,
+)
 def reshape(view: View) -> list[Split]:
-    """Cut a dim that stays, or the first of dims that are folded or unfolded, if parts end where rows do."""
-    before, after = view.ins[0], view.outs[0]
+    """
+    Cut a dim that stays, or the first of dims that are folded or unfolded, if parts end where rows
+    do.
+    """
+    before = view.ins[0]
+    after = view.outs[0]
     ins: list[Hashable | None] = [None] * len(before)
     outs: list[Hashable | None] = [None] * len(after)
     divides: dict[Hashable, int] = {}
@@ -57,21 +75,25 @@ def reshape(view: View) -> list[Split]:
     return found + (linear(view, [0]) if len(view.ins) == 1 else [])
 
 
-# ---- dims in another order ---------------------------------------------------------------------------------------
+# ---- dims in another order --------------------------------------------------
 
 
 def _order(view: View) -> list[int]:
-    rank, kind = len(view.ins[0]), view.operator.kind
+    rank = len(view.ins[0])
+    kind = view.operator.kind
     order = list(range(rank))
     if kind in ("t", "numpy_T"):
         return order[::-1]
     if kind in ("transpose", "swapaxes", "swapdims"):
-        a, b = view.arg(1, "dim0") % rank, view.arg(2, "dim1") % rank
+        a = view.arg(1, "dim0") % rank
+        b = view.arg(2, "dim1") % rank
         order[a], order[b] = order[b], order[a]
         return order
     if kind == "permute":
         return list(dims(view.arg(1, "dims"), rank))
-    source, target = (dims(view.arg(place, name), rank) for place, name in ((1, "source"), (2, "destination")))
+    source, target = (
+        dims(view.arg(place, name), rank) for place, name in ((1, "source"), (2, "destination"))
+    )
     rest = [dim for dim in order if dim not in source]
     for to, dim in sorted(zip(target, source, strict=True)):
         rest.insert(to, dim)
@@ -84,7 +106,7 @@ def permute(view: View) -> list[Split]:
     return _every(view, [list(range(len(view.ins[0])))], [_order(view)])
 
 
-# ---- more elements -----------------------------------------------------------------------------------------------
+# ---- more elements ----------------------------------------------------------
 
 
 def expanded(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -99,7 +121,8 @@ def _run_expand(place: Place) -> Call:
 @rule("expand", "expand_as", "broadcast_to", run=_run_expand)
 def expand(view: View) -> list[Split]:
     """Cut any dim: those that are new, or had one element, in the result only."""
-    before, after = view.ins[0], view.outs[0]
+    before = view.ins[0]
+    after = view.outs[0]
     skip = len(after) - len(before)
     ins = [skip + dim if size == after[skip + dim] else None for dim, size in enumerate(before)]
     others: list[Labels] = [[None] * len(shape) for shape in view.ins[1:]]
@@ -110,9 +133,12 @@ def expand(view: View) -> list[Split]:
 @rule("repeat", "tile")
 def repeat(view: View) -> list[Split]:
     """Cut dims that aren't repeated."""
-    before, after = view.ins[0], view.outs[0]
+    before = view.ins[0]
+    after = view.outs[0]
     skip = len(after) - len(before)
-    labels: list[Hashable | None] = [dim if size == after[skip + dim] else None for dim, size in enumerate(before)]
+    labels: list[Hashable | None] = [
+        dim if size == after[skip + dim] else None for dim, size in enumerate(before)
+    ]
     return _every(view, [labels], [[*[None] * skip, *labels]])
 
 
@@ -121,13 +147,16 @@ def repeat_interleave(view: View) -> list[Split]:
     """Cut any dim; each element of one becomes several that stay together."""
     if len(view.ins) > 1 or view.arg(2, "dim") is None:
         return []
-    before, after = view.ins[0], view.outs[0]
-    divides: dict[Hashable, int] = {dim: size for dim, size in enumerate(before) if size != after[dim]}
+    before = view.ins[0]
+    after = view.outs[0]
+    divides: dict[Hashable, int] = {
+        dim: size for dim, size in enumerate(before) if size != after[dim]
+    }
     labels = list(range(len(before)))
     return _every(view, [labels], [labels], divides)
 
 
-# ---- fewer elements, and pieces ----------------------------------------------------------------------------------
+# ---- fewer elements, and pieces ---------------------------------------------
 
 
 @rule("select")
@@ -141,7 +170,8 @@ def select(view: View) -> list[Split]:
 @rule("slice", "narrow")
 def slices(view: View) -> list[Split]:
     """Cut the dims of which everything is taken."""
-    before, after = view.ins[0], view.outs[0]
+    before = view.ins[0]
+    after = view.outs[0]
     labels = [dim if size == after[dim] else None for dim, size in enumerate(before)]
     if view.operator.kind == "narrow":
         labels[view.arg(1, "dim") % len(before)] = None
@@ -163,7 +193,9 @@ def unbind(view: View) -> list[Split]:
     """Cut all other dims."""
     over = view.arg(1, "dim", 0) % len(view.ins[0])
     labels = [None if dim == over else dim for dim in range(len(view.ins[0]))]
-    return _every(view, [labels], [[name for dim, name in enumerate(labels) if dim != over]] * len(view.outs))
+    return _every(
+        view, [labels], [[name for dim, name in enumerate(labels) if dim != over]] * len(view.outs)
+    )
 
 
 @rule("cat", "concat")
@@ -172,7 +204,9 @@ def cat(view: View) -> list[Split]:
     rank = len(view.outs[0])
     over = view.arg(1, "dim", 0) % rank
     labels = [None if dim == over else dim for dim in range(rank)]
-    if any(len(shape) != rank for shape in view.ins):  # empty tensors of one dim are let through by torch
+    if any(
+        len(shape) != rank for shape in view.ins
+    ):  # empty tensors of one dim are let through by torch
         return []
     return _every(view, [labels] * len(view.ins), [labels])
 
@@ -191,11 +225,15 @@ def scatter_view(view: View) -> list[Split]:
     rank = len(view.ins[0])
     over = view.arg(2, "dim", 0) % rank
     labels = [None if dim == over else dim for dim in range(rank)]
-    source = [name for dim, name in enumerate(labels) if dim != over] if len(view.ins[1]) < rank else labels
+    source = (
+        [name for dim, name in enumerate(labels) if dim != over]
+        if len(view.ins[1]) < rank
+        else labels
+    )
     return _every(view, [labels, source], [labels])
 
 
-# ---- elements elsewhere ------------------------------------------------------------------------------------------
+# ---- elements elsewhere -----------------------------------------------------
 
 
 @rule("flip", "roll")

@@ -7,8 +7,8 @@ The usual pipeline schedules, for any number of ranks, micro-batches and chunks.
     zero-bubble     backward for weights fills what would be bubble; memory of 1f1b   Qi et al. 2023, 2401.10241 (ZB-H1)
     zero-bubble-v   the same with two chunks a rank, in a V                           Qi et al. 2024, 2405.15362 (ZB-V)
 
-All but the last follow from counts. The last comes from a list scheduler: time goes on, and each free rank takes the
-most urgent thing that is ready and that its memory allows.
+All but the last follow from counts. The last comes from a list scheduler: time goes on, and each
+free rank takes the most urgent thing that is ready and that its memory allows.
 """
 
 from __future__ import annotations
@@ -32,32 +32,47 @@ def make(name: str, ranks: int, microbatches: int, chunks: int | None = None) ->
         chunks: stages a rank; default: 2 where there are several, else 1.
 
     Raises:
-        UsageError: an unknown name, or chunks that it doesn't have; `pdrun.Pipeline` refuses other misfits.
+        UsageError: an unknown name, or chunks that it doesn't have; `pdrun.Pipeline` refuses other
+            misfits.
     """
     if name not in DEFAULT_CHUNKS:
-        raise UsageError(f"there is no schedule {name!r}", where=WHERE, hint=f"one of {', '.join(DEFAULT_CHUNKS)}")
+        raise UsageError(
+            f"there is no schedule {name!r}",
+            where=WHERE,
+            hint=f"one of {', '.join(DEFAULT_CHUNKS)}",
+        )
     chunks = DEFAULT_CHUNKS[name] if chunks is None else chunks
     if (name != "interleaved" and chunks != DEFAULT_CHUNKS[name]) or chunks < 1:
         what = f"chunks={chunks}, and {name} has {DEFAULT_CHUNKS[name]} a rank"
-        raise UsageError(what, where=WHERE, hint='schedule="interleaved" takes any number of chunks')
+        raise UsageError(
+            what, where=WHERE, hint='schedule="interleaved" takes any number of chunks'
+        )
     rows: Callable[[int, int], list[list[Action]]] = {
-        "gpipe": gpipe, "1f1b": one_forward_one_backward, "zero-bubble": zero_bubble, "zero-bubble-v": zero_bubble_v,
+        "gpipe": gpipe,
+        "1f1b": one_forward_one_backward,
+        "zero-bubble": zero_bubble,
+        "zero-bubble-v": zero_bubble_v,
         "interleaved": lambda ranks, microbatches: interleaved(ranks, microbatches, chunks),
-    }[name]  # fmt: skip
+    }[name]
     return Schedule(name, tuple(tuple(row) for row in rows(ranks, microbatches)))
 
 
 def gpipe(ranks: int, microbatches: int) -> list[list[Action]]:
     """Return each rank's actions: all forwards, then all backwards."""
     micros = range(microbatches)
-    return [[Action(r, "F", m) for m in micros] + [Action(r, "B", m) for m in micros] for r in range(ranks)]
+    return [
+        [Action(r, "F", m) for m in micros] + [Action(r, "B", m) for m in micros]
+        for r in range(ranks)
+    ]
 
 
 def one_forward_one_backward(ranks: int, microbatches: int) -> list[list[Action]]:
     """Return each rank's actions: as many forwards as stages follow, then one of each in turn."""
     micros = range(microbatches)
     return [
-        _in_turn([Action(r, "F", m) for m in micros], [Action(r, "B", m) for m in micros], ranks - 1 - r)
+        _in_turn(
+            [Action(r, "F", m) for m in micros], [Action(r, "B", m) for m in micros], ranks - 1 - r
+        )
         for r in range(ranks)
     ]
 
@@ -66,7 +81,8 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> list[list[Action]
     """
     Return each rank's actions with stage ``c * ranks + r`` as chunk c of rank r.
 
-    Micro-batches go through the chunks in groups of about ``ranks``: a group through chunk 0, then through chunk 1, ...
+    Micro-batches go through the chunks in groups of about ``ranks``: a group through chunk 0, then
+    through chunk 1, ...
     """
     if chunks == 1:
         return one_forward_one_backward(ranks, microbatches)
@@ -80,11 +96,12 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> list[list[Action]
 
     return [
         _in_turn(
-            order(rank, "F", range(chunks)), order(rank, "B", range(chunks)[::-1]),
+            order(rank, "F", range(chunks)),
+            order(rank, "B", range(chunks)[::-1]),
             (chunks - 1) * longest + 2 * (ranks - 1 - rank),
         )
         for rank in range(ranks)
-    ]  # fmt: skip
+    ]
 
 
 def _in_turn(forwards: list[Action], backwards: list[Action], ahead: int) -> list[Action]:
@@ -98,8 +115,9 @@ def _in_turn(forwards: list[Action], backwards: list[Action], ahead: int) -> lis
 
 def zero_bubble(ranks: int, microbatches: int) -> list[list[Action]]:
     """
-    Return each rank's actions with split backwards: rank r is r micro-batches late with the weights, so that their work
-    lies where 1f1b would wait. No rank keeps more micro-batches than rank 0 does under 1f1b.
+    Return each rank's actions with split backwards: rank r is r micro-batches late with the
+    weights, so that their work lies where 1f1b would wait. No rank keeps more micro-batches than
+    rank 0 does under 1f1b.
     """
     rows = []
     for r in range(ranks):
@@ -115,13 +133,16 @@ def zero_bubble(ranks: int, microbatches: int) -> list[list[Action]]:
 
 def zero_bubble_v(ranks: int, microbatches: int) -> list[list[Action]]:
     """
-    Return each rank's actions with stages r and ``2 * ranks - 1 - r`` on rank r, and split backwards.
+    Return each rank's actions with stages r and ``2 * ranks - 1 - r`` on rank r, and split
+    backwards.
 
-    Every action taken to last one unit, each rank always does the most urgent thing that is ready: the forward of its
-    later stage, of its earlier one, a backward, and weights when there is nothing else, or when as many micro-batches
-    live as memory is for (those of rank 0 under 1f1b: ``2 * ranks``, of half a stage each).
+    Every action taken to last one unit, each rank always does the most urgent thing that is ready:
+    the forward of its later stage, of its earlier one, a backward, and weights when there is
+    nothing else, or when as many micro-batches live as memory is for (those of rank 0 under 1f1b:
+    ``2 * ranks``, of half a stage each).
     """
-    stages, keep = 2 * ranks, 2 * ranks
+    stages = 2 * ranks
+    keep = 2 * ranks
     ended: dict[Action, int] = {}
     done = {(stage, kind): 0 for stage in range(stages) for kind in _KINDS}
     rows: list[list[Action]] = [[] for _ in range(ranks)]
@@ -132,8 +153,16 @@ def zero_bubble_v(ranks: int, microbatches: int) -> list[list[Action]]:
             mine = (stages - 1 - rank, rank)
             full = sum(done[stage, "F"] - done[stage, "W"] for stage in mine) >= keep
             for kind in _KINDS:
-                actions = [Action(stage, kind, done[stage, kind]) for stage in mine if done[stage, kind] < microbatches]
-                ready = (a for a in actions if all(ended.get(need, now + 1) <= now for need in needs(a, stages, True)))
+                actions = [
+                    Action(stage, kind, done[stage, kind])
+                    for stage in mine
+                    if done[stage, kind] < microbatches
+                ]
+                ready = (
+                    a
+                    for a in actions
+                    if all(ended.get(need, now + 1) <= now for need in needs(a, stages, True))
+                )
                 action = None if kind == "F" and full else next(ready, None)
                 if action is not None:
                     chosen.append((rank, action))

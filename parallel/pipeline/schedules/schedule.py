@@ -6,9 +6,10 @@ A pipeline schedule is data: for each rank the list of what it does, in order.
     2I5     backward for its input only
     2W5     and later for its weights (with 2I5 in the place of 2B5)
 
-Stages are numbered along the model from 0; a rank may hold several (*chunks*). What is sent and received follows from
-the list: the output of ``2F5`` goes to the rank of stage 3, the gradient of its input (``2B5``, ``2I5``) to that of
-stage 1. `pdrun.parallel.pipeline.schedules.builders` makes the usual ones; `parse` reads one of the user's own.
+Stages are numbered along the model from 0; a rank may hold several (*chunks*). What is sent and
+received follows from the list: the output of ``2F5`` goes to the rank of stage 3, the gradient of
+its input (``2B5``, ``2I5``) to that of stage 1. `pdrun.parallel.pipeline.schedules.builders` makes
+the usual ones; `parse` reads one of the user's own.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ _FORM = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
 class Action(NamedTuple):
-    """One piece of work: a stage's forward (F), backward (B), or backward for input (I) or weights (W) alone."""
+    """
+    One piece of work: a stage's forward (F), backward (B), or backward for input (I) or weights (W)
+    alone.
+    """
 
     stage: int
     kind: Kind
@@ -86,20 +90,33 @@ class Schedule:
         return "\n".join(" ".join(map(str, row)) for row in self.rows)
 
 
-def parse(value: str | Sequence[Sequence[str | tuple[int, str, int]]], name: str = "custom") -> Schedule:
+def parse(
+    value: str | Sequence[Sequence[str | tuple[int, str, int]]], name: str = "custom"
+) -> Schedule:
     """
     Return the schedule that a user wrote down.
 
     Args:
-        value: one line of actions a rank, ``"0F0 0F1 0B0 0B1"``; or one list a rank, of ``"0F0"`` or ``(0, "F", 0)``.
+        value: one line of actions a rank, ``"0F0 0F1 0B0 0B1"``; or one list a rank, of ``"0F0"``
+            or ``(0, "F", 0)``.
 
     Raises:
-        UsageError: an action that isn't one, with its rank and place. `validate` finds what is wrong with the whole.
+        UsageError: an action that isn't one, with its rank and place. `validate` finds what is
+            wrong with the whole.
     """
-    lines = [line.split() for line in value.splitlines() if line.strip()] if isinstance(value, str) else value
-    rows = [tuple(_action(one, rank, place) for place, one in enumerate(line)) for rank, line in enumerate(lines)]
+    lines = (
+        [line.split() for line in value.splitlines() if line.strip()]
+        if isinstance(value, str)
+        else value
+    )
+    rows = [
+        tuple(_action(one, rank, place) for place, one in enumerate(line))
+        for rank, line in enumerate(lines)
+    ]
     if not any(rows):
-        raise UsageError("the schedule has no actions", where=WHERE, hint='one line a rank, such as "0F0 0B0"')
+        raise UsageError(
+            "the schedule has no actions", where=WHERE, hint='one line a rank, such as "0F0 0B0"'
+        )
     return Schedule(name, tuple(rows))
 
 
@@ -108,7 +125,9 @@ def _action(value: str | tuple[int, str, int], rank: int, place: int) -> Action:
     found = _FORM.fullmatch(text)
     if found is None:
         what = f"{value!r}, action {place} of rank {rank}, is none"
-        raise UsageError(what, where=WHERE, hint="STAGE, then F, B, I or W, then MICROBATCH, as in 2F5")
+        raise UsageError(
+            what, where=WHERE, hint="STAGE, then F, B, I or W, then MICROBATCH, as in 2F5"
+        )
     return Action(int(found[1]), cast(Kind, found[2]), int(found[3]))
 
 

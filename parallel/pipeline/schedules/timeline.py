@@ -1,7 +1,8 @@
 """
 When each action of a schedule happens, given what actions cost: the bubble, and a picture.
 
-Pure arithmetic on the schedule's own order: an action starts when its rank is free and what it needs has arrived.
+Pure arithmetic on the schedule's own order: an action starts when its rank is free and what it
+needs has arrived.
 """
 
 from __future__ import annotations
@@ -31,8 +32,15 @@ class Costs:
 
     def of(self, action: Action) -> float:
         """Return how long an action takes."""
-        plain = {"F": self.forward, "B": self.input + self.weight, "I": self.input, "W": self.weight}[action.kind]
-        return plain * (self.shares[action.stage] * len(self.shares) / sum(self.shares) if self.shares else 1.0)
+        plain = {
+            "F": self.forward,
+            "B": self.input + self.weight,
+            "I": self.input,
+            "W": self.weight,
+        }[action.kind]
+        return plain * (
+            self.shares[action.stage] * len(self.shares) / sum(self.shares) if self.shares else 1.0
+        )
 
 
 @dataclass(frozen=True)
@@ -42,7 +50,8 @@ class Timeline:
 
     Attributes:
         spans: (begin, end) of each action.
-        stuck: for each rank that could not go on: its next action, and what that waits for. Empty for a sound one.
+        stuck: for each rank that could not go on: its next action, and what that waits for. Empty
+            for a sound one.
     """
 
     schedule: Schedule
@@ -62,15 +71,21 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """Return when each action happens; where ranks wait for each other for ever, `Timeline.stuck` says for what."""
+    """
+    Return when each action happens; where ranks wait for each other for ever, `Timeline.stuck` says
+    for what.
+    """
     costs = costs or Costs()
-    places, split = schedule.places, {(a.stage, a.micro) for row in schedule.rows for a in row if a.kind == "I"}
+    places = schedule.places
+    split = {(a.stage, a.micro) for row in schedule.rows for a in row if a.kind == "I"}
     spans: dict[Action, tuple[float, float]] = {}
-    clock, at = [0.0] * schedule.ranks, [0] * schedule.ranks
+    clock = [0.0] * schedule.ranks
+    at = [0] * schedule.ranks
     stuck: dict[int, tuple[Action, Action]] = {}
     moved = True
     while moved:
-        moved, stuck = False, {}
+        moved = False
+        stuck = {}
         for rank, row in enumerate(schedule.rows):
             while at[rank] < len(row):
                 action = row[at[rank]]
@@ -95,9 +110,11 @@ def bubble(schedule: Schedule, costs: Costs | None = None) -> float:
 
 def picture(schedule: Schedule, costs: Costs | None = None) -> str:
     """
-    Draw a schedule: one line a rank, time to the right, a dot for each unit of time in which the rank waits.
+    Draw a schedule: one line a rank, time to the right, a dot for each unit of time in which the
+    rank waits.
 
-    A backward is drawn over its whole length (``B3 -``); with several chunks a rank, letters tell them apart: ``Fa3``.
+    A backward is drawn over its whole length (``B3 -``); with several chunks a rank, letters tell
+    them apart: ``Fa3``.
     """
     costs = costs or Costs()
     found = simulate(schedule, costs)

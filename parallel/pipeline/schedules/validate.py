@@ -1,8 +1,9 @@
 """
-Is a schedule sound? Complete, in an order that can be carried out, and how much of it lives at once.
+Is a schedule sound? Complete, in an order that can be carried out, and how much of it lives at
+once.
 
-Sends and receives need no check of their own: both ends derive them from the same list (see `messages`), so that each
-has its counterpart, in the same order.
+Sends and receives need no check of their own: both ends derive them from the same list (see
+`messages`), so that each has its counterpart, in the same order.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class Checked:
     What `validate` found out.
 
     Attributes:
-        live: for each rank the largest number of (stage, micro-batch) pairs whose activations it holds at once, from
+        live: for each rank the largest number of (stage, micro-batch) pairs whose activations it
+            holds at once, from
             F until B or W.
     """
 
@@ -33,10 +35,12 @@ class Checked:
 
 def validate(schedule: Schedule) -> Checked:
     """
-    Hold a schedule against what a step is: each stage goes forward and backward once through each micro-batch.
+    Hold a schedule against what a step is: each stage goes forward and backward once through each
+    micro-batch.
 
     Raises:
-        UsageError: something is missing, twice, on two ranks or before what it needs, or ranks would wait for each
+        UsageError: something is missing, twice, on two ranks or before what it needs, or ranks
+            would wait for each
             other for ever; names the actions.
     """
     faults = _incomplete(schedule) or _disordered(schedule)
@@ -46,7 +50,9 @@ def validate(schedule: Schedule) -> Checked:
         faults = [f"the ranks would wait for ever: {'; '.join(faults)}"] if faults else []
     if faults:
         more = f" and {len(faults) - TOLD} more" if len(faults) > TOLD else ""
-        raise UsageError(f"{'; '.join(faults[:TOLD])}{more}", where=f"the pipeline schedule {schedule.name!r}")
+        raise UsageError(
+            f"{'; '.join(faults[:TOLD])}{more}", where=f"the pipeline schedule {schedule.name!r}"
+        )
     return Checked(tuple(_live(row) for row in schedule.rows))
 
 
@@ -57,7 +63,11 @@ def _incomplete(schedule: Schedule) -> list[str]:
     for rank, row in enumerate(schedule.rows):
         for action in row:
             ranks_of.setdefault(action.stage, set()).add(rank)
-    found += [f"ranks {sorted(ranks)} share stage {stage}" for stage, ranks in ranks_of.items() if len(ranks) > 1]
+    found += [
+        f"ranks {sorted(ranks)} share stage {stage}"
+        for stage, ranks in ranks_of.items()
+        if len(ranks) > 1
+    ]
     found += [f"rank {rank} has nothing to do" for rank, row in enumerate(schedule.rows) if not row]
     counts = Counter(action for row in schedule.rows for action in row)
     found += [f"{action} is there {count} times" for action, count in counts.items() if count > 1]
@@ -92,7 +102,10 @@ def _live(row: tuple[Action, ...]) -> int:
 
 @dataclass(frozen=True)
 class Message:
-    """What goes from one rank to another: the output of an F, or the gradient of the input of a B or I."""
+    """
+    What goes from one rank to another: the output of an F, or the gradient of the input of a B or
+    I.
+    """
 
     action: Action
     source: int
@@ -100,14 +113,21 @@ class Message:
 
 
 def ends(schedule: Schedule) -> set[tuple[int, int]]:
-    """Return the pairs of ranks that send something to each other: messages, and the losses to the last rank."""
+    """
+    Return the pairs of ranks that send something to each other: messages, and the losses to the
+    last rank.
+    """
     losses = (schedule.places[-1], schedule.ranks - 1)
     return {*messages(schedule), *({losses} if losses[0] != losses[1] else ())}
 
 
 def messages(schedule: Schedule) -> dict[tuple[int, int], list[Message]]:
-    """Return what each rank sends to each other rank, in the order in which it does: both ends go by this list."""
-    places, found = schedule.places, dict[tuple[int, int], list[Message]]()
+    """
+    Return what each rank sends to each other rank, in the order in which it does: both ends go by
+    this list.
+    """
+    places = schedule.places
+    found = dict[tuple[int, int], list[Message]]()
     for rank, row in enumerate(schedule.rows):
         for action in row:
             to = action.stage + (1 if action.kind == "F" else -1)

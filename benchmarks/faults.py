@@ -5,7 +5,7 @@ only.
     python benchmarks/faults.py [--rows 1,3,19] [--launchers pdrun,torchrun] [--limit 75]
 
 Each row of the fault matrix (docs/reliability.md) is played once for each launcher, on hosts of its
-own, with the same worker (tests/bed/worker.py, which does not import torch). Printed is what
+own, with the same worker (tests/chaos/worker.py, which does not import torch). Printed is what
 happened first: the job ended, it began anew, or nothing did within the limit; and what was left
 over.
 """
@@ -25,9 +25,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.bed import clocks, cluster
-from tests.bed.cluster import Cluster
-from tests.bed.jobs import PORT, WORKER, Bed, NodeJob
+from tests.chaos import clocks, cluster
+from tests.chaos.cluster import Cluster
+from tests.chaos.jobs import PORT, WORKER, Bed, NodeJob
 
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 HOSTS = ("h1", "h2", "h3")

@@ -4,7 +4,7 @@ the same hosts.
 
     python benchmarks/sshfanout.py [--hosts 32] [--rounds 5]        needs root, sshd and, for the others, their MPI
 
-The hosts are namespaces of this machine (tests/adapters/hosts.py), each with an sshd of its own:
+The hosts are namespaces of this machine (tests/lib/netns_hosts.py), each with an sshd of its own:
 their logins and interpreters share its CPUs, so the figures are CPU time in the main, and ratios
 are what can be read from them. Launchers take turns round by round; medians are printed.
 """
@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tests.adapters import hosts as beds
+from tests.lib import netns_hosts as beds
 
 PYTHON = sys.executable
 

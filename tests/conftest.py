@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from pdrun import process_setup as early
+from pdrun import process_setup
 
 _HIDES = {
     "/dev/nvidia0": "CUDA_VISIBLE_DEVICES",
@@ -48,4 +48,4 @@ def no_token_of_another_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     A process keeps the token that it once found; tests in one process are to be as separate ones.
     """
-    monkeypatch.setattr(early, "_token", [])
+    monkeypatch.setattr(process_setup, "_token", [])

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed")
 
-from tests.parallel.worlds import Worlds
+from tests.lib.rank_pool import Worlds
 
 
 @pytest.fixture(scope="session")

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parallel import mixed
-from tests.parallel.mixed import Case, Place, Task
+from tests.lib import compositions as mixed
+from tests.lib.compositions import Case, Place, Task
 
 pytestmark = pytest.mark.torch
 

@@ -15,8 +15,8 @@ import pytest
 import pdrun
 from pdrun.parallel.comm import communicator as axis
 from pdrun.parallel.compiler import matmul_pass as joining
-from tests.parallel import mixed
-from tests.parallel.mixed import Place, Task
+from tests.lib import compositions as mixed
+from tests.lib.compositions import Place, Task
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -3,7 +3,7 @@ A model on any number of ranks is the same model: losses, gradients and weights 
 process.
 
 The product of what can be combined is sampled by a seeded generator. ``python -m
-tests.parallel.sweep 500`` samples more of it.
+tests.lib.transparency_sweep 500`` samples more of it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 import numpy
 import pytest
 
-from tests.parallel import zoo
-from tests.parallel.worlds import Worlds
-from tests.parallel.zoo import Case
+from tests.lib import small_models as zoo
+from tests.lib.rank_pool import Worlds
+from tests.lib.small_models import Case
 
 pytestmark = pytest.mark.torch
 

@@ -1,0 +1,53 @@
+"""What /proc tells of real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+from pdrun.launcher.common import procfs
+from tests.lib.supervisor_driver import until
+
+BURN = "import os\npid = os.fork()\nwhile os.times().user < 0.3: pass\nif pid == 0: os._exit(0)\n"
+
+
+def start(code: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE)
+
+
+def test_cpu_time_counts_children_that_run_and_that_have_ended():
+    for then in ("", "os.waitpid(pid, 0)\n"):
+        with start(f"{BURN}{then}print('x', flush=True)\nimport time; time.sleep(600)") as worker:
+            try:
+                assert worker.stdout.read(1) == b"x"
+                until(lambda worker=worker: procfs.cpu_seconds(worker.pid) >= 0.55, 60)
+            finally:
+                worker.kill()
+
+
+def test_the_state_of_a_process():
+    with start(
+        "import signal, time\nsignal.signal(51, print)\nprint('x', flush=True)\ntime.sleep(600)"
+    ) as worker:
+        try:
+            assert worker.stdout.read(1) == b"x"
+            until(lambda: procfs.state(worker.pid).letter == "S")
+            found = procfs.state(worker.pid)
+            assert (found.tracer, found.words) == (0, "S (waiting)")
+            assert found.caught >> 50 & 1 and not found.caught >> 51 & 1
+            os.kill(worker.pid, signal.SIGSTOP)
+            until(lambda: procfs.state(worker.pid).letter == "T")
+        finally:
+            worker.kill()
+    assert procfs.state(worker.pid) is None and procfs.cpu_seconds(worker.pid) is None
+    assert procfs.waits_in(worker.pid) == procfs.kernel_stack(worker.pid) == ""
+
+
+def test_which_files_a_process_holds(tmp_path):
+    held = tmp_path / "held"
+    with held.open("wb"):
+        assert procfs.holds(os.getpid(), str(held))
+    assert not procfs.holds(os.getpid(), str(held))
+    assert not procfs.holds(2**22, str(held))

@@ -1,0 +1,178 @@
+"""Job files: read strictly, every complaint with file and line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pdrun.endpoint import Endpoint
+from pdrun.errors import ConfigError
+from pdrun.launcher.config import job_file as specfile
+from pdrun.launcher.config.resolve import build
+from pdrun.launcher.config.spec import JobSpec, field_paths
+from tests.launcher.cli.conftest import Outcome
+
+Call = Callable[..., Outcome]
+HEAD = "program:\n  script: train.py\n"
+
+BAD = [
+    ("", "job.yaml: is empty"),
+    ("- a\n", "job.yaml:1: the file must be written as KEY: VALUE lines"),
+    ("resources: 3\n", "job.yaml:1: resources must be written as KEY: VALUE lines"),
+    (
+        HEAD + "resources:\n  nodez: 2\n",
+        "job.yaml:4: unknown key 'nodez' in resources; did you mean 'nodes'?",
+    ),
+    (HEAD + "nodes: 2\n", "job.yaml:3: unknown key 'nodes'; it belongs under resources"),
+    (
+        HEAD + "resources:\n  nodes: 2\n  nodes: 2\n",
+        "job.yaml:5: 'nodes' stands twice; first on line 4",
+    ),
+    (HEAD + "program:\n  script: x.py\n", "job.yaml:3: 'program' stands twice"),
+    (
+        HEAD + "resources:\n  nodes: no\n",
+        "job.yaml:4: nodes: YAML reads no as true or false; write 'no' in quotes",
+    ),
+    (HEAD + "job: no\n", "job.yaml:3: job: YAML reads no as true or false"),
+    (
+        HEAD + "job: 22:30\n",
+        "job.yaml:3: job: YAML reads 22:30 as another number; write '22:30' in quotes",
+    ),
+    (HEAD + "resources:\n  nodes: 010\n", "job.yaml:4: nodes: YAML reads 010 as another number"),
+    (HEAD + "resources:\n  nodes: 0x10\n", "job.yaml:4: nodes: YAML reads 0x10 as another number"),
+    (HEAD + "resources:\n  nodes: 1_0\n", "job.yaml:4: nodes: YAML reads 1_0 as another number"),
+    (HEAD + "resources:\n  nodes: 0o17\n", "job.yaml:4: '0o17' is not a whole number"),
+    (HEAD + "resources:\n  nodes: 1e3\n", "job.yaml:4: '1e3' is not a whole number"),
+    (HEAD + "resources:\n  nodes: 2.0\n", "job.yaml:4: '2.0' is not a whole number"),
+    (HEAD + "resources:\n  nodes: 0\n", "job.yaml:4: '0' is below 1"),
+    (HEAD + "resources:\n  nodes: [2]\n", "job.yaml:4: nodes must be one value"),
+    (HEAD + "resources:\n  nodes:\n", "job.yaml:4: nodes has no value"),
+    (HEAD + "job: 2026-01-01\n", "job.yaml:3: job: YAML reads 2026-01-01 as a timestamp"),
+    (HEAD + "place:\n  local: yes\n", "job.yaml:4: local: 'yes' must be written true or false"),
+    (HEAD + "place:\n  local: 1\n", "job.yaml:4: '1' is neither true nor false"),
+    (HEAD + "place:\n  insecure: true\n", "job.yaml:4: insecure must be said on the command line"),
+    (HEAD + "place:\n  scheduler: host\n", "job.yaml:4: 'host' has no port"),
+    (HEAD + "policy:\n  grace: .inf\n", "job.yaml:4: grace: YAML reads .inf as another number"),
+    (HEAD + "env: [A=1]\n", "job.yaml:3: env must be written as KEY: VALUE lines"),
+    (HEAD + "env:\n  A-B: x\n", "job.yaml:4: 'A-B' is not a variable's name"),
+    (HEAD + "env:\n  A=B: x\n", "job.yaml:4: 'A=B' is not a variable's name"),
+    (HEAD + "env:\n  A: on\n", "job.yaml:4: A: YAML reads on as true or false"),
+    ("program:\n  script: a.py\n  module: b\n", "contradicts"),
+    ("program:\n  script: a.py\n  args: --lr 3\n", "job.yaml:3: args must be a list"),
+    ("program:\n  script: a.py\n  args: [[x]]\n", "job.yaml:3: an argument must be one value"),
+    ("program:\n  kind: script\n", "job.yaml:2: kind follows from the key"),
+    ("program: !!python/object/apply:os.system [ls]\n", "job.yaml:1: a tag"),
+    ("program: !script x\n", "job.yaml:1: a tag ('!script') is not allowed"),
+    ("job: &a x\n", "job.yaml:1: anchors and aliases"),
+    ("&a [*a]\n", "job.yaml:1: anchors and aliases"),
+    ("a: &a [x,x]\nb: &b [*a,*a]\nc: [*b,*b]\n", "job.yaml:1: anchors and aliases"),
+    ("base: &b {nodes: 2}\nresources:\n  <<: *b\n", "job.yaml:1: anchors and aliases"),
+    (HEAD + "resources:\n  <<: {nodes: 2}\n", "job.yaml:4: unknown key '<<' in resources"),
+    (HEAD + "---\njob: x\n", "job.yaml:3: a second document begins here"),
+    ("job: " + "[" * 2000 + "]" * 2000, "job.yaml:1: is nested too deeply or too large"),
+    ("job: [" + "x, " * 30000 + "x]\n", "job.yaml:1: is nested too deeply or too large"),
+    ("program:\n\tscript: a.py\n", "job.yaml:2: a tab"),
+    ("program: [a\n", "is not YAML"),
+    ("{: : :\n", "is not YAML"),
+    ("job: \x07\n", "is not YAML"),
+    ("? [a]\n: b\n", "a key must be a word"),
+    ("job: x\n", "no program to run"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), BAD, ids=range(len(BAD)))
+def test_a_bad_file_is_refused_with_its_line(
+    pdrun: Call, folder: Path, text: str, message: str
+) -> None:
+    (folder / "job.yaml").write_text(text)
+    outcome = pdrun("run", "job.yaml")
+    assert len(outcome.err.splitlines()) == 1, outcome.err
+    assert message in outcome.err
+    assert outcome.code == (2 if message == "no program to run" else 78)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"job: x\0\n", "holds NUL bytes or is UTF-16"),
+        ("job: x\n".encode("utf-16"), "holds NUL bytes or is UTF-16"),
+        (b"a: b\njob: \xff\n", "job.yaml:2: is not UTF-8"),
+        (b"#" * (specfile.LIMIT + 1), "is larger than"),
+    ],
+)
+def test_bytes_that_are_no_text(pdrun: Call, folder: Path, data: bytes, message: str) -> None:
+    (folder / "job.yaml").write_bytes(data)
+    outcome = pdrun("job.yaml")
+    assert message in outcome.err
+    assert outcome.code == 78
+
+
+def read(folder: Path, text: str | bytes) -> JobSpec:
+    path = folder / "job.yaml"
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return build(specfile.load(str(path))).spec
+
+
+def test_values_mean_what_stands_there(folder: Path) -> None:
+    spec = read(
+        folder,
+        (
+            "\ufeffprogram: {module: pkg.train, args: [--lr, 3e-4, 1.0, -5, 'no', \"1e3\"]}\r\n"
+            "resources: {nodes: 2, devices: auto}\r\n"
+            "policy: {grace: 5, time_limit: 1h30m}\r\n"
+            "output: {show_ranks: 0, files: false}\r\n"
+            "place: {scheduler: 'node0:29400'}\r\n"
+            "env: {A: 1, B: 'yes', C: ''}\r\n"
+        ),
+    )
+    assert spec.program.args == ("--lr", "3e-4", "1.0", "-5", "no", "1e3")
+    assert (spec.program.kind, spec.program.target) == ("module", "pkg.train")
+    assert (spec.policy.grace, spec.policy.time_limit) == (5.0, 5400.0)
+    assert (spec.output.show_ranks, spec.output.files) == ("0", False)
+    assert spec.place.scheduler == Endpoint("node0", 29400)
+    assert spec.env == {"A": "1", "B": "yes", "C": ""}
+
+
+def test_the_command_line_counts_before_the_file(pdrun: Call, folder: Path) -> None:
+    (folder / "job.yaml").write_text(HEAD + "  args: [a]\nresources:\n  nodes: 3\n  devices: 2\n")
+    outcome = pdrun("--dry-run", "--explain", "--nodes", "1", "job.yaml", "b", "--nodes", "9")
+    assert outcome.code == 0, outcome.err
+    assert "train.py a b --nodes 9" in outcome.out
+    assert "job.yaml:5 (3) is overridden by --nodes 1" in outcome.out
+    assert re.search(r"resources.devices +2 ", outcome.out)
+    assert "job.yaml:6" in outcome.out
+
+
+def test_the_example_that_ships_holds_every_key(folder: Path) -> None:
+    text = (Path(__file__).parents[3] / "templates" / "job.yaml").read_text()
+    spec = read(folder, text)
+    assert spec.resources == JobSpec(spec.program).resources
+    assert spec.policy == JobSpec(spec.program).policy
+    assert spec.output == JobSpec(spec.program).output
+    for group, keys in specfile.GROUPS.items():
+        for key in keys:
+            assert f"{key}:" in text, f"{group}.{key}"
+    everything = re.sub(r"(?m)^( *)# (\w+: )", r"\1\2", text)
+    assert read(folder, everything).place.scheduler == Endpoint("node0", 29400)
+
+
+def test_every_field_of_the_specification_has_its_key() -> None:
+    keys = {f"{group}.{key}" for group, known in specfile.GROUPS.items() for key in known}
+    apart = {"program.script", "program.module", "program.command", *specfile.PATHS}
+    keys = (keys - apart) | {"program.args", "env", "place.hosts", *specfile.SINGLE}
+    assert keys | set(specfile.REASONS) == set(field_paths())
+
+
+def test_a_file_that_cannot_be_opened_names_itself(folder: Path) -> None:
+    (folder / "dir.yaml").mkdir()
+    for name, words in (("nope.yaml", "no such file"), ("dir.yaml", "is not a regular file")):
+        with pytest.raises(Exception, match=words):
+            specfile.load(str(folder / name))
+
+
+def test_a_complaint_of_the_parsers_is_one_of_set_up(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"job\.yaml:3"):
+        read(folder, HEAD + "job: a/b\n")

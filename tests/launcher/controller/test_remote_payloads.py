@@ -1,0 +1,442 @@
+"""
+What goes over a connection and onto a command line, without any host: frames, words, orders, cargo.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from io import BytesIO
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdrun.errors import ConfigError, RendezvousError, UsageError
+from pdrun.launcher.adapters import mpirun_command as mpicommand
+from pdrun.launcher.adapters import ssh_command as sshcommand
+from pdrun.launcher.adapters.mpirun_command import Mpi, recognise
+from pdrun.launcher.common.signals import STOP
+from pdrun.launcher.config.spec import JobSpec, Program
+from pdrun.launcher.controller import bundle as ship
+from pdrun.launcher.controller import frames
+from pdrun.launcher.controller import payload as order
+from pdrun.launcher.controller.external import _Tending
+from pdrun.launcher.controller.frames import Frames, Outbox, frame
+from pdrun.launcher.hosts.selection import Host
+from pdrun.launcher.plan import external as through
+from pdrun.launcher.plan.hosts import forwarded
+from pdrun.launcher.plan.model import Through
+
+ANY_TEXT = st.text(
+    st.characters(), max_size=40
+)  # lone surrogates too: bytes of a file name that are no UTF-8
+
+
+# Frames
+# ---------------------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([b"o", b"e", b"X"]), st.binary(max_size=300))),
+    st.binary(max_size=50),
+    st.integers(0),
+)
+def test_frames_come_out_as_they_went_in_however_they_are_cut(
+    sent: list[tuple[bytes, bytes]], noise: bytes, seed: int
+) -> None:
+    data = noise + frames.GREETING + b"".join(frame(kind, payload) for kind, payload in sent)
+    chance, found, cut = random.Random(seed), list[tuple[bytes, bytes]](), 0
+    reader = Frames()
+    while cut < len(data):
+        size = chance.randint(1, 40)
+        found += reader.feed(data[cut : cut + size])
+        cut += size
+    assert found == sent
+    assert reader.greeted and reader.noise == noise
+
+
+@given(st.binary(max_size=2000))
+def test_noise_never_breaks_the_reader(data: bytes) -> None:
+    try:
+        list(Frames(greeted=True).feed(data))
+    except RendezvousError:
+        pass
+    list(Frames().feed(data))
+
+
+def test_what_is_no_far_end_is_given_up() -> None:
+    with pytest.raises(RendezvousError, match="something else writes"):
+        list(Frames(greeted=True).feed(b"Welcome to this machine!"))
+    with pytest.raises(RendezvousError, match="no greeting"):
+        list(Frames().feed(b"x" * (frames.NOISE + 1)))
+    with pytest.raises(ValueError):
+        frame(b"O", bytes(frames.LONGEST + 1))
+
+
+def test_an_outbox_never_waits() -> None:
+    read, write = os.pipe()
+    box = Outbox(write)
+    data = os.urandom(1 << 20)
+    began = time.monotonic()
+    box.put(data)
+    assert len(box) > 0 and time.monotonic() - began < 5
+    got = b""
+    while len(got) < len(data):
+        got += os.read(read, 1 << 16)
+        box.flush()
+    assert got == data and len(box) == 0
+    os.close(read)
+    box.put(b"nobody reads this")
+    assert len(box) == 0
+    os.close(write)
+
+
+@given(st.dictionaries(ANY_TEXT, ANY_TEXT, max_size=5))
+def test_an_order_survives(env: dict[str, str]) -> None:
+    told = {"env": env, "spec": "{}"}
+    assert order.decode(order.encode(told)) == told
+
+
+@pytest.mark.parametrize("text", ["", "x", "eJw=", "!!!!", "bm90IHpsaWI="])
+def test_what_is_no_order_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="no order"):
+        order.decode(text)
+
+
+def test_an_order_that_is_too_long_is_refused_before_anything_starts() -> None:
+    with pytest.raises(UsageError, match="122880 fit"):
+        order.encode({"env": {"X": os.urandom(200_000).hex()}})
+
+
+# ssh
+# ------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_of_a_connection() -> None:
+    argv = sshcommand.ssh_argv(
+        "ssh",
+        ("-i", "key"),
+        Host("h1", user="alice", port=2222),
+        sshcommand.remote_command("/a b/python"),
+    )
+    assert argv[:3] == ("ssh", "-i", "key")
+    assert argv[-7:] == (
+        "-p",
+        "2222",
+        "-l",
+        "alice",
+        "--",
+        "h1",
+        "exec '/a b/python' -P -m pdrun.launcher.launch.remote_main",
+    )
+    assert "BatchMode=yes" in argv and argv.index("-i") < argv.index("BatchMode=yes")
+
+
+@pytest.mark.parametrize("host", [Host("-oProxyCommand=touch x"), Host("h", user="-lroot")])
+def test_nothing_that_ssh_takes_for_an_option(host: Host) -> None:
+    with pytest.raises(UsageError, match="begins with '-'"):
+        sshcommand.ssh_argv("ssh", (), host, "true")
+
+
+@pytest.mark.parametrize(
+    "python", ["-c", "a'b", "a\nb", "$(x)", "a;b", "a`b`", "a\\b", "a!b", '"', ""]
+)
+def test_an_interpreter_that_a_shell_could_read_otherwise_is_refused(python: str) -> None:
+    with pytest.raises(UsageError):
+        sshcommand.check_python(python, where="--python")
+
+
+@pytest.mark.parametrize("shell", ["sh", "bash", "dash", "zsh", "csh", "tcsh", "fish"])
+def test_login_shells_read_the_command_alike(shell: str, tmp_path: Path) -> None:
+    import shutil
+
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    python = tmp_path / "a folder" / "py%+@=thon"
+    python.parent.mkdir()
+    python.symlink_to(sys.executable)
+    sshcommand.check_python(str(python), where="--python")
+    for words in (("-c", "print(1)"), sshcommand.BOOTSTRAP):
+        command = sshcommand.remote_command(str(python), words)
+        done = subprocess.run(
+            [shell, "-c", command], input=b"cHJpbnQoMSk=\n", capture_output=True, timeout=60
+        )
+        assert done.stdout == b"1\n", (command, done.stderr)
+
+
+@pytest.mark.parametrize("text", ["host", "'open", "-p 22 --", "-- h"])
+def test_options_of_ssh_that_are_none(text: str) -> None:
+    with pytest.raises(UsageError):
+        sshcommand.ssh_options(text, "--ssh-opts")
+    assert sshcommand.ssh_options("-p 22 -o 'User=a b'", "--ssh-opts") == (
+        "-p",
+        "22",
+        "-o",
+        "User=a b",
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "what"),
+    [
+        (
+            255,
+            "ssh: Could not resolve hostname x: Name or service not known",
+            "its name is not known",
+        ),
+        (255, "ssh: connect to host x port 22: Connection refused", "nothing answers"),
+        (255, "ssh: connect to host x port 22: Connection timed out", "cannot be reached"),
+        (255, "ssh: connect to host x port 22: No route to host", "cannot be reached"),
+        (255, "alice@x: Permission denied (publickey).", "refuses the key"),
+        (
+            255,
+            "No ED25519 host key is known for x and you have requested strict checking.\nHost key verification"
+            " failed.",
+            "is not known here",
+        ),
+        (
+            255,
+            "@@@@\n@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.",
+            "has changed",
+        ),
+        (
+            255,
+            "kex_exchange_identification: Connection closed by remote host",
+            "closed the connection",
+        ),
+        (255, "command-line: line 0: Bad configuration option: foo", "refuses its options"),
+        (255, "", "says nothing"),
+        (127, "bash: line 1: exec: /x/python: not found", "there is no /x/python there"),
+        (126, "permission denied: /x/python", "there is no /x/python there"),
+        (
+            1,
+            "/x/python: Error while finding module specification for 'pdrun.launcher.launch.remote_main'"
+            " (ModuleNotFoundError: No module named 'pdrun')",
+            "has no pdrun there",
+        ),
+        (2, "Unknown option: -P\nusage: /x/python [option] ...", "older than Python 3.11"),
+        (
+            1,
+            "far end: pyzmq and psutil are needed there (zmq is missing; ...)",
+            "cannot be taken along",
+        ),
+        (9, "strange", "ended with code 9 (strange)"),
+        (None, "", "did not answer in time"),
+    ],
+)
+def test_what_failures_mean(code: int | None, said: str, what: str) -> None:
+    assert what in sshcommand.failure(Host("x"), code, said, "/x/python")[0]
+
+
+def test_not_more_connections_at_once_than_the_window(tmp_path: Path) -> None:
+    """
+    A program in place of ssh notes when it begins and ends; 30 hosts go through a window of 4.
+    """
+    from pdrun.launcher.config.spec import JobSpec, Place, Program, Reach
+    from pdrun.launcher.controller.ssh import Reaching
+    from pdrun.launcher.plan.hosts import plan_hosts
+    from pdrun.launcher.plan.model import Facts
+    from pdrun.topology import CpuSet
+
+    fake = tmp_path / "ssh"
+    fake.write_text(
+        f"#!/bin/sh\necho + >> {tmp_path}/log\nsleep 0.1\necho - >> {tmp_path}/log\necho no >&2; exit 255\n"
+    )
+    fake.chmod(0o755)
+    hosts = tuple(Host(f"n{number}") for number in range(30))
+    spec = JobSpec(Program("script", "x.py"), place=Place(hosts=hosts), reach=Reach(ssh=str(fake)))
+    facts = Facts(
+        "here", {}, str(tmp_path), sys.executable, "3.11", "", "0", CpuSet((0,)), (), (), 0
+    )
+    plan = plan_hosts(spec, facts, {}, "job", ())
+    with pytest.raises(RendezvousError, match=r"30 of 30 host\(s\) cannot serve"):
+        Reaching(plan, window=4).everybody()
+    at_once = most = 0
+    for mark in (tmp_path / "log").read_text().split():
+        at_once += 1 if mark == "+" else -1
+        most = max(most, at_once)
+    assert most == 4
+
+
+# Variables
+# ------------------------------------------------------------------------------------------------------------
+
+
+def test_nodes_have_names_of_their_own() -> None:
+    from pdrun.launcher.plan.hosts import named
+
+    hosts = [Host("n.a"), Host("n_a"), Host("fd00::1"), Host("fd00--1"), Host("n.a-1")]
+    names = [name for _, name in named(hosts)]
+    assert len(set(names)) == len(hosts)
+
+
+def test_what_is_forwarded() -> None:
+    environ = {
+        "NCCL_A": "1",
+        "NCCL_B": "2",
+        "OTHER": "3",
+        "PDRUN_TOKEN": "x",
+        "OMPI_COMM_WORLD_RANK": "0",
+        "RANK": "1",
+    }
+    assert forwarded(("NCCL_*", "OTHER"), environ, "--forward") == {
+        "NCCL_A": "1",
+        "NCCL_B": "2",
+        "OTHER": "3",
+    }
+    assert set(forwarded(("*",), environ, "--forward")) == {"NCCL_A", "NCCL_B", "OTHER"}
+    assert forwarded(("NONE_*",), environ, "--forward") == {}
+    for name in ("MISSING", "PDRUN_TOKEN", "RANK"):
+        with pytest.raises(UsageError):
+            forwarded((name,), environ, "--forward")
+
+
+# mpirun
+# ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("said", "family"),
+    [
+        ("mpirun (Open MPI) 4.1.4\n\nReport bugs to ...", "openmpi4"),
+        ("mpirun.openmpi (OpenRTE) 4.1.4\n", "openmpi4"),
+        ("mpirun (Open MPI) 5.0.7\n", "openmpi5"),
+        ("prterun (PRRTE) 3.0.8\n", "openmpi5"),
+        ("HYDRA build details:\n    Version:                                 4.0.2\n", "mpich"),
+        (
+            "Intel(R) MPI Library for Linux* OS, Version 2021.9 Build 20230307 (id: d82b3071db)\n",
+            "intelmpi",
+        ),
+    ],
+)
+def test_which_mpirun_it_is(said: str, family: str) -> None:
+    assert recognise("/usr/bin/mpirun", said).family == family
+
+
+def test_what_is_no_mpirun() -> None:
+    assert recognise("/opt/ibm/jsrun", "").family == "jsrun"
+    with pytest.raises(ConfigError, match="no mpirun that pdrun knows"):
+        recognise("/bin/true", "true (GNU coreutils) 9.1")
+
+
+HOSTS = (Host("a.x.net"), Host("b"))
+TASK = ("python", "-m", "t")
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        (
+            "openmpi4",
+            "-np 2 --host a.x.net:1,b:1 --map-by ppr:1:node --bind-to none --mca orte_keep_fqdn_hostnames 1"
+            " --allow-run-as-root -x A -x B --more python -m t",
+        ),
+        (
+            "openmpi5",
+            "-np 2 --host a.x.net:1,b:1 --map-by ppr:1:node --bind-to none"
+            " --prtemca prte_keep_fqdn_hostnames 1 --allow-run-as-root -x A -x B --more python -m t",
+        ),
+        ("mpich", "-n 2 -hosts a.x.net,b -ppn 1 -disable-auto-cleanup --more python -m t"),
+        ("intelmpi", "-n 2 -hosts a.x.net,b -ppn 1 --more python -m t"),
+        ("jsrun", "-n 2 -r 1 -a 1 -c ALL_CPUS -g ALL_GPUS -b none -E A -E B --more python -m t"),
+    ],
+)
+def test_the_words_of_each_mpirun(family: mpicommand.Family, words: str) -> None:
+    found = mpicommand.command(
+        Mpi("mpirun", family), HOSTS, 2, ("A", "B"), ("--more",), TASK, root=True
+    )
+    assert " ".join(found) == f"mpirun {words}"
+    assert "--allow-run-as-root" not in mpicommand.command(
+        Mpi("m", family), HOSTS, 2, (), (), TASK, root=False
+    )
+    assert mpicommand.environment(Mpi("m", family)) == (
+        {"I_MPI_PIN": "0"} if family == "intelmpi" else {}
+    )
+
+
+def test_what_an_mpirun_cannot_be_told() -> None:
+    with pytest.raises(UsageError, match="has a port"):
+        mpicommand.command(Mpi("m", "openmpi4"), (Host("a", port=22),), 1, (), (), TASK, root=False)
+    with pytest.raises(UsageError, match="has a user"):
+        mpicommand.command(Mpi("m", "mpich"), (Host("a", user="u"),), 1, (), (), TASK, root=False)
+    found = mpicommand.command(
+        Mpi("m", "openmpi4"), (Host("a", user="u"),), 1, (), (), TASK, root=False
+    )
+    assert "u@a:1" in found
+
+
+def test_a_tasks_place_is_its_hosts() -> None:
+    assert through.host_index(HOSTS, ("b",), 0) == 1
+    assert through.host_index(HOSTS, (), 1) == 1
+    assert through.host_index(HOSTS, ("a.x.net", "b"), 1) == 1
+
+
+# --ship ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_cargo_is_this_installation_and_always_the_same() -> None:
+    load = ship.cargo()
+    assert load == ship.cargo()
+    names = set(zipfile.ZipFile(BytesIO(load.archive)).namelist())
+    assert {
+        "pure/pdrun/__init__.py",
+        "pure/pdrun/launcher/remote_main.py",
+        "pure/pdrun/rendezvous/state.py",
+    } <= names
+    assert any(name.startswith("compiled/zmq/") for name in names) and not any(
+        "__pycache__" in name for name in names
+    )
+    assert not any(name.startswith("/") or ".." in name.split("/") for name in names)
+
+
+def test_templates_are_shell_that_parses() -> None:
+    folder = Path(__file__).parents[3] / "templates"
+    for name in ("job.sbatch", "job.pbs", "job.lsf"):
+        text = (folder / name).read_text()
+        done = subprocess.run(
+            ["bash", "-n", str(folder / name)], capture_output=True, text=True, timeout=60
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        head = [line for line in text.splitlines() if line.startswith("#")]
+        mark = {"job.sbatch": "#SBATCH -", "job.pbs": "#PBS -", "job.lsf": "#BSUB -"}[name]
+        assert sum(line.startswith(mark) for line in head) >= 4
+        first = next(
+            number
+            for number, line in enumerate(text.splitlines())
+            if line and not line.startswith("#")
+        )
+        assert not any(line.startswith(mark) for line in text.splitlines()[first:]), (
+            "directives end at the first command"
+        )
+        assert text.rstrip().endswith("exec pdrun --devices auto train.py")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("/no/such/mpirun",), r"/no/such/mpirun: cannot be started: No such file"),
+        (
+            ("/bin/true", "x" * (1 << 18)),
+            r"/bin/true: cannot be started: Argument list too long; put long",
+        ),
+    ],
+)
+def test_a_launcher_that_cannot_be_started_is_named_and_signals_are_as_before(
+    argv: tuple[str, ...], message: str
+) -> None:
+    before = {number: signal.getsignal(number) for number in STOP}
+    plan = SimpleNamespace(
+        through=Through("mpirun", "", "", argv, {}, {}), spec=JobSpec(Program("script", "x.py"))
+    )
+    tending = _Tending(plan, SimpleNamespace(done=None), {})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=message):
+        tending.run()
+    assert {number: signal.getsignal(number) for number in STOP} == before

@@ -1,0 +1,298 @@
+"""What holds for every plan."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdrun.backends.base import Backend
+from pdrun.endpoint import Endpoint
+from pdrun.errors import PdrunError
+from pdrun.launcher.config.job_key import command_text, job_key
+from pdrun.launcher.config.spec import JobSpec, Place, Program, Resources
+from pdrun.launcher.hosts.selection import Host
+from pdrun.launcher.plan.environment import scrub, shown
+from pdrun.launcher.plan.model import BackendFacts, Facts
+from pdrun.launcher.plan.plan import LONGEST_SPEC, node_name, plan, program_argv, simulated
+from pdrun.rendezvous.protocol.codec import encode
+from pdrun.rendezvous.protocol.messages import Envelope, Welcome
+from pdrun.topology import CpuSet, Device
+
+FACTS = Facts(
+    hostname="host1",
+    environ={"PATH": "/bin", "HOME": "/home/u"},
+    cwd="/work",
+    python="/usr/bin/python3",
+    python_version="3.11.7",
+    torch_version="2.13.0",
+    pdrun_version="0.1.0",
+    cpus=CpuSet(tuple(range(8))),
+    backends=(BackendFacts("cpu", True, "always there", (Device("cpu", 0),)),),
+    addresses=(("lo", "127.0.0.1"),),
+    uid=1000,
+    route_address="127.0.0.1",
+)
+SCRIPT = Program("script", "train.py", ("--lr", "3"))
+
+
+def machine(cpus: int, quota: float | None, cards: int) -> Facts:
+    found = tuple(Device("cuda", index, str(index)) for index in range(cards))
+    backends = (BackendFacts("cuda", bool(cards), "by a test", found), *FACTS.backends)
+    return dataclasses.replace(FACTS, cpus=CpuSet(tuple(range(cpus)), quota), backends=backends)
+
+
+@given(
+    nodes=st.integers(1, 4),
+    devices=st.one_of(st.just("auto"), st.integers(1, 9)),
+    cpus=st.integers(1, 40),
+    quota=st.one_of(st.none(), st.floats(0.1, 50)),
+    cards=st.integers(0, 16),
+)
+def test_simulated_nodes_share_a_machine_without_overlap(
+    nodes: int, devices: int | str, cpus: int, quota: float | None, cards: int
+) -> None:
+    spec = JobSpec(SCRIPT, Resources(nodes=nodes, devices=devices), place=Place(local=True))  # type: ignore[arg-type]
+    facts = machine(cpus, quota, cards)
+    try:
+        whole = plan(spec, facts, {})
+        parts = simulated(whole, facts) if whole.mode == "local" else (whole,)
+    except PdrunError as error:
+        assert cards
+        assert error.exit_code == 2
+        return
+    workers = [worker for part in parts for worker in part.workers]
+    assert len(parts) == nodes
+    assert len(workers) == nodes * len(parts[0].workers)
+    given_cpus = [cpu for worker in workers for cpu in worker.cpus]
+    assert len(given_cpus) == len(set(given_cpus))
+    assert all(worker.threads >= 1 for worker in workers)
+    cards_given = [worker.device.name for worker in workers if worker.device]
+    assert len(cards_given) == len(set(cards_given)) == (len(workers) if cards else 0)
+
+
+def test_equal_arguments_give_equal_plans() -> None:
+    spec = JobSpec(SCRIPT, Resources(nodes=2), place=Place(local=True))
+    assert plan(spec, FACTS, {}) == plan(spec, FACTS, {})
+    assert simulated(plan(spec, FACTS, {}), FACTS) == simulated(plan(spec, FACTS, {}), FACTS)
+
+
+def test_the_simulated_plans_are_those_of_agents_that_are_told_their_place() -> None:
+    whole = plan(JobSpec(SCRIPT, Resources(nodes=2, devices=2), place=Place(local=True)), FACTS, {})
+    first, second = simulated(whole, FACTS)
+    assert (first.mode, first.node, second.mode, second.node) == ("first", "node0", "join", "node1")
+    assert first.job == second.job == whole.job
+    assert JobSpec.from_json(second.spec.to_json()) == second.spec
+
+
+def test_the_job_key_tells_commands_apart_and_nodes_together() -> None:
+    one = JobSpec(SCRIPT, Resources(nodes=2))
+    assert job_key(one) == job_key(
+        dataclasses.replace(one, place=Place(node_rank=1), env={"A": "1"})
+    )
+    assert job_key(one) != job_key(dataclasses.replace(one, resources=Resources(nodes=3)))
+    assert job_key(one) != job_key(
+        dataclasses.replace(one, program=Program("script", "train.py", ("--lr", "4")))
+    )
+    assert job_key(dataclasses.replace(one, job="mine")) == "mine"
+
+
+@given(st.text(min_size=1, max_size=80), st.lists(st.text(max_size=20), max_size=4))
+def test_every_program_has_a_key_that_is_a_name(target: str, args: list[str]) -> None:
+    from pdrun.names import check_name
+
+    key = job_key(JobSpec(Program("script", target, tuple(args))))
+    assert check_name(key, where="test") == key
+
+
+def test_command_lines_of_workers() -> None:
+    assert program_argv(Program("script", "a.py", ("x",)), "/py") == ("/py", "a.py", "x")
+    assert program_argv(Program("script", "-c", ()), "/py") == ("/py", "./-c")
+    assert program_argv(Program("module", "a.b", ("x",), python="py3"), "/py") == (
+        "py3",
+        "-m",
+        "a.b",
+        "x",
+    )
+    assert program_argv(Program("command", "./a.out", ("x",)), "/py") == ("./a.out", "x")
+
+
+def test_nothing_listens_everywhere() -> None:
+    two = Resources(nodes=2)
+    for spec in (
+        JobSpec(SCRIPT),
+        JobSpec(SCRIPT, two),
+        JobSpec(SCRIPT, two, place=Place(local=True)),
+    ):
+        made = plan(spec, FACTS, {})
+        assert made.listen == "127.0.0.1"
+        assert made.scheduler is None or made.scheduler.host == "127.0.0.1"
+
+
+def test_nodes_compare_their_commands_as_text() -> None:
+    one = JobSpec(Program("script", "slow.py", ("2", "a b", "x\ny")), Resources(nodes=2))
+    assert command_text(one) == "pdrun --nodes 2 slow.py 2 'a b' 'x\\ny'"
+    assert plan(one, FACTS, {}).facts["command"] == command_text(dataclasses.replace(one, job="q"))
+    module = Program("module", "a.b", ())
+    assert command_text(JobSpec(module)) == "pdrun --nodes 1 -m a.b"
+    assert command_text(JobSpec(Program("command", "a.b", ()))) == "pdrun --nodes 1 --no-python a.b"
+
+
+@given(st.lists(st.text(max_size=300), max_size=4), st.lists(st.text(max_size=300), max_size=4))
+def test_the_text_of_a_command_is_short_and_as_exact_as_the_command(
+    one: list[str], two: list[str]
+) -> None:
+    texts = [command_text(JobSpec(Program("script", "a.py", tuple(args)))) for args in (one, two)]
+    assert (texts[0] == texts[1]) == (one == two)
+    assert all(text.isprintable() and len(text) < 500 for text in texts)
+
+
+def test_several_nodes_on_the_schedulers_machine_have_names_of_their_own() -> None:
+    def name(local: bool, **place: object) -> str:
+        spec = JobSpec(
+            SCRIPT, Resources(nodes=3), place=Place(scheduler=Endpoint("host1", 5), **place)
+        )  # type: ignore[arg-type]
+        return node_name(spec, dataclasses.replace(FACTS, local_endpoint=local))
+
+    assert [name(True, node_rank=rank) for rank in (0, 1, 2)] == ["host1", "host1-1", "host1-2"]
+    assert [name(False, node_rank=rank) for rank in (0, 1)] == ["host1", "host1"]
+    assert (name(True), name(True, node_rank=1, node_name="mine")) == ("host1", "mine")
+
+
+def test_a_name_that_is_not_known_is_the_error_and_not_the_route() -> None:
+    facts = dataclasses.replace(
+        FACTS, route_address="", local_endpoint=False, scheduler_fault="the name is unknown"
+    )
+    spec = JobSpec(SCRIPT, Resources(nodes=2), place=Place(scheduler=Endpoint("n", 5)))
+    with pytest.raises(PdrunError, match=r"^--scheduler: the name is unknown; check it"):
+        plan(spec, facts, {"place.scheduler": "--scheduler"})
+    made = plan(
+        dataclasses.replace(spec, place=dataclasses.replace(spec.place, interface="lo")), facts, {}
+    )
+    assert made.mode == "join" and facts.scheduler_fault in made.notes
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        Place(),
+        Place(local=True),
+        Place(scheduler=Endpoint("n", 5)),
+        Place(hosts=(Host("a"), Host("b"))),
+        Place(scheduler=Endpoint("n", 5), serve=True),
+        Place(hosts=(Host("a"),), launcher="mpirun"),
+    ],
+)
+@pytest.mark.parametrize("env", [False, True])
+def test_what_no_node_could_be_told_is_refused_before_anything_starts(
+    place: Place, env: bool
+) -> None:
+    long = '"' * (
+        LONGEST_SPEC // 4
+    )  # each takes four bytes: it is written as JSON, and that is put into a message
+    program = SCRIPT if env else dataclasses.replace(SCRIPT, args=(long,))
+    nodes = 1 if place.serve or place.launcher else 2
+    spec = JobSpec(program, Resources(nodes=nodes), place=place, env={"LONG": long} if env else {})
+    with pytest.raises(
+        PdrunError, match=r"and the variables of --env make 98\d,\d{3} bytes, of which .* 983,"
+    ):
+        plan(spec, FACTS, {})
+    alone = dataclasses.replace(spec, place=Place(), resources=Resources(nodes=1))
+    assert plan(alone, FACTS, {}).mode == "alone", "nobody is told anything"
+    assert encode(
+        Envelope(
+            "a" * 32, 0, 0, Welcome("j" * 64, "r" * 64, "x" * LONGEST_SPEC, "s" * 32, 1.0, 10.0)
+        )
+    )
+
+
+def test_no_route_is_an_error_and_never_a_smaller_job() -> None:
+    with pytest.raises(PdrunError, match="no route to other machines"):
+        plan(JobSpec(SCRIPT, Resources(nodes=2)), dataclasses.replace(FACTS, route_address=""), {})
+
+
+LAUNCHERS = """
+    RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR TORCHELASTIC_RUN_ID PET_NNODES OMPI_COMM_WORLD_RANK OMPI_MCA_orte_hnp_uri
+    PMI_FD PMI_RANK PMIX_SERVER_URI2 PALS_RANKID MPI_LOCALRANKID HYDI_CONTROL_FD MV2_COMM_WORLD_RANK SLURM_PROCID
+    SLURM_STEP_ID SLURM_STEP_NODELIST JSM_NAMESPACE_RANK MS_ROLE MS_WORKER_NUM RANK_ID PDRUN_TOKEN PDRUN_TOKEN_FILE
+    PDRUN_NODES
+"""
+KEPT = """
+    PATH HOME LD_LIBRARY_PATH PYTHONPATH SLURM_JOB_ID SLURM_CPUS_PER_TASK SLURM_ARRAY_TASK_ID PBS_JOBID LSB_JOBID
+    CUDA_VISIBLE_DEVICES OMP_NUM_THREADS NCCL_DEBUG OMPI_MCA_btl HCCL_CONNECT_TIMEOUT RANK_TABLE_FILE MY_RANK
+    WORLD_SIZE_X
+"""
+
+
+def test_words_of_launchers_go_and_the_rest_stays() -> None:
+    kept, gone = scrub(dict.fromkeys([*LAUNCHERS.split(), *KEPT.split()], "x"))
+    assert set(gone) == set(LAUNCHERS.split())
+    assert set(kept) == set(KEPT.split())
+
+
+@pytest.mark.parametrize(
+    "name", ["API_KEY", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "db_password", "PDRUN_TOKEN"]
+)
+def test_secrets_are_not_shown(name: str) -> None:
+    assert shown(name, "abc") == "(hidden)"
+
+
+def test_the_table_of_a_backend_is_what_a_plan_names() -> None:
+    assert plan(JobSpec(SCRIPT), FACTS, {}).collective == "gloo"
+    assert {field.name for field in dataclasses.fields(Backend)} >= {
+        "name",
+        "collective",
+        "variables",
+    }
+
+
+@pytest.mark.parametrize("bind", ["cores", "numa"])
+def test_a_binding_that_was_asked_for_and_cannot_be_had_is_refused(bind: str) -> None:
+    facts = machine(2, None, 0)
+    sources = {"resources.bind": "--bind"}
+    spec = JobSpec(SCRIPT, Resources(devices=4, bind=bind))  # type: ignore[arg-type]
+    with pytest.raises(
+        PdrunError,
+        match=rf"--bind: {bind} cannot be had: 2 core\(s\) .* 4 worker\(s\); .*--bind auto",
+    ):
+        plan(spec, facts, sources)
+    local = dataclasses.replace(spec, resources=Resources(3, 1, bind=bind), place=Place(local=True))  # type: ignore[arg-type]
+    with pytest.raises(PdrunError, match=rf"{bind} cannot be had"):
+        plan(local, facts, sources)
+    assert not any(
+        worker.cpus for worker in plan(JobSpec(SCRIPT, Resources(devices=4)), facts, {}).workers
+    )
+    enough = JobSpec(SCRIPT, Resources(devices=2, bind=bind))  # type: ignore[arg-type]
+    assert all(worker.cpus for worker in plan(enough, facts, sources).workers)
+
+
+@pytest.mark.parametrize(
+    ("local", "serve", "mode"),
+    [(True, None, "first"), (False, None, "join"), (False, True, "first")],
+)
+def test_node_0_opens_a_scheduler_elsewhere_than_it_was_said_only_when_told_to(
+    local: bool, serve: bool | None, mode: str
+) -> None:
+    """Else two hosts that both claim rank 0 would not hear of each other."""
+    place = Place(scheduler=Endpoint("h1", 7777), node_rank=0, serve=serve)
+    facts = dataclasses.replace(FACTS, local_endpoint=local)
+    made = plan(JobSpec(SCRIPT, Resources(nodes=2), place=place), facts, {"place.serve": "--serve"})
+    assert made.mode == mode
+    assert any("--serve: run it here" in note for note in made.notes) == (mode == "join")
+
+
+@pytest.mark.parametrize("serve", [True, False])
+def test_a_scheduler_whose_name_is_loopback_here_is_met_where_others_meet_it(serve: bool) -> None:
+    """
+    Debian writes ``127.0.1.1 HOST`` into /etc/hosts: a second node on this machine has to find the
+    same address.
+    """
+    facts = dataclasses.replace(
+        FACTS, local_endpoint=True, loopback_name=True, route_address="10.0.0.5"
+    )
+    place = Place(scheduler=Endpoint("here", 7777), serve=serve)
+    made = plan(JobSpec(SCRIPT, Resources(nodes=2), place=place), facts, {})
+    assert made.scheduler == Endpoint("10.0.0.5", 7777)
+    assert made.mode == ("first" if serve else "join")

@@ -1,0 +1,190 @@
+"""
+A keeper with a starter that has imported torch, once a module of tests, and programs run both ways
+from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from pdrun.launcher.plan.model import Starting
+from pdrun.launcher.plan.start_method import PLAIN, starter_command
+from pdrun.launcher.supervisor import warm_client
+from pdrun.launcher.supervisor.events import (
+    Exited,
+    Spawned,
+    SpawnFailed,
+    StarterState,
+    Warm,
+    WorkerCommand,
+)
+from tests.lib.agent_fakes import make_plan
+from tests.lib.supervisor_driver import KeeperDriver, keeper_driver
+
+pytest.importorskip("torch")
+
+
+@dataclass
+class Ended:
+    """How a program went."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Bench:
+    """Runs programs, forked from the starter or executed, and waits for them."""
+
+    def __init__(self, driver: KeeperDriver, modules: tuple[str, ...] = PLAIN) -> None:
+        self.driver, self.slots = driver, 0
+        self.modules = modules
+        self.env = {**plain_environment(), "OMP_NUM_THREADS": "1", "RANK": "0"}
+
+    def start(
+        self,
+        argv: tuple[str, ...],
+        out: int,
+        err: int,
+        *,
+        start: str = "fork",
+        env: Mapping[str, str] | None = None,
+        cwd: str = "/",
+        cpus: tuple[int, ...] = (),
+        stdin: int | None = None,
+    ) -> int:
+        """Start a program; return its slot."""
+        self.slots += 1
+        null = os.open(os.devnull, os.O_RDWR)
+        command = WorkerCommand(self.slots, argv, {**self.env, **(env or {})}, cwd, cpus, start)  # type: ignore[arg-type]
+        self.driver.keeper.spawn(command, null if stdin is None else stdin, out, err)
+        os.close(null)
+        return self.slots
+
+    def run(
+        self,
+        *argv: str,
+        start: str = "fork",
+        env: Mapping[str, str] | None = None,
+        cwd: str = "/",
+        cpus: tuple[int, ...] = (),
+        python: bool = True,
+        stdin: int | None = None,
+    ) -> Ended:
+        """Run ``python ARGV`` to its end."""
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            words = (sys.executable, *argv) if python else argv
+            slot = self.start(
+                words,
+                out.fileno(),
+                err.fileno(),
+                start=start,
+                env=env,
+                cwd=cwd,
+                cpus=cpus,
+                stdin=stdin,
+            )
+            code = os.waitstatus_to_exitcode(self.driver.wait(Exited, slot, 60).status)
+            self.driver.seen = [event for event in self.driver.seen if event.slot != slot]
+            texts = []
+            for file in (out, err):
+                file.seek(0)
+                texts.append(file.read().decode(errors="replace"))
+        return Ended(code, *texts)
+
+    def refused(self, *argv: str, cwd: str = "/", cpus: tuple[int, ...] = ()) -> SpawnFailed:
+        """The keeper's word on a program that could not become one."""
+        null = os.open(os.devnull, os.O_RDWR)
+        slot = self.start((sys.executable, *argv), null, null, cwd=cwd, cpus=cpus)
+        os.close(null)
+        return self.driver.wait(SpawnFailed, slot)
+
+    def both(self, *argv: str, **more: object) -> tuple[Ended, Ended]:
+        """Run a program forked and executed."""
+        return self.run(*argv, **more), self.run(*argv, start="exec", **more)  # type: ignore[arg-type]
+
+    def pid(self, slot: int) -> int:
+        """The pid of a program that was started."""
+        return self.driver.wait(Spawned, slot, 30).pid
+
+
+def plain_environment() -> dict[str, str]:
+    """What the tests' own environment has that an interpreter needs."""
+    return {
+        name: os.environ[name] for name in ("PATH", "HOME", "LANG", "TMPDIR") if name in os.environ
+    }
+
+
+def starter_of(
+    env: Mapping[str, str], modules: tuple[str, ...] = PLAIN, python: str = sys.executable
+) -> WorkerCommand:
+    """The command of a starter for workers with this environment."""
+    plan = make_plan(1, argv=(python, "x" * 200), kind="script")
+    return starter_command(
+        replace(plan, base_env=dict(env), starting=Starting("fork", modules=modules))
+    )
+
+
+@contextlib.contextmanager
+def warm_process(
+    folder: Path,
+    env: Mapping[str, str],
+    modules: tuple[str, ...] = PLAIN,
+    idle: float = 600.0,
+    python: str = sys.executable,
+) -> Iterator[Warm]:
+    """A warm process in a folder of its own, ended at the end."""
+    name = f"{warm_client.key(python, env)}.sock"
+    with pytest.MonkeyPatch.context() as patch, warm_client.changing(folder, print) as number:
+        patch.setattr(warm_client, "MODULES", modules)
+        warm_client.launch(number, folder / name, python, env, idle)
+    found = said(folder)
+    try:
+        yield found
+    finally:
+        warm_client.stop(found)
+
+
+def said(folder: Path) -> Warm:
+    """What the only warm process of a folder says of itself."""
+    look = warm_client.Look({"XDG_RUNTIME_DIR": str(folder.parent)})
+    assert look.path == folder
+    (found,) = look.found()
+    assert not look.faults
+    return found
+
+
+@pytest.fixture(scope="module", params=["cold", "warm"])
+def bench(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Bench]:
+    """
+    One starter for the tests of a module: the job's own, or one that was forked from a warm
+    process.
+    """
+    env = {**plain_environment(), "OMP_NUM_THREADS": "1", "RANK": "0"}
+    with contextlib.ExitStack() as stack:
+        lent = None
+        if request.param == "warm":
+            folder = tmp_path_factory.mktemp("warm") / "pdrun"
+            lent = warm_client.borrow(
+                stack.enter_context(warm_process(folder, env, warm_client.MODULES)).socket
+            )
+        driver = stack.enter_context(keeper_driver(lent))
+        driver.keeper.prepare(starter_of(env))
+        assert driver.wait(StarterState, None, 60).why == ""
+        yield Bench(driver, PLAIN if lent is None else warm_client.MODULES)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """Where a test writes its program."""
+    return tmp_path / "prog.py"

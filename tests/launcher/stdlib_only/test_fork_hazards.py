@@ -1,0 +1,414 @@
+"""The hazards of forking a process that has imported torch: each is looked for where it would show."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from pdrun.launcher.supervisor.events import Exited, Spawned, StarterState, Swept
+from tests.launcher.stdlib_only.conftest import Bench, starter_of
+from tests.lib.supervisor_driver import alive, keeper_driver, until
+
+FORKED = "import gc, sys\nassert gc.get_freeze_count() > 10000 and 'torch' in sys.modules\n"
+CPUS = sorted(os.sched_getaffinity(0))
+
+
+def test_random_state_is_fresh_in_every_worker(bench: Bench, script: Path) -> None:
+    script.write_text(
+        FORKED
+        + """
+import random, uuid, tempfile, secrets, torch, numpy
+import multiprocessing as mp
+print(torch.initial_seed(), torch.rand(1).item(), random.random(), numpy.random.rand(), numpy.random.default_rng().random(),
+      uuid.uuid4(), uuid.uuid1(), tempfile.mktemp(), secrets.token_hex(), bytes(mp.current_process().authkey).hex(), sep='\\n')
+"""
+    )
+    runs = [bench.run(str(script)).out.splitlines() for _ in range(3)]
+    assert [len(run) for run in runs] == [10, 10, 10]
+    for drawn in zip(*runs, strict=True):
+        assert len(set(drawn)) == 3
+
+
+def test_numbers_drawn_by_an_import_are_drawn_by_nobody_else(script: Path, tmp_path: Path) -> None:
+    (tmp_path / "plugin.py").write_text(
+        "import random, numpy.random\nrandom.random(), numpy.random.rand()\n"
+    )
+    script.write_text(
+        "import plugin, random, numpy.random\nprint(random.random(), numpy.random.rand())\n"
+    )
+    with keeper_driver() as driver:
+        bench = Bench(driver)
+        bench.env["PYTHONPATH"] = str(tmp_path)
+        driver.keeper.prepare(starter_of(bench.env, ("plugin",)))
+        assert driver.wait(StarterState, None, 30).why == ""
+        drawn = [bench.run(str(script)).out.split() for _ in range(2)]
+        assert len(drawn[0]) == 2 and not set(drawn[0]) & set(drawn[1])
+
+
+def test_seeds_that_a_script_sets_count_as_ever(bench: Bench, script: Path) -> None:
+    script.write_text("import torch\ntorch.manual_seed(7)\nprint(torch.rand(3))\n")
+    forked, executed = bench.both(str(script))
+    assert forked.out == executed.out != ""
+
+
+@pytest.mark.parametrize("threads", ["1", "3"])
+def test_thread_counts_are_the_workers_own(bench: Bench, script: Path, threads: str) -> None:
+    script.write_text("""
+import os, threading, torch, numpy, ctypes
+seen = []
+threading.Thread(target=lambda: seen.append(torch.get_num_threads())).start()
+while not seen: pass
+lines = open('/proc/self/maps').read().split()
+path = next(word for word in lines if 'openblas' in word)
+blas = ctypes.CDLL(path).scipy_openblas_get_num_threads64_()
+print(torch.get_num_threads(), seen[0], blas, os.environ['OMP_NUM_THREADS'])
+""")
+    forked, executed = bench.both(str(script), env={"OMP_NUM_THREADS": threads})
+    assert forked.out == executed.out != ""
+
+
+def test_parallel_regions_and_autograd_work(bench: Bench, script: Path) -> None:
+    script.write_text(
+        FORKED
+        + """
+import os, torch
+a = torch.rand(700, 700, requires_grad=True)
+(a @ a).sum().backward()
+torch.nn.functional.conv2d(torch.rand(4, 3, 64, 64), torch.rand(8, 3, 3, 3))
+print(len(os.listdir('/proc/self/task')) > 1, a.grad.shape[0])
+"""
+    )
+    ended = bench.run(str(script), env={"OMP_NUM_THREADS": "2"})
+    assert (ended.code, ended.out) == (0, "True 700\n"), ended.err
+
+
+def test_affinity_is_set_before_any_thread(bench: Bench, script: Path) -> None:
+    script.write_text("""
+import os, torch
+torch.rand(600, 600) @ torch.rand(600, 600)
+print({tuple(sorted(os.sched_getaffinity(int(t)))) for t in os.listdir('/proc/self/task')})
+""")
+    ended = bench.run(str(script), cpus=(CPUS[-1],), env={"OMP_NUM_THREADS": "3"})
+    assert ended.out == f"{{({CPUS[-1]},)}}\n", ended.err
+
+
+def test_environment_is_exact_for_python_and_for_c(bench: Bench, script: Path) -> None:
+    script.write_text("""
+import ctypes, os, subprocess, sys
+libc = ctypes.CDLL(None)
+libc.getenv.restype = ctypes.c_char_p
+print(libc.getenv(b'MINE'), libc.getenv(b'OPENBLAS_NUM_THREADS'), os.environ.get('MKL_NUM_THREADS'), libc.getenv(b'OMP_NUM_THREADS'))
+print(subprocess.check_output(['env'], text=True).count('THREADS'))
+os.environ['LATER'] = 'x'
+print(libc.getenv(b'LATER'))
+""")
+    forked, executed = bench.both(str(script), env={"MINE": "a"})
+    assert forked.out == executed.out == "b'a' None None b'1'\n1\nb'x'\n"
+
+
+def test_isa_choice_is_read_in_the_worker(bench: Bench, script: Path) -> None:
+    script.write_text("import torch\nprint(torch.backends.cpu.get_cpu_capability())\n")
+    forked, executed = bench.both(str(script), env={"ATEN_CPU_CAPABILITY": "default"})
+    assert forked.out == executed.out == "DEFAULT\n"
+
+
+def test_late_variables_are_named_once(bench: Bench, script: Path) -> None:
+    script.write_text("""
+import os
+os.environ['OMP_NUM_THREADS'] = '1'      # what it is already
+os.environ['NCCL_DEBUG'] = 'INFO'        # read at first use
+os.environ['TORCH_SHOW_CPP_STACKTRACES'] = '1'
+os.environ.setdefault('TORCH_SHOW_CPP_STACKTRACES', '1')
+os.environ.update(TORCH_SHOW_CPP_STACKTRACES='0')
+import torch
+exec("import os; os.environ['TORCHINDUCTOR_CACHE_DIR'] = '/x'", {'__name__': 'torch._inductor.runtime'})  # its own
+""")
+    forked, executed = bench.both(str(script))
+    assert executed.err == ""
+    assert forked.err.count("\n") == 1 and "TORCH_SHOW_CPP_STACKTRACES" in forked.err
+
+
+def test_no_accelerator_is_touched(bench: Bench, script: Path) -> None:
+    script.write_text(
+        FORKED
+        + """
+import os, torch
+print(torch.cuda.is_initialized(), torch.cuda._is_in_bad_fork(), int(torch._C._cuda_isInBadFork()) if hasattr(torch._C, '_cuda_isInBadFork') else 0)
+print([p for p in (os.readlink(f'/proc/self/fd/{n}') for n in os.listdir('/proc/self/fd') if os.path.exists(f'/proc/self/fd/{n}')) if '/dev/nv' in p])
+"""
+    )
+    assert bench.run(str(script)).out == "False False 0\n[]\n"
+
+
+PICKLES = """
+import multiprocessing as mp, pickle, inspect, sys, torch, threading, time
+class Thing:
+    value = 7
+    def f(self): return self.value
+def double(x): return Thing, 2 * x, mp.current_process().name != 'MainProcess'
+if __name__ == '__main__':
+    assert type(pickle.loads(pickle.dumps(Thing()))) is Thing
+    assert inspect.getsource(Thing.f).strip() == 'def f(self): return self.value'
+    for method in ('fork', 'spawn', 'forkserver'):
+        with mp.get_context(method).Pool(1) as pool:
+            kind, two, other = pool.apply(double, (1,))
+            print(method, kind.__module__, kind is Thing, two, other)
+    threading.Thread(target=lambda: (time.sleep(0.2), print(len(pickle.dumps(Thing())) > 0, flush=True))).start()
+"""
+
+
+def test_main_classes_pickle_and_multiprocessing_starts_in_three_ways(
+    bench: Bench, script: Path
+) -> None:
+    script.write_text(PICKLES)
+    forked, executed = bench.both(str(script))
+    assert (forked.code, forked.out) == (executed.code, executed.out), forked.err
+    assert forked.out.count("True 2 True") == 3
+
+
+LOADER = (
+    FORKED
+    + """
+import torch
+from torch.utils.data import DataLoader, Dataset
+class Squares(Dataset):
+    def __len__(self): return 8
+    def __getitem__(self, i): return torch.tensor(i * i)
+if __name__ == '__main__':
+    for method in ('fork', 'spawn'):
+        loader = DataLoader(Squares(), batch_size=4, num_workers=2, multiprocessing_context=method)
+        print([b.tolist() for b in loader])
+"""
+)
+
+
+def test_data_loader_workers(bench: Bench, script: Path) -> None:
+    text = LOADER.replace(FORKED, "")
+    script.write_text(text)
+    ended = bench.run(str(script))
+    assert ended.out == "[[0, 1, 4, 9], [16, 25, 36, 49]]\n" * 2, ended.err
+
+
+def test_the_starters_buffers_are_not_printed_by_workers(script: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "noisy.py").write_text(
+        "import sys\nprint('not ended', end='')\nsys.stderr.write('a warning at import\\n')\n"
+    )
+    script.write_text(
+        FORKED.replace(" and 'torch' in sys.modules", "").replace("10000", "100")
+        + "print('mine')\n"
+    )
+    with keeper_driver() as driver:
+        bench = Bench(driver)
+        bench.env["PYTHONPATH"] = str(site)
+        driver.keeper.prepare(
+            starter_of(bench.env, ("random", "logging", "multiprocessing.process", "noisy"))
+        )
+        assert driver.wait(StarterState, None, 30).why == ""
+        for _ in range(2):
+            ended = bench.run(str(script))
+            assert (ended.code, ended.out, ended.err) == (0, "mine\n", "a warning at import\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (
+            "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()",
+            "left 2 threads",
+        ),
+        (
+            "file = open('/dev/loop-control' if __import__('os').path.exists('/dev/loop-control') else '/dev/fuse')",
+            "opened /dev/",
+        ),
+        (
+            "import torch.cuda\ntorch.cuda._initialized = True",
+            "torch.cuda was initialised by an import",
+        ),
+        ("raise OSError('no library')", "OSError: no library"),
+        ("import os\nos._exit(3)", "ended before it was ready"),
+        ("import os\nos.kill(os.getpid(), 9)", "ended before"),
+    ],
+)
+def test_an_unfit_starter_costs_speed_only(
+    script: Path, tmp_path: Path, text: str, why: str
+) -> None:
+    (tmp_path / "plugin.py").write_text(text + "\n")
+    script.write_text("import gc\nprint(gc.get_freeze_count() > 100)\n")
+    with keeper_driver() as driver:
+        bench = Bench(driver)
+        bench.env["PYTHONPATH"] = str(tmp_path)
+        driver.keeper.prepare(starter_of(bench.env, ("plugin",)))
+        ended = bench.run(
+            str(script), start="auto"
+        )  # asked for before the starter has said anything
+        state = driver.wait(StarterState, None, 30)
+        assert why in state.why and ended.out == "False\n"
+        failed = bench.refused(str(script))
+        assert why in failed.message
+
+
+def test_threads_that_come_later_are_seen_at_the_fork(script: Path, tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text(
+        "import os\nkept = open('/dev/null')\n"
+        "import atexit, gc\nreal = os.listdir\n"
+        "def listdir(path='.'):\n"
+        "    os.calls = getattr(os, 'calls', 0) + 1\n"
+        "    return real(path) + (['2'] if os.calls > 1 and path == '/proc/self/task' else [])\n"
+        "os.listdir = listdir\n"
+    )
+    script.write_text("import gc\nprint(gc.get_freeze_count() > 100)\n")
+    with keeper_driver() as driver:
+        bench = Bench(driver)
+        bench.env["PYTHONPATH"] = str(tmp_path)
+        driver.keeper.prepare(starter_of(bench.env, ("late",)))
+        assert driver.wait(StarterState, None, 30).why == ""
+        assert bench.run(str(script), start="auto", env={"PYTHONPATH": ""}).out == "False\n"
+
+
+SLEEPER = """
+import os, signal, subprocess, sys, time
+child = subprocess.Popen(['sleep', '300'], start_new_session=True)
+if os.fork() == 0:
+    os.setsid()
+    open('pids', 'a').write(f'{os.getpid()}\\n')
+    time.sleep(300)
+open('pids', 'a').write(f'{os.getpid()}\\n{child.pid}\\n')
+time.sleep(300)
+"""
+
+
+def pids(folder: Path, count: int) -> list[int]:
+    path = folder / "pids"
+    until(lambda: path.exists() and path.read_text().count("\n") >= count, 20, f"{count} pids")
+    return [int(word) for word in path.read_text().split()]
+
+
+def test_nothing_outlives_a_killed_agent_or_keeper(script: Path) -> None:
+    """The agent's end of the socket closes, and then the same with the keeper killed."""
+    script.write_text(SLEEPER)
+    for how in ("agent", "keeper"):
+        (script.parent / "pids").unlink(missing_ok=True)
+        with keeper_driver() as driver:
+            bench = Bench(driver)
+            driver.keeper.prepare(starter_of(bench.env, ("random",)))
+            null = os.open(os.devnull, os.O_RDWR)
+            for _ in range(2):
+                bench.start((sys.executable, str(script)), null, null, cwd=str(script.parent))
+            os.close(null)
+            started = pids(script.parent, 6)
+            if how == "agent":
+                driver.keeper._socket.close()  # type: ignore[union-attr]
+                driver.keeper._socket = None
+            else:
+                os.kill(driver.keeper.pid, signal.SIGKILL)
+                with pytest.raises(Exception, match="keeper process"):
+                    until(lambda driver=driver: list(driver.keeper.events()) and False, 5)
+            until(lambda started=started: not any(map(alive, started)), 1.0, "everything gone")
+
+
+def test_a_dead_starter_hurts_no_worker_and_the_next_is_executed(script: Path) -> None:
+    script.write_text(
+        "import gc, os, time\nprint(gc.get_freeze_count() > 100, flush=True)\ntime.sleep(0.5)\nos._exit(9)\n"
+    )
+    with keeper_driver() as driver:
+        bench = Bench(driver)
+        driver.keeper.prepare(starter_of(bench.env, ("random",)))
+        assert driver.wait(StarterState, None, 30).why == ""
+        read, write = os.pipe()
+        slot = bench.start((sys.executable, str(script)), write, write)
+        assert driver.wait(Spawned, slot).pid > 0
+        starter = next(
+            int(child)
+            for child in Path(f"/proc/{driver.keeper.pid}/task/{driver.keeper.pid}/children")
+            .read_text()
+            .split()
+            if b"fork_server" in Path(f"/proc/{child}/cmdline").read_bytes()
+        )
+        os.kill(starter, signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(driver.wait(Exited, slot, 20).status) == 9
+        assert os.read(read, 99) == b"True\n"
+        slot = bench.start((sys.executable, str(script)), write, write, start="auto")
+        assert os.waitstatus_to_exitcode(driver.wait(Exited, slot, 20).status) == 9
+        assert os.read(read, 99) == b"False\n"
+        os.close(read), os.close(write)
+
+
+def test_leftovers_of_one_worker_are_swept_and_not_its_neighbours(
+    bench: Bench, script: Path
+) -> None:
+    body, _, _ = SLEEPER.rpartition("time.sleep(300)\n")
+    script.write_text(body + "if 'stay' in sys.argv: time.sleep(300)\n")
+    null = os.open(os.devnull, os.O_RDWR)
+    stays = bench.start((sys.executable, str(script), "stay"), null, null, cwd=str(script.parent))
+    kept = pids(script.parent, 3)
+    slot = bench.start((sys.executable, str(script)), null, null, cwd=str(script.parent))
+    os.close(null)
+    bench.driver.wait(Exited, slot, 20)
+    bench.driver.keeper.sweep(slot)
+    swept = bench.driver.wait(Swept, slot, 20)
+    assert len(swept.processes) == 2, (
+        swept
+    )  # the sleep, and the fork that shares its parent's memory
+    assert all(map(alive, kept))
+    bench.driver.keeper.signal(stays, signal.SIGKILL, group=True)
+    bench.driver.wait(Exited, stays, 20)
+    bench.driver.keeper.sweep(stays)
+    bench.driver.wait(Swept, stays, 20)
+
+
+def test_workers_are_the_keepers_children_and_their_status_is_exact(
+    bench: Bench, script: Path
+) -> None:
+    script.write_text(
+        FORKED + "import os, sys\nprint(os.getppid())\nos.kill(os.getpid(), int(sys.argv[1]))\n"
+    )
+    for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1):
+        ended = bench.run(str(script), str(int(number)))
+        assert ended.code == -number
+    script.write_text("import os\nprint(os.getppid(), flush=True)\n")
+    assert bench.run(str(script)).out == f"{bench.driver.keeper.pid}\n"
+
+
+def test_a_stop_before_the_starter_is_ready_ends_the_worker_unstarted(
+    script: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(300)\n")
+    with keeper_driver() as driver:
+        bench = Bench(driver)
+        bench.env["PYTHONPATH"] = str(tmp_path)
+        driver.keeper.prepare(starter_of(bench.env, ("slow",)))
+        null = os.open(os.devnull, os.O_RDWR)
+        slot = bench.start((sys.executable, str(script)), null, null)
+        os.close(null)
+        driver.keeper.signal(slot, signal.SIGTERM, group=False)
+        ended = driver.wait(Exited, slot, 5)
+        assert os.WTERMSIG(ended.status) == signal.SIGTERM
+
+
+def test_no_descriptor_of_the_starter_or_of_a_neighbour(bench: Bench, script: Path) -> None:
+    script.write_text("import os\nprint(sorted(int(n) for n in os.listdir('/proc/self/fd')))\n")
+    forked, executed = bench.both(str(script))
+    assert forked.out == executed.out
+
+
+def test_no_descriptor_of_a_neighbour_that_is_forked_with_it(script: Path) -> None:
+    """Orders that wait for the starter come to it together."""
+    script.write_text(
+        "import os\nos.write(1, f'{len(os.listdir(\"/proc/self/fd\"))}\\n'.encode())\n"
+    )
+    with keeper_driver() as driver:
+        bench = Bench(driver)
+        driver.keeper.prepare(starter_of(bench.env, ("random",)))
+        read, write = os.pipe()
+        slots = [bench.start((sys.executable, str(script)), write, write) for _ in range(4)]
+        os.close(write)
+        for slot in slots:
+            assert os.waitstatus_to_exitcode(driver.wait(Exited, slot, 60).status) == 0
+        assert os.read(read, 99) == b"4\n" * 4  # the streams, and that of the folder
+        os.close(read)

@@ -1,0 +1,135 @@
+"""
+The zoo's model in stages, all forwards before all backwards: the least that drives the engine as a
+pipeline does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pdrun.parallel.comm.groups import Axes
+from pdrun.parallel.layouts.layout import cut
+from pdrun.parallel.run import Run
+from pdrun.parallel.training.driver import MicroBatch
+from pdrun.parallel.zero.grad_norm import wide_type
+from tests.lib.small_models import WIDTH, Tiny
+
+
+class Stage(Tiny):
+    """Some blocks; the first stage embeds, the last one has the head."""
+
+    first: bool
+    last: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.emb(x) * self.scale if self.first else x
+        for block in self.blocks:
+            h = block(h)
+        return self.head(self.norm(h)) if self.last else h
+
+
+class Stages:
+    """See `pdrun.parallel.training.driver.Pipeline`."""
+
+    def __init__(self, microbatches: int) -> None:
+        self.microbatches = microbatches
+
+    def apply(self, model: Any, axes: Axes, sample: Any) -> tuple[nn.Module, Fill]:
+        """Keep this rank's stage."""
+        axis = axes["pp"]
+        model.__class__ = Stage
+        model.first, model.last = axis.index == 0, axis.index == axis.size - 1
+        low, high = cut(len(model.blocks), axis.size, axis.index)
+        for place in range(len(model.blocks)):
+            if not low <= place < high:
+                model.blocks[place] = nn.Identity()
+        if not model.first:
+            model.emb = nn.Identity()
+            del model.never
+        if not model.last:
+            model.head, model.norm = nn.Identity(), nn.Identity()
+        return model, Fill()
+
+
+class Fill:
+    """See `pdrun.parallel.training.driver.Driver`."""
+
+    splits = False
+
+    def chunk_of(self, name: str) -> int:
+        """A stage is one piece."""
+        return 0
+
+    def users_of(self, name: str) -> tuple[int, ...]:
+        """The same for what uses it."""
+        return (0,)
+
+    def check_units(self, names: Sequence[str]) -> None:
+        """Blocks lie on one stage."""
+
+    def explain(self) -> str:
+        """Nothing to tell."""
+        return ""
+
+    def evaluate(self, run: Run, micros: Sequence[MicroBatch]) -> list[Any]:
+        """Forward only, one micro-batch after the other."""
+        axis, found = run.axes["pp"], []
+        for micro in micros:
+            x = run.here(micro.batch)[0]
+            with torch.no_grad(), run.engine.forward(micro=micro.place), run.around(micro):
+                if axis.index > 0:
+                    x = torch.empty(*x.shape, WIDTH)
+                    dist.recv(x, axis.ranks[axis.index - 1], group=axis.group)
+                y = run.model(x)
+            if axis.index < axis.size - 1:
+                dist.send(y, axis.ranks[axis.index + 1], group=axis.group)
+                y = None
+            found.append(y)
+        run.engine.evaluated()
+        return found
+
+    def passes(self, run: Run, micros: Sequence[MicroBatch]) -> Tensor:
+        """Fill the pipeline, then drain it."""
+        axis = run.axes["pp"]
+        first, last = axis.index == 0, axis.index == axis.size - 1
+        sums = torch.zeros(len(micros), 2, dtype=wide_type(run.device))
+        taken: list[Any] = []
+        for micro in micros:
+            batch, calls, x = run.here(micro.batch), torch.zeros((), dtype=torch.int64), None
+            if not first:
+                x = torch.empty(*batch[0].shape, WIDTH)
+                dist.recv(x, axis.ranks[axis.index - 1], group=axis.group)
+                dist.recv(calls, axis.ranks[axis.index - 1], group=axis.group)
+                x.requires_grad_()
+            with run.engine.forward(micro=micro.place), run.around(micro, calls=int(calls)):
+                y = run.objective.output(run.model, batch) if x is None else run.model(x)
+                if last:
+                    y, count = run.objective.judge(y, batch, max(len(micro.rows), 1))
+                    y = y * micro.weight
+                    sums[micro.place] = torch.stack(
+                        [y.detach().double(), count.double() * micro.weight]
+                    )
+            if not last:
+                dist.send(y.detach(), axis.ranks[axis.index + 1], group=axis.group)
+                dist.send(
+                    torch.tensor(run.dice.calls), axis.ranks[axis.index + 1], group=axis.group
+                )
+            taken.append((x, y))
+        for micro, (x, y) in zip(micros, taken, strict=True):
+            ends = micro.place == len(micros) - 1
+            with run.engine.backward(micro=micro.place, last=ends):
+                run.engine.begin(first=micro.place == 0, last=ends, chunk=0)
+                grad = None
+                if not last:
+                    grad = torch.empty_like(y)
+                    dist.recv(grad, axis.ranks[axis.index + 1], group=axis.group)
+                run.backward([y], [grad])
+                if x is not None:
+                    dist.send(x.grad, axis.ranks[axis.index - 1], group=axis.group)
+                run.engine.backward_done()
+        return sums

@@ -1,0 +1,179 @@
+"""
+Models of the transformers library, cut by the strategies that are known for them, equal the whole
+ones.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pdrun.errors import UsageError
+from pdrun.parallel.layouts.grid import Grid
+from pdrun.parallel.tensor import cross_entropy, strategy_for
+from tests.lib.decoder_model import compare
+
+pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(400)]
+pytest.importorskip("transformers", reason="the transformers library is not installed")
+os.environ["HF_HUB_OFFLINE"] = "1"
+SIZES = {"vocab_size": 37, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
+LLAMA = {
+    **SIZES,
+    "hidden_size": 32,
+    "intermediate_size": 50,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {**LLAMA, "num_key_value_heads": 4},
+    "llama-two": {
+        **LLAMA,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+    },
+    "qwen3": {**LLAMA, "num_key_value_heads": 2, "head_dim": 8},
+    "gpt2": {
+        **SIZES,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 16,
+        "attn_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+    },
+}
+
+
+def load() -> None:
+    for kind in KINDS:
+        build(kind)
+
+
+@pytest.fixture
+def four(worlds: Any) -> Any:
+    """Four ranks that have loaded the library, which takes its time on a busy machine."""
+    found = worlds(4)
+    found.start(load)
+    assert all(worked for worked, _ in found.answers(170.0))
+    return found
+
+
+def build(kind: str) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind.split("-")[0], **KINDS[kind])
+    model = AutoModelForCausalLM.from_config(config).double().train()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(
+                torch.randn_like(param) * 0.1
+            )  # norms and biases start at one and zero, and all weights small
+    return model  # type: ignore[no-any-return]
+
+
+def logits_loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(model(input_ids=ids[:, :-1]).logits, ids[:, 1:])
+
+
+def own_loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=ids[:, :-1], labels=ids[:, :-1]).loss  # type: ignore[no-any-return]
+
+
+def same(kind: str, sequence: bool, gather: bool) -> dict[str, int]:
+    model = build(kind)
+    ids = torch.randint(37, (4, 9), generator=torch.Generator().manual_seed(1))
+    how = strategy_for(model, sequence=sequence, gather=gather)
+    # norms of transformers compute in fp32 whatever they are given
+    _, axes = compare(
+        model, how, Grid(("tp",), (4,)), ids, own_loss if gather else logits_loss, exact=False
+    )
+    return {name: count.calls for (name, _), count in axes.counts.items()}
+
+
+@pytest.mark.parametrize(
+    ("sequence", "gather"), [(False, True), (True, False)], ids=["whole", "sequence"]
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cut_model_of_transformers_equals_the_whole(
+    four: Any, kind: str, sequence: bool, gather: bool
+) -> None:
+    counts = four.run(same, kind, sequence, gather)[0]
+    layers = 2 * 4
+    if sequence:  # four each in a layer, besides embedding, head, and where the sequence is cut
+        assert layers <= counts["all_gather"] <= layers + 4
+        assert layers <= counts["reduce_scatter"] <= layers + 1
+    else:
+        assert counts["all_reduce"] == layers + 2 + (0 if gather else 2)
+
+
+def dropped(kind: str, sequence: bool) -> str:
+    from pdrun.parallel.comm import mesh
+    from pdrun.parallel.parallelize import parallelize
+
+    model = build(kind).float()
+    model.config.attention_dropout = 0.2
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.2
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.2
+    how = strategy_for(model, sequence=sequence)
+    run = parallelize(
+        model,
+        lambda params: torch.optim.SGD(params, 0.1),
+        lambda output, ids: (output.sum(), output.numel()),
+        forward=lambda model, ids: _losses(model, ids),
+        mesh=mesh.of(dp=2, tp=2),
+        strategy=how,
+        recompute="full",
+        optimizer_level=2,
+    )
+    ids = torch.randint(37, (6, 9), generator=torch.Generator().manual_seed(1))
+    told = str(run.verify([ids]))
+    assert run.dice.used
+    return told
+
+
+def _losses(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+    return cross_entropy(logits, ids[:, 1:], reduction="none")
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("kind", ["llama-two", "gpt2"])
+def test_dropout_of_transformers_is_that_of_one_process(
+    four: Any, kind: str, sequence: bool
+) -> None:
+    """
+    In attention, between layers and after the embedding, recomputed in the backward pass, with rows
+    cut as well.
+    """
+    assert "gradients within" in four.run(dropped, kind, sequence)[0]
+
+
+def generated() -> None:
+    from pdrun.parallel.layouts.grid import Grid
+    from tests.lib.decoder_model import axes_of
+
+    model, whole = build("llama").eval(), build("llama").eval()
+    strategy_for(model).apply(model, axes_of(Grid(("tp",), (4,))))
+    ids = torch.tensor([[3, 5, 7]])
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    assert model.generate(ids, **options).tolist() == whole.generate(ids, **options).tolist()
+
+
+def test_a_cut_model_generates_what_the_whole_one_does(four: Any) -> None:
+    """Its cache holds this rank's heads."""
+    four.run(generated)
+
+
+def test_a_model_of_which_nothing_is_known() -> None:
+    with pytest.raises(UsageError, match="no strategy is known for Linear"):
+        strategy_for(nn.Linear(2, 2))

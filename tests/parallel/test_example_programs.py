@@ -1,0 +1,172 @@
+"""The examples and benchmarks of the parallel runtime run as their first lines say."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.lib.worker_processes import clean
+
+ROOT = Path(__file__).parents[2]
+GPT = str(ROOT / "examples/train_gpt_parallel.py")
+SMALL = [
+    "--steps",
+    "12",
+    "--batch",
+    "12",
+    "--context",
+    "16",
+    "--width",
+    "32",
+    "--layers",
+    "2",
+    "--log-every",
+    "4",
+]
+
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
+
+
+def run(*command: str, cwd: Path | None = None) -> str:
+    done = subprocess.run(
+        [sys.executable, *command],
+        env=clean(),
+        capture_output=True,
+        text=True,
+        timeout=170,
+        cwd=cwd,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def losses(text: str) -> list[str]:
+    return re.findall(r"step +\d+/12  loss (\d\.\d{6})", text)
+
+
+def test_the_gpt_has_the_same_losses_on_any_number_of_workers(tmp_path: Path) -> None:
+    """
+    Slices are equal: 6 on one process, 3 x 2, 2 x 3; between them a run stops and goes on from its
+    checkpoint.
+    """
+    want = losses(run(GPT, *SMALL, "--accumulate", "6", "--verify"))
+    assert len(want) == 3
+    job = ["-m", "pdrun", "--no-files", "--prefix", "none", "--devices"]
+    assert (
+        losses(
+            run(
+                *job,
+                "3",
+                GPT,
+                *SMALL,
+                "--accumulate",
+                "2",
+                "--level",
+                "3",
+                "--recompute",
+                "full",
+                cwd=tmp_path,
+            )
+        )
+        == want
+    )
+    folder = str(tmp_path / "checkpoints")
+    run(*job, "2", GPT, *SMALL, "--accumulate", "3", "--checkpoints", folder, cwd=tmp_path)
+    again = run(GPT, *SMALL, "--accumulate", "6", "--checkpoints", folder)
+    assert "goes on after step 12" in again
+
+
+def test_the_llama_has_the_same_losses_however_it_is_cut(tmp_path: Path) -> None:
+    program = [
+        str(ROOT / "examples/train_llama_tensor.py"),
+        "--steps",
+        "20",
+        "--context",
+        "16",
+        "--width",
+        "32",
+    ]
+    (want,) = re.findall(r"step +20/20  loss (\d\.\d{4})", run(*program))
+    job = ["-m", "pdrun", "--no-files", "--prefix", "none", "--devices", "2"]
+    told = run(*job, *program, "--tp", "2", "--sequence", "--verify", cwd=tmp_path)
+    assert "gradients within" in told
+    assert re.findall(r"step +20/20  loss (\d\.\d{4})", told) == [want]
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("sklearn") is None, reason="scikit-learn is not installed"
+)
+def test_digits_are_classified() -> None:
+    text = run(str(ROOT / "examples/classify_digits.py"))
+    assert text.count("epoch") == 10
+    assert float(text.partition("right: ")[2].split()[0]) > 90
+
+
+RESTARTED = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+import pdrun
+from tests.lib import small_models as zoo
+context = pdrun.init()
+run = zoo.make(zoo.Case(2, 3, dropout=True))
+run.resume({folder!r})
+while run.steps < 6:
+    m = run.step(zoo.batch_of(24, run.steps))
+    run.save({folder!r}, keep=2)
+    if run.steps == 4 and {dies} and context.restart_count == 0 and context.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if context.is_main:
+        print("LOSS", run.steps, repr(m.loss), flush=True)
+"""
+
+
+def test_a_job_that_is_started_again_goes_on_by_itself(tmp_path: Path) -> None:
+    """Rank 1 is killed after step 4; the restarted job prints what an undisturbed one does."""
+    told = []
+    for dies in (False, True):
+        script = tmp_path / f"train_{dies}.py"
+        script.write_text(
+            RESTARTED.format(root=str(ROOT), folder=str(tmp_path / f"to_{dies}"), dies=dies)
+        )
+        job = [
+            "-m",
+            "pdrun",
+            "--no-files",
+            "--prefix",
+            "none",
+            "--devices",
+            "2",
+            "--max-restarts",
+            "1",
+        ]
+        lines = run(*job, str(script), cwd=tmp_path).splitlines()
+        told.append([line for line in lines if line.startswith("LOSS")])
+    assert len(told[0]) == 6
+    assert told[1][-2:] == told[0][-2:]
+    assert set(told[1]) <= set(told[0])
+
+
+def test_the_gpu_benchmark_on_a_tiny_model() -> None:
+    text = run(
+        str(ROOT / "benchmarks/parallel_gpu.py"),
+        "--tiny",
+        "--devices",
+        "2",
+        "--backend",
+        "cpu",
+        "--steps",
+        "2",
+        "--warm",
+        "1",
+        "--rows",
+        "ddp,pdrun0,pdrun3",
+    )
+    rows = [line.split() for line in text.splitlines()[2:]]
+    assert [row[0] for row in rows] == ["ddp", "pdrun0", "pdrun3"]
+    assert len({row[5] for row in rows}) == 1  # the first loss
+    assert all(abs(float(row[6]) - float(rows[0][6])) < 2e-3 for row in rows)

@@ -1,0 +1,43 @@
+"""
+A few hundred lives of jobs under faults; ``python -m tests.rendezvous.simulator`` runs thousands. Broken seeds
+stay as cases.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from .life import life
+
+KEPT = [
+    (
+        78,
+        10,
+    ),  # a one-way cut: the node's own time-out must not pass for the end of a healthy process
+    (116, 10),  # a link that comes and goes every second
+    (254, 10),  # an order to start that a frozen agent reads 40 s later
+    (329, 10),  # frozen for longer than the lease, then cut off: the lease has run on
+    (1127, 10),  # a node that can never start comes back for ever
+    (830, 50),  # what lay there while a node was frozen must not renew its lease
+    (
+        5590,
+        50,
+    ),  # two restarts of one, but of one within 30 s: right, and the judge had not known it
+]
+
+
+@pytest.mark.parametrize("first", range(0, 240, 40))
+def test_lives_keep_the_rules(first: int) -> None:
+    lives = [life(seed, 8) for seed in range(first, first + 40)]
+    assert sum(one.faults for one in lives) > 20
+    assert len({one.code for one in lives}) > 2
+
+
+@pytest.mark.parametrize(("seed", "nodes"), KEPT)
+def test_seeds_that_broke_a_rule_once(seed: int, nodes: int) -> None:
+    life(seed, nodes)
+
+
+def test_equal_seeds_live_equal_lives() -> None:
+    one, two = life(7, 12, traced=True), life(7, 12, traced=True)
+    assert one.trace == two.trace and one.events == two.events and one.trace

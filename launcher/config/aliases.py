@@ -16,7 +16,7 @@ import re
 from typing import Literal
 
 from pdrun.errors import UsageError, did_you_mean
-from pdrun.launcher.common import parsers as values
+from pdrun.launcher.common import parsers
 from pdrun.launcher.config.options import Option, Read, Values, nodes_of, place_of, to
 
 TORCHRUN_PORT = 29500
@@ -43,7 +43,7 @@ def _only(allowed: tuple[str, ...], reason: str) -> Read:
         if text in allowed:
             return {}
         raise UsageError(
-            f"{values.quoted(text)} is not supported: {reason}",
+            f"{parsers.quoted(text)} is not supported: {reason}",
             where=where,
             hint=did_you_mean(text, allowed),
         )
@@ -62,17 +62,17 @@ def _per_node(text: str, where: str) -> Values:
         return words[text]
     if re.fullmatch(r"[A-Za-z]+", text):
         raise UsageError(
-            f"{values.quoted(text)} is neither a number nor one of {', '.join(words)}",
+            f"{parsers.quoted(text)} is neither a number nor one of {', '.join(words)}",
             where=where,
             hint=did_you_mean(text, words),
         )
-    return {"resources.devices": values.whole(1)(text, where)}
+    return {"resources.devices": parsers.whole(1)(text, where)}
 
 
 def _numa_binding(text: str, where: str) -> Values:
     if text != "node":
         raise UsageError(
-            f"{values.quoted(text)} is not supported: only node is",
+            f"{parsers.quoted(text)} is not supported: only node is",
             where=where,
             hint="or use --bind",
         )
@@ -91,16 +91,16 @@ def _nnodes(text: str, where: str) -> Values:
 
 
 def _rdzv_endpoint(text: str, where: str) -> Values:
-    return place_of()(values.endpoint(C10D_PORT)(text, where))
+    return place_of()(parsers.endpoint(C10D_PORT)(text, where))
 
 
 def _rdzv_id(text: str, where: str) -> Values:
     return (
-        {} if text == "none" else {"job": values.name(text, where)}
+        {} if text == "none" else {"job": parsers.name(text, where)}
     )  # "none" is torchrun's default
 
 
-def _nothing(parser: values.Parser) -> Read:
+def _nothing(parser: parsers.Parser) -> Read:
     """Return a reader that checks the text and changes nothing."""
 
     def read(text: str, where: str) -> Values:
@@ -111,11 +111,11 @@ def _nothing(parser: values.Parser) -> Read:
 
 
 _CONF: dict[str, Read] = {
-    "join_timeout": to("policy.start_timeout", values.duration),
-    "timeout": to("policy.start_timeout", values.duration),
-    "is_host": to("place.serve", values.yes_no),
-    "rank": to("place.node_rank", values.whole(0)),
-    "last_call_timeout": to("torchrun.gather", values.duration),
+    "join_timeout": to("policy.start_timeout", parsers.duration),
+    "timeout": to("policy.start_timeout", parsers.duration),
+    "is_host": to("place.serve", parsers.yes_no),
+    "rank": to("place.node_rank", parsers.whole(0)),
+    "last_call_timeout": to("torchrun.gather", parsers.duration),
 }
 
 
@@ -127,15 +127,15 @@ def _rdzv_conf(text: str, where: str) -> Values:
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not key or not equals or not value:
             raise UsageError(
-                f"{values.quoted(part)} is not KEY=VALUE",
+                f"{parsers.quoted(part)} is not KEY=VALUE",
                 where=where,
                 hint="write join_timeout=600",
             )
         if key in seen:
-            raise UsageError(f"{values.quoted(key)} stands twice", where=where)
+            raise UsageError(f"{parsers.quoted(key)} stands twice", where=where)
         if key not in _CONF:
             raise UsageError(
-                f"{values.quoted(key)} is not a setting that pdrun's rendezvous has",
+                f"{parsers.quoted(key)} is not a setting that pdrun's rendezvous has",
                 where=where,
                 hint=did_you_mean(key, _CONF) or f"known: {', '.join(_CONF)}",
             )
@@ -159,7 +159,7 @@ def std_map(text: str, where: str) -> dict[int | Literal["all"], int]:
         match = re.fullmatch(r"([0-9]{1,6}):([0-3])", part)
         if match is None:
             raise UsageError(
-                f"{values.quoted(part)} chooses no streams",
+                f"{parsers.quoted(part)} chooses no streams",
                 where=where,
                 hint="write 0 to 3, or LOCAL_RANK:0-3 separated by commas",
             )
@@ -173,7 +173,7 @@ def _true_false(text: str, where: str) -> bool:
     """Read msrun's booleans, which are Python's words."""
     if text in ("True", "true", "False", "false"):
         return text.lower() == "true"
-    raise UsageError(f"{values.quoted(text)} is neither True nor False", where=where)
+    raise UsageError(f"{parsers.quoted(text)} is neither True nor False", where=where)
 
 
 def _join(text: str, where: str) -> Values:
@@ -206,19 +206,19 @@ def _cluster_time_out(text: str, where: str) -> Values:
             where=where,
             hint="give seconds, at most 365d",
         )
-    return {"policy.start_timeout": values.duration(text, where)}
+    return {"policy.start_timeout": parsers.duration(text, where)}
 
 
 def _tail(text: str, where: str) -> Values:
-    return {"output.show_ranks": "all" if text == "-1" else values.ranks(text, where)}
+    return {"output.show_ranks": "all" if text == "-1" else parsers.ranks(text, where)}
 
 
 def _log_stem(text: str, where: str) -> Values:
-    return {"output.log_name": values.log_name(text + "_{rank}", where)}
+    return {"output.log_name": parsers.log_name(text + "_{rank}", where)}
 
 
 def _rank_table(text: str, where: str) -> Values:
-    return {"place.rank_table": values.path(text, where)} if text else {}
+    return {"place.rank_table": parsers.path(text, where)} if text else {}
 
 
 def _both(name: str) -> tuple[str, ...]:
@@ -247,8 +247,8 @@ def _torchrun(
 TORCHRUN = (
     _torchrun("nnodes", "--nodes; MIN:MAX means --grow 30s too", _nnodes, "N|MIN:MAX"),
     _torchrun("nproc-per-node", "--devices; a number, auto, gpu, cpu or xpu", _per_node, "N"),
-    _torchrun("master-addr", "host of --scheduler", to("scheduler.host", values.host), "HOST"),
-    _torchrun("master-port", "port of --scheduler", to("scheduler.port", values.port), "PORT"),
+    _torchrun("master-addr", "host of --scheduler", to("scheduler.host", parsers.host), "HOST"),
+    _torchrun("master-port", "port of --scheduler", to("scheduler.port", parsers.port), "PORT"),
     _torchrun(
         "rdzv-endpoint",
         "--scheduler",
@@ -279,7 +279,7 @@ TORCHRUN = (
     _torchrun(
         "monitor-interval",
         "no longer needed",
-        _nothing(values.duration),
+        _nothing(parsers.duration),
         "S",
         "workers are watched by events, so there is no interval between two looks",
     ),
@@ -290,7 +290,7 @@ TORCHRUN = (
         "HOW",
         "scripts are started afresh, as with torchrun",
     ),
-    _torchrun("role", "ROLE_NAME of the workers", to("env.ROLE_NAME", values.name), "NAME"),
+    _torchrun("role", "ROLE_NAME of the workers", to("env.ROLE_NAME", parsers.name), "NAME"),
     _torchrun(
         "redirects",
         "ranks that only go to files: 3, or 1:3,2:3",
@@ -308,10 +308,10 @@ TORCHRUN = (
         "-t",
     ),
     _torchrun(
-        "local-ranks-filter", "local ranks to show", to("torchrun.shown", values.rank_set), "RANKS"
+        "local-ranks-filter", "local ranks to show", to("torchrun.shown", parsers.rank_set), "RANKS"
     ),
-    _torchrun("local-addr", "--interface", to("place.interface", values.interface), "ADDR"),
-    _torchrun("shutdown-timeout", "--grace", to("policy.grace", values.duration_or_zero), "S"),
+    _torchrun("local-addr", "--interface", to("place.interface", parsers.interface), "ADDR"),
+    _torchrun("shutdown-timeout", "--grace", to("policy.grace", parsers.duration_or_zero), "S"),
     _torchrun("numa-binding", "node: --bind numa", _numa_binding, "HOW"),
     _torchrun(
         "event-log-handler", "null only", _only(("null",), "pdrun writes its own event log"), "NAME"
@@ -354,8 +354,10 @@ def _msrun(name: str, help: str, read: Read, metavar: str, note: str = "") -> Op
 
 
 MSRUN = (
-    _msrun("worker_num", "workers of the whole job (8)", to("msrun.workers", values.whole(1)), "N"),
-    _msrun("local_worker_num", "--devices (8)", to("msrun.local_workers", values.whole(1)), "N"),
+    _msrun(
+        "worker_num", "workers of the whole job (8)", to("msrun.workers", parsers.whole(1)), "N"
+    ),
+    _msrun("local_worker_num", "--devices (8)", to("msrun.local_workers", parsers.whole(1)), "N"),
     _msrun("join", "True only", _join, "BOOL", "pdrun always stays with its workers"),
     _msrun("cluster_time_out", "--start-timeout", _cluster_time_out, "S"),
     _msrun("bind_core", "True: --bind cores", _bind("msrun.bind_core"), "BOOL"),

@@ -19,7 +19,7 @@ import yaml
 from pdrun.errors import ConfigError, UsageError, did_you_mean
 from pdrun.launcher.adapters import names
 from pdrun.launcher.adapters.ssh_command import ssh_options, words
-from pdrun.launcher.common import parsers as values
+from pdrun.launcher.common import parsers
 from pdrun.launcher.common.parsers import Parser, quoted
 from pdrun.launcher.common.textfile import read_text
 from pdrun.launcher.config.settings import Level, Source, Wish
@@ -50,63 +50,63 @@ def _yes_no(text: str, where: str) -> bool:
 
 GROUPS: Mapping[str, Mapping[str, Parser]] = {
     "program": {
-        "script": values.plain,
-        "module": values.plain,
-        "command": values.plain,
-        "python": values.path,
-        "start": values.choice("auto", "fork", "exec"),
+        "script": parsers.plain,
+        "module": parsers.plain,
+        "command": parsers.plain,
+        "python": parsers.path,
+        "start": parsers.choice("auto", "fork", "exec"),
         "warm": _yes_no,
     },
     "resources": {
-        "nodes": values.node_range,
-        "spares": values.whole(0),
-        "devices": values.whole_or_auto(),
-        "backend": values.choice(*BACKENDS),
-        "threads": values.whole_or_auto(),
-        "bind": values.choice("auto", "cores", "numa", "none"),
+        "nodes": parsers.node_range,
+        "spares": parsers.whole(0),
+        "devices": parsers.whole_or_auto(),
+        "backend": parsers.choice(*BACKENDS),
+        "threads": parsers.whole_or_auto(),
+        "bind": parsers.choice("auto", "cores", "numa", "none"),
     },
     "policy": {
-        "start_timeout": values.duration,
-        "grace": values.duration_or_zero,
-        "max_restarts": values.whole(0),
-        "restart_window": values.duration,
-        "restart_on": values.exit_codes,
-        "no_restart_on": values.exit_codes,
-        "backoff": values.duration_or_zero,
-        "gather": values.duration_or_zero,
-        "grow": values.duration_or_zero,
-        "scheduler_loss": values.scheduler_loss,
-        "hang_timeout": values.duration,
-        "time_limit": values.duration,
+        "start_timeout": parsers.duration,
+        "grace": parsers.duration_or_zero,
+        "max_restarts": parsers.whole(0),
+        "restart_window": parsers.duration,
+        "restart_on": parsers.exit_codes,
+        "no_restart_on": parsers.exit_codes,
+        "backoff": parsers.duration_or_zero,
+        "gather": parsers.duration_or_zero,
+        "grow": parsers.duration_or_zero,
+        "scheduler_loss": parsers.scheduler_loss,
+        "hang_timeout": parsers.duration,
+        "time_limit": parsers.duration,
     },
     "output": {
-        "log_dir": values.path,
-        "log_name": values.log_name,
+        "log_dir": parsers.path,
+        "log_name": parsers.log_name,
         "files": _yes_no,
-        "show_ranks": values.ranks,
-        "prefix": values.choice("auto", "rank", "none"),
+        "show_ranks": parsers.ranks,
+        "prefix": parsers.choice("auto", "rank", "none"),
     },
     "place": {
-        "scheduler": values.endpoint(),
-        "node_rank": values.whole(0),
-        "node_name": values.node_name,
+        "scheduler": parsers.endpoint(),
+        "node_rank": parsers.whole(0),
+        "node_name": parsers.node_name,
         "local": _yes_no,
-        "interface": values.interface,
+        "interface": parsers.interface,
         "serve": _yes_no,
-        "token_file": values.path,
+        "token_file": parsers.path,
         "hosts": hosts.parse_hosts,
-        "hostfile": values.path,
+        "hostfile": parsers.path,
         "include": hosts.parse_choice,
         "exclude": hosts.parse_choice,
-        "rank_table": values.path,
+        "rank_table": parsers.path,
         "launcher": names.check,
     },
     "reach": {
-        "ssh": values.path,
+        "ssh": parsers.path,
         "ssh_opts": ssh_options,
-        "forward": values.patterns,
+        "forward": parsers.patterns,
         "ship": _yes_no,
-        "mpirun": values.path,
+        "mpirun": parsers.path,
         "mpirun_opts": words,
         "srun_opts": words,
     },
@@ -119,7 +119,7 @@ PATHS = {
     "place.exclude": "hosts.exclude",
 }
 """Keys whose values `pdrun.launcher.config.resolve` puts together."""
-SINGLE: Mapping[str, Parser] = {"job": values.name, "chdir": values.path}
+SINGLE: Mapping[str, Parser] = {"job": parsers.name, "chdir": parsers.path}
 REASONS = {
     "place.insecure": "must be said on the command line (--insecure), so that nobody inherits it from a file",
     "place.simulated": "is pdrun's own; use local: true",
@@ -330,7 +330,7 @@ class _File:
             text = self.scalar(value, str(key.value))
             source = self.source(key, f"{key.value}={text}")
             try:
-                name, text = values.assignment(f"{key.value}={text}", source.label)
+                name, text = parsers.assignment(f"{key.value}={text}", source.label)
             except UsageError as error:
                 raise source.blame(error) from None
             yield Wish(f"env.{name}", text, source)

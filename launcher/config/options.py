@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from pdrun.endpoint import Endpoint
 from pdrun.launcher.adapters.ssh_command import ssh_options, words
-from pdrun.launcher.common import parsers as values
+from pdrun.launcher.common import parsers
 from pdrun.launcher.config.spec import BACKENDS
 from pdrun.launcher.hosts import selection as hosts
 
@@ -58,7 +58,7 @@ class Option:
     """Whether it stands on the first screen of help."""
 
 
-def to(path: str, parser: values.Parser) -> Read:
+def to(path: str, parser: parsers.Parser) -> Read:
     """Return a reader that puts the parsed value at ``path``."""
     return lambda text, where: {path: parser(text, where)}
 
@@ -74,25 +74,25 @@ def place_of(path: str = "scheduler") -> Callable[[Endpoint], Values]:
 
 
 def _scheduler(text: str, where: str) -> Values:
-    return place_of()(values.endpoint()(text, where))
+    return place_of()(parsers.endpoint()(text, where))
 
 
 def _node_rank(text: str, where: str) -> Values:
     if where == "--node_rank" and text == "-1":  # msrun's spelling of "not said"
         return {}
-    return {"place.node_rank": values.whole(0)(text, where)}
+    return {"place.node_rank": parsers.whole(0)(text, where)}
 
 
 def nodes_of(text: str, where: str) -> Values:
     """
     Read ``N`` or ``MIN:MAX``. Both bounds are said, so that one source never completes another's.
     """
-    least, most = values.node_range(text, where)
+    least, most = parsers.node_range(text, where)
     return {"resources.nodes": most, "resources.min_nodes": least}
 
 
 def _mpirun(text: str, where: str) -> Values:
-    return {"reach.mpirun": values.path(text, where), "place.launcher": "mpirun"}
+    return {"reach.mpirun": parsers.path(text, where), "place.launcher": "mpirun"}
 
 
 def _launcher(text: str, where: str) -> Values:
@@ -102,7 +102,7 @@ def _launcher(text: str, where: str) -> Values:
 
 
 def _variable(text: str, where: str) -> Values:
-    name, value = values.assignment(text, where)
+    name, value = parsers.assignment(text, where)
     return {f"env.{name}": value}
 
 
@@ -126,7 +126,7 @@ RUN = (
     Option(
         ("--python",),
         "interpreter of the workers (default: the one that runs pdrun)",
-        to("program.python", values.path),
+        to("program.python", parsers.path),
         GROUPS[0],
         "PATH",
         ("PDRUN_PYTHON",),
@@ -134,7 +134,7 @@ RUN = (
     Option(
         ("--start",),
         "fork workers from one import of torch, or exec each: auto, fork, exec",
-        to("program.start", values.choice("auto", "fork", "exec")),
+        to("program.start", parsers.choice("auto", "fork", "exec")),
         GROUPS[0],
         "HOW",
         ("PDRUN_START",),
@@ -157,7 +157,7 @@ RUN = (
     Option(
         ("--chdir",),
         "start the workers in this folder, as if typed there",
-        to("chdir", values.path),
+        to("chdir", parsers.path),
         GROUPS[0],
         "DIR",
         ("PDRUN_CHDIR",),
@@ -174,7 +174,7 @@ RUN = (
     Option(
         ("--spares",),
         "further nodes that stand by to replace one that is lost (default: 0)",
-        to("resources.spares", values.whole(0)),
+        to("resources.spares", parsers.whole(0)),
         GROUPS[1],
         "N",
         ("PDRUN_SPARES",),
@@ -182,7 +182,7 @@ RUN = (
     Option(
         ("--devices",),
         "workers on each node (auto: one a device)",
-        to("resources.devices", values.whole_or_auto()),
+        to("resources.devices", parsers.whole_or_auto()),
         GROUPS[1],
         "N|auto",
         ("PDRUN_DEVICES",),
@@ -191,7 +191,7 @@ RUN = (
     Option(
         ("--backend",),
         f"{', '.join(BACKENDS)}",
-        to("resources.backend", values.choice(*BACKENDS)),
+        to("resources.backend", parsers.choice(*BACKENDS)),
         GROUPS[1],
         "NAME",
         ("PDRUN_BACKEND",),
@@ -200,7 +200,7 @@ RUN = (
     Option(
         ("--threads",),
         "OMP_NUM_THREADS of a worker (auto: its share of the CPUs)",
-        to("resources.threads", values.whole_or_auto()),
+        to("resources.threads", parsers.whole_or_auto()),
         GROUPS[1],
         "N|auto",
         ("PDRUN_THREADS",),
@@ -208,7 +208,7 @@ RUN = (
     Option(
         ("--bind",),
         "bind workers to CPUs: auto, cores, numa, none",
-        to("resources.bind", values.choice("auto", "cores", "numa", "none")),
+        to("resources.bind", parsers.choice("auto", "cores", "numa", "none")),
         GROUPS[1],
         "HOW",
         ("PDRUN_BIND",),
@@ -243,7 +243,7 @@ RUN = (
     Option(
         ("--hostfile",),
         "the same as a file, in any grammar (- is stdin)",
-        to("hosts.file", values.path),
+        to("hosts.file", parsers.path),
         GROUPS[2],
         "FILE",
         ("PDRUN_HOSTFILE",),
@@ -268,7 +268,7 @@ RUN = (
     Option(
         ("--rank-table",),
         "Ascend's rank table: hosts, devices and ranks",
-        to("place.rank_table", values.path),
+        to("place.rank_table", parsers.path),
         GROUPS[2],
         "FILE",
         ("PDRUN_RANK_TABLE",),
@@ -302,7 +302,7 @@ RUN = (
     Option(
         ("--node-name",),
         "name of this node in the job (default: the host name)",
-        to("place.node_name", values.node_name),
+        to("place.node_name", parsers.node_name),
         GROUPS[2],
         "NAME",
         ("PDRUN_NODE_NAME",),
@@ -310,7 +310,7 @@ RUN = (
     Option(
         ("--interface",),
         "interface or address to listen on (default: the route to the scheduler)",
-        to("place.interface", values.interface),
+        to("place.interface", parsers.interface),
         GROUPS[2],
         "NAME",
         ("PDRUN_INTERFACE",),
@@ -318,7 +318,7 @@ RUN = (
     Option(
         ("--job",),
         "name of the job; other jobs' nodes are refused",
-        to("job", values.name),
+        to("job", parsers.name),
         GROUPS[2],
         "NAME",
         ("PDRUN_JOB",),
@@ -327,7 +327,7 @@ RUN = (
     Option(
         ("--token-file",),
         "file with the job's token (pdrun token create)",
-        to("place.token_file", values.path),
+        to("place.token_file", parsers.path),
         GROUPS[2],
         "FILE",
         ("PDRUN_TOKEN_FILE",),
@@ -336,7 +336,7 @@ RUN = (
     Option(
         ("--forward",),
         "variables that other hosts get: names or patterns (NCCL_*), by commas",
-        to("reach.forward", values.patterns),
+        to("reach.forward", parsers.patterns),
         GROUPS[2],
         "NAMES",
         ("PDRUN_FORWARD",),
@@ -344,7 +344,7 @@ RUN = (
     Option(
         ("--ssh",),
         "ssh program for --hosts (default: ssh)",
-        to("reach.ssh", values.path),
+        to("reach.ssh", parsers.path),
         GROUPS[2],
         "PROGRAM",
         ("PDRUN_SSH",),
@@ -398,7 +398,7 @@ RUN = (
     Option(
         ("--start-timeout",),
         "longest wait for all nodes (default: 10m)",
-        to("policy.start_timeout", values.duration),
+        to("policy.start_timeout", parsers.duration),
         GROUPS[3],
         "TIME",
         ("PDRUN_START_TIMEOUT",),
@@ -406,7 +406,7 @@ RUN = (
     Option(
         ("--grace",),
         "from the first signal to SIGKILL (default: 30s)",
-        to("policy.grace", values.duration_or_zero),
+        to("policy.grace", parsers.duration_or_zero),
         GROUPS[3],
         "TIME",
         ("PDRUN_GRACE",),
@@ -415,7 +415,7 @@ RUN = (
     Option(
         ("--max-restarts", "--max_restarts"),
         "restarts of the whole job (default: 0)",
-        to("policy.max_restarts", values.whole(0)),
+        to("policy.max_restarts", parsers.whole(0)),
         GROUPS[3],
         "N",
         ("PDRUN_MAX_RESTARTS", "PET_MAX_RESTARTS"),
@@ -424,7 +424,7 @@ RUN = (
     Option(
         ("--restart-window",),
         "only restarts of the last TIME count (default: all)",
-        to("policy.restart_window", values.duration),
+        to("policy.restart_window", parsers.duration),
         GROUPS[3],
         "TIME",
         ("PDRUN_RESTART_WINDOW",),
@@ -432,7 +432,7 @@ RUN = (
     Option(
         ("--restart-on",),
         "restart after these exit codes only: 1,3-5,SIGKILL",
-        to("policy.restart_on", values.exit_codes),
+        to("policy.restart_on", parsers.exit_codes),
         GROUPS[3],
         "CODES",
         ("PDRUN_RESTART_ON",),
@@ -440,7 +440,7 @@ RUN = (
     Option(
         ("--no-restart-on",),
         "never restart after these exit codes",
-        to("policy.no_restart_on", values.exit_codes),
+        to("policy.no_restart_on", parsers.exit_codes),
         GROUPS[3],
         "CODES",
         ("PDRUN_NO_RESTART_ON",),
@@ -448,7 +448,7 @@ RUN = (
     Option(
         ("--backoff",),
         "before the second of two quick restarts, then doubled (default: 1s)",
-        to("policy.backoff", values.duration_or_zero),
+        to("policy.backoff", parsers.duration_or_zero),
         GROUPS[3],
         "TIME",
         ("PDRUN_BACKOFF",),
@@ -456,7 +456,7 @@ RUN = (
     Option(
         ("--gather",),
         "MIN:MAX: quiet after which fewer than MAX nodes begin (default: 10s)",
-        to("policy.gather", values.duration_or_zero),
+        to("policy.gather", parsers.duration_or_zero),
         GROUPS[3],
         "TIME",
         ("PDRUN_GATHER",),
@@ -464,7 +464,7 @@ RUN = (
     Option(
         ("--grow",),
         "MIN:MAX: restart with a late node after TIME (default: at the next restart)",
-        to("policy.grow", values.duration_or_zero),
+        to("policy.grow", parsers.duration_or_zero),
         GROUPS[3],
         "TIME",
         ("PDRUN_GROW",),
@@ -472,7 +472,7 @@ RUN = (
     Option(
         ("--on-scheduler-loss",),
         "workers go on meanwhile, or stop: wait[=TIME], stop (default: wait=60s)",
-        to("policy.scheduler_loss", values.scheduler_loss),
+        to("policy.scheduler_loss", parsers.scheduler_loss),
         GROUPS[3],
         "HOW",
         ("PDRUN_ON_SCHEDULER_LOSS",),
@@ -480,7 +480,7 @@ RUN = (
     Option(
         ("--hang-timeout",),
         "without progress for TIME a worker hangs: show all stacks, then as a failure",
-        to("policy.hang_timeout", values.duration),
+        to("policy.hang_timeout", parsers.duration),
         GROUPS[3],
         "TIME",
         ("PDRUN_HANG_TIMEOUT",),
@@ -488,7 +488,7 @@ RUN = (
     Option(
         ("--time-limit",),
         "end the job after this time, with exit code 124",
-        to("policy.time_limit", values.duration),
+        to("policy.time_limit", parsers.duration),
         GROUPS[3],
         "TIME",
         ("PDRUN_TIME_LIMIT",),
@@ -496,7 +496,7 @@ RUN = (
     Option(
         ("--log-dir", "--log_dir"),
         "folder of the logs (default: pdrun-logs)",
-        to("output.log_dir", values.path),
+        to("output.log_dir", parsers.path),
         GROUPS[4],
         "DIR",
         ("PDRUN_LOG_DIR", "PET_LOG_DIR"),
@@ -505,7 +505,7 @@ RUN = (
     Option(
         ("--log-name",),
         "stem of a worker's files: {rank} {local_rank} {node} {ip} {hostname}",
-        to("output.log_name", values.log_name),
+        to("output.log_name", parsers.log_name),
         GROUPS[4],
         "STEM",
         ("PDRUN_LOG_NAME",),
@@ -521,7 +521,7 @@ RUN = (
     Option(
         ("--show-ranks",),
         "all, none or 0,7-9; a failed rank is always shown",
-        to("output.show_ranks", values.ranks),
+        to("output.show_ranks", parsers.ranks),
         GROUPS[4],
         "RANKS",
         ("PDRUN_SHOW_RANKS",),
@@ -530,7 +530,7 @@ RUN = (
     Option(
         ("--prefix",),
         "before each line: auto, rank, none",
-        to("output.prefix", values.choice("auto", "rank", "none")),
+        to("output.prefix", parsers.choice("auto", "rank", "none")),
         GROUPS[4],
         "HOW",
         ("PDRUN_PREFIX",),

@@ -16,6 +16,7 @@ from pdrun.endpoint import Endpoint, port_for
 from pdrun.errors import UsageError
 from pdrun.launcher.common.parsers import rank_text
 from pdrun.launcher.config.aliases import MSRUN_PORT, TORCHRUN_PORT
+from pdrun.launcher.config.job_key import job_key
 from pdrun.launcher.config.settings import Level, Source, Wish, contradiction, settle
 from pdrun.launcher.config.spec import (
     JobSpec,
@@ -74,8 +75,6 @@ def _met(asked: Asked) -> Asked:
     place = asked.spec.place
     if len(place.hosts) < 2 or place.launcher != "none" or place.scheduler or place.local:
         return asked
-    from pdrun.launcher.plan.plan import job_key
-
     meeting = Endpoint(place.hosts[0].reach, port_for(job_key(asked.spec)))
     spec = replace(asked.spec, place=replace(place, scheduler=meeting))
     note = f"{meeting} is the first host, with a port made from the job's name"

@@ -14,60 +14,27 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
-from pdrun import process_setup as early
+from pdrun import process_setup
 from pdrun.endpoint import Endpoint
 from pdrun.errors import ConfigError, UsageError
 from pdrun.launcher.adapters import mpirun_command as mpicommand
-from pdrun.launcher.adapters.mpirun_command import Mpi
 from pdrun.launcher.config.spec import JobSpec, Place, Reach, Sources, said
 from pdrun.launcher.hosts import nodelist as hostlist
 from pdrun.launcher.hosts.selection import Host
 from pdrun.launcher.plan.environment import scrub, shown
 from pdrun.launcher.plan.hosts import forwarded
-from pdrun.launcher.plan.model import Facts, LaunchPlan
+from pdrun.launcher.plan.model import Facts, LaunchPlan, Starter, Through
 from pdrun.launcher.plan.placement import on_host
+from pdrun.launcher.plan.scheduler_address import listen_address
 
 TASK = ("-P", "-m", "pdrun.launcher.launch.task_main")
 ORDER = "PDRUN_ORDER"
-TOKEN = early.TOKEN
+TOKEN = process_setup.TOKEN
 KILL_MARGIN = 5.0
 """Seconds of Slurm's KillWait that are kept for the last words, before its SIGKILL."""
-
-
-@dataclass(frozen=True)
-class Starter:
-    """The launcher that starts the agents, as it was found on this machine."""
-
-    how: Literal["mpirun", "srun"]
-    program: str = ""
-    mpi: Mpi | None = None
-    kill_wait: float | None = None
-    """Seconds between Slurm's SIGTERM and its SIGKILL; None: not known."""
-    binds: bool = True
-    """Whether this Slurm binds tasks to CPUs, which has to be switched off."""
-    fault: str = ""
-    """Why it cannot be used, or empty."""
-
-
-@dataclass(frozen=True)
-class Through:
-    """What is started."""
-
-    how: Literal["mpirun", "srun"]
-    title: str
-    python: str
-    """Interpreter of the agents."""
-    argv: tuple[str, ...]
-    env: Mapping[str, str]
-    """Variables of this process that the agents get."""
-    extra: Mapping[str, str]
-    """Variables for the launcher itself."""
-
-    def __repr__(self) -> str:
-        return f"Through(argv={self.argv!r}, env={sorted(self.env)!r})"
 
 
 def starter_for(spec: JobSpec, sources: Sources) -> Literal["", "mpirun", "srun"]:
@@ -112,8 +79,6 @@ def plan_through(
             where=where,
             hint="leave it out",
         )
-    from pdrun.launcher.plan.plan import listen_address  # which itself looks here
-
     for host in spec.place.hosts:
         on_host(spec.resources, host, "--devices")
     listen = listen_address(spec, facts, sources)

@@ -19,14 +19,12 @@ import pdrun
 from pdrun.backends import affinity
 from pdrun.endpoint import Endpoint
 from pdrun.errors import ConfigError, UsageError
-from pdrun.launcher.common import files as paths
-from pdrun.launcher.common import network
+from pdrun.launcher.common import files, network
 from pdrun.launcher.common.places import warm_folder
 from pdrun.launcher.config.spec import JobSpec
 from pdrun.launcher.plan import hosts as fan
 from pdrun.launcher.plan import program
-from pdrun.launcher.plan.external import Starter
-from pdrun.launcher.plan.model import BackendFacts, Facts
+from pdrun.launcher.plan.model import BackendFacts, Facts, Starter
 from pdrun.topology import Device
 
 if TYPE_CHECKING:
@@ -110,7 +108,7 @@ def _warm(spec: JobSpec, environ: Mapping[str, str]) -> Look | None:
     if not spec.program.warm or spec.program.kind == "command" or spec.program.start == "exec":
         return None
     try:
-        if not paths.is_folder(warm_folder(environ)):
+        if not files.is_folder(warm_folder(environ)):
             return None
     except OSError:
         return None
@@ -167,10 +165,10 @@ def _cwd(spec: JobSpec) -> str:
         spec
     ):  # the folder is the hosts' affair, and they may know it by the name that the shell gives it
         typed = os.environ.get("PWD", "")
-        alike = typed.startswith("/") and paths.exists(typed) and Path(typed).samefile(start)
+        alike = typed.startswith("/") and files.exists(typed) and Path(typed).samefile(start)
         return os.path.normpath(Path(typed if alike else start, spec.chdir))
-    if not paths.is_folder(cwd):
-        why = paths.refused(cwd)
+    if not files.is_folder(cwd):
+        why = files.refused(cwd)
         what = f"cannot be reached: {why}" if why else "is not a directory"
         raise UsageError(f"{spec.chdir!r} {what}", where="--chdir")
     return cwd
@@ -246,11 +244,11 @@ def log_error(spec: JobSpec, cwd: str) -> str:
     path = Path(os.path.realpath(typed))
     if str(path).startswith(("/proc/", "/sys/")):
         return "lies in a file system of the kernel"
-    if paths.is_link(typed) and not paths.exists(path):
+    if files.is_link(typed) and not files.exists(path):
         return "is a link to nothing"
-    while not paths.exists(path) and path != path.parent:
+    while not files.exists(path) and path != path.parent:
         path = path.parent
-    if not paths.is_folder(path):
+    if not files.is_folder(path):
         return f"cannot be made: {path} is not a directory"
     if not os.access(path, os.W_OK | os.X_OK):
         return f"cannot be written: {path} belongs to another user or is read-only"

@@ -14,7 +14,7 @@ from pathlib import Path
 from pdrun.errors import ConfigError
 from pdrun.launcher.adapters.mpirun_command import Mpi, recognise
 from pdrun.launcher.config.spec import JobSpec
-from pdrun.launcher.plan.external import Starter
+from pdrun.launcher.plan.model import Starter
 
 MPIRUNS = ("mpirun", "mpiexec", "jsrun")
 TIMEOUT = 20.0

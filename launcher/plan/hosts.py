@@ -13,7 +13,7 @@ from __future__ import annotations
 import fnmatch
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from pdrun.endpoint import Endpoint
 from pdrun.errors import UsageError
@@ -21,39 +21,12 @@ from pdrun.launcher.adapters.ssh_command import FAR_END, check_python, remote_co
 from pdrun.launcher.config.spec import JobSpec, Place, Reach, Sources, said
 from pdrun.launcher.hosts.selection import Host
 from pdrun.launcher.plan.environment import is_launchers, scrub, shown
-from pdrun.launcher.plan.model import Facts, LaunchPlan
+from pdrun.launcher.plan.model import Facts, Fan, FanHost, LaunchPlan
 from pdrun.launcher.plan.placement import on_host
 from pdrun.names import name_from
 
 WINDOW = 64
 """Connections that are being made at once."""
-
-
-@dataclass(frozen=True)
-class FanHost:
-    """One host of a fan."""
-
-    node: str
-    """Its name in the job."""
-    host: Host
-    here: bool
-    """Whether it is this machine, which needs no ssh."""
-    argv: tuple[str, ...]
-    """What starts its far end."""
-
-
-@dataclass(frozen=True)
-class Fan:
-    """What is started where."""
-
-    hosts: tuple[FanHost, ...]
-    python: str
-    """Interpreter of the agents on other machines."""
-    env: Mapping[str, str]
-    """Variables of this process that the agents get."""
-
-    def __repr__(self) -> str:
-        return f"Fan(hosts={self.hosts!r}, python={self.python!r}, env={sorted(self.env)!r})"
 
 
 def fans_out(spec: JobSpec) -> bool:

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pdrun.endpoint import Endpoint
+from pdrun.launcher.adapters.mpirun_command import Mpi
 from pdrun.launcher.config.spec import JobSpec, Sources
+from pdrun.launcher.hosts.selection import Host
+from pdrun.launcher.supervisor.events import Warm
 from pdrun.topology import CpuSet, Device
-
-if TYPE_CHECKING:
-    from pdrun.launcher.plan.external import Starter, Through
-    from pdrun.launcher.plan.hosts import Fan
 
 
 @dataclass(frozen=True)
@@ -37,38 +36,18 @@ class BackendFacts:
 
 
 @dataclass(frozen=True)
-class Warm:
-    """
-    A process that stays between jobs with torch imported (`pdrun warm`), as it describes itself.
-    """
+class Starter:
+    """The launcher that starts the agents, as it was found on this machine."""
 
-    socket: str
-    """Path of the socket on which it answers."""
-    pid: int
-    python: str
-    """The interpreter, by the path it was started with."""
-    torch_version: str
-    modules: tuple[str, ...]
-    """What it has imported."""
-    variables: Mapping[str, str | None]
-    """Environment variables that counted in that import, with their values; None: not set."""
-    every_variable: bool = False
-    """Whether something went through the whole environment, so that all of it counts."""
-    unfit: str = ""
-    """
-    Why it is of no use to any job from here (a module's file has changed, another namespace), or
-    empty.
-    """
-    memory: int = 0
-    """Bytes, its proportional share."""
-    started: float = 0.0
-    """Wall-clock seconds."""
-    unused: float = 0.0
-    """Seconds since the last job, or its start."""
-    idle: float = 0.0
-    """Seconds without a job after which it ends."""
-    running: int = 0
-    served: int = 0
+    how: Literal["mpirun", "srun"]
+    program: str = ""
+    mpi: Mpi | None = None
+    kill_wait: float | None = None
+    """Seconds between Slurm's SIGTERM and its SIGKILL; None: not known."""
+    binds: bool = True
+    """Whether this Slurm binds tasks to CPUs, which has to be switched off."""
+    fault: str = ""
+    """Why it cannot be used, or empty."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +157,51 @@ class Starting:
     """Why a warm process that is there is not used, or empty."""
 
 
+@dataclass(frozen=True)
+class FanHost:
+    """One host of a fan."""
+
+    node: str
+    """Its name in the job."""
+    host: Host
+    here: bool
+    """Whether it is this machine, which needs no ssh."""
+    argv: tuple[str, ...]
+    """What starts its far end."""
+
+
+@dataclass(frozen=True)
+class Fan:
+    """What is started where."""
+
+    hosts: tuple[FanHost, ...]
+    python: str
+    """Interpreter of the agents on other machines."""
+    env: Mapping[str, str]
+    """Variables of this process that the agents get."""
+
+    def __repr__(self) -> str:
+        return f"Fan(hosts={self.hosts!r}, python={self.python!r}, env={sorted(self.env)!r})"
+
+
+@dataclass(frozen=True)
+class Through:
+    """What is started."""
+
+    how: Literal["mpirun", "srun"]
+    title: str
+    python: str
+    """Interpreter of the agents."""
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    """Variables of this process that the agents get."""
+    extra: Mapping[str, str]
+    """Variables for the launcher itself."""
+
+    def __repr__(self) -> str:
+        return f"Through(argv={self.argv!r}, env={sorted(self.env)!r})"
+
+
 Mode = Literal["alone", "local", "first", "join", "hosts", "through"]
 
 
@@ -231,70 +255,3 @@ class LaunchPlan:
     """Of mode hosts."""
     through: Through | None = None
     """Of mode through."""
-
-
-@dataclass(frozen=True)
-class WorkerCommand:
-    """One process for the keeper to start. `slot` names it in every later event."""
-
-    slot: int
-    """The local rank, or STORE_SLOT."""
-    argv: tuple[str, ...]
-    env: Mapping[str, str]
-    cwd: str
-    cpus: tuple[int, ...] = ()
-    start: Literal["exec", "auto", "fork"] = "exec"
-    """auto: forked where there is a starter. fork: forked or not at all."""
-
-
-STORE_SLOT = -1
-"""The slot of the process that serves torch's store."""
-
-
-@dataclass(frozen=True)
-class Spawned:
-    """The keeper has started a process; it runs its program (exec succeeded)."""
-
-    slot: int
-    pid: int
-
-
-@dataclass(frozen=True)
-class SpawnFailed:
-    """The keeper could not start a process."""
-
-    slot: int
-    errno: int
-    message: str
-
-
-@dataclass(frozen=True)
-class Exited:
-    """A process of the keeper ended. ``status`` is what waitpid gave."""
-
-    slot: int
-    pid: int
-    status: int
-    at: float
-    """Monotonic seconds."""
-
-
-@dataclass(frozen=True)
-class Swept:
-    """Descendants of workers that had outlived them were ended: one ``pid command`` each."""
-
-    slot: int
-    processes: tuple[str, ...]
-    stuck: tuple[str, ...] = ()
-    """Those that even SIGKILL did not end (uninterruptible sleep), as ``pid command state``."""
-
-
-@dataclass(frozen=True)
-class StarterState:
-    """The starter is ready (``why`` is empty), or says why the workers will be executed instead."""
-
-    slot: int
-    why: str
-
-
-KeeperEvent = Spawned | SpawnFailed | Exited | Swept | StarterState

@@ -14,8 +14,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 
-from pdrun.endpoint import Endpoint
 from pdrun.errors import ConfigError, PdrunError, UsageError
+from pdrun.launcher.config.job_key import command_text, job_key
 from pdrun.launcher.config.spec import JobSpec, Sources, said
 from pdrun.launcher.plan import external as through
 from pdrun.launcher.plan import hosts as fan
@@ -23,12 +23,10 @@ from pdrun.launcher.plan.environment import scrub
 from pdrun.launcher.plan.model import Facts, LaunchPlan, Mode, WorkerPlan
 from pdrun.launcher.plan.placement import Placement, on_host, place, threads
 from pdrun.launcher.plan.program import program_argv
+from pdrun.launcher.plan.scheduler_address import choose_scheduler
 from pdrun.launcher.plan.start_method import starting
 from pdrun.names import name_from
 
-LOOPBACK = "127.0.0.1"
-LONGEST_COMMAND = 400
-"""Characters of a command that nodes show each other."""
 LONGEST_SPEC = (1 << 20) - (1 << 16)
 """
 Bytes of a specification that fit into a message of the rendezvous, with what stands around them
@@ -60,7 +58,7 @@ def plan(spec: JobSpec, facts: Facts, sources: Sources, notes: tuple[str, ...] =
     if fan.fans_out(spec):
         return fan.plan_hosts(spec, facts, sources, job_key(spec), notes)
     spec, sources = at_home(spec, facts, sources)
-    mode, scheduler, listen, reasons = _meeting(spec, facts, sources)
+    mode, scheduler, listen, reasons = choose_scheduler(spec, facts, sources)
     _check_start(spec, facts, sources, mode)
     placement = place(spec, facts, sources) if mode != "local" else _first_of(spec, facts, sources)
     counts, thread_note = threads(spec, facts.environ, placement.binding)
@@ -157,51 +155,6 @@ def _simulate(whole: LaunchPlan, facts: Facts, index: int, count: int) -> Launch
     return plan(replace(whole.spec, place=place), facts, whole.sources)
 
 
-def job_key(spec: JobSpec) -> str:
-    """
-    Return the job's name, or one made of the command: equal on nodes that were given the same
-    command.
-    """
-    if spec.job:
-        return spec.job
-    import hashlib
-
-    program = spec.program
-    nodes = (
-        spec.resources.nodes
-        if spec.resources.least == spec.resources.nodes
-        else spec.resources.range
-    )
-    text = json.dumps([program.kind, program.target, list(program.args), nodes])
-    digest = hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:8]
-    stem = program.target.rstrip("/").rpartition("/")[2]
-    return f"{name_from(stem.removesuffix('.py'))[:48]}-{digest}"
-
-
-def command_text(spec: JobSpec) -> str:
-    """
-    Return, in one line, what must be the same on every node; equal exactly where that is.
-
-    What is long is cut, and its digest stands for the rest.
-    """
-    import shlex
-
-    program = spec.program
-    kind = {"module": ["-m"], "command": ["--no-python"]}.get(program.kind, [])
-    text = shlex.join(
-        ["pdrun", "--nodes", spec.resources.range, *kind, program.target, *program.args]
-    )
-    text = "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
-    )
-    if len(text) <= LONGEST_COMMAND:
-        return text
-    import hashlib
-
-    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-    return f"{text[:LONGEST_COMMAND]}... ({len(text)} characters, sha256 {digest})"
-
-
 def node_name(spec: JobSpec, facts: Facts) -> str:
     """
     Return the name of this node in the job: what the user said, else the host's.
@@ -214,132 +167,6 @@ def node_name(spec: JobSpec, facts: Facts) -> str:
         return f"node{where.simulated[0]}"
     rank = f"-{where.node_rank}" if where.node_rank and facts.local_endpoint else ""
     return where.node_name or name_from(facts.hostname) + rank
-
-
-Meeting = tuple[Mode, Endpoint | None, str, tuple[str, ...]]
-"""Mode, scheduler, the address to listen on, and why."""
-
-
-def _meeting(spec: JobSpec, facts: Facts, sources: Sources) -> Meeting:
-    where = spec.place
-    nodes = spec.resources.members
-    if where.simulated is not None:
-        index, _ = where.simulated
-        return (
-            "first" if index == 0 else "join",
-            where.scheduler or Endpoint(LOOPBACK, 0),
-            LOOPBACK,
-            (),
-        )
-    if where.local and nodes > 1:
-        why = (
-            f"{sources.get('place.scheduler')} is not used: --local meets on loopback"
-            if where.scheduler
-            else ""
-        )
-        return (
-            "local",
-            Endpoint(LOOPBACK, 0),
-            LOOPBACK,
-            ("all nodes are simulated here, on loopback only", why),
-        )
-    if nodes == 1 and (
-        where.local or where.serve is None or (where.serve is False and where.scheduler is None)
-    ):
-        why = "one node: the scheduler is part of this process and nothing listens"
-        unused = (
-            (f"{sources.get('place.scheduler')} {where.scheduler} is not used",)
-            if where.scheduler
-            else ()
-        )
-        return "alone", None, LOOPBACK, (why, *unused)
-    listen = listen_address(spec, facts, sources)
-    if where.scheduler is None:
-        return _unnamed(spec, sources, listen)
-    serves, why = _serves(spec, facts, sources)
-    if not serves:
-        if where.scheduler.port == 0:
-            raise UsageError(
-                f"{where.scheduler} has port 0, which only the first node can choose",
-                where=sources.get("place.scheduler", "--scheduler"),
-                hint="give the port that it printed",
-            )
-        meant = Endpoint(listen, where.scheduler.port) if facts.loopback_name else where.scheduler
-        return "join", meant, listen, (why, facts.scheduler_fault)
-    if facts.loopback_name:
-        outer = f"{where.scheduler.host} is loopback here, where nobody else comes: listening on {listen} in its place"
-        return "first", Endpoint(listen, where.scheduler.port), listen, (why, outer)
-    if facts.local_endpoint is False:
-        outer = f"{where.scheduler.host} is not an address of this machine: listening on {listen} in its place"
-        return "first", Endpoint(listen, where.scheduler.port), listen, (why, outer)
-    return "first", where.scheduler, listen, (why,)
-
-
-def _unnamed(spec: JobSpec, sources: Sources, listen: str) -> Meeting:
-    """No scheduler was named: this node is the first one, unless that contradicts what was said."""
-    rank = spec.place.node_rank
-    if spec.place.serve is False or rank not in (None, 0):
-        words = f"--node-rank {rank}" if rank not in (None, 0) else "--no-serve"
-        raise UsageError(
-            f"{words} joins another node, but nothing says where that is",
-            where=sources.get("resources.nodes", "--nodes"),
-            hint="add --scheduler HOST:PORT",
-        )
-    why = "no scheduler was named: this node is the first, and prints the line to run on the others"
-    return "first", Endpoint(listen, 0), listen, (why,)
-
-
-def _serves(spec: JobSpec, facts: Facts, sources: Sources) -> tuple[bool, str]:
-    """Return whether this node runs the scheduler, and why."""
-    where = spec.place
-    if where.serve is not None:
-        return (
-            where.serve,
-            f"{sources.get('place.serve', '--serve')} decides whether this node runs the scheduler",
-        )
-    if where.node_rank == 0 and facts.local_endpoint is False and not facts.loopback_name:
-        return (
-            False,
-            f"node rank 0, but {where.scheduler} is another machine: join it (--serve: run it here)",
-        )
-    if where.node_rank is not None:
-        return where.node_rank == 0, f"node rank {where.node_rank}: node 0 runs the scheduler"
-    if facts.local_endpoint:
-        return (
-            True,
-            f"{where.scheduler} is on this machine: run the scheduler here, or join where it already runs",
-        )
-    return False, f"{where.scheduler} is another machine: join it"
-
-
-def listen_address(spec: JobSpec, facts: Facts, sources: Sources) -> str:
-    """Return the one address on which this node's own sockets listen; never all of them."""
-    wanted = spec.place.interface
-    source = sources.get("place.interface", "--interface")
-    if not wanted:
-        if facts.route_address:
-            return facts.route_address
-        if facts.scheduler_fault:
-            raise ConfigError(
-                facts.scheduler_fault,
-                where=sources.get(
-                    "place.scheduler" if spec.place.scheduler else "place.hosts", "--scheduler"
-                ),
-                hint="check it, or give the address",
-            )
-        raise ConfigError(
-            "this machine has no route to other machines",
-            hint="name an address with --interface, or use --local",
-        )
-    found = [address for name, address in facts.addresses if wanted in (name, address)]
-    if found:
-        return found[0]
-    known = ", ".join(dict.fromkeys(name for name, _ in facts.addresses))
-    raise UsageError(
-        f"{wanted!r} is no interface or address of this machine",
-        where=source,
-        hint=f"there are {known}",
-    )
 
 
 def _check_start(spec: JobSpec, facts: Facts, sources: Sources, mode: Mode) -> None:

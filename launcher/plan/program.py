@@ -20,7 +20,7 @@ from importlib import machinery
 from pathlib import Path
 
 from pdrun.errors import did_you_mean
-from pdrun.launcher.common import files as paths
+from pdrun.launcher.common import files
 from pdrun.launcher.common.parsers import quoted
 from pdrun.launcher.config.spec import Program
 from pdrun.launcher.plan.script_scan import LOOK, Told, told
@@ -129,7 +129,7 @@ def _unreadable(path: Path) -> str:
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
-        return "is a link to nothing" if paths.is_link(path) else "no such file"
+        return "is a link to nothing" if files.is_link(path) else "no such file"
     except OSError as error:
         return f"cannot be read: {os.strerror(error.errno or errno.EIO)}"
     except ValueError:
@@ -179,17 +179,17 @@ def _executable(target: str, cwd: str, environ: Mapping[str, str]) -> tuple[str,
     if "/" not in target:
         if _on_path(target, environ):
             return "", 0
-        beside = paths.is_file(Path(cwd, target))
+        beside = files.is_file(Path(cwd, target))
         hint = f"did you mean './{target}'?" if beside else ""
         if not hint and len(target.split()) > 1:
             hint = "arguments are words of their own, in a job file under args:"
         return f"command not found: {quoted(target)}{_hint(hint)}", 127
     path = Path(cwd, target)
-    if why := paths.refused(path):
+    if why := files.refused(path):
         return f"{quoted(target)} cannot be reached: {why}", 126
-    if not paths.exists(path):
+    if not files.exists(path):
         return f"no such file {quoted(target)}{_hint(_nearby(target, cwd, environ))}", 127
-    if paths.is_folder(path):
+    if files.is_folder(path):
         return f"{quoted(target)} is a directory", 126
     if not os.access(path, os.X_OK):
         return f"{quoted(target)} is not executable; chmod +x it", 126
@@ -199,7 +199,7 @@ def _executable(target: str, cwd: str, environ: Mapping[str, str]) -> tuple[str,
 def _on_path(name: str, environ: Mapping[str, str]) -> bool:
     places = (Path(folder, name) for folder in environ.get("PATH", os.defpath).split(os.pathsep))
     return bool(name) and any(
-        paths.is_file(place) and os.access(place, os.X_OK) for place in places
+        files.is_file(place) and os.access(place, os.X_OK) for place in places
     )
 
 
@@ -228,7 +228,7 @@ def _module(program: Program, cwd: str, environ: Mapping[str, str]) -> Found:
                 f"{program.target} is a package without a __main__ module, so it cannot be run", 2
             )
     origin = spec.origin if spec is not None else None
-    if origin is None or not paths.is_file(origin):
+    if origin is None or not files.is_file(origin):
         return Found(imports_torch=True)
     text = _beginning(Path(origin))
     found = told(Path(origin), text)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from pdrun.launcher.common import files as paths
+from pdrun.launcher.common import files
 from pdrun.launcher.stdlib_only.import_env import late_assignment
 
 LOOK = 1 << 20
@@ -104,4 +104,4 @@ def _files(top: Path, here: Path, name: bytes) -> Iterator[Path]:
     parts = [part for part in text.split(".") if part]
     if parts:
         stem = base.joinpath(*parts)
-        yield from filter(paths.is_file, (stem.with_suffix(".py"), stem / "__init__.py"))
+        yield from filter(files.is_file, (stem.with_suffix(".py"), stem / "__init__.py"))

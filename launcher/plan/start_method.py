@@ -16,10 +16,11 @@ from typing import Literal
 
 from pdrun.errors import UsageError
 from pdrun.launcher.config.spec import JobSpec, Sources
-from pdrun.launcher.launch.prestart import OPTIMIZER, PLAIN, starter_words
-from pdrun.launcher.plan.model import Facts, LaunchPlan, Starting, Warm, WorkerCommand
+from pdrun.launcher.plan.model import Facts, LaunchPlan, Starting
 from pdrun.launcher.plan.program import program_argv
-from pdrun.launcher.stdlib_only import import_env as importtime
+from pdrun.launcher.stdlib_only import import_env
+from pdrun.launcher.supervisor.boot import OPTIMIZER, PLAIN, starter_words
+from pdrun.launcher.supervisor.events import Warm, WorkerCommand
 
 _STARTER_SLOT = -1
 
@@ -92,13 +93,13 @@ def unfit(
         return f"it has not imported {missing[0]}"
     if any(not part.startswith("/") for part in (environ.get("PYTHONPATH") or "/").split(":")):
         return "PYTHONPATH names a folder relative to where the job starts"
-    wanted = importtime.importing(dict(environ))
+    wanted = import_env.importing(dict(environ))
     if warm.every_variable:
-        names = {*warm.variables, *(name for name in wanted if not importtime.passing(name))}
+        names = {*warm.variables, *(name for name in wanted if not import_env.passing(name))}
     else:
-        names = {*warm.variables, *filter(importtime.frozen, wanted)}
+        names = {*warm.variables, *filter(import_env.frozen, wanted)}
     for name in sorted(names):
-        if wanted.get(name) != warm.variables.get(name) and not importtime.PER_WORKER.fullmatch(
+        if wanted.get(name) != warm.variables.get(name) and not import_env.PER_WORKER.fullmatch(
             name
         ):
             return f"{name} has another value, which counts at import"
@@ -146,12 +147,12 @@ def _impossible(
             name
             for names in visibility.values()
             for name in names
-            if not importtime.PER_WORKER.fullmatch(name)
+            if not import_env.PER_WORKER.fullmatch(name)
         }
     )
     if own:
         return f"{own[0]} differs between the workers and may count at import"
-    return importtime.needs_exec(dict(environ))
+    return import_env.needs_exec(dict(environ))
 
 
 def _pointless(facts: Facts) -> str:
@@ -181,5 +182,5 @@ def starter_command(plan: LaunchPlan) -> WorkerCommand:
         plan.workers[0].argv,
         [flag for flag in flags if flag == "-P"],
     )
-    env = importtime.importing({**plan.base_env, **plan.spec.env})
+    env = import_env.importing({**plan.base_env, **plan.spec.env})
     return WorkerCommand(_STARTER_SLOT, tuple(argv), env, plan.cwd)

@@ -180,7 +180,7 @@ def test_a_cluster_goes_with_its_owner(possible: None, end: int) -> None:
             sys.executable,
             "-c",
             (
-                "import sys, time\nfrom tests.bed.cluster import Cluster\n"
+                "import sys, time\nfrom tests.chaos.cluster import Cluster\n"
                 f"cluster = Cluster.up({name!r}, 2)\n"
                 "cluster['h1'].start('sleep', '3000')\ncluster['h2'].start('setsid', 'sleep', '3000')\n"
                 "while not all(host.processes() for host in cluster): time.sleep(0.01)\n"

@@ -16,7 +16,7 @@ from pdrun.parallel.comm.communicator import Axis
 from pdrun.parallel.comm.groups import Axes
 from pdrun.parallel.layouts.layout import L, cut
 from pdrun.parallel.model.shards import set_tile, tile, tile_of
-from pdrun.parallel.rng import step_rng as dice
+from pdrun.parallel.rng.shard_region import region
 from tests.lib.small_models import LENGTH, WIDTH, WORDS, Block
 
 
@@ -47,7 +47,7 @@ class CutBlock(Block):
         h = c.collect(self.norm2(part), self.axis, 1, length)
         hidden = F.gelu(F.linear(h, self.up.weight, self.up.bias))
         y = c.scatter(F.linear(hidden, self.down.weight), self.axis, 1) + self.down.bias
-        with dice.region({1: (*cut(length, self.axis.size, self.axis.index), length)}):
+        with region({1: (*cut(length, self.axis.size, self.axis.index), length)}):
             y = self.drop(y)
         return x + c.gather(y, self.axis, 1, length)
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from pdrun.parallel.comm.groups import Axes
 from pdrun.parallel.layouts.layout import cut
 from pdrun.parallel.run import Run
+from pdrun.parallel.torch_compat import widest_float
 from pdrun.parallel.training.driver import MicroBatch
-from pdrun.parallel.zero.grad_norm import wide_type
 from tests.lib.small_models import WIDTH, Tiny
 
 
@@ -97,7 +97,7 @@ class Fill:
         """Fill the pipeline, then drain it."""
         axis = run.axes["pp"]
         first, last = axis.index == 0, axis.index == axis.size - 1
-        sums = torch.zeros(len(micros), 2, dtype=wide_type(run.device))
+        sums = torch.zeros(len(micros), 2, dtype=widest_float(run.device))
         taken: list[Any] = []
         for micro in micros:
             batch, calls, x = run.here(micro.batch), torch.zeros((), dtype=torch.int64), None

@@ -19,7 +19,7 @@ from pdrun.parallel.comm import mesh
 from pdrun.parallel.data import batch_slicing as slicing
 from pdrun.parallel.data import loader
 from pdrun.parallel.model import recompute, weights
-from pdrun.parallel.rng.step_rng import mix, uniform31
+from pdrun.parallel.rng.hashing import mix, uniform31
 from pdrun.parallel.training import loss
 from pdrun.parallel.zero import flat_layout as flat
 from pdrun.parallel.zero import gradients as grads

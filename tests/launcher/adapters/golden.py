@@ -2,7 +2,7 @@
 Golden environments: a YAML file is an environment with the answers of the probes, and what must be
 found.
 
-``PDRUN_GOLDEN=write pytest tests/adapters`` writes what comes out into the files, for reading in a
+``PDRUN_GOLDEN=write pytest tests/launcher/adapters`` writes what comes out into the files, for reading in a
 diff. Besides ``environ``:
 
     host: n1             name of this machine (default: host1)

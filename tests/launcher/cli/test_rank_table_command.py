@@ -8,8 +8,8 @@ import pytest
 
 from pdrun.eventlog import JobStatus, NodeStatus
 from pdrun.launcher.jobs import control
-from tests.cli.conftest import folder as folder  # a fixture, which the next one needs
 from tests.launcher.cli.conftest import Outcome
+from tests.launcher.cli.conftest import folder as folder  # a fixture, which the next one needs
 from tests.launcher.cli.conftest import pdrun as pdrun
 from tests.launcher.ranktables.test_verdicts import GOOD, REFUSED, TABLES
 

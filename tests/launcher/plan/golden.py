@@ -3,14 +3,14 @@ Golden cases: a command line, an environment and the facts of a machine, and the
 to, as text.
 
 A case is one YAML file: ``argv``, ``environ``, ``facts`` and, last, ``expect``. A new quirk is a
-new file, no code. ``PDRUN_GOLDEN=write pytest tests/plan`` writes what comes out into the files,
+new file, no code. ``PDRUN_GOLDEN=write pytest tests/launcher/plan`` writes what comes out into the files,
 for reading in a diff.
 
 ``facts``, each with a default: hostname, cpus ("0-7"), cores and numa (lists of CPU lists), quota,
 torch, cuda and npu (number of cards), uuids (cards have GPU-00000000-..), mig (text of nvidia-smi
 -L), addresses ([name, address]), route, local_endpoint, program_error [text, code], log_error,
 script_digest, hosts_here, starter (how, program, says: what mpirun's --version prints, kill_wait,
-binds, fault). ``around`` has the answers of the probes, as in tests/adapters; ``files`` are written
+binds, fault). ``around`` has the answers of the probes, as in tests/launcher/adapters; ``files`` are written
 into an empty working folder.
 """
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-HAZARDS, SAME, DECISION = (
-    f"tests/starter/test_{name}.py::test_" for name in ("hazards", "same", "decision")
-)
-WARM, PROCESS = (f"tests/starter/test_{name}.py::test_" for name in ("warm", "warm_process"))
+HERE = "tests/launcher/stdlib_only/"
+HAZARDS = f"{HERE}test_fork_hazards.py::test_"
+SAME = f"{HERE}test_forked_equals_executed.py::test_"
+DECISION = "tests/launcher/plan/test_start_method.py::test_"
+WARM = f"{HERE}test_warm_command.py::test_"
+PROCESS = f"{HERE}test_warm_process.py::test_"
 
 
 @dataclass(frozen=True)

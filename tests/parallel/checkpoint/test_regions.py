@@ -23,7 +23,8 @@ from pdrun.parallel.checkpoint.storage import Piece, Reader
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L, cut
 from pdrun.parallel.model.shards import Tile, tile
-from pdrun.parallel.rng import step_rng as dice
+from pdrun.parallel.rng.shard_region import region
+from pdrun.parallel.rng.step_rng import Dice
 
 pytestmark = pytest.mark.torch
 
@@ -191,8 +192,8 @@ def test_what_is_missing_or_damaged_is_told(tmp_path: Path) -> None:
 # ---- masks of parts ---------------------------------------------------------
 
 
-def thrown(rows: int) -> dice.Dice:
-    made = dice.Dice(7)
+def thrown(rows: int) -> Dice:
+    made = Dice(7)
     made.throw(3, 1, range(10, 10 + rows), torch.device("cpu"))
     return made
 
@@ -216,20 +217,18 @@ def test_the_mask_of_a_part_is_part_of_the_mask(data: Any) -> None:
         part = want
         for dim, (low, high, _) in cuts.items():
             part = part.narrow(dim, low, high - low)
-        with dice.region(
-            {dim - len(shape) if dim % 2 else dim: bounds for dim, bounds in cuts.items()}
-        ):
+        with region({dim - len(shape) if dim % 2 else dim: bounds for dim, bounds in cuts.items()}):
             assert torch.equal(thrown(rows).keep(torch.empty(part.shape), 0.5), part)
 
 
 def test_two_ranges_of_a_dim_and_regions_that_end() -> None:
     want = thrown(2).keep(torch.empty(2, 12), 0.5)
-    with dice.region({1: (((0, 3), (9, 12)), 12)}):
+    with region({1: (((0, 3), (9, 12)), 12)}):
         assert torch.equal(thrown(2).keep(torch.empty(2, 6), 0.5), want[:, [0, 1, 2, 9, 10, 11]])
         assert torch.equal(
             thrown(2).keep(torch.empty(2, 12), 0.5), want
         )  # not of the part's size: whole
-        with dice.region({}):
+        with region({}):
             assert not torch.equal(
                 thrown(2).keep(torch.empty(2, 6), 0.5), want[:, [0, 1, 2, 9, 10, 11]]
             )
@@ -247,7 +246,7 @@ def test_dropouts_are_counted_over_stages_and_found_again() -> None:
         True,
         True,
     ]
-    second = dice.Dice(7)
+    second = Dice(7)
     second.throw(3, 1, range(10, 14), torch.device("cpu"), part=1, calls=first.calls)
     state = torch.get_rng_state()
     assert [torch.equal(second.keep(torch.empty(4, 50), 0.5), mask) for mask in want[2:]] == [

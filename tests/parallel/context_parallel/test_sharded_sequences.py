@@ -16,7 +16,7 @@ import pdrun.parallel.context_parallel.context as context
 from pdrun.errors import UsageError
 from pdrun.parallel.context_parallel.context import ContextParallel
 from pdrun.parallel.layouts.grid import Grid
-from pdrun.parallel.rng import step_rng as dice
+from pdrun.parallel.rng.shard_region import region
 from pdrun.parallel.rng.step_rng import Dice
 from tests.parallel.comm.test_collectives import axes_of
 
@@ -245,7 +245,7 @@ def some_heads(settings: dict[str, Any]) -> None:
 
     def attend(low: int, high: int) -> torch.Tensor:
         thrown.throw(1, 0, range(3), torch.device("cpu"))
-        with thrown.placed(), parallel.running(axes), dice.region({1: (low, high, 4)}):
+        with thrown.placed(), parallel.running(axes), region({1: (low, high, 4)}):
             heads = (x[:, low:high] for x in (q, k, v))
             return f.scaled_dot_product_attention(*heads, dropout_p=0.5, is_causal=True)
 

@@ -45,8 +45,7 @@ from pdrun.rendezvous.protocol.events import (
 )
 from pdrun.rendezvous.scheduler.service import Service
 from pdrun.rendezvous.transport.base import MemoryHub
-
-from .helpers import cause, config, hello, until
+from tests.rendezvous.helpers import cause, config, hello, until
 
 EVENTS: list[Happening] = [
     Received("p", hello("a")),

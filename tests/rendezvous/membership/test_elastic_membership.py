@@ -28,8 +28,7 @@ from pdrun.rendezvous.protocol.messages import (
     Waiting,
     Welcome,
 )
-
-from .helpers import Machine, config, hello
+from tests.rendezvous.helpers import Machine, config, hello
 
 
 def elastic(least: int = 2, most: int = 4, **changes: object) -> Machine:

@@ -29,8 +29,7 @@ from pdrun.rendezvous.protocol.messages import (
     Welcome,
     WorkerExit,
 )
-
-from .helpers import Machine, cause, config, hello
+from tests.rendezvous.helpers import Machine, cause, config, hello
 
 
 def running(*names: str, workers: int = 1, **changes: object) -> Machine:

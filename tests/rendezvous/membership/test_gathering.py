@@ -27,8 +27,7 @@ from pdrun.rendezvous.protocol.messages import (
     Welcome,
     WorkerExit,
 )
-
-from .helpers import Machine, cause, config, hello
+from tests.rendezvous.helpers import Machine, cause, config, hello
 
 
 def refused(machine: Machine, peer: str) -> Refuse:

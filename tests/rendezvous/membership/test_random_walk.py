@@ -41,8 +41,7 @@ from pdrun.rendezvous.protocol.messages import (
     Verdict,
     WorkerExit,
 )
-
-from .helpers import Machine, config, durable, hello
+from tests.rendezvous.helpers import Machine, config, durable, hello
 
 KINDS: list[CauseKind] = ["ok", "exception", "signal", "exit", "communication"]
 ACTIONS = [

@@ -31,8 +31,7 @@ from pdrun.rendezvous.protocol.messages import (
     Verdict,
     Welcome,
 )
-
-from .helpers import Machine, config, durable, hello
+from tests.rendezvous.helpers import Machine, config, durable, hello
 
 
 def back(machine: Machine, *names: str) -> None:

@@ -34,8 +34,7 @@ from pdrun.rendezvous.protocol.messages import (
     Waiting,
     WorkerExit,
 )
-
-from .helpers import config, hello
+from tests.rendezvous.helpers import config, hello
 
 SMALL, LARGE = 500, 2000
 

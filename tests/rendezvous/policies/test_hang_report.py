@@ -21,8 +21,7 @@ from pdrun.rendezvous.protocol.messages import (
     StopWorkers,
     WorkerExit,
 )
-
-from .helpers import Machine, config, hello
+from tests.rendezvous.helpers import Machine, config, hello
 
 REDUCE = 'Thread 0x{0:x} (most recent call first):\n  File "/x/torch/distributed.py", line 10 in all_reduce\n'
 LOAD = (

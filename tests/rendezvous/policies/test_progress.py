@@ -7,8 +7,7 @@ import pytest
 from pdrun.rendezvous.membership.machine import IllegalEvent, JobState
 from pdrun.rendezvous.policies.progress import ProgressBook
 from pdrun.rendezvous.protocol.messages import Assign, Notice, Progress, Ready, Step
-
-from .helpers import Machine, config
+from tests.rendezvous.helpers import Machine, config
 
 
 def running(*names: str, workers: int = 1, **changes: object) -> Machine:

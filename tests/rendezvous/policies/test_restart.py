@@ -17,8 +17,7 @@ from pdrun.rendezvous.protocol.messages import (
     Step,
     WorkerExit,
 )
-
-from .helpers import Machine, cause, config
+from tests.rendezvous.helpers import Machine, cause, config
 
 
 def running(*names: str, **changes: object) -> Machine:

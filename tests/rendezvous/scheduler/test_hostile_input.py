@@ -32,9 +32,8 @@ from pdrun.rendezvous.transport.base import Arrived, Complaint, Gone, Incoming
 from pdrun.rendezvous.transport.ready import readable
 from pdrun.rendezvous.transport.zmq_server import ZmqServer
 from pdrun.rendezvous.transport.zmq_util import FAR_AWAY
-
-from .conftest import Scheduler
-from .helpers import Agent, agents, connect, until
+from tests.rendezvous.conftest import Scheduler
+from tests.rendezvous.helpers import Agent, agents, connect, until
 
 Start = Callable[..., Scheduler]
 

@@ -32,8 +32,7 @@ from pdrun.rendezvous.protocol.messages import (
 from pdrun.rendezvous.scheduler.local_link import LocalLink
 from pdrun.rendezvous.scheduler.service import MOST_LINES, Service
 from pdrun.rendezvous.transport.base import MemoryHub
-
-from .helpers import cause, config
+from tests.rendezvous.helpers import cause, config
 
 ALONE = """
 import sys

@@ -46,9 +46,8 @@ from pdrun.rendezvous.scheduler.child import SchedulerChild
 from pdrun.rendezvous.scheduler.local_link import LocalLink, ZmqLink
 from pdrun.rendezvous.transport.listen import bind_listener
 from pdrun.rendezvous.transport.ready import readable
-
-from .conftest import Scheduler
-from .helpers import Agent, agents, config, start_all, until
+from tests.rendezvous.conftest import Scheduler
+from tests.rendezvous.helpers import Agent, agents, config, start_all, until
 
 Start_ = Callable[..., Scheduler]
 M = TypeVar("M", bound=Message)

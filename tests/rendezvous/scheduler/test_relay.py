@@ -29,8 +29,7 @@ from pdrun.rendezvous.scheduler.child import SchedulerChild
 from pdrun.rendezvous.scheduler.relay_main import serve, serve_alone
 from pdrun.rendezvous.scheduler.relay_processes import FROM, wanted
 from pdrun.rendezvous.transport.listen import bind_listener
-
-from .helpers import Agent, agents, cause, config, connect, start_all, until
+from tests.rendezvous.helpers import Agent, agents, cause, config, connect, start_all, until
 
 SECRET = Secret.random()
 

@@ -42,9 +42,8 @@ from pdrun.rendezvous.transport import zmq_server
 from pdrun.rendezvous.transport.base import Incoming
 from pdrun.rendezvous.transport.listen import bind_listener
 from pdrun.rendezvous.transport.ready import readable
-
-from .conftest import Scheduler
-from .helpers import Agent, agents, config, start_all, until
+from tests.rendezvous.conftest import Scheduler
+from tests.rendezvous.helpers import Agent, agents, config, start_all, until
 
 Start = Callable[..., Scheduler]
 

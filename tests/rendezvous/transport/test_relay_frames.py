@@ -25,8 +25,7 @@ from pdrun.rendezvous.transport.relay_frames import (
     unpack,
 )
 from pdrun.rendezvous.transport.relay_table import Relays
-
-from .helpers import hello
+from tests.rendezvous.helpers import hello
 
 numbers = st.integers(0, 2**32 - 1)
 items: st.SearchStrategy[Item] = st.one_of(

@@ -26,8 +26,7 @@ from pdrun.rendezvous.transport.base import Arrived, Complaint
 from pdrun.rendezvous.transport.zap import Door
 from pdrun.rendezvous.transport.zmq_server import ZmqServer
 from pdrun.rendezvous.transport.zmq_util import end_context, monitor, monitor_event
-
-from .helpers import until
+from tests.rendezvous.helpers import until
 
 WORD = encode(Envelope("a" * 32, 0, 0, Leave()))
 

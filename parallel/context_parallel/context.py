@@ -31,7 +31,7 @@ from pdrun.errors import UsageError
 from pdrun.parallel.comm.groups import Axes
 from pdrun.parallel.context_parallel.sequences import WHERE, Sequences
 from pdrun.parallel.layouts.sequence_order import ORDERS, count
-from pdrun.parallel.rng import step_rng as dice
+from pdrun.parallel.rng.shard_region import sequence
 
 _current: Sequences | None = None
 """What the forward or backward that is computed now works on."""
@@ -158,7 +158,7 @@ class ContextParallel:
         functional.scaled_dot_product_attention = sequences.stands_in(attention)
         functional.multi_head_attention_forward = _without_weights(heads)
         try:
-            with dice.sequence(lambda: (sequences.mine, sequences.length)):
+            with sequence(lambda: (sequences.mine, sequences.length)):
                 yield
         finally:
             _current = before

@@ -21,7 +21,8 @@ from pdrun.parallel.context_parallel.ring_exchange import Drop
 from pdrun.parallel.context_parallel.ulysses import heads_of, ulysses_attention
 from pdrun.parallel.layouts.layout import cut
 from pdrun.parallel.layouts.sequence_order import CONTIGUOUS, ZIGZAG, Ranges, count, part, within
-from pdrun.parallel.rng import step_rng as dice
+from pdrun.parallel.rng.shard_region import cuts_of
+from pdrun.parallel.rng.step_rng import current
 from pdrun.parallel.torch_compat import untraced
 
 WHERE = "ContextParallel"
@@ -217,7 +218,7 @@ class Sequences:
         Return the dropout of the weights of one attention: for any block what it is for the whole
         sequences.
         """
-        run = dice.current()
+        run = current()
         if run is None:
             what = "dropout of attention over cut sequences is that of a run"
             raise UsageError(what, where=WHERE, hint="pdrun.parallelize(..., context=...)")
@@ -226,7 +227,7 @@ class Sequences:
         # of the heads here, which may be some of the model's (tensor parallel), an all-to-all
         # leaves this rank a part
         shape = (*query.shape[:-1], query.shape[-2])
-        ranges, heads = dice.cuts_of(shape).get(len(shape) - 3, (((0, here),), here))
+        ranges, heads = cuts_of(shape).get(len(shape) - 3, (((0, here),), here))
         low, high = heads_of(self.ulysses, here)
         outer = (*query.shape[:-3], high - low)
 

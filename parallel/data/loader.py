@@ -24,7 +24,7 @@ from torch.utils.data import (
 
 from pdrun.errors import UsageError
 from pdrun.parallel.data.batch_slicing import cut_rows
-from pdrun.parallel.rng.step_rng import mix
+from pdrun.parallel.rng.hashing import mix
 
 WHERE = "pdrun.Run.data"
 

@@ -22,7 +22,7 @@ from torch import nn
 from pdrun.errors import UsageError
 from pdrun.parallel.model.shards import set_tile
 from pdrun.parallel.model.weights import Weight
-from pdrun.parallel.rng.step_rng import mix
+from pdrun.parallel.rng.hashing import mix
 
 WHERE = "pdrun.parallelize"
 

@@ -1,0 +1,60 @@
+"""
+Hashes of integers as a source of random numbers: the same on every device and number of ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+
+MASK = (1 << 64) - 1
+PIECE = 65536
+"""Elements."""
+_LOW31 = 0x7FFFFFFF
+
+
+def mix(*numbers: int) -> int:
+    """Return 63 well mixed bits of some whole numbers (splitmix64's finaliser, chained)."""
+    state = 0
+    for number in numbers:
+        state = (state + (number & MASK) + 0x9E3779B97F4A7C15) & MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK
+        state ^= state >> 31
+    return state >> 1
+
+
+def _scramble(x: torch.Tensor) -> torch.Tensor:
+    """Mix the bits of each 32-bit integer, in place (murmur3's finaliser)."""
+    x ^= (x >> 16) & 0xFFFF
+    x *= -2048144789  # 0x85ebca6b
+    x ^= (x >> 13) & 0x7FFFF
+    x *= -1028477387  # 0xc2b2ae35
+    x ^= (x >> 16) & 0xFFFF
+    return x
+
+
+def uniform31(key: int, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """
+    Return ``[len(rows), len(places)]`` integers, uniform in 0..2**31 - 1: a hash of key, row and
+    place in the row.
+
+    Args:
+        key: 63 bits.
+        rows: global indices, int32.
+        places: of elements in their row, int32.
+    """
+    row = _scramble(rows ^ ((key & MASK) >> 32))
+    place = _scramble(places + (key & _LOW31))
+    return _scramble(place.unsqueeze(0) ^ row.unsqueeze(1)) & _LOW31
+
+
+def at_least(key: int, rows: torch.Tensor, places: torch.Tensor, limit: int) -> torch.Tensor:
+    """Return where `uniform31` is at least ``limit``; on a CPU in pieces that stay in its cache."""
+    piece = len(rows) if rows.device.type != "cpu" else max(1, PIECE // max(len(places), 1))
+    return torch.cat([uniform31(key, some, places) >= limit for some in rows.split(piece)])
+
+
+def keep_single(key: int, rows: torch.Tensor, places: torch.Tensor, limit: int) -> torch.Tensor:
+    """Return where the hash of each element's own row and place is at least ``limit``."""
+    row = _scramble(rows ^ ((key & MASK) >> 32))
+    return (_scramble(_scramble(places + (key & _LOW31)) ^ row) & _LOW31) >= limit

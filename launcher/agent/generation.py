@@ -15,11 +15,11 @@ from collections.abc import Callable
 from pdrun.launcher.agent.announcer import Voice
 from pdrun.launcher.agent.helpers import Crew
 from pdrun.launcher.agent.interfaces import WorkerOutput
+from pdrun.launcher.agent.lifeline import RUNNING
 from pdrun.launcher.agent.monitor import Reports
 from pdrun.launcher.agent.preflight import preflight
 from pdrun.launcher.agent.surroundings import Surroundings
 from pdrun.launcher.agent.worker_group import Group
-from pdrun.launcher.controller.agent_handle import RUNNING
 from pdrun.launcher.plan.model import LaunchPlan
 from pdrun.rendezvous.protocol.messages import (
     Assign,

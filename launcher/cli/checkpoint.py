@@ -36,7 +36,7 @@ def group() -> click.Group:
 def _offline() -> Any:
     """Return the runtime's module for checkpoints."""
     try:
-        return pdrun._load("pdrun.parallel.checkpoint.describe")
+        return pdrun._import_module("pdrun.parallel.checkpoint.describe")
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from pdrun.errors import EXIT_CONFIG, EXIT_OK, ConfigError, PdrunError, UsageError
-from pdrun.launcher.common import parsers as values
+from pdrun.launcher.common import parsers
 from pdrun.launcher.common.textfile import read_text
 from pdrun.launcher.hosts import hostfile
 from pdrun.launcher.hosts import selection as hosts
@@ -96,7 +96,7 @@ def reached(name: str, address: str) -> str:
 
 def convert(path: str, dialect: str, out: str, *, lossy: bool) -> int:
     """Write a table in another dialect; numbers of the wrong JSON type are set right on the way."""
-    wanted = values.choice(*WRITTEN)(dialect, "--to")
+    wanted = parsers.choice(*WRITTEN)(dialect, "--to")
     table = _load(path, lenient=True)
     made, lost = write.convert(table, wanted)
     if lost and not lossy:
@@ -143,7 +143,7 @@ def create(
     else:
         found = (Host(hostname, where="this machine"),)
     count = (
-        int(values.whole(1, hosts.MOST_DEVICES)(devices, "--devices"))
+        int(parsers.whole(1, hosts.MOST_DEVICES)(devices, "--devices"))
         if devices is not None
         else None
     )
@@ -180,9 +180,9 @@ def _of_job(job: str) -> tuple[Host, ...]:
     Return the hosts of a job that this user's list knows, in rank order, with as many devices as
     workers.
     """
-    from pdrun.launcher.jobs import control
+    from pdrun.launcher.jobs import status as job_status
 
-    status = control.job_statuses(job)[0]
+    status = job_status.list_statuses(job)[0]
     nodes = sorted(
         (node.index, name, node.workers) for name, node in status.nodes.items() if node.index >= 0
     )

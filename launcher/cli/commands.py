@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from pdrun import process_setup as early
+from pdrun import process_setup
 from pdrun.errors import UsageError, did_you_mean
 from pdrun.launcher.cli import checkpoint as cli_checkpoint
 from pdrun.launcher.cli import help as cli_help
@@ -24,13 +24,12 @@ from pdrun.launcher.cli import rank_table as cli_tables
 from pdrun.launcher.cli import run as cli_run
 from pdrun.launcher.cli import slurm as cli_others
 from pdrun.launcher.common import files as paths
-from pdrun.launcher.common import parsers as values
+from pdrun.launcher.common import parsers
 from pdrun.launcher.config.aliases import ALIASES
 from pdrun.launcher.config.options import RUN, Option
 
 if TYPE_CHECKING:
-    from pdrun.eventlog import JobStatus
-    from pdrun.launcher.jobs.control import Remote
+    from pdrun.launcher.jobs.remote_scheduler import RemoteScheduler
 
 STRICT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 JOINERS = (
@@ -91,21 +90,11 @@ def _check_typing(word: str, commands: Iterable[str]) -> None:
     """Catch a mistyped command before it is taken for the name of a script."""
     near = did_you_mean(word, commands)
     if near and word.isalpha() and not paths.exists(word):
-        raise UsageError(f"no such command or file {values.quoted(word)}", hint=near)
+        raise UsageError(f"no such command or file {parsers.quoted(word)}", hint=near)
 
 
-Show = Callable[["list[JobStatus]"], None]
-Watch = Callable[["Callable[[], Sequence[JobStatus]]"], int]
-
-
-def build(show: Show, watch: Watch) -> click.Group:
-    """
-    Return the whole command line.
-
-    Args:
-        show: shows the status of jobs to people, once.
-        watch: shows what its argument returns until the jobs have ended; returns an exit code.
-    """
+def build() -> click.Group:
+    """Return the whole command line."""
     group = Commands(
         "pdrun", invoke_without_command=True, callback=_bare, context_settings=dict(STRICT)
     )
@@ -114,7 +103,7 @@ def build(show: Show, watch: Watch) -> click.Group:
             ["--version"], is_flag=True, is_eager=True, expose_value=False, callback=_version
         )
     )
-    jobs = (_status(show, watch), _logs(), _stop())
+    jobs = (_status(), _logs(), _stop())
     files = (cli_tables.group(), cli_checkpoint.group())
     others = (*files, cli_others.slurm_group(STRICT), cli_others.mpirun_group(STRICT))
     first = (_run(), _join(), _scheduler(), _relay())
@@ -297,9 +286,9 @@ def _remote() -> list[click.Parameter]:
     ]
 
 
-def _reach(scheduler: str | None, token_file: str, insecure: bool) -> Remote | None:
+def _reach(scheduler: str | None, token_file: str, insecure: bool) -> RemoteScheduler | None:
     """Return the scheduler to ask; None: this user's own list of jobs."""
-    from pdrun.launcher.jobs.control import Remote
+    from pdrun.launcher.jobs.remote_scheduler import RemoteScheduler
 
     if scheduler is None:
         for name, said in (("--token-file", bool(token_file)), ("--insecure", insecure)):
@@ -310,10 +299,10 @@ def _reach(scheduler: str | None, token_file: str, insecure: bool) -> Remote | N
                     hint="add --scheduler HOST:PORT",
                 )
         return None
-    return Remote(values.endpoint()(scheduler, "--scheduler"), token_file, insecure)
+    return RemoteScheduler(parsers.endpoint()(scheduler, "--scheduler"), token_file, insecure)
 
 
-def _status(show: Show, watch: Watch) -> click.Command:
+def _status() -> click.Command:
     def callback(
         job: str | None,
         json: bool,
@@ -323,7 +312,7 @@ def _status(show: Show, watch: Watch) -> click.Command:
         token_file: str,
         insecure: bool,
     ) -> int:
-        from pdrun.launcher.jobs import control
+        from pdrun.launcher.jobs.status import show_status
 
         if all and (job or scheduler):
             raise UsageError(
@@ -334,14 +323,7 @@ def _status(show: Show, watch: Watch) -> click.Command:
                 "--json prints once, --follow shows a screen", hint="leave one of them out"
             )
         remote = _reach(scheduler, token_file, insecure)
-        return control.status(
-            job,
-            json=json,
-            scheduler=remote,
-            show=None if json else show,
-            watch=watch if follow else None,
-            all=all,
-        )
+        return show_status(job, as_json=json, follow=follow, all_jobs=all, scheduler=remote)
 
     return click.Command(
         "status",
@@ -370,17 +352,17 @@ def _logs() -> click.Command:
         stdout: bool,
         stderr: bool,
     ) -> int:
-        from pdrun.launcher.jobs import control
+        from pdrun.launcher.jobs.logs import print_logs
 
-        count = None if lines is None else int(values.whole(0)(lines, "--lines"))
-        which = values.generation(generation, "--generation") if generation is not None else None
+        count = None if lines is None else int(parsers.whole(0)(lines, "--lines"))
+        which = parsers.generation(generation, "--generation") if generation is not None else None
         if stdout and stderr:
             raise UsageError(
                 "--stdout and --stderr each show one stream alone", hint="leave both out for both"
             )
-        return control.logs(
+        return print_logs(
             job,
-            ranks=values.ranks(ranks, "--ranks"),
+            ranks=parsers.ranks(ranks, "--ranks"),
             follow=follow,
             lines=count,
             stdout=not stderr,
@@ -420,11 +402,11 @@ def _stop() -> click.Command:
         token_file: str,
         insecure: bool,
     ) -> int:
-        from pdrun.launcher.jobs import control
+        from pdrun.launcher.jobs.stop import stop_job
 
         remote = _reach(scheduler, token_file, insecure)
-        return control.stop(
-            job, force=force, timeout=values.duration(timeout, "--timeout"), scheduler=remote
+        return stop_job(
+            job, force=force, timeout=parsers.duration(timeout, "--timeout"), scheduler=remote
         )
 
     return click.Command(
@@ -453,7 +435,7 @@ def _warm() -> click.Command:
     def start(python: str, idle: str) -> int:
         from pdrun.launcher.cli import warm as cli_warm
 
-        return cli_warm.start(python, values.duration(idle, "--idle"))
+        return cli_warm.start(python, parsers.duration(idle, "--idle"))
 
     def status(json: bool) -> int:
         from pdrun.launcher.cli import warm as cli_warm
@@ -463,7 +445,7 @@ def _warm() -> click.Command:
     def stop(pids: tuple[str, ...]) -> int:
         from pdrun.launcher.cli import warm as cli_warm
 
-        return cli_warm.stop([int(values.whole(1)(pid, "warm stop")) for pid in pids])
+        return cli_warm.stop([int(parsers.whole(1)(pid, "warm stop")) for pid in pids])
 
     group = click.Group(
         "warm",
@@ -559,7 +541,9 @@ def _env() -> click.Command:
         from pdrun.launcher.adapters.probes import real
         from pdrun.launcher.cli import env as cli_env
 
-        sys.stdout.write(cli_env.report(early.with_token(os.environ), real(), as_json=json))
+        sys.stdout.write(
+            cli_env.report(process_setup.env_with_token(os.environ), real(), as_json=json)
+        )
         return 0
 
     return click.Command(
@@ -575,7 +559,7 @@ def _completion(group: click.Group) -> click.Command:
     def callback(shell: str) -> int:
         from click.shell_completion import get_completion_class
 
-        kind = get_completion_class(values.choice("bash", "zsh", "fish")(shell, "completion"))
+        kind = get_completion_class(parsers.choice("bash", "zsh", "fish")(shell, "completion"))
         if kind is None:
             raise UsageError(f"no completion for {shell}")
         click.echo(kind(group, {}, "pdrun", "_PDRUN_COMPLETE").source())

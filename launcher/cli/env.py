@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 
-from pdrun import process_setup as early
+from pdrun import process_setup
 from pdrun.errors import PdrunError
 from pdrun.launcher.adapters.detect import detect
 from pdrun.launcher.adapters.model import Found, Probes
@@ -35,7 +35,9 @@ def report(
         as_json: one JSON object in the place of text.
     """
     asked, trouble = _asked(environ, probes or Probes())
-    here = replace(facts.gather(asked.spec, early.without_token(environ)), environ=environ)
+    here = replace(
+        facts.gather(asked.spec, process_setup.env_without_token(environ)), environ=environ
+    )
     here = facts.with_network(here, network.addresses(), network.route(asked.spec.place.scheduler))
     try:
         placement = place(asked.spec, here, asked.sources)

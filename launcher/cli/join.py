@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pdrun import async_writer as lane
+from pdrun import async_writer
 from pdrun.errors import UsageError
 from pdrun.launcher.cli.run import from_command_line, warn_of_strangers
-from pdrun.launcher.common import parsers as values
+from pdrun.launcher.common import parsers
 from pdrun.launcher.config.options import Option
 from pdrun.launcher.config.settings import from_environment, settle
 from pdrun.launcher.config.spec import Policy, Resources
@@ -41,7 +41,7 @@ def join(
     """
     Join the job at ``endpoint``; what was said here counts before what the scheduler hands over.
     """
-    where = values.endpoint()(endpoint, "join")
+    where = parsers.endpoint()(endpoint, "join")
     if where.port == 0:
         raise UsageError(
             "nobody answers on port 0",
@@ -49,7 +49,7 @@ def join(
             hint="give the port that the scheduler printed",
         )
     overrides, sources = wishes(rows, params, environ)
-    from pdrun.launcher.launch.execute import execute_join
+    from pdrun.launcher.launch.join import execute_join
 
     return int(execute_join(where, overrides, sources))
 
@@ -68,20 +68,20 @@ def scheduler(
     With ``journal``, a file: go on with the job that it tells of, or keep in it what a later call
     needs for that.
     """
-    endpoint = values.endpoint()(listen, "--listen")
+    endpoint = parsers.endpoint()(listen, "--listen")
     if journal and not endpoint.port:
         raise UsageError(
             "needs an address that stays",
             where="--journal",
             hint="give one, with a port: --listen HOST:PORT",
         )
-    values.interface(endpoint.host, "--listen")
+    parsers.interface(endpoint.host, "--listen")
     said, sources = wishes(rows, params, environ)
     if "resources.nodes" not in said:
         raise UsageError(
             "is needed: a scheduler cannot guess how many nodes will come", where="--nodes"
         )
-    from pdrun.launcher.launch.execute import blamed, membership
+    from pdrun.launcher.jobs.run_record import blamed, membership
     from pdrun.rendezvous.journal.recovery import of_same_run
     from pdrun.rendezvous.protocol.security import find_secret
     from pdrun.rendezvous.scheduler.standalone import serve_standalone
@@ -126,15 +126,15 @@ def relay(
     """
     Carry the connections of nodes that come to ``listen`` to a scheduler, until the job is over.
     """
-    here = values.endpoint()(listen, "--listen")
-    values.interface(here.host, "--listen")
+    here = parsers.endpoint()(listen, "--listen")
+    parsers.interface(here.host, "--listen")
     said, sources = wishes(rows, params, environ)
     if not said.get("scheduler.host") or not said.get("scheduler.port"):
         raise UsageError(
             "is needed: a relay cannot guess whose nodes it takes in", where="--scheduler HOST:PORT"
         )
     from pdrun.endpoint import Endpoint
-    from pdrun.launcher.launch.execute import blamed
+    from pdrun.launcher.jobs.run_record import blamed
     from pdrun.rendezvous.protocol.security import find_secret
     from pdrun.rendezvous.scheduler.relay_main import serve_alone
 
@@ -145,6 +145,6 @@ def relay(
     patience = said.get("policy.scheduler_loss", Policy().scheduler_loss)
     where = Endpoint(said["scheduler.host"], said["scheduler.port"])
     try:
-        return serve_alone(where, here, secret, patience=patience, say=lane.say)
+        return serve_alone(where, here, secret, patience=patience, say=async_writer.write_message)
     finally:
-        lane.flush()
+        async_writer.flush_messages()

@@ -12,23 +12,14 @@ in `cli_help`.
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
-from pdrun import process_setup as early
-from pdrun.sys_path import standard_library_first
-
-if TYPE_CHECKING:
-    from pdrun.eventlog import JobStatus
-
-
-EXIT_OUTPUT = 74
-"""EX_IOERR of sysexits.h: what was asked for could not be printed."""
-_UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+from pdrun.launcher.common.exit import drop_output, fault, say
+from pdrun.sys_path import put_standard_library_first
 
 
 def main(argv: Sequence[str]) -> int:
@@ -37,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
 
     Never raises and never prints a traceback of pdrun's own.
     """
-    standard_library_first(sys.path)
+    put_standard_library_first(sys.path)
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(
             errors="backslashreplace"
@@ -45,11 +36,11 @@ def main(argv: Sequence[str]) -> int:
     try:
         return _run(list(argv))
     except KeyboardInterrupt:
-        _say("interrupted")
+        say("interrupted")
         return 130
     except BrokenPipeError:
         # the reader of our output went away (pdrun --help | head)
-        _drop_output()
+        drop_output()
         return 141
     except Exception as error:
         return fault(error)
@@ -61,7 +52,7 @@ def _run(argv: list[str]) -> int:
     from pdrun.errors import PdrunError
     from pdrun.launcher.cli.commands import build
 
-    commands = build(_show, _watch)
+    commands = build()
     if "_PDRUN_COMPLETE" in os.environ:  # the shell asks, by way of `pdrun completion`
         commands.main(argv, prog_name="pdrun", standalone_mode=False)
     try:
@@ -73,24 +64,11 @@ def _run(argv: list[str]) -> int:
     except click.exceptions.Exit as exit:
         return exit.exit_code
     except PdrunError as error:
-        _say(f"error: {error}")
+        say(f"error: {error}")
         return error.exit_code
     except click.ClickException as error:
-        _say(f"error: {_plain(error)}")
+        say(f"error: {_plain(error)}")
         return 2
-
-
-def _show(statuses: list[JobStatus]) -> None:
-    from pdrun.ui.status import show
-
-    show(statuses)
-
-
-def _watch(read: Callable[[], Sequence[JobStatus]]) -> int:
-    from pdrun.ui.live import follow
-
-    early.give_back()  # a screen must be left as it was found
-    return follow(read)
 
 
 def _plain(error: Any) -> str:
@@ -110,49 +88,3 @@ def _plain(error: Any) -> str:
         return f"no such option {name}; {hint}"
     text = " ".join(error.format_message().split()).rstrip(".")
     return text[:1].lower() + text[1:]
-
-
-def _say(text: str) -> None:
-    from pdrun import async_writer as lane
-
-    lane.say(text)  # should nobody listen, the exit code still tells
-    lane.flush()
-
-
-def _drop_output() -> None:
-    """Keep the interpreter's last flush quiet: what stdout still holds goes nowhere."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def fault(error: Exception) -> int:
-    """
-    Report an error that nobody has foreseen, and return the exit code.
-
-    A disk or a terminal that takes nothing, and a limit of open files or of processes, are the
-    machine's; the rest is a fault of pdrun itself, whose traceback is for whoever mends it, not for
-    the user's terminal.
-    """
-    import tempfile
-    import traceback
-
-    if limit := early.explained(error, "pdrun", early.FEWEST_FILES):
-        _say(f"error: {limit}")
-        return limit.exit_code
-    if isinstance(error, OSError) and error.errno in _UNWRITTEN and error.filename is None:
-        _drop_output()
-        _say(
-            f"error: the output could not be written: {error.strerror} ({errno.errorcode[error.errno]})"
-        )
-        return EXIT_OUTPUT
-    text = "".join(traceback.format_exception(error))
-    try:
-        fd, path = tempfile.mkstemp(prefix="pdrun-fault-", suffix=".txt")
-        with os.fdopen(fd, "w", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(text)
-        where = f"the traceback is in {path}"
-    except OSError:
-        sys.stderr.write(text)
-        where = "the traceback stands above"
-    what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-    _say(f"error: a fault of pdrun itself, not of your job ({what}); {where}")
-    return 70

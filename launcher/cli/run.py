@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pdrun import async_writer as lane
+from pdrun import async_writer
 from pdrun.errors import UsageError
 from pdrun.launcher.adapters.model import Probes
 from pdrun.launcher.adapters.probes import real
@@ -29,7 +29,7 @@ from pdrun.launcher.plan import external as through
 from pdrun.launcher.plan.model import Facts, LaunchPlan
 
 if TYPE_CHECKING:
-    from pdrun.launcher.launch.execute import Seat
+    from pdrun.launcher.launch.agent_options import Seat
 
 Rows = Sequence[Option]
 
@@ -228,7 +228,7 @@ def _seat(asked: Asked) -> Seat | None:
     Return the seat of an agent among the tasks of mpirun or srun, of which the first one speaks for
     the job.
     """
-    from pdrun.launcher.launch.execute import Seat
+    from pdrun.launcher.launch.agent_options import Seat
 
     if not asked.sources.get("place.node_rank", "").startswith(_TASKS):
         return None
@@ -244,7 +244,7 @@ def await_scheduler_name(asked: Asked) -> None:
 
     where = asked.spec.place.scheduler
     if where is not None and is_networked(asked.spec):
-        network.await_name(where, asked.spec.policy.start_timeout, lane.say)
+        network.await_name(where, asked.spec.policy.start_timeout, async_writer.write_message)
 
 
 def warn_of_strangers(environ: Mapping[str, str]) -> None:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pdrun import process_setup as early
+from pdrun import process_setup
 from pdrun.errors import UsageError
-from pdrun.launcher.common import parsers as values
+from pdrun.launcher.common import parsers
 
 if TYPE_CHECKING:
     from pdrun.launcher.cli.run import Request
@@ -130,7 +130,7 @@ def _batch_params() -> list[click.Parameter]:
 def _script(words: Sequence[str], params: Mapping[str, Any]) -> str:
     from pdrun.launcher.jobs import sbatch as slurmjobs
 
-    nodes = int(values.whole(1)(params["nodes"], "--nodes"))
+    nodes = int(parsers.whole(1)(params["nodes"], "--nodes"))
     asked = _request(words, nodes)
     listed = [
         slurmjobs.directive(key, params[f"d_{key.replace('-', '_')}"], option)
@@ -158,7 +158,7 @@ def _request(words: Sequence[str], nodes: int) -> Request:
     from pdrun.launcher.cli import run as cli_run
     from pdrun.launcher.cli.commands import build
 
-    run = build(lambda found: None, lambda read: 0).commands["run"]
+    run = build().commands["run"]
     with run.make_context("run", list(words)) as context:
         params = dict(context.params)
         return cli_run.request(params, params.pop("words"), {})
@@ -225,7 +225,7 @@ def _mpirun(
     listed = parse_hosts(hosts, "--hosts") if hosts else ()
     if hostfile:
         listed = files.read_hostfile(hostfile, lambda limit: sys.stdin.buffer.read(limit))
-    count = int(values.whole(1)(nodes, "--nodes")) if nodes else len(listed)
+    count = int(parsers.whole(1)(nodes, "--nodes")) if nodes else len(listed)
     if not count:
         raise UsageError(
             "nothing says how many nodes there are", hint="give --hosts, --hostfile or --nodes"
@@ -243,7 +243,7 @@ def _mpirun(
     assert starter is not None
     if starter.mpi is None:
         raise ConfigError(starter.fault, where="--mpirun")
-    names = (early.TOKEN,) if early.token() is not None else ()
+    names = (process_setup.TOKEN_VARIABLE,) if process_setup.take_token() is not None else ()
     env = mpicommand.environment(starter.mpi)
     command = mpicommand.command(
         starter.mpi,

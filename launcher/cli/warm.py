@@ -17,11 +17,11 @@ from pdrun.errors import ConfigError, UsageError
 from pdrun.launcher.common.places import warm_folder
 from pdrun.launcher.plan.environment import scrub
 from pdrun.launcher.plan.facts import torch_version
-from pdrun.launcher.plan.model import Warm
 from pdrun.launcher.plan.render import seconds
 from pdrun.launcher.plan.start_method import unfit
-from pdrun.launcher.stdlib_only import import_env as importtime
-from pdrun.launcher.supervisor import warm_client as warm
+from pdrun.launcher.stdlib_only import import_env
+from pdrun.launcher.supervisor import warm_client
+from pdrun.launcher.supervisor.events import Warm
 
 NONE = "there is no warm process of yours on this node"
 
@@ -30,24 +30,26 @@ def start(python: str, idle: float) -> int:
     """Have a warm process for this interpreter and environment; return 0 once there is one."""
     python = _interpreter(python)
     environ, _ = scrub(os.environ)
-    why = importtime.needs_exec(environ)
+    why = import_env.needs_exec(environ)
     if why:
         raise ConfigError(f"workers cannot be forked here: {why}", where="environment")
     folder = _folder()
-    path = folder / f"{warm.key(python, environ)}.sock"
-    with warm.changing(folder, _say) as number:
-        look = warm.Look()
+    path = folder / f"{warm_client.key(python, environ)}.sock"
+    with warm_client.changing(folder, _say) as number:
+        look = warm_client.Look()
         found = next((found for found in look.found() if found.socket == str(path)), None)
         if found is not None and not (why := _unfit(found, python, environ)):
             _say(f"is warm already: {_line(found)}")
             return 0
         if found is not None:
             _say(f"replacing the warm process {found.pid}: {why}")
-            warm.stop(found)
-        warm.replace_silent(look, path.name, _say)
-        _say(f"importing {', '.join(warm.MODULES)} with {python}")
-        warm.launch(number, path, python, environ, idle)
-        made = next((found for found in warm.Look().found() if found.socket == str(path)), None)
+            warm_client.stop(found)
+        warm_client.replace_silent(look, path.name, _say)
+        _say(f"importing {', '.join(warm_client.MODULES)} with {python}")
+        warm_client.launch(number, path, python, environ, idle)
+        made = next(
+            (found for found in warm_client.Look().found() if found.socket == str(path)), None
+        )
     if made is None:
         raise ConfigError("the warm process does not answer", where=str(path))
     _say(f"is warm: {_line(made)}")
@@ -58,7 +60,7 @@ def start(python: str, idle: float) -> int:
 
 def status(*, json: bool) -> int:
     """Print the warm processes of this user on this node."""
-    look = warm.Look()
+    look = warm_client.Look()
     environ, _ = scrub(os.environ)
     there = look.found()
     for found in there:
@@ -84,9 +86,9 @@ def status(*, json: bool) -> int:
 
 def stop(pids: Sequence[int]) -> int:
     """End the warm processes with these pids, or all; return 1 where one did not end."""
-    look = warm.Look()
+    look = warm_client.Look()
     found = {each.pid: each for each in look.found()}
-    cleared = warm.clear(look, _say)
+    cleared = warm_client.clear(look, _say)
     unknown = [pid for pid in pids if pid not in found]
     if unknown:
         name = next(
@@ -100,7 +102,7 @@ def stop(pids: Sequence[int]) -> int:
         )
     code = 0
     for pid in pids or found:
-        ended = warm.stop(found[pid])
+        ended = warm_client.stop(found[pid])
         running = found[pid].running
         _say(
             f"{'ended' if ended else 'could not end'} the warm process {pid}"

@@ -17,22 +17,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from pdrun import process_setup as early
+from pdrun import process_setup
+from pdrun.launcher.agent.lifeline import FOR_ALL, RUNNING, UP
 from pdrun.launcher.common.signals import signal_name
 from pdrun.launcher.output.console import ERR, OUT
 
-UP = b"u"
-RUNNING = b"r"
-"""
-How far an agent is, as it tells whoever started it: signals reach it; the scheduler will notice its
-end.
-"""
-FOR_ALL = b"a"
-"""
-Told to an agent by whoever started it: the signals that follow mean the whole job, not this node
-alone.
-"""
-STOPPING = early.STOP
+STOPPING = process_setup.STOP_SIGNALS
 Held = Callable[[int], bool]
 """Whether the reader of OUT or ERR is so far behind that no more of it is wanted."""
 _HELD_LINE = 1 << 20

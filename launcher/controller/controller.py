@@ -35,14 +35,14 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from types import FrameType
 
-from pdrun import process_setup as early
+from pdrun import process_setup
 from pdrun.errors import EXIT_SOFTWARE, EXIT_UNAVAILABLE, ConfigError
 from pdrun.launcher.common.signals import signal_name
 from pdrun.launcher.controller.agent_handle import STOPPING, LocalAgent, Started, agent_command
 from pdrun.launcher.controller.local import agent_starts, bind_scheduler
 from pdrun.launcher.output.console import ERR, OUT, Console
 from pdrun.launcher.plan.model import LaunchPlan
-from pdrun.rendezvous.protocol.security import Secret, find_secret
+from pdrun.rendezvous.protocol.security import Secret, find_secret, is_named
 
 PASSED_ON = (*STOPPING, signal.SIGUSR1, signal.SIGUSR2)
 AFTER_EXIT = 5.0
@@ -70,7 +70,7 @@ def run_local(plan: LaunchPlan) -> int:
     """
     console = Console()
     with bind_scheduler() as listener:
-        told = {**console.to_json(), "nofile": early.users_limit()}
+        told = {**console.to_json(), "nofile": process_setup.user_nofile_limit()}
         starts = agent_starts(plan, listener, _secret(plan), front=os.getpid(), screen=told)
         agents = [LocalAgent(start, agent_command()) for start in starts]
         front = Front(agents, console, grace=plan.spec.policy.grace, outlives=plan.spec.reopens)
@@ -91,6 +91,15 @@ def _secret(plan: LaunchPlan) -> Secret:
         if plan.spec.place.token_file:
             raise
         return Secret.random()  # no home: then nobody joins
+
+
+def job_secret(plan: LaunchPlan) -> Secret:
+    """
+    Return the job's own secret: one that the user has named, else a fresh one that only this job
+    knows.
+    """
+    token_file = plan.spec.place.token_file
+    return find_secret(token_file)[0] if is_named(token_file) else Secret.random()
 
 
 class Patience:
@@ -375,7 +384,9 @@ class Front:
             before = signal.getsignal(number)
             if before != signal.SIG_IGN or number == signal.SIGCHLD:
                 signal.signal(number, _noted)
-                after = early.afterwards(before if before is not None else signal.SIG_DFL)
+                after = process_setup.handler_after(
+                    before if before is not None else signal.SIG_DFL
+                )
                 self._restore.callback(signal.signal, number, after)  # type: ignore[arg-type]
 
 

@@ -21,14 +21,13 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from pdrun import async_writer as lane
-from pdrun import process_setup as early
+from pdrun import async_writer, process_setup
 from pdrun.endpoint import Endpoint
 from pdrun.errors import EXIT_UNAVAILABLE, ConfigError
 from pdrun.eventlog import EventLog
 from pdrun.launcher.common.signals import STOP, signal_name
 from pdrun.launcher.controller import payload as order
-from pdrun.launcher.controller.ssh import job_secret
+from pdrun.launcher.controller.controller import job_secret
 from pdrun.launcher.output.console import Console
 from pdrun.launcher.plan.external import ORDER, TOKEN, task_spec
 from pdrun.launcher.plan.model import LaunchPlan
@@ -51,7 +50,7 @@ def run_through(plan: LaunchPlan) -> int:
         ConfigError: the scheduler's address cannot be listened on, or the launcher cannot be
             started.
     """
-    from pdrun.launcher.launch.execute import (
+    from pdrun.launcher.jobs.run_record import (
         INSECURE,
         events_path,
         register,
@@ -139,7 +138,7 @@ class _Tending:
                 process.kill()
                 process.wait()
             for number, handler in restore.items():
-                signal.signal(number, early.afterwards(handler))  # type: ignore[arg-type]
+                signal.signal(number, process_setup.handler_after(handler))  # type: ignore[arg-type]
 
     def _start(self) -> subprocess.Popen[bytes]:
         argv = self._through.argv
@@ -218,4 +217,4 @@ class _Tending:
                 process.terminate()
 
 
-_say = lane.say
+_say = async_writer.write_message

@@ -23,12 +23,11 @@ from pdrun.endpoint import Endpoint
 from pdrun.errors import RendezvousError
 from pdrun.launcher.adapters import ssh_command as sshcommand
 from pdrun.launcher.common import network
-from pdrun.launcher.controller.controller import Front
+from pdrun.launcher.controller.controller import Front, job_secret
 from pdrun.launcher.controller.ssh_agent import RemoteAgent
 from pdrun.launcher.output.console import Console
-from pdrun.launcher.plan.hosts import WINDOW, FanHost, node_spec
-from pdrun.launcher.plan.model import LaunchPlan
-from pdrun.rendezvous.protocol.security import Secret, find_secret, is_named
+from pdrun.launcher.plan.hosts import WINDOW, node_spec
+from pdrun.launcher.plan.model import FanHost, LaunchPlan
 
 HELLO_TIMEOUT = 60.0
 """
@@ -217,7 +216,7 @@ def run_hosts(plan: LaunchPlan) -> int:
     Raises:
         RendezvousError: a host cannot serve, or the first one cannot listen.
     """
-    from pdrun.launcher.launch.execute import register, run_name
+    from pdrun.launcher.jobs.run_record import register, run_name
 
     assert plan.fan is not None
     console = Console()
@@ -315,12 +314,3 @@ def _orders(
             "run": run,
             **console.to_json(),
         }
-
-
-def job_secret(plan: LaunchPlan) -> Secret:
-    """
-    Return the job's own secret: one that the user has named, else a fresh one that only this job
-    knows.
-    """
-    token_file = plan.spec.place.token_file
-    return find_secret(token_file)[0] if is_named(token_file) else Secret.random()

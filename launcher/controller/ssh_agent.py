@@ -17,9 +17,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pdrun.errors import RendezvousError
+from pdrun.launcher.agent.lifeline import RUNNING, UP
 from pdrun.launcher.common.signals import signal_name
 from pdrun.launcher.controller import frames
-from pdrun.launcher.controller.agent_handle import RUNNING, UP, End, Held
+from pdrun.launcher.controller.agent_handle import End, Held
 from pdrun.launcher.controller.frames import Frames, Outbox, message
 from pdrun.launcher.output.console import ERR, OUT
 

@@ -17,13 +17,13 @@ import sys
 import threading
 from pathlib import Path
 
-from pdrun import process_setup as early
+from pdrun import process_setup
 from pdrun.errors import EXIT_SOFTWARE
 
 
 def main() -> int:
     """Read the job from standard input, run it, return its exit code."""
-    early.begin()
+    process_setup.setup_process()
     order = json.loads(sys.stdin.buffer.readline())
     _watch(_take_lifeline(), Path(order["folder"]))
     from pdrun.errors import PdrunError

@@ -29,7 +29,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from pdrun import process_setup as early
+from pdrun import process_setup
 from pdrun.errors import (
     EXIT_CONFIG,
     EXIT_DEADLINE,
@@ -44,12 +44,12 @@ from pdrun.errors import (
     RendezvousError,
     UsageError,
 )
-from pdrun.eventlog import read
+from pdrun.eventlog import read_events
 from pdrun.launcher.config.spec import JobSpec, Output, Place, Policy, Program, Resources
 from pdrun.launcher.function.transfer import Result, read_results, write_call
 from pdrun.launcher.jobs import registry as jobs
-from pdrun.names import name_from
-from pdrun.worker_env import refuse_owned
+from pdrun.names import make_name
+from pdrun.worker_env import refuse_reserved
 
 _OURS: Mapping[int, type[PdrunError]] = {
     EXIT_USAGE: UsageError,
@@ -113,7 +113,7 @@ def launch(
     _check(nodes, devices, grace, timeout, env)
     folder = Path(tempfile.mkdtemp(prefix="pdrun-launch-"))
     try:
-        call = folder / f"{name_from(getattr(fn, '__name__', 'function'))}.call"
+        call = folder / f"{make_name(getattr(fn, '__name__', 'function'))}.call"
         write_call(
             call, fn, args, kwargs or {}, [str(Path(entry).absolute()) for entry in sys.path]
         )
@@ -161,7 +161,7 @@ def _check(nodes: object, devices: object, grace: object, timeout: object, env: 
     for name, text in (env or {}).items():
         if not isinstance(name, str) or not isinstance(text, str):
             raise UsageError(f"{name!r}: {text!r} are not two texts", where="launch(env=)")
-        refuse_owned(name, where="launch(env=)")
+        refuse_reserved(name, where="launch(env=)")
 
 
 class _Job:
@@ -178,7 +178,7 @@ class _Job:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=early.without_token(os.environ),
+            env=process_setup.env_without_token(os.environ),
         )
         assert self._process.stdin is not None
         order = {"spec": spec.to_json(), "sources": _SOURCES, "folder": str(folder)}
@@ -249,7 +249,7 @@ def _echo(text: str) -> bool:
 def _verdict(logs: Path, job: str) -> Mapping[str, Any]:
     """Return the data of the job's verdict from its event log; empty when it never came to one."""
     for path in logs.glob("*/events.jsonl"):
-        events = list(read(path))
+        events = list(read_events(path))
         if any(event.data.get("job") == job for event in events):
             return next((event.data for event in reversed(events) if event.kind == "verdict"), {})
     return {}

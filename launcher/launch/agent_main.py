@@ -14,27 +14,27 @@ import os
 import sys
 from typing import Any
 
-from pdrun import process_setup as early
+from pdrun import process_setup
 
 LONGEST_LINE = 16 << 20
 
 
 def main() -> int:
     """Read the order, run the agent, return its exit code; never raises."""
-    early.begin()
-    from pdrun import async_writer as lane
+    process_setup.setup_process()
+    from pdrun import async_writer
     from pdrun.errors import PdrunError
 
     try:
         order = _read_order()
         if order.get("nofile"):
-            early.remember_limit(*order["nofile"])
+            process_setup.remember_nofile_limit(*order["nofile"])
         return _run(order)
     except PdrunError as error:
-        lane.say(str(error))
+        async_writer.write_message(str(error))
         return error.exit_code
     except Exception as error:
-        from pdrun.launcher.cli.main import fault
+        from pdrun.launcher.common.exit import fault
 
         return fault(error)
 
@@ -66,7 +66,8 @@ def _read_order() -> dict[str, Any]:
 
 def _run(order: dict[str, Any]) -> int:
     from pdrun.launcher.config.spec import JobSpec
-    from pdrun.launcher.launch.execute import Seat, execute
+    from pdrun.launcher.launch.agent_options import Seat
+    from pdrun.launcher.launch.execute import execute
     from pdrun.launcher.output.console import Console
     from pdrun.launcher.plan import facts
     from pdrun.launcher.plan.plan import plan

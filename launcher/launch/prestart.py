@@ -23,10 +23,10 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Mapping, Sequence
 
-    from pdrun.launcher.plan.model import WorkerCommand
+    from pdrun.launcher.supervisor.boot import Ahead
+    from pdrun.launcher.supervisor.events import WorkerCommand
 
 ELSE = frozenset(
     (
@@ -59,23 +59,8 @@ other variables.
 """
 ATTACHED = ("LD_PRELOAD", "LD_AUDIT")
 """Variables of tools that would be attached to one more process; with them workers are executed."""
-PLAIN = ("torch", "torch.distributed")
-OPTIMIZER = ("torch._dynamo",)
-"""What the construction of a first optimizer imports, as dear as torch itself."""
 ENDING = 2.0
 """Seconds that a keeper has to end what nobody wants."""
-
-
-class Ahead:
-    """
-    A keeper that was started beforehand; ``command`` is what its starter runs: words, environment,
-    folder.
-    """
-
-    def __init__(self, pid: int, connection: socket.socket) -> None:
-        self.pid = pid
-        self.socket = connection
-        self.command: tuple[list[str], dict[str, str], str] | None = None
 
 
 _ahead: Ahead | None = None
@@ -95,7 +80,7 @@ def begin(words: Sequence[str]) -> None:
             return
         from pdrun.launcher.supervisor import boot
 
-        _ahead = Ahead(*boot.start_keeper(sys.executable))
+        _ahead = boot.Ahead(*boot.start_keeper(sys.executable))
         _ahead.command = command(words[place:], os.environ)  # while the keeper starts
         if _ahead.command is None:
             drop()
@@ -146,14 +131,14 @@ def script(words: Sequence[str], environ: Mapping[str, str]) -> int | None:
     """Return which word is the Python file that workers of an ordinary job would run, or None."""
     import resource
 
-    from pdrun import process_setup as early
+    from pdrun import process_setup
 
     if any(name.startswith("PDRUN_") and name != "PDRUN_TOKEN" for name in environ) or any(
         map(environ.get, ATTACHED)
     ):
         return None
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if most != resource.RLIM_INFINITY and most < early.FEWEST_FILES:
+    if most != resource.RLIM_INFINITY and most < process_setup.MIN_DESCRIPTORS:
         return None
     for place, word in enumerate(words):
         if word.partition("=")[0] in ELSE or word.endswith((".yaml", ".yml")):
@@ -180,41 +165,22 @@ def command(
 
     from pdrun.launcher.plan.environment import scrub
     from pdrun.launcher.plan.script_scan import LOOK, told
-    from pdrun.launcher.stdlib_only import import_env as importtime
+    from pdrun.launcher.stdlib_only import import_env
+    from pdrun.launcher.supervisor import boot
 
     env = scrub(environ)[0]
     cwd = os.path.normpath(Path.cwd())
     path = Path(cwd, words[0])
     with path.open("rb") as file:
         found = told(path, file.read(LOOK))
-    if not found.torch or found.late or importtime.needs_exec(env):
+    if not found.torch or found.late or import_env.needs_exec(env):
         return None
-    modules = PLAIN + (OPTIMIZER if found.optimizes else ())
+    modules = boot.PLAIN + (boot.OPTIMIZER if found.optimizes else ())
     return (
-        starter_words(sys.executable, modules, (sys.executable, *words)),
-        importtime.importing(env),
+        boot.starter_words(sys.executable, modules, (sys.executable, *words)),
+        import_env.importing(env),
         cwd,
     )
-
-
-def starter_words(
-    python: str, modules: Sequence[str], worker: Sequence[str], flags: Sequence[str] = ()
-) -> list[str]:
-    """
-    Return a starter's command line, as long as a worker's, so that it can carry that one's words
-    later.
-    """
-    argv = [
-        python,
-        *flags,
-        f"{os.path.realpath(__file__).rpartition('/launch/')[0]}/stdlib_only/fork_server.py",
-        ",".join(modules),
-    ]
-    return [*argv, "-" * max(0, _length(worker) - _length(argv) - 1)]
-
-
-def _length(words: Sequence[str]) -> int:
-    return sum(len(word.encode("utf-8", "surrogateescape")) + 1 for word in words)
 
 
 def _warm(environ: Mapping[str, str]) -> bool:
@@ -231,12 +197,12 @@ def _send(found: Ahead) -> None:
     import json
     import socket
 
-    from pdrun import process_setup as early
+    from pdrun import process_setup
     from pdrun.launcher.supervisor import boot
 
     assert found.command is not None
     argv, env, cwd = found.command
-    body = boot.lay(argv, env, cwd, (), early.users_limit())
+    body = boot.lay(argv, env, cwd, (), process_setup.user_nofile_limit())
     try:
         socket.send_fds(
             found.socket, [json.dumps({"op": "prepare"}).encode()], [body], socket.MSG_NOSIGNAL

@@ -26,15 +26,10 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from pdrun import process_setup as early
+from pdrun import process_setup
+from pdrun.launcher.agent.lifeline import RUNNING, UP
 from pdrun.launcher.controller import frames
-from pdrun.launcher.controller.agent_handle import (
-    RUNNING,
-    UP,
-    AgentStart,
-    LocalAgent,
-    agent_command,
-)
+from pdrun.launcher.controller.agent_handle import AgentStart, LocalAgent, agent_command
 from pdrun.launcher.controller.frames import Frames, Outbox, message
 
 AGENT_LEAVES = 10.0
@@ -49,11 +44,11 @@ _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 def main() -> int:
     """Serve the connection on stdin and stdout until the agent has ended or the front is gone."""
-    early.begin()
+    process_setup.setup_process()
     try:
         return _FarEnd().run()
     except Exception as error:
-        from pdrun.launcher.cli.main import fault
+        from pdrun.launcher.common.exit import fault
 
         return fault(error)
 
@@ -215,7 +210,10 @@ class _FarEnd:
         os.environ.update(order["env"])
         fd = self._listener.fileno() if self._listener is not None else None
         line = (
-            json.dumps({**order["agent"], "scheduler_fd": fd, "nofile": early.users_limit()}) + "\n"
+            json.dumps(
+                {**order["agent"], "scheduler_fd": fd, "nofile": process_setup.user_nofile_limit()}
+            )
+            + "\n"
         )
         agent = LocalAgent(
             AgentStart(order["node"], line, () if fd is None else (fd,)), agent_command()

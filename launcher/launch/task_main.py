@@ -13,7 +13,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from pdrun import process_setup as early
+from pdrun import process_setup
 
 if TYPE_CHECKING:
     from pdrun.launcher.config.spec import JobSpec
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 def main() -> int:
     """Run the agent; 0 unless it never took part. Never raises."""
-    early.begin()
-    from pdrun import async_writer as lane
+    process_setup.setup_process()
+    from pdrun import async_writer
     from pdrun.errors import PdrunError
 
     try:
         return _run()
     except PdrunError as error:
-        lane.say(f"{os.uname().nodename}: {error}")
+        async_writer.write_message(f"{os.uname().nodename}: {error}")
         return error.exit_code
     except Exception as error:
-        from pdrun.launcher.cli.main import fault
+        from pdrun.launcher.common.exit import fault
 
         return fault(error)
 
@@ -47,7 +47,7 @@ def _run() -> int:
     from pdrun.rendezvous.protocol.security import parse_token
 
     text = os.environ.pop(through.ORDER, "")
-    token = early.token()
+    token = process_setup.take_token()
     if not text:
         raise ConfigError("is not set: the launcher did not pass it on", where=through.ORDER)
     told = order.decode(text)
@@ -75,13 +75,14 @@ def _agent(told: dict[str, Any], spec: JobSpec, rank: int, secret: Secret | None
     from dataclasses import replace
 
     from pdrun.launcher.common import network
-    from pdrun.launcher.launch.execute import Seat, execute
+    from pdrun.launcher.launch.agent_options import Seat
+    from pdrun.launcher.launch.execute import execute
     from pdrun.launcher.output.console import Console
     from pdrun.launcher.plan import external as through
     from pdrun.launcher.plan import facts, placement
     from pdrun.launcher.plan import hosts as fan
     from pdrun.launcher.plan.plan import plan
-    from pdrun.names import name_from
+    from pdrun.names import make_name
 
     hosts = spec.place.hosts
     host = os.uname().nodename
@@ -89,7 +90,7 @@ def _agent(told: dict[str, Any], spec: JobSpec, rank: int, secret: Secret | None
     resources = (
         placement.on_host(spec.resources, hosts[index], "--hosts") if hosts else spec.resources
     )
-    name = fan.named(hosts)[index][1] if hosts else name_from(host)
+    name = fan.named(hosts)[index][1] if hosts else make_name(host)
     place = replace(spec.place, hosts=(), node_rank=index, node_name=name)
     spec = replace(spec, place=place, resources=resources)
     made = plan(spec, facts.gather(spec), {**told["sources"], "place.node_rank": told["how"]})

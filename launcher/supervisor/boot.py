@@ -12,11 +12,28 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
-KEEPER = f"{os.path.realpath(__file__).rpartition('/supervisor/')[0]}/stdlib_only/supervisor.py"
+_STDLIB_ONLY = f"{os.path.realpath(__file__).rpartition('/supervisor/')[0]}/stdlib_only"
+KEEPER = f"{_STDLIB_ONLY}/supervisor.py"
+FORK_SERVER = f"{_STDLIB_ONLY}/fork_server.py"
+PLAIN = ("torch", "torch.distributed")
+OPTIMIZER = ("torch._dynamo",)
+"""What the construction of a first optimizer imports, as dear as torch itself."""
 BOOT = "import sys; sys.path.append(sys.argv.pop(1).rpartition('/')[0]); import supervisor; supervisor.main(sys.argv)"
 """Loads supervisor.py as a module: a file that is run is compiled each time (20 ms)."""
+
+
+class Ahead:
+    """
+    A keeper that was started beforehand; ``command`` is what its starter runs: words, environment,
+    folder.
+    """
+
+    def __init__(self, pid: int, connection: socket.socket) -> None:
+        self.pid = pid
+        self.socket = connection
+        self.command: tuple[list[str], dict[str, str], str] | None = None
 
 
 def start_keeper(python: str) -> tuple[int, socket.socket]:
@@ -77,3 +94,23 @@ def lay(
 
 def _portable(text: str) -> str:
     return os.fsencode(text).decode("utf-8", "surrogateescape")
+
+
+def starter_words(
+    python: str, modules: Sequence[str], worker: Sequence[str], flags: Sequence[str] = ()
+) -> list[str]:
+    """
+    Return a starter's command line, as long as a worker's, so that it can carry that one's words
+    later.
+    """
+    argv = [
+        python,
+        *flags,
+        FORK_SERVER,
+        ",".join(modules),
+    ]
+    return [*argv, "-" * max(0, _length(worker) - _length(argv) - 1)]
+
+
+def _length(words: Sequence[str]) -> int:
+    return sum(len(word.encode("utf-8", "surrogateescape")) + 1 for word in words)

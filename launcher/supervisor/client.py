@@ -23,9 +23,11 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from pdrun import process_setup as early
+from pdrun import process_setup
 from pdrun.errors import PdrunError
-from pdrun.launcher.plan.model import (
+from pdrun.launcher.stdlib_only import supervisor
+from pdrun.launcher.supervisor import boot
+from pdrun.launcher.supervisor.events import (
     Exited,
     KeeperEvent,
     Spawned,
@@ -34,14 +36,12 @@ from pdrun.launcher.plan.model import (
     Swept,
     WorkerCommand,
 )
-from pdrun.launcher.stdlib_only import supervisor as proc
-from pdrun.launcher.supervisor import boot
 
 if TYPE_CHECKING:
-    from pdrun.launcher.launch.prestart import Ahead
+    from pdrun.launcher.supervisor.boot import Ahead
     from pdrun.launcher.supervisor.warm_client import Lent
 
-CLOSING = proc.STUCK + 1.0
+CLOSING = supervisor.STUCK + 1.0
 PING = 2.0
 PINGS = 5
 PONG = json.dumps({"ev": "pong"}).encode()
@@ -84,7 +84,7 @@ class KeeperProcess:
         self._lent = lent
         self._has_starter = lent is not None or ahead is not None
         if lent is None:
-            proc.prctl(proc.PR_SET_CHILD_SUBREAPER, 1)
+            supervisor.prctl(supervisor.PR_SET_CHILD_SUBREAPER, 1)
         if lent is not None:
             self.pid = lent.pid
             self.spare = set(spare)
@@ -106,8 +106,8 @@ class KeeperProcess:
         try:
             return boot.start_keeper(python)
         except OSError as error:
-            if early.no_more_processes(error):
-                raise early.too_many_processes("pdrun") from error
+            if process_setup.is_out_of_processes(error):
+                raise process_setup.process_limit_error("pdrun") from error
             raise PdrunError(
                 f"could not start the keeper: {error.strerror}", where=python
             ) from error
@@ -266,7 +266,7 @@ class KeeperProcess:
         handle = self._lent.handle if self._lent is not None else None
         if not _ends_within(self.pid, seconds, handle):
             self._signal(signal.SIGKILL)
-            if not _ends_within(self.pid, proc.STUCK, handle):
+            if not _ends_within(self.pid, supervisor.STUCK, handle):
                 return int(signal.SIGKILL)
         return _reap(self.pid) if handle is None else 0
 
@@ -299,28 +299,28 @@ class KeeperProcess:
         SIGKILL and reap what came to this process when the keeper died, for at most STUCK seconds.
         """
         if self._lent is not None:
-            return proc.end_marked(self._lent.mark)
-        myself = proc.process(os.getpid())
-        give_up_at = time.monotonic() + proc.STUCK
+            return supervisor.end_marked(self._lent.mark)
+        myself = supervisor.process(os.getpid())
+        give_up_at = time.monotonic() + supervisor.STUCK
         while myself is not None and time.monotonic() < give_up_at:
-            orphans = [child for child in proc.children(myself) if child.pid not in self.spare]
+            orphans = [child for child in supervisor.children(myself) if child.pid not in self.spare]
             if not orphans:
                 return None
-            for member in proc.family(orphans):
-                proc.kill(member)
+            for member in supervisor.family(orphans):
+                supervisor.kill(member)
             for orphan in orphans:
                 try:
                     os.waitpid(orphan.pid, os.WNOHANG)
                 except ChildProcessError:
                     pass
-            time.sleep(proc.RETRY / 4)
+            time.sleep(supervisor.RETRY / 4)
         return None
 
 
 def _others(keeper: int) -> list[int]:
     """Return the children that this process has beside a keeper."""
-    myself = proc.process(os.getpid())
-    return [child.pid for child in (proc.children(myself) if myself else ()) if child.pid != keeper]
+    myself = supervisor.process(os.getpid())
+    return [child.pid for child in (supervisor.children(myself) if myself else ()) if child.pid != keeper]
 
 
 def _says_that_it_ended(connection: socket.socket) -> bool:
@@ -349,7 +349,7 @@ def _event(message: dict[str, Any]) -> KeeperEvent:
 
 
 def _body(command: WorkerCommand) -> int:
-    return boot.lay(command.argv, command.env, command.cwd, command.cpus, early.users_limit())
+    return boot.lay(command.argv, command.env, command.cwd, command.cpus, process_setup.user_nofile_limit())
 
 
 def _ends_within(pid: int, seconds: float, known: int | None = None) -> bool:

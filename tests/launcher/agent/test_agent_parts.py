@@ -18,7 +18,8 @@ from pdrun.launcher.agent.announcer import PATIENCE, Voice
 from pdrun.launcher.agent.preflight import preflight
 from pdrun.launcher.common.oom import oom_kills
 from pdrun.launcher.common.signals import Signals
-from pdrun.launcher.launch.execute import joined_spec, run_name
+from pdrun.launcher.jobs.run_record import run_name
+from pdrun.launcher.launch.join import joined_spec
 from pdrun.launcher.plan.environment import worker_env
 from pdrun.launcher.plan.model import WorkerPlan
 from pdrun.rendezvous.protocol.messages import StopWorkers, Verdict

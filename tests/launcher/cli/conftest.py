@@ -30,13 +30,12 @@ def pdrun(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., Outcome]:
     """Run the command line in this process; anything that would start a job fails the test."""
-    from pdrun.launcher.launch import execute as run
 
     def started(*args: object) -> int:
         raise AssertionError(f"a job was started: {args}")
 
-    for name in ("execute", "execute_join"):
-        monkeypatch.setattr(run, name, started)
+    monkeypatch.setattr(execute, "execute", started)
+    monkeypatch.setattr(join, "execute_join", started)
 
     def call(*argv: str) -> Outcome:
         code = cli.main(argv)

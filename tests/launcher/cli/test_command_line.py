@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from pdrun.launcher.cli import main as cli
-from pdrun.launcher.launch import execute as run
+from pdrun.launcher.launch import execute, join
 from pdrun.launcher.plan.model import LaunchPlan
-from pdrun.sys_path import standard_library_first
+from pdrun.sys_path import put_standard_library_first
 from tests.launcher.cli.conftest import Outcome
 
 Call = Callable[..., Outcome]
@@ -70,7 +70,7 @@ def plans(pdrun: Call, monkeypatch: pytest.MonkeyPatch) -> list[LaunchPlan]:
         caught.append(plan)
         return 42
 
-    monkeypatch.setattr(run, "execute", execute)
+    monkeypatch.setattr(execute, "execute", execute)
     return caught
 
 
@@ -159,7 +159,7 @@ def test_a_mistyped_variable_is_a_warning_on_every_run(
     )
     outcome = pdrun("train.py")
     assert (outcome.code, outcome.err) == (42, warning)
-    monkeypatch.setattr(run, "execute_join", lambda *args: 0)
+    monkeypatch.setattr(join, "execute_join", lambda *args: 0)
     assert pdrun("join", "h:1").err == warning
 
 
@@ -239,7 +239,7 @@ def test_a_limit_of_processes_is_no_fault_of_our_own(
     def broken(plan: LaunchPlan) -> int:
         raise error
 
-    monkeypatch.setattr(run, "execute", broken)
+    monkeypatch.setattr(execute, "execute", broken)
     outcome = pdrun("train.py")
     assert (outcome.code, outcome.err.count("\n")) == (78, 1)
     assert (
@@ -256,7 +256,7 @@ def test_a_fault_of_our_own_is_one_honest_line(
     def broken(plan: LaunchPlan) -> int:
         raise ZeroDivisionError("a test's own")
 
-    monkeypatch.setattr(run, "execute", broken)
+    monkeypatch.setattr(execute, "execute", broken)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     outcome = pdrun("train.py")
     (line,) = outcome.err.splitlines()
@@ -269,7 +269,7 @@ def test_an_interrupt_is_130(pdrun: Call, monkeypatch: pytest.MonkeyPatch) -> No
     def interrupted(plan: LaunchPlan) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run, "execute", interrupted)
+    monkeypatch.setattr(execute, "execute", interrupted)
     outcome = pdrun("train.py")
     assert (outcome.code, outcome.err) == (130, "pdrun: interrupted\n")
 
@@ -279,13 +279,13 @@ def test_the_standard_library_comes_first_and_nothing_is_lost() -> None:
 
     home = os.__file__.rpartition("/")[0]
     path = ["", "/site", home, "/other", f"{home}/lib-dynload"]
-    standard_library_first(path)
+    put_standard_library_first(path)
     assert path == [home, f"{home}/lib-dynload", "", "/site", "/other"]
 
 
 def test_join_passes_on_what_was_said_here(pdrun: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[object, ...]] = []
-    monkeypatch.setattr(run, "execute_join", lambda *args: calls.append(args) or 0)
+    monkeypatch.setattr(join, "execute_join", lambda *args: calls.append(args) or 0)
     monkeypatch.setenv("PDRUN_NODE_NAME", "b")
     monkeypatch.setenv("PDRUN_NODES", "7")
     assert pdrun("join", "node0:29400", "--devices", "2").code == 0

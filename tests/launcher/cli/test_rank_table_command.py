@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pdrun.eventlog import JobStatus, NodeStatus
-from pdrun.launcher.jobs import control
+from pdrun.launcher.jobs import status as job_status
 from tests.launcher.cli.conftest import Outcome
 from tests.launcher.cli.conftest import folder as folder  # a fixture, which the next one needs
 from tests.launcher.cli.conftest import pdrun as pdrun
@@ -74,7 +74,7 @@ def test_make_merge_and_show(pdrun: Call, tmp_path: Path) -> None:
 
 def test_a_table_of_a_job_that_runs(pdrun: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = {name: NodeStatus(name, "running", index, 2) for index, name in ((1, "n1"), (0, "n2"))}
-    monkeypatch.setattr(control, "job_statuses", lambda job: [JobStatus(job=job, nodes=nodes)])
+    monkeypatch.setattr(job_status, "list_statuses", lambda job: [JobStatus(job=job, nodes=nodes)])
     outcome = pdrun("rank-table", "make", "--job", "mine")
     assert outcome.code == 2
     assert "nobody gives an address for device 0 of n2" in outcome.err

@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 from typing import get_args
 
+import pytest
+
 import pdrun
 from pdrun import errors, eventlog
 from pdrun.launcher.cli.commands import JOINERS, build
@@ -72,7 +74,7 @@ VARIABLES = words("""
     PDRUN_SSH_OPTS PDRUN_SHIP PDRUN_MPIRUN PDRUN_MPIRUN_OPTS PDRUN_SRUN_OPTS
 """)
 PUBLIC = words("""
-    ConfigError Context ContextParallel Cut DeadlineExceeded JobFailed L Layout Loader Offload Operators PdrunError
+    ConfigError Context ContextParallel Cut DeadlineExceeded JobFailed L Layout Loader Offload OpLayout Operators PdrunError
     PeerLost Pipeline Precision RendezvousError Run Strategy UsageError WorkerEnv __version__ col constrain
     cross_entropy elastic empty_init heads init launch mesh parallelize positions progress replicate row seq shard
     strategy_for vocab
@@ -124,7 +126,7 @@ def test_no_spelling_means_two_things() -> None:
 
 
 def test_commands() -> None:
-    group = build(lambda found: None, lambda read: 0)
+    group = build()
     assert set(group.commands) == COMMANDS
     assert {
         name for param in group.commands["run"].params for name in param.opts if name[0] == "-"
@@ -139,6 +141,11 @@ def test_variables() -> None:
 
 def test_public_names() -> None:
     assert set(pdrun.__all__) == PUBLIC
+
+
+@pytest.mark.torch
+def test_cut_is_the_former_name_of_op_layout() -> None:
+    assert pdrun.Cut is pdrun.OpLayout
 
 
 def test_wire_messages() -> None:
@@ -158,7 +165,7 @@ def test_fields_of_a_job() -> None:
 
 
 def test_events() -> None:
-    assert set(eventlog.KINDS) == EVENTS
+    assert set(eventlog.EVENT_KINDS) == EVENTS
 
 
 def test_exit_codes() -> None:

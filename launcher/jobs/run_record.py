@@ -1,0 +1,112 @@
+"""
+What identifies and describes one run: its name, its scheduler's configuration, its entry in this
+user's registry.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pdrun.clock import SystemClock
+from pdrun.errors import ConfigError
+from pdrun.launcher.config.spec import Policy, Resources
+from pdrun.launcher.jobs import registry
+from pdrun.launcher.plan.model import LaunchPlan
+from pdrun.names import make_name
+
+if TYPE_CHECKING:
+    from pdrun.rendezvous.protocol.events import SchedulerConfig
+
+INSECURE = "INSECURE: no token is asked for; anybody who reaches the scheduler's port can take part in the job"
+
+
+def run_name(plan: LaunchPlan) -> str:
+    """Return a unique name for a run: ``train-20250131-174502-9f3c``."""
+    stem = plan.spec.job or make_name(
+        Path(plan.spec.program.target.rstrip("/")).name.removesuffix(".py")
+    )
+    return f"{stem[:40]}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def scheduler_config(plan: LaunchPlan, run: str) -> SchedulerConfig:
+    """Return what the scheduler of this plan's job is told."""
+    host = plan.facts.get("host", plan.node)
+    config = membership(plan.spec.resources, plan.spec.policy, job=plan.job, run=run, host=host)
+    return replace(config, spec=plan.spec.shared(), command=plan.facts.get("command", ""))
+
+
+def membership(
+    resources: Resources, policy: Policy, *, job: str, run: str, host: str
+) -> SchedulerConfig:
+    """Return how a scheduler forms a job, keeps it and ends it."""
+    from pdrun.rendezvous.protocol.events import SchedulerConfig
+
+    return SchedulerConfig(
+        job=job,
+        run=run,
+        host=host,
+        nodes=resources.nodes,
+        min_nodes=resources.min_nodes,
+        spares=resources.spares,
+        start_timeout=policy.start_timeout,
+        grace=policy.grace,
+        max_restarts=policy.max_restarts,
+        restart_window=policy.restart_window,
+        restart_on=policy.restart_on,
+        no_restart_on=policy.no_restart_on,
+        backoff=policy.backoff,
+        gather=policy.gather,
+        grow=policy.grow,
+        patience=policy.scheduler_loss,
+        time_limit=policy.time_limit,
+    )
+
+
+def events_path(plan: LaunchPlan, run: str) -> Path | None:
+    """Return where the event log goes; None when the user wants no files."""
+    if plan.spec.output.files:
+        return Path(plan.cwd, plan.spec.output.log_dir, run, "events.jsonl")
+    return None
+
+
+def register(plan: LaunchPlan, run: str, scheduler: str, *, front: int | None = None) -> None:
+    """
+    Write the job into this user's registry: a convenience, and no error when it cannot be.
+
+    Args:
+        scheduler: ``HOST:PORT``, or empty when nothing listens.
+        front: pid of the process that `pdrun stop` is to signal; None: this one.
+    """
+    events = events_path(plan, run)
+    registry.register(
+        registry.describe(
+            run,
+            plan.job,
+            events=str(events or ""),
+            log_dir=str(Path(plan.cwd, plan.spec.output.log_dir)),
+            made=SystemClock().wall(),
+            pid=front,
+            scheduler=scheduler,
+            log_name=plan.spec.output.log_name,
+        )
+    )
+
+
+@contextmanager
+def blamed(source: str) -> Iterator[None]:
+    """
+    Have a complaint about ``--token-file`` name the place that the file's name really came from.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        if source:
+            error.where = re.sub("^--token-file(?= |$)", lambda _: source, error.where)
+        raise

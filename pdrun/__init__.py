@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # typing itself would take longer than all else here
     from pdrun.parallel.operators.graph.constraints import shard as shard
     from pdrun.parallel.operators.module import Operators as Operators
     from pdrun.parallel.operators.strategy import Cut as Cut
+    from pdrun.parallel.operators.strategy import OpLayout as OpLayout
     from pdrun.parallel.parallelize import parallelize as parallelize
     from pdrun.parallel.pipeline.pipeline import Pipeline as Pipeline
     from pdrun.parallel.run import Run as Run
@@ -58,7 +59,7 @@ if TYPE_CHECKING:  # typing itself would take longer than all else here
 
 __version__ = "0.1.0"
 
-_HOMES = {
+_MODULE_OF = {
     "ConfigError": "pdrun.errors",
     "Context": "pdrun.parallel.startup.init",
     "Cut": "pdrun.parallel.operators.strategy",
@@ -74,6 +75,7 @@ _HOMES = {
     "Layout": "pdrun.parallel.layouts.device_matrix",
     "Loader": "pdrun.parallel.data.loader",
     "Offload": "pdrun.parallel.zero.offload",
+    "OpLayout": "pdrun.parallel.operators.strategy",
     "Operators": "pdrun.parallel.operators.module",
     "Pipeline": "pdrun.parallel.pipeline.pipeline",
     "Precision": "pdrun.parallel.zero.precision",
@@ -99,18 +101,18 @@ _HOMES = {
     "shard": "pdrun.parallel.operators.graph.constraints",
 }
 
-__all__ = ["__version__", *_HOMES]
+__all__ = ["__version__", *_MODULE_OF]
 
 
 def __getattr__(name: str) -> Any:
     """Load a public name from its home on first use."""
-    if name in _HOMES:
-        home = _load(_HOMES[name])
+    if name in _MODULE_OF:
+        home = _import_module(_MODULE_OF[name])
         return home if name == "elastic" else getattr(home, name)
     raise AttributeError(f"module 'pdrun' has no attribute {name!r}")
 
 
-def _load(module: str) -> Any:
+def _import_module(module: str) -> Any:
     """
     Import a module of pdrun; where this is the source tree, which holds the others elsewhere, say
     so in one line.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,19 +18,22 @@ from torch.utils import _pytree as pytree
 
 from pdrun.errors import UsageError
 from pdrun.parallel.comm.groups import Axes
+from pdrun.parallel.comm.mesh import FIXED
+from pdrun.parallel.layouts.grid import Grid
+from pdrun.parallel.operators.choose_splits import WHERE
 from pdrun.parallel.operators.graph.constraints import Said, Sharding
 from pdrun.parallel.operators.graph.export import trace
 from pdrun.parallel.operators.graph.graph import Graph
-from pdrun.parallel.operators.partition import Program, partition
+from pdrun.parallel.operators.partition import partition
 from pdrun.parallel.operators.plan import Plan
+from pdrun.parallel.operators.program import Program
 from pdrun.parallel.operators.propagate import propagate
 from pdrun.parallel.operators.replan import wishes_like
 from pdrun.parallel.operators.segments import called
 from pdrun.parallel.operators.stages import Part, holders, locate, parts
-from pdrun.parallel.operators.strategy import WHERE
+from pdrun.parallel.operators.strategy import Entry, resolve
 
 if TYPE_CHECKING:
-    from pdrun.parallel.operators.module import Operators
     from pdrun.parallel.pipeline.split import Split
     from pdrun.parallel.pipeline.stage import Stages
 
@@ -41,14 +45,22 @@ class Engine:
     Copies of the model share it: it holds process groups.
 
     Args:
-        split: which module is on which stage, where there is a pipeline.
+        entries, gather: see `pdrun.parallel.operators.module.Operators`.
+        split: the stage of each module, in a pipeline.
     """
 
     def __init__(
-        self, strategy: Operators, model: nn.Module, axes: Axes, split: Split | None = None
+        self,
+        model: nn.Module,
+        axes: Axes,
+        entries: Mapping[str, Entry],
+        *,
+        gather: bool = True,
+        split: Split | None = None,
     ) -> None:
-        self.strategy = strategy
         self.axes = axes
+        self.entries = entries
+        self.gather = gather
         self._split = split
         self.shadow = meta_copy(model)
         self.inner = inner(model)
@@ -71,11 +83,13 @@ class Engine:
             if self._split is not None:
                 locate(graph, self._split)
             if self.first is None:
-                self.first = self.strategy.plan_of(graph, self.axes.grid, self.inner)
+                self.first = plan_graph(
+                    graph, self.axes.grid, self.entries, self.inner, gather=self.gather
+                )
                 self.plans[key] = self.first
             else:
                 self.plans[key] = again(self.first, graph)
-                if not self.strategy.gather:
+                if not self.gather:
                     self.plans[key].keep()
         return self.plans[key]
 
@@ -115,6 +129,43 @@ class Engine:
         what = f"stage {part.stage} uses {first}, which for the first batch it did not"
         hint = f"Pipeline(shared={{{first!r}: [{part.stage}]}})"
         raise UsageError(what, where=WHERE, hint=hint)
+
+
+def plan_graph(
+    graph: Graph,
+    mesh: Grid,
+    entries: Mapping[str, Entry],
+    inner: Mapping[str, Said],
+    *,
+    gather: bool = True,
+) -> Plan:
+    """
+    Return the plan for a graph.
+
+    Args:
+        mesh: all axes.
+        entries, gather: see `pdrun.parallel.operators.module.Operators`.
+        inner: layouts of weights that `shard` set, by name.
+
+    Raises:
+        UsageError: an operator has no rule, an entry cannot be met, or ``gather`` is False and no
+            result is cut along its last dim.
+    """
+    grid = tensor_grid(mesh)
+    plan = propagate(graph, grid, resolve(graph, grid, mesh, entries, inner))
+    if not gather:
+        plan.keep()
+        if not plan.kept and grid.size > 1:
+            what = "gather=False, and no result of the model is cut along its last dim"
+            hint = 'cut the head by words: {"head.weight": pdrun.L("tp", None)}'
+            raise UsageError(what, where=WHERE, hint=hint)
+    return plan
+
+
+def tensor_grid(mesh: Grid) -> Grid:
+    """Return the tensor axes of a mesh."""
+    names = tuple(name for name in mesh.names if name not in FIXED)
+    return Grid(names, tuple(mesh.degree(name) for name in names))
 
 
 def again(first: Plan, graph: Graph) -> Plan:

@@ -25,18 +25,17 @@ from torch.utils import _pytree as pytree
 
 from pdrun.errors import UsageError
 from pdrun.parallel.comm.groups import Axes
-from pdrun.parallel.comm.mesh import FIXED
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.model.shards import set_tile, tile
 from pdrun.parallel.operators import rules as rules  # registers them
-from pdrun.parallel.operators.compiler import Engine, inner, meta_copy, on_meta
+from pdrun.parallel.operators.choose_splits import WHERE
+from pdrun.parallel.operators.compiler import Engine, inner, meta_copy, on_meta, plan_graph
 from pdrun.parallel.operators.graph.constraints import Said
 from pdrun.parallel.operators.graph.export import trace
 from pdrun.parallel.operators.graph.graph import Graph
 from pdrun.parallel.operators.plan import Plan
-from pdrun.parallel.operators.propagate import propagate
 from pdrun.parallel.operators.segments import derived, prepare
-from pdrun.parallel.operators.strategy import WHERE, Entry, resolve
+from pdrun.parallel.operators.strategy import Entry
 from pdrun.parallel.tensor.vocab_cross_entropy import mark
 
 if TYPE_CHECKING:
@@ -95,18 +94,7 @@ class Operators:
 
     def plan_of(self, graph: Graph, mesh: Grid, inner: Mapping[str, Said]) -> Plan:
         """Return the plan for a graph (see `plan`)."""
-        grid = tensor_grid(mesh)
-        plan = propagate(graph, grid, resolve(graph, grid, mesh, self.entries, inner))
-        if not self.gather:
-            plan.keep()
-            if not plan.kept and grid.size > 1:
-                what = "gather=False, and no result of the model is cut along its last dim"
-                raise UsageError(
-                    what,
-                    where=WHERE,
-                    hint='cut the head by words: {"head.weight": pdrun.L("tp", None)}',
-                )
-        return plan
+        return plan_graph(graph, mesh, self.entries, inner, gather=self.gather)
 
     def apply(self, model: nn.Module, axes: Axes, sample: Any) -> nn.Module:
         """
@@ -158,7 +146,7 @@ class Operators:
         split: Split | None = None,
     ) -> nn.Module:
         """Cut a model (see `apply`) for a call with these arguments."""
-        engine = Engine(self, model, axes, split)
+        engine = Engine(model, axes, self.entries, gather=self.gather, split=split)
         plan = engine.plan(args, kwargs, model.training)
         params = dict(model.named_parameters())
         for index, layout in plan.weights.items():
@@ -210,12 +198,6 @@ class PartitionedModule(nn.Module):
 
         assert self._pdrun_engine.first is not None
         return explain(self._pdrun_engine.first)
-
-
-def tensor_grid(mesh: Grid) -> Grid:
-    """Return the tensor axes of a mesh."""
-    names = tuple(name for name in mesh.names if name not in FIXED)
-    return Grid(names, tuple(mesh.degree(name) for name in names))
 
 
 def arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -18,10 +18,11 @@ from collections import deque
 
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
+from pdrun.parallel.operators.choose_splits import missing
 from pdrun.parallel.operators.graph.graph import Graph
 from pdrun.parallel.operators.plan import Choice, Plan, layout_of, states_of
 from pdrun.parallel.operators.rules.rule import PARTIAL, WHOLE, Split, State, splits_of, view_of
-from pdrun.parallel.operators.strategy import Wishes, missing
+from pdrun.parallel.operators.strategy import Wishes
 
 
 def propagate(graph: Graph, grid: Grid, wishes: Wishes) -> Plan:

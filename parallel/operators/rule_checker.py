@@ -22,6 +22,7 @@ import torch
 
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.operators import rules as rules  # registers them
+from pdrun.parallel.operators.choose_splits import describe
 from pdrun.parallel.operators.graph.graph import Operator, Ref, substitute
 from pdrun.parallel.operators.plan import Choice
 from pdrun.parallel.operators.rules.examples import Example, examples
@@ -35,7 +36,6 @@ from pdrun.parallel.operators.rules.rule import (
     call_of,
     splits_of,
 )
-from pdrun.parallel.operators.strategy import describe
 
 
 @dataclass(frozen=True)

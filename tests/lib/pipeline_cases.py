@@ -18,7 +18,7 @@ from pdrun.errors import UsageError
 from pdrun.parallel.comm.mesh import solve
 from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.operators.module import Operators
-from pdrun.parallel.operators.strategy import Cut
+from pdrun.parallel.operators.strategy import OpLayout
 from pdrun.parallel.parallelize import parallelize
 from pdrun.parallel.pipeline.pipeline import Pipeline
 from pdrun.parallel.report import memory
@@ -166,9 +166,9 @@ CUTS: dict[str, dict[str, Any]] = {
     "tied": MEGATRON | {"emb.weight": L("tp", None)},
     "sequence": MEGATRON
     | {
-        "blocks.*.norm[12].layer_norm": Cut((L("dp", "tp", None),)),
-        "blocks.*.add": Cut((L("dp", "tp", None),)),
-        "blocks.*.add_1": Cut((L("dp", "tp", None),)),
+        "blocks.*.norm[12].layer_norm": OpLayout((L("dp", "tp", None),)),
+        "blocks.*.add": OpLayout((L("dp", "tp", None),)),
+        "blocks.*.add_1": OpLayout((L("dp", "tp", None),)),
     },
     "grid": {
         "blocks.*.up.weight": L("x", "y"),

@@ -67,7 +67,7 @@ def test_arguments_of_parallelize(given: dict[str, Any], told: str) -> None:
         (lambda: pdrun.Strategy([pdrun.col("tp")]), "no dict of styles"),
         (lambda: pdrun.Strategy({3: pdrun.col("tp")}), "no dict of styles"),
         (lambda: pdrun.Operators([1]), "no dict of layouts"),
-        (lambda: pdrun.Cut(in_=L("tp", None)), "no tuple of inputs"),
+        (lambda: pdrun.OpLayout(in_=L("tp", None)), "no tuple of inputs"),
         (lambda: pdrun.constrain(3, L("tp")), "a int has no layout"),
         (lambda: pdrun.shard(nn.Linear(2, 2), weight="tp"), "weight='tp' is no layout"),
         (lambda: pdrun.shard(None), "neither a module nor a function"),

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from pdrun.parallel.operators.rules.labels import by_labels
 from pdrun.parallel.operators.rules.pointwise import dropped
-from pdrun.parallel.operators.rules.rule import Call, Place, Split, View, by_labels, rule
+from pdrun.parallel.operators.rules.rule import Call, Place, Split, View, rule
 
 
 def attend(

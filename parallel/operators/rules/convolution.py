@@ -9,7 +9,8 @@ from collections.abc import Hashable
 
 import torch
 
-from pdrun.parallel.operators.rules.rule import Call, Labels, Place, Split, View, by_labels, rule
+from pdrun.parallel.operators.rules.labels import Labels, by_labels
+from pdrun.parallel.operators.rules.rule import Call, Place, Split, View, rule
 
 CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "convolution")
 

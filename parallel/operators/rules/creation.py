@@ -4,7 +4,8 @@ Tensors from nothing: each rank makes its part; counters are made whole, and par
 
 from __future__ import annotations
 
-from pdrun.parallel.operators.rules.rule import Call, Place, Split, View, by_labels, rule
+from pdrun.parallel.operators.rules.labels import by_labels
+from pdrun.parallel.operators.rules.rule import Call, Place, Split, View, rule
 
 
 def _run_new(place: Place) -> Call:

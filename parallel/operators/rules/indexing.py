@@ -10,18 +10,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from pdrun.parallel.operators.rules.rule import (
-    PARTIAL,
-    WHOLE,
-    Call,
-    Labels,
-    Place,
-    Split,
-    View,
-    by_labels,
-    linear,
-    rule,
-)
+from pdrun.parallel.operators.rules.labels import Labels, by_labels, linear
+from pdrun.parallel.operators.rules.rule import PARTIAL, WHOLE, Call, Place, Split, View, rule
 
 
 def masked_embedding(

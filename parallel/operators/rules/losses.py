@@ -8,16 +8,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from pdrun.parallel.operators.rules.rule import (
-    Call,
-    Labels,
-    Place,
-    Split,
-    View,
-    by_labels,
-    numel,
-    rule,
-)
+from pdrun.parallel.operators.rules.labels import Labels, by_labels, numel
+from pdrun.parallel.operators.rules.rule import Call, Place, Split, View, rule
 
 NONE = 0
 MEAN = 1

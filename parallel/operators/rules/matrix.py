@@ -10,17 +10,8 @@ from collections.abc import Hashable
 import torch
 from torch.nn import functional
 
-from pdrun.parallel.operators.rules.rule import (
-    Call,
-    Labels,
-    Place,
-    Split,
-    View,
-    aligned,
-    by_labels,
-    linear,
-    rule,
-)
+from pdrun.parallel.operators.rules.labels import Labels, aligned, by_labels, linear
+from pdrun.parallel.operators.rules.rule import Call, Place, Split, View, rule
 
 
 @rule("mm", "bmm", "matmul", "mv", "dot")

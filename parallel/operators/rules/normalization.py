@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pdrun.parallel.operators.rules.rule import Labels, Split, View, by_labels, dims, rule
+from pdrun.parallel.operators.rules.labels import Labels, by_labels, dims
+from pdrun.parallel.operators.rules.rule import Split, View, rule
 
 
 @rule("layer_norm", "rms_norm", "native_layer_norm", "_fused_rms_norm")

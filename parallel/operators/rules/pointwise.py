@@ -7,16 +7,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from pdrun.parallel.operators.rules.rule import (
-    Call,
-    Place,
-    Split,
-    View,
-    aligned,
-    by_labels,
-    linear,
-    rule,
-)
+from pdrun.parallel.operators.rules.labels import aligned, by_labels, linear
+from pdrun.parallel.operators.rules.rule import Call, Place, Split, View, rule
 
 UNARY = (
     "abs",

@@ -7,18 +7,8 @@ from typing import Any
 
 import torch
 
-from pdrun.parallel.operators.rules.rule import (
-    Call,
-    Labels,
-    Place,
-    Split,
-    View,
-    by_labels,
-    dims,
-    linear,
-    numel,
-    rule,
-)
+from pdrun.parallel.operators.rules.labels import Labels, by_labels, dims, linear, numel
+from pdrun.parallel.operators.rules.rule import Call, Place, Split, View, rule
 
 
 def _over(view: View | Place) -> tuple[int, ...]:

@@ -10,18 +10,8 @@ from math import gcd
 
 import torch
 
-from pdrun.parallel.operators.rules.rule import (
-    Call,
-    Labels,
-    Place,
-    Split,
-    View,
-    by_labels,
-    dims,
-    groups,
-    linear,
-    rule,
-)
+from pdrun.parallel.operators.rules.labels import Labels, by_labels, dims, groups, linear
+from pdrun.parallel.operators.rules.rule import Call, Place, Split, View, rule
 
 
 def _every(

@@ -20,7 +20,7 @@ from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.operators.graph.constraints import decode, encode
 from pdrun.parallel.operators.module import Operators
 from pdrun.parallel.operators.plan import Plan
-from pdrun.parallel.operators.strategy import Cut
+from pdrun.parallel.operators.strategy import OpLayout
 from pdrun.parallel.parallelize import parallelize
 from pdrun.parallel.tensor.styles import replicate
 from tests.lib import operator_models as nets
@@ -41,9 +41,9 @@ LLAMA = {
     "emb.weight": L("tp", None),
 }
 SEQUENCE = {
-    "norm[12].rms_norm": Cut(in_=(L(None, "tp", None),)),
-    "add_2": Cut(in_=(L(None, "tp", None),)),
-    "add_3": Cut(in_=(L(None, "tp", None),)),
+    "norm[12].rms_norm": OpLayout(in_=(L(None, "tp", None),)),
+    "add_2": OpLayout(in_=(L(None, "tp", None),)),
+    "add_3": OpLayout(in_=(L(None, "tp", None),)),
 }
 TABLES = {
     "users.weight": L("tp", None),
@@ -91,7 +91,7 @@ PAIRS: list[tuple[str, dict[str, int], Any]] = [
     ("perceptron", {"tp": 2}, {"fc1": ((2, 1), (1, 1))}),
     ("perceptron", {"tp": 2}, {"fc1": ((1, 1), (2, 1))}),
     ("perceptron", {"tp": 2}, {"fc1": ((1, 2), (1, 2))}),
-    ("perceptron", {"tp": 2}, {"fc1.weight": L("tp", None), "fc2": Cut(out=L("tp", None))}),
+    ("perceptron", {"tp": 2}, {"fc1.weight": L("tp", None), "fc2": OpLayout(out=L("tp", None))}),
     ("perceptron", {"tp": 2}, {"fc1.weight": L("tp", None), "fc2.weight": L(None, "tp")}),
     ("uneven", {"tp": 2}, {"fc1.weight": L("tp", None), "fc2.weight": L(None, "tp")}),
     ("tiny", {"tp": 2}, MEGATRON),
@@ -386,9 +386,9 @@ def test_a_layout_may_be_said_in_every_form() -> None:
     inputs = (matrix("data", "None"), matrix("model", "None"))
     want = planned("perceptron", {"fc1": (L("dp", None), L("tp", None))}, dp=2, tp=2)
     assert planned("perceptron", {"fc1": inputs}, dp=2, tp=2).choices == want.choices
-    rows = planned("perceptron", {"fc1.weight": L("tp", None), "fc2": Cut(out=L("tp", None))}, tp=2)
+    rows = planned("perceptron", {"fc1.weight": L("tp", None), "fc2": OpLayout(out=L("tp", None))}, tp=2)
     assert (
-        planned("perceptron", {"fc1.weight": (2, 1), "fc2": Cut(out=(2, 1))}, tp=2).placed
+        planned("perceptron", {"fc1.weight": (2, 1), "fc2": OpLayout(out=(2, 1))}, tp=2).placed
         == rows.placed
         != {}
     )

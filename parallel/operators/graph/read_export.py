@@ -1,0 +1,252 @@
+"""From an exported program of torch to an operator graph."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from pdrun.errors import UsageError
+from pdrun.parallel.operators.graph.fold_layers import Unlike
+from pdrun.parallel.operators.graph.graph import (
+    Graph,
+    Operator,
+    Ref,
+    Tensor,
+    kind_of,
+    refs,
+    substitute,
+)
+
+WHERE = "operator engine"
+
+
+class ExportReader:
+    """Turns an exported program into a `Graph`."""
+
+    def __init__(self, model: nn.Module, program: Any) -> None:
+        self.program = program
+        self.graph = Graph()
+        self.found: dict[torch.fx.Node, Any] = {}
+        self.names: dict[str, int] = {}
+        self.params = dict(model.named_parameters(remove_duplicate=False))
+        self.buffers = dict(model.named_buffers(remove_duplicate=False))
+        self.first: dict[int, str] = {}
+        for name, value in (*self.params.items(), *self.buffers.items()):
+            self.first.setdefault(id(value), name)
+        self.held: dict[str, int] = {}
+        self.marks: dict[str, list[tuple[int, list[Ref]]]] = {}
+        """
+        By path of the first of equal layers: before and behind which operator it lies, what it
+        takes and returns.
+        """
+
+    def read(self) -> Graph:
+        """Return the graph."""
+        from torch.export.graph_signature import InputKind, OutputKind
+
+        kinds = {
+            InputKind.PARAMETER: "param",
+            InputKind.BUFFER: "buffer",
+            InputKind.CONSTANT_TENSOR: "constant",
+            InputKind.USER_INPUT: "input",
+        }
+        signature = self.program.graph_signature
+        for spec in signature.output_specs:
+            if spec.kind != OutputKind.USER_OUTPUT:
+                raise UsageError(
+                    f"the model writes into its {spec.target} while it runs",
+                    where=WHERE,
+                    hint="batch statistics and caches have no rule: use evaluation mode, or module styles",
+                )
+        specs = iter(signature.input_specs)
+        for node in self.program.graph.nodes:
+            if node.op == "placeholder":
+                self._placeholder(node, next(specs), kinds)
+            elif node.op == "call_function":
+                self._call(node)
+            elif node.op == "output":
+                self.graph.results = [
+                    self._plain(value) for value in pytree.tree_leaves(node.args[0])
+                ]
+        self.graph.structure = self.program.call_spec.out_spec
+        return self.graph
+
+    def _add(self, tensor: Tensor) -> int:
+        self.graph.tensors.append(tensor)
+        return len(self.graph.tensors) - 1
+
+    def _placeholder(self, node: torch.fx.Node, spec: Any, kinds: dict[Any, str]) -> None:
+        if spec.kind not in kinds:
+            raise UsageError(f"the input {node.name} is no tensor, weight or buffer", where=WHERE)
+        kind = kinds[spec.kind]
+        value = node.meta.get("val")
+        if kind == "input" and not isinstance(value, torch.Tensor):
+            self.graph.inputs.append(None)
+            self.found[node] = value
+            return
+        name = node.name if kind == "input" else spec.target
+        grad = False
+        if kind in ("param", "buffer"):
+            holder = self.params.get(name, self.buffers.get(name))
+            name = self.first.get(id(holder), name)
+            if name in self.held:  # a weight with several names
+                self.found[node] = Ref(self.held[name])
+                return
+            grad = kind == "param" and bool(holder is not None and holder.requires_grad)
+        assert value is not None
+        index = self._add(Tensor(kind, name, tuple(value.shape), value.dtype, grad))
+        if kind in ("param", "buffer"):
+            self.held[name] = index
+        elif kind == "constant":
+            self.graph.constants[index] = self.program.constants[spec.target]
+        else:
+            self.graph.inputs.append(index)
+        self.found[node] = Ref(index)
+
+    def _plain(self, value: Any) -> Any:
+        """Return a value of the exported graph with references in place of nodes."""
+        if isinstance(value, torch.fx.Node):
+            found = self.found[value]
+            return (
+                Ref(found.index) if isinstance(found, Ref) else found
+            )  # each use is an object of its own
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._plain(one) for one in value)
+        if isinstance(value, dict):
+            return {key: self._plain(one) for key, one in value.items()}
+        return value
+
+    def _call(self, node: torch.fx.Node) -> None:
+        target = node.target
+        args = self._plain(tuple(node.args))
+        kwargs = self._plain(dict(node.kwargs))
+        if getattr(target, "__name__", "") == "getitem":
+            self.found[node] = args[0][args[1]]
+            return
+        kind = kind_of(target)
+        if kind in _CHECKS:
+            return
+        if kind in _SAME:
+            self.found[node] = args[0]
+            return
+        if target is torch.ops.pdrun.mark.default:
+            self.marks.setdefault(args[1], []).append((len(self.graph.operators), args[0]))
+            return
+        if target is torch.ops.pdrun.again.default:
+            self.found[node] = self._again(*args)
+            return
+        value = node.meta.get("val")
+        module = _module(node)
+        source = _source(node)
+        values = (
+            [value]
+            if isinstance(value, torch.Tensor)
+            else list(value)
+            if isinstance(value, (list, tuple))
+            else None
+        )
+        if values is None:
+            raise UsageError(f"{kind} returns no tensor", where=source or WHERE)
+        many = not isinstance(value, torch.Tensor)
+        forms = [(tuple(one.shape), one.dtype) for one in values]
+        made = tuple(
+            map(Ref, self._operator(kind, target, args, kwargs, forms, many, module, source))
+        )
+        self.found[node] = made if many else made[0]
+
+    def _operator(
+        self,
+        kind: str,
+        target: Any,
+        args: Any,
+        kwargs: Any,
+        forms: list[tuple[tuple[int, ...], torch.dtype]],
+        many: bool,
+        module: str,
+        source: str,
+    ) -> tuple[int, ...]:
+        """
+        Add an operator; return the tensors that it makes, of which the shapes and types are given.
+        """
+        inputs = tuple(ref.index for ref in refs(args, kwargs))
+        flows = kind not in ("detach", "stop") and any(
+            self.graph.tensors[index].grad for index in inputs
+        )
+        name = self._name(module, kind)
+        outputs = tuple(
+            self._add(Tensor("op", name, shape, dtype, flows and dtype.is_floating_point))
+            for shape, dtype in forms
+        )
+        self.graph.operators.append(
+            Operator(name, kind, target, args, kwargs, inputs, outputs, many, module, source)
+        )
+        return outputs
+
+    def _again(self, inputs: list[Ref], path: str, first: str) -> tuple[Ref, ...]:
+        """Put the operators of a layer's equal in its place; return its results."""
+        (begin, taken), (end, returned) = self.marks[first]
+        here: dict[int, int] = {}
+        for ref, given in zip(taken, inputs, strict=True):
+            if here.setdefault(ref.index, given.index) != given.index:
+                raise Unlike(f"{first} takes one tensor twice, {path} two")
+
+        def counterpart(index: int) -> int:
+            tensor = self.graph.tensors[index]
+            if index in here:
+                return here[index]
+            if tensor.kind in ("op", "input"):
+                raise Unlike(f"{first} takes {tensor.name} from somewhere else than its arguments")
+            if tensor.kind in ("param", "buffer") and tensor.name.startswith(f"{first}."):
+                return self.held[path + tensor.name[len(first) :]]
+            return index
+
+        def swapped(ref: Ref) -> Ref:
+            return Ref(counterpart(ref.index))
+
+        for old in self.graph.operators[begin:end]:
+            forms = [
+                (self.graph.shape(index), self.graph.tensors[index].dtype) for index in old.outputs
+            ]
+            args = substitute(old.args, swapped)
+            kwargs = substitute(old.kwargs, swapped)
+            inside = old.module == first or old.module.startswith(f"{first}.")
+            module = path + old.module[len(first) :] if inside else old.module
+            made = self._operator(
+                old.kind, old.target, args, kwargs, forms, old.many, module, old.source
+            )
+            here.update(zip(old.outputs, made, strict=True))
+        return tuple(map(swapped, returned))
+
+    def _name(self, module: str, kind: str) -> str:
+        plain = f"{module}.{kind}" if module else kind
+        count = self.names.get(plain, 0)
+        self.names[plain] = count + 1
+        return f"{plain}_{count}" if count else plain
+
+
+_CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size", "sym_size")
+_SAME = ("lift_fresh_copy", "alias", "contiguous")
+
+
+def _module(node: torch.fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    path = ""
+    for name, _ in stack.values():
+        path = name
+    return re.sub(r"@\d+$", "", str(path))
+
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]+\n\s*([^\n]*)')
+
+
+def _source(node: torch.fx.Node) -> str:
+    """Return the innermost line of a node's trace that isn't in torch itself."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    own = [
+        frame for frame in frames if "/torch/" not in frame[0] and "eval_with_key" not in frame[0]
+    ] or frames
+    return f"{own[-1][0]}:{own[-1][1]}: {own[-1][2].strip()}" if own else ""

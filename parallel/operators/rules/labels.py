@@ -1,0 +1,142 @@
+"""
+How rules are written: by a label for each dim of the inputs and outputs.
+
+Dims of the same label are cut together. `linear` adds the splits in which partial sums pass
+through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from math import prod
+from typing import Any
+
+from pdrun.parallel.operators.rules.rule import PARTIAL, WHOLE, Split, State, View
+
+Labels = Sequence[Hashable | None]
+"""
+A name for each dim of a tensor: dims of equal name are cut together; None for one that has to be
+whole.
+"""
+
+
+def by_labels(
+    view: View,
+    ins: Sequence[Labels],
+    outs: Sequence[Labels],
+    divides: dict[Hashable, int] | None = None,
+    lost: Iterable[Hashable] = (),
+) -> list[Split]:
+    """
+    Return a split for each name of a dim.
+
+    Args:
+        ins, outs: the names of the dims of every input and output.
+        divides: see `Split`.
+        lost: names that may be missing in an output, which is partial then (contracted or summed
+            dims). A name that
+            an output lacks and that isn't here makes the output whole, which is right only for what doesn't depend on
+            the cut.
+    """
+    sums = set(lost)
+    found = []
+    names = dict.fromkeys(name for labels in (*ins, *outs) for name in labels if name is not None)
+    for name in names:
+        if max(_size(name, ins, view.ins), _size(name, outs, view.outs)) <= 1:
+            continue
+        missing: State = PARTIAL if name in sums else WHOLE
+        found.append(
+            Split(
+                tuple(_state(name, labels, WHOLE) for labels in ins),
+                tuple(_state(name, labels, missing) for labels in outs),
+                (divides or {}).get(name, 0),
+            )
+        )
+    return found
+
+
+def _state(name: Hashable, labels: Labels, otherwise: State) -> State:
+    return list(labels).index(name) if name in labels else otherwise
+
+
+def _size(name: Hashable, labels: Sequence[Labels], shapes: Sequence[tuple[int, ...]]) -> int:
+    sizes = [
+        shape[list(some).index(name)]
+        for some, shape in zip(labels, shapes, strict=True)
+        if name in some
+    ]
+    return max(sizes, default=0)
+
+
+def linear(view: View, *sets: Iterable[int]) -> list[Split]:
+    """
+    Return the splits in which the inputs of one set are terms of sums, others are whole, and
+    results are terms.
+    """
+    found = []
+    for some in sets:
+        chosen = set(some)
+        ins = tuple(PARTIAL if place in chosen else WHOLE for place in range(len(view.ins)))
+        found.append(Split(ins, (PARTIAL,) * len(view.outs)))
+    return found
+
+
+def aligned(
+    shape: tuple[int, ...], out: tuple[int, ...], names: Sequence[Hashable] | None = None
+) -> list[Hashable | None]:
+    """
+    Return the names of the dims of an input that is broadcast to ``out``; None where it has one
+    element for many.
+    """
+    names = range(len(out)) if names is None else names
+    skip = len(out) - len(shape)
+    return [
+        names[skip + dim] if size == out[skip + dim] else None for dim, size in enumerate(shape)
+    ]
+
+
+def dims(value: Any, rank: int) -> tuple[int, ...]:
+    """Return dims as numbers from 0; None means all."""
+    if value is None or (isinstance(value, (list, tuple)) and not value):
+        return tuple(range(rank))
+    some = value if isinstance(value, (list, tuple)) else (value,)
+    return tuple(dim % rank if rank else 0 for dim in some)
+
+
+def numel(shape: Iterable[int]) -> int:
+    """Return the number of elements."""
+    return prod(shape)
+
+
+def groups(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
+    """
+    Return which dims of a reshaped tensor come from which: the shortest runs of dims with equal
+    products.
+
+    Dims of size 1 belong to no group.
+    """
+    left = [dim for dim, size in enumerate(before) if size != 1]
+    right = [dim for dim, size in enumerate(after) if size != 1]
+    found = []
+    i = 0
+    j = 0
+    while i < len(left) and j < len(right):
+        some = [left[i]]
+        others = [right[j]]
+        a = before[left[i]]
+        b = after[right[j]]
+        i = i + 1
+        j = j + 1
+        while a != b:
+            if a < b and i < len(left):
+                a *= before[left[i]]
+                some.append(left[i])
+                i += 1
+            elif j < len(right):
+                b *= after[right[j]]
+                others.append(right[j])
+                j += 1
+            else:
+                return []
+        found.append((some, others))
+    return found

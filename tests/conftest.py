@@ -48,4 +48,4 @@ def no_token_of_another_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     A process keeps the token that it once found; tests in one process are to be as separate ones.
     """
-    monkeypatch.setattr(process_setup, "_token", [])
+    monkeypatch.setattr(process_setup, "_taken_token", [])

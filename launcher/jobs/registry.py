@@ -15,15 +15,15 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from pdrun.errors import UsageError, did_you_mean
+from pdrun.errors import UsageError
 from pdrun.launcher.common.places import state_folder
 from pdrun.names import check_name
-from pdrun.private_folder import make_private
+from pdrun.private_folder import make_private_folder
 
 KEPT = 200
 """Entries of ended jobs that are kept, the newest."""
@@ -94,7 +94,7 @@ def register(job: Job, folder: Path | None = None) -> bool:
     """
     try:
         folder = folder or registry_folder()
-        make_private(folder)
+        make_private_folder(folder)
         draft = folder / f".draft-{os.getpid()}-{os.urandom(6).hex()}"
         fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -145,60 +145,22 @@ def prune(folder: Path, kept: int = KEPT) -> None:
             path.unlink(missing_ok=True)
 
 
-def find(name: str, known: Iterable[Job], *, newest: bool = False) -> Job:
-    """
-    Return the job that ``name`` means: a run, a job's name (its running or else newest run), or a
-    prefix of one only.
-
-    Args:
-        newest: several runs of one job that run at once are no question: the newest is meant.
-
-    Raises:
-        UsageError: there is none, or more than one; names those that there are. Or the name is
-            empty, as an unset
-            variable of a shell leaves it: that is no prefix of every job.
-    """
-    known = list(known)
-    if not name:
-        raise UsageError("the job's name is empty", hint=_listed(known))
-    for matches in (
-        [job for job in known if job.run == name],
-        [job for job in known if job.job == name],
-        [job for job in known if job.run.startswith(name) or job.job.startswith(name)],
-    ):
-        if matches:
-            return _one(name, matches, newest)
-    hint = did_you_mean(name, [word for job in known for word in (job.job, job.run)])
-    raise UsageError(
-        f"no job {name!r}", hint=" ".join(part for part in (hint, _listed(known)) if part)
-    )
-
-
-def find_running(known: Iterable[Job]) -> Job:
-    """
-    Return the one job that runs.
-
-    Raises:
-        UsageError: none does, or several do; names them.
-    """
-    running = [job for job in known if is_alive(job)]
-    if len(running) == 1:
-        return running[0]
-    what = f"{len(running)} jobs are running" if running else "no job of yours is running here"
-    raise UsageError(what, hint=_listed(running, "name one:") if running else "")
-
-
 def is_alive(job: Job) -> bool:
     """
     Whether the process of an entry runs; False for one of another host, of which nothing is known
     here.
     """
-    if job.host != socket.gethostname():
+    if not is_on_this_host(job):
         return False
     ticks = start_ticks(job.pid)
     if ticks is not None:
         return ticks == job.ticks or job.ticks == 0
     return not Path("/proc/self/stat").exists() and _signal_reaches(job.pid)
+
+
+def is_on_this_host(job: Job) -> bool:
+    """Whether the process of an entry was started on this host."""
+    return job.host == socket.gethostname()
 
 
 def start_ticks(pid: int) -> int | None:
@@ -213,32 +175,6 @@ def start_ticks(pid: int) -> int | None:
         return None if after_name[0] in "ZX" else int(after_name[19])
     except (OSError, IndexError, ValueError):
         return None
-
-
-def _one(name: str, matches: list[Job], newest: bool) -> Job:
-    """
-    Of several runs of one job, the running one or the newest; several jobs, or several that run,
-    are a question.
-    """
-    running = [job for job in matches if is_alive(job)]
-    if len(matches) == 1 or len(running) == 1:
-        return (running or matches)[0]
-    one_job = len({job.job for job in running or matches}) == 1
-    if running and one_job and newest:
-        return max(running, key=lambda job: job.made)
-    if running or not one_job:
-        raise UsageError(
-            f"{name!r} means more than one job", hint=_listed(running or matches, "name one run:")
-        )
-    return matches[0]
-
-
-def _listed(known: list[Job], label: str = "known:") -> str:
-    if not known:
-        return "none is known here"
-    names = [f"{job.job} (run {job.run})" for job in known[:8]]
-    more = f" and {len(known) - 8} more" if len(known) > 8 else ""
-    return f"{label} {', '.join(names)}{more}"
 
 
 def _read(path: Path) -> Job | None:

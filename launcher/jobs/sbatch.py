@@ -19,7 +19,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pdrun import process_setup as early
+from pdrun import process_setup
 from pdrun.errors import ConfigError, RendezvousError, UsageError
 from pdrun.launcher.common.parsers import quoted
 
@@ -176,7 +176,7 @@ def submit(text: str) -> str:
             reason.
     """
     done = _slurm(
-        ["sbatch", "--parsable"], text, early.with_token(os.environ)
+        ["sbatch", "--parsable"], text, process_setup.env_with_token(os.environ)
     )  # the nodes of the job need it
     job = done.stdout.strip().partition(";")[0]
     if done.returncode or not _JOB.fullmatch(job):

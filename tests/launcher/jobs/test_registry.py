@@ -14,11 +14,10 @@ import pytest
 
 from pdrun.errors import UsageError
 from pdrun.launcher.jobs import registry as jobs
+from pdrun.launcher.jobs.lookup import find_job, find_running_job
 from pdrun.launcher.jobs.registry import (
     Job,
     describe,
-    find,
-    find_running,
     is_alive,
     prune,
     register,
@@ -155,32 +154,32 @@ KNOWN = [
     ],
 )
 def test_names_that_find_a_job(name: str, run: str) -> None:
-    assert find(name, KNOWN).run == run
+    assert find_job(name, KNOWN).run == run
 
 
 def test_names_that_find_none_or_several() -> None:
     with pytest.raises(
         UsageError, match=r"no job 'dmo'; did you mean 'demo'\? known: demo \(run demo-3\)"
     ):
-        find("dmo", KNOWN)
+        find_job("dmo", KNOWN)
     with pytest.raises(UsageError, match="none is known here"):
-        find("x", [])
+        find_job("x", [])
     with pytest.raises(
         UsageError, match=r"means more than one job; name one run: a \(run r1\), ab \(run r2\)"
     ):
-        find("r", [entry("r1", "a"), entry("r2", "ab")])
+        find_job("r", [entry("r1", "a"), entry("r2", "ab")])
     with pytest.raises(UsageError, match="means more than one job"):
-        find("demo", [alive("demo-4", "demo"), *KNOWN])
+        find_job("demo", [alive("demo-4", "demo"), *KNOWN])
     with pytest.raises(UsageError, match=r"the job's name is empty; known: demo \(run demo-3\)"):
-        find("", KNOWN[:1])  # pdrun stop "$JOB", where JOB is not set, had stopped the only job
+        find_job("", KNOWN[:1])  # pdrun stop "$JOB", where JOB is not set, had stopped the only job
 
 
 def test_of_several_runs_that_run_the_newest_can_be_asked_for() -> None:
     newer = replace(alive("demo-4", "demo"), made=9.0)
-    assert find("demo", [newer, *KNOWN], newest=True) == newer
-    assert find("demo", KNOWN[1:], newest=True).run == "demo-2"
+    assert find_job("demo", [newer, *KNOWN], newest=True) == newer
+    assert find_job("demo", KNOWN[1:], newest=True).run == "demo-2"
     with pytest.raises(UsageError, match="means more than one job"):
-        find("e", [alive("e-1", "eval"), alive("e-2", "else")], newest=True)
+        find_job("e", [alive("e-1", "eval"), alive("e-2", "else")], newest=True)
 
 
 def test_entries_whose_logs_are_no_more_are_forgotten(tmp_path: Path) -> None:
@@ -192,11 +191,11 @@ def test_entries_whose_logs_are_no_more_are_forgotten(tmp_path: Path) -> None:
 
 
 def test_the_one_that_runs() -> None:
-    assert find_running(KNOWN).run == "demo-3"
+    assert find_running_job(KNOWN).run == "demo-3"
     with pytest.raises(UsageError, match="no job of yours is running"):
-        find_running(KNOWN[1:])
+        find_running_job(KNOWN[1:])
     with pytest.raises(UsageError, match="2 jobs are running; name one: demo"):
-        find_running([*KNOWN, alive("x")])
+        find_running_job([*KNOWN, alive("x")])
 
 
 def test_old_entries_of_ended_jobs_are_forgotten(tmp_path: Path) -> None:

@@ -21,18 +21,20 @@ import pytest
 from pdrun.endpoint import Endpoint
 from pdrun.errors import AuthenticationError, UsageError
 from pdrun.eventlog import JobStatus
-from pdrun.launcher.jobs import control
-from pdrun.launcher.jobs.control import Remote
+from pdrun.launcher.jobs.remote_scheduler import RemoteScheduler
+from pdrun.launcher.jobs.status import show_status
+from pdrun.launcher.jobs.stop import stop_job
 from pdrun.rendezvous.clients.viewer import Viewer
 from pdrun.rendezvous.protocol.events import SchedulerConfig
 from pdrun.rendezvous.protocol.messages import Finished, Leave, StopWorkers, Verdict
 from pdrun.rendezvous.protocol.security import Secret, load_cookie, token_text
 from pdrun.rendezvous.scheduler.child import SchedulerChild
+from pdrun.ui import live
 from tests.rendezvous.helpers import Agent, agents, start_all, until
 
 
 @pytest.fixture
-def scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Remote]:
+def scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RemoteScheduler]:
     """A scheduler that waits for two nodes, with this user's cookie."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.delenv("PDRUN_TOKEN_FILE", raising=False)
@@ -40,12 +42,14 @@ def scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Remot
     child = SchedulerChild(
         SchedulerConfig("demo", "demo-1", 2), secret, endpoint=Endpoint("127.0.0.1", 0)
     )
-    yield Remote(child.endpoint)
+    yield RemoteScheduler(child.endpoint)
     child.close()
 
 
-def test_status_of_a_scheduler(scheduler: Remote, capsys: pytest.CaptureFixture[str]) -> None:
-    assert control.status(scheduler=scheduler, json=True) == 0
+def test_status_of_a_scheduler(
+    scheduler: RemoteScheduler, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert show_status(scheduler=scheduler, as_json=True) == 0
     data = json.loads(capsys.readouterr().out)
     assert (data["job"], data["run"], data["state"], data["expected"]) == (
         "demo",
@@ -55,18 +59,20 @@ def test_status_of_a_scheduler(scheduler: Remote, capsys: pytest.CaptureFixture[
     )
 
 
-def test_stop_through_a_scheduler(scheduler: Remote, capsys: pytest.CaptureFixture[str]) -> None:
-    assert control.stop(scheduler=scheduler, timeout=20) == 0
+def test_stop_through_a_scheduler(
+    scheduler: RemoteScheduler, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert stop_job(scheduler=scheduler, timeout=20) == 0
     assert "has stopped" in capsys.readouterr().err
 
 
 def test_a_wrong_token_is_told(
-    tmp_path: Path, scheduler: Remote, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, scheduler: RemoteScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "other"))
     assert load_cookie(tmp_path / "other" / "pdrun" / "cookie") != Secret(b"0" * 32)
     with pytest.raises(AuthenticationError):
-        control.status(scheduler=scheduler)
+        show_status(scheduler=scheduler)
 
 
 @pytest.fixture
@@ -115,11 +121,11 @@ class Stopping(threading.Thread):
     def __init__(self, child: SchedulerChild, timeout: float) -> None:
         super().__init__(daemon=True)
         self.code: int | None = None
-        self._scheduler, self._timeout = Remote(child.endpoint), timeout
+        self._scheduler, self._timeout = RemoteScheduler(child.endpoint), timeout
         self.start()
 
     def run(self) -> None:
-        self.code = control.stop(scheduler=self._scheduler, timeout=self._timeout)
+        self.code = stop_job(scheduler=self._scheduler, timeout=self._timeout)
 
 
 def over(node: Agent, stop: StopWorkers) -> None:
@@ -178,11 +184,11 @@ def test_a_scheduler_that_has_gone_after_the_request_has_stopped(
     child.close()
     stopping.join(20)
     assert stopping.code == 0
-    assert "its scheduler was ending it, and has left" in capsys.readouterr().err
+    assert "its scheduler exited while ending it" in capsys.readouterr().err
 
 
 def test_follow_outlasts_a_scheduler_that_stands_still(
-    running: tuple[SchedulerChild, Agent],
+    running: tuple[SchedulerChild, Agent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     child, node = running
     seen: list[JobStatus] = []
@@ -193,13 +199,14 @@ def test_follow_outlasts_a_scheduler_that_stands_still(
         seen.extend(look())
         os.kill(child.pid, signal.SIGCONT)
         seen.extend(look())
-        assert control.stop(scheduler=Remote(child.endpoint), timeout=0.5) == 69
+        assert stop_job(scheduler=RemoteScheduler(child.endpoint), timeout=0.5) == 69
         over(node, node.expect(StopWorkers))
         until(lambda: child.returncode is not None, "the scheduler leaves")
         seen.extend(look())
         return 0
 
-    assert control.status(scheduler=Remote(child.endpoint), watch=watch) == 0
+    monkeypatch.setattr(live, "follow", watch)
+    assert show_status(scheduler=RemoteScheduler(child.endpoint), follow=True) == 0
     assert [one.state for one in seen] == ["running", "running", "running", "done"]
     assert [len(one.warnings) for one in seen] == [0, 1, 0, 0] and "no answer" in seen[1].warnings[
         0
@@ -207,17 +214,17 @@ def test_follow_outlasts_a_scheduler_that_stands_still(
 
 
 def test_a_name_is_held_against_the_schedulers_job(
-    scheduler: Remote, capsys: pytest.CaptureFixture[str]
+    scheduler: RemoteScheduler, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("demo", "demo-1", "dem"):
-        assert control.status(name, scheduler=scheduler, json=True) == 0
+        assert show_status(name, scheduler=scheduler, as_json=True) == 0
         assert json.loads(capsys.readouterr().out)["run"] == "demo-1"
-    for call in (control.status, control.stop):
+    for call in (show_status, stop_job):
         with pytest.raises(
             UsageError, match=r"no job here is called 'other': .* job 'demo' \(run demo-1\)"
         ):
             call("other", scheduler=scheduler)
-    assert control.status(scheduler=scheduler, json=True) == 0
+    assert show_status(scheduler=scheduler, as_json=True) == 0
     assert json.loads(capsys.readouterr().out)["state"] == "gathering", (
         "the job of another name was stopped"
     )

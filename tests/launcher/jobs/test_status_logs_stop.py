@@ -17,12 +17,21 @@ from pathlib import Path
 import pytest
 
 from pdrun.errors import UsageError
-from pdrun.eventlog import Event, EventLog, JobStatus
-from pdrun.launcher.jobs import control
+from pdrun.eventlog import EventLog, JobStatus, LogEvent
 from pdrun.launcher.jobs import log_reader as follow
 from pdrun.launcher.jobs import registry as jobs
 from pdrun.launcher.jobs.log_reader import LogReader
+from pdrun.launcher.jobs.logs import print_logs
+from pdrun.launcher.jobs.lookup import find_job
+from pdrun.launcher.jobs.status import (
+    MAX_LISTED_JOBS,
+    list_statuses,
+    read_status,
+    show_status,
+)
+from pdrun.launcher.jobs.stop import _signal_process, stop_job
 from pdrun.launcher.output.console import Console
+from pdrun.ui import status as screen
 
 TERM_ONCE = "import signal, sys, time\nsignal.signal(15, lambda n, f: sys.exit(143))\nprint('up', flush=True)\ntime.sleep(60)"
 TERM_TWICE = (
@@ -57,12 +66,12 @@ def process() -> Iterator[subprocess.Popen[str]]:
         child.stdout.close()  # type: ignore[union-attr]
 
 
-def register(home: Path, pid: int, run: str = "demo-1", *events: Event) -> jobs.Job:
+def register(home: Path, pid: int, run: str = "demo-1", *events: LogEvent) -> jobs.Job:
     log = EventLog(home / "logs" / run / "events.jsonl")
-    log.append(Event("created", 1000.0, {"job": "demo", "run": run, "nodes": 1}))
-    log.append(Event("joined", 1000.0, {"node": "n0", "workers": 2}))
-    log.append(Event("assigned", 1000.0, {"generation": 0, "nodes": [["n0", 0, 2]]}))
-    log.append(Event("started", 1000.0, {"generation": 0}))
+    log.append(LogEvent("created", 1000.0, {"job": "demo", "run": run, "nodes": 1}))
+    log.append(LogEvent("joined", 1000.0, {"node": "n0", "workers": 2}))
+    log.append(LogEvent("assigned", 1000.0, {"generation": 0, "nodes": [["n0", 0, 2]]}))
+    log.append(LogEvent("started", 1000.0, {"generation": 0}))
     for event in events:
         log.append(event)
     log.close()
@@ -80,7 +89,7 @@ def ended() -> int:
     return child.pid
 
 
-VERDICT = Event("verdict", 1010.0, {"code": 3, "reason": "rank 1 failed"})
+VERDICT = LogEvent("verdict", 1010.0, {"code": 3, "reason": "rank 1 failed"})
 
 
 def test_stop_ends_the_job_and_says_how(
@@ -88,21 +97,21 @@ def test_stop_ends_the_job_and_says_how(
 ) -> None:
     child = process(TERM_ONCE)
     register(home, child.pid)
-    assert control.stop("demo", timeout=20) == 0
+    assert stop_job("demo", timeout=20) == 0
     assert child.wait(10) == 143
     assert (
         "pdrun: job demo (run demo-1) has stopped: it ended without a verdict"
         in capsys.readouterr().err
     )
-    assert control.stop("demo") == 0
+    assert stop_job("demo") == 0
     assert "is not running" in capsys.readouterr().err
 
 
 def test_a_forced_stop_signals_twice(home: Path, process) -> None:
     child = process(TERM_TWICE)
     register(home, child.pid)
-    assert control.stop("demo", timeout=0.5) == 69
-    assert control.stop(None, force=True, timeout=20) == 0
+    assert stop_job("demo", timeout=0.5) == 69
+    assert stop_job(None, force=True, timeout=20) == 0
     assert child.wait(10) == 143
 
 
@@ -110,8 +119,8 @@ def test_stop_never_signals_a_process_that_took_over_the_number(home: Path, proc
     child = process(TERM_ONCE)
     job = register(home, child.pid)
     jobs.register(replace(job, ticks=job.ticks - 5))
-    assert control.stop("demo") == 0
-    control._kill(replace(job, ticks=job.ticks - 5), 9)
+    assert stop_job("demo") == 0
+    _signal_process(replace(job, ticks=job.ticks - 5), 9)
     assert child.poll() is None
 
 
@@ -128,11 +137,11 @@ def test_where_the_kernel_has_no_handles_of_processes_the_start_time_must_do(
     job = register(home, child.pid)
     refuse(errno.EMFILE)
     with pytest.raises(OSError, match="Too many open files"):
-        control.stop("demo", timeout=20)
+        stop_job("demo", timeout=20)
     refuse(errno.ENOSYS)
-    control._kill(replace(job, ticks=job.ticks - 5), 9)
+    _signal_process(replace(job, ticks=job.ticks - 5), 9)
     assert child.poll() is None, "the number belongs to another process now"
-    assert control.stop("demo", timeout=20) == 0
+    assert stop_job("demo", timeout=20) == 0
     assert child.wait(10) == 143
 
 
@@ -142,16 +151,18 @@ def test_stop_of_a_job_elsewhere_or_unknown_is_a_usage_error(home: Path) -> None
     with pytest.raises(
         UsageError, match=r"was started on other-host; stop it there, or give --scheduler"
     ):
-        control.stop("demo")
+        stop_job("demo")
     with pytest.raises(UsageError, match=r"no job 'dmo'; did you mean 'demo'\?"):
-        control.stop("dmo")
+        stop_job("dmo")
     with pytest.raises(UsageError, match="no job of yours is running here"):
-        control.stop()
+        stop_job()
 
 
-def test_status_as_json_and_for_people(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_as_json_and_for_people(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     register(home, ended(), "demo-1", VERDICT)
-    assert control.status("demo", json=True) == 0
+    assert show_status("demo", as_json=True) == 0
     data = json.loads(capsys.readouterr().out)
     assert (data["state"], data["code"], data["nodes"][0]["name"], len(data["ranks"])) == (
         "done",
@@ -160,26 +171,27 @@ def test_status_as_json_and_for_people(home: Path, capsys: pytest.CaptureFixture
         2,
     )
     shown: list[JobStatus] = []
-    assert control.status(None, show=shown.extend) == 0
+    monkeypatch.setattr(screen, "show", shown.extend)
+    assert show_status(None) == 0
     assert [one.run for one in shown] == ["demo-1"]
 
 
 def test_a_job_whose_agent_was_killed_is_dead_not_running(home: Path) -> None:
     register(home, ended())
-    (one,) = control.job_statuses("demo")
+    (one,) = list_statuses("demo")
     assert (one.state, one.reason) == ("dead", "its agent ended without a verdict")
     assert one.ended_at == (home / "logs" / "demo-1" / "events.jsonl").stat().st_mtime
     register(home, os.getpid())
-    assert control.job_statuses("demo")[0].state == "running"
+    assert list_statuses("demo")[0].state == "running"
 
 
 def test_a_job_without_a_readable_event_log_is_still_shown(home: Path) -> None:
     job = register(home, os.getpid())
     Path(job.events).unlink()
-    (one,) = control.job_statuses("demo")
+    (one,) = list_statuses("demo")
     assert (one.job, one.run) == ("demo", "demo-1") and "No such file" in one.reason
     jobs.register(replace(job, events=""))
-    (one,) = control.job_statuses("demo")
+    (one,) = list_statuses("demo")
     assert (one.state, one.reason) == ("unknown", "no event log"), "it may well be running"
 
 
@@ -188,23 +200,23 @@ def test_of_a_job_without_an_event_log_nobody_says_how_it_ended(
 ) -> None:
     child = process(TERM_ONCE)
     jobs.register(replace(register(home, child.pid), events=""))
-    assert control.stop("demo", timeout=20) == 0
+    assert stop_job("demo", timeout=20) == 0
     assert capsys.readouterr().err.endswith(
         "has stopped: how it ended is not known: no event log\n"
     )
-    assert control.job_statuses("demo")[0].state == "dead"
+    assert list_statuses("demo")[0].state == "dead"
 
 
 def test_a_damaged_event_log_hides_no_other_job(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    register(home, ended(), "demo-1", Event("verdict", 1005.0, {"code": 3, "reason": "r"}))
+    register(home, ended(), "demo-1", LogEvent("verdict", 1005.0, {"code": 3, "reason": "r"}))
     damaged = register(home, ended(), "demo-2")
     with Path(damaged.events).open("a") as log:
         log.write(
             "[" * 100_000 + '\n{"kind": "joined", "time": 1}\n{"kind": "verdict", "time": NaN}\n'
         )
-    assert control.status(all=True) == 0
+    assert show_status(as_json=True, all_jobs=True) == 0
     shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert {one["run"]: one["state"] for one in shown} == {"demo-1": "done", "demo-2": "dead"}
 
@@ -212,25 +224,25 @@ def test_a_damaged_event_log_hides_no_other_job(
 def test_status_without_a_name_is_of_the_one_that_runs_else_of_all(home: Path) -> None:
     register(home, ended(), "demo-1")
     register(home, ended(), "demo-2")
-    assert len(control.job_statuses(None)) == 2
+    assert len(list_statuses(None)) == 2
     register(home, os.getpid(), "demo-3")
-    assert [one.run for one in control.job_statuses(None)] == ["demo-3"]
-    assert len(control.job_statuses(None, all=True)) == 3
+    assert [one.run for one in list_statuses(None)] == ["demo-3"]
+    assert len(list_statuses(None, all_jobs=True)) == 3
 
 
 def test_only_the_newest_are_listed_unless_all_are_asked_for(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gone = ended()
-    for number in range(control.NEWEST + 3):
+    for number in range(MAX_LISTED_JOBS + 3):
         jobs.register(replace(register(home, gone, f"demo-{number:02}"), made=float(number)))
-    shown = [one.run for one in control.job_statuses(None)]
-    assert shown == [f"demo-{number:02}" for number in range(control.NEWEST + 2, 2, -1)]
+    shown = [one.run for one in list_statuses(None)]
+    assert shown == [f"demo-{number:02}" for number in range(MAX_LISTED_JOBS + 2, 2, -1)]
     assert capsys.readouterr().err == "pdrun: 3 older job(s) are not listed; --all lists them\n"
-    assert len(control.job_statuses(None, all=True)) == control.NEWEST + 3
+    assert len(list_statuses(None, all_jobs=True)) == MAX_LISTED_JOBS + 3
     for number in range(2):
         jobs.register(replace(register(home, os.getpid(), f"demo-{number:02}"), made=float(number)))
-    assert {"demo-00", "demo-01"} < {one.run for one in control.job_statuses(None)}
+    assert {"demo-00", "demo-01"} < {one.run for one in list_statuses(None)}
 
 
 def test_of_two_runs_with_one_name_the_newest_is_shown_and_none_is_stopped(
@@ -239,7 +251,7 @@ def test_of_two_runs_with_one_name_the_newest_is_shown_and_none_is_stopped(
     for made in (1.0, 2.0):
         jobs.register(replace(register(home, os.getpid(), f"demo-{made:g}"), made=made))
         write(home, 0, "rank_0.out", b"%d\n" % made, f"demo-{made:g}")
-    assert [one.run for one in control.job_statuses("demo")] == ["demo-2"]
+    assert [one.run for one in list_statuses("demo")] == ["demo-2"]
     assert (
         capsys.readouterr().err
         == "pdrun: 2 runs are called demo; this is the newest that runs, demo-2\n"
@@ -247,7 +259,7 @@ def test_of_two_runs_with_one_name_the_newest_is_shown_and_none_is_stopped(
     assert show(home, "demo")[1] == "n0:0| 2\n"
     assert show(home, "demo-1")[1] == "n0:0| 1\n"
     with pytest.raises(UsageError, match="means more than one job; name one run: demo"):
-        control.stop("demo")
+        stop_job("demo")
 
 
 # Logs
@@ -262,11 +274,11 @@ def write(home: Path, generation: int, name: str, data: bytes, run: str = "demo-
 
 
 def show(home: Path, *args: str, **kwargs: object) -> tuple[int, str, str]:
-    """Run `control.logs` with a console of files; return (code, stdout, stderr)."""
+    """Run `print_logs` with a console of files; return (code, stdout, stderr)."""
     paths = [home / "shown.out", home / "shown.err"]
     fds = [os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC) for path in paths]
     try:
-        code = control.logs(*args, console=Console(*fds), **kwargs)  # type: ignore[arg-type]
+        code = print_logs(*args, console=Console(*fds), **kwargs)  # type: ignore[arg-type]
     finally:
         for fd in fds:
             os.close(fd)
@@ -337,7 +349,7 @@ def test_follow_goes_on_through_a_restart_until_the_end(home: Path, process) -> 
     fd = os.open(shown, os.O_CREAT | os.O_WRONLY)
     result: list[int] = []
     thread = threading.Thread(
-        target=lambda: result.append(control.logs(follow=True, console=Console(fd, fd)))
+        target=lambda: result.append(print_logs(follow=True, console=Console(fd, fd)))
     )
     thread.start()
 
@@ -370,7 +382,7 @@ def test_following_ends_with_its_reader_and_not_with_the_job(home: Path) -> None
     read, out = os.pipe()
     result: list[int] = []
     thread = threading.Thread(
-        target=lambda: result.append(control.logs(follow=True, console=Console(out, out)))
+        target=lambda: result.append(print_logs(follow=True, console=Console(out, out)))
     )
     thread.start()
     assert os.read(read, 100) == b"n0:0| first\n"
@@ -385,8 +397,8 @@ def test_logs_that_go_while_they_are_followed_are_no_fault(home: Path) -> None:
     write(home, 0, "rank_0.out", b"first\n")
     with (home / "shown").open("wb") as file:
         reader = LogReader(
-            jobs.find("demo", jobs.jobs()),
-            control.read_status,
+            find_job("demo", jobs.jobs()),
+            read_status,
             Console(file.fileno(), file.fileno()),
             ranks="all",
             lines=None,
@@ -421,8 +433,8 @@ def test_a_log_that_may_not_be_read_is_named(home: Path, monkeypatch: pytest.Mon
 
 def test_logs_that_are_not_here(home: Path) -> None:
     with pytest.raises(UsageError, match="no job of yours is known here"):
-        control.logs()
+        print_logs()
     job = register(home, ended())
     jobs.register(replace(job, run="demo-2", events="", log_dir=str(home / "elsewhere")))
     with pytest.raises(UsageError, match=r"elsewhere/demo-2: the logs of demo are not here"):
-        control.logs("demo-2")
+        print_logs("demo-2")

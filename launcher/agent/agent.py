@@ -24,11 +24,10 @@ from pdrun.errors import EXIT_UNAVAILABLE, PdrunError, RendezvousError
 from pdrun.launcher.agent.announcer import Voice
 from pdrun.launcher.agent.generation import Part
 from pdrun.launcher.agent.helpers import Crew
-from pdrun.launcher.agent.interfaces import Link, WorkerOutput
+from pdrun.launcher.agent.interfaces import Link, Surroundings, WorkerOutput
 from pdrun.launcher.agent.lifeline import FOR_ALL, UP
 from pdrun.launcher.agent.monitor import EVERY, Reports
 from pdrun.launcher.agent.shutdown import Leaving, answer_time
-from pdrun.launcher.agent.surroundings import Surroundings
 from pdrun.launcher.common.signals import FORWARD, STOP, Signals
 from pdrun.launcher.plan.model import LaunchPlan
 from pdrun.rendezvous.protocol.messages import (

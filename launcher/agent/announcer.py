@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pdrun import async_writer as lane
-from pdrun.background_call import Attempt
+from pdrun import async_writer
+from pdrun.background_call import BackgroundCall
 from pdrun.clock import Clock
 from pdrun.endpoint import parse_endpoint
 from pdrun.launcher.agent.interfaces import WorkerOutput
@@ -55,7 +55,7 @@ class Voice:
         quiet: bool,
         address: str,
         events: str = "",
-        before: Callable[[str], None] = lane.say,
+        before: Callable[[str], None] = async_writer.write_message,
     ) -> None:
         """
         Args:
@@ -315,7 +315,7 @@ class _EventTail:
         self._path = path
         self._at = 0
         self._half = b""
-        self._reading: Attempt[bytes] | None = None
+        self._reading: BackgroundCall[bytes] | None = None
 
     def more(self) -> list[dict[str, Any]]:
         """
@@ -323,7 +323,7 @@ class _EventTail:
         once.
         """
         first = self._reading is None
-        self._reading = self._reading or Attempt(self._read)
+        self._reading = self._reading or BackgroundCall(self._read)
         if not self._reading.wait(READING if first else 0.0):
             return []
         data = self._reading.result()

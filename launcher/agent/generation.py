@@ -11,16 +11,18 @@ it was made.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from pdrun.errors import EXIT_CONFIG, ConfigError
 from pdrun.launcher.agent.announcer import Voice
 from pdrun.launcher.agent.helpers import Crew
-from pdrun.launcher.agent.interfaces import WorkerOutput
+from pdrun.launcher.agent.interfaces import Surroundings, WorkerOutput
 from pdrun.launcher.agent.lifeline import RUNNING
 from pdrun.launcher.agent.monitor import Reports
-from pdrun.launcher.agent.preflight import preflight
-from pdrun.launcher.agent.surroundings import Surroundings
 from pdrun.launcher.agent.worker_group import Group
+from pdrun.launcher.common import files
 from pdrun.launcher.plan.model import LaunchPlan
+from pdrun.launcher.plan.program import look
 from pdrun.rendezvous.protocol.messages import (
     Assign,
     Cause,
@@ -151,3 +153,28 @@ class Part:
         assert self._assign is not None
         self._reports.flush()
         self._tell(WorkerExit(self._assign.generation, rank, cause))
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What the last look found."""
+
+    code: int = 0
+    """Exit code of what is wrong; 0 when this node can start."""
+    reason: str = ""
+    imports_torch: bool = False
+    """The program's text mentions torch: its store will be wanted."""
+
+
+def preflight(plan: LaunchPlan, output: WorkerOutput) -> Preflight:
+    """Return whether this node can start its workers; makes the log folder."""
+    if not files.is_folder(plan.cwd):
+        return Preflight(EXIT_CONFIG, f"the working folder {plan.cwd} is not there")
+    found = look(plan.spec.program, plan.cwd, {**plan.base_env, **plan.spec.env})
+    if found.error:
+        return Preflight(found.code or EXIT_CONFIG, found.error)
+    try:
+        output.prepare()
+    except ConfigError as error:
+        return Preflight(error.exit_code, str(error))
+    return Preflight(imports_torch=found.imports_torch)

@@ -18,8 +18,9 @@ from pdrun.errors import PdrunError
 from pdrun.launcher.agent.interfaces import Keeper
 from pdrun.launcher.agent.store import Stores
 from pdrun.launcher.agent.worker_group import Group
-from pdrun.launcher.plan.model import LaunchPlan, StarterState
+from pdrun.launcher.plan.model import LaunchPlan
 from pdrun.launcher.plan.start_method import starter_command
+from pdrun.launcher.supervisor.events import StarterState
 
 
 class Crew:

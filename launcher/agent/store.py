@@ -20,7 +20,13 @@ from pathlib import Path
 import pdrun.rendezvous
 from pdrun.endpoint import Endpoint
 from pdrun.launcher.agent.interfaces import Keeper
-from pdrun.launcher.plan.model import STORE_SLOT, Exited, KeeperEvent, SpawnFailed, WorkerCommand
+from pdrun.launcher.supervisor.events import (
+    STORE_SLOT,
+    Exited,
+    KeeperEvent,
+    SpawnFailed,
+    WorkerCommand,
+)
 from pdrun.rendezvous.transport.listen import bind_listener
 
 BACKLOG = 4096

@@ -27,18 +27,17 @@ from pdrun.launcher.agent.interfaces import Keeper, WorkerOutput
 from pdrun.launcher.common import procfs
 from pdrun.launcher.common.oom import oom_kills
 from pdrun.launcher.diagnosis.causes import LINGER, Evidence, cause_of
-from pdrun.launcher.plan.model import (
+from pdrun.launcher.plan.environment import worker_env
+from pdrun.launcher.plan.model import LaunchPlan, WorkerPlan
+from pdrun.launcher.plan.start_method import start_of
+from pdrun.launcher.supervisor.events import (
     Exited,
     KeeperEvent,
-    LaunchPlan,
     Spawned,
     SpawnFailed,
     Swept,
     WorkerCommand,
-    WorkerPlan,
 )
-from pdrun.launcher.plan.start_method import start_of
-from pdrun.launcher.plan.worker_env import worker_env
 from pdrun.rendezvous.protocol.messages import Assign, Cause
 
 SETTLE = 0.4

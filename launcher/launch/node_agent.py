@@ -35,7 +35,7 @@ def agent(
     serves: bool = False,
 ) -> int:
     from pdrun.launcher.agent.agent import run_agent
-    from pdrun.launcher.agent.surroundings import Surroundings
+    from pdrun.launcher.agent.interfaces import Surroundings
     from pdrun.launcher.output.router import Output
 
     address = str(child.endpoint) if child else ""

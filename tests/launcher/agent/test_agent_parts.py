@@ -15,7 +15,7 @@ import pytest
 from pdrun.clock import FakeClock
 from pdrun.endpoint import Endpoint
 from pdrun.launcher.agent.announcer import PATIENCE, Voice
-from pdrun.launcher.agent.preflight import preflight
+from pdrun.launcher.agent.generation import preflight
 from pdrun.launcher.common.oom import oom_kills
 from pdrun.launcher.common.signals import Signals
 from pdrun.launcher.jobs.run_record import run_name

@@ -15,7 +15,7 @@ import pytest
 from pdrun.errors import PdrunError, RendezvousError
 from pdrun.launcher.agent import shutdown as module
 from pdrun.launcher.agent.agent import Agent
-from pdrun.launcher.agent.surroundings import Surroundings
+from pdrun.launcher.agent.interfaces import Surroundings
 from pdrun.launcher.common.signals import Signals
 from pdrun.launcher.supervisor.events import Exited, Spawned, Swept
 from pdrun.rendezvous.protocol import messages as m

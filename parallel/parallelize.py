@@ -31,7 +31,7 @@ from pdrun.parallel.model.meta_init import Filler, move
 from pdrun.parallel.model.shards import Cutter, SequenceCutter
 from pdrun.parallel.model.weights import Weight, collect, parse_fusion
 from pdrun.parallel.partition import Cuts, cut_up
-from pdrun.parallel.rng.step_rng import Dice
+from pdrun.parallel.rng.step_rng import StepRNG
 from pdrun.parallel.run import Run
 from pdrun.parallel.startup.init import Context
 from pdrun.parallel.startup.init import init as join
@@ -287,7 +287,7 @@ def parallelize(
     schedule = scheduler(made) if callable(scheduler) else scheduler
     check_scheduler(schedule)
     agreement.check(of_scheduler(schedule))
-    dice = Dice(seed, native_dropout)
+    dice = StepRNG(seed, native_dropout)
     run = Run(job, mesh, engine, made, Objective(cut.model, loss, forward), dice, rows, schedule)
     run.original = cut.original
     run.sequences = context

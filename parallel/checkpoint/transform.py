@@ -21,11 +21,12 @@ import torch
 from pdrun.errors import ConfigError, UsageError, did_you_mean
 from pdrun.parallel.checkpoint import storage
 from pdrun.parallel.checkpoint.regions import Box, everything, volume
-from pdrun.parallel.checkpoint.storage import Piece, Reader
+from pdrun.parallel.checkpoint.reader import Reader
+from pdrun.parallel.checkpoint.storage import Piece
 from pdrun.parallel.comm import mesh as meshes
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.mindspore import from_mindspore, is_mindspore
-from pdrun.parallel.layouts.placement import Part, Placement
+from pdrun.parallel.layouts.placement import ShardRanges, Placement
 
 MOST = 2**16
 """More ranks than a job has; every one of them is looked at."""
@@ -148,7 +149,7 @@ def shares(reader: Reader, placement: Placement) -> Iterator[Share]:
             raise ConfigError(f"has no weight {name}", where=str(reader.folder), hint=hint)
     ranks = tuple(range(placement.grid.size))
     turns = {weight: turn for turn, weight in enumerate(shapes)}
-    held: dict[str, dict[Part, list[int]]] = {}
+    held: dict[str, dict[ShardRanges, list[int]]] = {}
     for name in reader.names():
         shape = reader.shape(name)
         weight = weight_of(name)
@@ -161,7 +162,7 @@ def shares(reader: Reader, placement: Placement) -> Iterator[Share]:
             )
             continue
         if weight not in held:
-            held[weight] = placement.holders(weight, shapes[weight])
+            held[weight] = placement.holders_of(weight, shapes[weight])
         if shape != shapes[weight]:  # a count of steps: with the first part
             yield Share(name, everything(shape), ranks, next(iter(held[weight].values()))[0])
             continue

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from pdrun.parallel.comm.communicator import Axis
-from pdrun.parallel.layouts.layout import cut
+from pdrun.parallel.layouts.layout import shard_range
 
 
 def fan_out(x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -77,7 +77,7 @@ def swap(x: torch.Tensor, axis: Axis, cut_dim: int, whole_dim: int, total: int) 
 
 
 def _own(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    low, high = cut(x.shape[dim], axis.size, axis.index)
+    low, high = shard_range(x.shape[dim], axis.size, axis.index)
     return x.narrow(dim, low, high - low)
 
 

@@ -20,7 +20,7 @@ from pdrun.errors import UsageError
 from pdrun.parallel import torch_compat as compat
 from pdrun.parallel.comm import custom_ops as traced
 from pdrun.parallel.comm.p2p_copy import LEAST, Gather, Peers, Sum, open_peers
-from pdrun.parallel.layouts.layout import cut
+from pdrun.parallel.layouts.layout import shard_range
 
 if TYPE_CHECKING:
     from pdrun.parallel.comm.groups import Axes
@@ -167,7 +167,7 @@ class Axis:
         if torch.compiler.is_compiling():
             return torch.ops.pdrun_axis.reduce_scatter(x, self._number, dim)
         x, dim = x.detach(), dim % x.dim()
-        bounds = [cut(x.shape[dim], self.size, place) for place in range(self.size)]
+        bounds = [shard_range(x.shape[dim], self.size, place) for place in range(self.size)]
         most = bounds[0][1] - bounds[0][0]
         if x.shape[dim] % self.size == 0 and (peers := self._reaching(x.narrow(dim, 0, most), dim)):
             part = x.new_empty(*x.shape[:dim], most, *x.shape[dim + 1 :])
@@ -232,12 +232,12 @@ class Axis:
             return x
         if torch.compiler.is_compiling():
             return torch.ops.pdrun_axis.all_to_all(x, self._number, cut_dim, whole_dim, total)
-        bounds = [cut(x.shape[cut_dim], self.size, place) for place in range(self.size)]
+        bounds = [shard_range(x.shape[cut_dim], self.size, place) for place in range(self.size)]
         parts = [x.narrow(cut_dim, low, high - low) for low, high in bounds]
         shapes = []
         mine = bounds[self.index][1] - bounds[self.index][0]
         for place in range(self.size):
-            low, high = cut(total, self.size, place)
+            low, high = shard_range(total, self.size, place)
             shape = list(x.shape)
             shape[cut_dim], shape[whole_dim] = mine, high - low
             shapes.append(tuple(shape))
@@ -351,7 +351,7 @@ class Axis:
     def _sizes(self, mine: int, dim: int, total: int | None) -> list[int]:
         if total is None:
             return [mine] * self.size
-        bounds = [cut(total, self.size, place) for place in range(self.size)]
+        bounds = [shard_range(total, self.size, place) for place in range(self.size)]
         sizes = [high - low for low, high in bounds]
         if sizes[self.index] != mine:
             what = f"{mine} along dim {dim} is not this rank's part of {total}"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pdrun.parallel.comm import overlapped_matmul as products
-from pdrun.parallel.layouts.layout import cut
+from pdrun.parallel.layouts.layout import shard_range
 
 if TYPE_CHECKING:
     from pdrun.parallel.comm.communicator import Axis
@@ -83,7 +83,7 @@ def _gathered(x: torch.Tensor, axis: int, dim: int, total: int | None) -> torch.
 def _scattered(x: torch.Tensor, axis: int, dim: int) -> torch.Tensor:
     shape = list(x.shape)
     place = _known[axis]
-    low, high = cut(shape[dim], place.size, place.index)
+    low, high = shard_range(shape[dim], place.size, place.index)
     shape[dim] = high - low
     return x.new_empty(shape)
 
@@ -91,7 +91,7 @@ def _scattered(x: torch.Tensor, axis: int, dim: int) -> torch.Tensor:
 def _swapped(x: torch.Tensor, axis: int, cut_dim: int, whole_dim: int, total: int) -> torch.Tensor:
     shape = list(x.shape)
     place = _known[axis]
-    low, high = cut(shape[cut_dim], place.size, place.index)
+    low, high = shard_range(shape[cut_dim], place.size, place.index)
     shape[cut_dim], shape[whole_dim] = high - low, total
     return x.new_empty(shape)
 

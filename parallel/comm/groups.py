@@ -64,9 +64,9 @@ class Axes:
         wanted = (names,) if isinstance(names, str) else tuple(names)
         key = tuple(name for name in wanted if self.grid.degree(name) > 1)
         if key not in self._made:
-            ranks = self.grid.group(key, self.rank)
+            ranks = self.grid.group_ranks(key, self.rank)
             self._made[key] = Axis(
-                self, key, ranks, self.grid.index(key, self.rank), self._group(ranks)
+                self, key, ranks, self.grid.group_index(key, self.rank), self._group(ranks)
             )
         return self._made[key]
 

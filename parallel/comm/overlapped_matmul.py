@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pdrun.parallel.comm.p2p_copy import Sum
-from pdrun.parallel.layouts.layout import cut
+from pdrun.parallel.layouts.layout import shard_range
 
 if TYPE_CHECKING:
     from pdrun.parallel.comm.communicator import Axis, Pending
@@ -43,7 +43,7 @@ def gathered(
     inner = math.prod(whole.shape[dim + 1 : -1])
     size = whole.shape[dim]
     width = whole.shape[-1]
-    low, high = (bound * inner for bound in cut(size, axis.size, axis.index))
+    low, high = (bound * inner for bound in shard_range(size, axis.size, axis.index))
     rows = whole.view(lead, size * inner, width)
     results = [rows.new_empty(lead, size * inner, weight.shape[1]) for weight in weights]
 
@@ -78,7 +78,7 @@ def scattered(
     size = shape[dim]
     lead = math.prod(shape[:dim])
     inner = math.prod(shape[dim + 1 : -1])
-    low, high = cut(size, axis.size, axis.index)
+    low, high = shard_range(size, axis.size, axis.index)
     out = inputs[0].new_empty(*shape[:dim], high - low, *shape[dim + 1 :])
     peers = axis.peers(out) if size % axis.size == 0 else None
     if peers is None:

@@ -90,7 +90,7 @@ def place_on(mesh: Mesh, axes: Axes, shards: int, level: int) -> Place:
     cut = whole if shards == 1 else Comm(data, shards)
     apart = level == 3 and shards > 1 and axes.device.type == "cpu"
     gathers = Comm(data, shards, own=True) if apart else cut
-    last = grid.rank({STAGES: mesh.pp - 1})
+    last = grid.rank_at({STAGES: mesh.pp - 1})
     return Place(
         mesh,
         axes,
@@ -99,5 +99,5 @@ def place_on(mesh: Mesh, axes: Axes, shards: int, level: int) -> Place:
         gathers,
         model=Comm(axes[(STAGES, *mesh.tensor_axes)]),
         job=whole if data.size == job.size else Comm(job),
-        tellers=list(grid.group(DATA, last)),
+        tellers=list(grid.group_ranks(DATA, last)),
     )

@@ -20,7 +20,7 @@ from pdrun.errors import UsageError
 from pdrun.parallel.comm import autograd as collectives
 from pdrun.parallel.comm.groups import Axes
 from pdrun.parallel.layouts.layout import L
-from pdrun.parallel.layouts.redistribute import route
+from pdrun.parallel.layouts.redistribute import plan_redistribution
 from pdrun.parallel.layouts.steps import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -30,13 +30,13 @@ from pdrun.parallel.layouts.steps import (
     REDUCE_SCATTER,
     RESHAPE,
     SLICE,
-    Plan,
-    Step,
+    RedistributionPlan,
+    LayoutStep,
 )
 from pdrun.parallel.layouts.view import View
 
 WHERE = "redistribute"
-_route = lru_cache(maxsize=4096)(route)
+_route = lru_cache(maxsize=4096)(plan_redistribution)
 
 
 def redistribute(
@@ -63,7 +63,7 @@ def redistribute(
     return follow(_route(start, _view(target, axes, shape or start.shape)), x, axes)
 
 
-def follow(plan: Plan, x: torch.Tensor, axes: Axes) -> torch.Tensor:
+def follow(plan: RedistributionPlan, x: torch.Tensor, axes: Axes) -> torch.Tensor:
     """
     Carry out the steps of a plan on what this rank holds.
 
@@ -87,7 +87,7 @@ def _view(end: L | View, axes: Axes, shape: tuple[int, ...] | None) -> View:
     return View(axes.grid, end, tuple(shape))
 
 
-def _taken(step: Step, x: torch.Tensor, axes: Axes) -> torch.Tensor:
+def _taken(step: LayoutStep, x: torch.Tensor, axes: Axes) -> torch.Tensor:
     local = step.after.local_shape(axes.rank)
     if step.kind == RESHAPE:
         return x.reshape(local)
@@ -108,10 +108,10 @@ def _taken(step: Step, x: torch.Tensor, axes: Axes) -> torch.Tensor:
     return _padded(x, step, axes.rank)
 
 
-def _padded(x: torch.Tensor, step: Step, rank: int) -> torch.Tensor:
+def _padded(x: torch.Tensor, step: LayoutStep, rank: int) -> torch.Tensor:
     """Return a part at its place among zeros."""
-    low, high = step.before.ranges(rank)[step.dim][0]
-    first, last = step.after.ranges(rank)[step.dim][0]
+    low, high = step.before.ranges_of(rank)[step.dim][0]
+    first, last = step.after.ranges_of(rank)[step.dim][0]
     around = [0, 0] * (x.dim() - 1 - step.dim) + [low - first, last - high]
     return F.pad(x, around)
 

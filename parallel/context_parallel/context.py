@@ -30,8 +30,8 @@ from torch.utils import _pytree as pytree
 from pdrun.errors import UsageError
 from pdrun.parallel.comm.groups import Axes
 from pdrun.parallel.context_parallel.sequences import WHERE, Sequences
-from pdrun.parallel.layouts.sequence_order import ORDERS, count
-from pdrun.parallel.rng.shard_region import sequence
+from pdrun.parallel.layouts.sequence_order import ORDERS, count_positions
+from pdrun.parallel.rng.shard_region import sharded_sequence
 
 _current: Sequences | None = None
 """What the forward or backward that is computed now works on."""
@@ -158,7 +158,7 @@ class ContextParallel:
         functional.scaled_dot_product_attention = sequences.stands_in(attention)
         functional.multi_head_attention_forward = _without_weights(heads)
         try:
-            with sequence(lambda: (sequences.mine, sequences.length)):
+            with sharded_sequence(lambda: (sequences.mine, sequences.length)):
                 yield
         finally:
             _current = before
@@ -181,7 +181,7 @@ def positions(count_here: int, device: Any = None) -> torch.Tensor:
     """
     if _current is None:
         return torch.arange(count_here, device=device)
-    mine = count(_current.mine)
+    mine = count_positions(_current.mine)
     if count_here != mine:
         told = f"positions of {count_here} tokens, where this rank has {mine} of {_current.length}"
         raise UsageError(

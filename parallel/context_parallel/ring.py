@@ -20,7 +20,7 @@ from pdrun.parallel.comm.communicator import Axis
 from pdrun.parallel.context_parallel import block_attention as kernels
 from pdrun.parallel.context_parallel.block_attention import Finished
 from pdrun.parallel.context_parallel.ring_exchange import Drop, Gradients, Plan, Round, pair_of
-from pdrun.parallel.layouts.sequence_order import ZIGZAG, Block, Ranges, blocks, count, part, within
+from pdrun.parallel.layouts.sequence_order import ZIGZAG, AttentionBlock, Ranges, attention_blocks, count_positions, positions_of, positions_within
 from pdrun.parallel.torch_compat import untraced
 
 WHERE = "ring_attention"
@@ -63,8 +63,8 @@ def ring_attention(
     """
     mine = q.shape[-2]
     length = mine * axis.size if length is None else length
-    parts = tuple(part(length, axis.size, index, order) for index in range(axis.size))
-    _check(q, k, v, mask, length, count(parts[axis.index]))
+    parts = tuple(positions_of(length, axis.size, index, order) for index in range(axis.size))
+    _check(q, k, v, mask, length, count_positions(parts[axis.index]))
     if q.dim() == 3:
         told = ring_attention(
             q[None],
@@ -176,7 +176,7 @@ class _Ring(torch.autograd.Function):
         for step in range(plan.axis.size):
             source = plan.source(step)
             keys, values = ring.take(step)
-            for block in blocks(plan.mine, plan.parts[source], plan.causal):
+            for block in attention_blocks(plan.mine, plan.parts[source], plan.causal):
                 (low, high), (first, last) = block.q, block.k
                 out, lse = kernels.forward(
                     q[:, :, low:high],
@@ -212,7 +212,7 @@ class _Ring(torch.autograd.Function):
             back.expect(step)
             flat = q.new_zeros(pair.size(keys.shape[2]), dtype=kind)
             dk, dv = pair.unpack(flat, keys.shape[2])
-            for block in blocks(plan.mine, plan.parts[source], plan.causal):
+            for block in attention_blocks(plan.mine, plan.parts[source], plan.causal):
                 (low, high), (first, last) = block.q, block.k
                 done = Finished(grad[:, :, low:high], out[:, :, low:high], lse[:, :, low:high])
                 parts = kernels.backward(
@@ -228,7 +228,7 @@ class _Ring(torch.autograd.Function):
                 dk[:, :, first:last] += parts[1]
                 dv[:, :, first:last] += parts[2]
                 if dbias is not None:
-                    _add_bias(dbias, parts[3], block, within(plan.parts[source], first, last))
+                    _add_bias(dbias, parts[3], block, positions_within(plan.parts[source], first, last))
             back.put(step, flat)
         dk, dv = pair.unpack(back.home(), k.shape[2])
         return (
@@ -240,7 +240,7 @@ class _Ring(torch.autograd.Function):
         )
 
 
-def _add_bias(total: torch.Tensor, scores: Any, block: Block, columns: Ranges) -> None:
+def _add_bias(total: torch.Tensor, scores: Any, block: AttentionBlock, columns: Ranges) -> None:
     """Add a block's gradient of the scores to that of the bias, summed over what was broadcast."""
     rows = total if total.shape[2] == 1 else total[:, :, block.q[0] : block.q[1]]
     start = 0

@@ -15,7 +15,7 @@ import torch
 
 from pdrun.parallel.comm.communicator import Axis, Pending
 from pdrun.parallel.context_parallel.block_attention import Extra
-from pdrun.parallel.layouts.sequence_order import Block, Ranges, count, within
+from pdrun.parallel.layouts.sequence_order import AttentionBlock, Ranges, count_positions, positions_within
 
 Drop = Callable[[Ranges, Ranges], torch.Tensor]
 """
@@ -43,14 +43,14 @@ class Plan:
         """Return whose keys this rank holds in a step."""
         return (self.axis.index - step) % self.axis.size
 
-    def extra(self, block: Block, source: int, bias: torch.Tensor | None) -> Extra:
+    def extra(self, block: AttentionBlock, source: int, bias: torch.Tensor | None) -> Extra:
         """
         Return what belongs to a block of the bias (this rank's rows, all columns) and of dropout.
         """
         if bias is None and self.drop is None:
             return Extra()
-        q = within(self.mine, *block.q)
-        k = within(self.parts[source], *block.k)
+        q = positions_within(self.mine, *block.q)
+        k = positions_within(self.parts[source], *block.k)
         if bias is not None:
             rows = bias if bias.shape[-2] == 1 else bias[..., block.q[0] : block.q[1], :]
             bias = torch.cat([rows[..., low:high] for low, high in k], -1)
@@ -100,11 +100,11 @@ class Round:
         if self._next is not None:
             self._flat = self._next.wait()
             self._here = self.pair.unpack(
-                self._flat, count(self.plan.parts[self.plan.source(step)])
+                self._flat, count_positions(self.plan.parts[self.plan.source(step)])
             )
             self._next = None
         if step < self.plan.axis.size - 1:
-            coming = self.pair.size(count(self.plan.parts[self.plan.source(step + 1)]))
+            coming = self.pair.size(count_positions(self.plan.parts[self.plan.source(step + 1)]))
             self._next = self.plan.axis.start_shift(self._flat, shape=(coming,))
         return self._here
 
@@ -129,7 +129,7 @@ class Gradients:
         """
         if step >= 2:
             assert self._travelling is not None
-            self._pending = self._send(count(self.plan.parts[self.plan.source(step)]))
+            self._pending = self._send(count_positions(self.plan.parts[self.plan.source(step)]))
 
     def put(self, step: int, grads: torch.Tensor) -> None:
         """
@@ -147,7 +147,7 @@ class Gradients:
         """Return all gradients of this rank's own keys and values."""
         assert self.own is not None
         if self._travelling is not None:
-            self.own += self._send(count(self.plan.mine)).wait()
+            self.own += self._send(count_positions(self.plan.mine)).wait()
         return self.own
 
     def _send(self, positions: int) -> Pending:

@@ -19,10 +19,10 @@ from pdrun.parallel.context_parallel import block_attention as kernels
 from pdrun.parallel.context_parallel.ring import ring_attention
 from pdrun.parallel.context_parallel.ring_exchange import Drop
 from pdrun.parallel.context_parallel.ulysses import heads_of, ulysses_attention
-from pdrun.parallel.layouts.layout import cut
-from pdrun.parallel.layouts.sequence_order import CONTIGUOUS, ZIGZAG, Ranges, count, part, within
+from pdrun.parallel.layouts.layout import shard_range
+from pdrun.parallel.layouts.sequence_order import CONTIGUOUS, ZIGZAG, Ranges, count_positions, positions_of, positions_within
 from pdrun.parallel.rng.shard_region import cuts_of
-from pdrun.parallel.rng.step_rng import current
+from pdrun.parallel.rng.step_rng import current_rng
 from pdrun.parallel.torch_compat import untraced
 
 WHERE = "ContextParallel"
@@ -85,7 +85,7 @@ class Sequences:
         if length == self.length:
             return
         parts = tuple(self._part(length, index) for index in range(self.axis.size))
-        sizes = [count(ranges) for ranges in parts]
+        sizes = [count_positions(ranges) for ranges in parts]
         if min(sizes) == 0:
             told = f"sequences of {length} positions leave some of {self.axis.size} ranks along cp without any"
             raise UsageError(told, where=WHERE, hint="a smaller cp, or longer sequences")
@@ -101,8 +101,8 @@ class Sequences:
     def _part(self, length: int, index: int) -> Ranges:
         """Return the positions of a rank along cp."""
         place, member = divmod(index, self.ulysses.size)
-        ranges = part(length, self.ring.size, place, self.order)
-        return within(ranges, *cut(count(ranges), self.ulysses.size, member))
+        ranges = positions_of(length, self.ring.size, place, self.order)
+        return positions_within(ranges, *shard_range(count_positions(ranges), self.ulysses.size, member))
 
     def positions(self, device: Any = None) -> torch.Tensor:
         """Return this rank's positions as integers, in the order in which it holds them."""
@@ -206,8 +206,8 @@ class Sequences:
 
         if self.ulysses.size == 1:
             return attend(query, key, value, mask)
-        held = count(
-            part(self.length, self.ring.size, self.axis.index // self.ulysses.size, self.order)
+        held = count_positions(
+            positions_of(self.length, self.ring.size, self.axis.index // self.ulysses.size, self.order)
         )
         return ulysses_attention(
             query, key, value, self.ulysses, length=held, mask=mask, attend=attend
@@ -218,11 +218,11 @@ class Sequences:
         Return the dropout of the weights of one attention: for any block what it is for the whole
         sequences.
         """
-        run = current()
+        run = current_rng()
         if run is None:
             what = "dropout of attention over cut sequences is that of a run"
             raise UsageError(what, where=WHERE, hint="pdrun.parallelize(..., context=...)")
-        drawn = run.draw()
+        drawn = run.draw_call()
         here = query.shape[-3]
         # of the heads here, which may be some of the model's (tensor parallel), an all-to-all
         # leaves this rank a part
@@ -232,9 +232,9 @@ class Sequences:
         outer = (*query.shape[:-3], high - low)
 
         def drop(queries: Ranges, keys: Ranges) -> torch.Tensor:
-            dims = (within(ranges, low, high), heads), (queries, self.length), (keys, self.length)
+            dims = (positions_within(ranges, low, high), heads), (queries, self.length), (keys, self.length)
             cuts = {len(outer) - 1 + place: cut for place, cut in enumerate(dims)}
-            keep = run.mask(drawn, p, (*outer, count(queries), count(keys)), cuts, query.device)
+            keep = run.compute_mask(drawn, p, (*outer, count_positions(queries), count_positions(keys)), cuts, query.device)
             return keep.to(kernels.wide(query.dtype)).mul_(0.0 if p >= 1 else 1 / (1 - p))
 
         return drop
@@ -244,7 +244,7 @@ class Sequences:
         Return whether an attention is one over the cut sequences, by its sizes; the same on all
         ranks.
         """
-        mine = count(self.mine)
+        mine = count_positions(self.mine)
         sizes = set(self.sizes)
         if queries == keys == mine:
             return True
@@ -268,7 +268,7 @@ class Sequences:
         mask = mask if mask.dim() > 1 else mask[None]
         rows = mask.shape[-2]
         columns = mask.shape[-1]
-        mine = count(self.mine)
+        mine = count_positions(self.mine)
         if columns == self.length and rows in (1, mine):
             return mask
         if columns == self.length and rows == self.length:

@@ -18,7 +18,7 @@ from pdrun.errors import UsageError
 from pdrun.parallel.comm import autograd as collectives
 from pdrun.parallel.comm.communicator import Axis
 from pdrun.parallel.context_parallel.block_attention import spread
-from pdrun.parallel.layouts.layout import cut
+from pdrun.parallel.layouts.layout import shard_range
 
 WHERE = "ulysses_attention"
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -27,7 +27,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None
 
 def heads_of(axis: Axis, heads: int) -> tuple[int, int]:
     """Return which heads (low, high) a rank computes."""
-    return cut(heads, axis.size, axis.index)
+    return shard_range(heads, axis.size, axis.index)
 
 
 def ulysses_attention(

@@ -24,7 +24,7 @@ from torch.utils.data import (
 
 from pdrun.errors import UsageError
 from pdrun.parallel.data.batch_slicing import cut_rows
-from pdrun.parallel.rng.hashing import mix
+from pdrun.parallel.rng.hashing import mix_bits
 
 WHERE = "pdrun.Run.data"
 
@@ -84,7 +84,7 @@ class Loader:
         """Return the dataset's indices in the order of an epoch."""
         if not self.shuffle:
             return list(range(len(self.dataset)))
-        dice = torch.Generator().manual_seed(mix(seed, epoch, 3))
+        dice = torch.Generator().manual_seed(mix_bits(seed, epoch, 3))
         found: list[int] = torch.randperm(len(self.dataset), generator=dice).tolist()
         return found
 
@@ -179,7 +179,7 @@ def read(
             num_workers=loader.workers,
             collate_fn=loader.collate,
             pin_memory=loader.pin,
-            generator=torch.Generator().manual_seed(mix(seed, epoch, 4)),
+            generator=torch.Generator().manual_seed(mix_bits(seed, epoch, 4)),
         )
         if mine
         else []
@@ -198,7 +198,7 @@ class _Seeded(Dataset[Any]):
         self._epoch = epoch
 
     def __getitem__(self, index: int) -> Any:
-        seed = mix(self._seed, self._epoch, index, 5)
+        seed = mix_bits(self._seed, self._epoch, index, 5)
         numpy = sys.modules.get("numpy")
         kept = torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None
         try:

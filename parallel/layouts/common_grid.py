@@ -15,17 +15,17 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from pdrun.parallel.layouts.grid import Grid
-from pdrun.parallel.layouts.layout import L, cut
-from pdrun.parallel.layouts.view import VIRTUAL, View
+from pdrun.parallel.layouts.layout import L, shard_range
+from pdrun.parallel.layouts.view import VIRTUAL_AXIS, View
 
-Stack = tuple[str, ...]
-Split = dict[str, Stack]
-Pieces = list[tuple[int, Stack]]
+AxisStack = tuple[str, ...]
+AxisSplits = dict[str, AxisStack]
+DimPieces = list[tuple[int, AxisStack]]
 """Dims as (size, axes that cut it)."""
 
 
 @dataclass(frozen=True)
-class Pair:
+class ViewPair:
     """
     Two views of one shape on one grid that hold the same elements, in the same order, as the views
     given.
@@ -35,7 +35,7 @@ class Pair:
     target: View
 
 
-class _Refine(Exception):
+class _AxisSplitNeeded(Exception):
     """An axis has to become two, the first of ``major`` devices."""
 
     def __init__(self, axis: str, major: int) -> None:
@@ -44,36 +44,36 @@ class _Refine(Exception):
         self.major = major
 
 
-class _Misfit(Exception):
+class _NoCommonForm(Exception):
     """There is no common form."""
 
 
-def unify(source: View, target: View, expand: bool = True) -> Pair | None:
+def unify_views(source: View, target: View, expand: bool = True) -> ViewPair | None:
     """
     Return both views in one form; None where there is none.
 
     Args:
         expand: write dims that several axes cut as several dims. Without, shapes must be equal.
     """
-    joined = common_grid(source.grid, target.grid)
+    joined = find_common_grid(source.grid, target.grid)
     if joined is None or (not expand and source.shape != target.shape):
         return None
     grid, first, second = joined
     while True:
         try:
-            here = _renamed(source, first, grid)
-            there = _renamed(target, second, grid)
-            dims = _blocks(here, there, grid, (source.virtual, target.virtual), expand)
+            here = _on_common_grid(source, first, grid)
+            there = _on_common_grid(target, second, grid)
+            dims = _common_dims(here, there, grid, (source.virtual, target.virtual), expand)
             break
-        except _Refine as wish:
+        except _AxisSplitNeeded as wish:
             grid, split = _split_axis(grid, wish.axis, wish.major)
-            first = {axis: _through(names, split) for axis, names in first.items()}
-            second = {axis: _through(names, split) for axis, names in second.items()}
-        except _Misfit:
+            first = {axis: _replace_axes(names, split) for axis, names in first.items()}
+            second = {axis: _replace_axes(names, split) for axis, names in second.items()}
+        except _NoCommonForm:
             return None
     shape = tuple(size for size, _, _ in dims)
-    sums = (_through(source.layout.sums, first), _through(target.layout.sums, second))
-    return Pair(
+    sums = (_replace_axes(source.layout.sums, first), _replace_axes(target.layout.sums, second))
+    return ViewPair(
         View(grid, L(*[axes for _, axes, _ in dims], sums=sums[0]), shape),
         View(grid, L(*[axes for _, _, axes in dims], sums=sums[1]), shape),
     )
@@ -82,23 +82,23 @@ def unify(source: View, target: View, expand: bool = True) -> Pair | None:
 # ---- grids ------------------------------------------------------------------
 
 
-def common_grid(first: Grid, second: Grid) -> tuple[Grid, Split, Split] | None:
+def find_common_grid(first: Grid, second: Grid) -> tuple[Grid, AxisSplits, AxisSplits] | None:
     """
     Return the coarsest grid that refines both, and the run of its axes that each axis of either is.
     """
     if first == second:
-        same: Split = {
+        same: AxisSplits = {
             name: (name,) if size > 1 else ()
             for name, size in zip(first.names, first.sizes, strict=True)
         }
         return first, same, same
-    both = [spans(first), spans(second)]
+    both = [axis_spans(first), axis_spans(second)]
     strides = sorted({1, *(stride for one in both for span in one.values() for stride in span)})
     if first.size != second.size or any(high % low for low, high in pairwise(strides)):
         return None
     names: dict[tuple[int, int], str] = {}
     for low, high in pairwise(strides):
-        names[low, high] = _name((low, high), both, set(names.values()))
+        names[low, high] = _name_axis((low, high), both, set(names.values()))
     outer = list(reversed(names))
     grid = Grid(tuple(names[span] for span in outer), tuple(high // low for low, high in outer))
     split_first, split_second = (
@@ -111,7 +111,7 @@ def common_grid(first: Grid, second: Grid) -> tuple[Grid, Split, Split] | None:
     return grid, split_first, split_second
 
 
-def spans(grid: Grid) -> dict[str, tuple[int, int]]:
+def axis_spans(grid: Grid) -> dict[str, tuple[int, int]]:
     """Return for each axis its stride and that of the axis outside it."""
     found = {}
     stride = 1
@@ -121,7 +121,7 @@ def spans(grid: Grid) -> dict[str, tuple[int, int]]:
     return found
 
 
-def _name(span: tuple[int, int], both: list[dict[str, tuple[int, int]]], taken: set[str]) -> str:
+def _name_axis(span: tuple[int, int], both: list[dict[str, tuple[int, int]]], taken: set[str]) -> str:
     """
     Return what an axis of the common grid is called: as the axis that it is, or after the one that
     it is part of.
@@ -135,20 +135,20 @@ def _name(span: tuple[int, int], both: list[dict[str, tuple[int, int]]], taken: 
         for axis, (low, high) in both[0].items()
         if low <= span[0] and span[1] <= high and high > low
     )
-    return _fresh(inside, taken | set(both[0]) | set(both[1]))
+    return _fresh_name(inside, taken | set(both[0]) | set(both[1]))
 
 
-def _fresh(axis: str, taken: set[str]) -> str:
+def _fresh_name(axis: str, taken: set[str]) -> str:
     number = 0
     while f"{axis}.{number}" in taken:
         number += 1
     return f"{axis}.{number}"
 
 
-def _split_axis(grid: Grid, axis: str, major: int) -> tuple[Grid, Split]:
+def _split_axis(grid: Grid, axis: str, major: int) -> tuple[Grid, AxisSplits]:
     taken = set(grid.names)
-    first = _fresh(axis, taken)
-    second = _fresh(axis, taken | {first})
+    first = _fresh_name(axis, taken)
+    second = _fresh_name(axis, taken | {first})
     place = grid.names.index(axis)
     size = grid.degree(axis)
     names = (*grid.names[:place], first, second, *grid.names[place + 1 :])
@@ -156,41 +156,41 @@ def _split_axis(grid: Grid, axis: str, major: int) -> tuple[Grid, Split]:
     return Grid(names, sizes), {axis: (first, second)}
 
 
-def _through(names: Stack, split: Split) -> Stack:
+def _replace_axes(names: AxisStack, split: AxisSplits) -> AxisStack:
     return tuple(new for name in names for new in split.get(name, (name,)))
 
 
-def _renamed(view: View, split: Split, grid: Grid) -> Pieces:
+def _on_common_grid(view: View, split: AxisSplits, grid: Grid) -> DimPieces:
     """
     Return a view's dims by the axes of the common grid; one that this would cut elsewhere is a
     misfit.
     """
-    dims: Pieces = []
+    dims: DimPieces = []
     for size, stack in zip(view.shape, view.layout.dims, strict=True):
-        fine = _through(stack, split)
+        fine = _replace_axes(stack, split)
         sizes = (
             [view.degree(axis) for axis in stack],
-            [view.virtual if a == VIRTUAL else grid.degree(a) for a in fine],
+            [view.virtual if a == VIRTUAL_AXIS else grid.degree(a) for a in fine],
         )
-        if size % math.prod(sizes[0]) and _bounds(size, sizes[0]) != _bounds(size, sizes[1]):
-            raise _Misfit
+        if size % math.prod(sizes[0]) and _part_bounds(size, sizes[0]) != _part_bounds(size, sizes[1]):
+            raise _NoCommonForm
         dims.append((size, fine))
     return dims
 
 
-def _bounds(size: int, degrees: list[int]) -> list[tuple[int, int]]:
+def _part_bounds(size: int, degrees: list[int]) -> list[tuple[int, int]]:
     """Return the parts of a dim that is cut axis after axis."""
     held = [(0, size)]
     for degree in degrees:
         held = [
             (low + start, low + stop)
             for low, high in held
-            for start, stop in (cut(high - low, degree, place) for place in range(degree))
+            for start, stop in (shard_range(high - low, degree, place) for place in range(degree))
         ]
     return held
 
 
-def split_at(grid: Grid, strides: tuple[int, ...]) -> tuple[Grid, Split]:
+def split_at_strides(grid: Grid, strides: tuple[int, ...]) -> tuple[Grid, AxisSplits]:
     """
     Return the grid whose axes end at some strides too, and the run of its axes that each axis
     becomes.
@@ -198,14 +198,14 @@ def split_at(grid: Grid, strides: tuple[int, ...]) -> tuple[Grid, Split]:
     Raises:
         ValueError: a stride that does not fit the grid's.
     """
-    split: Split = {name: (name,) for name in grid.names}
+    split: AxisSplits = {name: (name,) for name in grid.names}
     for stride in strides:
-        for axis, (low, high) in spans(grid).items():
+        for axis, (low, high) in axis_spans(grid).items():
             if low < stride < high:
                 if stride % low or high % stride:
                     raise ValueError(f"a stride of {stride} does not fit ({grid})")
                 grid, parts = _split_axis(grid, axis, high // stride)
-                split = {name: _through(names, parts) for name, names in split.items()}
+                split = {name: _replace_axes(names, parts) for name, names in split.items()}
                 break
     return grid, split
 
@@ -213,46 +213,46 @@ def split_at(grid: Grid, strides: tuple[int, ...]) -> tuple[Grid, Split]:
 # ---- shapes -----------------------------------------------------------------
 
 
-def _blocks(
-    source: Pieces, target: Pieces, grid: Grid, virtual: tuple[int, int], expand: bool
-) -> list[tuple[int, Stack, Stack]]:
+def _common_dims(
+    source: DimPieces, target: DimPieces, grid: Grid, virtual: tuple[int, int], expand: bool
+) -> list[tuple[int, AxisStack, AxisStack]]:
     """Return common dims as (size, axes before, axes after)."""
-    found: list[tuple[int, Stack, Stack]] = []
-    for here, there in _matched(source, target):
+    found: list[tuple[int, AxisStack, AxisStack]] = []
+    for here, there in _match_dims(source, target):
         if len(here) == len(there) == 1 and here[0][0] == there[0][0]:
             pair = (here[0][0], here[0][1], there[0][1])
-            if not _needs(pair, grid, expand):
+            if not _needs_expansion(pair, grid, expand):
                 found.append(pair)
                 continue
             try:
-                found += _common(
-                    _expanded(here, grid, virtual[0]), _expanded(there, grid, virtual[1]), grid
+                found += _refine_shapes(
+                    _expand_dims(here, grid, virtual[0]), _expand_dims(there, grid, virtual[1]), grid
                 )
-            except _Misfit:
-                if VIRTUAL in (*pair[1], *pair[2]):
+            except _NoCommonForm:
+                if VIRTUAL_AXIS in (*pair[1], *pair[2]):
                     raise
                 found.append(pair)
         else:
-            found += _common(
-                _expanded(here, grid, virtual[0]), _expanded(there, grid, virtual[1]), grid
+            found += _refine_shapes(
+                _expand_dims(here, grid, virtual[0]), _expand_dims(there, grid, virtual[1]), grid
             )
     return found
 
 
-def _needs(pair: tuple[int, Stack, Stack], grid: Grid, expand: bool) -> bool:
+def _needs_expansion(pair: tuple[int, AxisStack, AxisStack], grid: Grid, expand: bool) -> bool:
     """Return whether a dim must (virtual parts) or may profitably be written as several."""
     size, here, there = pair
-    if VIRTUAL in here or VIRTUAL in there:
+    if VIRTUAL_AXIS in here or VIRTUAL_AXIS in there:
         return True
     return expand and size > 0 and here != there and max(len(here), len(there)) > 1
 
 
-def _matched(source: Pieces, target: Pieces) -> list[tuple[Pieces, Pieces]]:
+def _match_dims(source: DimPieces, target: DimPieces) -> list[tuple[DimPieces, DimPieces]]:
     """Return the smallest runs of dims with equal products."""
     if [size for size, _ in source] == [size for size, _ in target]:
         return [([here], [there]) for here, there in zip(source, target, strict=True)]
     if any(size == 0 for size, _ in source):
-        raise _Misfit
+        raise _NoCommonForm
     found = []
     left = list(source)
     right = list(target)
@@ -272,36 +272,36 @@ def _matched(source: Pieces, target: Pieces) -> list[tuple[Pieces, Pieces]]:
     return found
 
 
-def _expanded(dims: Pieces, grid: Grid, virtual: int) -> Pieces:
+def _expand_dims(dims: DimPieces, grid: Grid, virtual: int) -> DimPieces:
     """Return dims with at most one axis each."""
-    found: Pieces = []
+    found: DimPieces = []
     for size, stack in dims:
-        while stack and stack[-1] == VIRTUAL:  # inside all others: its parts lie side by side
+        while stack and stack[-1] == VIRTUAL_AXIS:  # inside all others: its parts lie side by side
             stack = stack[:-1]
-        degrees = [virtual if axis == VIRTUAL else grid.degree(axis) for axis in stack]
+        degrees = [virtual if axis == VIRTUAL_AXIS else grid.degree(axis) for axis in stack]
         if size % math.prod(degrees):
             if len(dims) == 1 and len(stack) == 1 and size > 1:
                 found.append((size, stack))
                 continue
-            raise _Misfit
+            raise _NoCommonForm
         for axis, degree in zip(stack[:-1], degrees[:-1], strict=True):
-            found.append((degree, () if axis == VIRTUAL else (axis,)))
+            found.append((degree, () if axis == VIRTUAL_AXIS else (axis,)))
             size //= degree
         found.append((size, stack[-1:]))
     return [piece for piece in found if piece[0] != 1] or [(1, ())]
 
 
-def _common(source: Pieces, target: Pieces, grid: Grid) -> list[tuple[int, Stack, Stack]]:
+def _refine_shapes(source: DimPieces, target: DimPieces, grid: Grid) -> list[tuple[int, AxisStack, AxisStack]]:
     """Return the dims of the shape that refines both."""
-    strides = sorted({1, *_strides(source), *_strides(target)})
+    strides = sorted({1, *_dim_strides(source), *_dim_strides(target)})
     if any(high % low for low, high in pairwise(strides)):
-        raise _Misfit
-    here = _cut_up(source, strides, grid)
-    there = _cut_up(target, strides, grid)
+        raise _NoCommonForm
+    here = _split_dims(source, strides, grid)
+    there = _split_dims(target, strides, grid)
     return [(size, a, b) for (size, a), (_, b) in zip(here, there, strict=True)]
 
 
-def _strides(dims: Pieces) -> list[int]:
+def _dim_strides(dims: DimPieces) -> list[int]:
     found = []
     stride = 1
     for size, _ in reversed(dims):
@@ -310,12 +310,12 @@ def _strides(dims: Pieces) -> list[int]:
     return found
 
 
-def _cut_up(dims: Pieces, strides: list[int], grid: Grid) -> Pieces:
+def _split_dims(dims: DimPieces, strides: list[int], grid: Grid) -> DimPieces:
     """
     Cut dims at strides; a cut dim's axis goes to the first of its parts, and on to the next where
     it is larger.
     """
-    found: Pieces = []
+    found: DimPieces = []
     high = math.prod(size for size, _ in dims)
     if high == 1:
         return [(1, ())]
@@ -325,16 +325,16 @@ def _cut_up(dims: Pieces, strides: list[int], grid: Grid) -> Pieces:
         parts = [outer // inside for outer, inside in pairwise(inner)]
         high = low
         if len(parts) > 1 and stack:
-            found += _placed(parts, stack[0], size, grid)
+            found += _place_axis(parts, stack[0], size, grid)
         else:
             found += [(parts[0], stack), *[(part, ()) for part in parts[1:]]]
     return found
 
 
-def _placed(parts: list[int], axis: str, size: int, grid: Grid) -> Pieces:
+def _place_axis(parts: list[int], axis: str, size: int, grid: Grid) -> DimPieces:
     degree = grid.degree(axis)
     if size % degree == 0 and parts[0] % degree == 0:
         return [(parts[0], (axis,)), *[(part, ()) for part in parts[1:]]]
     if size % degree == 0 and degree % parts[0] == 0:
-        raise _Refine(axis, parts[0])
-    raise _Misfit
+        raise _AxisSplitNeeded(axis, parts[0])
+    raise _NoCommonForm

@@ -20,17 +20,17 @@ from typing import Any
 from pdrun.errors import UsageError
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
-from pdrun.parallel.layouts.view import VIRTUAL, View
+from pdrun.parallel.layouts.view import VIRTUAL_AXIS, View
 
-NONE = "None"
+UNSHARDED_NAME = "None"
 """How a layout by names says that a dim is whole."""
-REPEAT = "repeat"
+REPEAT_AXIS = "repeat"
 """Name of the axis over which the result is held several times."""
 TensorMap = tuple[int | tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
-class BoundLayout:
+class DeviceMatrixLayout:
     """
     A layout on a grid of its own, for tensors of any shape; ``virtual``: parts along `VIRTUAL`.
     """
@@ -39,19 +39,19 @@ class BoundLayout:
     layout: L
     virtual: int = 1
 
-    def on(self, shape: tuple[int, ...]) -> View:
+    def view_of(self, shape: tuple[int, ...]) -> View:
         """Return where a tensor of ``shape`` lies."""
         return View(self.grid, self.layout, shape, self.virtual)
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def axis_names(self) -> tuple[str, ...]:
         """All axes, the virtual one last."""
-        return (*self.grid.names, VIRTUAL) if self.virtual > 1 else self.grid.names
+        return (*self.grid.names, VIRTUAL_AXIS) if self.virtual > 1 else self.grid.names
 
     @property
     def tensor_map(self) -> TensorMap:
         """The layout in numbers."""
-        return to_tensor_map(self.layout, self.names)
+        return to_tensor_map(self.layout, self.axis_names)
 
 
 class Layout:
@@ -84,21 +84,21 @@ class Layout:
         for name in alias_name:
             if not isinstance(name, str) or not name:
                 raise UsageError(f"{name!r} in alias_name is not a name", where=where)
-            if name == NONE:
+            if name == UNSHARDED_NAME:
                 raise UsageError(
-                    f'the name "{NONE}" is reserved for dims that are whole', where=where
+                    f'the name "{UNSHARDED_NAME}" is reserved for dims that are whole', where=where
                 )
             if alias_name.count(name) > 1:
                 raise UsageError(f"the name {name!r} is given twice", where=where)
-        if VIRTUAL in alias_name[:-1]:
-            raise UsageError(f"{VIRTUAL!r} must be the last axis", where=where)
+        if VIRTUAL_AXIS in alias_name[:-1]:
+            raise UsageError(f"{VIRTUAL_AXIS!r} must be the last axis", where=where)
         self.alias_name = alias_name
         self.device_matrix = device_matrix
-        real = len(alias_name) - (alias_name[-1] == VIRTUAL)
+        real = len(alias_name) - (alias_name[-1] == VIRTUAL_AXIS)
         self.grid = Grid(alias_name[:real], device_matrix[:real])
         self.virtual = device_matrix[-1] if real < len(alias_name) else 1
 
-    def __call__(self, *tensor_map: str | tuple[str, ...]) -> BoundLayout:
+    def __call__(self, *tensor_map: str | tuple[str, ...]) -> DeviceMatrixLayout:
         """
         Return the layout of a tensor.
 
@@ -116,9 +116,9 @@ class Layout:
             ):
                 what = f"{entry!r} is neither a name nor a tuple of names"
                 raise UsageError(
-                    what, where="Layout", hint=f'"{NONE}" stands for a dim that is whole'
+                    what, where="Layout", hint=f'"{UNSHARDED_NAME}" stands for a dim that is whole'
                 )
-            if names == (NONE,):
+            if names == (UNSHARDED_NAME,):
                 dims.append(())
                 continue
             for name in names:
@@ -126,7 +126,7 @@ class Layout:
                     hint = f"the axes are {', '.join(self.alias_name)}"
                     raise UsageError(f"there is no axis {name!r}", where="Layout", hint=hint)
             dims.append(names)
-        return BoundLayout(self.grid, L(*dims), self.virtual)
+        return DeviceMatrixLayout(self.grid, L(*dims), self.virtual)
 
 
 def to_tensor_map(layout: L, names: tuple[str, ...]) -> TensorMap:
@@ -166,7 +166,7 @@ def is_counts(value: Any) -> bool:
     )
 
 
-def counts(cuts: tuple[int, ...], devices: int) -> BoundLayout:
+def layout_from_counts(cuts: tuple[int, ...], devices: int) -> DeviceMatrixLayout:
     """
     Return the layout that cuts each dim that often, on the grid that this implies.
 
@@ -185,12 +185,12 @@ def counts(cuts: tuple[int, ...], devices: int) -> BoundLayout:
     names = tuple(f"d{dim}" for dim in range(len(cuts)))
     layout = L(*[name if count > 1 else None for name, count in zip(names, cuts, strict=True)])
     repeats = devices // used
-    return BoundLayout(
-        Grid((*names, REPEAT), (*cuts, repeats)) if repeats > 1 else Grid(names, cuts), layout
+    return DeviceMatrixLayout(
+        Grid((*names, REPEAT_AXIS), (*cuts, repeats)) if repeats > 1 else Grid(names, cuts), layout
     )
 
 
-def match(cuts: tuple[int, ...], grid: Grid, axes: tuple[str, ...] | None = None) -> L:
+def match_counts(cuts: tuple[int, ...], grid: Grid, axes: tuple[str, ...] | None = None) -> L:
     """
     Return the layout by the axes of a grid that cuts each dim that often.
 
@@ -203,7 +203,7 @@ def match(cuts: tuple[int, ...], grid: Grid, axes: tuple[str, ...] | None = None
     """
     _check_counts(cuts)
     usable = [name for name in axes or grid.names if grid.degree(name) > 1]
-    found = list(_ways(cuts, usable, grid))
+    found = list(_matching_layouts(cuts, usable, grid))
     shown = (
         ", ".join(f"{name}={grid.degree(name)}" for name in usable)
         or "none of more than one device"
@@ -228,7 +228,7 @@ def _check_counts(cuts: tuple[int, ...]) -> None:
             )
 
 
-def _ways(cuts: tuple[int, ...], usable: list[str], grid: Grid) -> Iterator[L]:
+def _matching_layouts(cuts: tuple[int, ...], usable: list[str], grid: Grid) -> Iterator[L]:
     """
     Yield every layout whose dims are cut that often, the axes of a dim in the order of the grid.
     """
@@ -237,7 +237,7 @@ def _ways(cuts: tuple[int, ...], usable: list[str], grid: Grid) -> Iterator[L]:
         if dim == len(cuts):
             yield ()
             return
-        for chosen in _products(cuts[dim], free, grid):
+        for chosen in _axis_choices(cuts[dim], free, grid):
             rest = [name for name in free if name not in chosen]
             for others in fill(dim + 1, rest):
                 yield (chosen, *others)
@@ -245,18 +245,18 @@ def _ways(cuts: tuple[int, ...], usable: list[str], grid: Grid) -> Iterator[L]:
     return (L(*dims) for dims in fill(0, usable))
 
 
-def _products(wanted: int, names: list[str], grid: Grid) -> Iterator[tuple[str, ...]]:
+def _axis_choices(wanted: int, names: list[str], grid: Grid) -> Iterator[tuple[str, ...]]:
     """Yield every choice of names, in order, whose degrees multiply to ``wanted``."""
     if wanted == 1:
         yield ()
         return
     for at, name in enumerate(names):
         if wanted % grid.degree(name) == 0:
-            for rest in _products(wanted // grid.degree(name), names[at + 1 :], grid):
+            for rest in _axis_choices(wanted // grid.degree(name), names[at + 1 :], grid):
                 yield (name, *rest)
 
 
-def onto(bound: BoundLayout, grid: Grid) -> L:
+def to_mesh_layout(bound: DeviceMatrixLayout, grid: Grid) -> L:
     """
     Return a bound layout by the axes of another grid over the same ranks.
 
@@ -268,16 +268,16 @@ def onto(bound: BoundLayout, grid: Grid) -> L:
         raise UsageError(
             f"({bound.grid}) has {bound.grid.size} devices, ({grid}) {grid.size}", where="Layout"
         )
-    if VIRTUAL in bound.layout.axes:
-        raise UsageError(f"{VIRTUAL!r} is no axis of the mesh ({grid})", where="Layout")
+    if VIRTUAL_AXIS in bound.layout.axes:
+        raise UsageError(f"{VIRTUAL_AXIS!r} is no axis of the mesh ({grid})", where="Layout")
     named = {
-        axis: _run(bound.grid, axis, grid) for axis in (*bound.layout.axes, *bound.layout.sums)
+        axis: _axes_within(bound.grid, axis, grid) for axis in (*bound.layout.axes, *bound.layout.sums)
     }
     dims = [tuple(name for axis in dim for name in named[axis]) for dim in bound.layout.dims]
     return L(*dims, sums=tuple(name for axis in bound.layout.sums for name in named[axis]))
 
 
-def _run(own: Grid, axis: str, grid: Grid) -> tuple[str, ...]:
+def _axes_within(own: Grid, axis: str, grid: Grid) -> tuple[str, ...]:
     place = own.names.index(axis)
     low = math.prod(own.sizes[place + 1 :])
     high = low * own.degree(axis)
@@ -310,10 +310,10 @@ def as_layout(value: Any, grid: Grid, axes: tuple[str, ...] | None = None) -> L:
         for axis in (*value.axes, *value.sums):
             grid.degree(axis)
         return value
-    if isinstance(value, BoundLayout):
-        return onto(value, grid)
+    if isinstance(value, DeviceMatrixLayout):
+        return to_mesh_layout(value, grid)
     if is_counts(value):
-        return match(value, grid, axes)
+        return match_counts(value, grid, axes)
     what = f"{value!r} is no layout"
     raise UsageError(
         what, where="Layout", hint='L("dp", None), Layout(...)(...) or counts such as (4, 2)'

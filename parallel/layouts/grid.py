@@ -41,9 +41,9 @@ class Grid:
         Raises:
             UsageError: there is no such axis.
         """
-        return self.sizes[self._place(axis)]
+        return self.sizes[self._axis_place(axis)]
 
-    def extent(self, axes: tuple[str, ...]) -> int:
+    def group_size(self, axes: tuple[str, ...]) -> int:
         """Return how many parts some axes make together."""
         return math.prod(self.degree(axis) for axis in axes)
 
@@ -58,14 +58,14 @@ class Grid:
             rank, found[name] = divmod(rank, size)
         return {name: found[name] for name in self.names}
 
-    def rank(self, coordinate: dict[str, int]) -> int:
+    def rank_at(self, coordinate: dict[str, int]) -> int:
         """Return the rank at a coordinate; an axis that isn't given is at 0."""
         total = 0
         for name, size in zip(self.names, self.sizes, strict=True):
             total = total * size + coordinate.get(name, 0)
         return total
 
-    def group(self, axes: tuple[str, ...], rank: int) -> tuple[int, ...]:
+    def group_ranks(self, axes: tuple[str, ...], rank: int) -> tuple[int, ...]:
         """
         Return the ranks that differ from ``rank`` along ``axes`` only, in the order of their index
         (see `index`).
@@ -75,11 +75,11 @@ class Grid:
         here = self.coordinate(rank)
         spans = [range(self.degree(axis)) for axis in axes]
         return tuple(
-            self.rank({**here, **dict(zip(axes, at, strict=True))})
+            self.rank_at({**here, **dict(zip(axes, at, strict=True))})
             for at in itertools.product(*spans)
         )
 
-    def index(self, axes: tuple[str, ...], rank: int) -> int:
+    def group_index(self, axes: tuple[str, ...], rank: int) -> int:
         """Return a rank's place among `group`'s ranks."""
         here = self.coordinate(rank)
         total = 0
@@ -87,7 +87,7 @@ class Grid:
             total = total * self.degree(axis) + here[axis]
         return total
 
-    def _place(self, axis: str) -> int:
+    def _axis_place(self, axis: str) -> int:
         if axis not in self.names:
             raise UsageError(
                 f"there is no axis {axis!r}",

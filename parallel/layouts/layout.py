@@ -21,7 +21,7 @@ Dim = str | tuple[str, ...] | None
 WHERE = "Layout"
 
 
-def cut(size: int, parts: int, index: int) -> tuple[int, int]:
+def shard_range(size: int, parts: int, index: int) -> tuple[int, int]:
     """
     Return (low, high) of part ``index`` of ``parts`` of a dim; the first ``size % parts`` parts are
     one longer.
@@ -102,7 +102,7 @@ class L:
             low = 0
             high = size
             for axis in dim:
-                start, stop = cut(high - low, grid.degree(axis), here[axis])
+                start, stop = shard_range(high - low, grid.degree(axis), here[axis])
                 low, high = low + start, low + stop
             found.append((low, high))
         return tuple(found)

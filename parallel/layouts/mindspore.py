@@ -14,19 +14,19 @@ from collections.abc import Iterable
 from typing import Any
 
 from pdrun.errors import ConfigError, UsageError
-from pdrun.parallel.layouts.common_grid import common_grid, spans, split_at
+from pdrun.parallel.layouts.common_grid import find_common_grid, axis_spans, split_at_strides
 from pdrun.parallel.layouts.device_matrix import from_tensor_map, to_tensor_map
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
-from pdrun.parallel.layouts.placement import STAGES, Placement, WeightLayout
+from pdrun.parallel.layouts.placement import STAGE_AXIS, Placement, WeightLayout
 
-LAYOUTS = "parallel_layout_item"
-STRATEGIES = "parallel_strategy_item"
+LAYOUT_KEY = "parallel_layout_item"
+STRATEGY_KEY = "parallel_strategy_item"
 
 
 def is_mindspore(value: Any) -> bool:
     """Return whether a JSON value is a strategy file of MindSpore's."""
-    return isinstance(value, dict) and LAYOUTS in value
+    return isinstance(value, dict) and LAYOUT_KEY in value
 
 
 def from_mindspore(value: Any, where: str = "strategy file") -> Placement:
@@ -41,31 +41,31 @@ def from_mindspore(value: Any, where: str = "strategy file") -> Placement:
             cut by hand.
     """
     try:
-        items: dict[str, Any] = value[LAYOUTS]
-        stages = {name: int(one.get("stage", 0)) for name, one in value.get(STRATEGIES, {}).items()}
+        items: dict[str, Any] = value[LAYOUT_KEY]
+        stages = {name: int(one.get("stage", 0)) for name, one in value.get(STRATEGY_KEY, {}).items()}
         if min(stages.values(), default=0) < 0:
             raise ValueError("a stage below 0")
-        own = {name: _own(name, item) for name, item in items.items()}
+        own = {name: _read_parameter(name, item) for name, item in items.items()}
     except (KeyError, TypeError, ValueError, AttributeError, UsageError) as error:
         raise ConfigError(f"is no strategy file of MindSpore's ({error})", where=where) from None
     if not own:
         raise ConfigError("has no parameters", where=where)
-    grid = _common((grid for grid, _ in own.values()), where)
+    grid = _common_mesh((grid for grid, _ in own.values()), where)
     count = max(stages.values(), default=0) + 1
     weights = {}
     for name, (mine, layout) in own.items():
-        joined = common_grid(grid, mine)
+        joined = find_common_grid(grid, mine)
         assert joined is not None, "the mesh refines all"
         _, ours, theirs = joined
         back = {fine: axis for axis, run in ours.items() for fine in run}
         dims = [tuple(back[fine] for axis in dim for fine in theirs[axis]) for dim in layout.dims]
         weights[name] = WeightLayout(L(*dims), (stages.get(name, 0),) if count > 1 else None)
     if count > 1:
-        grid = Grid((STAGES, *grid.names), (count, *grid.sizes))
+        grid = Grid((STAGE_AXIS, *grid.names), (count, *grid.sizes))
     return Placement(grid, weights)
 
 
-def _own(name: str, item: dict[str, Any]) -> tuple[Grid, L]:
+def _read_parameter(name: str, item: dict[str, Any]) -> tuple[Grid, L]:
     """
     Return one parameter's device matrix and layout; optimizer parallel is an axis like others.
     """
@@ -81,20 +81,20 @@ def _own(name: str, item: dict[str, Any]) -> tuple[Grid, L]:
     step = int(item.get("opt_weight_shard_step") or 0)
     if size <= 1 or step < 1 or not layout.dims:
         return grid, layout
-    fine, split = split_at(grid, (step, step * size))
+    fine, split = split_at_strides(grid, (step, step * size))
     dims = [tuple(new for axis in dim for new in split[axis]) for dim in layout.dims]
     shards = tuple(
         axis
-        for axis, (low, high) in reversed(spans(fine).items())
+        for axis, (low, high) in reversed(axis_spans(fine).items())
         if step <= low and high <= step * size
     )
     return fine, L((*dims[0], *shards), *dims[1:])
 
 
-def _common(grids: Iterable[Grid], where: str) -> Grid:
+def _common_mesh(grids: Iterable[Grid], where: str) -> Grid:
     found: Grid | None = None
     for grid in grids:
-        joined = common_grid(grid if found is None else found, grid)
+        joined = find_common_grid(grid if found is None else found, grid)
         if joined is None:
             raise ConfigError(
                 f"no mesh has the device matrices {found} and {grid} in common", where=where
@@ -127,7 +127,7 @@ def to_mindspore(placement: Placement) -> dict[str, Any]:
                 else "it has no dims"
             )
             raise ConfigError(f"MindSpore has no form for it: {what}", where=name)
-        names, sizes, layout = _plain(name, placement.grid, one.layout)
+        names, sizes, layout = _single_axis_dims(name, placement.grid, one.layout)
         layouts[name] = {
             "dev_matrix": list(sizes),
             "tensor_map": list(to_tensor_map(layout, names)),
@@ -138,13 +138,13 @@ def to_mindspore(placement: Placement) -> dict[str, Any]:
             "opt_weight_shard_step": 0,
         }
         strategies[name] = {"stage": stages[0]}
-    return {"current_stage": 0, STRATEGIES: strategies, LAYOUTS: layouts}
+    return {"current_stage": 0, STRATEGY_KEY: strategies, LAYOUT_KEY: layouts}
 
 
-def _plain(name: str, grid: Grid, layout: L) -> tuple[tuple[str, ...], tuple[int, ...], L]:
+def _single_axis_dims(name: str, grid: Grid, layout: L) -> tuple[tuple[str, ...], tuple[int, ...], L]:
     """Return a device matrix on which no dim is cut by more than one axis."""
     axes = [
-        (axis, size) for axis, size in zip(grid.names, grid.sizes, strict=True) if axis != STAGES
+        (axis, size) for axis, size in zip(grid.names, grid.sizes, strict=True) if axis != STAGE_AXIS
     ]
     dims = []
     for dim in layout.dims:

@@ -23,13 +23,13 @@ from typing import Any
 from pdrun.errors import ConfigError, UsageError
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
-from pdrun.parallel.layouts.view import Ranges, joined
+from pdrun.parallel.layouts.view import Ranges, join_neighbours
 
-Part = tuple[Ranges, ...]
+ShardRanges = tuple[Ranges, ...]
 """For each dim of a weight the ranges that a rank holds."""
-STAGES = "pp"
+STAGE_AXIS = "pp"
 """The axis of pipeline stages."""
-IRREGULAR = "irregular"
+IRREGULAR_LAYOUT = "irregular"
 """Stands for the layout of a weight that is cut as none says."""
 Blocks = Mapping[int, tuple[int, ...]]
 
@@ -68,7 +68,7 @@ class WeightLayout:
         Undo `to_plain`; TypeError, ValueError, KeyError or UsageError where it is something else.
         """
         dims = value["layout"]
-        if dims == IRREGULAR:
+        if dims == IRREGULAR_LAYOUT:
             raise ValueError("a weight is cut as no layout says")
         if not (dims is None or isinstance(dims, list)):
             raise ValueError(f"the layout {dims!r} is no list")
@@ -93,7 +93,7 @@ def _plain_dim(dim: tuple[str, ...]) -> str | list[str] | None:
     return None if not dim else dim[0] if len(dim) == 1 else list(dim)
 
 
-WHOLE = WeightLayout()
+REPLICATED = WeightLayout()
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Placement:
     weights: Mapping[str, WeightLayout]
 
     def __post_init__(self) -> None:
-        stages = self.grid.degree(STAGES) if STAGES in self.grid.names else 1
+        stages = self.grid.degree(STAGE_AXIS) if STAGE_AXIS in self.grid.names else 1
         for name, one in self.weights.items():
             for axis in one.layout.axes if one.layout is not None else ():
                 if axis not in self.grid.names:
@@ -125,7 +125,7 @@ class Placement:
                 if not 0 <= stage < stages:
                     raise ConfigError(f"is on stage {stage} of {stages}", where=name)
 
-    def part(self, name: str, shape: tuple[int, ...], rank: int) -> Part | None:
+    def shard_ranges(self, name: str, shape: tuple[int, ...], rank: int) -> ShardRanges | None:
         """
         Return what a rank holds of a weight; None where its stage doesn't.
 
@@ -133,8 +133,8 @@ class Placement:
             ConfigError: the layout is for another number of dims, or the blocks are of another
                 size.
         """
-        one = self.weights.get(name, WHOLE)
-        stage = self.grid.coordinate(rank).get(STAGES, 0)
+        one = self.weights.get(name, REPLICATED)
+        stage = self.grid.coordinate(rank).get(STAGE_AXIS, 0)
         if one.stages is not None and stage not in one.stages:
             return None
         layout = one.layout if one.layout is not None else L(*[None] * len(shape))
@@ -145,11 +145,11 @@ class Placement:
                 error.what, where=name, hint="the file belongs to another model"
             ) from None
 
-    def holders(self, name: str, shape: tuple[int, ...]) -> dict[Part, list[int]]:
+    def holders_of(self, name: str, shape: tuple[int, ...]) -> dict[ShardRanges, list[int]]:
         """Return the different parts of a weight, each with the ranks that hold it."""
-        found: dict[Part, list[int]] = {}
+        found: dict[ShardRanges, list[int]] = {}
         for rank in range(self.grid.size):
-            part = self.part(name, shape, rank)
+            part = self.shard_ranges(name, shape, rank)
             if part is not None:
                 found.setdefault(part, []).append(rank)
         return found
@@ -192,7 +192,7 @@ class Placement:
 # ---- ranks ------------------------------------------------------------------
 
 
-def touches(a: Part, b: Part) -> bool:
+def shards_overlap(a: ShardRanges, b: ShardRanges) -> bool:
     """Return whether two parts of a weight have an element in common."""
     return all(
         any(max(low, first) < min(high, last) for low, high in here for first, last in there)
@@ -215,12 +215,12 @@ def rank_list(
     """
     wanted: set[tuple[int, ...]] = set()
     for name, shape in shapes.items():
-        part = target.part(name, shape, rank)
+        part = target.shard_ranges(name, shape, rank)
         if part is not None:
             wanted |= {
                 tuple(ranks)
-                for held, ranks in source.holders(name, shape).items()
-                if touches(held, part)
+                for held, ranks in source.holders_of(name, shape).items()
+                if shards_overlap(held, part)
             }
     chosen: list[int] = []
     for ranks in sorted(wanted, key=lambda ranks: (len(ranks), ranks)):
@@ -236,7 +236,7 @@ def rank_list(
 # ---- from what ranks hold ---------------------------------------------------
 
 
-def from_parts(grid: Grid, shape: tuple[int, ...], parts: Sequence[Part | None]) -> WeightLayout:
+def layout_from_shards(grid: Grid, shape: tuple[int, ...], parts: Sequence[ShardRanges | None]) -> WeightLayout:
     """
     Return the layout that gives each rank of a grid the part that it holds.
 
@@ -246,48 +246,48 @@ def from_parts(grid: Grid, shape: tuple[int, ...], parts: Sequence[Part | None])
     Raises:
         ConfigError: no layout does.
     """
-    stage_of = [grid.coordinate(rank).get(STAGES, 0) for rank in range(grid.size)]
+    stage_of = [grid.coordinate(rank).get(STAGE_AXIS, 0) for rank in range(grid.size)]
     stages = tuple(
         sorted({stage for stage, part in zip(stage_of, parts, strict=True) if part is not None})
     )
-    every = grid.degree(STAGES) if STAGES in grid.names else 1
+    every = grid.degree(STAGE_AXIS) if STAGE_AXIS in grid.names else 1
     dims = []
     blocks = {}
     for dim, size in enumerate(shape):
         held = {rank: part[dim] for rank, part in enumerate(parts) if part is not None}
-        axes, sizes = _cut_as(grid, size, held)
+        axes, sizes = _find_axes(grid, size, held)
         dims.append(axes)
         if len(sizes) > 1:
             blocks[dim] = sizes
     made = WeightLayout(L(*dims), None if len(stages) == every else stages, blocks)
     placed = Placement(grid, {"": made})
     if any(
-        _elements(placed.part("", shape, rank)) != _elements(part)
+        _merge_ranges_of(placed.shard_ranges("", shape, rank)) != _merge_ranges_of(part)
         for rank, part in enumerate(parts)
     ):
         raise ConfigError(f"no layout on ({grid}) gives the ranks their parts of {list(shape)}")
     return made
 
 
-def _elements(part: Part | None) -> Part | None:
+def _merge_ranges_of(part: ShardRanges | None) -> ShardRanges | None:
     """Return a part with its ranges in their shortest form."""
     if part is None:
         return None
-    return tuple(joined(pair for pair in ranges if pair[0] < pair[1]) for ranges in part)
+    return tuple(join_neighbours(pair for pair in ranges if pair[0] < pair[1]) for ranges in part)
 
 
-def _cut_as(
+def _find_axes(
     grid: Grid, size: int, held: Mapping[int, Ranges]
 ) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Return the axes that cut a dim, and its blocks, from the ranges that each rank holds."""
-    if all(_elements((ranges,)) == (((0, size),),) for ranges in held.values()):
+    if all(_merge_ranges_of((ranges,)) == (((0, size),),) for ranges in held.values()):
         return (), (size,)
 
     def differs(axis: str) -> bool:
         return any(
             held.get(other, held[rank]) != held[rank]
             for rank in held
-            for other in grid.group((axis,), rank)
+            for other in grid.group_ranks((axis,), rank)
         )
 
     used = [axis for axis in grid.names if differs(axis)]

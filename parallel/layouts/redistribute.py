@@ -23,22 +23,22 @@ import math
 from dataclasses import dataclass, field
 
 from pdrun.errors import UsageError
-from pdrun.parallel.layouts.common_grid import Pair, unify
+from pdrun.parallel.layouts.common_grid import ViewPair, unify_views
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
-from pdrun.parallel.layouts.search import Move, cheapest, is_roundabout
+from pdrun.parallel.layouts.search import LayoutMove, find_cheapest, is_roundabout
 from pdrun.parallel.layouts.steps import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
     FIRST,
-    LATENCY,
+    LATENCY_ELEMENTS,
     PAD,
     REDUCE_SCATTER,
     RESHAPE,
     SLICE,
-    Plan,
-    Step,
+    RedistributionPlan,
+    LayoutStep,
 )
 from pdrun.parallel.layouts.view import View
 
@@ -52,7 +52,7 @@ def redistribute(
     grid: Grid,
     target_grid: Grid | None = None,
     target_shape: tuple[int, ...] | None = None,
-) -> Plan:
+) -> RedistributionPlan:
     """
     Return the steps from one layout of a tensor to another.
 
@@ -67,12 +67,12 @@ def redistribute(
         UsageError: layout, grid and shape don't fit, or the two ends are of other ranks or numbers
             of elements.
     """
-    return route(
+    return plan_redistribution(
         View(grid, source, shape), View(target_grid or grid, target, target_shape or shape)
     )
 
 
-def route(source: View, target: View) -> Plan:
+def plan_redistribution(source: View, target: View) -> RedistributionPlan:
     """
     Return the steps from one view to another (see `redistribute`).
 
@@ -88,69 +88,69 @@ def route(source: View, target: View) -> Plan:
         raise UsageError(what, where=WHERE)
     pairs = [
         pair
-        for pair in (unify(source, target, expand) for expand in (False, True))
+        for pair in (unify_views(source, target, expand) for expand in (False, True))
         if pair is not None
     ]
-    plans = [*(_direct(source, target, pair) for pair in pairs), fall_back(source, target)]
-    best = min(plans, key=lambda plan: (plan.moved(), len(plan.collectives), len(plan.steps)))
-    if best.moved() > LATENCY and is_roundabout(best.steps):
-        found = [best, *(_searched(source, target, pair) for pair in pairs)]
+    plans = [*(_plan_by_rules(source, target, pair) for pair in pairs), plan_full_gather(source, target)]
+    best = min(plans, key=lambda plan: (plan.sent_bytes(), len(plan.collectives), len(plan.steps)))
+    if best.sent_bytes() > LATENCY_ELEMENTS and is_roundabout(best.steps):
+        found = [best, *(_plan_by_search(source, target, pair) for pair in pairs)]
         best = min(
-            (plan for plan in found if plan.moved() <= best.moved()), key=lambda plan: plan.weight
+            (plan for plan in found if plan.sent_bytes() <= best.sent_bytes()), key=lambda plan: plan.search_cost
         )
     return best
 
 
-def fall_back(source: View, target: View) -> Plan:
+def plan_full_gather(source: View, target: View) -> RedistributionPlan:
     """Return the way over the whole tensor: gather everything, reshape, cut."""
     before = View(source.grid, L(*[None] * len(source.shape)), source.shape)
     after = View(target.grid, L(*[None] * len(target.shape)), target.shape)
-    gathered = _certain(source, before).steps
-    turned = _reshaped(before, after) if before.shape != after.shape else ()
-    return Plan(source, target, (*gathered, *turned, *_certain(after, target).steps))
+    gathered = _plan_same_grid(source, before).steps
+    turned = _reshape_step(before, after) if before.shape != after.shape else ()
+    return RedistributionPlan(source, target, (*gathered, *turned, *_plan_same_grid(after, target).steps))
 
 
-def _certain(source: View, target: View) -> Plan:
+def _plan_same_grid(source: View, target: View) -> RedistributionPlan:
     """
     Return the way to or from a whole tensor on one grid, for which there is always a common form.
     """
-    pair = unify(source, target, expand=False)
+    pair = unify_views(source, target, expand=False)
     assert pair is not None, f"no common form of {source} and {target}"
-    return _direct(source, target, pair)
+    return _plan_by_rules(source, target, pair)
 
 
-def _direct(source: View, target: View, pair: Pair) -> Plan:
+def _plan_by_rules(source: View, target: View, pair: ViewPair) -> RedistributionPlan:
     """Return the way by the rules."""
-    return _between(source, target, pair, _Walk(pair.source, pair.target).run())
+    return _make_plan(source, target, pair, _LayoutWalk(pair.source, pair.target).apply_rules())
 
 
-def _searched(source: View, target: View, pair: Pair) -> Plan:
+def _plan_by_search(source: View, target: View, pair: ViewPair) -> RedistributionPlan:
     """Return the way by a search, or that by the rules where it is given up."""
-    moves = cheapest(pair.source, pair.target)
-    walk = _Walk(pair.source, pair.target)
-    return _between(source, target, pair, walk.run() if moves is None else walk.follow(moves))
+    moves = find_cheapest(pair.source, pair.target)
+    walk = _LayoutWalk(pair.source, pair.target)
+    return _make_plan(source, target, pair, walk.apply_rules() if moves is None else walk.follow_moves(moves))
 
 
-def _between(source: View, target: View, pair: Pair, steps: list[Step]) -> Plan:
+def _make_plan(source: View, target: View, pair: ViewPair, steps: list[LayoutStep]) -> RedistributionPlan:
     """Return a plan of steps in the common form, with what leads there and back."""
     if source.local_shape() != pair.source.local_shape():
-        steps = [*_reshaped(source, pair.source), *steps]
+        steps = [*_reshape_step(source, pair.source), *steps]
     if pair.target.local_shape() != target.local_shape():
-        steps = [*steps, *_reshaped(pair.target, target)]
-    return Plan(source, target, tuple(_merged(steps)))
+        steps = [*steps, *_reshape_step(pair.target, target)]
+    return RedistributionPlan(source, target, tuple(_merge_steps(steps)))
 
 
-def _reshaped(before: View, after: View) -> tuple[Step, ...]:
-    return (Step(RESHAPE, before, after),)
+def _reshape_step(before: View, after: View) -> tuple[LayoutStep, ...]:
+    return (LayoutStep(RESHAPE, before, after),)
 
 
 @dataclass
-class _Walk:
+class _LayoutWalk:
     """The way between two layouts of one shape on one grid."""
 
     start: View
     end: View
-    steps: list[Step] = field(default_factory=list)
+    steps: list[LayoutStep] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.dims = [list(dim) for dim in self.start.layout.dims]
@@ -159,51 +159,51 @@ class _Walk:
         self.needed = {axis: dim for dim, axes in enumerate(self.wanted) for axis in axes}
         self.view = self.start
 
-    def run(self) -> list[Step]:
+    def apply_rules(self) -> list[LayoutStep]:
         """Return the steps."""
         while True:
-            while self._approach():
+            while self._push_free_axes():
                 pass
-            changed = self._add_up()
+            changed = self._reduce_sums()
             if self.dims == self.wanted:
                 break
             if not (self._gather_unneeded() or changed):
                 self._gather_first()
-        return self._end()
+        return self._finish_steps()
 
-    def follow(self, moves: list[Move]) -> list[Step]:
+    def follow_moves(self, moves: list[LayoutMove]) -> list[LayoutStep]:
         """Return the steps that make some moves."""
         for move in moves:
             if move.kind in (ALL_REDUCE, REDUCE_SCATTER):
                 self.sums.remove(move.axis)
             if move.kind in (ALL_GATHER, PAD):
-                self._pop(move.dim)
+                self._pop_axis(move.dim)
                 continue
             if move.kind == ALL_TO_ALL:
                 self.dims[move.origin].pop()
             if move.dim >= 0:
                 self.dims[move.dim].append(move.axis)
-            self._note(move.kind, (move.axis,), move.dim, move.origin)
-        return self._end()
+            self._add_step(move.kind, (move.axis,), move.dim, move.origin)
+        return self._finish_steps()
 
-    def _end(self) -> list[Step]:
+    def _finish_steps(self) -> list[LayoutStep]:
         free = [axis for axis in self.end.layout.sums if axis not in self.sums]
         if free:
             self.sums += free
-            self._note(FIRST, tuple(free))
+            self._add_step(FIRST, tuple(free))
         return self.steps
 
-    def _approach(self) -> bool:
+    def _push_free_axes(self) -> bool:
         """
         Give every dim the axes that it can get without a gather; return whether there were any.
         """
         changed = False
         for how in (SLICE, ALL_TO_ALL):
             for dim in range(len(self.dims)):
-                changed |= self._push(dim, how)
+                changed |= self._push_axis(dim, how)
         return changed
 
-    def _push(self, dim: int, how: str) -> bool:
+    def _push_axis(self, dim: int, how: str) -> bool:
         here = self.dims[dim]
         wanted = self.wanted[dim]
         if len(here) >= len(wanted) or wanted[: len(here)] != here:
@@ -220,10 +220,10 @@ class _Walk:
         elif how != SLICE:
             return False
         here.append(axis)
-        self._note(how, (axis,), dim, origin)
+        self._add_step(how, (axis,), dim, origin)
         return True
 
-    def _add_up(self) -> bool:
+    def _reduce_sums(self) -> bool:
         """Add up what is partial and stays in no form; return whether there was any."""
         done = tuple(
             axis
@@ -232,7 +232,7 @@ class _Walk:
         )
         if done:
             self.sums = [axis for axis in self.sums if axis not in done]
-            self._note(ALL_REDUCE, done)
+            self._add_step(ALL_REDUCE, done)
         return bool(done)
 
     def _gather_unneeded(self) -> bool:
@@ -242,7 +242,7 @@ class _Walk:
         changed = False
         for dim, axes in enumerate(self.dims):
             if axes and axes != self.wanted[dim] and axes[-1] not in self.needed:
-                self._pop(dim)
+                self._pop_axis(dim)
                 changed = True
         return changed
 
@@ -250,40 +250,40 @@ class _Walk:
         """Gather the first dim that has an axis in the wrong place."""
         for dim, axes in enumerate(self.dims):
             if axes != self.wanted[dim][: len(axes)]:
-                self._pop(dim)
+                self._pop_axis(dim)
                 return
         raise AssertionError(f"no way from {self.start} to {self.end}")
 
-    def _pop(self, dim: int) -> None:
+    def _pop_axis(self, dim: int) -> None:
         axis = self.dims[dim].pop()
         if axis in self.end.layout.sums:
             self.sums.append(axis)
-            self._note(PAD, (axis,), dim)
+            self._add_step(PAD, (axis,), dim)
         else:
-            self._note(ALL_GATHER, (axis,), dim)
+            self._add_step(ALL_GATHER, (axis,), dim)
 
-    def _note(self, kind: str, axes: tuple[str, ...], dim: int = -1, origin: int = -1) -> None:
+    def _add_step(self, kind: str, axes: tuple[str, ...], dim: int = -1, origin: int = -1) -> None:
         layout = L(*[tuple(dim) for dim in self.dims], sums=tuple(self.sums))
         after = View(self.start.grid, layout, self.start.shape)
-        self.steps.append(Step(kind, self.view, after, axes, dim, origin))
+        self.steps.append(LayoutStep(kind, self.view, after, axes, dim, origin))
         self.view = after
 
 
-def _merged(steps: list[Step]) -> list[Step]:
+def _merge_steps(steps: list[LayoutStep]) -> list[LayoutStep]:
     """
     Join all-reduces that follow one another, and all-gathers of one dim where its parts are equal.
     """
-    found: list[Step] = []
+    found: list[LayoutStep] = []
     for step in steps:
         last = found[-1] if found else None
         if last and last.kind == step.kind == ALL_REDUCE:
-            found[-1] = Step(ALL_REDUCE, last.before, step.after, (*last.axes, *step.axes))
+            found[-1] = LayoutStep(ALL_REDUCE, last.before, step.after, (*last.axes, *step.axes))
             continue
         if last and last.kind == step.kind == ALL_GATHER and last.dim == step.dim:
             axes = (*step.axes, *last.axes)
             all_axes = last.before.layout.dims[last.dim]
-            if last.before.shape[last.dim] % last.before.grid.extent(all_axes) == 0:
-                found[-1] = Step(ALL_GATHER, last.before, step.after, axes, step.dim)
+            if last.before.shape[last.dim] % last.before.grid.group_size(all_axes) == 0:
+                found[-1] = LayoutStep(ALL_GATHER, last.before, step.after, axes, step.dim)
                 continue
         found.append(step)
     return found

@@ -17,22 +17,22 @@ from pdrun.parallel.layouts.steps import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
-    LATENCY,
-    LOCAL,
+    LATENCY_ELEMENTS,
+    LOCAL_KINDS,
     PAD,
     REDUCE_SCATTER,
     SLICE,
-    Step,
+    LayoutStep,
 )
 from pdrun.parallel.layouts.view import View
 
-MOST = 3000
+MAX_STATES = 3000
 """States that are looked at before the search is given up."""
 Dims = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
-class Move:
+class LayoutMove:
     """A step by its parts; see `Step`."""
 
     kind: str
@@ -42,34 +42,34 @@ class Move:
 
 
 @dataclass(frozen=True, order=True)
-class State:
+class LayoutState:
     """A layout on the way."""
 
     dims: Dims
     sums: tuple[str, ...]
 
 
-def cheapest(start: View, end: View) -> list[Move] | None:
+def find_cheapest(start: View, end: View) -> list[LayoutMove] | None:
     """
     Return the moves that send least, a collective counting as `LATENCY` elements more; None: given
     up.
 
     Sums that the end has and the start lacks are left to the caller, who makes them last.
     """
-    maze = _Maze(start, end)
-    first = State(start.layout.dims, start.layout.sums)
+    maze = _LayoutGraph(start, end)
+    first = LayoutState(start.layout.dims, start.layout.sums)
     costs = {first: 0}
-    came: dict[State, tuple[State, Move]] = {}
+    came: dict[LayoutState, tuple[LayoutState, LayoutMove]] = {}
     queue = [(0, 0, first)]
-    for looked in range(MOST):
+    for looked in range(MAX_STATES):
         if not queue:
             return None
         cost, _, state = heapq.heappop(queue)
         if cost > costs[state]:
             continue
         if maze.is_end(state):
-            return _path(came, state)
-        for move, price, after in maze.moves(state):
+            return _trace_path(came, state)
+        for move, price, after in maze.next_moves(state):
             total = cost + price
             if total < costs.get(after, total + 1):
                 costs[after], came[after] = total, (state, move)
@@ -77,7 +77,7 @@ def cheapest(start: View, end: View) -> list[Move] | None:
     return None
 
 
-def _path(came: dict[State, tuple[State, Move]], state: State) -> list[Move]:
+def _trace_path(came: dict[LayoutState, tuple[LayoutState, LayoutMove]], state: LayoutState) -> list[LayoutMove]:
     found = []
     while state in came:
         state, move = came[state]
@@ -85,7 +85,7 @@ def _path(came: dict[State, tuple[State, Move]], state: State) -> list[Move]:
     return found[::-1]
 
 
-class _Maze:
+class _LayoutGraph:
     """The steps that may be of use between two layouts."""
 
     def __init__(self, start: View, end: View) -> None:
@@ -96,51 +96,51 @@ class _Maze:
         self.needed = end.layout.axes
         self._sizes: dict[tuple[int, tuple[str, ...]], int] = {}
 
-    def is_end(self, state: State) -> bool:
+    def is_end(self, state: LayoutState) -> bool:
         """Whether nothing is left to do but to make sums of replicated axes."""
         return state.dims == self.dims and set(state.sums) <= self.sums
 
-    def moves(self, state: State) -> Iterator[tuple[Move, int, State]]:
+    def next_moves(self, state: LayoutState) -> Iterator[tuple[LayoutMove, int, LayoutState]]:
         """Yield (move, price, layout after it)."""
         dims = state.dims
         used = {axis for dim in state.dims for axis in dim}
         every = range(len(dims))
-        before = self._count(dims)
+        before = self._part_elements(dims)
         for axis in self.needed:
             if axis not in used and axis not in state.sums:
                 for dim in every:
-                    yield Move(SLICE, axis, dim), 1, State(_pushed(dims, dim, axis), state.sums)
+                    yield LayoutMove(SLICE, axis, dim), 1, LayoutState(_with_axis(dims, dim, axis), state.sums)
         for axis in state.sums:
             if axis in self.sums:
                 continue
             rest = tuple(other for other in state.sums if other != axis)
             reduced = 2 * (before - -(-before // self.grid.degree(axis)))
-            yield Move(ALL_REDUCE, axis), reduced + LATENCY, State(dims, rest)
+            yield LayoutMove(ALL_REDUCE, axis), reduced + LATENCY_ELEMENTS, LayoutState(dims, rest)
             for dim in every:
-                after = _pushed(dims, dim, axis)
-                price = (self.grid.degree(axis) - 1) * self._count(after) + LATENCY
-                yield Move(REDUCE_SCATTER, axis, dim), price, State(after, rest)
+                after = _with_axis(dims, dim, axis)
+                price = (self.grid.degree(axis) - 1) * self._part_elements(after) + LATENCY_ELEMENTS
+                yield LayoutMove(REDUCE_SCATTER, axis, dim), price, LayoutState(after, rest)
         for origin in every:
             if not dims[origin]:
                 continue
             axis = dims[origin][-1]
             bare = (*dims[:origin], dims[origin][:-1], *dims[origin + 1 :])
             if axis in self.sums:
-                yield Move(PAD, axis, origin), 1, State(bare, (*state.sums, axis))
+                yield LayoutMove(PAD, axis, origin), 1, LayoutState(bare, (*state.sums, axis))
                 continue
-            price = (self.grid.degree(axis) - 1) * before + LATENCY
-            yield Move(ALL_GATHER, axis, origin), price, State(bare, state.sums)
+            price = (self.grid.degree(axis) - 1) * before + LATENCY_ELEMENTS
+            yield LayoutMove(ALL_GATHER, axis, origin), price, LayoutState(bare, state.sums)
             for dim in every if axis in self.needed else ():
                 if dim != origin:
-                    after = _pushed(bare, dim, axis)
-                    sent = max(before, self._count(after)) - self._common(dims, after)
+                    after = _with_axis(bare, dim, axis)
+                    sent = max(before, self._part_elements(after)) - self._shared_elements(dims, after)
                     yield (
-                        Move(ALL_TO_ALL, axis, dim, origin),
-                        sent + LATENCY,
-                        State(after, state.sums),
+                        LayoutMove(ALL_TO_ALL, axis, dim, origin),
+                        sent + LATENCY_ELEMENTS,
+                        LayoutState(after, state.sums),
                     )
 
-    def _size(self, dim: int, axes: tuple[str, ...]) -> int:
+    def _part_size(self, dim: int, axes: tuple[str, ...]) -> int:
         if (dim, axes) not in self._sizes:
             size = self.shape[dim]
             for axis in axes:
@@ -148,22 +148,22 @@ class _Maze:
             self._sizes[dim, axes] = size
         return self._sizes[dim, axes]
 
-    def _count(self, dims: Dims) -> int:
+    def _part_elements(self, dims: Dims) -> int:
         """Return the number of elements of the largest part."""
-        return math.prod(self._size(dim, axes) for dim, axes in enumerate(dims))
+        return math.prod(self._part_size(dim, axes) for dim, axes in enumerate(dims))
 
-    def _common(self, before: Dims, after: Dims) -> int:
+    def _shared_elements(self, before: Dims, after: Dims) -> int:
         pairs = zip(before, after, strict=True)
         return math.prod(
-            min(self._size(dim, a), self._size(dim, b)) for dim, (a, b) in enumerate(pairs)
+            min(self._part_size(dim, a), self._part_size(dim, b)) for dim, (a, b) in enumerate(pairs)
         )
 
 
-def _pushed(dims: Dims, dim: int, axis: str) -> Dims:
+def _with_axis(dims: Dims, dim: int, axis: str) -> Dims:
     return (*dims[:dim], (*dims[dim], axis), *dims[dim + 1 :])
 
 
-def is_roundabout(steps: Sequence[Step]) -> bool:
+def is_roundabout(steps: Sequence[LayoutStep]) -> bool:
     """Return whether something is cut after it was sent: a search may do better."""
-    sent = [step.kind not in LOCAL for step in steps]
+    sent = [step.kind not in LOCAL_KINDS for step in steps]
     return True in sent and any(step.kind == SLICE for step in steps[sent.index(True) :])

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from pdrun.errors import UsageError
-from pdrun.parallel.layouts.layout import cut
+from pdrun.parallel.layouts.layout import shard_range
 
 Ranges = tuple[tuple[int, int], ...]
 CONTIGUOUS = "contiguous"
@@ -26,7 +26,7 @@ ORDERS = (CONTIGUOUS, ZIGZAG)
 
 
 @functools.lru_cache(maxsize=1024)
-def part(length: int, parts: int, index: int, order: str) -> Ranges:
+def positions_of(length: int, parts: int, index: int, order: str) -> Ranges:
     """
     Return the positions of part ``index`` of a sequence.
 
@@ -40,11 +40,11 @@ def part(length: int, parts: int, index: int, order: str) -> Ranges:
             hint=" or ".join(ORDERS),
         )
     if order == CONTIGUOUS:
-        return joined([cut(length, parts, index)])
-    return joined([cut(length, 2 * parts, index), cut(length, 2 * parts, 2 * parts - 1 - index)])
+        return merge_ranges([shard_range(length, parts, index)])
+    return merge_ranges([shard_range(length, 2 * parts, index), shard_range(length, 2 * parts, 2 * parts - 1 - index)])
 
 
-def joined(ranges: list[tuple[int, int]]) -> Ranges:
+def merge_ranges(ranges: list[tuple[int, int]]) -> Ranges:
     """Leave empty ranges out and make one of two that touch."""
     found: list[tuple[int, int]] = []
     for low, high in ranges:
@@ -57,12 +57,12 @@ def joined(ranges: list[tuple[int, int]]) -> Ranges:
     return tuple(found)
 
 
-def count(ranges: Ranges) -> int:
+def count_positions(ranges: Ranges) -> int:
     """Return the number of positions."""
     return sum(high - low for low, high in ranges)
 
 
-def within(ranges: Ranges, low: int, high: int) -> Ranges:
+def positions_within(ranges: Ranges, low: int, high: int) -> Ranges:
     """
     Return what lies at places ``low`` to ``high`` of the positions written one after the other.
     """
@@ -74,11 +74,11 @@ def within(ranges: Ranges, low: int, high: int) -> Ranges:
         if begin < end:
             found.append((first + begin - start, first + end - start))
         start += last - first
-    return joined(found)
+    return merge_ranges(found)
 
 
 @dataclass(frozen=True)
-class Block:
+class AttentionBlock:
     """
     Queries and keys that attend to each other: places (low, high) in what two ranks hold.
 
@@ -92,37 +92,37 @@ class Block:
 
 
 @functools.lru_cache(maxsize=1024)
-def blocks(q: Ranges, k: Ranges, causal: bool) -> tuple[Block, ...]:
+def attention_blocks(q: Ranges, k: Ranges, causal: bool) -> tuple[AttentionBlock, ...]:
     """
     Return the fewest blocks that make up the attention of one rank's queries to another's (or its
     own) keys.
     """
-    wide = count(q)
-    deep = count(k)
+    wide = count_positions(q)
+    deep = count_positions(k)
     if not wide or not deep:
         return ()
     if not causal:
-        return (Block((0, wide), (0, deep), False),)
+        return (AttentionBlock((0, wide), (0, deep), False),)
     if q == k:
         return (
-            Block((0, wide), (0, deep), True),
+            AttentionBlock((0, wide), (0, deep), True),
         )  # ascending on both sides: order in memory is order in the sequence
     edges = sorted({edge for ranges in (q, k) for pair in ranges for edge in pair})
-    keys = _pieces(k, edges)
-    found: list[Block] = []
-    for low, high, at in _pieces(q, edges):
+    keys = _split_at_edges(k, edges)
+    found: list[AttentionBlock] = []
+    for low, high, at in _split_at_edges(q, edges):
         here = (at, at + high - low)
         seen = [(place, place + last - first) for first, last, place in keys if last <= low]
-        found += [Block(here, span, False) for span in joined(seen)]
+        found += [AttentionBlock(here, span, False) for span in merge_ranges(seen)]
         found += [
-            Block(here, (place, place + last - first), True)
+            AttentionBlock(here, (place, place + last - first), True)
             for first, last, place in keys
             if first == low
         ]
-    return tuple(_merged(found))
+    return tuple(_merge_blocks(found))
 
 
-def _pieces(ranges: Ranges, edges: list[int]) -> list[tuple[int, int, int]]:
+def _split_at_edges(ranges: Ranges, edges: list[int]) -> list[tuple[int, int, int]]:
     """Cut ranges at all edges; return (low, high, place in memory) of each piece."""
     found = []
     start = 0
@@ -133,9 +133,9 @@ def _pieces(ranges: Ranges, edges: list[int]) -> list[tuple[int, int, int]]:
     return found
 
 
-def _merged(found: list[Block]) -> list[Block]:
+def _merge_blocks(found: list[AttentionBlock]) -> list[AttentionBlock]:
     """Make one block of two full ones with the same keys whose queries touch."""
-    merged: list[Block] = []
+    merged: list[AttentionBlock] = []
     for block in sorted(found, key=lambda one: (one.causal, one.k, one.q)):
         last = merged[-1] if merged else None
         if (
@@ -145,7 +145,7 @@ def _merged(found: list[Block]) -> list[Block]:
             and last.k == block.k
             and last.q[1] == block.q[0]
         ):
-            merged[-1] = Block((last.q[0], block.q[1]), block.k, False)
+            merged[-1] = AttentionBlock((last.q[0], block.q[1]), block.k, False)
         else:
             merged.append(block)
     return merged

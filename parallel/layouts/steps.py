@@ -30,17 +30,17 @@ REDUCE_SCATTER = "reduce_scatter"
 FIRST = "first"
 PAD = "pad"
 RESHAPE = "reshape"
-LATENCY = 1 << 16
+LATENCY_ELEMENTS = 1 << 16
 """
 How many elements a collective counts for besides what it sends, where bytes are weighed against
 steps.
 """
-LOCAL = (SLICE, FIRST, PAD, RESHAPE)
+LOCAL_KINDS = (SLICE, FIRST, PAD, RESHAPE)
 """Steps without communication."""
 
 
 @dataclass(frozen=True)
-class Step:
+class LayoutStep:
     """
     One step.
 
@@ -60,11 +60,11 @@ class Step:
     origin: int = -1
 
     @property
-    def parts(self) -> int:
+    def group_size(self) -> int:
         """Number of ranks that act together."""
-        return self.after.grid.extent(self.axes)
+        return self.after.grid.group_size(self.axes)
 
-    def moved(self, backward: bool = False) -> int:
+    def sent_elements(self, backward: bool = False) -> int:
         """
         Return how many elements a rank sends, by ring and pairwise algorithms: the least that the
         step can do with.
@@ -73,9 +73,9 @@ class Step:
         all-to-all: what it does not keep, or receives if that is more. Where parts differ, each
         counts as the largest one, to which collectives pad.
         """
-        before = self.before.count()
-        after = self.after.count()
-        n = self.parts
+        before = self.before.local_elements()
+        after = self.after.local_elements()
+        n = self.group_size
         if self.kind == ALL_TO_ALL:
             old = self.before.local_shape()
             new = self.after.local_shape()
@@ -88,26 +88,26 @@ class Step:
             return (n - 1) * after
         return 2 * (before - -(-before // n)) if self.kind == ALL_REDUCE else 0
 
-    def rounds(self, backward: bool = False) -> int:
+    def message_rounds(self, backward: bool = False) -> int:
         """
         Return how many messages follow one another: n - 1 around a ring, twice that for an
         all-reduce.
         """
-        if self.moved(backward) == 0:
+        if self.sent_elements(backward) == 0:
             return 0
-        return (self.parts - 1) * (2 if self.kind == ALL_REDUCE else 1)
+        return (self.group_size - 1) * (2 if self.kind == ALL_REDUCE else 1)
 
-    def mindspore(self) -> MindSporeCost:
+    def mindspore_cost(self) -> MindSporeCost:
         """Return the cost by MindSpore's forms, in elements."""
-        s = self.before.count()
-        n = self.parts
+        s = self.before.local_elements()
+        n = self.group_size
         if self.kind == ALL_GATHER:
             whole = (s, n * s) if self.dim == 0 else (s + 2 * s * n, 2 * s * n + s)
             return MindSporeCost(n * s * 0.5, s * 0.5, *whole)
         if self.kind == ALL_TO_ALL:
             return MindSporeCost(2.0 * s, 2.0 * s, 0, 0)
         if self.kind == REDUCE_SCATTER:
-            return MindSporeCost(self.after.count() * 0.5, s * 0.5, s, s)
+            return MindSporeCost(self.after.local_elements() * 0.5, s * 0.5, s, s)
         if self.kind == ALL_REDUCE:
             return MindSporeCost(s, 0, 0, 0)
         return MindSporeCost(0, 0, 2 * s if self.kind == RESHAPE else s, s)
@@ -147,7 +147,7 @@ class MindSporeCost:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RedistributionPlan:
     """
     The way from one view to another.
 
@@ -158,15 +158,15 @@ class Plan:
 
     source: View
     target: View
-    steps: tuple[Step, ...]
+    steps: tuple[LayoutStep, ...]
 
-    def moved(self, itemsize: int = 1, backward: bool = False) -> int:
+    def sent_bytes(self, itemsize: int = 1, backward: bool = False) -> int:
         """
         Return how many bytes a rank sends, of elements of ``itemsize`` bytes (see `Step.moved`).
         """
-        return itemsize * sum(step.moved(backward) for step in self.steps)
+        return itemsize * sum(step.sent_elements(backward) for step in self.steps)
 
-    def seconds(self, alpha: float, beta: float, itemsize: int, backward: bool = False) -> float:
+    def estimate_seconds(self, alpha: float, beta: float, itemsize: int, backward: bool = False) -> float:
         """
         Return the time by the alpha-beta model: a latency for each round and a time for each byte.
 
@@ -176,23 +176,23 @@ class Plan:
             itemsize: bytes of an element.
         """
         return sum(
-            alpha * step.rounds(backward) + beta * itemsize * step.moved(backward)
+            alpha * step.message_rounds(backward) + beta * itemsize * step.sent_elements(backward)
             for step in self.steps
         )
 
-    def mindspore(self) -> MindSporeCost:
+    def mindspore_cost(self) -> MindSporeCost:
         """Return the cost by MindSpore's forms, in elements."""
-        return sum((step.mindspore() for step in self.steps), MindSporeCost(0, 0, 0, 0))
+        return sum((step.mindspore_cost() for step in self.steps), MindSporeCost(0, 0, 0, 0))
 
     @property
-    def collectives(self) -> tuple[Step, ...]:
+    def collectives(self) -> tuple[LayoutStep, ...]:
         """The steps that communicate."""
-        return tuple(step for step in self.steps if step.kind not in LOCAL)
+        return tuple(step for step in self.steps if step.kind not in LOCAL_KINDS)
 
     @property
-    def weight(self) -> int:
+    def search_cost(self) -> int:
         """The elements sent, and `LATENCY` for each collective."""
-        return self.moved() + LATENCY * len(self.collectives)
+        return self.sent_bytes() + LATENCY_ELEMENTS * len(self.collectives)
 
     def __str__(self) -> str:
         return "\n".join(str(step) for step in self.steps) or "nothing"

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 from pdrun.errors import UsageError
 from pdrun.parallel.layouts.grid import Grid
-from pdrun.parallel.layouts.layout import WHERE, L, cut
+from pdrun.parallel.layouts.layout import WHERE, L, shard_range
 
-VIRTUAL = "interleaved_parallel"
+VIRTUAL_AXIS = "interleaved_parallel"
 """Name of the axis whose parts lie on one device."""
 
 Ranges = tuple[tuple[int, int], ...]
@@ -47,22 +47,22 @@ class View:
     virtual: int = 1
 
     def __post_init__(self) -> None:
-        dims = [tuple(axis for axis in dim if axis != VIRTUAL) for dim in self.layout.dims]
+        dims = [tuple(axis for axis in dim if axis != VIRTUAL_AXIS) for dim in self.layout.dims]
         L(*dims, sums=self.layout.sums).check(self.grid, self.shape)
         for dim, size in zip(self.layout.dims, self.shape, strict=True):
-            if VIRTUAL in dim and (size == 0 or size % self.parts(dim)):
-                what = f"a dim of {size} is not cut evenly over {dim}, {self.parts(dim)} parts"
-                raise UsageError(what, where=WHERE, hint=f"{VIRTUAL!r} needs equal parts")
+            if VIRTUAL_AXIS in dim and (size == 0 or size % self.parts_along(dim)):
+                what = f"a dim of {size} is not cut evenly over {dim}, {self.parts_along(dim)} parts"
+                raise UsageError(what, where=WHERE, hint=f"{VIRTUAL_AXIS!r} needs equal parts")
 
     def degree(self, axis: str) -> int:
         """Return the number of parts along an axis of the grid or the virtual one."""
-        return self.virtual if axis == VIRTUAL else self.grid.degree(axis)
+        return self.virtual if axis == VIRTUAL_AXIS else self.grid.degree(axis)
 
-    def parts(self, axes: tuple[str, ...]) -> int:
+    def parts_along(self, axes: tuple[str, ...]) -> int:
         """Return how many parts some axes make together."""
         return math.prod(self.degree(axis) for axis in axes)
 
-    def ranges(self, rank: int) -> tuple[Ranges, ...]:
+    def ranges_of(self, rank: int) -> tuple[Ranges, ...]:
         """
         Return for each dim the (low, high) ranges that a rank holds, in order; one each without
         `VIRTUAL`.
@@ -72,22 +72,22 @@ class View:
         for dim, size in zip(self.layout.dims, self.shape, strict=True):
             held = [(0, size)]
             for axis in dim:
-                places = range(self.virtual) if axis == VIRTUAL else (here[axis],)
+                places = range(self.virtual) if axis == VIRTUAL_AXIS else (here[axis],)
                 held = [
                     (low + start, low + stop)
                     for low, high in held
                     for start, stop in (
-                        cut(high - low, self.degree(axis), place) for place in places
+                        shard_range(high - low, self.degree(axis), place) for place in places
                     )
                 ]
-            found.append(joined(held))
+            found.append(join_neighbours(held))
         return tuple(found)
 
     def local_shape(self, rank: int = 0) -> tuple[int, ...]:
         """Return the shape of what a rank holds; rank 0 holds most."""
-        return tuple(sum(high - low for low, high in ranges) for ranges in self.ranges(rank))
+        return tuple(sum(high - low for low, high in ranges) for ranges in self.ranges_of(rank))
 
-    def count(self, rank: int = 0) -> int:
+    def local_elements(self, rank: int = 0) -> int:
         """Return the number of elements that a rank holds."""
         return math.prod(self.local_shape(rank))
 
@@ -95,7 +95,7 @@ class View:
         return f"{self.layout} of {list(self.shape)} on ({self.grid})"
 
 
-def joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
+def join_neighbours(ranges: Iterable[tuple[int, int]]) -> Ranges:
     """Return ranges with neighbours made one."""
     found: list[tuple[int, int]] = []
     for low, high in ranges:

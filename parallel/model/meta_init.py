@@ -22,7 +22,7 @@ from torch import nn
 from pdrun.errors import UsageError
 from pdrun.parallel.model.shards import set_tile
 from pdrun.parallel.model.weights import Weight
-from pdrun.parallel.rng.hashing import mix
+from pdrun.parallel.rng.hashing import mix_bits
 
 WHERE = "pdrun.parallelize"
 
@@ -187,7 +187,7 @@ class Filler:
                 what, where=WHERE, hint="init=lambda module: ... fills a module's own parameters"
             )
         kept = torch.get_rng_state()
-        seed = mix(self._seed, place, 6)
+        seed = mix_bits(self._seed, place, 6)
         torch.default_generator.manual_seed(seed)
         if self._device.type != "cpu":
             getattr(torch, self._device.type).manual_seed(seed)

@@ -10,82 +10,15 @@ the model was cut.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
-
 import torch
 from torch import nn
 
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
 
-if TYPE_CHECKING:
-    from pdrun.parallel.comm.groups import Axes
-    from pdrun.parallel.pipeline.split import Split
-
 Ranges = tuple[tuple[int, int], ...]
-
-
-class Cutter(Protocol):
-    """What ``parallelize(strategy=...)`` takes: cuts a model over the tensor axes."""
-
-    def apply(self, model: nn.Module, axes: Axes, sample: Any) -> nn.Module:
-        """
-        Return the model to run; its parameters have the names that they had, and tiles (`set_tile`)
-        where they are cut.
-
-        Args:
-            model: equal on all ranks; its weights may be on the meta device, and are filled
-                afterwards.
-            axes: this rank's places; tensor axes are those that are none of pp, dp and cp.
-            sample: a batch as the user gave it to ``parallelize(sample=...)``, or None.
-        """
-        ...
-
-
-@runtime_checkable
-class StagedCutter(Cutter, Protocol):
-    """
-    A `Cutter` that sees across modules, and so has to know on which stages of a pipeline these are.
-    """
-
-    def apply_in_stages(self, model: nn.Module, axes: Axes, sample: Any, split: Split) -> nn.Module:
-        """
-        Do what `Cutter.apply` does, of the whole model; the pipeline takes what it needs of it
-        afterwards.
-
-        Args:
-            split: which module is on which stage.
-        """
-        ...
-
-
-class SequenceCutter(Protocol):
-    """
-    What ``parallelize(context=...)`` takes: has attention see the whole sequence where each rank
-    has a part.
-    """
-
-    def apply(self, model: nn.Module, axes: Axes, sample: Any) -> nn.Module:
-        """Return the model to run; see `Cutter.apply`."""
-        ...
-
-    def part(self, batch: Any, axes: Axes) -> Any:
-        """
-        Return this rank's part along cp of every sequence of a micro-batch; losses are summed over
-        these parts.
-        """
-        ...
-
-    def told(self, axes: Axes) -> str:
-        """Return in words what becomes of sequences."""
-        ...
-
-    def running(self, axes: Axes) -> AbstractContextManager[None]:
-        """Return what forwards and backwards on parts run in; it may be entered again inside."""
-        ...
 
 
 @dataclass(frozen=True)

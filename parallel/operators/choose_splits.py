@@ -77,7 +77,7 @@ class SplitChooser:
 
     def _divides(self, operator: Operator, found: dict[str, Split], said: str) -> None:
         for split in found.values():
-            parts = self.grid.extent(tuple(axis for axis, other in found.items() if other == split))
+            parts = self.grid.group_size(tuple(axis for axis, other in found.items() if other == split))
             if split.divides and split.divides % parts:
                 what = f"{said}: {_kind(operator)} can be cut so into parts of {split.divides}, not into {parts}"
                 raise UsageError(what, where=operator.source or WHERE)
@@ -141,7 +141,7 @@ class SplitChooser:
         short = False
         for at, wanted in enumerate(counts):
             for dim, count in enumerate(wanted or ()):
-                have = self.mesh.extent(
+                have = self.mesh.group_size(
                     tuple(axis for axis, split in found.items() if split.ins[at] == dim)
                 )
                 if count % have:

@@ -222,7 +222,7 @@ class _Axis:
             for axis, other in self.whole.chosen[place].items()
             if other == split and axis != self.axis
         ]
-        if split.divides and split.divides % (self.whole.grid.extent(tuple(others)) * self.n):
+        if split.divides and split.divides % (self.whole.grid.group_size(tuple(others)) * self.n):
             return False
         return all(
             state is None or state == PARTIAL or self.graph.shape(index)[state] >= self.n

@@ -50,7 +50,7 @@ def _like(splits: list[Split], wanted: Split) -> Split | None:
 
 def _divides(first: Plan, found: dict[str, Split | None]) -> bool:
     for split in found.values():
-        parts = first.grid.extent(tuple(axis for axis, other in found.items() if other == split))
+        parts = first.grid.group_size(tuple(axis for axis, other in found.items() if other == split))
         if split is not None and split.divides and split.divides % parts:
             return False
     return True

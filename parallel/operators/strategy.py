@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdrun.errors import UsageError
-from pdrun.parallel.layouts.device_matrix import BoundLayout, match, onto
+from pdrun.parallel.layouts.device_matrix import DeviceMatrixLayout, match_counts, to_mesh_layout
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.operators.choose_splits import WHERE, Counts, SplitChooser, missing
@@ -57,7 +57,7 @@ class OpLayout:
 
 Cut = OpLayout
 """The former name of `OpLayout`; it will be removed in 0.2."""
-Entry = OpLayout | L | BoundLayout | tuple[Any, ...] | Replicate
+Entry = OpLayout | L | DeviceMatrixLayout | tuple[Any, ...] | Replicate
 
 
 @dataclass
@@ -269,7 +269,7 @@ class _Resolver:
             self.wishes.outs[place] = out
         if cut.in_:
             wanted = tuple(
-                self._named(one, said) if isinstance(one, BoundLayout) else one for one in cut.in_
+                self._named(one, said) if isinstance(one, DeviceMatrixLayout) else one for one in cut.in_
             )
             self.wishes.choices[place] = self._choose(place, wanted, out, said)
 
@@ -289,16 +289,16 @@ class _Resolver:
         batch's.
         """
         try:
-            if isinstance(given, BoundLayout):
-                return onto(given, self.grid if given.grid.size == self.grid.size else self.mesh)
+            if isinstance(given, DeviceMatrixLayout):
+                return to_mesh_layout(given, self.grid if given.grid.size == self.grid.size else self.mesh)
             if isinstance(given, L):
                 return given
             try:
-                return match(given, self.grid)
+                return match_counts(given, self.grid)
             except UsageError:
                 if not batch or "dp" not in self.mesh.names:
                     raise
-            return match(given, self.mesh, ("dp", *self.grid.names))
+            return match_counts(given, self.mesh, ("dp", *self.grid.names))
         except UsageError as error:
             raise UsageError(f"{said}: {error.what}", where=WHERE, hint=error.hint) from None
 

@@ -132,7 +132,7 @@ class Pipeline:
 
     def split(self, model: nn.Module, axes: Axes, sample: Any) -> Split:
         """
-        Return which module belongs to which stage; see `pdrun.parallel.training.driver.Splitting`.
+        Return which module belongs to which stage; see `pdrun.parallel.interfaces.StageSplitter`.
 
         Raises:
             UsageError: the model can't be cut as was said.

@@ -23,12 +23,11 @@ from pdrun.parallel.pipeline.metadata import WHERE, Record
 from pdrun.parallel.pipeline.p2p import Links
 from pdrun.parallel.pipeline.schedules.schedule import Action, Schedule
 from pdrun.parallel.pipeline.stage import Pass, Stages
+from pdrun.parallel.torch_compat import widest_float
 from pdrun.parallel.training.loss import check_trains
-from pdrun.parallel.zero.grad_norm import wide_type
 
 if TYPE_CHECKING:
-    from pdrun.parallel.run import Run
-    from pdrun.parallel.training.driver import MicroBatch
+    from pdrun.parallel.training.driver import MicroBatch, StepContext
 
 
 class Runner:
@@ -103,7 +102,7 @@ class Runner:
 
     # ---- a step -------------------------------------------------------------
 
-    def passes(self, run: Run, micros: Sequence[MicroBatch]) -> torch.Tensor:
+    def passes(self, run: StepContext, micros: Sequence[MicroBatch]) -> torch.Tensor:
         """
         Go forward and backward through all micro-batches.
 
@@ -114,7 +113,7 @@ class Runner:
             what = f"{len(micros)} micro-batches, and the schedule has {self.schedule.microbatches}"
             raise UsageError(what, where=WHERE)
         self._begin(run, micros)
-        sums = torch.zeros(len(micros), 2, dtype=wide_type(run.device), device=run.device)
+        sums = torch.zeros(len(micros), 2, dtype=widest_float(run.device), device=run.device)
         done: dict[tuple[int, bool], int] = {}
         for place, action in enumerate(self._row):
             for soon in self._row[
@@ -133,7 +132,7 @@ class Runner:
         self.traffic.links.settle()
         return sums
 
-    def evaluate(self, run: Run, micros: Sequence[MicroBatch]) -> list[Any]:
+    def evaluate(self, run: StepContext, micros: Sequence[MicroBatch]) -> list[Any]:
         """
         Go forward only, without gradients.
 
@@ -158,7 +157,7 @@ class Runner:
         self.traffic.links.settle()
         return found
 
-    def _begin(self, run: Run, micros: Sequence[MicroBatch]) -> None:
+    def _begin(self, run: StepContext, micros: Sequence[MicroBatch]) -> None:
         self._live.clear()
         self._extra.clear()
         self._batches = [run.here(micro.batch) for micro in micros]
@@ -167,7 +166,7 @@ class Runner:
     # ---- forward ------------------------------------------------------------
 
     def _forward(
-        self, run: Run, action: Action, micro: MicroBatch
+        self, run: StepContext, action: Action, micro: MicroBatch
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Do a forward; return the loss's sum and count on the last stage."""
         (told, taken), sent, tensors, output = self._stage(
@@ -187,10 +186,10 @@ class Runner:
             total = total * 0.0
             count = count * 0.0
         work.roots = [total]
-        return total.detach().to(wide_type(run.device)), count.to(wide_type(run.device))
+        return total.detach().to(widest_float(run.device)), count.to(widest_float(run.device))
 
     def _stage(
-        self, run: Run, action: Action, micro: MicroBatch, came: Came, judge: bool = False
+        self, run: StepContext, action: Action, micro: MicroBatch, came: Came, judge: bool = False
     ) -> tuple[Came, Record | None, list[torch.Tensor], Any]:
         """
         Run a stage's part of the model; return what it sends on, and on the last stage the output
@@ -205,7 +204,7 @@ class Runner:
         calls = told.calls if told else 0
         # what lies before this stage's part in forward may have drawn numbers for blanks
         again = partial(
-            run.dice.throw, run.steps, micro.index, micro.rows, run.device, part=part, calls=calls
+            run.rng.begin_forward, run.steps, micro.index, micro.rows, run.device, part=part, calls=calls
         )
         one_pass = Pass(
             self.stages, action.stage, batch, told, taken, again if told else lambda: None
@@ -217,11 +216,11 @@ class Runner:
             output = self.stages.run(one_pass, lambda: run.objective.output(run.model, batch))
             if last and judge:
                 output = run.objective.judge(output, batch, max(len(micro.rows), 1))
-        return came, None if last else one_pass.told(run.dice.calls), one_pass.outputs, output
+        return came, None if last else one_pass.told(run.rng.dropout_calls), one_pass.outputs, output
 
     # ---- backward -----------------------------------------------------------
 
-    def _backward(self, run: Run, action: Action, first: bool, last: bool) -> None:
+    def _backward(self, run: StepContext, action: Action, first: bool, last: bool) -> None:
         """
         Do a backward, or one of its parts; ``first`` and ``last`` are among those that end one of
         the stage.
@@ -255,7 +254,7 @@ class Runner:
 
     def _input(
         self,
-        run: Run,
+        run: StepContext,
         action: Action,
         work: Work,
         roots: list[Any],
@@ -278,7 +277,7 @@ class Runner:
             for x, grad in zip(inputs, found, strict=True):
                 x.grad = grad
 
-    def _weights(self, run: Run, action: Action, work: Work, first: bool, last: bool) -> None:
+    def _weights(self, run: StepContext, action: Action, work: Work, first: bool, last: bool) -> None:
         """Finish a backward that was split."""
         chunk = self._mine.index(action.stage)
         run.engine.begin(first=first, last=last, chunk=chunk)

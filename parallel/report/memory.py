@@ -19,12 +19,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pdrun.parallel.data.batch_slicing import Strategy, count_rows, cut_rows, take
-from pdrun.parallel.model.copies import shell
+from pdrun.parallel.report.model_copies import shell
 from pdrun.parallel.zero.offload import AHEAD
 from pdrun.parallel.zero.optimizer import state_bytes
 
 if TYPE_CHECKING:
-    from pdrun.parallel.run import Run
+    from pdrun.parallel.training.state import RunState
 
 MIB = 1024 * 1024
 
@@ -142,7 +142,7 @@ class Away:
         return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
-def passes(run: Run, batch: Any, away: bool | None = None) -> int:
+def passes(state: RunState, batch: Any, away: bool | None = None) -> int:
     """
     Return the most bytes that passes hold at once, weights and gradients left out: those of the
     largest micro-batch, as often as there are copies.
@@ -152,25 +152,25 @@ def passes(run: Run, batch: Any, away: bool | None = None) -> int:
             host is another.
     """
     if away is None:
-        away = run.offload.activations and run.device.type != "cpu"
-    times = run.settings.accumulate
-    rows = count_rows(batch, run.strategy)
+        away = state.offload.activations and state.device.type != "cpu"
+    times = state.settings.accumulate
+    rows = count_rows(batch, state.batch_slicing)
     pieces = [
         piece
         for rank in cut_rows(
-            rows, 1 if run.strategy.whole or run.strategy.local else run.rows.size, times
+            rows, 1 if state.batch_slicing.whole or state.batch_slicing.local else state.rows.size, times
         )
         for piece in rank
     ]
     largest = max(pieces, key=len)
-    with run.dice.apart(run.device), FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        model = shell(run, fake)
+    with state.rng.isolate_generators(state.device), FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        model = shell(state, fake)
         part = pytree.tree_map(
             lambda leaf: fake.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf,
-            take(batch, largest, Strategy(dims=run.strategy.dims)),
+            take(batch, largest, Strategy(dims=state.batch_slicing.dims)),
         )
-        if run.sequences is not None:
-            part = run.sequences.part(part, run.axes)
+        if state.sequences is not None:
+            part = state.sequences.part(part, state.axes)
         ledger = Ledger()
         ledger.forget(
             [
@@ -182,24 +182,24 @@ def passes(run: Run, batch: Any, away: bool | None = None) -> int:
         for param in model.parameters():
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(_drop)
-        host = Away(ledger, run.offload.least) if away else None
-        with ledger, run.engine.paused(), run.axes.pretending():
-            with run.computing():
+        host = Away(ledger, state.offload.least) if away else None
+        with ledger, state.engine.paused(), state.axes.pretending():
+            with state.computing():
                 with host.around() if host is not None else nullcontext():
-                    total, _ = run.objective_of(model, part, largest, 0)
+                    total, _ = state.objective_of(model, part, largest, 0)
                 total.backward()
-        return (ledger.peak + (host.ahead if host is not None else 0)) * run.copies
+        return (ledger.peak + (host.ahead if host is not None else 0)) * state.copies
 
 
 def _drop(param: torch.Tensor) -> None:
     param.grad = None
 
 
-def estimate(run: Run, batch: Any = None) -> Estimate:
+def estimate(state: RunState, batch: Any = None) -> Estimate:
     """Return what a step will take; without a batch, what stays only."""
-    engine = run.engine
+    engine = state.engine
     cut = {weight.name for part in engine.cuts for weight in part.weights}
-    policy = run.settings.precision
+    policy = state.settings.precision
     kept = sum(
         w.numel * policy.weights(w.dtype, w.wide).itemsize
         for w in engine.weights
@@ -208,45 +208,45 @@ def estimate(run: Run, batch: Any = None) -> Estimate:
     whole = [
         part.full.numel() * part.full.element_size() for part in engine.cuts if not part.released
     ]
-    gathered = _gathered(run)
-    here = run.device.type  # what is offloaded lives elsewhere
+    gathered = _gathered(state)
+    here = state.device.type  # what is offloaded lives elsewhere
     wide = [part.master for part in engine.cuts if not part.shared] + list(engine.masters.values())
     masters = sum(
         master.numel() * master.element_size() for master in wide if master.device.type == here
     )
-    params = [param for group in run.optimizer.param_groups for param in group["params"]]
+    params = [param for group in state.optimizer.param_groups for param in group["params"]]
     trained = sum(param.numel() for param in params if param.device.type == here)
-    state = int(trained * state_bytes(run.optimizer, run.device))
+    optimizer_state = int(trained * state_bytes(state.optimizer, state.device))
     activations = (
-        passes(run, batch) if batch is not None and run.mesh.pp == 1 else None
+        passes(state, batch) if batch is not None and state.mesh.pp == 1 else None
     )  # a stage's depend on others
-    return Estimate(kept + sum(whole) + gathered, masters, _gradients(run), state, activations)
+    return Estimate(kept + sum(whole) + gathered, masters, _gradients(state), optimizer_state, activations)
 
 
-def _gathered(run: Run) -> int:
+def _gathered(state: RunState) -> int:
     """
     Return the bytes of what lies outside of units and of the two largest units: one computes while
     the next is on its way. Where units are kept for a step, all are there at once.
     """
     sizes: dict[str, int] = {}
-    for part in run.engine.cuts:
+    for part in state.engine.cuts:
         if part.released:
             unit = part.weights[0].unit
             sizes[unit] = sizes.get(unit, 0) + part.full.numel() * part.full.element_size()
     root = sizes.pop("", 0)
     units = sorted(sizes.values())
-    return root + sum(units if run.settings.keeps else units[-2:])
+    return root + sum(units if state.settings.keeps else units[-2:])
 
 
-def _gradients(run: Run) -> int:
+def _gradients(state: RunState) -> int:
     """
     Return the bytes of totals and of what is on the way: flat buffers, and gradients that wait for
     their bundle.
     """
     totals = flats = waiting = 0
     on_way: list[int] = []
-    policy = run.settings.precision
-    for part in run.engine.bundles:
+    policy = state.settings.precision
+    for part in state.engine.bundles:
         size = part.layout.numel * part.dtype.itemsize
         waiting = max(
             waiting, sum(w.numel * policy.weights(w.dtype, w.wide).itemsize for w in part.weights)
@@ -255,7 +255,7 @@ def _gradients(run: Run) -> int:
             totals += size
             continue
         totals += size // part.comm.shards
-        if run.settings.accumulate > 1 and not part.each:
+        if state.settings.accumulate > 1 and not part.each:
             flats += size
         else:
             on_way.append(size)

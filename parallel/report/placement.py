@@ -6,36 +6,36 @@ from typing import TYPE_CHECKING, Any
 
 from pdrun.errors import ConfigError
 from pdrun.parallel.layouts.grid import Grid
-from pdrun.parallel.layouts.placement import IRREGULAR, STAGES, Part, from_parts
+from pdrun.parallel.layouts.placement import IRREGULAR_LAYOUT, STAGE_AXIS, ShardRanges, layout_from_shards
 
 if TYPE_CHECKING:
-    from pdrun.parallel.run import Run
+    from pdrun.parallel.training.state import RunState
 
 
-def weights_of(run: Run) -> dict[str, Any]:
+def weights_of(state: RunState) -> dict[str, Any]:
     """
     Return each weight's shape, layout, stages and blocks, alike on all ranks: the ``weights`` of a
     plan's file.
     """
-    names = (STAGES, *run.mesh.tensor_axes)
-    grid = Grid(names, tuple(run.mesh.degree(name) for name in names))
+    names = (STAGE_AXIS, *state.mesh.tensor_axes)
+    grid = Grid(names, tuple(state.mesh.degree(name) for name in names))
     known: dict[
-        tuple[tuple[int, ...], tuple[Part | None, ...]], dict[str, Any]
+        tuple[tuple[int, ...], tuple[ShardRanges | None, ...]], dict[str, Any]
     ] = {}  # blocks repeat
     found = {}
-    for entry in run.engine.catalogue.entries:
-        parts = tuple(held.get(entry.index) for held in run.engine.holders.parts)
+    for entry in state.engine.catalogue.entries:
+        parts = tuple(held.get(entry.index) for held in state.engine.holders.parts)
         if (entry.shape, parts) not in known:
             known[entry.shape, parts] = _told(grid, entry.shape, parts)
         found[entry.name] = {"shape": list(entry.shape), **known[entry.shape, parts]}
     return found
 
 
-def _told(grid: Grid, shape: tuple[int, ...], parts: tuple[Part | None, ...]) -> dict[str, Any]:
+def _told(grid: Grid, shape: tuple[int, ...], parts: tuple[ShardRanges | None, ...]) -> dict[str, Any]:
     """
     Return a weight's layout as plain data; tiles that somebody has made by hand may have none.
     """
     try:
-        return from_parts(grid, shape, parts).to_plain()
+        return layout_from_shards(grid, shape, parts).to_plain()
     except ConfigError:
-        return {"layout": IRREGULAR}
+        return {"layout": IRREGULAR_LAYOUT}

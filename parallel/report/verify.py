@@ -24,11 +24,12 @@ from pdrun.errors import ConfigError, UsageError
 from pdrun.parallel.data.batch_slicing import Strategy, count_rows, cut_rows, take, to_device
 from pdrun.parallel.data.loader import Loader
 from pdrun.parallel.model import sync_batchnorm as norm_sync
-from pdrun.parallel.model.copies import plain_copy
+from pdrun.parallel.report.model_copies import plain_copy
+from pdrun.parallel.training.step import probe_gradients
 from pdrun.parallel.zero.grad_norm import square_sum
 
 if TYPE_CHECKING:
-    from pdrun.parallel.run import Run
+    from pdrun.parallel.training.state import RunState
 
 FINE = 1e-5
 COARSE = 3e-2
@@ -97,7 +98,7 @@ class Report:
         return "\n".join(lines)
 
 
-def verify(run: Run, source: Iterable[Any] | None, steps: int) -> Report:
+def verify(state: RunState, source: Iterable[Any] | None, steps: int) -> Report:
     """
     Compare the run with one process on some global batches.
 
@@ -106,21 +107,21 @@ def verify(run: Run, source: Iterable[Any] | None, steps: int) -> Report:
         UsageError: there is no batch to compare on.
     """
     found = []
-    buffers = [buffer.clone() for buffer in run.model.buffers()]
-    for batch in _batches(run, source, steps):
-        run.steps += 1  # for the dice
+    buffers = [buffer.clone() for buffer in state.model.buffers()]
+    for batch in _batches(state, source, steps):
+        state.steps += 1  # for the dice
         try:
-            with run.dice.apart(run.device):
-                numbers, norm, grads = _probe(run, batch)
-            _put_back(run, buffers)
-            with run.engine.paused(), run.dice.apart(run.device):
-                found.append(_compare(numbers, norm, grads, _alone(run, batch)))
+            with state.rng.isolate_generators(state.device):
+                numbers, norm, grads = _probe(state, batch)
+            _put_back(state, buffers)
+            with state.engine.paused(), state.rng.isolate_generators(state.device):
+                found.append(_compare(numbers, norm, grads, _alone(state, batch)))
         finally:
-            run.steps -= 1
-            _put_back(run, buffers)
+            state.steps -= 1
+            _put_back(state, buffers)
     if not found:
         raise UsageError("there is no batch to compare on", where="pdrun.Run.verify")
-    limit, of_loss = _limits(run)
+    limit, of_loss = _limits(state)
     across = max(step.rows for step in found)
     report = Report(tuple(found), across if across > (ROWS if limit < COARSE else COARSE) else 0.0)
     for place, step in enumerate(found, 1):
@@ -141,45 +142,45 @@ def verify(run: Run, source: Iterable[Any] | None, steps: int) -> Report:
     return report
 
 
-def _limits(run: Run) -> tuple[float, float]:
+def _limits(state: RunState) -> tuple[float, float]:
     """Return how far gradients and losses may be off."""
-    if run.settings.precision.compute or run.settings.wire:
+    if state.settings.precision.compute or state.settings.wire:
         return COARSE, COARSE
-    if run.mesh.pp > 1:
+    if state.mesh.pp > 1:
         return FINE, STAGES
-    return FINE, FINE if run.mesh.size == run.mesh.dp else TENSOR
+    return FINE, FINE if state.mesh.size == state.mesh.dp else TENSOR
 
 
-def _probe(run: Run, batch: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+def _probe(state: RunState, batch: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """
     Return what `Run.probe` does; in fp16 with a loss scale that does not overflow, as training
     would find it.
     """
-    if run.scale is None:
-        return run.probe(batch)
-    before = run.scale.value
+    if state.scale is None:
+        return probe_gradients(state, batch)
+    before = state.scale.value
     try:
         while True:
-            found = run.probe(batch)
-            if bool(torch.isfinite(found[1])) or run.scale.value < 1:
+            found = probe_gradients(state, batch)
+            if bool(torch.isfinite(found[1])) or state.scale.value < 1:
                 return found
-            run.scale.value /= 2
+            state.scale.value /= 2
     finally:
-        run.scale.value = before
+        state.scale.value = before
 
 
-def _batches(run: Run, source: Any, steps: int) -> Iterable[Any]:
+def _batches(state: RunState, source: Any, steps: int) -> Iterable[Any]:
     """Yield global batches."""
-    source = run.source if source is None else source
+    source = state.feed.source if source is None else source
     if isinstance(source, Loader):
-        order = source.order(run.seed, run.position.epoch)
+        order = source.order(state.seed, state.feed.position.epoch)
         starts = range(0, min(len(source), steps) * source.batch, source.batch)
         for start in starts:
             yield source.collate(
                 [source.dataset[index] for index in order[start : start + source.batch]]
             )
         return
-    if source is None or run.strategy.local:
+    if source is None or state.batch_slicing.local:
         raise UsageError(
             "no global batches are known", where="pdrun.Run.verify", hint="run.verify([batch, ...])"
         )
@@ -187,23 +188,23 @@ def _batches(run: Run, source: Any, steps: int) -> Iterable[Any]:
         yield batch
 
 
-def _put_back(run: Run, buffers: list[torch.Tensor]) -> None:
+def _put_back(state: RunState, buffers: list[torch.Tensor]) -> None:
     with torch.no_grad():
-        for buffer, old in zip(run.model.buffers(), buffers, strict=True):
+        for buffer, old in zip(state.model.buffers(), buffers, strict=True):
             buffer.copy_(old)
 
 
-def _alone(run: Run, batch: Any) -> tuple[float, float, dict[str, torch.Tensor], float]:
+def _alone(state: RunState, batch: Any) -> tuple[float, float, dict[str, torch.Tensor], float]:
     """
     Return loss, norm and gradients of a batch, computed slice by slice in this process, and how
     much the loss of the first two slices changes where they are one.
     """
-    model = plain_copy(run)
-    world = run.rows.size
-    times = run.settings.accumulate
-    strategy = Strategy(dims=run.strategy.dims)
+    model = plain_copy(state)
+    world = state.rows.size
+    times = state.settings.accumulate
+    strategy = Strategy(dims=state.batch_slicing.dims)
     pieces = cut_rows(count_rows(batch, strategy), world, times)
-    if run.strategy.whole:
+    if state.batch_slicing.whole:
         pieces = [cut_rows(count_rows(batch, strategy), 1, times)[0]] * world
     order = [
         (place * world + rank, pieces[rank][place])
@@ -223,9 +224,9 @@ def _alone(run: Run, batch: Any) -> tuple[float, float, dict[str, torch.Tensor],
         for index, rows in order:
             if len(rows):
                 part = to_device(
-                    take(batch, rows, strategy), run.device, run.settings.precision.inputs
+                    take(batch, rows, strategy), state.device, state.settings.precision.inputs
                 )
-                total, count = run.objective_of(model, part, rows, index)
+                total, count = state.objective_of(model, part, rows, index)
                 total.backward()
                 totals.append(float(total.detach()))
                 counts.append(float(count))
@@ -233,21 +234,21 @@ def _alone(run: Run, batch: Any) -> tuple[float, float, dict[str, torch.Tensor],
         across = 0.0
         if len(rows_of) > 1 and not joined:
             both = _joined(rows_of[:2])
-            part = to_device(take(batch, both, strategy), run.device, run.settings.precision.inputs)
+            part = to_device(take(batch, both, strategy), state.device, state.settings.precision.inputs)
             with torch.no_grad():
-                at_once = float(run.objective_of(model, part, both, 0)[0])
+                at_once = float(state.objective_of(model, part, both, 0)[0])
                 apart = totals[0] + totals[1]
             across = abs(at_once - apart) / max(abs(apart), 1e-6)
     grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
-    by = sum(counts) if run.settings.mean else 1.0
+    by = sum(counts) if state.settings.mean else 1.0
     grads = {
         name: grad.float().div_(by) if grad.dtype.itemsize < 4 else grad.div_(by)
         for name, grad in grads.items()
     }
     norm = float(square_sum(list(grads.values()), exact=True).sqrt())
-    if run.settings.clip:
+    if state.settings.clip:
         for grad in grads.values():
-            grad.mul_(min(1.0, run.settings.clip / (norm + 1e-6)))
+            grad.mul_(min(1.0, state.settings.clip / (norm + 1e-6)))
     return sum(totals) / sum(counts), norm, grads, across
 
 

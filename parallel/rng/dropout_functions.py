@@ -22,7 +22,7 @@ class KeepMask(Protocol):
         ...
 
 
-def _dropped(x: torch.Tensor, keep: torch.Tensor, p: float) -> torch.Tensor:
+def _apply_mask(x: torch.Tensor, keep: torch.Tensor, p: float) -> torch.Tensor:
     scale = keep.to(x.dtype).mul_(0.0 if p >= 1 else 1 / (1 - p))
     return x * scale
 
@@ -33,7 +33,7 @@ def _make_dropout(keep: KeepMask, original: Callable[..., Any]) -> Callable[...,
     ) -> torch.Tensor:
         if not training or p == 0 or not 0 <= p <= 1:
             return original(input, p, training, inplace)
-        result = _dropped(input, keep(input, p), p)
+        result = _apply_mask(input, keep(input, p), p)
         return input.copy_(result) if inplace else result
 
     return dropout
@@ -48,7 +48,7 @@ def _make_channels(keep: KeepMask, original: Callable[..., Any]) -> Callable[...
         if not training or p == 0 or not 0 <= p <= 1 or input.dim() < 3:
             return original(input, p, training, inplace)
         mask = keep(input, p, (*input.shape[:2], *[1] * (input.dim() - 2)))
-        result = _dropped(input, mask, p)
+        result = _apply_mask(input, mask, p)
         return input.copy_(result) if inplace else result
 
     return dropout
@@ -105,12 +105,12 @@ def _make_attention(keep: KeepMask, original: Callable[..., Any]) -> Callable[..
             else:
                 scores = scores + attn_mask
         weights = scores.softmax(-1)
-        return _dropped(weights, keep(weights, dropout_p), dropout_p) @ value
+        return _apply_mask(weights, keep(weights, dropout_p), dropout_p) @ value
 
     return attention
 
 
-REPLACED: dict[str, Callable[[KeepMask, Callable[..., Any]], Callable[..., Any]]] = {
+REPLACEMENTS: dict[str, Callable[[KeepMask, Callable[..., Any]], Callable[..., Any]]] = {
     "dropout": _make_dropout,
     "dropout1d": _make_channels,
     "dropout2d": _make_channels,

@@ -6,24 +6,24 @@ from __future__ import annotations
 
 import torch
 
-MASK = (1 << 64) - 1
-PIECE = 65536
+MASK_64_BITS = (1 << 64) - 1
+CHUNK_ELEMENTS = 65536
 """Elements."""
-_LOW31 = 0x7FFFFFFF
+_MASK_31_BITS = 0x7FFFFFFF
 
 
-def mix(*numbers: int) -> int:
+def mix_bits(*numbers: int) -> int:
     """Return 63 well mixed bits of some whole numbers (splitmix64's finaliser, chained)."""
     state = 0
     for number in numbers:
-        state = (state + (number & MASK) + 0x9E3779B97F4A7C15) & MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK
+        state = (state + (number & MASK_64_BITS) + 0x9E3779B97F4A7C15) & MASK_64_BITS
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64_BITS
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK_64_BITS
         state ^= state >> 31
     return state >> 1
 
 
-def _scramble(x: torch.Tensor) -> torch.Tensor:
+def _scramble_bits(x: torch.Tensor) -> torch.Tensor:
     """Mix the bits of each 32-bit integer, in place (murmur3's finaliser)."""
     x ^= (x >> 16) & 0xFFFF
     x *= -2048144789  # 0x85ebca6b
@@ -33,7 +33,7 @@ def _scramble(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def uniform31(key: int, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def hash_uniform31(key: int, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """
     Return ``[len(rows), len(places)]`` integers, uniform in 0..2**31 - 1: a hash of key, row and
     place in the row.
@@ -43,18 +43,18 @@ def uniform31(key: int, rows: torch.Tensor, places: torch.Tensor) -> torch.Tenso
         rows: global indices, int32.
         places: of elements in their row, int32.
     """
-    row = _scramble(rows ^ ((key & MASK) >> 32))
-    place = _scramble(places + (key & _LOW31))
-    return _scramble(place.unsqueeze(0) ^ row.unsqueeze(1)) & _LOW31
+    row = _scramble_bits(rows ^ ((key & MASK_64_BITS) >> 32))
+    place = _scramble_bits(places + (key & _MASK_31_BITS))
+    return _scramble_bits(place.unsqueeze(0) ^ row.unsqueeze(1)) & _MASK_31_BITS
 
 
-def at_least(key: int, rows: torch.Tensor, places: torch.Tensor, limit: int) -> torch.Tensor:
+def keep_mask(key: int, rows: torch.Tensor, places: torch.Tensor, limit: int) -> torch.Tensor:
     """Return where `uniform31` is at least ``limit``; on a CPU in pieces that stay in its cache."""
-    piece = len(rows) if rows.device.type != "cpu" else max(1, PIECE // max(len(places), 1))
-    return torch.cat([uniform31(key, some, places) >= limit for some in rows.split(piece)])
+    piece = len(rows) if rows.device.type != "cpu" else max(1, CHUNK_ELEMENTS // max(len(places), 1))
+    return torch.cat([hash_uniform31(key, some, places) >= limit for some in rows.split(piece)])
 
 
-def keep_single(key: int, rows: torch.Tensor, places: torch.Tensor, limit: int) -> torch.Tensor:
+def keep_elements(key: int, rows: torch.Tensor, places: torch.Tensor, limit: int) -> torch.Tensor:
     """Return where the hash of each element's own row and place is at least ``limit``."""
-    row = _scramble(rows ^ ((key & MASK) >> 32))
-    return (_scramble(_scramble(places + (key & _LOW31)) ^ row) & _LOW31) >= limit
+    row = _scramble_bits(rows ^ ((key & MASK_64_BITS) >> 32))
+    return (_scramble_bits(_scramble_bits(places + (key & _MASK_31_BITS)) ^ row) & _MASK_31_BITS) >= limit

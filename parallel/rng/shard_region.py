@@ -11,19 +11,19 @@ from contextlib import contextmanager
 
 import torch
 
-from pdrun.parallel.layouts.sequence_order import Ranges, within
+from pdrun.parallel.layouts.sequence_order import Ranges, positions_within
 
-Cut = tuple[int, int, int] | tuple[tuple[tuple[int, int], ...], int]
+DimShard = tuple[int, int, int] | tuple[tuple[tuple[int, int], ...], int]
 """
 (low, high, total) of a dim, or (ranges, total) where several ranges lie here, one after the other.
 """
-_regions: list[dict[int, Cut]] = []
+_regions: list[dict[int, DimShard]] = []
 """The regions that are entered, the innermost last."""
 _sequence: Callable[[], tuple[Ranges, int]] | None = None
 """Tells which positions of the sequences are here, and how many there are."""
 
 
-class region:
+class shard_region:
     """
     While this lasts, tensors that are dropped are parts: the masks are those of the whole ones.
 
@@ -35,7 +35,7 @@ class region:
     An empty mapping ends the region that surrounds it.
     """
 
-    def __init__(self, cuts: Mapping[int, Cut]) -> None:
+    def __init__(self, cuts: Mapping[int, DimShard]) -> None:
         self.cuts = cuts
 
     def __enter__(self) -> None:
@@ -46,7 +46,7 @@ class region:
 
 
 @contextmanager
-def sequence(where: Callable[[], tuple[Ranges, int]]) -> Iterator[None]:
+def sharded_sequence(where: Callable[[], tuple[Ranges, int]]) -> Iterator[None]:
     """
     While this lasts, dim 1 of tensors is cut, before any `region` cuts what is left of it.
 
@@ -76,7 +76,7 @@ def cuts_of(shape: tuple[int, ...]) -> dict[int, tuple[tuple[tuple[int, int], ..
     return found
 
 
-def with_sequence(
+def apply_sequence(
     shape: tuple[int, ...], rows: int, cuts: dict[int, tuple[Ranges, int]]
 ) -> tuple[tuple[int, ...], dict[int, tuple[Ranges, int]]]:
     """
@@ -91,7 +91,7 @@ def with_sequence(
     if size == held:
         return shape, {
             **cuts,
-            1: (tuple(one for low, high in inner for one in within(ranges, low, high)), total),
+            1: (tuple(one for low, high in inner for one in positions_within(ranges, low, high)), total),
         }
     if rows and shape[0] == rows * held and 0 not in cuts:
         apart = {dim + 1: cut for dim, cut in cuts.items()}
@@ -99,7 +99,7 @@ def with_sequence(
     return shape, cuts
 
 
-def indices_of(
+def flat_indices(
     shape: tuple[int, ...],
     cuts: Mapping[int, tuple[tuple[tuple[int, int], ...], int]],
     device: torch.device,
@@ -116,11 +116,11 @@ def indices_of(
     return found.reshape(-1), whole
 
 
-def save_regions() -> list[dict[int, Cut]]:
+def save_regions() -> list[dict[int, DimShard]]:
     """Return the regions that are entered, for `restore_regions`."""
     return list(_regions)
 
 
-def restore_regions(regions: list[dict[int, Cut]]) -> None:
+def restore_regions(regions: list[dict[int, DimShard]]) -> None:
     """Enter the regions that `save_regions` returned, instead of the present ones."""
     _regions[:] = regions

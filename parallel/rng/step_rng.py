@@ -32,36 +32,36 @@ from torch.nn import functional
 
 from pdrun.parallel import torch_compat as compat
 from pdrun.parallel.layouts.sequence_order import Ranges
-from pdrun.parallel.rng.dropout_functions import REPLACED
-from pdrun.parallel.rng.hashing import at_least, keep_single, mix
+from pdrun.parallel.rng.dropout_functions import REPLACEMENTS
+from pdrun.parallel.rng.hashing import keep_mask, keep_elements, mix_bits
 from pdrun.parallel.rng.shard_region import (
     cuts_of,
-    indices_of,
+    flat_indices,
     restore_regions,
     save_regions,
-    with_sequence,
+    apply_sequence,
 )
 
-_current: Dice | None = None
+_active: StepRNG | None = None
 
 
-def current() -> Dice | None:
+def current_rng() -> StepRNG | None:
     """Return the randomness of the step that is being computed; None outside of one."""
-    return _current
+    return _active
 
 
 @dataclass(eq=False)
-class Throw:
+class DropoutState:
     """The dropouts of one forward pass."""
 
     step: int
     rows: torch.Tensor
     """Which rows of the global batch are computed, int32."""
-    calls: int
+    call_count: int
     """How many dropouts there have been, in the forward passes of the stages before too."""
 
 
-class Dice:
+class StepRNG:
     """
     The randomness of one run.
 
@@ -73,29 +73,29 @@ class Dice:
 
     def __init__(self, seed: int, native: bool = False) -> None:
         self.seed = seed
-        self.native = native
-        self._standins: dict[str, tuple[Any, Callable[..., Any]]] = {}
+        self.is_native = native
+        self._replacements: dict[str, tuple[Any, Callable[..., Any]]] = {}
         """
         Each replaced function and what drops in its place: made once, for compiled code relies on
         its identity.
         """
-        self._throws: dict[tuple[int, int], Throw] = {}
-        self._throw: Throw | None = None
+        self._forwards: dict[tuple[int, int], DropoutState] = {}
+        self._forward: DropoutState | None = None
         self._step = -1
-        self._seen: dict[int, tuple[Throw, int]] = {}
+        self._calls_by_number: dict[int, tuple[DropoutState, int]] = {}
         """By what was drawn from the generator: which dropout of which forward pass it is."""
-        self.used = False
+        self.is_used = False
         """Whether anything has been dropped yet."""
 
     @property
-    def calls(self) -> int:
+    def dropout_calls(self) -> int:
         """
         How many dropouts the newest forward pass has had so far, those of the stages before it
         included.
         """
-        return self._throw.calls if self._throw is not None else 0
+        return self._forward.call_count if self._forward is not None else 0
 
-    def throw(
+    def begin_forward(
         self,
         step: int,
         index: int,
@@ -113,24 +113,24 @@ class Dice:
             part: tells the parts of a model apart that compute the same slice in this process.
             calls: how many dropouts the parts before this one had.
         """
-        seed = mix(self.seed, step, index, 1, *([part] if part else []))
+        seed = mix_bits(self.seed, step, index, 1, *([part] if part else []))
         torch.default_generator.manual_seed(seed)
         if device.type != "cpu":
             getattr(torch, device.type).manual_seed(seed)
         if (
             self._step != step
         ):  # not that of `_throw`, which is another step's where a copy has just entered
-            self._throws.clear()
-            self._seen.clear()
+            self._forwards.clear()
+            self._calls_by_number.clear()
             self._step = step
-        old = self._throws.get((index, part))
+        old = self._forwards.get((index, part))
         if old is not None:
-            self._seen = {drawn: call for drawn, call in self._seen.items() if call[0] is not old}
+            self._calls_by_number = {drawn: call for drawn, call in self._calls_by_number.items() if call[0] is not old}
         numbers = torch.arange(rows.start, rows.stop, dtype=torch.int32, device=device)
-        self._throw = self._throws[index, part] = Throw(step, numbers, calls)
+        self._forward = self._forwards[index, part] = DropoutState(step, numbers, calls)
 
     @contextmanager
-    def apart(self, device: torch.device) -> Iterator[None]:
+    def isolate_generators(self, device: torch.device) -> Iterator[None]:
         """
         While this lasts, torch's generators are the run's; then they go on as if it had drawn
         nothing.
@@ -149,29 +149,29 @@ class Dice:
                 kit.set_rng_state(state, device)
 
     @contextmanager
-    def placed(self, training: bool = True) -> Iterator[None]:
+    def patched_dropout(self, training: bool = True) -> Iterator[None]:
         """While this lasts, ``torch.nn.functional`` drops by global row."""
-        global _current
-        if _current is self:  # whoever came first leaves last
+        global _active
+        if _active is self:  # whoever came first leaves last
             yield
             return
-        before = _current
-        _current = self
-        old = {name: getattr(functional, name) for name in REPLACED}
-        if training and not self.native:
-            for name, make in REPLACED.items():
-                if self._standins.get(name, (None,))[0] is not old[name]:
-                    self._standins[name] = old[name], make(self.keep, old[name])
-                setattr(functional, name, self._standins[name][1])
+        before = _active
+        _active = self
+        old = {name: getattr(functional, name) for name in REPLACEMENTS}
+        if training and not self.is_native:
+            for name, make in REPLACEMENTS.items():
+                if self._replacements.get(name, (None,))[0] is not old[name]:
+                    self._replacements[name] = old[name], make(self.draw_keep_mask, old[name])
+                setattr(functional, name, self._replacements[name][1])
         try:
             yield
         finally:
-            _current = before
+            _active = before
             for name, function in old.items():
                 setattr(functional, name, function)
 
     @compat.untraced
-    def keep(
+    def draw_keep_mask(
         self, like: torch.Tensor, p: float, shape: tuple[int, ...] | None = None
     ) -> torch.Tensor:
         """
@@ -180,13 +180,13 @@ class Dice:
         Inside a `region` it is the part of the whole tensor's mask.
         """
         shape = tuple(like.shape) if shape is None else shape
-        drawn = self.draw()
-        apart, cuts = with_sequence(shape, len(drawn[0].rows), cuts_of(shape))
-        return self.mask(drawn, p, apart, cuts, like.device).view(shape)
+        drawn = self.draw_call()
+        apart, cuts = apply_sequence(shape, len(drawn[0].rows), cuts_of(shape))
+        return self.compute_mask(drawn, p, apart, cuts, like.device).view(shape)
 
-    def mask(
+    def compute_mask(
         self,
-        drawn: tuple[Throw, int],
+        drawn: tuple[DropoutState, int],
         p: float,
         shape: tuple[int, ...],
         cuts: Mapping[int, tuple[Ranges, int]],
@@ -199,9 +199,9 @@ class Dice:
             shape: of the part.
             cuts: for each dim that is cut the ranges that are here and the whole size.
         """
-        self.used = True
+        self.is_used = True
         throw, call = drawn
-        key = mix(self.seed, throw.step, call, 2)
+        key = mix_bits(self.seed, throw.step, call, 2)
         limit = int(p * (1 << 31))
         rows = throw.rows if throw.rows.device == device else throw.rows.to(device)
         whole = tuple(cuts[dim][1] if dim in cuts else size for dim, size in enumerate(shape))
@@ -212,9 +212,9 @@ class Dice:
                 1, dtype=torch.int32, device=device
             )  # no row of the batch: the same everywhere
         if 0 in cuts:  # rows themselves are cut: each element is looked up
-            flat, _ = indices_of(shape, cuts, device)
+            flat, _ = flat_indices(shape, cuts, device)
             width = torch.Size(whole).numel() // len(rows)
-            return keep_single(
+            return keep_elements(
                 key, rows[flat // width], (flat % width).to(torch.int32), limit
             ).view(shape)
         if not cuts:
@@ -223,35 +223,35 @@ class Dice:
             )
         else:
             inner = (shape[0] // len(rows), *shape[1:])  # of a row
-            places = indices_of(inner, cuts, device)[0].to(torch.int32)
-        return at_least(key, rows, places, limit).view(shape)
+            places = flat_indices(inner, cuts, device)[0].to(torch.int32)
+        return keep_mask(key, rows, places, limit).view(shape)
 
-    def leave(self, device: torch.device) -> Any:
+    def save_state(self, device: torch.device) -> Any:
         """
         Return what `enter` needs to go on here later, when another forward or backward has come in
         between.
         """
         kit = getattr(torch, device.type)
         state = kit.get_rng_state(device) if device.type != "cpu" else None
-        return torch.default_generator.get_state(), state, self._throw, save_regions()
+        return torch.default_generator.get_state(), state, self._forward, save_regions()
 
-    def enter(self, kept: Any, device: torch.device) -> None:
+    def restore_state(self, kept: Any, device: torch.device) -> None:
         """Go on where `leave` was called."""
-        host, state, self._throw, regions = kept
+        host, state, self._forward, regions = kept
         restore_regions(regions)
         torch.default_generator.set_state(host)
         if state is not None:
             getattr(torch, device.type).set_rng_state(state, device)
 
-    def draw(self) -> tuple[Throw, int]:
+    def draw_call(self) -> tuple[DropoutState, int]:
         """Count a dropout; return which one of which forward pass it is."""
         with (
             unset_fake_temporarily()
         ):  # memory is estimated on tensors without data; this number is needed
             drawn = int(torch.randint(1 << 62, (), device="cpu", generator=torch.default_generator))
-        found = self._seen.get(drawn)
+        found = self._calls_by_number.get(drawn)
         if found is None:
-            assert self._throw is not None
-            found = self._seen[drawn] = self._throw, self._throw.calls
-            self._throw.calls += 1
+            assert self._forward is not None
+            found = self._calls_by_number[drawn] = self._forward, self._forward.call_count
+            self._forward.call_count += 1
         return found

@@ -31,7 +31,7 @@ from pdrun.parallel.comm import autograd as collectives
 from pdrun.parallel.comm.communicator import Axis
 from pdrun.parallel.comm.groups import Axes
 from pdrun.parallel.comm.redistribute import redistribute
-from pdrun.parallel.layouts.layout import L, cut
+from pdrun.parallel.layouts.layout import L, shard_range
 from pdrun.parallel.model.shards import Tile, tile
 from pdrun.parallel.tensor.linear import out_dim
 from pdrun.parallel.tensor.style import WHERE, Entry, Seat, Style, become, refuse
@@ -214,18 +214,18 @@ class Cube:
         shape = list(y.shape)
         shape[-1] = self.out
         if style.rows is not None:
-            shape[style.rows] *= self.axes.grid.extent(layout.dims[style.rows])
+            shape[style.rows] *= self.axes.grid.group_size(layout.dims[style.rows])
         return redistribute(y, layout, L(*[None] * y.dim()), self.axes, tuple(shape))
 
     def _part(self, size: int, axis: str) -> int:
         """Return the length of this rank's part along one axis."""
-        low, high = cut(size, self.axes.grid.degree(axis), self.axes.coordinate[axis])
+        low, high = shard_range(size, self.axes.grid.degree(axis), self.axes.coordinate[axis])
         return high - low
 
     def _check(self, x: torch.Tensor, dim: int, axes: tuple[str, ...]) -> None:
         if dim >= x.dim() - 1:
             raise refuse(self.name, f"rows={dim} is no dim before the last of {list(x.shape)}")
-        parts = self.axes.grid.extent(axes)
+        parts = self.axes.grid.group_size(axes)
         if x.shape[dim] % parts:
             what = f"dim {dim} of {list(x.shape)} does not divide into {parts} parts over {' x '.join(axes)}"
             raise refuse(

@@ -12,7 +12,7 @@ from torch.nn import functional
 from pdrun.errors import UsageError
 from pdrun.parallel.comm import autograd as collectives
 from pdrun.parallel.model.shards import Tile
-from pdrun.parallel.rng.shard_region import region
+from pdrun.parallel.rng.shard_region import shard_region
 from pdrun.parallel.tensor.style import WHERE, Names, Place, Seat, refuse
 
 
@@ -52,7 +52,7 @@ class MultiheadParallel:
         )
         mask = self._mask(q, attn_mask, key_padding_mask)
         drop = module.dropout if module.training else 0.0
-        with region(self._place.cuts(query)):
+        with shard_region(self._place.cuts(query)):
             if need_weights:
                 scores = q @ k.transpose(-2, -1) * module.head_dim**-0.5
                 weights = (scores if mask is None else scores + mask).softmax(-1)

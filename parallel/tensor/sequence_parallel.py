@@ -18,7 +18,7 @@ from pdrun.parallel.comm import autograd as collectives
 from pdrun.parallel.comm.communicator import Axis
 from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.model.shards import Tile
-from pdrun.parallel.rng.shard_region import region
+from pdrun.parallel.rng.shard_region import shard_region
 from pdrun.parallel.tensor.style import (
     Cuts,
     Entry,
@@ -53,7 +53,7 @@ class Region:
             args = (x, *args[1:])
         else:
             x = kwargs[self._first] = place.enter(kwargs[self._first])
-        with region(place.cuts(x)):
+        with shard_region(place.cuts(x)):
             found = super().forward(*args, **kwargs)  # type: ignore[misc]
         return place.leave(found)
 

@@ -43,11 +43,11 @@ class Seat:
 
     def parts(self, axis: Names) -> int:
         """Return into how many parts some axes cut."""
-        return self.grid.extent(names(axis))
+        return self.grid.group_size(names(axis))
 
     def index(self, axis: Names) -> int:
         """Return which of the parts is this rank's."""
-        return self.grid.index(names(axis), self.rank)
+        return self.grid.group_index(names(axis), self.rank)
 
     def tile(
         self, name: str, shape: tuple[int, ...], dim: int, axis: Names, blocks: tuple[int, ...] = ()

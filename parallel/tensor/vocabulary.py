@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from pdrun.parallel.comm import autograd as collectives
 from pdrun.parallel.comm.communicator import Axis
-from pdrun.parallel.layouts.layout import cut
+from pdrun.parallel.layouts.layout import shard_range
 from pdrun.parallel.model.shards import Tile, tile_of
 from pdrun.parallel.tensor import linear
 from pdrun.parallel.tensor.style import (
@@ -77,7 +77,7 @@ class Vocab(Style):
     def change(self, name: str, module: nn.Module, axis: Axis, entry: Entry) -> None:
         """Look up or compute this rank's words."""
         total = tile_of(module.weight).shape[0]
-        words = Words(axis, total, *cut(total, axis.size, axis.index))
+        words = Words(axis, total, *shard_range(total, axis.size, axis.index))
         if isinstance(module, nn.Embedding):
             leave: Callable[[torch.Tensor], torch.Tensor] = functools.partial(
                 collectives.add_up, axis=axis

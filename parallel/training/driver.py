@@ -12,19 +12,22 @@ pair comes without the weights. No two of these overlap; they may lie in any ord
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
+from pdrun.parallel.torch_compat import widest_float
 from pdrun.parallel.training.loss import check_trains
-from pdrun.parallel.zero.grad_norm import wide_type
 
 if TYPE_CHECKING:
     from pdrun.parallel.comm.groups import Axes
-    from pdrun.parallel.pipeline.split import Split
-    from pdrun.parallel.run import Run
+    from pdrun.parallel.rng.step_rng import StepRNG
+    from pdrun.parallel.training.loss import Objective
+    from pdrun.parallel.zero.engine import Engine
+    from pdrun.parallel.zero.precision import LossScale
 
 
 @dataclass(frozen=True)
@@ -51,38 +54,113 @@ class MicroBatch:
     place: int
 
 
+class StepContext(Protocol):
+    """What a driver gets: the model, the engine, and the functions that a pass runs in."""
+
+    steps: int
+    """Number of the step at hand, from 1."""
+
+    @property
+    def model(self) -> nn.Module:
+        """What this rank runs."""
+        ...
+
+    @property
+    def engine(self) -> Engine:
+        """Gathers weights and sums gradients around the passes."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's device."""
+        ...
+
+    @property
+    def axes(self) -> Axes:
+        """This rank's position along each axis of the mesh."""
+        ...
+
+    @property
+    def objective(self) -> Objective:
+        """
+        ``objective.output(model, batch)`` calls the first stage on a batch as the user said.
+        ``objective.judge(output, batch, rows)`` is the loss's (sum, count).
+        """
+        ...
+
+    @property
+    def rng(self) -> StepRNG:
+        """
+        Random numbers. ``rng.calls`` after a forward is the number of dropouts so far in the full
+        model's forward; it travels to the next stage with the activations.
+        """
+        ...
+
+    @property
+    def scale(self) -> LossScale | None:
+        """The loss scale; None unless the model computes in fp16."""
+        ...
+
+    def here(self, batch: Any) -> Any:
+        """Return a micro-batch as the model gets it: on this rank's device, in the policy's type."""
+        ...
+
+    def around(
+        self, micro: MicroBatch, part: int = 0, calls: int = 0
+    ) -> AbstractContextManager[None]:
+        """
+        Return the context manager of a forward: random numbers, autocast, offloaded activations.
+
+        Args:
+            part: the chunk of the model, if several chunks of one rank compute the micro-batch.
+            calls: dropouts before this one in the full model's forward.
+        """
+        ...
+
+    def computing(self) -> AbstractContextManager[None]:
+        """
+        Return the context manager of forwards and backwards: torch's dropout and attention functions are
+        replaced by pdrun's in it.
+        """
+        ...
+
+    def backward(
+        self,
+        tensors: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor | None] | None = None,
+        **options: Any,
+    ) -> None:
+        """
+        Go backward, as `torch.autograd.backward` does. Losses (tensors without a gradient) are
+        multiplied by the loss scale.
+
+        Args:
+            tensors: the roots.
+            grads: their gradients; None for losses.
+            options: of `torch.autograd.backward`, such as ``inputs`` or ``retain_graph``.
+        """
+        ...
+
+
 class Driver(Protocol):
-    """
-    Goes forward and backward through micro-batches.
-
-    What `Run` offers it:
-
-    * ``with run.around(micro, part, calls):`` around a forward: randomness, autocast, offloaded activations. ``part``
-      tells the pieces of a model apart that compute the same micro-batch on one rank (chunks), ``calls`` is how many
-      dropouts came before in the whole model's forward; ``run.dice.calls`` after the forward is how many there are now,
-      which travels with the activations to the next stage.
-    * ``run.objective.output(model, batch)`` calls the first stage on a batch as the user said;
-      ``run.objective.judge(output, batch, rows)`` is the loss's (sum, count).
-    * ``run.backward(tensors, grads)`` instead of ``torch.autograd.backward``: forwards may be computed again in it, and
-      losses (tensors without grads) are multiplied by the loss scale.
-    """
+    """Runs the forwards and backwards of a step's micro-batches."""
 
     @property
     def splits(self) -> bool:
         """Whether backwards leave gradients of weights for later."""
         ...
 
-    def passes(self, run: Run, micros: Sequence[MicroBatch]) -> torch.Tensor:
+    def passes(self, run: StepContext, micros: Sequence[MicroBatch]) -> torch.Tensor:
         """
         Do all forwards and backwards of a step.
 
         Returns:
-            ``[accumulate, 2]`` in `wide_type`: sum and count of the loss of each micro-batch, already multiplied by
+            ``[accumulate, 2]`` in `widest_float`: sum and count of the loss of each micro-batch, already multiplied by
             its weight; zeros on all stages but the last. The engine gives them to everybody.
         """
         ...
 
-    def evaluate(self, run: Run, micros: Sequence[MicroBatch]) -> list[Any]:
+    def evaluate(self, run: StepContext, micros: Sequence[MicroBatch]) -> list[Any]:
         """
         Return the model's outputs on micro-batches, forward only; None on ranks that the last stage
         isn't on.
@@ -118,42 +196,6 @@ class Driver(Protocol):
         ...
 
 
-class Pipeline(Protocol):
-    """What ``parallelize(pipeline=...)`` takes."""
-
-    @property
-    def microbatches(self) -> int:
-        """How many a step has."""
-        ...
-
-    def apply(self, model: nn.Module, axes: Axes, sample: Any) -> tuple[nn.Module, Driver]:
-        """
-        Return this rank's stage and what drives it.
-
-        Args:
-            model: the whole model, whose weights have been cut over the tensor axes already.
-            axes: ``axes["pp"].index`` is the stage.
-            sample: a batch, or None where the user gave none.
-
-        The stage's parameters have the names that they have in the whole model; a weight that
-        several stages hold (tied ones, under any of its names) is found by the engine: its
-        gradients are added up over those stages.
-        """
-        ...
-
-
-@runtime_checkable
-class Splitting(Protocol):
-    """
-    A `Pipeline` that can tell before it cuts: a strategy that sees across modules asks for it
-    (`StagedCutter`).
-    """
-
-    def split(self, model: nn.Module, axes: Axes, sample: Any) -> Split:
-        """Return which module of a whole model belongs to which stage."""
-        ...
-
-
 class Plain:
     """One micro-batch after the other, the whole model at once."""
 
@@ -174,7 +216,7 @@ class Plain:
         """See `Driver.explain`."""
         return ""
 
-    def evaluate(self, run: Run, micros: Sequence[MicroBatch]) -> list[Any]:
+    def evaluate(self, run: StepContext, micros: Sequence[MicroBatch]) -> list[Any]:
         """See `Driver.evaluate`; None for a micro-batch without rows."""
         found: list[Any] = []
         for micro in micros:
@@ -184,10 +226,10 @@ class Plain:
         run.engine.evaluated()
         return found
 
-    def passes(self, run: Run, micros: Sequence[MicroBatch]) -> torch.Tensor:
+    def passes(self, run: StepContext, micros: Sequence[MicroBatch]) -> torch.Tensor:
         """See `Driver.passes`."""
         sums: list[torch.Tensor] = []
-        wide = wide_type(run.device)
+        wide = widest_float(run.device)
         for micro in micros:
             first = micro.place == 0
             last = micro.place == len(micros) - 1

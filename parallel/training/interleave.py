@@ -23,18 +23,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from pdrun.parallel.model import sync_batchnorm as norm_sync
-from pdrun.parallel.training.driver import MicroBatch, Plain
+from pdrun.parallel.torch_compat import widest_float
+from pdrun.parallel.training.driver import MicroBatch, Plain, StepContext
 from pdrun.parallel.training.loss import check_trains
 from pdrun.parallel.training.turn_taking import Baton
-from pdrun.parallel.zero.grad_norm import wide_type
-
-if TYPE_CHECKING:
-    from pdrun.parallel.run import Run
 
 Part = Callable[[], Any]
 """A copy's forward or backward."""
@@ -58,7 +55,7 @@ class Interleaved(Plain):
         """See `Driver.explain`."""
         return f"{self.copies} slices at a time: one computes while another waits for a collective"
 
-    def passes(self, run: Run, micros: Sequence[MicroBatch]) -> torch.Tensor:
+    def passes(self, run: StepContext, micros: Sequence[MicroBatch]) -> torch.Tensor:
         """See `Driver.passes`."""
         sums: list[torch.Tensor] = []
         for start in range(0, len(micros), self.copies):
@@ -67,7 +64,7 @@ class Interleaved(Plain):
             with run.computing(), run.engine.forward(micro=start):
                 losses = self._together(run, [_forward(run, micro) for micro in group])
             sums += [
-                torch.stack([x.detach().to(wide_type(run.device)) for x in loss]) for loss in losses
+                torch.stack([x.detach().to(widest_float(run.device)) for x in loss]) for loss in losses
             ]
             with run.computing(), run.engine.backward(micro=start, last=last):
                 run.engine.begin(first=start == 0, last=last, times=len(group))
@@ -75,13 +72,13 @@ class Interleaved(Plain):
                 run.engine.backward_done()
         return torch.stack(sums)
 
-    def _backward(self, run: Run, totals: list[torch.Tensor]) -> None:
+    def _backward(self, run: StepContext, totals: list[torch.Tensor]) -> None:
         if run.device.type == "cpu":
             self._together(run, [lambda total=total: run.backward([total]) for total in totals])  # type: ignore[misc]
         else:
             run.backward(totals)
 
-    def _together(self, run: Run, parts: Sequence[Part]) -> list[Any]:
+    def _together(self, run: StepContext, parts: Sequence[Part]) -> list[Any]:
         """Run the copies' parts in turns, each on its stream where the device has some."""
         baton = Baton(len(parts), lambda: _leave(run), lambda kept: _enter(run, kept))
         with run.axes.pausing(baton.pause), self._beside(run, parts) as found:
@@ -90,7 +87,7 @@ class Interleaved(Plain):
         return results
 
     @contextmanager
-    def _beside(self, run: Run, parts: Sequence[Part]) -> Iterator[list[Part]]:
+    def _beside(self, run: StepContext, parts: Sequence[Part]) -> Iterator[list[Part]]:
         """
         Yield the parts, each on a stream of its own that begins after and ends before the caller's.
         """
@@ -116,7 +113,7 @@ class Interleaved(Plain):
             here.wait_stream(stream)
 
 
-def _forward(run: Run, micro: MicroBatch) -> Part:
+def _forward(run: StepContext, micro: MicroBatch) -> Part:
     """Return what computes a micro-batch's (sum, count), both 0 where it stands in for no rows."""
 
     def forward() -> tuple[torch.Tensor, torch.Tensor]:
@@ -128,14 +125,14 @@ def _forward(run: Run, micro: MicroBatch) -> Part:
     return forward
 
 
-def _leave(run: Run) -> Any:
+def _leave(run: StepContext) -> Any:
     """
     Return what a copy needs again when the baton is back: generators, place of its dropouts, weight
     of its rows.
     """
-    return run.dice.leave(run.device), norm_sync.SyncedBatchNorm.weight_of_rows
+    return run.rng.save_state(run.device), norm_sync.SyncedBatchNorm.weight_of_rows
 
 
-def _enter(run: Run, kept: Any) -> None:
+def _enter(run: StepContext, kept: Any) -> None:
     place, norm_sync.SyncedBatchNorm.weight_of_rows = kept
-    run.dice.enter(place, run.device)
+    run.rng.restore_state(place, run.device)

@@ -30,18 +30,13 @@ from pdrun.parallel.comm.rank_groups import Place
 from pdrun.parallel.comm.sharded import Comm, Pending
 from pdrun.parallel.model.shard_map import Catalogue, Holders
 from pdrun.parallel.model.weights import Weight, assign_units, bundle
+from pdrun.parallel.zero.bucket_order import BucketOrder
 from pdrun.parallel.zero.gatherer import Gatherer
 from pdrun.parallel.zero.grad_norm import clip_factor, global_norm
 from pdrun.parallel.zero.gradients import GradBundle, Policy, Pool
 from pdrun.parallel.zero.optimizer import Part
 from pdrun.parallel.zero.settings import Settings
 from pdrun.parallel.zero.shards import Cut
-
-IN_FLIGHT = 2
-"""
-Flat buffers of cut bundles that may be on the network at once; more would take memory without being
-faster.
-"""
 
 
 class Engine:
@@ -92,21 +87,15 @@ class Engine:
         self._units = list(units)
         self._build(model)
         self.alone = [weight for weight in weights if weight.alone and weight.trained]
-        self._unit_of, self._open_units = self._count_units()
         for index, part in enumerate(self.bundles):
             for weight in part.weights:
                 weight.param.register_post_accumulate_grad_hook(self._hook(index))
         self._targets = [self._trained(index) for index in range(len(self.bundles))]
-        self._first = self._last = True
         self._paused = False
         # where gathers run beside sums, a process that waits for a sum might keep others from the
         # gather that they need
-        self._may_wait = self.gatherer is None or settings.keeps or self.whole.device.type != "cpu"
-        self._order = list(range(len(self.bundles)))
-        """Bundles of this micro-batch in the order in which their sums start, on every rank."""
-        self._chunks = [part.weights[0].chunk for part in self.bundles]
-        self._next = 0
-        self._taken = [False] * len(self.bundles)
+        may_wait = self.gatherer is None or settings.keeps or self.whole.device.type != "cpu"
+        self._order = BucketOrder(self.bundles, self._unit_indices(), self.gatherer, may_wait)
         only = len(place.tellers) < place.job.world
         self._tellers = torch.tensor(place.tellers, device=self.whole.device) if only else None
         self.used = [False] * len(catalogue.entries)
@@ -140,7 +129,7 @@ class Engine:
         if settings.level == 3:
             self._units = [name for name in self._units if by_unit[name]]
             self.gatherer = Gatherer(
-                model, by_unit, self._units, self.gathers, settings.keeps, self._left_out
+                model, by_unit, self._units, self.gathers, settings.keeps, self._skip_unit
             )
 
     def _add_bundle(self, group: Sequence[Weight], comm: Comm) -> None:
@@ -193,16 +182,17 @@ class Engine:
         mine = [part.weights[segment.slot] for segment in part.segments]
         return [self.masters.get(weight.index, weight.param) for weight in mine]
 
-    def _count_units(self) -> tuple[list[int], list[int]]:
-        """
-        Return the unit of each gradient bundle (-1: none), and how many bundles each unit has.
-        """
+    def _unit_indices(self) -> list[int]:
+        """Return the index of the unit of each gradient bundle; -1 for none."""
         places = {name: place for place, name in enumerate(self._units)}
-        units = [
-            places.get(b.weights[0].unit, -1) if i in self.cut_of else -1
-            for i, b in enumerate(self.bundles)
-        ]
-        return units, [units.count(place) for place in range(len(self._units))]
+        found = []
+        for index, part in enumerate(self.bundles):
+            found.append(places.get(part.weights[0].unit, -1) if index in self.cut_of else -1)
+        return found
+
+    def _skip_unit(self, unit: int) -> None:
+        """Count a unit that took no part in this rank's forward pass as zero."""
+        self._order.complete_unit(unit)
 
     def parts_of(self, param: nn.Parameter) -> list[Part]:
         """Return what this rank trains of a parameter of the model."""
@@ -285,28 +275,7 @@ class Engine:
             times: how many gradients each weight gets, of copies that compute side by side; their
                 sum is taken.
         """
-        self._first = first
-        self._last = last
-        order = [index for index, mine in enumerate(self._chunks) if chunk is None or mine == chunk]
-        self._order = sorted(order, key=self._when)
-        self._next, self._taken = 0, [False] * len(self.bundles)
-        self._waiting = list(self._open_units)
-        for index in self._order:
-            self.bundles[index].begin(first, times)
-
-    def _when(self, index: int) -> tuple[int, int]:
-        """
-        Return when a bundle's gradients are expected: those of the last unit first, those outside
-        of units last.
-        """
-        unit = self._unit_of[index]
-        return (-self.gatherer.place(unit) if self.gatherer is not None and unit >= 0 else 1), index
-
-    def _left_out(self, unit: int) -> None:
-        """Count a unit that took no part in this rank's forward pass as zero."""
-        for index, mine in enumerate(self._unit_of):
-            if mine == unit and not self._taken[index]:
-                self._complete(index)
+        self._order.begin(first, last, chunk, times)
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         # torch holds a tensor's hooks where no garbage collector looks: one that held the engine
@@ -316,33 +285,9 @@ class Engine:
         def arrived(param: torch.Tensor) -> None:
             engine = me()
             if engine is not None and not engine._paused:
-                engine._arrived(index)
+                engine._order.count_gradient(index)
 
         return arrived
-
-    def _arrived(self, index: int) -> None:
-        """Count a gradient of a bundle."""
-        part = self.bundles[index]
-        part.missing -= 1
-        if part.missing == 0:
-            self._complete(index)
-
-    def _complete(self, index: int) -> None:
-        """Take the gradients of a bundle, and start sums as far as the fixed order allows."""
-        self.bundles[index].take(self._first)
-        self._taken[index] = True
-        unit = self._unit_of[index]
-        if unit >= 0 and self.gatherer is not None:
-            self._waiting[unit] -= 1
-            if self._waiting[unit] == 0:
-                self.gatherer.release(unit)
-        while self._next < len(self._order) and self._taken[self._order[self._next]]:
-            part = self.bundles[self._order[self._next]]
-            if self._last or part.each:
-                if self._next >= IN_FLIGHT and part.comm.shards > 1 and self._may_wait:
-                    self.bundles[self._order[self._next - IN_FLIGHT]].settle()
-                part.launch()
-            self._next += 1
 
     def backward_done(self) -> None:
         """
@@ -353,17 +298,7 @@ class Engine:
         """
         if self.gatherer is not None:
             self.gatherer.rest()
-        for index in self._order:
-            if not self._taken[index]:
-                self._complete(index)
-        for index in self._order:
-            for weight in self.bundles[index].weights:
-                if weight.param.grad is not None:
-                    raise UsageError(
-                        f"{weight.name} got two gradients in one backward pass",
-                        where="pdrun.Run.step",
-                        hint="checkpoint(..., use_reentrant=False) in the model, or recompute= of parallelize",
-                    )
+        self._order.complete_all()
 
     # ---- the step -----------------------------------------------------------
 
@@ -396,7 +331,10 @@ class Engine:
         loose = [grad for weight in self.alone if (grad := weight.param.grad) is not None]
         for tensor in [*totals, *loose]:
             tensor.div_(by)
-        norm = global_norm(self, totals) if self.settings.clip or self.settings.norm else None
+        norm = None
+        if self.settings.clip or self.settings.norm:
+            pairs = list(zip(self.bundles, totals, strict=True))
+            norm = global_norm(pairs, self.alone, self.place, self.settings.exact)
         if self.settings.clip and norm is not None:
             factor = clip_factor(norm, self.settings.clip)
             if factor.device.type != "cpu" or not bool(factor == 1):

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from pdrun.parallel.comm import autograd as c
 from pdrun.parallel.comm.communicator import Axis
 from pdrun.parallel.comm.groups import Axes
-from pdrun.parallel.layouts.layout import L, cut
+from pdrun.parallel.layouts.layout import L, shard_range
 from pdrun.parallel.model.shards import set_tile, tile, tile_of
-from pdrun.parallel.rng.shard_region import region
+from pdrun.parallel.rng.shard_region import shard_region
 from tests.lib.small_models import LENGTH, WIDTH, WORDS, Block
 
 
@@ -47,7 +47,7 @@ class CutBlock(Block):
         h = c.collect(self.norm2(part), self.axis, 1, length)
         hidden = F.gelu(F.linear(h, self.up.weight, self.up.bias))
         y = c.scatter(F.linear(hidden, self.down.weight), self.axis, 1) + self.down.bias
-        with region({1: (*cut(length, self.axis.size, self.axis.index), length)}):
+        with shard_region({1: (*shard_range(length, self.axis.size, self.axis.index), length)}):
             y = self.drop(y)
         return x + c.gather(y, self.axis, 1, length)
 
@@ -58,7 +58,7 @@ class CutWords(nn.Embedding):
     axis: Axis
 
     def forward(self, x: Tensor) -> Tensor:
-        low, high = cut(WORDS, self.axis.size, self.axis.index)
+        low, high = shard_range(WORDS, self.axis.size, self.axis.index)
         mine = (x >= low) & (x < high)
         found = F.embedding((x - low).masked_fill(~mine, 0), self.weight)
         return c.add_up(found * mine.unsqueeze(-1), self.axis)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pdrun.parallel.comm.groups import Axes
-from pdrun.parallel.layouts.layout import cut
+from pdrun.parallel.layouts.layout import shard_range
 from pdrun.parallel.run import Run
 from pdrun.parallel.torch_compat import widest_float
 from pdrun.parallel.training.driver import MicroBatch
@@ -44,7 +44,7 @@ class Stages:
         axis = axes["pp"]
         model.__class__ = Stage
         model.first, model.last = axis.index == 0, axis.index == axis.size - 1
-        low, high = cut(len(model.blocks), axis.size, axis.index)
+        low, high = shard_range(len(model.blocks), axis.size, axis.index)
         for place in range(len(model.blocks)):
             if not low <= place < high:
                 model.blocks[place] = nn.Identity()

@@ -11,7 +11,7 @@ from torch import nn
 
 import pdrun
 from pdrun.errors import UsageError
-from pdrun.parallel.layouts.device_matrix import counts
+from pdrun.parallel.layouts.device_matrix import layout_from_counts
 from pdrun.parallel.layouts.grid import Grid
 
 L = pdrun.L
@@ -63,7 +63,7 @@ def test_arguments_of_parallelize(given: dict[str, Any], told: str) -> None:
         (lambda: L("tp").box(Grid(("tp",), (4,)), (4, 4), 0), "is for 1 dims"),
         (lambda: L("tp").box(Grid(("tp",), (4,)), (4,), 4), "there is no rank 4"),
         (lambda: Grid(("tp",), ("4",)), "not all at least 1"),
-        (lambda: counts("22", 8), "is not a count"),
+        (lambda: layout_from_counts("22", 8), "is not a count"),
         (lambda: pdrun.Strategy([pdrun.col("tp")]), "no dict of styles"),
         (lambda: pdrun.Strategy({3: pdrun.col("tp")}), "no dict of styles"),
         (lambda: pdrun.Operators([1]), "no dict of layouts"),

@@ -19,7 +19,7 @@ from pdrun.parallel.checkpoint import storage
 from pdrun.parallel.comm import autograd as c
 from pdrun.parallel.comm import mesh
 from pdrun.parallel.comm.groups import Axes
-from pdrun.parallel.layouts.layout import L, cut
+from pdrun.parallel.layouts.layout import L, shard_range
 from pdrun.parallel.model.shards import set_tile, tile
 from pdrun.parallel.parallelize import parallelize
 from pdrun.parallel.run import Run
@@ -480,7 +480,7 @@ class Halves:
 
     def part(self, batch: Any, axes: Axes) -> Any:
         """Cut dim 1."""
-        low, high = cut(batch[0].shape[1], axes["cp"].size, axes["cp"].index)
+        low, high = shard_range(batch[0].shape[1], axes["cp"].size, axes["cp"].index)
         return tuple(leaf[:, low:high] for leaf in batch)
 
     def told(self, axes: Axes) -> str:

@@ -19,7 +19,7 @@ from pdrun.parallel.comm import mesh
 from pdrun.parallel.data import batch_slicing as slicing
 from pdrun.parallel.data import loader
 from pdrun.parallel.model import recompute, weights
-from pdrun.parallel.rng.hashing import mix, uniform31
+from pdrun.parallel.rng.hashing import mix_bits, hash_uniform31
 from pdrun.parallel.training import loss
 from pdrun.parallel.zero import flat_layout as flat
 from pdrun.parallel.zero import gradients as grads
@@ -326,14 +326,14 @@ def test_losses() -> None:
 
 def test_hashes_are_uniform() -> None:
     rows, places = torch.arange(64, dtype=torch.int32), torch.arange(4096, dtype=torch.int32)
-    values = uniform31(mix(1, 2), rows, places).double() / 2**31
+    values = hash_uniform31(mix_bits(1, 2), rows, places).double() / 2**31
     counts = torch.histc(values, 64)
     assert (
         float(((counts - counts.mean()) ** 2 / counts.mean()).sum()) < 120
     )  # chi-square, 63 degrees of freedom
     assert abs(float(torch.corrcoef(values[:2])[0, 1])) < 0.08
     assert abs(float(torch.corrcoef(values[:, :2].T)[0, 1])) < 0.6
-    assert len({mix(a, b) for a in range(50) for b in range(50)}) == 2500
+    assert len({mix_bits(a, b) for a in range(50) for b in range(50)}) == 2500
 
 
 def test_buffers_come_back_with_zeros_between_their_slots() -> None:

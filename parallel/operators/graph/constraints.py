@@ -20,11 +20,11 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from pdrun.errors import UsageError
-from pdrun.parallel.layouts.device_matrix import BoundLayout, is_counts
+from pdrun.parallel.layouts.device_matrix import DeviceMatrixLayout, is_counts
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
 
-Said = L | BoundLayout | tuple[int, ...]
+Said = L | DeviceMatrixLayout | tuple[int, ...]
 """
 A layout as a user says it: by axes of the mesh, on a device matrix of its own, or as counts a dim.
 """
@@ -49,16 +49,16 @@ torch.library.register_autograd("pdrun::stop", lambda ctx, gradient: gradient, l
 
 def is_layout(value: Any) -> bool:
     """Return whether something is a layout as `Said` has them."""
-    return isinstance(value, (L, BoundLayout)) or (is_counts(value) and len(value) > 0)
+    return isinstance(value, (L, DeviceMatrixLayout)) or (is_counts(value) and len(value) > 0)
 
 
 def encode(layout: Said) -> str:
     """Return a layout as text, which is how it gets through an export."""
     if isinstance(layout, tuple):
         return json.dumps({"counts": layout})
-    plain = layout.layout if isinstance(layout, BoundLayout) else layout
+    plain = layout.layout if isinstance(layout, DeviceMatrixLayout) else layout
     found: dict[str, Any] = {"dims": plain.dims, "sums": plain.sums}
-    if isinstance(layout, BoundLayout):
+    if isinstance(layout, DeviceMatrixLayout):
         found["grid"] = [layout.grid.names, layout.grid.sizes]
     return json.dumps(found)
 
@@ -72,11 +72,11 @@ def decode(text: str) -> Said:
     if "grid" not in found:
         return layout
     names, sizes = found["grid"]
-    return BoundLayout(Grid(tuple(names), tuple(sizes)), layout)
+    return DeviceMatrixLayout(Grid(tuple(names), tuple(sizes)), layout)
 
 
 def _dims(layout: Said) -> int:
-    if isinstance(layout, BoundLayout):
+    if isinstance(layout, DeviceMatrixLayout):
         return len(layout.layout.dims)
     return len(layout.dims) if isinstance(layout, L) else len(layout)
 

@@ -21,7 +21,7 @@ from pdrun.parallel.operators.graph.export_hooks import looked_at
 from pdrun.parallel.operators.graph.fold_layers import Unlike, folding
 from pdrun.parallel.operators.graph.graph import Graph, kind_of
 from pdrun.parallel.operators.graph.read_export import WHERE, ExportReader
-from pdrun.parallel.rng.dropout_functions import REPLACED
+from pdrun.parallel.rng.dropout_functions import REPLACEMENTS
 
 
 def trace(
@@ -71,7 +71,7 @@ def _exported(
     return ExportReader(model, program).read()
 
 
-_DROPOUTS = {name: getattr(functional, name) for name in REPLACED}
+_DROPOUTS = {name: getattr(functional, name) for name in REPLACEMENTS}
 
 
 @contextmanager

@@ -21,10 +21,10 @@ from pdrun.parallel.checkpoint import storage
 from pdrun.parallel.checkpoint.regions import Box, common, everything, runs
 from pdrun.parallel.checkpoint.storage import Piece, Reader
 from pdrun.parallel.layouts.grid import Grid
-from pdrun.parallel.layouts.layout import L, cut
+from pdrun.parallel.layouts.layout import L, shard_range
 from pdrun.parallel.model.shards import Tile, tile
-from pdrun.parallel.rng.shard_region import region
-from pdrun.parallel.rng.step_rng import Dice
+from pdrun.parallel.rng.shard_region import shard_region
+from pdrun.parallel.rng.step_rng import StepRNG
 
 pytestmark = pytest.mark.torch
 
@@ -50,7 +50,7 @@ def parted(draw: Any, shape: tuple[int, ...]) -> list[tuple[Tile, int, int]]:
     for rank in range(grid.size):
         made = tile(shape, L(*map(tuple, dims)), grid, rank, blocks=blocks)
         size = torch.Size(made.local_shape).numel()
-        found += [(made, *cut(size, shards, shard)) for shard in range(shards)]
+        found += [(made, *shard_range(size, shards, shard)) for shard in range(shards)]
     return found
 
 
@@ -154,7 +154,7 @@ def test_a_checkpoint_of_format_1_is_read(tmp_path: Path) -> None:
     write(
         tmp_path,
         [
-            (tile((9, 7), L(None, None), Grid(("a",), (1,)), 0), *cut(63, 3, part))
+            (tile((9, 7), L(None, None), Grid(("a",), (1,)), 0), *shard_range(63, 3, part))
             for part in range(3)
         ],
         whole,
@@ -192,9 +192,9 @@ def test_what_is_missing_or_damaged_is_told(tmp_path: Path) -> None:
 # ---- masks of parts ---------------------------------------------------------
 
 
-def thrown(rows: int) -> Dice:
-    made = Dice(7)
-    made.throw(3, 1, range(10, 10 + rows), torch.device("cpu"))
+def thrown(rows: int) -> StepRNG:
+    made = StepRNG(7)
+    made.begin_forward(3, 1, range(10, 10 + rows), torch.device("cpu"))
     return made
 
 
@@ -206,31 +206,31 @@ def test_the_mask_of_a_part_is_part_of_the_mask(data: Any) -> None:
         rows * data.draw(st.integers(1, 3)),
         *data.draw(st.lists(st.integers(1, 6), max_size=3)),
     )
-    want = thrown(rows).keep(torch.empty(shape), 0.5)
+    want = thrown(rows).draw_keep_mask(torch.empty(shape), 0.5)
     dims = data.draw(st.sets(st.integers(0, len(shape) - 1)))
     counts = {dim: data.draw(st.integers(1, shape[dim])) for dim in sorted(dims)}
     for places in itertools.product(*(range(count) for count in counts.values())):
         cuts = {
-            dim: (*cut(shape[dim], counts[dim], at), shape[dim])
+            dim: (*shard_range(shape[dim], counts[dim], at), shape[dim])
             for dim, at in zip(counts, places, strict=True)
         }
         part = want
         for dim, (low, high, _) in cuts.items():
             part = part.narrow(dim, low, high - low)
-        with region({dim - len(shape) if dim % 2 else dim: bounds for dim, bounds in cuts.items()}):
-            assert torch.equal(thrown(rows).keep(torch.empty(part.shape), 0.5), part)
+        with shard_region({dim - len(shape) if dim % 2 else dim: bounds for dim, bounds in cuts.items()}):
+            assert torch.equal(thrown(rows).draw_keep_mask(torch.empty(part.shape), 0.5), part)
 
 
 def test_two_ranges_of_a_dim_and_regions_that_end() -> None:
-    want = thrown(2).keep(torch.empty(2, 12), 0.5)
-    with region({1: (((0, 3), (9, 12)), 12)}):
-        assert torch.equal(thrown(2).keep(torch.empty(2, 6), 0.5), want[:, [0, 1, 2, 9, 10, 11]])
+    want = thrown(2).draw_keep_mask(torch.empty(2, 12), 0.5)
+    with shard_region({1: (((0, 3), (9, 12)), 12)}):
+        assert torch.equal(thrown(2).draw_keep_mask(torch.empty(2, 6), 0.5), want[:, [0, 1, 2, 9, 10, 11]])
         assert torch.equal(
-            thrown(2).keep(torch.empty(2, 12), 0.5), want
+            thrown(2).draw_keep_mask(torch.empty(2, 12), 0.5), want
         )  # not of the part's size: whole
-        with region({}):
+        with shard_region({}):
             assert not torch.equal(
-                thrown(2).keep(torch.empty(2, 6), 0.5), want[:, [0, 1, 2, 9, 10, 11]]
+                thrown(2).draw_keep_mask(torch.empty(2, 6), 0.5), want[:, [0, 1, 2, 9, 10, 11]]
             )
 
 
@@ -240,21 +240,21 @@ def test_dropouts_are_counted_over_stages_and_found_again() -> None:
     again.
     """
     whole = thrown(4)
-    want = [whole.keep(torch.empty(4, 50), 0.5) for _ in range(4)]
+    want = [whole.draw_keep_mask(torch.empty(4, 50), 0.5) for _ in range(4)]
     first = thrown(4)
-    assert [torch.equal(first.keep(torch.empty(4, 50), 0.5), mask) for mask in want[:2]] == [
+    assert [torch.equal(first.draw_keep_mask(torch.empty(4, 50), 0.5), mask) for mask in want[:2]] == [
         True,
         True,
     ]
-    second = Dice(7)
-    second.throw(3, 1, range(10, 14), torch.device("cpu"), part=1, calls=first.calls)
+    second = StepRNG(7)
+    second.begin_forward(3, 1, range(10, 14), torch.device("cpu"), part=1, calls=first.dropout_calls)
     state = torch.get_rng_state()
-    assert [torch.equal(second.keep(torch.empty(4, 50), 0.5), mask) for mask in want[2:]] == [
+    assert [torch.equal(second.draw_keep_mask(torch.empty(4, 50), 0.5), mask) for mask in want[2:]] == [
         True,
         True,
     ]
-    assert second.calls == 4
-    second.throw(3, 2, range(14, 18), torch.device("cpu"), part=1, calls=2)
-    assert not torch.equal(second.keep(torch.empty(4, 50), 0.5), want[2])
+    assert second.dropout_calls == 4
+    second.begin_forward(3, 2, range(14, 18), torch.device("cpu"), part=1, calls=2)
+    assert not torch.equal(second.draw_keep_mask(torch.empty(4, 50), 0.5), want[2])
     torch.set_rng_state(state)  # as a checkpoint does
-    assert torch.equal(second.keep(torch.empty(4, 50), 0.5), want[2])
+    assert torch.equal(second.draw_keep_mask(torch.empty(4, 50), 0.5), want[2])

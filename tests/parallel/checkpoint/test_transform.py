@@ -25,7 +25,7 @@ from pdrun.parallel.comm import mesh as meshes
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.layouts.placement import Placement, WeightLayout
-from pdrun.parallel.layouts.redistribute import route
+from pdrun.parallel.layouts.redistribute import plan_redistribution
 from pdrun.parallel.layouts.view import View
 from tests.lib import pipeline_cases as piped
 from tests.lib import small_models as zoo
@@ -59,7 +59,7 @@ def write(folder: Path, placement: Placement) -> Path:
         if shape is None or tuple(value.shape) != shape:
             own[0].append((Piece.of(name, value.dtype, everything(value.shape)), value))
             continue
-        for part, holders in placement.holders(offline.weight_of(name), shape).items():
+        for part, holders in placement.holders_of(offline.weight_of(name), shape).items():
             box = Box(shape, part, 0, volume(part))
             data = value
             for dim, ranges in enumerate(part):
@@ -124,7 +124,7 @@ def test_any_mesh_to_any_other(tmp_path: Path, seed: int) -> None:
     ) in (
         SHAPES.items()
     ):  # each part of the new mesh is one piece, in the file of a rank that holds it
-        held = target.holders(name, shape)
+        held = target.holders_of(name, shape)
         pieces = reader.pieces(f"weights/{name}")
         assert {piece.box.ranges for piece in pieces} == set(held)
         assert all(offline.rank_of(piece) in held[piece.box.ranges] for piece in pieces)
@@ -407,7 +407,7 @@ def test_an_empty_folder_is_no_checkpoint(tmp_path: Path) -> None:
 def test_the_steps_between_two_placements_of_a_weight() -> None:
     """What a job that goes on with other layouts does in memory is what the layouts say, too."""
     grid = meshes.of(tp=4).grid
-    plan = route(View(grid, L("tp", None), SHAPES["w"]), View(grid, L(None, "tp"), SHAPES["w"]))
+    plan = plan_redistribution(View(grid, L("tp", None), SHAPES["w"]), View(grid, L(None, "tp"), SHAPES["w"]))
     assert [step.kind for step in plan.steps] == ["all_to_all"]
 
 

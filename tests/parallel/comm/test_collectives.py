@@ -14,7 +14,7 @@ from pdrun.parallel.comm import autograd as c
 from pdrun.parallel.comm.groups import Axes
 from pdrun.parallel.comm.watchdog import Watch
 from pdrun.parallel.layouts.grid import Grid
-from pdrun.parallel.layouts.layout import L, cut
+from pdrun.parallel.layouts.layout import L, shard_range
 
 pytestmark = pytest.mark.torch
 
@@ -34,7 +34,7 @@ def check(
     """Compare each collective over some axes with whole tensors of ``size`` along dim 1."""
     axis = axes_of(Grid(names, sizes))[over]
     n, me = axis.size, axis.index
-    low, high = cut(size, n, me)
+    low, high = shard_range(size, n, me)
     whole, weight = _whole(3, size, 5), _whole(3, size, 5, seed=1)
     parts = [_whole(3, size, 5, seed=10 + place) for place in range(n)]
     same = torch.testing.assert_close
@@ -77,7 +77,7 @@ def check(
     same(x.grad, weight)
 
     x = leaf(whole[:, low:high])  # cut along dim 1, then along dim 2
-    first, last = cut(5, n, me)
+    first, last = shard_range(5, n, me)
     y = c.swap(x, axis, 2, 1, size)
     (y * weight[:, :, first:last]).sum().backward()
     same(y, whole[:, :, first:last])

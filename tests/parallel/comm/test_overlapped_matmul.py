@@ -20,7 +20,7 @@ from pdrun.parallel.comm.communicator import Axis
 from pdrun.parallel.compiler import matmul_pass as joining
 from pdrun.parallel.compiler.overlap_pass import OVERLAP
 from pdrun.parallel.layouts.grid import Grid
-from pdrun.parallel.layouts.layout import cut
+from pdrun.parallel.layouts.layout import shard_range
 from tests.parallel.comm.test_collectives import axes_of
 from tests.parallel.compiler.test_overlap_pass import ATEN, OURS, TWO, Draft
 
@@ -58,7 +58,7 @@ class Late:
 def gathering(shape: tuple[int, ...], dim: int, late: bool) -> None:
     axis = axes_of(Grid(("tp",), (torch.distributed.get_world_size(),)))["tp"]
     whole = drawn(*shape, seed=1)
-    low, high = cut(shape[dim], axis.size, axis.index)
+    low, high = shard_range(shape[dim], axis.size, axis.index)
     mine = whole.narrow(dim, low, high - low).contiguous()
     weights = [drawn(6, 4, seed=2).t(), drawn(4, 3, seed=3)]
     with axis.axes.deferring() as started:
@@ -118,7 +118,7 @@ def scattering(shape: tuple[int, ...], dim: int, reaching: bool, open_size: bool
         found = products.scattered(axis, *pairs[axis.index], said, dim)
     finally:
         products.Sum = peers.Sum  # type: ignore[misc]
-    low, high = cut(shape[dim], axis.size, axis.index)
+    low, high = shard_range(shape[dim], axis.size, axis.index)
     torch.testing.assert_close(found, torch.stack(sums).sum(0).narrow(dim, low, high - low))
     (count,) = [count for (name, _), count in axis.axes.counts.items() if name == "reduce_scatter"]
     assert (count.calls, count.nbytes) == (1, rows * shape[-1] * 8)

@@ -19,8 +19,8 @@ from pdrun.parallel.comm.watchdog import Watch
 from pdrun.parallel.layouts.device_matrix import Layout
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
-from pdrun.parallel.layouts.redistribute import fall_back, route
-from pdrun.parallel.layouts.view import VIRTUAL, View
+from pdrun.parallel.layouts.redistribute import plan_full_gather, plan_redistribution
+from pdrun.parallel.layouts.view import VIRTUAL_AXIS, View
 from tests.parallel.layouts import simulated_ranks as simulate
 
 pytestmark = pytest.mark.torch
@@ -44,12 +44,12 @@ def _compare(source: View, target: View, axes: Axes, seed: int, whole_way: bool 
         torch.randn(source.shape, generator=dice, dtype=torch.float64) for _ in range(2)
     )
     terms = torch.randn(
-        source.grid.extent(source.layout.sums), *source.shape, generator=dice, dtype=torch.float64
+        source.grid.group_size(source.layout.sums), *source.shape, generator=dice, dtype=torch.float64
     )
     terms[0] += dense - terms.sum(0)
-    here = source.grid.index(source.layout.sums, axes.rank)
+    here = source.grid.group_index(source.layout.sums, axes.rank)
     x = _held(source, axes.rank, terms[here]).requires_grad_()
-    plan = fall_back(source, target) if whole_way else route(source, target)
+    plan = plan_full_gather(source, target) if whole_way else plan_redistribution(source, target)
     y = follow(plan, x, axes)
     y.backward(_held(target, axes.rank, weight.reshape(target.shape)))
     total = axes.on(target.grid)[target.layout.sums].all_reduce(y.detach())
@@ -69,7 +69,7 @@ def compare_many(size: int, seeds: range) -> int:
             _compare(*ends, axes, seed, whole_way=seed % 5 == 0)
         except Exception as error:
             raise AssertionError(f"seed {seed}: {ends[0]} to {ends[1]}: {error}") from error
-        sent += bool(route(*ends).collectives)
+        sent += bool(plan_redistribution(*ends).collectives)
     return sent
 
 
@@ -80,15 +80,15 @@ def test_random_layouts_on_real_ranks(worlds: Any, size: int, count: int) -> Non
 
 def virtual_parts() -> None:
     axes = axes_of(Grid(("tp",), (4,)))
-    matrix = Layout((2, 2, 2), ("a", "b", VIRTUAL))
+    matrix = Layout((2, 2, 2), ("a", "b", VIRTUAL_AXIS))
     ends = [
         matrix(("interleaved_parallel", "a"), "b"),
         matrix("a", ("b",)),
-        matrix("None", ("b", VIRTUAL, "a")),
+        matrix("None", ("b", VIRTUAL_AXIS, "a")),
     ]
     for source in ends:
         for target in ends:
-            _compare(source.on((8, 16)), target.on((8, 16)), axes, 1)
+            _compare(source.view_of((8, 16)), target.view_of((8, 16)), axes, 1)
 
 
 def test_virtual_parts_on_real_ranks(worlds: Any) -> None:
@@ -102,7 +102,7 @@ def roundabout() -> list[str]:
         View(grid, layout, (1024, 1026)) for layout in (L("tp", None), L(("dp", "tp"), None))
     )
     _compare(source, target, axes_of(grid), 3)
-    return [step.kind for step in route(source, target).collectives]
+    return [step.kind for step in plan_redistribution(source, target).collectives]
 
 
 def test_what_a_search_has_found_on_real_ranks(worlds: Any) -> None:
@@ -121,7 +121,7 @@ def test_what_is_sent_is_what_the_plan_says(worlds: Any) -> None:
     Dim 0 is gathered over x, y moves there; backward y moves back, and this rank's part over x is
     cut off.
     """
-    plan = route(
+    plan = plan_redistribution(
         *(View(Grid(("x", "y"), (2, 2)), layout, (8, 8)) for layout in (L("x", "y"), L("y", None)))
     )
     assert str(plan) == "all_gather over x: dim 0\nall_to_all over y: dim 1 -> dim 0"

@@ -19,7 +19,7 @@ from pdrun.parallel.context_parallel import block_attention as kernels
 from pdrun.parallel.context_parallel.ring import ring_attention
 from pdrun.parallel.context_parallel.ulysses import ulysses_attention
 from pdrun.parallel.layouts.grid import Grid
-from pdrun.parallel.layouts.sequence_order import ORDERS, blocks, count, part, within
+from pdrun.parallel.layouts.sequence_order import ORDERS, attention_blocks, count_positions, positions_of, positions_within
 from tests.parallel.comm.test_collectives import axes_of
 
 pytestmark = pytest.mark.torch
@@ -32,11 +32,11 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 3e-2}
 
 @given(st.integers(0, 40), st.integers(1, 6), st.sampled_from(ORDERS))
 def test_parts_are_all_of_a_sequence(length: int, parts: int, order: str) -> None:
-    found = [part(length, parts, index, order) for index in range(parts)]
+    found = [positions_of(length, parts, index, order) for index in range(parts)]
     assert sorted(
         place for ranges in found for low, high in ranges for place in range(low, high)
     ) == [*range(length)]
-    sizes = [count(ranges) for ranges in found]
+    sizes = [count_positions(ranges) for ranges in found]
     assert max(sizes) - min(sizes) <= 2
     for ranges in found:
         assert list(ranges) == sorted(ranges)
@@ -46,11 +46,11 @@ def test_parts_are_all_of_a_sequence(length: int, parts: int, order: str) -> Non
 def test_blocks_are_each_pair_once(
     length: int, parts: int, order: str, causal: bool, data: Any
 ) -> None:
-    q, k = (part(length, parts, data.draw(st.integers(0, parts - 1)), order) for _ in range(2))
+    q, k = (positions_of(length, parts, data.draw(st.integers(0, parts - 1)), order) for _ in range(2))
     found: dict[tuple[int, int], int] = {}
-    for block in blocks(q, k, causal):
-        rows = [place for low, high in within(q, *block.q) for place in range(low, high)]
-        columns = [place for low, high in within(k, *block.k) for place in range(low, high)]
+    for block in attention_blocks(q, k, causal):
+        rows = [place for low, high in positions_within(q, *block.q) for place in range(low, high)]
+        columns = [place for low, high in positions_within(k, *block.k) for place in range(low, high)]
         for i, row in enumerate(rows):
             for column in columns[: i + 1] if block.causal else columns:
                 found[row, column] = found.get((row, column), 0) + 1
@@ -67,14 +67,14 @@ def test_zigzag_gives_every_rank_the_same_to_do() -> None:
     Three blocks of the same size a rank and step, merged into one call; the contiguous order skips
     or fills.
     """
-    parts = [part(64, 4, index, "zigzag") for index in range(4)]
+    parts = [positions_of(64, 4, index, "zigzag") for index in range(4)]
     for me in range(4):
         for other in range(4):
-            found = blocks(parts[me], parts[other], True)
+            found = attention_blocks(parts[me], parts[other], True)
             assert len(found) == 1
             size = (found[0].q[1] - found[0].q[0]) * (found[0].k[1] - found[0].k[0])
             assert size == (256 if me == other else 128)  # the causal one is half empty
-    assert blocks(part(64, 4, 0, "contiguous"), part(64, 4, 3, "contiguous"), True) == ()
+    assert attention_blocks(positions_of(64, 4, 0, "contiguous"), positions_of(64, 4, 3, "contiguous"), True) == ()
 
 
 # ---- against whole sequences ------------------------------------------------
@@ -153,7 +153,7 @@ def compare(
     """
     axis = axes_of(Grid(("cp",), (torch.distributed.get_world_size(),)))["cp"]
     case = _case(length, heads, key_heads, kind, mask)
-    mine = part(length, axis.size, axis.index, order)
+    mine = positions_of(length, axis.size, axis.index, order)
     leaves = {name: _take(case[name], mine, 2).clone().requires_grad_() for name in ("q", "k", "v")}
     given = case.get("mask")
     if given is not None:
@@ -229,7 +229,7 @@ def test_ulysses_with_a_mask(worlds: Any, mask: str) -> None:
 def under_autocast() -> None:
     """Hold a ring under autocast against torch's attention there."""
     axis = axes_of(Grid(("cp",), (torch.distributed.get_world_size(),)))["cp"]
-    case, mine = _case(12, 4, 4, torch.float32, ""), part(12, axis.size, axis.index, "zigzag")
+    case, mine = _case(12, 4, 4, torch.float32, ""), positions_of(12, axis.size, axis.index, "zigzag")
     with torch.autocast("cpu", torch.bfloat16):
         whole = scaled_dot_product_attention(case["q"], case["k"], case["v"], is_causal=True)
         q, k, v = (_take(case[name], mine, 2).requires_grad_() for name in ("q", "k", "v"))

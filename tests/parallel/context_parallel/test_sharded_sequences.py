@@ -16,8 +16,8 @@ import pdrun.parallel.context_parallel.context as context
 from pdrun.errors import UsageError
 from pdrun.parallel.context_parallel.context import ContextParallel
 from pdrun.parallel.layouts.grid import Grid
-from pdrun.parallel.rng.shard_region import region
-from pdrun.parallel.rng.step_rng import Dice
+from pdrun.parallel.rng.shard_region import shard_region
+from pdrun.parallel.rng.step_rng import StepRNG
 from tests.parallel.comm.test_collectives import axes_of
 
 pytestmark = pytest.mark.torch
@@ -237,15 +237,15 @@ def some_heads(settings: dict[str, Any]) -> None:
     does.
     """
     axes = axes_of(Grid(("pp", "dp", "cp", "tp"), (1, 1, 2, 1)))
-    parallel, thrown = ContextParallel(**settings), Dice(5)
+    parallel, thrown = ContextParallel(**settings), StepRNG(5)
     parallel.part(_batch(12), axes)
     q, k, v = torch.randn(
         3, 3, 4, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(axes.rank)
     )
 
     def attend(low: int, high: int) -> torch.Tensor:
-        thrown.throw(1, 0, range(3), torch.device("cpu"))
-        with thrown.placed(), parallel.running(axes), region({1: (low, high, 4)}):
+        thrown.begin_forward(1, 0, range(3), torch.device("cpu"))
+        with thrown.patched_dropout(), parallel.running(axes), shard_region({1: (low, high, 4)}):
             heads = (x[:, low:high] for x in (q, k, v))
             return f.scaled_dot_product_attention(*heads, dropout_p=0.5, is_causal=True)
 

@@ -8,14 +8,14 @@ import numpy as np
 
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
-from pdrun.parallel.layouts.steps import Plan
+from pdrun.parallel.layouts.steps import RedistributionPlan
 from pdrun.parallel.layouts.view import View
 
 
 def held(view: View, rank: int, dense: np.ndarray) -> np.ndarray:
     """Return what a rank holds of a dense tensor, without regard to partial sums."""
     part = dense
-    for dim, ranges in enumerate(view.ranges(rank)):
+    for dim, ranges in enumerate(view.ranges_of(rank)):
         part = np.concatenate([np.take(part, range(low, high), dim) for low, high in ranges], dim)
     return part
 
@@ -25,24 +25,24 @@ def start(view: View, dense: np.ndarray, seed: int) -> list[np.ndarray]:
     dice = np.random.default_rng(seed)
     terms = {}
     for rank in range(view.grid.size):
-        key = view.grid.index(view.layout.sums, rank)
+        key = view.grid.group_index(view.layout.sums, rank)
         if key not in terms:
             terms[key] = dice.integers(-50, 50, dense.shape)
     if terms:
         terms[0] = dense - sum(term for key, term in terms.items() if key)
     return [
-        held(view, rank, terms[view.grid.index(view.layout.sums, rank)]).copy()
+        held(view, rank, terms[view.grid.group_index(view.layout.sums, rank)]).copy()
         for rank in range(view.grid.size)
     ]
 
 
-def run(plan: Plan, parts: list[np.ndarray]) -> list[np.ndarray]:
+def run(plan: RedistributionPlan, parts: list[np.ndarray]) -> list[np.ndarray]:
     """Carry out the steps on what the ranks hold."""
     for step in plan.steps:
         grid, view, new = step.after.grid, step.after, []
         for rank in range(grid.size):
-            group = grid.group(step.axes, rank)
-            here = grid.index(step.axes, rank)
+            group = grid.group_ranks(step.axes, rank)
+            here = grid.group_index(step.axes, rank)
             mine = [parts[other] for other in group]
             box = view.layout.box(grid, view.shape, rank) if step.kind != "reshape" else ()
             if step.kind == "reshape":
@@ -75,12 +75,12 @@ def run(plan: Plan, parts: list[np.ndarray]) -> list[np.ndarray]:
 def added(view: View, parts: list[np.ndarray]) -> list[np.ndarray]:
     """Return for each rank the sum of what is held along the axes of partial sums."""
     return [
-        sum(parts[other] for other in view.grid.group(view.layout.sums, rank))
+        sum(parts[other] for other in view.grid.group_ranks(view.layout.sums, rank))
         for rank in range(view.grid.size)
     ]
 
 
-def check(plan: Plan, seed: int = 0) -> None:
+def check(plan: RedistributionPlan, seed: int = 0) -> None:
     """Hold a plan against dense tensors."""
     dense = np.arange(np.prod(plan.source.shape, dtype=int)).reshape(plan.source.shape) + 1
     after = dense.reshape(plan.target.shape)

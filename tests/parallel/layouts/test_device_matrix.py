@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 
 from pdrun.errors import UsageError
 from pdrun.parallel.layouts.device_matrix import (
-    REPEAT,
+    REPEAT_AXIS,
     Layout,
     as_layout,
-    counts,
+    layout_from_counts,
     from_tensor_map,
-    match,
+    match_counts,
     to_tensor_map,
 )
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
-from pdrun.parallel.layouts.view import VIRTUAL, View
+from pdrun.parallel.layouts.view import VIRTUAL_AXIS, View
 
 MESH = Grid(("pp", "dp", "x", "y"), (1, 2, 2, 4))
 
@@ -30,7 +30,7 @@ def test_a_layout_by_names() -> None:
     assert bound.layout == L("dp", None, ("sp", "mp"))
     assert bound.grid == Grid(("dp", "sp", "mp"), (2, 2, 2))
     assert bound.tensor_map == (2, -1, (1, 0))
-    assert [bound.on((4, 3, 8)).ranges(rank)[2] for rank in range(4)] == [
+    assert [bound.view_of((4, 3, 8)).ranges_of(rank)[2] for rank in range(4)] == [
         ((0, 2),),
         ((2, 4),),
         ((4, 6),),
@@ -51,7 +51,7 @@ def test_a_layout_by_names() -> None:
         ((2, 2), ("a", "None"), "reserved"),
         ((2, 2), ("a", ""), "is not a name"),
         ((2, 2), ("a", 3), "3 in alias_name is not a name"),
-        ((2, 2), (VIRTUAL, "a"), "must be the last axis"),
+        ((2, 2), (VIRTUAL_AXIS, "a"), "must be the last axis"),
     ],
 )
 def test_wrong_device_matrices(matrix: Any, names: Any, text: str) -> None:
@@ -79,20 +79,20 @@ def test_wrong_tensor_maps(dims: Any, text: str) -> None:
 
 def test_a_wrong_number_of_dims_shows_with_the_tensor() -> None:
     with pytest.raises(UsageError, match="for 2 dims"):
-        Layout((2, 2), ("a", "b"))("a", "b").on((4,))
+        Layout((2, 2), ("a", "b"))("a", "b").view_of((4,))
 
 
 def test_virtual_parts_lie_on_the_device() -> None:
-    matrix = Layout((2, 2), ("mp", VIRTUAL))
+    matrix = Layout((2, 2), ("mp", VIRTUAL_AXIS))
     assert matrix.grid == Grid(("mp",), (2,))
-    outer = matrix((VIRTUAL, "mp"), "None").on((8, 3))
-    assert [outer.ranges(rank)[0] for rank in range(2)] == [((0, 2), (4, 6)), ((2, 4), (6, 8))]
-    inner = matrix(("mp", VIRTUAL), "None").on((8, 3))
-    assert [inner.ranges(rank)[0] for rank in range(2)] == [((0, 4),), ((4, 8),)]
+    outer = matrix((VIRTUAL_AXIS, "mp"), "None").view_of((8, 3))
+    assert [outer.ranges_of(rank)[0] for rank in range(2)] == [((0, 2), (4, 6)), ((2, 4), (6, 8))]
+    inner = matrix(("mp", VIRTUAL_AXIS), "None").view_of((8, 3))
+    assert [inner.ranges_of(rank)[0] for rank in range(2)] == [((0, 4),), ((4, 8),)]
     assert outer.local_shape() == inner.local_shape() == (4, 3)
-    assert matrix((VIRTUAL, "mp"), "None").tensor_map == ((0, 1), -1)
+    assert matrix((VIRTUAL_AXIS, "mp"), "None").tensor_map == ((0, 1), -1)
     with pytest.raises(UsageError, match="not cut evenly"):
-        matrix((VIRTUAL, "mp"), "None").on((6, 3))
+        matrix((VIRTUAL_AXIS, "mp"), "None").view_of((6, 3))
 
 
 @given(st.permutations(["a", "b", "c", "d"]), st.lists(st.integers(0, 2), min_size=4, max_size=4))
@@ -114,10 +114,10 @@ def test_a_wrong_number_in_a_tensor_map() -> None:
 
 
 def test_counts_with_fewer_parts_than_devices_repeat_at_the_end() -> None:
-    bound = counts((2, 1), 8)
-    assert bound.grid == Grid(("d0", "d1", REPEAT), (2, 1, 4)) and bound.layout == L("d0", None)
-    assert [bound.on((4, 4)).ranges(rank)[0][0] for rank in range(8)] == [(0, 2)] * 4 + [(2, 4)] * 4
-    assert counts((4, 2), 8).grid == Grid(("d0", "d1"), (4, 2))
+    bound = layout_from_counts((2, 1), 8)
+    assert bound.grid == Grid(("d0", "d1", REPEAT_AXIS), (2, 1, 4)) and bound.layout == L("d0", None)
+    assert [bound.view_of((4, 4)).ranges_of(rank)[0][0] for rank in range(8)] == [(0, 2)] * 4 + [(2, 4)] * 4
+    assert layout_from_counts((4, 2), 8).grid == Grid(("d0", "d1"), (4, 2))
 
 
 @pytest.mark.parametrize(
@@ -125,28 +125,28 @@ def test_counts_with_fewer_parts_than_devices_repeat_at_the_end() -> None:
 )
 def test_counts_that_do_not_fit_the_devices(cuts: Any, text: str) -> None:
     with pytest.raises(UsageError, match=text):
-        counts(cuts, 8)
+        layout_from_counts(cuts, 8)
 
 
 def test_counts_by_the_axes_of_a_mesh() -> None:
-    assert match((1, 4), MESH, ("x", "y")) == L(None, "y")
-    assert match((1, 1), MESH) == L(None, None)
-    assert match((4, 2), MESH, ("x", "y")) == L("y", "x")
-    assert match((1, 8), MESH, ("x", "y")) == L(None, ("x", "y"))
-    assert match((1, 16), MESH) == L(None, ("dp", "x", "y"))
+    assert match_counts((1, 4), MESH, ("x", "y")) == L(None, "y")
+    assert match_counts((1, 1), MESH) == L(None, None)
+    assert match_counts((4, 2), MESH, ("x", "y")) == L("y", "x")
+    assert match_counts((1, 8), MESH, ("x", "y")) == L(None, ("x", "y"))
+    assert match_counts((1, 16), MESH) == L(None, ("dp", "x", "y"))
 
 
 def test_counts_that_are_ambiguous_or_impossible_say_why() -> None:
     with pytest.raises(UsageError, match=r"can be L\('dp', 'y'\) or L\('x', 'y'\).*dp=2, x=2, y=4"):
-        match((2, 4), MESH)
+        match_counts((2, 4), MESH)
     with pytest.raises(
         UsageError, match=r"no axes make the counts \(3, 1\); the axes are dp=2, x=2, y=4"
     ):
-        match((3, 1), MESH)
+        match_counts((3, 1), MESH)
     with pytest.raises(UsageError, match="none of more than one device"):
-        match((2,), Grid(("tp",), (1,)))
+        match_counts((2,), Grid(("tp",), (1,)))
     with pytest.raises(UsageError, match="not a count"):
-        match((-1, 1), MESH)
+        match_counts((-1, 1), MESH)
 
 
 def test_whatever_form_becomes_one_by_the_axes_of_the_mesh() -> None:
@@ -158,7 +158,7 @@ def test_whatever_form_becomes_one_by_the_axes_of_the_mesh() -> None:
     assert as_layout(Layout((4, 4), ("rows", "columns"))("rows", "None"), MESH) == L(
         ("dp", "x"), None
     )
-    assert as_layout(counts((2, 1), 16), MESH) == L("dp", None)
+    assert as_layout(layout_from_counts((2, 1), 16), MESH) == L("dp", None)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_whatever_form_becomes_one_by_the_axes_of_the_mesh() -> None:
         ((1, True), "is no layout"),
         (Layout((2, 2), ("a", "b"))("a"), "has 4 devices"),
         (Layout((8, 2), ("a", "b"))("b"), "made of no whole axes"),
-        (Layout((2, 2, 4, 2), ("a", "b", "c", VIRTUAL))("a", VIRTUAL), "no axis of the mesh"),
+        (Layout((2, 2, 4, 2), ("a", "b", "c", VIRTUAL_AXIS))("a", VIRTUAL_AXIS), "no axis of the mesh"),
     ],
 )
 def test_what_is_no_layout_on_the_mesh(value: Any, text: str) -> None:

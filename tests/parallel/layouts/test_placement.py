@@ -18,12 +18,12 @@ from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.layouts.mindspore import from_mindspore, is_mindspore, to_mindspore
 from pdrun.parallel.layouts.placement import (
-    Part,
+    ShardRanges,
     Placement,
     WeightLayout,
-    from_parts,
+    layout_from_shards,
     rank_list,
-    touches,
+    shards_overlap,
 )
 
 AXES = ("pp", "dp", "x", "y")
@@ -48,7 +48,7 @@ def placements(draw: st.DrawFn, sizes: tuple[int, ...] | None = None) -> Placeme
     return Placement(grid, weights)
 
 
-def cells(part: Part, shape: tuple[int, ...]) -> np.ndarray:
+def cells(part: ShardRanges, shape: tuple[int, ...]) -> np.ndarray:
     """Return which elements of a weight a part is."""
     found = np.zeros(shape, bool)
     found[np.ix_(*[[at for low, high in dim for at in range(low, high)] for dim in part])] = True
@@ -66,10 +66,10 @@ def test_files_there_and_back(placement: Placement) -> None:
 @given(placements())
 def test_the_layout_follows_from_what_ranks_hold(placement: Placement) -> None:
     for name, shape in SHAPES.items():
-        parts = [placement.part(name, shape, rank) for rank in range(placement.grid.size)]
-        found = Placement(placement.grid, {name: from_parts(placement.grid, shape, parts)})
+        parts = [placement.shard_ranges(name, shape, rank) for rank in range(placement.grid.size)]
+        found = Placement(placement.grid, {name: layout_from_shards(placement.grid, shape, parts)})
         for rank, part in enumerate(parts):
-            again = found.part(name, shape, rank)
+            again = found.shard_ranges(name, shape, rank)
             assert (again is None) == (part is None)
             assert (
                 part is None or again is None or (cells(again, shape) == cells(part, shape)).all()
@@ -79,7 +79,7 @@ def test_the_layout_follows_from_what_ranks_hold(placement: Placement) -> None:
 def test_parts_that_no_layout_gives_are_refused() -> None:
     grid = Grid(("x",), (2,))
     with pytest.raises(ConfigError, match="no axes"):
-        from_parts(grid, (8,), [(((0, 3),),), (((3, 8),),)])
+        layout_from_shards(grid, (8,), [(((0, 3),),), (((3, 8),),)])
 
 
 @settings(max_examples=100, deadline=None)
@@ -92,12 +92,12 @@ def test_the_list_of_ranks_is_enough_and_tight(
 
     def enough(ranks: list[int]) -> bool:
         for name, shape in SHAPES.items():
-            wanted = target.part(name, shape, rank)
+            wanted = target.shard_ranges(name, shape, rank)
             if wanted is None:
                 continue
             held = np.zeros(shape, bool)
             for one in ranks:
-                part = source.part(name, shape, one)
+                part = source.shard_ranges(name, shape, one)
                 if part is not None:
                     held |= cells(part, shape)
             if not held[cells(wanted, shape)].all():
@@ -111,8 +111,8 @@ def test_the_list_of_ranks_is_enough_and_tight(
 @given(placements(), placements())
 def test_parts_touch_where_they_share_elements(a: Placement, b: Placement) -> None:
     for name, shape in SHAPES.items():
-        for first, second in itertools.product(a.holders(name, shape), b.holders(name, shape)):
-            assert touches(first, second) == bool(
+        for first, second in itertools.product(a.holders_of(name, shape), b.holders_of(name, shape)):
+            assert shards_overlap(first, second) == bool(
                 (cells(first, shape) & cells(second, shape)).any()
             )
 
@@ -169,9 +169,9 @@ def test_a_file_for_another_model_is_refused() -> None:
     with pytest.raises(
         ConfigError, match="w: L\\('x', None\\) is for 2 dims, the tensor is \\[8\\]"
     ):
-        placement.part("w", (8,), 0)
+        placement.shard_ranges("w", (8,), 0)
     with pytest.raises(ConfigError, match=r"q: blocks .* do not add up to 9"):
-        placement.part("q", (9,), 0)
+        placement.shard_ranges("q", (9,), 0)
 
 
 # ---- MindSpore --------------------------------------------------------------
@@ -208,8 +208,8 @@ def test_a_strategy_file_with_optimizer_parallel() -> None:
     assert placement.grid == Grid(("d0", "d1"), (2, 4))
     for i, j in itertools.product(range(2), range(4)):
         low = 4 * j + 2 * i
-        assert placement.part("w", (16, 3), 4 * i + j) == (((low, low + 2),), ((0, 3),))
-        assert placement.part("b", (8,), 4 * i + j) == (((2 * j, 2 * j + 2),),)
+        assert placement.shard_ranges("w", (16, 3), 4 * i + j) == (((low, low + 2),), ((0, 3),))
+        assert placement.shard_ranges("b", (8,), 4 * i + j) == (((2 * j, 2 * j + 2),),)
 
 
 def test_device_matrices_that_differ_get_one_mesh() -> None:
@@ -221,13 +221,13 @@ def test_device_matrices_that_differ_get_one_mesh() -> None:
     assert placement.weights["v"].layout == L(None, ("d0", "d1"))
     assert placement.weights["b"].layout == L(None)
     one = from_mindspore(strategy(w=item([1], [-1])))
-    assert one.grid.size == 1 and one.part("w", (4,), 0) == (((0, 4),),)
+    assert one.grid.size == 1 and one.shard_ranges("w", (4,), 0) == (((0, 4),),)
 
 
 def test_stages_are_the_outermost_axis() -> None:
     placement = from_mindspore(strategy(a=item([2], [0]), b=item([2], [0], stage=1)))
     assert placement.grid == Grid(("pp", "d0"), (2, 2))
-    assert [placement.part("b", (4,), rank) for rank in range(4)] == [
+    assert [placement.shard_ranges("b", (4,), rank) for rank in range(4)] == [
         None,
         None,
         (((0, 2),),),
@@ -275,8 +275,8 @@ def test_placements_as_strategy_files(placement: Placement) -> None:
                 )
             },
         )
-        assert [again.part(name, shape, r) for r in ranks if math.prod(shape) % 12 == 0] == [
-            own.part(name, shape, r) for r in ranks if math.prod(shape) % 12 == 0
+        assert [again.shard_ranges(name, shape, r) for r in ranks if math.prod(shape) % 12 == 0] == [
+            own.shard_ranges(name, shape, r) for r in ranks if math.prod(shape) % 12 == 0
         ]
 
 

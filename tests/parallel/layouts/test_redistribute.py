@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdrun.errors import UsageError
-from pdrun.parallel.layouts.common_grid import unify
+from pdrun.parallel.layouts.common_grid import unify_views
 from pdrun.parallel.layouts.device_matrix import Layout
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
-from pdrun.parallel.layouts.redistribute import _searched, fall_back, redistribute, route
-from pdrun.parallel.layouts.view import VIRTUAL, View
+from pdrun.parallel.layouts.redistribute import _plan_by_search, plan_full_gather, redistribute, plan_redistribution
+from pdrun.parallel.layouts.view import VIRTUAL_AXIS, View
 from tests.parallel.layouts import simulated_ranks as simulate
 
 NAMES = ("a", "b", "c", "d")
@@ -106,10 +106,10 @@ def test_random_layouts_against_dense_tensors(
     @settings(max_examples=500, deadline=None)
     @given(ends(same_grid, same_shape, even))
     def holds(pair: tuple[View, View]) -> None:
-        plan = route(*pair)
+        plan = plan_redistribution(*pair)
         simulate.check(plan)
-        assert plan.moved() <= fall_back(*pair).moved()
-        assert route(*pair) == plan
+        assert plan.sent_bytes() <= plan_full_gather(*pair).sent_bytes()
+        assert plan_redistribution(*pair) == plan
 
     holds()
 
@@ -119,9 +119,9 @@ def test_random_layouts_against_dense_tensors(
 def test_what_the_search_finds_is_right(pair: tuple[View, View]) -> None:
     """For small tensors `route` does not search."""
     for expand in (False, True):
-        common = unify(*pair, expand)
+        common = unify_views(*pair, expand)
         if common is not None:
-            simulate.check(_searched(*pair, common))
+            simulate.check(_plan_by_search(*pair, common))
 
 
 def test_axes_wait_on_another_dim() -> None:
@@ -134,7 +134,7 @@ def test_axes_wait_on_another_dim() -> None:
         ("all_to_all", ("tp.0",)),
         ("all_to_all", ("dp",)),
     ]
-    assert 4 * plan.moved() == fall_back(plan.source, plan.target).moved()
+    assert 4 * plan.sent_bytes() == plan_full_gather(plan.source, plan.target).sent_bytes()
     simulate.check(redistribute(L("tp", None), L(("dp", "tp"), None), (1 << 9, 1 << 9), grid))
     simulate.check(redistribute(L("tp", None), L(("dp", "tp"), None), (16, 16), grid))
 
@@ -142,7 +142,7 @@ def test_axes_wait_on_another_dim() -> None:
 @settings(max_examples=200, deadline=None)
 @given(ends(same_grid=False, same_shape=False, even=False))
 def test_the_fall_back_itself_is_right(pair: tuple[View, View]) -> None:
-    simulate.check(fall_back(*pair))
+    simulate.check(plan_full_gather(*pair))
 
 
 @settings(max_examples=200, deadline=None)
@@ -153,9 +153,9 @@ def test_virtual_parts_lie_on_one_device(data: st.DataObject) -> None:
     for _ in range(2):
         dims = [list(dim) for dim in data.draw(layout_on(grid, 2, sums=False)).dims]
         dim = dims[data.draw(st.integers(0, 1))]
-        dim.insert(data.draw(st.integers(0, len(dim))), VIRTUAL)
+        dim.insert(data.draw(st.integers(0, len(dim))), VIRTUAL_AXIS)
         views.append(View(grid, L(*map(tuple, dims)), (16, 8), 2))
-    simulate.check(route(*views))
+    simulate.check(plan_redistribution(*views))
 
 
 def said(*args: object) -> list[str]:
@@ -210,10 +210,10 @@ def test_rows_and_columns_of_the_reference() -> None:
     dp.
     """
     matrix = Layout((2, 2, 2), ("dp", "sp", "mp"))
-    view = matrix("mp", ("sp", "dp")).on((4, 8))
-    assert [rank for rank in range(8) if view.ranges(rank)[0] == ((0, 2),)] == [0, 2, 4, 6]
-    assert [view.ranges(rank)[1][0] for rank in (0, 2, 4, 6)] == [(0, 2), (4, 6), (2, 4), (6, 8)]
-    plan = route(view, matrix("mp", ("dp", "sp")).on((4, 8)))
+    view = matrix("mp", ("sp", "dp")).view_of((4, 8))
+    assert [rank for rank in range(8) if view.ranges_of(rank)[0] == ((0, 2),)] == [0, 2, 4, 6]
+    assert [view.ranges_of(rank)[1][0] for rank in (0, 2, 4, 6)] == [(0, 2), (4, 6), (2, 4), (6, 8)]
+    plan = plan_redistribution(view, matrix("mp", ("dp", "sp")).view_of((4, 8)))
     simulate.check(plan)
     assert str(plan).splitlines() == [
         "reshape to [4, 2, 4]",
@@ -222,7 +222,7 @@ def test_rows_and_columns_of_the_reference() -> None:
         "slice over sp: dim 2",
         "reshape to [4, 8]",
     ]
-    assert (plan.moved(), fall_back(plan.source, plan.target).moved()) == (8, 28)
+    assert (plan.sent_bytes(), plan_full_gather(plan.source, plan.target).sent_bytes()) == (8, 28)
 
 
 def test_uneven_dims_are_gathered_axis_after_axis() -> None:
@@ -258,7 +258,7 @@ def test_an_axis_falls_apart_where_a_dim_is_smaller_than_it() -> None:
     plan = redistribute(L("y"), L(None, "y"), (8,), XY, target_shape=(2, 4))
     simulate.check(plan)
     assert [step.axes for step in plan.collectives] == [("y.1",), ("y.0",)]
-    assert (plan.moved(), fall_back(plan.source, plan.target).moved()) == (2, 6)
+    assert (plan.sent_bytes(), plan_full_gather(plan.source, plan.target).sent_bytes()) == (2, 6)
 
 
 def test_without_a_common_form_everything_is_gathered() -> None:
@@ -270,23 +270,23 @@ def test_without_a_common_form_everything_is_gathered() -> None:
 
 def test_what_it_costs() -> None:
     gather = redistribute(L(None, "y"), L(None, None), (8, 16), XY)
-    assert (gather.moved(4), gather.moved(4, backward=True)) == (4 * 96, 0)
-    assert gather.seconds(1.0, 0.0, 4) == 3 and gather.seconds(0.0, 2.0, 4) == 2 * 4 * 96
-    cost = gather.mindspore()
+    assert (gather.sent_bytes(4), gather.sent_bytes(4, backward=True)) == (4 * 96, 0)
+    assert gather.estimate_seconds(1.0, 0.0, 4) == 3 and gather.estimate_seconds(0.0, 2.0, 4) == 2 * 4 * 96
+    cost = gather.mindspore_cost()
     assert (cost.forward, cost.backward) == (4 * 32 / 2, 32 / 2)
     assert (cost.computation, cost.memory) == (32 + 2 * 32 * 4, 2 * 32 * 4 + 32)
-    first = redistribute(L("y", None), L(None, None), (8, 16), XY).mindspore()
+    first = redistribute(L("y", None), L(None, None), (8, 16), XY).mindspore_cost()
     assert (first.computation, first.memory) == (32, 4 * 32)
     turn = redistribute(L("y", None), L(None, "y"), (8, 16), XY)
-    assert (turn.moved(), turn.moved(backward=True)) == (24, 24)
-    assert (turn.mindspore().forward, turn.mindspore().backward) == (64, 64)
+    assert (turn.sent_bytes(), turn.sent_bytes(backward=True)) == (24, 24)
+    assert (turn.mindspore_cost().forward, turn.mindspore_cost().backward) == (64, 64)
     total = redistribute(L(None, None).partial("y"), L(None, None), (8, 16), XY)
-    assert (total.moved(), total.seconds(1.0, 0.0, 1)) == (2 * 96, 6)
+    assert (total.sent_bytes(), total.estimate_seconds(1.0, 0.0, 1)) == (2 * 96, 6)
     scattered = redistribute(L(None, None).partial("y"), L("y", None), (8, 16), XY)
-    assert (scattered.moved(), scattered.moved(backward=True)) == (96, 96)
-    assert redistribute(L("x", None), L("x", "y"), (8, 16), XY).moved() == 0
-    assert redistribute(L("x", None), L("x", "y"), (8, 16), XY).moved(backward=True) == 64 - 16
-    assert math.isclose(total.seconds(0.0, 1.0, 2), 2 * 2 * 96)
+    assert (scattered.sent_bytes(), scattered.sent_bytes(backward=True)) == (96, 96)
+    assert redistribute(L("x", None), L("x", "y"), (8, 16), XY).sent_bytes() == 0
+    assert redistribute(L("x", None), L("x", "y"), (8, 16), XY).sent_bytes(backward=True) == 64 - 16
+    assert math.isclose(total.estimate_seconds(0.0, 1.0, 2), 2 * 2 * 96)
 
 
 def test_ends_that_do_not_belong_together_are_refused() -> None:

@@ -252,7 +252,7 @@ def counts_of(plan: Plan, name: str) -> tuple[tuple[int, ...], ...]:
         choice.layout_in(at, len(plan.graph.shape(index)))
         for at, index in enumerate(operator.inputs)
     ]
-    return tuple(tuple(plan.grid.extent(axes) for axes in layout.dims) for layout in layouts)
+    return tuple(tuple(plan.grid.group_size(axes) for axes in layout.dims) for layout in layouts)
 
 
 def test_propagation_golden() -> None:

@@ -105,7 +105,7 @@ def sent(axes: Axes) -> int:
     """
     total = 0
     for (name, names), count in axes.counts.items():
-        n = axes.grid.extent(names)
+        n = axes.grid.group_size(names)
         assert name in ("all_gather", "reduce_scatter"), name
         total += (n - 1) * count.nbytes // (1 if name == "all_gather" else n)
     return total

@@ -17,7 +17,7 @@ from typing import Literal
 
 from pdrun.errors import UsageError, did_you_mean
 from pdrun.launcher.common import parsers
-from pdrun.launcher.config.options import Option, Read, Values, nodes_of, place_of, to
+from pdrun.launcher.config.options import Option, OptionReader, FieldValues, read_nodes, endpoint_reader, store_parsed
 
 TORCHRUN_PORT = 29500
 C10D_PORT = 29400
@@ -27,19 +27,19 @@ Ports that the other launchers take when none is named; all nodes must agree on 
 """
 
 
-def _refused(reason: str, hint: str = "leave it out") -> Read:
+def _refuse_option(reason: str, hint: str = "leave it out") -> OptionReader:
     """Return a reader that always refuses."""
 
-    def read(text: str, where: str) -> Values:
+    def read(text: str, where: str) -> FieldValues:
         raise UsageError(f"is not supported: {reason}", where=where, hint=hint)
 
     return read
 
 
-def _only(allowed: tuple[str, ...], reason: str) -> Read:
+def _accept_only(allowed: tuple[str, ...], reason: str) -> OptionReader:
     """Return a reader that takes words which change nothing and refuses the others."""
 
-    def read(text: str, where: str) -> Values:
+    def read(text: str, where: str) -> FieldValues:
         if text in allowed:
             return {}
         raise UsageError(
@@ -51,8 +51,8 @@ def _only(allowed: tuple[str, ...], reason: str) -> Read:
     return read
 
 
-def _per_node(text: str, where: str) -> Values:
-    words: dict[str, Values] = {
+def _read_nproc_per_node(text: str, where: str) -> FieldValues:
+    words: dict[str, FieldValues] = {
         "auto": {"resources.devices": "accelerators-or-cpus"},
         "gpu": {"resources.devices": "accelerators"},
         "cpu": {"resources.devices": "cpus", "resources.backend": "cpu"},
@@ -69,7 +69,7 @@ def _per_node(text: str, where: str) -> Values:
     return {"resources.devices": parsers.whole(1)(text, where)}
 
 
-def _numa_binding(text: str, where: str) -> Values:
+def _read_numa_binding(text: str, where: str) -> FieldValues:
     if text != "node":
         raise UsageError(
             f"{parsers.quoted(text)} is not supported: only node is",
@@ -79,47 +79,47 @@ def _numa_binding(text: str, where: str) -> Values:
     return {"resources.bind": "numa"}
 
 
-def _nnodes(text: str, where: str) -> Values:
+def _read_nnodes(text: str, where: str) -> FieldValues:
     """
     torchrun opens a larger group soon after a node has come; it waits 30 s beyond MIN, as its
     last_call_timeout.
     """
-    found = dict(nodes_of(text, where))
+    found = dict(read_nodes(text, where))
     if found["resources.min_nodes"]:
         return {**found, "torchrun.grow": 30.0}
     return found
 
 
-def _rdzv_endpoint(text: str, where: str) -> Values:
-    return place_of()(parsers.endpoint(C10D_PORT)(text, where))
+def _read_rdzv_endpoint(text: str, where: str) -> FieldValues:
+    return endpoint_reader()(parsers.endpoint(C10D_PORT)(text, where))
 
 
-def _rdzv_id(text: str, where: str) -> Values:
+def _read_rdzv_id(text: str, where: str) -> FieldValues:
     return (
         {} if text == "none" else {"job": parsers.name(text, where)}
     )  # "none" is torchrun's default
 
 
-def _nothing(parser: parsers.Parser) -> Read:
+def _check_only(parser: parsers.Parser) -> OptionReader:
     """Return a reader that checks the text and changes nothing."""
 
-    def read(text: str, where: str) -> Values:
+    def read(text: str, where: str) -> FieldValues:
         parser(text, where)
         return {}
 
     return read
 
 
-_CONF: dict[str, Read] = {
-    "join_timeout": to("policy.start_timeout", parsers.duration),
-    "timeout": to("policy.start_timeout", parsers.duration),
-    "is_host": to("place.serve", parsers.yes_no),
-    "rank": to("place.node_rank", parsers.whole(0)),
-    "last_call_timeout": to("torchrun.gather", parsers.duration),
+_RDZV_SETTINGS: dict[str, OptionReader] = {
+    "join_timeout": store_parsed("policy.start_timeout", parsers.duration),
+    "timeout": store_parsed("policy.start_timeout", parsers.duration),
+    "is_host": store_parsed("place.serve", parsers.yes_no),
+    "rank": store_parsed("place.node_rank", parsers.whole(0)),
+    "last_call_timeout": store_parsed("torchrun.gather", parsers.duration),
 }
 
 
-def _rdzv_conf(text: str, where: str) -> Values:
+def _read_rdzv_conf(text: str, where: str) -> FieldValues:
     """Read ``KEY=VALUE,KEY=VALUE``; each key once, and only keys whose meaning pdrun has."""
     read: dict[str, object] = {}
     seen: set[str] = set()
@@ -133,18 +133,18 @@ def _rdzv_conf(text: str, where: str) -> Values:
             )
         if key in seen:
             raise UsageError(f"{parsers.quoted(key)} stands twice", where=where)
-        if key not in _CONF:
+        if key not in _RDZV_SETTINGS:
             raise UsageError(
                 f"{parsers.quoted(key)} is not a setting that pdrun's rendezvous has",
                 where=where,
-                hint=did_you_mean(key, _CONF) or f"known: {', '.join(_CONF)}",
+                hint=did_you_mean(key, _RDZV_SETTINGS) or f"known: {', '.join(_RDZV_SETTINGS)}",
             )
         seen.add(key)
-        read.update(_CONF[key](value, f"{where} {key}"))
+        read.update(_RDZV_SETTINGS[key](value, f"{where} {key}"))
     return read
 
 
-def std_map(text: str, where: str) -> dict[int | Literal["all"], int]:
+def parse_std_map(text: str, where: str) -> dict[int | Literal["all"], int]:
     """
     Read torchrun's choice of streams: ``3`` for all local ranks, or ``0:3,11:1``, a choice for
     each.
@@ -169,15 +169,15 @@ def std_map(text: str, where: str) -> dict[int | Literal["all"], int]:
     return found
 
 
-def _true_false(text: str, where: str) -> bool:
+def _parse_bool(text: str, where: str) -> bool:
     """Read msrun's booleans, which are Python's words."""
     if text in ("True", "true", "False", "false"):
         return text.lower() == "true"
     raise UsageError(f"{parsers.quoted(text)} is neither True nor False", where=where)
 
 
-def _join(text: str, where: str) -> Values:
-    if _true_false(text, where):
+def _read_join(text: str, where: str) -> FieldValues:
+    if _parse_bool(text, where):
         return {}
     raise UsageError(
         "False is not supported: pdrun stays with its workers and ends with their exit code",
@@ -186,20 +186,20 @@ def _join(text: str, where: str) -> Values:
     )
 
 
-def _bind(path: str) -> Read:
-    def read(text: str, where: str) -> Values:
+def _binding_reader(path: str) -> OptionReader:
+    def read(text: str, where: str) -> FieldValues:
         if text.lstrip().startswith("{") or text.endswith(".json"):
             raise UsageError(
                 "a map of CPUs is not supported: pdrun deals whole cores itself",
                 where=where,
                 hint="use True, --bind cores or --bind numa",
             )
-        return {path: _true_false(text, where)}
+        return {path: _parse_bool(text, where)}
 
     return read
 
 
-def _cluster_time_out(text: str, where: str) -> Values:
+def _read_cluster_time_out(text: str, where: str) -> FieldValues:
     if re.fullmatch(r"-[0-9]+", text):
         raise UsageError(
             "waiting for ever is not supported: nodes that never come must end the job",
@@ -209,30 +209,30 @@ def _cluster_time_out(text: str, where: str) -> Values:
     return {"policy.start_timeout": parsers.duration(text, where)}
 
 
-def _tail(text: str, where: str) -> Values:
+def _read_tail(text: str, where: str) -> FieldValues:
     return {"output.show_ranks": "all" if text == "-1" else parsers.ranks(text, where)}
 
 
-def _log_stem(text: str, where: str) -> Values:
+def _read_log_stem(text: str, where: str) -> FieldValues:
     return {"output.log_name": parsers.log_name(text + "_{rank}", where)}
 
 
-def _rank_table(text: str, where: str) -> Values:
+def _read_rank_table(text: str, where: str) -> FieldValues:
     return {"place.rank_table": parsers.path(text, where)} if text else {}
 
 
-def _both(name: str) -> tuple[str, ...]:
+def _both_spellings(name: str) -> tuple[str, ...]:
     """Return torchrun's two spellings of a name, with dashes and with underscores."""
     if "-" in name:
         return ("--" + name, "--" + name.replace("-", "_"))
     return ("--" + name,)
 
 
-def _torchrun(
-    name: str, help: str, read: Read, metavar: str = "", note: str = "", short: str = ""
+def _torchrun_option(
+    name: str, help: str, read: OptionReader, metavar: str = "", note: str = "", short: str = ""
 ) -> Option:
     """Return a row of torchrun's; the twin is PET_NAME, as in torchrun."""
-    names = (*((short,) if short else ()), *_both(name))
+    names = (*((short,) if short else ()), *_both_spellings(name))
     return Option(
         names,
         help,
@@ -244,140 +244,140 @@ def _torchrun(
     )
 
 
-TORCHRUN = (
-    _torchrun("nnodes", "--nodes; MIN:MAX means --grow 30s too", _nnodes, "N|MIN:MAX"),
-    _torchrun("nproc-per-node", "--devices; a number, auto, gpu, cpu or xpu", _per_node, "N"),
-    _torchrun("master-addr", "host of --scheduler", to("scheduler.host", parsers.host), "HOST"),
-    _torchrun("master-port", "port of --scheduler", to("scheduler.port", parsers.port), "PORT"),
-    _torchrun(
+TORCHRUN_OPTIONS = (
+    _torchrun_option("nnodes", "--nodes; MIN:MAX means --grow 30s too", _read_nnodes, "N|MIN:MAX"),
+    _torchrun_option("nproc-per-node", "--devices; a number, auto, gpu, cpu or xpu", _read_nproc_per_node, "N"),
+    _torchrun_option("master-addr", "host of --scheduler", store_parsed("scheduler.host", parsers.host), "HOST"),
+    _torchrun_option("master-port", "port of --scheduler", store_parsed("scheduler.port", parsers.port), "PORT"),
+    _torchrun_option(
         "rdzv-endpoint",
         "--scheduler",
-        _rdzv_endpoint,
+        _read_rdzv_endpoint,
         "HOST:PORT",
         f"without a port it means {C10D_PORT}, as with torchrun",
     ),
-    _torchrun("rdzv-id", "--job", _rdzv_id, "NAME"),
-    _torchrun(
+    _torchrun_option("rdzv-id", "--job", _read_rdzv_id, "NAME"),
+    _torchrun_option(
         "rdzv-backend",
         "static or c10d",
-        _only(("static", "c10d"), "pdrun brings its own rendezvous"),
+        _accept_only(("static", "c10d"), "pdrun brings its own rendezvous"),
         "NAME",
         "the nodes meet at pdrun's own scheduler",
     ),
-    _torchrun(
+    _torchrun_option(
         "rdzv-conf",
         "join_timeout, timeout, last_call_timeout, is_host, rank",
-        _rdzv_conf,
+        _read_rdzv_conf,
         "K=V,..",
         "settings of torchrun's rendezvous were carried over to pdrun's",
     ),
-    _torchrun(
+    _torchrun_option(
         "standalone",
         "one node, nothing listens",
-        lambda text, where: {**nodes_of("1", where), "torchrun.standalone": True},
+        lambda text, where: {**read_nodes("1", where), "torchrun.standalone": True},
     ),
-    _torchrun(
+    _torchrun_option(
         "monitor-interval",
         "no longer needed",
-        _nothing(parsers.duration),
+        _check_only(parsers.duration),
         "S",
         "workers are watched by events, so there is no interval between two looks",
     ),
-    _torchrun(
+    _torchrun_option(
         "start-method",
         "no effect on scripts",
-        _only(("spawn", "fork", "forkserver"), "there is no such method"),
+        _accept_only(("spawn", "fork", "forkserver"), "there is no such method"),
         "HOW",
         "scripts are started afresh, as with torchrun",
     ),
-    _torchrun("role", "ROLE_NAME of the workers", to("env.ROLE_NAME", parsers.name), "NAME"),
-    _torchrun(
+    _torchrun_option("role", "ROLE_NAME of the workers", store_parsed("env.ROLE_NAME", parsers.name), "NAME"),
+    _torchrun_option(
         "redirects",
         "ranks that only go to files: 3, or 1:3,2:3",
-        to("torchrun.redirects", std_map),
+        store_parsed("torchrun.redirects", parse_std_map),
         "STD",
         "both streams of every rank go to files",
         "-r",
     ),
-    _torchrun(
+    _torchrun_option(
         "tee",
         "ranks that also show: 3, or 0:3,1:3",
-        to("torchrun.tee", std_map),
+        store_parsed("torchrun.tee", parse_std_map),
         "STD",
         "both streams of every rank go to files",
         "-t",
     ),
-    _torchrun(
-        "local-ranks-filter", "local ranks to show", to("torchrun.shown", parsers.rank_set), "RANKS"
+    _torchrun_option(
+        "local-ranks-filter", "local ranks to show", store_parsed("torchrun.shown", parsers.rank_set), "RANKS"
     ),
-    _torchrun("local-addr", "--interface", to("place.interface", parsers.interface), "ADDR"),
-    _torchrun("shutdown-timeout", "--grace", to("policy.grace", parsers.duration_or_zero), "S"),
-    _torchrun("numa-binding", "node: --bind numa", _numa_binding, "HOW"),
-    _torchrun(
-        "event-log-handler", "null only", _only(("null",), "pdrun writes its own event log"), "NAME"
+    _torchrun_option("local-addr", "--interface", store_parsed("place.interface", parsers.interface), "ADDR"),
+    _torchrun_option("shutdown-timeout", "--grace", store_parsed("policy.grace", parsers.duration_or_zero), "S"),
+    _torchrun_option("numa-binding", "node: --bind numa", _read_numa_binding, "HOW"),
+    _torchrun_option(
+        "event-log-handler", "null only", _accept_only(("null",), "pdrun writes its own event log"), "NAME"
     ),
-    _torchrun("run-path", "refused", _refused("a script always runs as python SCRIPT")),
-    _torchrun(
+    _torchrun_option("run-path", "refused", _refuse_option("a script always runs as python SCRIPT")),
+    _torchrun_option(
         "logs-specs",
         "refused",
-        _refused("log plug-ins of torch are not loaded", "use --log-dir and --log-name"),
+        _refuse_option("log plug-ins of torch are not loaded", "use --log-dir and --log-name"),
         "NAME",
     ),
-    _torchrun(
+    _torchrun_option(
         "duplicate-stdout-filters",
         "refused",
-        _refused("lines are not filtered by content", "use --show-ranks, and grep in the logs"),
+        _refuse_option("lines are not filtered by content", "use --show-ranks, and grep in the logs"),
         "WORDS",
     ),
-    _torchrun(
+    _torchrun_option(
         "duplicate-stderr-filters",
         "refused",
-        _refused("lines are not filtered by content", "use --show-ranks, and grep in the logs"),
+        _refuse_option("lines are not filtered by content", "use --show-ranks, and grep in the logs"),
         "WORDS",
     ),
-    _torchrun(
+    _torchrun_option(
         "signals-to-handle",
         "refused",
-        _refused("TERM, INT, QUIT and HUP end the job, USR1 and USR2 are forwarded, always"),
+        _refuse_option("TERM, INT, QUIT and HUP end the job, USR1 and USR2 are forwarded, always"),
         "NAMES",
     ),
-    _torchrun(
+    _torchrun_option(
         "virtual-local-rank",
         "refused",
-        _refused("LOCAL_RANK stays the number of the worker on its node"),
+        _refuse_option("LOCAL_RANK stays the number of the worker on its node"),
     ),
 )
 
 
-def _msrun(name: str, help: str, read: Read, metavar: str, note: str = "") -> Option:
+def _msrun_option(name: str, help: str, read: OptionReader, metavar: str, note: str = "") -> Option:
     return Option(("--" + name,), help, read, metavar=metavar, origin="msrun", note=note)
 
 
-MSRUN = (
-    _msrun(
-        "worker_num", "workers of the whole job (8)", to("msrun.workers", parsers.whole(1)), "N"
+MSRUN_OPTIONS = (
+    _msrun_option(
+        "worker_num", "workers of the whole job (8)", store_parsed("msrun.workers", parsers.whole(1)), "N"
     ),
-    _msrun("local_worker_num", "--devices (8)", to("msrun.local_workers", parsers.whole(1)), "N"),
-    _msrun("join", "True only", _join, "BOOL", "pdrun always stays with its workers"),
-    _msrun("cluster_time_out", "--start-timeout", _cluster_time_out, "S"),
-    _msrun("bind_core", "True: --bind cores", _bind("msrun.bind_core"), "BOOL"),
-    _msrun("bind_numa", "True: --bind numa", _bind("msrun.bind_numa"), "BOOL"),
-    _msrun("worker_log_name", "--log-name NAME_{rank}", _log_stem, "NAME"),
-    _msrun("tail_worker_log", "--show-ranks; -1 is all", _tail, "RANKS"),
-    _msrun("rank_table_file", "--rank-table", _rank_table, "FILE"),
-    _msrun(
+    _msrun_option("local_worker_num", "--devices (8)", store_parsed("msrun.local_workers", parsers.whole(1)), "N"),
+    _msrun_option("join", "True only", _read_join, "BOOL", "pdrun always stays with its workers"),
+    _msrun_option("cluster_time_out", "--start-timeout", _read_cluster_time_out, "S"),
+    _msrun_option("bind_core", "True: --bind cores", _binding_reader("msrun.bind_core"), "BOOL"),
+    _msrun_option("bind_numa", "True: --bind numa", _binding_reader("msrun.bind_numa"), "BOOL"),
+    _msrun_option("worker_log_name", "--log-name NAME_{rank}", _read_log_stem, "NAME"),
+    _msrun_option("tail_worker_log", "--show-ranks; -1 is all", _read_tail, "RANKS"),
+    _msrun_option("rank_table_file", "--rank-table", _read_rank_table, "FILE"),
+    _msrun_option(
         "sim_level",
         "refused",
-        _refused("it simulates MindSpore's compiler", "use --local or --dry-run"),
+        _refuse_option("it simulates MindSpore's compiler", "use --local or --dry-run"),
         "N",
     ),
-    _msrun(
+    _msrun_option(
         "sim_rank_id",
         "refused",
-        _refused("it simulates MindSpore's compiler", "use --local or --dry-run"),
+        _refuse_option("it simulates MindSpore's compiler", "use --local or --dry-run"),
         "N",
     ),
 )
 
-ALIASES = (*TORCHRUN, *MSRUN)
-__all__ = ["ALIASES", "MSRUN", "TORCHRUN", "std_map"]
+ALIAS_OPTIONS = (*TORCHRUN_OPTIONS, *MSRUN_OPTIONS)
+__all__ = ["ALIAS_OPTIONS", "MSRUN_OPTIONS", "TORCHRUN_OPTIONS", "parse_std_map"]

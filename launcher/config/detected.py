@@ -12,17 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from pdrun.endpoint import port_for
+from pdrun.endpoint import port_for_job
 from pdrun.errors import ConfigError, UsageError
 from pdrun.launcher.adapters import detect, mpi
 from pdrun.launcher.adapters.model import Found, Probes
 from pdrun.launcher.adapters.names import STARTERS
-from pdrun.launcher.config.settings import Level, Source, Wish
+from pdrun.launcher.config.settings import Priority, Source, Setting
 from pdrun.launcher.hosts.selection import Host, host_name
 
-_MPI = tuple(row.name for row in mpi.MPI)
-_WORKERS = tuple(row.name for row in mpi.WORKERS)
-_ONE = {
+_MPI_NAMES = tuple(row.name for row in mpi.MPI)
+_WORKER_NAMES = tuple(row.name for row in mpi.WORKERS)
+_ONE_TASK_COMMANDS = {
     "openmpi": "mpirun --map-by ppr:1:node",
     "mpich": "mpiexec -ppn 1",
     "intelmpi": "mpirun -ppn 1",
@@ -32,13 +32,13 @@ _ONE = {
     "flux": "flux run --tasks-per-node=1",
 }
 """How to start one task a node."""
-_FREE = ("place.local", "torchrun.standalone", "hosts.all", "hosts.file", "place.rank_table")
+_OVERRIDING_PATHS = ("place.local", "torchrun.standalone", "hosts.all", "hosts.file", "place.rank_table")
 """What makes every other launcher's words needless."""
 
 
-def around(
-    wishes: Iterable[Wish], environ: Mapping[str, str], probes: Probes
-) -> tuple[tuple[Wish, ...], tuple[str, ...], tuple[str, ...]]:
+def detect_settings(
+    wishes: Iterable[Setting], environ: Mapping[str, str], probes: Probes
+) -> tuple[tuple[Setting, ...], tuple[str, ...], tuple[str, ...]]:
     """
     Return the wishes that the launcher around us amounts to, notes, and warnings.
 
@@ -47,22 +47,22 @@ def around(
             job than was meant.
         UsageError: ``--launcher`` names one that says nothing here.
     """
-    said: dict[str, Wish] = {}
-    for wish in sorted(wishes, key=lambda wish: wish.source.level):
+    said: dict[str, Setting] = {}
+    for wish in sorted(wishes, key=lambda wish: wish.source.priority):
         said.setdefault(wish.path, wish)
     launcher = said["place.launcher"].value if "place.launcher" in said else ""
-    if any(path in said and said[path].value for path in _FREE):
+    if any(path in said and said[path].value for path in _OVERRIDING_PATHS):
         return (), (), ()
-    found = detect.detect(environ, probes, to_detect(launcher))
+    found = detect.detect(environ, probes, launcher_to_detect(launcher))
     notes = tuple(f"{item.launcher} is ignored: {item.why}" for item in found.ignored)
     if found.kind == "none":
         return (), notes, found.notes
-    made = _allocation(found, said) if found.kind == "allocation" else _task(found, said, probes)
-    here = () if found.launcher == "pet" else (f"{found.title}: {_summary(found)}",)
+    made = _allocation_settings(found, said) if found.kind == "allocation" else _task_settings(found, said, probes)
+    here = () if found.launcher == "pet" else (f"{found.title}: {_summarize_launcher(found)}",)
     return tuple(made), (*here, *notes), found.notes
 
 
-def to_detect(launcher: str) -> str:
+def launcher_to_detect(launcher: str) -> str:
     """
     Return what ``--launcher`` has `detect` look for: nothing in particular where it names what
     starts the hosts.
@@ -70,7 +70,7 @@ def to_detect(launcher: str) -> str:
     return "" if launcher == "auto" or launcher in STARTERS else launcher
 
 
-def _summary(found: Found) -> str:
+def _summarize_launcher(found: Found) -> str:
     parts = [
         f"node {found.node_rank}" if found.node_rank is not None else "",
         f"{found.nodes} node(s)" if found.nodes is not None else "",
@@ -79,40 +79,40 @@ def _summary(found: Found) -> str:
     return ", ".join(filter(None, parts)) or "read"
 
 
-def _wish(path: str, value: object, found: Found, key: str) -> Wish:
-    return Wish(
-        path, value, Source(found.sources.get(key) or found.title, Level.FOUND, str(value)[:60])
+def _make_setting(path: str, value: object, found: Found, key: str) -> Setting:
+    return Setting(
+        path, value, Source(found.sources.get(key) or found.title, Priority.DETECTED, str(value)[:60])
     )
 
 
-def _allocation(found: Found, said: Mapping[str, Wish]) -> list[Wish]:
+def _allocation_settings(found: Found, said: Mapping[str, Setting]) -> list[Setting]:
     """Hosts, unless the user says where this node stands: then the nodes are started one by one."""
     if found.launcher == "ascend":
         # every pod is started by the operator, or every host by hand: nobody is started by us
         return [
-            _wish("place.rank_table", found.path, found, "hosts"),
-            _wish("place.launcher", "none", found, "hosts"),
+            _make_setting("place.rank_table", found.path, found, "hosts"),
+            _make_setting("place.launcher", "none", found, "hosts"),
         ]
     if any(path in said for path in ("scheduler.host", "place.node_rank", "place.serve")):
         return []
     hosts = tuple(Host(host.name, where=found.sources.get("hosts", "")) for host in found.hosts)
-    made = [_wish("hosts.all", hosts, found, "hosts")] if hosts else []
-    return [*made, *_named(found)] if len(hosts) > 1 else []
+    made = [_make_setting("hosts.all", hosts, found, "hosts")] if hosts else []
+    return [*made, *_job_name_settings(found)] if len(hosts) > 1 else []
 
 
-def _named(found: Found) -> list[Wish]:
+def _job_name_settings(found: Found) -> list[Setting]:
     name = found.job_name
-    return [_wish("job", name, found, "job_id")] if name else []
+    return [_make_setting("job", name, found, "job_id")] if name else []
 
 
-def _task(found: Found, said: Mapping[str, Wish], probes: Probes) -> list[Wish]:
+def _task_settings(found: Found, said: Mapping[str, Setting], probes: Probes) -> list[Setting]:
     """The agent of one node of a job that the outer launcher has started everywhere."""
-    if found.launcher in _WORKERS or found.launcher == "pet":
+    if found.launcher in _WORKER_NAMES or found.launcher == "pet":
         return []  # inside a worker: a job of its own; PET_* are options, read as such
     if found.launcher == "variables":
-        return _by_hand(found, said)
+        return _hand_set_settings(found, said)
     if (found.local_size or 1) > 1 or (found.local_rank or 0) > 0:
-        raise _crowded(found)
+        raise _several_tasks_error(found)
     nodes = found.nodes
     if nodes is None:
         if "resources.nodes" not in said:
@@ -124,24 +124,24 @@ def _task(found: Found, said: Mapping[str, Wish], probes: Probes) -> list[Wish]:
         nodes = int(said["resources.nodes"].value)
     elif "resources.nodes" in said and said["resources.nodes"].value != nodes:
         source = said["resources.nodes"].source
-        raise source.error(
+        raise source.make_error(
             f"{said['resources.nodes'].value} node(s), but {found.title} started {nodes}"
             f" ({found.sources.get('nodes')})",
             "leave it out, or say --launcher none for a job apart from it",
         )
-    made = [_wish("resources.nodes", nodes, found, "nodes"), *_named(found)]
+    made = [_make_setting("resources.nodes", nodes, found, "nodes"), *_job_name_settings(found)]
     if nodes == 1:
         return made
     if found.node_rank is not None:
-        made.append(_wish("place.node_rank", found.node_rank, found, "node_rank"))
+        made.append(_make_setting("place.node_rank", found.node_rank, found, "node_rank"))
     if found.launcher == "mindspore":
-        made.append(_wish("place.serve", False, found, "head"))  # the scheduler is a pod of its own
+        made.append(_make_setting("place.serve", False, found, "head"))  # the scheduler is a pod of its own
     if "scheduler.host" not in said:
-        made += _scheduler(found, probes)
+        made += _scheduler_settings(found, probes)
     return made
 
 
-def _by_hand(found: Found, said: Mapping[str, Wish]) -> list[Wish]:
+def _hand_set_settings(found: Found, said: Mapping[str, Setting]) -> list[Setting]:
     """A rank of several without a launcher: does it count nodes or workers? Only the user knows."""
     if found.world == 1 or any(
         path in said for path in ("resources.nodes", "scheduler.host", "place.node_rank")
@@ -154,11 +154,11 @@ def _by_hand(found: Found, said: Mapping[str, Wish]) -> list[Wish]:
     )
 
 
-def _crowded(found: Found) -> ConfigError:
+def _several_tasks_error(found: Found) -> ConfigError:
     count = f"{found.local_size} tasks" if found.local_size else "several tasks"
     one = (
-        f"start one a node ({_ONE[found.launcher]})"
-        if found.launcher in _ONE
+        f"start one a node ({_ONE_TASK_COMMANDS[found.launcher]})"
+        if found.launcher in _ONE_TASK_COMMANDS
         else "start one a node"
     )
     return ConfigError(
@@ -168,7 +168,7 @@ def _crowded(found: Found) -> ConfigError:
     )
 
 
-def _first(found: Found) -> str:
+def _first_host(found: Found) -> str:
     """
     The first host; LSF puts the host of the batch script in front of those on which jsrun starts
     tasks.
@@ -182,10 +182,10 @@ def _first(found: Found) -> str:
     return names[0]
 
 
-def _scheduler(found: Found, probes: Probes) -> list[Wish]:
+def _scheduler_settings(found: Found, probes: Probes) -> list[Setting]:
     """The first host, else where mpirun itself runs; its port, else one from the job's name."""
     key = "hosts" if found.hosts else "head"
-    host = _first(found) if found.hosts else found.head
+    host = _first_host(found) if found.hosts else found.head
     if not host:
         raise ConfigError(
             f"{found.title} does not say where node 0 is",
@@ -196,15 +196,15 @@ def _scheduler(found: Found, probes: Probes) -> list[Wish]:
         host_name(host, found.sources.get(key, ""))
     except UsageError as error:
         raise ConfigError(error.what, where=error.where, hint=error.hint) from None
-    if found.launcher in _MPI and found.node_rank == 0 and not probes.is_here(host):
+    if found.launcher in _MPI_NAMES and found.node_rank == 0 and not probes.is_here(host):
         raise ConfigError(
             f"node 0 is {probes.hostname}, but the other nodes will look for it at {host}",
             where=found.sources.get(key, ""),
             hint="say --scheduler HOST:PORT (PDRUN_SCHEDULER), the same for all nodes",
         )
     name = found.job_name or f"{found.launcher}-{found.world}"
-    port = found.port if found.port is not None else port_for(name)
+    port = found.port if found.port is not None else port_for_job(name)
     return [
-        _wish("scheduler.host", host, found, key),
-        _wish("scheduler.port", port, found, "port" if found.port is not None else "job_id"),
+        _make_setting("scheduler.host", host, found, key),
+        _make_setting("scheduler.port", port, found, "port" if found.port is not None else "job_id"),
     ]

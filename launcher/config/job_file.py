@@ -22,17 +22,17 @@ from pdrun.launcher.adapters.ssh_command import ssh_options, words
 from pdrun.launcher.common import parsers
 from pdrun.launcher.common.parsers import Parser, quoted
 from pdrun.launcher.common.textfile import read_text
-from pdrun.launcher.config.settings import Level, Source, Wish
+from pdrun.launcher.config.settings import Priority, Source, Setting
 from pdrun.launcher.config.spec import BACKENDS
 from pdrun.launcher.hosts import selection as hosts
 
-LIMIT = 1 << 18
+MAX_FILE_BYTES = 1 << 18
 """Bytes of a job file, at most."""
-DEPTH = 8
-EVENTS = 5_000
+MAX_DEPTH = 8
+MAX_EVENTS = 5_000
 """Depth and number of a file's items, at most; a job file has a depth of 3."""
 
-_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+_PLAIN_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 """Numbers that mean the same as text; ``010``, ``0x10``, ``1_000`` and ``22:30`` do not."""
 
 
@@ -40,7 +40,7 @@ def _text(text: str, where: str) -> str:
     return text
 
 
-def _yes_no(text: str, where: str) -> bool:
+def _parse_true_false(text: str, where: str) -> bool:
     if text in ("true", "false"):
         return text == "true"
     raise UsageError(
@@ -48,14 +48,14 @@ def _yes_no(text: str, where: str) -> bool:
     )
 
 
-GROUPS: Mapping[str, Mapping[str, Parser]] = {
+KEY_PARSERS: Mapping[str, Mapping[str, Parser]] = {
     "program": {
         "script": parsers.plain,
         "module": parsers.plain,
         "command": parsers.plain,
         "python": parsers.path,
         "start": parsers.choice("auto", "fork", "exec"),
-        "warm": _yes_no,
+        "warm": _parse_true_false,
     },
     "resources": {
         "nodes": parsers.node_range,
@@ -82,7 +82,7 @@ GROUPS: Mapping[str, Mapping[str, Parser]] = {
     "output": {
         "log_dir": parsers.path,
         "log_name": parsers.log_name,
-        "files": _yes_no,
+        "files": _parse_true_false,
         "show_ranks": parsers.ranks,
         "prefix": parsers.choice("auto", "rank", "none"),
     },
@@ -90,9 +90,9 @@ GROUPS: Mapping[str, Mapping[str, Parser]] = {
         "scheduler": parsers.endpoint(),
         "node_rank": parsers.whole(0),
         "node_name": parsers.node_name,
-        "local": _yes_no,
+        "local": _parse_true_false,
         "interface": parsers.interface,
-        "serve": _yes_no,
+        "serve": _parse_true_false,
         "token_file": parsers.path,
         "hosts": hosts.parse_hosts,
         "hostfile": parsers.path,
@@ -105,22 +105,22 @@ GROUPS: Mapping[str, Mapping[str, Parser]] = {
         "ssh": parsers.path,
         "ssh_opts": ssh_options,
         "forward": parsers.patterns,
-        "ship": _yes_no,
+        "ship": _parse_true_false,
         "mpirun": parsers.path,
         "mpirun_opts": words,
         "srun_opts": words,
     },
 }
 """Every key of a job file but ``program.args``, ``env``, ``job`` and ``chdir``."""
-PATHS = {
+FIELD_PATHS = {
     "place.hosts": "hosts.all",
     "place.hostfile": "hosts.file",
     "place.include": "hosts.include",
     "place.exclude": "hosts.exclude",
 }
 """Keys whose values `pdrun.launcher.config.resolve` puts together."""
-SINGLE: Mapping[str, Parser] = {"job": parsers.name, "chdir": parsers.path}
-REASONS = {
+TOP_LEVEL_PARSERS: Mapping[str, Parser] = {"job": parsers.name, "chdir": parsers.path}
+REFUSAL_REASONS = {
     "place.insecure": "must be said on the command line (--insecure), so that nobody inherits it from a file",
     "place.simulated": "is pdrun's own; use local: true",
     "resources.min_nodes": "is the lower number of nodes: 'MIN:MAX'",
@@ -130,7 +130,7 @@ REASONS = {
 }
 
 
-def load(path: str) -> tuple[Wish, ...]:
+def load_job_file(path: str) -> tuple[Setting, ...]:
     """
     Read a job file.
 
@@ -138,19 +138,19 @@ def load(path: str) -> tuple[Wish, ...]:
         UsageError: there is no such file.
         ConfigError: the file cannot be read as a job; names file and line.
     """
-    text = read_text(path, LIMIT)
+    text = read_text(path, MAX_FILE_BYTES)
     name = Path(path).name
     try:
         _check_events(text, name)
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
-        raise _broken(error, name) from None
+        raise _yaml_error(error, name) from None
     except yaml.YAMLError as error:
         raise ConfigError(f"is not YAML: {_one_line(error)}", where=name) from None
-    return tuple(_File(name).job(root))
+    return tuple(JobFileReader(name).read_job(root))
 
 
-def _broken(error: yaml.MarkedYAMLError, name: str) -> ConfigError:
+def _yaml_error(error: yaml.MarkedYAMLError, name: str) -> ConfigError:
     mark = error.problem_mark or error.context_mark
     where = f"{name}:{mark.line + 1}" if mark else name
     problem = error.problem or "cannot be read"
@@ -187,78 +187,78 @@ def _check_events(text: str, name: str) -> None:
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
             event, yaml.CollectionEndEvent
         )
-        if depth > DEPTH or count > EVENTS:
+        if depth > MAX_DEPTH or count > MAX_EVENTS:
             raise ConfigError("is nested too deeply or too large", where=where)
 
 
-class _File:
+class JobFileReader:
     """Walks the nodes of one file and yields wishes."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def where(self, node: yaml.Node) -> str:
+    def locate(self, node: yaml.Node) -> str:
         return f"{self.name}:{node.start_mark.line + 1}"
 
-    def source(self, node: yaml.Node, text: str = "") -> Source:
-        return Source(self.where(node), Level.FILE, text)
+    def make_source(self, node: yaml.Node, text: str = "") -> Source:
+        return Source(self.locate(node), Priority.FILE, text)
 
-    def job(self, root: yaml.Node | None) -> Iterator[Wish]:
+    def read_job(self, root: yaml.Node | None) -> Iterator[Setting]:
         if root is None:
             raise ConfigError("is empty", where=self.name)
-        known = (*GROUPS, "env", *SINGLE)
-        for key, value in self.items(root, "the file"):
-            name = self.key(key, known, "")
+        known = (*KEY_PARSERS, "env", *TOP_LEVEL_PARSERS)
+        for key, value in self.iter_items(root, "the file"):
+            name = self.read_key(key, known, "")
             if name == "env":
-                yield from self.env(value)
-            elif name in SINGLE:
-                yield self.value(name, value, SINGLE[name])
+                yield from self.read_env(value)
+            elif name in TOP_LEVEL_PARSERS:
+                yield self.read_value(name, value, TOP_LEVEL_PARSERS[name])
             else:
-                yield from self.group(name, value)
+                yield from self.read_group(name, value)
 
-    def group(self, group: str, node: yaml.Node) -> Iterator[Wish]:
-        keys = GROUPS[group]
-        for key, value in self.items(node, group):
-            name = self.key(key, (*keys, "args") if group == "program" else tuple(keys), group)
+    def read_group(self, group: str, node: yaml.Node) -> Iterator[Setting]:
+        keys = KEY_PARSERS[group]
+        for key, value in self.iter_items(node, group):
+            name = self.read_key(key, (*keys, "args") if group == "program" else tuple(keys), group)
             if name == "args":
-                yield self.args(value)
+                yield self.read_args(value)
             elif name in ("script", "module", "command"):
-                yield self.value("program.target", value, keys[name])
-                yield Wish("program.kind", name, self.source(key, name))
+                yield self.read_value("program.target", value, keys[name])
+                yield Setting("program.kind", name, self.make_source(key, name))
             elif name == "nodes":
-                both = self.value("resources.nodes", value, keys[name])
-                yield Wish("resources.nodes", both.value[1], both.source)
-                yield Wish("resources.min_nodes", both.value[0], both.source)
+                both = self.read_value("resources.nodes", value, keys[name])
+                yield Setting("resources.nodes", both.value[1], both.source)
+                yield Setting("resources.min_nodes", both.value[0], both.source)
             else:
                 path = f"{group}.{name}"
-                yield self.value(PATHS.get(path, path), value, keys[name])
+                yield self.read_value(FIELD_PATHS.get(path, path), value, keys[name])
 
-    def items(self, node: yaml.Node, what: str) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:
+    def iter_items(self, node: yaml.Node, what: str) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:
         """Yield the pairs of a mapping; each key once."""
         if not isinstance(node, yaml.MappingNode):
-            raise ConfigError(f"{what} must be written as KEY: VALUE lines", where=self.where(node))
+            raise ConfigError(f"{what} must be written as KEY: VALUE lines", where=self.locate(node))
         lines: dict[str, int] = {}
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                raise ConfigError("a key must be a word", where=self.where(key))
+                raise ConfigError("a key must be a word", where=self.locate(key))
             if key.value in lines:
                 raise ConfigError(
                     f"{quoted(key.value)} stands twice",
-                    where=self.where(key),
+                    where=self.locate(key),
                     hint=f"first on line {lines[key.value]}",
                 )
             lines[key.value] = key.start_mark.line + 1
             yield key, value
 
-    def key(self, node: yaml.ScalarNode, known: tuple[str, ...], group: str) -> str:
+    def read_key(self, node: yaml.ScalarNode, known: tuple[str, ...], group: str) -> str:
         name = str(node.value)
         if name in known:
             return name
-        reason = REASONS.get(f"{group}.{name}")
+        reason = REFUSAL_REASONS.get(f"{group}.{name}")
         if reason:
-            raise ConfigError(f"{name} {reason}", where=self.where(node))
+            raise ConfigError(f"{name} {reason}", where=self.locate(node))
         home = (
-            next((group for group, keys in GROUPS.items() if name in keys), "") if not group else ""
+            next((group for group, keys in KEY_PARSERS.items() if name in keys), "") if not group else ""
         )
         hint = (
             f"it belongs under {home}"
@@ -267,70 +267,70 @@ class _File:
         )
         raise ConfigError(
             f"unknown key {quoted(name)}{f' in {group}' if group else ''}",
-            where=self.where(node),
+            where=self.locate(node),
             hint=hint,
         )
 
-    def value(self, path: str, node: yaml.Node, parser: Parser) -> Wish:
-        flag = parser is _yes_no
-        text = self.scalar(node, path.rpartition(".")[2], flag=flag)
-        source = self.source(node, text)
+    def read_value(self, path: str, node: yaml.Node, parser: Parser) -> Setting:
+        flag = parser is _parse_true_false
+        text = self.read_scalar(node, path.rpartition(".")[2], flag=flag)
+        source = self.make_source(node, text)
         try:
-            return Wish(path, parser(text, source.label), source)
+            return Setting(path, parser(text, source.label), source)
         except UsageError as error:
-            raise source.blame(error) from None
+            raise source.convert_error(error) from None
 
-    def scalar(self, node: yaml.Node, what: str, *, flag: bool = False) -> str:
+    def read_scalar(self, node: yaml.Node, what: str, *, flag: bool = False) -> str:
         """
         Return the text of a scalar as it stands in the file, where YAML would not read something
         else into it.
         """
         if not isinstance(node, yaml.ScalarNode):
-            raise ConfigError(f"{what} must be one value", where=self.where(node))
+            raise ConfigError(f"{what} must be one value", where=self.locate(node))
         text = str(node.value)
         kind = node.tag.rpartition(":")[2]
         if node.style is not None or kind == "str" or (flag and text in ("true", "false")):
             return text
-        if kind in ("int", "float") and _NUMBER.fullmatch(text):
+        if kind in ("int", "float") and _PLAIN_NUMBER.fullmatch(text):
             return text
         if kind == "null":
             raise ConfigError(
-                f"{what} has no value", where=self.where(node), hint="leave the line out"
+                f"{what} has no value", where=self.locate(node), hint="leave the line out"
             )
         if flag and kind == "bool":
             raise ConfigError(
-                f"{what}: {quoted(text)} must be written true or false", where=self.where(node)
+                f"{what}: {quoted(text)} must be written true or false", where=self.locate(node)
             )
         read = {"bool": "true or false", "int": "another number", "float": "another number"}.get(
             kind, f"a {kind}"
         )
         raise ConfigError(
             f"{what}: YAML reads {text} as {read}",
-            where=self.where(node),
+            where=self.locate(node),
             hint=f"write '{text}' in quotes",
         )
 
-    def args(self, node: yaml.Node) -> Wish:
+    def read_args(self, node: yaml.Node) -> Setting:
         if not isinstance(node, yaml.SequenceNode):
             raise ConfigError(
-                "args must be a list", where=self.where(node), hint="write [--lr, 3e-4]"
+                "args must be a list", where=self.locate(node), hint="write [--lr, 3e-4]"
             )
-        return Wish(
+        return Setting(
             "program.args",
-            tuple(self.scalar(item, "an argument") for item in node.value),
-            self.source(node),
+            tuple(self.read_scalar(item, "an argument") for item in node.value),
+            self.make_source(node),
         )
 
-    def env(self, node: yaml.Node) -> Iterator[Wish]:
-        for key, value in self.items(node, "env"):
+    def read_env(self, node: yaml.Node) -> Iterator[Setting]:
+        for key, value in self.iter_items(node, "env"):
             if "=" in str(key.value):  # it would be cut there
                 raise ConfigError(
-                    f"{quoted(str(key.value))} is not a variable's name", where=self.where(key)
+                    f"{quoted(str(key.value))} is not a variable's name", where=self.locate(key)
                 )
-            text = self.scalar(value, str(key.value))
-            source = self.source(key, f"{key.value}={text}")
+            text = self.read_scalar(value, str(key.value))
+            source = self.make_source(key, f"{key.value}={text}")
             try:
                 name, text = parsers.assignment(f"{key.value}={text}", source.label)
             except UsageError as error:
-                raise source.blame(error) from None
-            yield Wish(f"env.{name}", text, source)
+                raise source.convert_error(error) from None
+            yield Setting(f"env.{name}", text, source)

@@ -7,13 +7,13 @@ from __future__ import annotations
 import json
 
 from pdrun.launcher.config.spec import JobSpec
-from pdrun.names import name_from
+from pdrun.names import make_name
 
-LONGEST_COMMAND = 400
+MAX_COMMAND_CHARS = 400
 """Characters of a command that nodes show each other."""
 
 
-def job_key(spec: JobSpec) -> str:
+def make_job_key(spec: JobSpec) -> str:
     """
     Return the job's name, or one made of the command: equal on nodes that were given the same
     command.
@@ -25,16 +25,16 @@ def job_key(spec: JobSpec) -> str:
     program = spec.program
     nodes = (
         spec.resources.nodes
-        if spec.resources.least == spec.resources.nodes
-        else spec.resources.range
+        if spec.resources.required_nodes == spec.resources.nodes
+        else spec.resources.node_range
     )
     text = json.dumps([program.kind, program.target, list(program.args), nodes])
     digest = hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:8]
     stem = program.target.rstrip("/").rpartition("/")[2]
-    return f"{name_from(stem.removesuffix('.py'))[:48]}-{digest}"
+    return f"{make_name(stem.removesuffix('.py'))[:48]}-{digest}"
 
 
-def command_text(spec: JobSpec) -> str:
+def format_command(spec: JobSpec) -> str:
     """
     Return, in one line, what must be the same on every node; equal exactly where that is.
 
@@ -45,14 +45,14 @@ def command_text(spec: JobSpec) -> str:
     program = spec.program
     kind = {"module": ["-m"], "command": ["--no-python"]}.get(program.kind, [])
     text = shlex.join(
-        ["pdrun", "--nodes", spec.resources.range, *kind, program.target, *program.args]
+        ["pdrun", "--nodes", spec.resources.node_range, *kind, program.target, *program.args]
     )
     text = "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
     )
-    if len(text) <= LONGEST_COMMAND:
+    if len(text) <= MAX_COMMAND_CHARS:
         return text
     import hashlib
 
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-    return f"{text[:LONGEST_COMMAND]}... ({len(text)} characters, sha256 {digest})"
+    return f"{text[:MAX_COMMAND_CHARS]}... ({len(text)} characters, sha256 {digest})"

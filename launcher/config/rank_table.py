@@ -14,16 +14,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from pdrun.errors import ConfigError, PdrunError, UsageError
-from pdrun.launcher.config.settings import Level, Source, Wish
+from pdrun.launcher.config.settings import Priority, Source, Setting
 from pdrun.launcher.config.spec import Policy
 from pdrun.launcher.hosts.selection import Host, host_name
 from pdrun.launcher.ranktables import files
 from pdrun.launcher.ranktables.model import Device, RankTable, Server
 
 
-def with_table(
-    wishes: Sequence[Wish], environ: Mapping[str, str]
-) -> tuple[list[Wish], tuple[str, ...]]:
+def apply_rank_table(
+    wishes: Sequence[Setting], environ: Mapping[str, str]
+) -> tuple[list[Setting], tuple[str, ...]]:
     """
     Return the wishes with what a rank table among them means, and notes.
 
@@ -33,7 +33,7 @@ def with_table(
     """
     tables = sorted(
         (wish for wish in wishes if wish.path == "place.rank_table"),
-        key=lambda wish: wish.source.level,
+        key=lambda wish: wish.source.priority,
     )
     if not tables:
         return list(wishes), ()
@@ -45,52 +45,52 @@ def with_table(
         Policy().start_timeout,
     )
     try:
-        table = files.usable(asked.value, wait, _say)
+        table = files.usable(asked.value, wait, _print_progress)
     except UsageError as error:
-        raise asked.source.blame_file(error) from None
+        raise asked.source.convert_file_error(error) from None
     source = replace(asked.source, text=Path(path).name)
-    made = [Wish("place.rank_table", path, source)]
+    made = [Setting("place.rank_table", path, source)]
     made.append(
-        Wish("resources.backend", "npu", replace(source, level=Level.FOUND))
+        Setting("resources.backend", "npu", replace(source, level=Priority.DETECTED))
     )  # --backend cpu tries it out
     others = [wish for wish in wishes if wish.path not in ("place.rank_table", "hosts.all")]
     listed = next(
-        (wish for wish in wishes if wish.path == "hosts.all" and wish.source.level < Level.FOUND),
+        (wish for wish in wishes if wish.path == "hosts.all" and wish.source.priority < Priority.DETECTED),
         None,
     )
     servers = table.ordered
     if listed is not None:
-        made.append(Wish("hosts.all", _zipped(listed, servers, asked.source), listed.source))
+        made.append(Setting("hosts.all", _match_hosts(listed, servers, asked.source), listed.source))
     elif len(servers) == 1:
-        ids = tuple(one.device_id for one in _in_order(servers[0]))
+        ids = tuple(one.device_id for one in _devices_by_rank(servers[0]))
         made += [
-            Wish("resources.devices", len(ids), source),
-            Wish("resources.indices", ids, source),
+            Setting("resources.devices", len(ids), source),
+            Setting("resources.indices", ids, source),
         ]
-        made.append(Wish("resources.nodes", 1, source))
+        made.append(Setting("resources.nodes", 1, source))
     else:
         made.append(
-            Wish("hosts.all", tuple(_host(server, asked.source) for server in servers), source)
+            Setting("hosts.all", tuple(_make_host(server, asked.source) for server in servers), source)
         )
-        made += _place(servers, environ)
-    return [*others, *made], (f"{source.said()}: {_summary(table)}",)
+        made += _node_rank_settings(servers, environ)
+    return [*others, *made], (f"{source.describe()}: {_summarize_table(table)}",)
 
 
-def _summary(table: RankTable) -> str:
+def _summarize_table(table: RankTable) -> str:
     return (
         f"{len(table.devices)} rank(s) on {len(table.servers)} server(s), dialect {table.dialect}"
     )
 
 
-def _say(text: str) -> None:
+def _print_progress(text: str) -> None:
     print(f"pdrun: {text}", file=sys.stderr, flush=True)
 
 
-def _in_order(server: Server) -> list[Device]:
+def _devices_by_rank(server: Server) -> list[Device]:
     return sorted(server.devices, key=lambda one: one.rank)
 
 
-def _host(server: Server, source: Source) -> Host:
+def _make_host(server: Server, source: Source) -> Host:
     """The host's own address to log in at, the pod's or container's to meet at."""
     name = server.named("host_ip", "server_ip", "server_id", "pod_ip", "container_ip")
     meet = server.named("container_ip", "pod_ip", "host_ip", "server_ip")
@@ -104,32 +104,32 @@ def _host(server: Server, source: Source) -> Host:
             where=source.label,
             hint="say --hosts with the servers' names, in the order of their ranks",
         ) from None
-    ids = tuple(one.device_id for one in _in_order(server))
+    ids = tuple(one.device_id for one in _devices_by_rank(server))
     return Host(name, len(ids), ids, source.label, address=meet if meet != name else "")
 
 
-def _zipped(listed: Wish, servers: Sequence[Server], source: Source) -> tuple[Host, ...]:
+def _match_hosts(listed: Setting, servers: Sequence[Server], source: Source) -> tuple[Host, ...]:
     hosts: tuple[Host, ...] = listed.value
     if len(hosts) != len(servers):
-        raise listed.source.error(
-            f"{len(hosts)} host(s) for the {len(servers)} server(s) of {source.said()}",
+        raise listed.source.make_error(
+            f"{len(hosts)} host(s) for the {len(servers)} server(s) of {source.describe()}",
             "name one host for each server",
         )
     made = []
     for host, server in zip(hosts, servers, strict=True):
-        ids = tuple(one.device_id for one in _in_order(server))
+        ids = tuple(one.device_id for one in _devices_by_rank(server))
         if host.devices not in (None, len(ids)):
-            raise listed.source.error(
-                f"{host.name} has {host.devices} devices here and {len(ids)} in {source.said()}"
+            raise listed.source.make_error(
+                f"{host.name} has {host.devices} devices here and {len(ids)} in {source.describe()}"
             )
         made.append(replace(host, devices=len(ids), indices=ids))
     return tuple(made)
 
 
-def _place(servers: Sequence[Server], environ: Mapping[str, str]) -> list[Wish]:
+def _node_rank_settings(servers: Sequence[Server], environ: Mapping[str, str]) -> list[Setting]:
     """MindCluster tells a pod its host's address in XDL_IP: that server is this node."""
     own = environ.get("XDL_IP", "")
     found = [at for at, server in enumerate(servers) if own and own in server.names]
     if len(found) == 1:
-        return [Wish("place.node_rank", found[0], Source("XDL_IP", Level.FOUND, own))]
+        return [Setting("place.node_rank", found[0], Source("XDL_IP", Priority.DETECTED, own))]
     return []

@@ -12,34 +12,34 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pdrun.endpoint import Endpoint, port_for
+from pdrun.endpoint import Endpoint, port_for_job
 from pdrun.errors import UsageError
 from pdrun.launcher.common.parsers import rank_text
 from pdrun.launcher.config.aliases import MSRUN_PORT, TORCHRUN_PORT
-from pdrun.launcher.config.job_key import job_key
-from pdrun.launcher.config.settings import Level, Source, Wish, contradiction, settle
+from pdrun.launcher.config.job_key import make_job_key
+from pdrun.launcher.config.settings import Priority, Source, Setting, conflict_error, resolve_conflicts
 from pdrun.launcher.config.spec import (
     JobSpec,
     Output,
-    Place,
+    ClusterOptions,
     Policy,
     Program,
-    Reach,
+    RemoteOptions,
     Resources,
     Sources,
-    field_paths,
+    list_field_paths,
 )
 from pdrun.launcher.hosts import selection as hosts
 from pdrun.launcher.hosts.selection import Host
-from pdrun.worker_env import refuse_owned
+from pdrun.worker_env import refuse_reserved
 
-Settled = dict[str, Wish]
-MSRUN_WORKERS = 8
+SettingsByPath = dict[str, Setting]
+MSRUN_DEFAULT_WORKERS = 8
 """msrun's default of both of its worker counts."""
 
 
 @dataclass(frozen=True)
-class Asked:
+class ResolvedSpec:
     """
     The specification, where each value came from, and what --explain says about the way to it.
     """
@@ -49,7 +49,7 @@ class Asked:
     notes: tuple[str, ...] = ()
 
 
-def build(wishes: Iterable[Wish], notes: Iterable[str] = ()) -> Asked:
+def resolve_spec(wishes: Iterable[Setting], notes: Iterable[str] = ()) -> ResolvedSpec:
     """
     Return the specification that the wishes amount to.
 
@@ -58,37 +58,37 @@ def build(wishes: Iterable[Wish], notes: Iterable[str] = ()) -> Asked:
             places.
     """
     all_wishes = list(wishes)
-    settled, _ = settle(all_wishes)
+    settled, _ = resolve_conflicts(all_wishes)
     said = list(notes)
-    for derive in _DERIVED:
+    for derive in _RESOLVERS:
         more, new = derive(settled)
         all_wishes += more
         said += new
-        settled, overridden = settle(all_wishes)
-    return _met(Asked(_spec(settled), _sources(settled), (*said, *overridden)))
+        settled, overridden = resolve_conflicts(all_wishes)
+    return _with_default_scheduler(ResolvedSpec(_build_spec(settled), _collect_sources(settled), (*said, *overridden)))
 
 
-def _met(asked: Asked) -> Asked:
+def _with_default_scheduler(asked: ResolvedSpec) -> ResolvedSpec:
     """
     ``--launcher none`` with hosts: the same command runs on each, and they meet at the first one.
     """
     place = asked.spec.place
     if len(place.hosts) < 2 or place.launcher != "none" or place.scheduler or place.local:
         return asked
-    meeting = Endpoint(place.hosts[0].reach, port_for(job_key(asked.spec)))
+    meeting = Endpoint(place.hosts[0].reach, port_for_job(make_job_key(asked.spec)))
     spec = replace(asked.spec, place=replace(place, scheduler=meeting))
     note = f"{meeting} is the first host, with a port made from the job's name"
-    return Asked(
+    return ResolvedSpec(
         spec,
         {**asked.sources, "place.scheduler": asked.sources["place.hosts"]},
         (*asked.notes, note),
     )
 
 
-Derived = tuple[Sequence[Wish], Sequence[str]]
+DerivedSettings = tuple[Sequence[Setting], Sequence[str]]
 
 
-def _hosts(settled: Settled) -> Derived:
+def _resolve_hosts(settled: SettingsByPath) -> DerivedSettings:
     """
     The list of hosts, chosen from by ``--include`` and ``--exclude``, is the number of nodes.
 
@@ -100,45 +100,45 @@ def _hosts(settled: Settled) -> Derived:
     chosen = settled.get("hosts.include")
     without = settled.get("hosts.exclude")
     if chosen and without:
-        raise contradiction(without, chosen)
+        raise conflict_error(without, chosen)
     choice = chosen or without
     if whole is None:
         if choice:
-            raise choice.source.error(
+            raise choice.source.make_error(
                 "chooses among hosts, and none are listed", "add --hosts or --hostfile"
             )
         return (), ()
     listed: tuple[Host, ...] = whole.value
     if choice:
-        listed = _chosen(
-            listed, choice, chosen is not None, _value(settled, "resources.devices", None)
+        listed = _filter_hosts(
+            listed, choice, chosen is not None, _value_of(settled, "resources.devices", None)
         )
-    found = whole.source.level is Level.FOUND
+    found = whole.source.priority is Priority.DETECTED
     if (
         nodes is not None
         and nodes.value != len(listed)
         and (nodes.value > len(listed) or not found)
     ):
-        raise nodes.source.error(
+        raise nodes.source.make_error(
             f"{nodes.value} node(s), but {len(listed)} host(s) by {whole.source.label}",
             "leave one of them out",
         )
     notes = []
     if nodes is not None and nodes.value < len(listed):
         notes = [
-            f"{nodes.source.said()}: the first of the {len(listed)} hosts by {whole.source.label}"
+            f"{nodes.source.describe()}: the first of the {len(listed)} hosts by {whole.source.label}"
         ]
         listed = listed[: nodes.value] if nodes.value > 1 else ()
     elif found and len(listed) == 1:
         listed = ()
     if not listed:
         return (), notes
-    count = [] if nodes is not None else [Wish("resources.nodes", len(listed), whole.source)]
-    return [Wish("place.hosts", listed, whole.source), *count], notes
+    count = [] if nodes is not None else [Setting("resources.nodes", len(listed), whole.source)]
+    return [Setting("place.hosts", listed, whole.source), *count], notes
 
 
-def _chosen(
-    listed: tuple[Host, ...], choice: Wish, only: bool, devices: object
+def _filter_hosts(
+    listed: tuple[Host, ...], choice: Setting, only: bool, devices: object
 ) -> tuple[Host, ...]:
     label = choice.source.label
     try:
@@ -148,10 +148,10 @@ def _chosen(
             listed, choice.value, label, devices if isinstance(devices, int) else None
         )
     except UsageError as error:
-        raise choice.source.blame(error) from None
+        raise choice.source.convert_error(error) from None
 
 
-def _standalone(settled: Settled) -> Derived:
+def _check_standalone(settled: SettingsByPath) -> DerivedSettings:
     """
     torchrun passes over its endpoint when it is to stand alone; pdrun's own spellings contradict
     that.
@@ -160,38 +160,38 @@ def _standalone(settled: Settled) -> Derived:
     ours = [path for path in ("scheduler.host", "scheduler.port", "place.serve") if path in settled]
     for wish in (settled[path] for path in ours):
         own = wish.path == "place.serve" or wish.source.label in ("--scheduler", "PDRUN_SCHEDULER")
-        if alone and own and wish.source.level <= alone.source.level:
-            raise contradiction(alone, wish)
+        if alone and own and wish.source.priority <= alone.source.priority:
+            raise conflict_error(alone, wish)
     return (), ()
 
 
-def _scheduler(settled: Settled) -> Derived:
+def _resolve_scheduler(settled: SettingsByPath) -> DerivedSettings:
     """Put host and port together; a host alone gets the port that its launcher would have taken."""
     host = settled.get("scheduler.host")
     port = settled.get("scheduler.port")
     if alone := settled.get("torchrun.standalone"):
-        said = dict.fromkeys(wish.source.said() for wish in (host, port) if wish)
-        return (), [f"{text} is not used: {alone.source.said()} meets nobody" for text in said]
+        said = dict.fromkeys(wish.source.describe() for wish in (host, port) if wish)
+        return (), [f"{text} is not used: {alone.source.describe()} meets nobody" for text in said]
     if host is None:
-        if port is not None and _nodes(settled) > 1 and not _value(settled, "place.local", False):
-            raise port.source.error(
+        if port is not None and _node_count(settled) > 1 and not _value_of(settled, "place.local", False):
+            raise port.source.make_error(
                 "a port without a host", "add --master-addr with the first node's address"
             )
         return (), (
-            [f"{port.source.said()} is not needed: nothing listens on a fixed port"] if port else []
+            [f"{port.source.describe()} is not needed: nothing listens on a fixed port"] if port else []
         )
     if port is not None:
-        return [Wish("place.scheduler", Endpoint(host.value, port.value), host.source)], ()
+        return [Setting("place.scheduler", Endpoint(host.value, port.value), host.source)], ()
     number = (
         MSRUN_PORT
         if "msrun.workers" in settled or "msrun.local_workers" in settled
         else TORCHRUN_PORT
     )
-    note = f"{host.source.said()} names no port; {number} is taken, as its launcher does"
-    return [Wish("place.scheduler", Endpoint(host.value, number), host.source)], [note]
+    note = f"{host.source.describe()} names no port; {number} is taken, as its launcher does"
+    return [Setting("place.scheduler", Endpoint(host.value, number), host.source)], [note]
 
 
-def _msrun_counts(settled: Settled) -> Derived:
+def _resolve_msrun_counts(settled: SettingsByPath) -> DerivedSettings:
     """
     ``--worker_num`` counts all workers, ``--local_worker_num`` those of a node: nodes is their
     quotient.
@@ -204,10 +204,10 @@ def _msrun_counts(settled: Settled) -> Derived:
     notes = (
         []
         if whole and local
-        else [f"msrun's default of {MSRUN_WORKERS} is taken for the other worker count"]
+        else [f"msrun's default of {MSRUN_DEFAULT_WORKERS} is taken for the other worker count"]
     )
-    total = whole.value if whole else MSRUN_WORKERS
-    each = local.value if local else MSRUN_WORKERS
+    total = whole.value if whole else MSRUN_DEFAULT_WORKERS
+    each = local.value if local else MSRUN_DEFAULT_WORKERS
     if (
         local is None
         and "resources.devices" in settled
@@ -221,22 +221,22 @@ def _msrun_counts(settled: Settled) -> Derived:
     ):
         each = total // settled["resources.nodes"].value
     if not isinstance(each, int) or total % each:
-        raise given.source.error(
+        raise given.source.make_error(
             f"{total} workers do not divide into nodes of {each}",
             "give --worker_num (of the whole job) as a multiple of --local_worker_num (of each node)",
         )
-    source = Source(given.source.label, given.source.level, given.source.text)
+    source = Source(given.source.label, given.source.priority, given.source.text)
     per_node = local.source if local else source
-    nodes = [Wish("resources.nodes", total // each, source), Wish("resources.min_nodes", 0, source)]
-    return [*nodes, Wish("resources.devices", each, per_node)], notes
+    nodes = [Setting("resources.nodes", total // each, source), Setting("resources.min_nodes", 0, source)]
+    return [*nodes, Setting("resources.devices", each, per_node)], notes
 
 
-def _elastic(settled: Settled) -> Derived:
+def _resolve_elastic(settled: SettingsByPath) -> DerivedSettings:
     """
     torchrun's ``--nnodes MIN:MAX`` takes late nodes in soon; its last_call_timeout is about such
     jobs alone.
     """
-    if not _value(settled, "resources.min_nodes", 0):
+    if not _value_of(settled, "resources.min_nodes", 0):
         return (), ()
     pairs = (("torchrun.grow", "policy.grow"), ("torchrun.gather", "policy.gather"))
     said = [
@@ -244,18 +244,18 @@ def _elastic(settled: Settled) -> Derived:
         for theirs, ours in pairs
         if theirs in settled and ours not in settled
     ]
-    return [Wish(ours, wish.value, wish.source) for wish, ours in said], ()
+    return [Setting(ours, wish.value, wish.source) for wish, ours in said], ()
 
 
-def _binding(settled: Settled) -> Derived:
+def _resolve_binding(settled: SettingsByPath) -> DerivedSettings:
     """msrun's False means "do not", which only counts where the other does not say True."""
     pairs = (("msrun.bind_core", "cores"), ("msrun.bind_numa", "numa"))
     said = [(settled[path], word) for path, word in pairs if path in settled]
-    true = [Wish("resources.bind", word, wish.source) for wish, word in said if wish.value]
-    return true or [Wish("resources.bind", "none", wish.source) for wish, _ in said[:1]], ()
+    true = [Setting("resources.bind", word, wish.source) for wish, word in said if wish.value]
+    return true or [Setting("resources.bind", "none", wish.source) for wish, _ in said[:1]], ()
 
 
-def _shown(settled: Settled) -> Derived:
+def _resolve_shown_ranks(settled: SettingsByPath) -> DerivedSettings:
     """
     torchrun's ``--redirects``, ``--tee`` and ``--local-ranks-filter``: which workers are seen on
     the terminal.
@@ -270,51 +270,51 @@ def _shown(settled: Settled) -> Derived:
     ]
     if not parts:
         return (), ()
-    redirects = _value(settled, "torchrun.redirects", {"all": 0})
-    tee = _value(settled, "torchrun.tee", {"all": 0})
+    redirects = _value_of(settled, "torchrun.redirects", {"all": 0})
+    tee = _value_of(settled, "torchrun.tee", {"all": 0})
     source = parts[0].source
     files = [
-        Wish("output.files", True, part.source) for part in parts if part.path != "torchrun.shown"
+        Setting("output.files", True, part.source) for part in parts if part.path != "torchrun.shown"
     ]
     named = sorted({key for std in (redirects, tee) for key in std if key != "all"})
-    hidden = {key: _hides(redirects, tee, key, source) for key in (*named, "all")}
-    chosen = _value(settled, "torchrun.shown", None)
-    per_node = _value(settled, "resources.devices", "auto")
+    hidden = {key: _is_hidden(redirects, tee, key, source) for key in (*named, "all")}
+    chosen = _value_of(settled, "torchrun.shown", None)
+    per_node = _value_of(settled, "resources.devices", "auto")
     if chosen is None and not any(hidden.values()):
         return files, ()
     if chosen is None and not hidden["all"] and not isinstance(per_node, int):
-        raise source.error(
+        raise source.make_error(
             "needs to know how many workers a node has", "give --nproc-per-node as a number"
         )
     candidates = chosen if chosen is not None else named if hidden["all"] else range(per_node)
     local = [rank for rank in candidates if not hidden.get(rank, hidden["all"])]
     return [
         *files,
-        Wish("output.show_ranks", _global(local, per_node, _nodes(settled), source), source),
+        Setting("output.show_ranks", _format_global_ranks(local, per_node, _node_count(settled), source), source),
     ], ()
 
 
-def _hides(
+def _is_hidden(
     redirects: Mapping[Any, int], tee: Mapping[Any, int], rank: object, source: Source
 ) -> bool:
     gone = redirects.get(rank, redirects.get("all", 0)) & ~tee.get(rank, tee.get("all", 0))
     if gone in (1, 2):
         stream = "stdout" if gone == 1 else "stderr"
-        raise source.error(
+        raise source.make_error(
             f"hides {stream} alone, which is not supported: a worker is shown or hidden as a whole",
             "use 3 for both streams, or --show-ranks",
         )
     return gone == 3
 
 
-def _global(local: Sequence[int], per_node: object, nodes: int, source: Source) -> str:
+def _format_global_ranks(local: Sequence[int], per_node: object, nodes: int, source: Source) -> str:
     """Return the global ranks that have these local ranks, as text for ``show_ranks``."""
     if not local:
         return "none"
     if nodes == 1:
         return rank_text(tuple(local))
     if not isinstance(per_node, int):
-        raise source.error(
+        raise source.make_error(
             "names local ranks of several nodes",
             "give --nproc-per-node as a number, or use --show-ranks",
         )
@@ -323,34 +323,34 @@ def _global(local: Sequence[int], per_node: object, nodes: int, source: Source) 
     )
 
 
-_DERIVED: tuple[Callable[[Settled], Derived], ...] = (
-    _hosts,
-    _msrun_counts,
-    _elastic,
-    _standalone,
-    _scheduler,
-    _binding,
-    _shown,
+_RESOLVERS: tuple[Callable[[SettingsByPath], DerivedSettings], ...] = (
+    _resolve_hosts,
+    _resolve_msrun_counts,
+    _resolve_elastic,
+    _check_standalone,
+    _resolve_scheduler,
+    _resolve_binding,
+    _resolve_shown_ranks,
 )
 
 
-def _value(settled: Settled, path: str, default: Any) -> Any:
+def _value_of(settled: SettingsByPath, path: str, default: Any) -> Any:
     return settled[path].value if path in settled else default
 
 
-def _nodes(settled: Settled) -> int:
-    return int(_value(settled, "resources.nodes", 1))
+def _node_count(settled: SettingsByPath) -> int:
+    return int(_value_of(settled, "resources.nodes", 1))
 
 
-_GROUPS = ("program", "resources", "policy", "output", "place", "reach")
+_SPEC_GROUPS = ("program", "resources", "policy", "output", "place", "reach")
 
 
-def _spec(settled: Settled) -> JobSpec:
+def _build_spec(settled: SettingsByPath) -> JobSpec:
     if "program.target" not in settled:
         raise UsageError(
             "no program to run", hint="write pdrun [OPTIONS] SCRIPT [ARGS]; see pdrun --help"
         )
-    kinds: dict[str, dict[str, Any]] = {group: {} for group in _GROUPS}
+    kinds: dict[str, dict[str, Any]] = {group: {} for group in _SPEC_GROUPS}
     kinds["program"]["kind"] = "script"
     single: dict[str, Any] = {}
     env: dict[str, str] = {}
@@ -362,23 +362,23 @@ def _spec(settled: Settled) -> JobSpec:
             kinds[group][name] = wish.value
         elif path in ("job", "chdir"):
             single[path] = wish.value
-    _check(settled)
+    _check_combinations(settled)
     return JobSpec(
         program=Program(**kinds["program"]),
         resources=Resources(**kinds["resources"]),
         policy=Policy(**kinds["policy"]),
         output=Output(**kinds["output"]),
-        place=Place(**kinds["place"]),
-        reach=Reach(**kinds["reach"]),
+        place=ClusterOptions(**kinds["place"]),
+        reach=RemoteOptions(**kinds["reach"]),
         env=env,
         **single,
     )
 
 
-def _check(settled: Settled) -> None:
+def _check_combinations(settled: SettingsByPath) -> None:
     """What no single value shows."""
     local = settled.get("place.local")
-    nodes = _nodes(settled)
+    nodes = _node_count(settled)
     if local and local.value:
         for path in (
             "place.scheduler",
@@ -389,22 +389,22 @@ def _check(settled: Settled) -> None:
             "place.hosts",
             "place.rank_table",
         ):
-            if path in settled and settled[path].source.level <= local.source.level:
-                raise contradiction(settled[path], local)
+            if path in settled and settled[path].source.priority <= local.source.priority:
+                raise conflict_error(settled[path], local)
     rank = settled.get("place.node_rank")
     serve = settled.get("place.serve")
     if rank and rank.value >= nodes:
         count = (
-            settled["resources.nodes"].source.said() if "resources.nodes" in settled else "one node"
+            settled["resources.nodes"].source.describe() if "resources.nodes" in settled else "one node"
         )
-        raise rank.source.error(
+        raise rank.source.make_error(
             f"{rank.value} is not a place among {nodes} node(s) ({count})", f"use 0 to {nodes - 1}"
         )
     apart = (
-        serve is not None and serve.source.level is Level.FOUND
+        serve is not None and serve.source.priority is Priority.DETECTED
     )  # a launcher whose scheduler is no node of the job
     if rank and serve and serve.value != (rank.value == 0) and not apart:
-        raise contradiction(serve, rank)
+        raise conflict_error(serve, rank)
     _check_elastic(settled)
     _check_restarts(settled)
     launcher = settled.get("place.launcher")
@@ -413,17 +413,17 @@ def _check(settled: Settled) -> None:
         launcher
         and launcher.value == "ssh"
         and not listed
-        and launcher.source.level is not Level.ENVIRONMENT
+        and launcher.source.priority is not Priority.ENVIRONMENT
     ):
-        raise launcher.source.error(
+        raise launcher.source.make_error(
             "ssh has no hosts to start agents on", "add --hosts a,b or --hostfile FILE"
         )
     for path, wish in settled.items():
         if path.startswith("env."):
             try:
-                refuse_owned(path.removeprefix("env."), where=wish.source.label)
+                refuse_reserved(path.removeprefix("env."), where=wish.source.label)
             except UsageError as error:
-                raise wish.source.blame(error) from None
+                raise wish.source.convert_error(error) from None
     name = settled.get("output.log_name")
     if (
         name
@@ -432,19 +432,19 @@ def _check(settled: Settled) -> None:
         and "{node}" not in name.value
         and "{host" not in name.value
     ):
-        raise name.source.error(f"{name.value!r} is the same on every node", "add {rank} or {node}")
+        raise name.source.make_error(f"{name.value!r} is the same on every node", "add {rank} or {node}")
 
 
-def _check_elastic(settled: Settled) -> None:
-    least = _value(settled, "resources.min_nodes", 0)
-    elastic = 0 < least < _nodes(settled)
+def _check_elastic(settled: SettingsByPath) -> None:
+    least = _value_of(settled, "resources.min_nodes", 0)
+    elastic = 0 < least < _node_count(settled)
     for path in ("policy.gather", "policy.grow"):
         wish = settled.get(path)
-        if wish and not elastic and wish.source.level is Level.COMMAND:
-            raise wish.source.error("is about jobs that change their size", "write --nodes MIN:MAX")
+        if wish and not elastic and wish.source.priority is Priority.COMMAND:
+            raise wish.source.make_error("is about jobs that change their size", "write --nodes MIN:MAX")
 
 
-def _check_restarts(settled: Settled) -> None:
+def _check_restarts(settled: SettingsByPath) -> None:
     """
     What is about restarts needs some: 0 is the default, and said in words it switches them off on
     purpose.
@@ -456,30 +456,30 @@ def _check_restarts(settled: Settled) -> None:
         "policy.backoff",
     ):
         wish = settled.get(path)
-        if wish and wish.source.level is Level.COMMAND and "policy.max_restarts" not in settled:
-            raise wish.source.error(
+        if wish and wish.source.priority is Priority.COMMAND and "policy.max_restarts" not in settled:
+            raise wish.source.make_error(
                 "is about restarts, and none are allowed", "add --max-restarts N"
             )
     only = settled.get("policy.restart_on")
     never = settled.get("policy.no_restart_on")
     both = sorted(
-        {*_value(settled, "policy.restart_on", ())} & {*_value(settled, "policy.no_restart_on", ())}
+        {*_value_of(settled, "policy.restart_on", ())} & {*_value_of(settled, "policy.no_restart_on", ())}
     )
     if only and never and both:
-        raise never.source.error(
-            f"{never.source.text} contradicts {only.source.said()}: code {both[0]} is in both"
+        raise never.source.make_error(
+            f"{never.source.text} contradicts {only.source.describe()}: code {both[0]} is in both"
         )
 
 
-def _sources(settled: Settled) -> dict[str, str]:
+def _collect_sources(settled: SettingsByPath) -> dict[str, str]:
     """Return a place for every field of the specification, and for every variable of ``--env``."""
     labels = {path: wish.source.label for path, wish in settled.items()}
-    if not _value(
+    if not _value_of(
         settled, "resources.min_nodes", 0
     ):  # one number was said: the least follows from the most
         labels.pop("resources.min_nodes", None)
     variables = {path: label for path, label in labels.items() if path.startswith("env.")}
-    sources = {path: labels.get(path, "default") for path in field_paths()}
+    sources = {path: labels.get(path, "default") for path in list_field_paths()}
     if variables:
         sources["env"] = ", ".join(dict.fromkeys(variables.values()))
     return {**sources, **variables}

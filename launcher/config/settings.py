@@ -16,17 +16,17 @@ from typing import Any
 
 from pdrun.errors import ConfigError, PdrunError, UsageError, did_you_mean
 from pdrun.launcher.common.parsers import quoted, yes_no
-from pdrun.launcher.config.aliases import ALIASES
-from pdrun.launcher.config.options import GIVEN_TO_WORKERS, OTHER_VARIABLES, RUN, Option
+from pdrun.launcher.config.aliases import ALIAS_OPTIONS
+from pdrun.launcher.config.options import WORKER_VARIABLES, OTHER_VARIABLES, RUN_OPTIONS, Option
 
 
-class Level(IntEnum):
+class Priority(IntEnum):
     """Who speaks; the smaller number counts."""
 
     COMMAND = 0
     ENVIRONMENT = 1
     FILE = 2
-    FOUND = 3
+    DETECTED = 3
     """Another launcher's words about this process (`pdrun.launcher.adapters`)."""
 
 
@@ -36,11 +36,11 @@ class Source:
 
     label: str
     """``--nodes``, ``PDRUN_NODES`` or ``job.yaml:3``."""
-    level: Level
+    priority: Priority
     text: str = ""
     """As typed; empty for a flag."""
 
-    def said(self) -> str:
+    def describe(self) -> str:
         """
         Return what stands there, for a message: ``--nodes 3``, ``PDRUN_NODES=3``, ``job.yaml:3
         (3)``.
@@ -49,36 +49,36 @@ class Source:
         if not text:
             return self.label
         return {
-            Level.COMMAND: f"{self.label} {text}",
-            Level.ENVIRONMENT: f"{self.label}={text}",
-        }.get(self.level, f"{self.label} ({text})")
+            Priority.COMMAND: f"{self.label} {text}",
+            Priority.ENVIRONMENT: f"{self.label}={text}",
+        }.get(self.priority, f"{self.label} ({text})")
 
-    def error(self, what: str, hint: str = "") -> PdrunError:
+    def make_error(self, what: str, hint: str = "") -> PdrunError:
         """
         Return the error that fits: the command line is the user's to change at once, the others are
         set-up.
         """
-        kind = UsageError if self.level is Level.COMMAND else ConfigError
+        kind = UsageError if self.priority is Priority.COMMAND else ConfigError
         return kind(what, where=self.label, hint=hint)
 
-    def blame(self, error: PdrunError) -> PdrunError:
+    def convert_error(self, error: PdrunError) -> PdrunError:
         """Return a parser's complaint with the exit code that fits this place."""
-        if self.level is Level.COMMAND:
+        if self.priority is Priority.COMMAND:
             return error
         return ConfigError(error.what, where=error.where, hint=error.hint)
 
-    def blame_file(self, error: PdrunError) -> PdrunError:
+    def convert_file_error(self, error: PdrunError) -> PdrunError:
         """
         Return the complaint about a file that is named here: a variable, say, of which the user may
         not know.
         """
-        return self.blame(
+        return self.convert_error(
             UsageError(error.what, where=f"{self.label} {error.where}".rstrip(), hint=error.hint)
         )
 
 
 @dataclass(frozen=True)
-class Wish:
+class Setting:
     """One value for one field."""
 
     path: str
@@ -86,86 +86,86 @@ class Wish:
     source: Source
 
 
-def read(option: Option, text: str, source: Source) -> tuple[Wish, ...]:
+def read_option(option: Option, text: str, source: Source) -> tuple[Setting, ...]:
     """Return the wishes of one use of an option, or raise with its place."""
     try:
         found = option.read(text, source.label)
     except UsageError as error:
-        raise source.blame(error) from None
-    return tuple(Wish(path, value, source) for path, value in found.items())
+        raise source.convert_error(error) from None
+    return tuple(Setting(path, value, source) for path, value in found.items())
 
 
-def from_environment(environ: Mapping[str, str]) -> tuple[tuple[Wish, ...], tuple[str, ...]]:
+def read_environment(environ: Mapping[str, str]) -> tuple[tuple[Setting, ...], tuple[str, ...]]:
     """
     Return the wishes of every twin of an option in the environment, and notes about what was found.
 
     Raises:
         ConfigError: a variable is empty or does not parse; it names the variable.
     """
-    wishes: list[Wish] = []
+    wishes: list[Setting] = []
     notes: list[str] = []
     inside = "PDRUN_GENERATION" in environ
-    for option in (*RUN, *ALIASES):
+    for option in (*RUN_OPTIONS, *ALIAS_OPTIONS):
         for name in option.env:
             if name not in environ:
                 continue
-            if inside and name in GIVEN_TO_WORKERS:
+            if inside and name in WORKER_VARIABLES:
                 notes.append(f"{name} is not read: an outer pdrun set it for its worker")
                 continue
-            wishes += _twin(option, Source(name, Level.ENVIRONMENT, environ[name]))
+            wishes += _read_variable(option, Source(name, Priority.ENVIRONMENT, environ[name]))
             notes += [f"{name}: {option.note}"] if option.note else []
-    return tuple(wishes), (*notes, *strangers(environ))
+    return tuple(wishes), (*notes, *unknown_variables(environ))
 
 
-def _twin(option: Option, source: Source) -> Sequence[Wish]:
+def _read_variable(option: Option, source: Source) -> Sequence[Setting]:
     if not source.text:
-        raise source.error("is empty", "set it to a value, or unset it")
+        raise source.make_error("is empty", "set it to a value, or unset it")
     if option.metavar:
-        return read(option, source.text, source)
+        return read_option(option, source.text, source)
     try:
         on = yes_no(source.text, source.label)
     except UsageError as error:
-        raise source.blame(error) from None
+        raise source.convert_error(error) from None
     if on:
-        return read(option, "", source)
-    return [Wish(path, value, source) for path, value in option.off.items()]
+        return read_option(option, "", source)
+    return [Setting(path, value, source) for path, value in option.off_values.items()]
 
 
-def strangers(environ: Mapping[str, str]) -> Iterable[str]:
+def unknown_variables(environ: Mapping[str, str]) -> Iterable[str]:
     """Yield a note for each PDRUN_ variable that nobody reads: most are typing slips."""
-    known = {*OTHER_VARIABLES, *(name for option in RUN for name in option.env)}
+    known = {*OTHER_VARIABLES, *(name for option in RUN_OPTIONS for name in option.env)}
     for name in sorted(environ):
         if name.startswith("PDRUN_") and name not in known:
             hint = did_you_mean(name, known)
             yield f"{quoted(name)[1:-1]} is no variable of pdrun" + (f"; {hint}" if hint else "")
 
 
-def settle(wishes: Iterable[Wish]) -> tuple[dict[str, Wish], tuple[str, ...]]:
+def resolve_conflicts(wishes: Iterable[Setting]) -> tuple[dict[str, Setting], tuple[str, ...]]:
     """
     Return the wish that counts for each path, and a note for each that was overridden.
 
     Raises:
         PdrunError: two of one level differ; both places are named.
     """
-    chosen: dict[str, Wish] = {}
+    chosen: dict[str, Setting] = {}
     notes: list[str] = []
-    for wish in sorted(wishes, key=lambda wish: wish.source.level):
+    for wish in sorted(wishes, key=lambda wish: wish.source.priority):
         before = chosen.setdefault(wish.path, wish)
         if before.value == wish.value:
             continue
-        if before.source.level == wish.source.level:
-            raise contradiction(wish, before)
-        notes.append(f"{wish.source.said()} is overridden by {before.source.said()}")
+        if before.source.priority == wish.source.priority:
+            raise conflict_error(wish, before)
+        notes.append(f"{wish.source.describe()} is overridden by {before.source.describe()}")
     return chosen, tuple(dict.fromkeys(notes))
 
 
-def contradiction(one: Wish, other: Wish) -> PdrunError:
+def conflict_error(one: Setting, other: Setting) -> PdrunError:
     """Return the error that two sayings do not go together."""
     if one.source.label == other.source.label:
-        return one.source.error(
+        return one.source.make_error(
             f"given twice, as {other.source.text} and {one.source.text}", "give it once"
         )
-    kind = type(one.source.error(""))
+    kind = type(one.source.make_error(""))
     return kind(
-        f"{one.source.said()} contradicts {other.source.said()}", hint="leave one of them out"
+        f"{one.source.describe()} contradicts {other.source.describe()}", hint="leave one of them out"
     )

@@ -25,7 +25,7 @@ Field path (``resources.devices``) -> where its value came from (``--devices``, 
 ``default``).
 """
 
-Kind = Literal["script", "module", "command", "function"]
+ProgramKind = Literal["script", "module", "command", "function"]
 BACKENDS = ("auto", "cpu", "cuda", "rocm", "npu", "xpu", "mps")
 
 
@@ -33,7 +33,7 @@ BACKENDS = ("auto", "cpu", "cuda", "rocm", "npu", "xpu", "mps")
 class Program:
     """What every worker runs."""
 
-    kind: Kind
+    kind: ProgramKind
     """
     script: a Python file. module: ``python -m``. command: any executable, without Python in front.
     function: a file made by `pdrun.launch`.
@@ -80,25 +80,25 @@ class Resources:
     """CPU binding. auto: cores where the node has at least one core a worker, else none."""
 
     @property
-    def least(self) -> int:
+    def required_nodes(self) -> int:
         """Nodes with which the job runs at least."""
         return self.min_nodes or self.nodes
 
     @property
-    def members(self) -> int:
+    def max_members(self) -> int:
         """Nodes that may be there at once, those that stand by included."""
         return self.nodes + self.spares
 
     @property
-    def elastic(self) -> bool:
+    def is_elastic(self) -> bool:
         """Whether the job goes on without a node that leaves."""
-        return self.least < self.nodes or self.spares > 0
+        return self.required_nodes < self.nodes or self.spares > 0
 
     @property
-    def range(self) -> str:
+    def node_range(self) -> str:
         """The nodes as one types them: ``4``, or ``2:4``."""
-        if self.least < self.nodes:
-            return f"{self.least}:{self.nodes}"
+        if self.required_nodes < self.nodes:
+            return f"{self.required_nodes}:{self.nodes}"
         return str(self.nodes)
 
 
@@ -157,7 +157,7 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Place:
+class ClusterOptions:
     """Where this process stands in the cluster, and where the scheduler is."""
 
     scheduler: Endpoint | None = None
@@ -195,7 +195,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Reach:
+class RemoteOptions:
     """How one command starts the agents of other hosts (`pdrun.launcher.plan.hosts`)."""
 
     ssh: str = "ssh"
@@ -223,8 +223,8 @@ class JobSpec:
     resources: Resources = field(default_factory=Resources)
     policy: Policy = field(default_factory=Policy)
     output: Output = field(default_factory=Output)
-    place: Place = field(default_factory=Place)
-    reach: Reach = field(default_factory=Reach)
+    place: ClusterOptions = field(default_factory=ClusterOptions)
+    reach: RemoteOptions = field(default_factory=RemoteOptions)
     job: str = ""
     """
     The user's name for the job (``--job``, ``--rdzv-id``); empty: made from the program
@@ -235,9 +235,9 @@ class JobSpec:
     chdir: str = ""
 
     @property
-    def reopens(self) -> bool:
+    def can_restart(self) -> bool:
         """Whether a generation of workers may be followed by another one."""
-        return self.policy.max_restarts > 0 or self.resources.elastic
+        return self.policy.max_restarts > 0 or self.resources.is_elastic
 
     def __post_init__(self) -> None:
         if self.job:
@@ -275,9 +275,9 @@ class JobSpec:
         """Return the spec as one line of JSON, for agents on other nodes; holds no secret."""
         return json.dumps(asdict(self), sort_keys=True)
 
-    def shared(self) -> str:
+    def to_shared_json(self) -> str:
         """Return the spec as other nodes get it: JSON, without where this node stands."""
-        return replace(self, place=Place()).to_json()
+        return replace(self, place=ClusterOptions()).to_json()
 
     @classmethod
     def from_json(cls, text: str) -> JobSpec:
@@ -299,39 +299,39 @@ class JobSpec:
         resources = dict(data.pop("resources"))
         return cls(
             program=Program(**{**program, "args": tuple(program["args"])}),
-            resources=Resources(**{**resources, "indices": _tuple(resources["indices"])}),
+            resources=Resources(**{**resources, "indices": _to_tuple(resources["indices"])}),
             policy=Policy(**policy),
             output=Output(**data.pop("output")),
-            place=Place(
+            place=ClusterOptions(
                 scheduler=Endpoint(**scheduler) if scheduler else None,
                 simulated=(simulated[0], simulated[1]) if simulated else None,
-                hosts=tuple(Host(**{**host, "indices": _tuple(host["indices"])}) for host in hosts),
+                hosts=tuple(Host(**{**host, "indices": _to_tuple(host["indices"])}) for host in hosts),
                 **place,
             ),
-            reach=Reach(**reach),
+            reach=RemoteOptions(**reach),
             **data,
         )
 
 
-def said(sources: Sources, path: str, option: str) -> str:
+def source_of(sources: Sources, path: str, option: str) -> str:
     """Return where a field was set, for a complaint about it; ``option`` where nobody did."""
     source = sources.get(path, "default")
     return option if source == "default" else source
 
 
-def _tuple(values: list[int] | None) -> tuple[int, ...] | None:
+def _to_tuple(values: list[int] | None) -> tuple[int, ...] | None:
     return None if values is None else tuple(values)
 
 
-def field_paths() -> tuple[str, ...]:
+def list_field_paths() -> tuple[str, ...]:
     """Every field path of a spec, in the order of `--explain`: ``program.kind``, ... ``chdir``."""
     groups = {
         "program": Program,
         "resources": Resources,
         "policy": Policy,
         "output": Output,
-        "place": Place,
-        "reach": Reach,
+        "place": ClusterOptions,
+        "reach": RemoteOptions,
     }
     paths: list[str] = []
     for item in fields(JobSpec):

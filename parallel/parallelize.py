@@ -12,58 +12,37 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from pdrun.errors import UsageError
 from pdrun.parallel import torch_compat as compat
-from pdrun.parallel.comm.groups import Axes
-from pdrun.parallel.comm.mesh import DATA, Mesh, solve
-from pdrun.parallel.comm.rank_groups import place_on
-from pdrun.parallel.comm.sharded import Comm
-from pdrun.parallel.comm.watchdog import start as start_watch
+from pdrun.parallel.arguments import Arguments, build_settings, check_arguments, check_mesh
+from pdrun.parallel.comm.mesh import Mesh, solve
 from pdrun.parallel.compiler import compile as compiling
+from pdrun.parallel.data.batch_slicing import Strategy
 from pdrun.parallel.data.batch_slicing import parse as parse_strategy
+from pdrun.parallel.interfaces import Cutter, Pipeline, SequenceCutter
 from pdrun.parallel.model import param_hooks as hooks
 from pdrun.parallel.model import recompute as recomputing
-from pdrun.parallel.model import sync_batchnorm as norm_sync
-from pdrun.parallel.model.meta_init import Filler, move
-from pdrun.parallel.model.shards import Cutter, SequenceCutter
-from pdrun.parallel.model.weights import Weight, collect, parse_fusion
-from pdrun.parallel.partition import Cuts, cut_up
+from pdrun.parallel.model.meta_init import Filler
+from pdrun.parallel.partition import Cuts, Parted, cut_up
+from pdrun.parallel.prepare import PreparedModel, prepare_model, store_of
 from pdrun.parallel.rng.step_rng import StepRNG
 from pdrun.parallel.run import Run
 from pdrun.parallel.startup.init import Context
 from pdrun.parallel.startup.init import init as join
-from pdrun.parallel.training.driver import Pipeline
 from pdrun.parallel.training.interleave import Interleaved
 from pdrun.parallel.training.loss import Forward, Loss, Objective
-from pdrun.parallel.training.rank_agreement import Agreement, of_model, of_optimizer, of_scheduler
+from pdrun.parallel.training.rank_agreement import Agreement, of_scheduler
+from pdrun.parallel.training.state import RunState
 from pdrun.parallel.zero import optimizer as retarget
-from pdrun.parallel.zero import precision as precisions
 from pdrun.parallel.zero.engine import Engine
 from pdrun.parallel.zero.full_tensors import storages
 from pdrun.parallel.zero.offload import Saver
 from pdrun.parallel.zero.offload import parse as parse_offload
-from pdrun.parallel.zero.settings import (
-    WHERE,
-    Settings,
-    check_above_zero,
-    check_callable,
-    check_count,
-    check_gather,
-    check_globs,
-    check_group,
-    check_has,
-    check_level,
-    check_scheduler,
-    check_wire,
-)
+from pdrun.parallel.zero.settings import WHERE, Settings, check_above_zero, check_scheduler
 
-WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
-"""What torch makes models parallel with: names of classes, which this way need not be imported."""
-TIMEOUT = 600.0
-"""Seconds that a collective may take where nothing is said."""
+TIMEOUT_SECONDS = 600.0
+"""Default limit of a collective."""
 
 
 def parallelize(
@@ -101,7 +80,7 @@ def parallelize(
     offload: Any = None,
     init: Callable[[nn.Module], Any] | None = None,
     seed: int = 0,
-    timeout: float = TIMEOUT,
+    timeout: float = TIMEOUT_SECONDS,
 ) -> Run:
     """
     Make a run of a model; every rank of the job calls this with the same arguments.
@@ -174,134 +153,159 @@ def parallelize(
         UsageError: an argument is wrong, or the result could not equal that of one process; says
             why.
     """
-    _check_kinds(mesh, strategy, pipeline, context)
-    check_callable("loss", loss, "loss(output, batch) -> (sum, count)")
-    check_callable("forward", forward, "forward(model, batch) -> output")
-    check_callable("init", init, "init(module) fills the module's own parameters")
-    if not callable(scheduler) and scheduler is not None:
-        check_has(
-            "scheduler",
-            scheduler,
-            ("step", "state_dict"),
-            "scheduler=lambda optimizer: StepLR(optimizer, 100)",
-        )
-        check_scheduler(scheduler)
+    arguments = Arguments(
+        model=model,
+        optimizer=optimizer,
+        loss=loss,
+        mesh=mesh,
+        strategy=strategy,
+        pipeline=pipeline,
+        context=context,
+        sample=sample,
+        forward=forward,
+        scheduler=scheduler,
+        optimizer_level=optimizer_level,
+        shard_group=shard_group,
+        threshold=threshold,
+        units=units,
+        accumulate=accumulate,
+        copies=copies,
+        clip=clip,
+        norm=norm,
+        gather=gather,
+        gradients_mean=gradients_mean,
+        recompute=recompute,
+        compile=compile,
+        precision=precision,
+        compress=compress,
+        comm_fusion=comm_fusion,
+        layerwise=layerwise,
+        dataset_strategy=dataset_strategy,
+        sync_batchnorm=sync_batchnorm,
+        exact=exact,
+        native_dropout=native_dropout,
+        offload=offload,
+        init=init,
+        seed=seed,
+    )
+    check_arguments(arguments)
     job = join()
     compat.end_groups()
     mesh = mesh or solve(job.world_size, {"dp": -1})
-    level = check_level(optimizer_level)
-    _check_mesh(mesh, job.world_size, strategy, pipeline, context)
-    _check_copies(check_count("copies", copies), pipeline)
-    check_count("seed", seed, 0)
-    if native_dropout and mesh.size > mesh.dp * mesh.pp:
-        what = f"native_dropout=True on {mesh}: torch's generators would drop other elements than in one process"
-        raise UsageError(
-            what, where=WHERE, hint="leave it out: dropout is then placed by row and element"
-        )
-    ranks = mesh.dp * mesh.cp
-    policy = precisions.parse(precision)
-    away = parse_offload(offload)
+    check_mesh(arguments, mesh, job.world_size)
+    settings = build_settings(arguments, mesh, torch.device(job.device))
+    slicing = parse_strategy(dataset_strategy, mesh.dp)
+    seconds = check_above_zero("timeout", timeout) or TIMEOUT_SECONDS
+    agreement = Agreement(job.rank, store_of(job), seconds)
+    agreement.check(_describe_arguments(arguments, mesh, settings, slicing).items())
+    prepared = prepare_model(arguments, mesh, settings, job, agreement, seconds)
+    cuts = Cuts(strategy, pipeline, context, sample)
+    partitioned = cut_up(model, prepared.weights, prepared.place, cuts)
+    state = _build_state(arguments, mesh, settings, slicing, job, agreement, prepared, partitioned)
+    return Run(state)
+
+
+def _describe_arguments(
+    arguments: Arguments, mesh: Mesh, settings: Settings, slicing: Strategy
+) -> dict[str, Any]:
+    """Return what must be equal on all ranks, by the names that the user knows."""
+    offload = parse_offload(arguments.offload)
+    return {
+        "mesh": str(mesh),
+        **_named(settings),
+        "copies": arguments.copies,
+        "seed": arguments.seed,
+        "strategy": arguments.strategy,
+        "pipeline": arguments.pipeline,
+        "context": arguments.context,
+        "recompute": arguments.recompute,
+        "compile": arguments.compile,
+        "dataset_strategy": slicing,
+        "native_dropout": arguments.native_dropout,
+        "sync_batchnorm": arguments.sync_batchnorm,
+        "offload": (offload.optimizer, offload.activations, offload.least),
+    }
+
+
+def _build_state(
+    arguments: Arguments,
+    mesh: Mesh,
+    settings: Settings,
+    slicing: Strategy,
+    job: Context,
+    agreement: Agreement,
+    prepared: PreparedModel,
+    partitioned: Parted,
+) -> RunState:
+    """Put the engine on the partitioned model and turn the optimizer to what this rank trains."""
     device = torch.device(job.device)
-    settings = Settings(
-        level=level,
-        accumulate=_micro_batches(accumulate, pipeline) * copies,
-        clip=check_above_zero("clip", clip),
-        norm=norm or policy.compute == "fp16",
-        mean=gradients_mean,
-        exact=device.type == "cpu" if exact is None else exact,
-        shard_group=check_group(shard_group, ranks, level),
-        threshold=check_count("threshold", threshold, 0),
-        layerwise=check_globs("layerwise", layerwise),
-        units=None if units is None else check_globs("units", units),
-        fusion=parse_fusion(comm_fusion, level),
-        wire=check_wire(compress),
-        precision=policy,
-        home=torch.device("cpu") if away.optimizer else None,
-        gather=check_gather(gather, level, copies, pipeline is not None),
-    )
-    if init is not None and not any(param.device.type == "meta" for param in model.parameters()):
-        raise UsageError(
-            "init= is for weights made inside pdrun.empty_init(); this model has none", where=WHERE
-        )
-    if units is not None and level < 3:
-        raise UsageError("units= are what level 3 gathers", where=WHERE)
-    rows = parse_strategy(dataset_strategy, mesh.dp)
-    seconds = check_above_zero("timeout", timeout) or TIMEOUT
-    agreement = Agreement(job.rank, _store(job), seconds)
-    agreement.check(
-        {
-            "mesh": str(mesh),
-            **_named(settings),
-            "copies": copies,
-            "seed": seed,
-            "strategy": strategy,
-            "pipeline": pipeline,
-            "context": context,
-            "recompute": recompute,
-            "compile": compile,
-            "dataset_strategy": rows,
-            "native_dropout": native_dropout,
-            "sync_batchnorm": sync_batchnorm,
-            "offload": (away.optimizer, away.activations, away.least),
-        }.items()
-    )
-    empty = _prepare(model, device, ranks, sync_batchnorm)
-    if ranks > 1 or level or policy.compute or away.optimizer:
-        _check_forwards(model)
-    weights = collect(
-        model, settings.layerwise, norm_sync.own_weights(model) if policy.inputs else ()
-    )
-    made = retarget.make(optimizer, [weight.param for weight in weights if weight.trained])
-    names = {id(weight.param): weight.name for weight in weights}
-    members = [[names[id(param)] for param in group["params"]] for group in made.param_groups]
-    hooks.check(weights, [0] * len(weights), WHERE)
-    agreement.check(of_model(model, weights))
-    agreement.check(of_optimizer(made))
-    place = place_on(mesh, _axes(job, mesh, device, seconds), settings.shard_group, level)
-    norm_sync.place(place.axes[DATA])
-    _start_equal(model, weights, place.job)
-    cut = cut_up(model, weights, place, Cuts(strategy, pipeline, context, sample))
-    retarget.follow(made, names, cut.weights)
-    filler = Filler(cut.original or model, device, seed, init) if empty else None
-    if filler is not None and cut.original is not None:
-        filler.adopt(cut.weights)
-    if level and ranks > 1:
-        retarget.check_elementwise(made, device)
-    elif cut.original is not None:
-        retarget.check_elementwise(made, device, tiles_only=True)
-    hooks.check(cut.weights, [0] * len(cut.weights), WHERE)  # those that are cut
-    compiled = compiling.apply(cut.model, compile)
-    recomputed = recomputing.apply(cut.model, recompute)
-    compiling.check(compiled, recompute, recomputed, splits=cut.driver.splits)
+    optimizer = prepared.optimizer
+    retarget.follow(optimizer, prepared.names, partitioned.weights)
+    filler = _build_filler(arguments, prepared, partitioned, device)
+    if settings.level and mesh.dp * mesh.cp > 1:
+        retarget.check_elementwise(optimizer, device)
+    elif partitioned.original is not None:
+        retarget.check_elementwise(optimizer, device, tiles_only=True)
+    # once more, for the weights that are sharded now
+    hooks.check(partitioned.weights, [0] * len(partitioned.weights), WHERE)
+    recompute = arguments.recompute
+    compiled = compiling.apply(partitioned.model, arguments.compile)
+    recomputed = recomputing.apply(partitioned.model, recompute)
+    compiling.check(compiled, recompute, recomputed, splits=partitioned.driver.splits)
     engine = Engine(
-        cut.model,
-        cut.weights,
-        place,
-        cut.holders,
-        cut.catalogue,
+        partitioned.model,
+        partitioned.weights,
+        prepared.place,
+        partitioned.holders,
+        partitioned.catalogue,
         settings,
-        cut.units(settings.units) if level == 3 else (),
+        partitioned.units(settings.units) if settings.level == 3 else (),
         filler.fill if filler else lambda weights: None,
     )
-    retarget.retarget(made, engine.parts_of)
-    schedule = scheduler(made) if callable(scheduler) else scheduler
-    check_scheduler(schedule)
-    agreement.check(of_scheduler(schedule))
-    dice = StepRNG(seed, native_dropout)
-    run = Run(job, mesh, engine, made, Objective(cut.model, loss, forward), dice, rows, schedule)
-    run.original = cut.original
-    run.sequences = context
-    run.agreement = agreement
-    run.members = members
-    run.driver = Interleaved(copies) if copies > 1 else cut.driver
-    run.copies = copies
-    run.recompute = recompute
-    run.recomputed = recomputed
-    run.compiled = compiled
-    run.offload = away
-    if away.activations:
-        run.saver = Saver(device, away.least, storages(engine))
-    return run
+    retarget.retarget(optimizer, engine.parts_of)
+    scheduler = arguments.scheduler
+    if callable(scheduler):
+        scheduler = scheduler(optimizer)
+    check_scheduler(scheduler)
+    agreement.check(of_scheduler(scheduler))
+    offload = parse_offload(arguments.offload)
+    saver = None
+    if offload.activations:
+        saver = Saver(device, offload.least, storages(engine))
+    return RunState(
+        job,
+        mesh,
+        engine,
+        optimizer,
+        Objective(partitioned.model, arguments.loss, arguments.forward),
+        StepRNG(arguments.seed, arguments.native_dropout),
+        slicing,
+        scheduler,
+        original=partitioned.original,
+        driver=Interleaved(arguments.copies) if arguments.copies > 1 else partitioned.driver,
+        copies=arguments.copies,
+        sequences=arguments.context,
+        agreement=agreement,
+        group_members=prepared.group_members,
+        recompute=recompute,
+        recomputed=recomputed,
+        compiled=compiled,
+        offload=offload,
+        saver=saver,
+    )
+
+
+def _build_filler(
+    arguments: Arguments, prepared: PreparedModel, partitioned: Parted, device: torch.device
+) -> Filler | None:
+    """Return what gives weights without memory their values; None if all have some."""
+    if not prepared.is_empty:
+        return None
+    model = partitioned.original or arguments.model
+    filler = Filler(model, device, arguments.seed, arguments.init)
+    if partitioned.original is not None:
+        filler.adopt(partitioned.weights)
+    return filler
 
 
 def _named(settings: Settings) -> dict[str, Any]:
@@ -315,150 +319,3 @@ def _named(settings: Settings) -> dict[str, Any]:
     return {
         named.get(name, name): value for name, value in vars(settings).items() if name != "home"
     }
-
-
-def _micro_batches(accumulate: int, pipeline: Pipeline | None) -> int:
-    """Return how many micro-batches a step has on each rank."""
-    if pipeline is None:
-        return check_count("accumulate", accumulate)
-    if accumulate != 1:
-        what = f"accumulate={accumulate!r} beside pipeline=, whose microbatches are those of a step"
-        raise UsageError(what, where=WHERE, hint="Pipeline(microbatches=...) alone")
-    return check_count("microbatches", pipeline.microbatches)
-
-
-def _check_kinds(mesh: Any, strategy: Any, pipeline: Any, context: Any) -> None:
-    """Refuse what is no mesh, strategy, pipeline or context at all."""
-    if mesh is not None and not isinstance(mesh, Mesh):
-        raise UsageError(f"mesh={mesh!r} is none", where=WHERE, hint="mesh=pdrun.mesh(dp=-1, tp=2)")
-    for name, value, methods, hint in (
-        (
-            "strategy",
-            strategy,
-            ("apply",),
-            "strategy=pdrun.Strategy({glob: style}) or pdrun.Operators({name: layout})",
-        ),
-        ("pipeline", pipeline, ("apply",), "pipeline=pdrun.Pipeline(microbatches=8)"),
-        ("context", context, ("apply", "part"), "context=pdrun.ContextParallel()"),
-    ):
-        if value is not None:
-            check_has(name, value, methods, hint)
-
-
-def _check_mesh(mesh: Mesh, world: int, strategy: Any, pipeline: Any, context: Any) -> None:
-    """
-    Refuse a mesh on which ranks would only repeat each other, and what is asked for without ranks
-    to do it.
-    """
-    if mesh.size != world:
-        raise UsageError(f"{mesh} is for {mesh.size} devices, the job has {world}", where=WHERE)
-    tensor = [axis for axis in mesh.tensor_axes if mesh.degree(axis) > 1]
-    for axes, value, name in (
-        (tensor, strategy, "strategy"),
-        (mesh.pp > 1 and ["pp"], pipeline, "pipeline"),
-        (mesh.cp > 1 and ["cp"], context, "context"),
-    ):
-        if axes and value is None:
-            what = f"{mesh}: ranks along {' and '.join(axes)} would only repeat each other"
-            raise UsageError(what, where=WHERE, hint=f"{name}= says what they do")
-
-
-def _check_copies(copies: int, pipeline: Any) -> None:
-    if copies > 1 and pipeline is not None:
-        what = f"copies={copies} beside pipeline=, whose schedule computes one micro-batch while another waits"
-        raise UsageError(what, where=WHERE, hint="one of both")
-
-
-def _prepare(model: nn.Module, device: torch.device, world: int, sync_batchnorm: bool) -> bool:
-    """
-    Move the model to its device; refuse what can't be equal to one process.
-
-    Return whether some of its weights have no memory yet.
-    """
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"the model is a {type(model).__name__}", where=WHERE, hint="an nn.Module")
-    if getattr(model, "_pdrun", False):
-        raise UsageError("the model belongs to a run already", where=WHERE, hint="make a new one")
-    _check_unwrapped(model)
-    model._pdrun = True
-    empty = move(model, device)
-    if sync_batchnorm:
-        norm_sync.synchronise(model)
-    found = norm_sync.find(model) if world > 1 else []
-    if found:
-        raise UsageError(
-            f"{found[0]} normalises by its own rank's rows, so {world} ranks compute another model than one does",
-            where=WHERE,
-            hint="sync_batchnorm=True, or .eval() on it, or a norm without statistics of the batch",
-        )
-    if world > 1:
-        _check_frequencies(model)
-    return empty
-
-
-def _check_frequencies(model: nn.Module) -> None:
-    """
-    Refuse gradients that are divided by how often a word is in a batch: each rank would count its
-    own rows.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.scale_grad_by_freq:
-            what = f"{name or 'the model'}: scale_grad_by_freq=True divides by how often a word is in a rank's own rows"
-            raise UsageError(what, where=WHERE, hint="without it; the loss may weigh words")
-
-
-def _check_forwards(model: nn.Module) -> None:
-    """
-    Refuse weights that the forward pass itself changes, by rows of its own rank, or where they are
-    not kept.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
-            raise UsageError(
-                f"{name}: max_norm={module.max_norm:g} changes weights in the forward pass, on each rank other rows",
-                where=WHERE,
-                hint="without it; a norm of the rows that are looked up may be limited in the model",
-            )
-
-
-def _check_unwrapped(model: nn.Module) -> None:
-    """Refuse a model, or a part of one, that something else makes parallel already."""
-    for name, module in model.named_modules():
-        found = WRAPPERS.intersection(kind.__name__ for kind in type(module).__mro__)
-        if found:
-            what = f"{name or 'the model'} is in a {sorted(found)[0]}, which deals with gradients itself"
-            hint = "give the model that is inside of it (.module): optimizer_level= says what is cut over the ranks"
-            raise UsageError(what, where=WHERE, hint=hint)
-
-
-def _store(job: Context) -> Any:
-    """Return torch's store of the job, None where there is one rank."""
-    if job.world_size > 1:
-        return dist.distributed_c10d._get_default_store()
-    return None
-
-
-def _axes(job: Context, mesh: Mesh, device: torch.device, timeout: float) -> Axes:
-    """Return this rank's places along the axes, where every wait is bounded."""
-    world = job.world_size
-    rank = job.rank
-    watch = start_watch(timeout, rank, world, _store(job), blocking=device.type == "cpu")
-    if world > 1:
-        compat.set_timeout(timeout)
-    return Axes(mesh.grid, rank, device, watch)
-
-
-def _start_equal(model: nn.Module, weights: list[Weight], axis: Comm) -> None:
-    """Give every rank the weights and buffers of rank 0, but for what it keeps to itself."""
-    with torch.no_grad():
-        for weight in weights:
-            if not weight.alone and weight.param.device.type != "meta":
-                axis.from_first(weight.param.detach(), f"rank 0's {weight.name}")
-        for name, buffer in model.named_buffers():
-            if buffer.layout != torch.strided and axis.world > 1:
-                kind = str(buffer.layout).removeprefix("torch.")
-                what = f"the buffer {name} is {kind}: ranks cannot be given rank 0's"
-                raise UsageError(
-                    what, where=WHERE, hint="a dense one, or an attribute that is no buffer"
-                )
-            axis.from_first(buffer, f"rank 0's {name}")

@@ -15,11 +15,17 @@ from torch import nn
 
 from pdrun.errors import UsageError
 from pdrun.parallel.comm.rank_groups import Place
+from pdrun.parallel.interfaces import (
+    Cutter,
+    Pipeline,
+    SequenceCutter,
+    StagedCutter,
+    StageSplitter,
+)
 from pdrun.parallel.model.copies import blank
 from pdrun.parallel.model.shard_map import Catalogue, Holders, tell
-from pdrun.parallel.model.shards import Cutter, SequenceCutter, StagedCutter
 from pdrun.parallel.model.weights import WHERE, Weight, find_units
-from pdrun.parallel.training.driver import Driver, Pipeline, Plain, Splitting
+from pdrun.parallel.training.driver import Driver, Plain
 
 
 @dataclass(frozen=True)
@@ -105,7 +111,7 @@ def cut_up(model: nn.Module, weights: list[Weight], place: Place, cuts: Cuts) ->
 
 
 def _operators(strategy: Cutter, model: nn.Module, place: Place, cuts: Cuts) -> nn.Module:
-    if isinstance(strategy, StagedCutter) and isinstance(cuts.pipeline, Splitting):
+    if isinstance(strategy, StagedCutter) and isinstance(cuts.pipeline, StageSplitter):
         split = cuts.pipeline.split(model, place.axes, cuts.sample)
         return strategy.apply_in_stages(model, place.axes, cuts.sample, split)
     return strategy.apply(model, place.axes, cuts.sample)

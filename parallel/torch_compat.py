@@ -228,3 +228,8 @@ def sendable(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype in SENT:
         return tensor
     return tensor.detach().view(-1).view(torch.uint8)
+
+
+def widest_float(device: torch.device) -> torch.dtype:
+    """Return the widest floating point type of a device."""
+    return torch.float32 if device.type == "mps" else torch.float64

@@ -12,28 +12,28 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pdrun.errors import ConfigError
-from pdrun.parallel.checkpoint.storage import Reader
+from pdrun.parallel.checkpoint.reader import Reader
 
 if TYPE_CHECKING:
-    from pdrun.parallel.run import Run
+    from pdrun.parallel.training.state import RunState
 
 ALONE = "make the run as it was saved; run.export and run.load_weights carry weights alone"
 
 
-def made(run: Run) -> dict[str, Any]:
+def fingerprint(state: RunState) -> dict[str, Any]:
     """
     Return what a run was made of, as a checkpoint tells it: kinds, and the names of the weights of
     each group.
     """
-    scheduler = run.scheduler
+    scheduler = state.scheduler
     return {
-        "optimizer": type(run.optimizer).__qualname__,
+        "optimizer": type(state.optimizer).__qualname__,
         "scheduler": None if scheduler is None else type(scheduler).__qualname__,
-        "members": run.members,
+        "members": state.group_members,
     }
 
 
-def check(run: Run, reader: Reader) -> None:
+def check_compatible(state: RunState, reader: Reader) -> None:
     """
     Refuse a checkpoint of something else.
 
@@ -41,24 +41,24 @@ def check(run: Run, reader: Reader) -> None:
         ConfigError: it belongs to another model, optimizer or scheduler; names what differs.
     """
     for told in (
-        *_names(run, reader),
-        *_kinds(run, reader.run.get("made")),
-        *_groups(run, reader.run),
+        *_names(state, reader),
+        *_kinds(state, reader.run.get("made")),
+        *_groups(state, reader.run),
     ):
         raise ConfigError(told, where=str(reader.folder), hint=ALONE)
 
 
-def _names(run: Run, reader: Reader) -> Iterator[str]:
-    whole = run.original or run.model
-    kept = set(whole.state_dict()) | run.persistent
+def _names(state: RunState, reader: Reader) -> Iterator[str]:
+    whole = state.original or state.model
+    kept = set(whole.state_dict()) | state.persistent
     known = {
         f"buffers/{name}"
-        for name, _ in (*whole.named_buffers(), *run.model.named_buffers())
+        for name, _ in (*whole.named_buffers(), *state.model.named_buffers())
         if name in kept
     }
-    for entry in run.engine.catalogue.entries:
+    for entry in state.engine.catalogue.entries:
         names = (
-            [f"{entry.name}@{rank}" for rank in range(run.axis.world)]
+            [f"{entry.name}@{rank}" for rank in range(state.data_group.world)]
             if entry.alone
             else [entry.name]
         )
@@ -69,8 +69,8 @@ def _names(run: Run, reader: Reader) -> Iterator[str]:
             yield f"has the {'weight' if kind == 'weights' else 'buffer'} {rest}, which this run lacks"
 
 
-def _kinds(run: Run, saved: Mapping[str, Any] | None) -> Iterator[str]:
-    mine = made(run)
+def _kinds(state: RunState, saved: Mapping[str, Any] | None) -> Iterator[str]:
+    mine = fingerprint(state)
     for what in ("optimizer", "scheduler") if saved is not None else ():
         here = mine[what]
         there = saved[what] if saved else None
@@ -82,12 +82,12 @@ def _called(what: str, kind: str | None) -> str:
     return f"no {what}" if kind is None else f"the {what} {kind}"
 
 
-def _groups(run: Run, saved: Mapping[str, Any]) -> Iterator[str]:
-    here = len(run.optimizer.param_groups)
+def _groups(state: RunState, saved: Mapping[str, Any]) -> Iterator[str]:
+    here = len(state.optimizer.param_groups)
     there = len(saved["groups"])
     if here != there:
         yield f"has {there} groups of weights, the optimizer {here}"
     members: Sequence[Sequence[str]] = saved.get("made", {}).get("members", ())
-    for index, (old, new) in enumerate(zip(members, run.members, strict=False)):
+    for index, (old, new) in enumerate(zip(members, state.group_members, strict=False)):
         for name in sorted({*old} ^ {*new}):
             yield f"has {name} {'' if name in old else 'not '}in the optimizer's group {index}, unlike this run"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pdrun.parallel.checkpoint.storage import Reader
+from pdrun.parallel.checkpoint.reader import Reader
 from pdrun.parallel.checkpoint.transform import (
     find,
     placement_for,

@@ -14,14 +14,16 @@ from pdrun.parallel.model.weights import tied_names
 from pdrun.parallel.zero import full_tensors as wholes
 
 if TYPE_CHECKING:
-    from pdrun.parallel.run import Run
+    from pdrun.parallel.training.state import RunState
 
 
-def export(run: Run, path: Path) -> None:
+def export_weights(state: RunState, path: Path) -> None:
     """Write whole weights and buffers; tied weights have the first of their names."""
-    weights = {weight.name: (weight.dtype, weight.shape) for weight in wholes.in_order(run.engine)}
-    saved = set((run.original or run.model).state_dict())
-    buffers = {name: buffer for name, buffer in wholes.buffers(run).items() if name in saved}
+    weights = {
+        weight.name: (weight.dtype, weight.shape) for weight in wholes.in_order(state.engine)
+    }
+    saved = set((state.original or state.model).state_dict())
+    buffers = {name: buffer for name, buffer in full_buffers(state).items() if name in saved}
     shapes = {
         **weights,
         **{name: (buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()},
@@ -30,15 +32,15 @@ def export(run: Run, path: Path) -> None:
         if dtype not in safetensors.NAMES:
             what = f"{name} has the type {str(dtype).removeprefix('torch.')}, which a safetensors file does not"
             raise UsageError(what, where="pdrun.Run.export", hint="run.save, or run.full_weights()")
-    tensors = chain(wholes.full_weights(run.engine), buffers.items())
-    if run.context.is_main:
+    tensors = chain(wholes.full_weights(state.engine), buffers.items())
+    if state.context.is_main:
         safetensors.write(path, shapes, tensors)
         return
     for _ in tensors:  # gathered by all ranks
         pass
 
 
-def load_weights(run: Run, path: Path) -> None:
+def load_weights(state: RunState, path: Path) -> None:
     """
     Read this rank's ranges of the weights, and the buffers; tied weights may have any of their
     names.
@@ -47,10 +49,10 @@ def load_weights(run: Run, path: Path) -> None:
         ConfigError: the file lacks a weight, or one has another shape.
     """
     file = safetensors.File(path)
-    other = {name: group for group in tied_names(run.original or run.model) for name in group}
-    run.engine.settle()
+    other = {name: group for group in tied_names(state.original or state.model) for name in group}
+    state.engine.settle()
     with torch.no_grad():
-        for held in wholes.held(run.engine):
+        for held in wholes.held(state.engine):
             plain = held.weight.name
             tile = held.tile
             name = next((name for name in other.get(plain, ()) if name in file.entries), plain)
@@ -61,11 +63,33 @@ def load_weights(run: Run, path: Path) -> None:
                 )
             value = value if tile.is_whole else tile.take(value)
             held.part.copy_(value.reshape(-1)[held.start : held.stop].view(held.part.shape))
-        for name, buffer in run.model.named_buffers():
-            if name in run.persistent and name in file.entries:
+        for name, buffer in state.model.named_buffers():
+            if name in state.persistent and name in file.entries:
                 found = file.read(name)
                 if found.shape != buffer.shape:
                     what = f"{name} is {tuple(found.shape)} there and {tuple(buffer.shape)} here"
                     raise ConfigError(what, where=str(path))
                 buffer.copy_(found)
-    run.engine.publish()
+    state.engine.publish()
+
+
+def full_buffers(state: RunState) -> dict[str, torch.Tensor]:
+    """
+    Return the buffers of the whole model, those of other stages too; every rank must call this.
+    """
+    mine = dict(state.model.named_buffers())
+    if state.original is None or state.mesh.pp == 1:
+        return mine
+    axis = state.axes["pp"]
+    found = {}
+    names = dict(state.original.named_buffers())
+    flags = torch.tensor([[int(name in mine) for name in names]], device=state.device)
+    holds = axis.all_gather(flags, 0)
+    for place, (name, like) in enumerate(names.items()):
+        stages = holds[:, place].nonzero().flatten().tolist()
+        if stages:
+            value = (mine[name].detach() if name in mine else torch.empty_like(like)).clone(
+                memory_format=torch.contiguous_format
+            )
+            found[name] = axis.broadcast(value, stages[0])
+    return found

@@ -13,37 +13,36 @@ from __future__ import annotations
 
 import atexit
 import gc
-import itertools
 import json
 import shutil
 import sys
 import threading
-import time
 import weakref
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
-from pdrun.errors import ConfigError, DeadlineExceeded, PdrunError, UsageError
-from pdrun.parallel.checkpoint import compatibility as belonging
+from pdrun.errors import ConfigError, PdrunError, UsageError
 from pdrun.parallel.checkpoint import storage
+from pdrun.parallel.checkpoint.compatibility import check_compatible, fingerprint
+from pdrun.parallel.checkpoint.plain_values import decode_value, encode_value
+from pdrun.parallel.checkpoint.rank_barrier import RankBarrier, error_of
+from pdrun.parallel.checkpoint.reader import Reader
 from pdrun.parallel.checkpoint.regions import Box, everything
-from pdrun.parallel.checkpoint.storage import Piece, Reader
+from pdrun.parallel.checkpoint.storage import Piece
 from pdrun.parallel.zero.full_tensors import Held
 from pdrun.parallel.zero.full_tensors import held as held_by
 
 if TYPE_CHECKING:
-    from pdrun.parallel.run import Run
+    from pdrun.parallel.training.state import RunState
 
-POLL = 0.02
 WHERE = "pdrun.Run.save"
-_count = itertools.count()
-"""Saves and loads of this process so far; every rank makes the same ones."""
-_savers: weakref.WeakValueDictionary[str, Run] = weakref.WeakValueDictionary()
+NOTHING = -1
+ITSELF = -2
+"""What rank 0 finds in a folder instead of the step of a checkpoint."""
+_savers: weakref.WeakValueDictionary[str, RunState] = weakref.WeakValueDictionary()
 """Which run of this process has saved a checkpoint last."""
 
 
@@ -92,24 +91,24 @@ class Saving:
 # ---- saving -----------------------------------------------------------------
 
 
-def snapshot(run: Run) -> tuple[list[tuple[Piece, torch.Tensor]], dict[str, Any]]:
+def snapshot(state: RunState) -> tuple[list[tuple[Piece, torch.Tensor]], dict[str, Any]]:
     """Return copies of what this rank saves, and what rank 0 writes besides."""
     pieces = []
-    for held in held_by(run.engine):
-        for name, tensor, once in _tensors(run, held):
+    for held in held_by(state.engine):
+        for name, tensor, once in _tensors(state, held):
             piece = _whole(name, tensor) if once else Piece.of(name, tensor.dtype, _box(held))
             if held.first if once else held.mine:
                 pieces.append((piece, _copy(tensor)))
-    for name, buffer in run.model.named_buffers():
-        if name in run.persistent:
+    for name, buffer in state.model.named_buffers():
+        if name in state.persistent:
             piece = _whole(
                 f"buffers/{name}", buffer
             )  # on every rank, so that all of them refuse what can't be saved
-            if run.axis.rank == 0 and run.engine.place.leads:
+            if state.data_group.rank == 0 and state.engine.place.leads:
                 pieces.append((piece, _copy(buffer)))
-    state = torch.get_rng_state()
-    pieces.append((_whole(f"rng/{run.context.rank}", state), _copy(state)))
-    return pieces, _plain(run)
+    generator = torch.get_rng_state()
+    pieces.append((_whole(f"rng/{state.context.rank}", generator), _copy(generator)))
+    return pieces, _plain(state)
 
 
 def _box(held: Held) -> Box:
@@ -117,17 +116,17 @@ def _box(held: Held) -> Box:
     return Box(held.tile.shape, held.tile.ranges, held.start, held.stop)
 
 
-def _tensors(run: Run, held: Held) -> Iterator[tuple[str, torch.Tensor, bool]]:
+def _tensors(state: RunState, held: Held) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """
     Yield the name and value of what a rank holds of a weight, and whether there is one for all of
     the weight.
     """
     yield f"weights/{held.name}", held.part.detach(), False
-    for key, value in run.optimizer.state.get(held.part, {}).items():
+    for key, value in state.optimizer.state.get(held.part, {}).items():
         if isinstance(value, torch.Tensor):
             yield f"state/{held.name}/{key}", value.detach(), value.shape != held.part.shape
         else:
-            text = json.dumps(encode(value)).encode()
+            text = json.dumps(encode_value(value)).encode()
             yield (
                 f"plain/{held.name}/{key}",
                 torch.frombuffer(bytearray(text), dtype=torch.uint8),
@@ -147,71 +146,73 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
-def _plain(run: Run) -> dict[str, Any]:
+def _plain(state: RunState) -> dict[str, Any]:
     """Return everything that isn't a tensor."""
     return {
         "format": storage.FORMAT,
-        "steps": run.steps,
-        "position": list(run.feed.standing()),
-        "seed": run.seed,
-        "world": run.context.world_size,
-        "made": belonging.made(run),
+        "steps": state.steps,
+        "position": list(state.feed.standing()),
+        "seed": state.seed,
+        "world": state.context.world_size,
+        "made": fingerprint(state),
         "groups": [
-            encode({k: v for k, v in group.items() if k != "params" and not callable(v)})
-            for group in run.optimizer.param_groups
+            encode_value({k: v for k, v in group.items() if k != "params" and not callable(v)})
+            for group in state.optimizer.param_groups
         ],
-        "scheduler": encode(run.scheduler.state_dict()) if run.scheduler is not None else None,
-        "scale": [run.scale.value, run.scale.good] if run.scale else None,
+        "scheduler": encode_value(state.scheduler.state_dict())
+        if state.scheduler is not None
+        else None,
+        "scale": [state.scale.value, state.scale.good] if state.scale else None,
     }
 
 
-def save(run: Run, folder: Path, keep: int | None, timeout: float) -> Saving:
+def save_checkpoint(state: RunState, folder: Path, keep: int | None, timeout: float) -> Saving:
     """Start saving; tensors are copied before this returns."""
-    final = folder / f"{storage.PREFIX}{run.steps:08d}"
+    final = folder / f"{storage.PREFIX}{state.steps:08d}"
     hidden = folder / f".new-{final.name}"
-    _claim(run, final)
-    pieces, plain = snapshot(run)
-    world = run.context.world_size
-    rank = run.context.rank
-    meeting = _Meeting(world, rank, "save", timeout)
+    _claim(state, final)
+    pieces, plain = snapshot(state)
+    world = state.context.world_size
+    rank = state.context.rank
+    barrier = RankBarrier(world, rank, "save", timeout)
 
     def work() -> None:
         if rank == 0:
-            meeting.tell("begin", _try(lambda: _make(folder, hidden)))
-        meeting.hear("begin", [0])
-        meeting.tell("written", _try(lambda: _write(hidden, rank, pieces)))
-        meeting.end("written", lambda: _end(hidden, final, folder, plain, world, keep))
+            barrier.report("begin", error_of(lambda: _make_folder(folder, hidden)))
+        barrier.wait_for("begin", [0])
+        barrier.report("written", error_of(lambda: _write_pieces(hidden, rank, pieces)))
+        barrier.finish("written", lambda: _publish(hidden, final, folder, plain, world, keep))
 
     return Saving(work, final)
 
 
-def _claim(run: Run, final: Path) -> None:
+def _claim(state: RunState, final: Path) -> None:
     """Refuse to replace what another living run of this process has saved."""
     key = str(final.resolve())
-    if _savers.get(key, run) is not run:
+    if _savers.get(key, state) is not state:
         # one that nobody has any more may be there still: runs hold themselves in circles
         gc.collect()
-    if _savers.get(key, run) is not run:
+    if _savers.get(key, state) is not state:
         what = f"{final} is the checkpoint of another run of this process, which this one would replace"
         raise UsageError(what, where=WHERE, hint="a folder for each run")
-    _savers[key] = run
+    _savers[key] = state
 
 
-def _write(hidden: Path, rank: int, pieces: list[tuple[Piece, torch.Tensor]]) -> None:
+def _write_pieces(hidden: Path, rank: int, pieces: list[tuple[Piece, torch.Tensor]]) -> None:
     try:
         storage.write_rank(hidden, rank, pieces)
     except OSError as error:  # which file it was a full disk doesn't say
         raise ConfigError(f"cannot be written ({error.strerror})", where=str(hidden)) from None
 
 
-def _make(folder: Path, hidden: Path) -> None:
+def _make_folder(folder: Path, hidden: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for stale in folder.glob(f".new-{storage.PREFIX}*"):
         shutil.rmtree(stale, ignore_errors=True)
     hidden.mkdir()
 
 
-def _end(
+def _publish(
     hidden: Path, final: Path, folder: Path, plain: dict[str, Any], world: int, keep: int | None
 ) -> None:
     names = [f"rank-{rank:05d}.json" for rank in range(world)]
@@ -228,67 +229,30 @@ def _end(
     storage.prune(folder, keep)
 
 
-def _try(call: Any) -> str:
-    """Return what went wrong in words, or nothing."""
-    try:
-        call()
-    except (OSError, PdrunError) as error:
-        return str(error) or type(error).__name__
-    return ""
-
-
-class _Meeting:
-    """Who has come how far, told through torch's store."""
-
-    def __init__(self, world: int, rank: int, what: str, timeout: float) -> None:
-        self._store: Any = dist.distributed_c10d._get_default_store() if world > 1 else None
-        self._rank = rank
-        self._name = f"pdrun/{what}/{next(_count)}"
-        self._timeout = timeout
-        self._world = world
-        self._where = f"pdrun.Run.{what}"
-        self._own: dict[str, str] = {}
-
-    def tell(self, what: str, trouble: str) -> None:
-        """Say that this rank has done something, or what trouble it had."""
-        self._own[what] = trouble
-        if self._store is not None:
-            self._store.set(f"{self._name}/{what}/{self._rank}", trouble or "done")
-
-    def hear(self, what: str, ranks: Any) -> None:
-        """Wait until ranks have told; ConfigError where one had trouble."""
-        end = time.monotonic() + self._timeout
-        for rank in ranks:
-            told = self._own.get(what) if rank == self._rank else self._ask(what, rank, end)
-            if told not in ("", "done", None):
-                raise ConfigError(
-                    told if "rank " in str(told) else f"rank {rank}: {told}", where=self._where
-                )
-
-    def end(self, what: str, then: Any = lambda: None) -> None:
-        """
-        Wait until all ranks have told, and rank 0 has done something more; ConfigError where one
-        had trouble.
-        """
-        if self._rank == 0:
-            self.tell("end", _try(lambda: self.hear(what, range(self._world))) or _try(then))
-        self.hear("end", [0])
-
-    def _ask(self, what: str, rank: int, end: float) -> str:
-        key = f"{self._name}/{what}/{rank}"
-        while not self._store.check([key]):
-            if time.monotonic() > end:
-                raise DeadlineExceeded(
-                    f"rank {rank} has not come in {self._timeout:g} s", where=self._where
-                )
-            time.sleep(POLL)
-        return str(self._store.get(key).decode())
-
-
 # ---- loading ----------------------------------------------------------------
 
 
-def load(run: Run, folder: Path) -> None:
+def agree_on_checkpoint(state: RunState, folder: Path) -> Path | None:
+    """Return the checkpoint that rank 0 finds in a folder, on every rank; None if there is none."""
+    names = [path.name for path in storage.whole(folder)]
+    if (folder / "run.json").is_file():
+        found = ITSELF
+    elif names:
+        found = int(names[-1].rpartition("-")[2])
+    else:
+        found = NOTHING
+    step = torch.tensor([found], device=state.device)
+    state.engine.place.job.from_first(step, "which checkpoint to load")
+    if int(step) == NOTHING:
+        return None
+    if int(step) == ITSELF:
+        return folder
+    # a rank that does not see the folder reports that in `load_checkpoint`
+    name = f"{storage.PREFIX}{int(step):08d}"
+    return folder / (f".old-{name}" if f".old-{name}" in names else name)
+
+
+def load_checkpoint(state: RunState, folder: Path) -> None:
     """
     Take up a checkpoint; the number of ranks and the optimizer level may differ from those that
     saved it.
@@ -297,23 +261,25 @@ def load(run: Run, folder: Path) -> None:
         ConfigError: it isn't whole, or belongs to another model or optimizer; on every rank,
             whichever has seen it.
     """
-    meeting = _Meeting(run.context.world_size, run.context.rank, "load", run.axis.watch.seconds)
-    run.engine.settle()
+    context = state.context
+    seconds = state.data_group.watch.seconds
+    barrier = RankBarrier(context.world_size, context.rank, "load", seconds)
+    state.engine.settle()
     trouble: PdrunError | None = None
     try:
         reader = Reader(folder)
-        belonging.check(run, reader)
-        run.guard.torn = str(folder)
-        plain = _read(run, reader)
+        check_compatible(state, reader)
+        state.guard.torn = str(folder)
+        plain = _read(state, reader)
     except PdrunError as error:
         trouble = error
-    meeting.tell("read", str(trouble or ""))
+    barrier.report("read", str(trouble or ""))
     try:
-        meeting.end("read")
-    except ConfigError as told:
-        raise trouble or told from None
-    run.engine.publish()
-    for group, saved in zip(run.optimizer.param_groups, plain["groups"], strict=True):
+        barrier.finish("read")
+    except ConfigError as error:
+        raise trouble or error from None
+    state.engine.publish()
+    for group, saved in zip(state.optimizer.param_groups, plain["groups"], strict=True):
         for name, value in saved.items():
             old = group.get(name)
             group[name] = (
@@ -321,33 +287,33 @@ def load(run: Run, folder: Path) -> None:
                 if isinstance(value, torch.Tensor) and isinstance(old, torch.Tensor)
                 else value
             )
-    if run.scheduler is not None and plain["scheduler"] is not None:
-        run.scheduler.load_state_dict(plain["scheduler"])
-    if run.scale is not None and plain["scale"] is not None:
-        run.scale.value, run.scale.good = plain["scale"]
-    run.steps = plain["steps"]
-    run.seed = plain["seed"]
-    run.feed.stand(*plain["position"])
+    if state.scheduler is not None and plain["scheduler"] is not None:
+        state.scheduler.load_state_dict(plain["scheduler"])
+    if state.scale is not None and plain["scale"] is not None:
+        state.scale.value, state.scale.good = plain["scale"]
+    state.steps = plain["steps"]
+    state.seed = plain["seed"]
+    state.feed.stand(*plain["position"])
     if plain["rng"] is not None:
         torch.set_rng_state(plain["rng"])
 
 
-def _read(run: Run, reader: Reader) -> dict[str, Any]:
+def _read(state: RunState, reader: Reader) -> dict[str, Any]:
     """Read weights, their state and buffers into their places, and return everything else."""
     with torch.no_grad():
-        for held in held_by(run.engine):
-            _load_weight(run, reader, held)
-        for name, buffer in run.model.named_buffers():
-            if name in run.persistent:
+        for held in held_by(state.engine):
+            _load_weight(state, reader, held)
+        for name, buffer in state.model.named_buffers():
+            if name in state.persistent:
                 _check_shape(reader, f"buffers/{name}", buffer.shape)
                 buffer.copy_(reader.read(f"buffers/{name}").view(buffer.shape))
     plain = reader.run
-    same = plain["world"] == run.context.world_size
+    same = plain["world"] == state.context.world_size
     return {
         **plain,
-        "groups": [decode(group) for group in plain["groups"]],
-        "scheduler": decode(plain["scheduler"]),
-        "rng": reader.read(f"rng/{run.context.rank}") if same else None,
+        "groups": [decode_value(group) for group in plain["groups"]],
+        "scheduler": decode_value(plain["scheduler"]),
+        "rng": reader.read(f"rng/{state.context.rank}") if same else None,
     }
 
 
@@ -357,7 +323,7 @@ def _check_shape(reader: Reader, name: str, shape: tuple[int, ...]) -> None:
         raise ConfigError(what, where=str(reader.folder))
 
 
-def _load_weight(run: Run, reader: Reader, held: Held) -> None:
+def _load_weight(state: RunState, reader: Reader, held: Held) -> None:
     """
     Read a part of a weight and of its optimizer's state, which has the weight's type where it had
     it there.
@@ -369,11 +335,11 @@ def _load_weight(run: Run, reader: Reader, held: Held) -> None:
     value = reader.read(name, box)
     there = value.dtype
     part.copy_(value.view(part.shape))
-    state: dict[str, Any] = {}
+    kept: dict[str, Any] = {}
     for found in reader.names():
         kind, _, key = found.partition(f"/{held.name}/")
         if kind == "plain":
-            state[key] = decode(json.loads(bytes(reader.read(found).tolist())))
+            kept[key] = decode_value(json.loads(bytes(reader.read(found).tolist())))
         if kind != "state":
             continue
         shape = reader.shape(found)
@@ -384,64 +350,18 @@ def _load_weight(run: Run, reader: Reader, held: Held) -> None:
         )
         if value.dtype == there and (shape or not box.shape):
             value = value.to(part.dtype)
-        stays = shape == () and not _on_device(run)
-        state[key] = value if stays else value.to(part.device)
+        stays = shape == () and not _on_device(state)
+        kept[key] = value if stays else value.to(part.device)
     if held.weight.trained:
-        run.optimizer.state.pop(part, None)
-        if state:
-            run.optimizer.state[part] = state
+        state.optimizer.state.pop(part, None)
+        if kept:
+            state.optimizer.state[part] = kept
 
 
-def _on_device(run: Run) -> bool:
+def _on_device(state: RunState) -> bool:
     """
     Whether the optimizer keeps its step counts on the device, as fused and capturable ones do.
     """
     return any(
-        group.get("fused") or group.get("capturable") for group in run.optimizer.param_groups
+        group.get("fused") or group.get("capturable") for group in state.optimizer.param_groups
     )
-
-
-# ---- plain values as JSON ---------------------------------------------------
-
-
-def encode(value: Any) -> Any:
-    """
-    Return a plain value as JSON has it: tuples, tensors of one number and dicts with other keys
-    than text are marked.
-    """
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return {"!tensor": value.item(), "type": str(value.dtype).removeprefix("torch.")}
-    if isinstance(value, Counter):
-        return {"!counter": [[encode(key), count] for key, count in value.items()]}
-    if isinstance(value, (list, set)):
-        return [encode(entry) for entry in value]
-    if isinstance(value, tuple):
-        return {"!tuple": [encode(entry) for entry in value]}
-    if isinstance(value, dict):
-        return {"!dict": [[encode(key), encode(entry)] for key, entry in value.items()]}
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if callable(value):
-        return {"!code": True}
-    raise UsageError(
-        f"a {type(value).__name__} in the state of the optimizer or scheduler can't be saved",
-        where="pdrun.Run.save",
-    )
-
-
-def decode(value: Any) -> Any:
-    """Undo `encode`; code isn't saved, and comes back as None."""
-    if isinstance(value, list):
-        return [decode(entry) for entry in value]
-    if not isinstance(value, dict):
-        return value
-    (mark, inner), *more = value.items()
-    if mark == "!tensor":
-        return torch.tensor(inner, dtype=storage.TYPES[more[0][1]] if more else None)
-    if mark == "!counter":
-        return Counter({decode(key): count for key, count in inner})
-    if mark == "!tuple":
-        return tuple(decode(entry) for entry in inner)
-    if mark == "!code":
-        return None
-    return {decode(key): decode(entry) for key, entry in inner}

@@ -20,13 +20,13 @@ import torch
 
 from pdrun.errors import ConfigError, UsageError, did_you_mean
 from pdrun.parallel.checkpoint import storage
-from pdrun.parallel.checkpoint.regions import Box, everything, volume
 from pdrun.parallel.checkpoint.reader import Reader
+from pdrun.parallel.checkpoint.regions import Box, everything, volume
 from pdrun.parallel.checkpoint.storage import Piece
 from pdrun.parallel.comm import mesh as meshes
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.mindspore import from_mindspore, is_mindspore
-from pdrun.parallel.layouts.placement import ShardRanges, Placement
+from pdrun.parallel.layouts.placement import Placement, ShardRanges
 
 MOST = 2**16
 """More ranks than a job has; every one of them is looked at."""

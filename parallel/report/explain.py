@@ -13,7 +13,7 @@ from pdrun.parallel.report import traffic as volume
 from pdrun.parallel.report.placement import weights_of
 
 if TYPE_CHECKING:
-    from pdrun.parallel.run import Run
+    from pdrun.parallel.training.state import RunState
 
 LEVELS = (
     "nothing is cut over the data",
@@ -70,110 +70,112 @@ class Plan:
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
 
-def plan_of(run: Run) -> Plan:
+def plan_of(state: RunState) -> Plan:
     """Return a run's plan."""
-    settings = run.settings
+    settings = state.settings
     transfers = tuple(
         {
             "weights": [w.name for w in part.weights],
             "bytes": part.layout.numel * part.dtype.itemsize,
             "shards": part.comm.shards,
-            "sums": [*run.mesh.data_axes, *part.weights[0].sums],
+            "sums": [*state.mesh.data_axes, *part.weights[0].sums],
         }
-        for part in run.engine.bundles
+        for part in state.engine.bundles
     )
-    mesh = {axis: run.mesh.degree(axis) for axis in run.mesh.grid.names}
+    mesh = {axis: state.mesh.degree(axis) for axis in state.mesh.grid.names}
     tiles = {
         w.name: {"shape": list(w.tile.shape), "layout": str(w.tile.layout), "sums": list(w.sums)}
-        for w in run.engine.weights
+        for w in state.engine.weights
         if w.sums or w.tile.shape != w.shape
     }
-    alone = tuple(weight.name for weight in run.engine.weights if weight.alone)
+    alone = tuple(weight.name for weight in state.engine.weights if weight.alone)
     return Plan(
         mesh,
         settings.level,
         settings.shard_group,
         settings.accumulate,
-        weights_of(run),
-        run.copies,
+        weights_of(state),
+        state.copies,
         settings.exact,
         settings.gather if settings.level == 3 else None,
-        tuple(run.recomputed),
+        tuple(state.recomputed),
         transfers,
         alone,
         tiles,
-        {weight.name: weight.stages for weight in run.engine.weights if weight.stages},
+        {weight.name: weight.stages for weight in state.engine.weights if weight.stages},
     )
 
 
-def explain(run: Run, batch: Any = None) -> str:
+def explain(state: RunState, batch: Any = None) -> str:
     """Return what the run does, a fact a line."""
-    settings = run.settings
-    plan = plan_of(run)
-    world = run.axis.world
-    rows = run.rows.size
-    trained = [weight for weight in run.engine.weights if weight.trained]
+    settings = state.settings
+    plan = plan_of(state)
+    world = state.data_group.world
+    rows = state.rows.size
+    trained = [weight for weight in state.engine.weights if weight.trained]
     total = sum(weight.numel for weight in trained)
     slices = f"{rows} x {settings.accumulate} = {rows * settings.accumulate} slices"
     lines = [
-        f"{run.mesh} on {run.context.backend}: each batch is cut into {slices}",
+        f"{state.mesh} on {state.context.backend}: each batch is cut into {slices}",
         f"level {settings.level}: {LEVELS[settings.level]}"
         + (f" over groups of {settings.shard_group} of {world} ranks" if settings.level else ""),
         f"{total:,} trained elements in {len(trained)} weights, summed in {len(plan.transfers)} transfers of up to "
         f"{max((part['bytes'] for part in plan.transfers), default=0) / MIB:.1f} MiB",
     ]
     lines += [GATHERS[settings.gather]] if settings.level == 3 else []
-    lines += _model_axes(run, plan)
-    lines += [told] if (told := run.driver.explain()) else []
+    lines += _model_axes(state, plan)
+    lines += [told] if (told := state.driver.explain()) else []
     lines += [
         f"tied, counted once: {' = '.join(names)}"
-        for names in tied_names(run.original or run.model)
+        for names in tied_names(state.original or state.model)
     ]
     if plan.layerwise:
         lines.append(f"each rank trains by itself: {', '.join(plan.layerwise)}")
-    if run.recomputed:
-        lines.append(f"computed again in the backward pass: {', '.join(run.recomputed)}")
-    if run.compiled:
-        lines.append(f"compiled: {', '.join(run.compiled)}")
-    lines.append(_numbers(run))
-    if run.objective.plain:
+    if state.recomputed:
+        lines.append(f"computed again in the backward pass: {', '.join(state.recomputed)}")
+    if state.compiled:
+        lines.append(f"compiled: {', '.join(state.compiled)}")
+    lines.append(_numbers(state))
+    if state.objective.plain:
         lines.append(
             "the loss returns one number: it is taken for the mean over the rows of its slice"
         )
-    if run.buffers:
-        lines.append(f"{len(run.buffers)} buffers; those that a forward pass changes are rank 0's")
-    lines += [sent] if (sent := volume.told(run)) else []
-    found = memory.estimate(run, batch)
+    if state.buffers:
+        lines.append(
+            f"{len(state.buffers)} buffers; those that a forward pass changes are rank 0's"
+        )
+    lines += [sent] if (sent := volume.told(state)) else []
+    found = memory.estimate(state, batch)
     lines.append(
-        str(found) + ("; activations are not counted: this is a stage" if run.mesh.pp > 1 else "")
+        str(found) + ("; activations are not counted: this is a stage" if state.mesh.pp > 1 else "")
     )
     return "\n".join(lines)
 
 
-def _model_axes(run: Run, plan: Plan) -> list[str]:
+def _model_axes(state: RunState, plan: Plan) -> list[str]:
     """
     Return what is cut over the model axes, and what is summed there: layouts with the weights that
     have them.
     """
     lines = []
-    if run.mesh.pp > 1:
-        here = sum(weight.nbytes for weight in run.engine.weights)
-        stage = f"stage {run.axes['pp'].index} of {run.mesh.pp}"
+    if state.mesh.pp > 1:
+        here = sum(weight.nbytes for weight in state.engine.weights)
+        stage = f"stage {state.axes['pp'].index} of {state.mesh.pp}"
         lines.append(
-            f"{stage}: {len(run.engine.weights)} weights, {here / MIB:.1f} MiB on this rank"
+            f"{stage}: {len(state.engine.weights)} weights, {here / MIB:.1f} MiB on this rank"
         )
-    if run.sequences is not None and run.mesh.cp > 1:
-        lines.append(run.sequences.told(run.axes))
+    if state.sequences is not None and state.mesh.cp > 1:
+        lines.append(state.sequences.told(state.axes))
     by_layout: dict[str, list[str]] = {}
     by_sums: dict[str, list[str]] = {}
-    for weight in run.engine.weights:
+    for weight in state.engine.weights:
         if weight.tile.shape != weight.shape:
             by_layout.setdefault(str(weight.tile.layout), []).append(weight.name)
         if weight.sums:
             by_sums.setdefault(" and ".join(weight.sums), []).append(weight.name)
     lines += [f"cut by {layout}: {', '.join(names)}" for layout, names in by_layout.items()]
-    if run.mesh.tensor_axes and by_layout:
-        rest = [weight.name for weight in run.engine.weights if weight.tile.shape == weight.shape]
+    if state.mesh.tensor_axes and by_layout:
+        rest = [weight.name for weight in state.engine.weights if weight.tile.shape == weight.shape]
         lines.append(f"whole on every rank along the tensor axes: {', '.join(rest) or 'nothing'}")
     lines += [
         f"gradients summed over {axes} too: {', '.join(names)}" for axes, names in by_sums.items()
@@ -183,11 +185,11 @@ def _model_axes(run: Run, plan: Plan) -> list[str]:
     return lines
 
 
-def _numbers(run: Run) -> str:
-    settings = run.settings
+def _numbers(state: RunState) -> str:
+    settings = state.settings
     low = settings.precision.compute or settings.precision.reduce or settings.wire
     if settings.exact and not low:
-        if run.mesh.size > run.mesh.dp:
+        if state.mesh.size > state.mesh.dp:
             return "exact over dp: the same bits every time; what the other axes cut has other last bits in one process"
         return "exact: the bits of one process that works through the same slices in order"
     reason = (

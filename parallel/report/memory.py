@@ -158,12 +158,17 @@ def passes(state: RunState, batch: Any, away: bool | None = None) -> int:
     pieces = [
         piece
         for rank in cut_rows(
-            rows, 1 if state.batch_slicing.whole or state.batch_slicing.local else state.rows.size, times
+            rows,
+            1 if state.batch_slicing.whole or state.batch_slicing.local else state.rows.size,
+            times,
         )
         for piece in rank
     ]
     largest = max(pieces, key=len)
-    with state.rng.isolate_generators(state.device), FakeTensorMode(allow_non_fake_inputs=True) as fake:
+    with (
+        state.rng.isolate_generators(state.device),
+        FakeTensorMode(allow_non_fake_inputs=True) as fake,
+    ):
         model = shell(state, fake)
         part = pytree.tree_map(
             lambda leaf: fake.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf,
@@ -220,7 +225,9 @@ def estimate(state: RunState, batch: Any = None) -> Estimate:
     activations = (
         passes(state, batch) if batch is not None and state.mesh.pp == 1 else None
     )  # a stage's depend on others
-    return Estimate(kept + sum(whole) + gathered, masters, _gradients(state), optimizer_state, activations)
+    return Estimate(
+        kept + sum(whole) + gathered, masters, _gradients(state), optimizer_state, activations
+    )
 
 
 def _gathered(state: RunState) -> int:

@@ -6,7 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from pdrun.errors import ConfigError
 from pdrun.parallel.layouts.grid import Grid
-from pdrun.parallel.layouts.placement import IRREGULAR_LAYOUT, STAGE_AXIS, ShardRanges, layout_from_shards
+from pdrun.parallel.layouts.placement import (
+    IRREGULAR_LAYOUT,
+    STAGE_AXIS,
+    ShardRanges,
+    layout_from_shards,
+)
 
 if TYPE_CHECKING:
     from pdrun.parallel.training.state import RunState
@@ -31,7 +36,9 @@ def weights_of(state: RunState) -> dict[str, Any]:
     return found
 
 
-def _told(grid: Grid, shape: tuple[int, ...], parts: tuple[ShardRanges | None, ...]) -> dict[str, Any]:
+def _told(
+    grid: Grid, shape: tuple[int, ...], parts: tuple[ShardRanges | None, ...]
+) -> dict[str, Any]:
     """
     Return a weight's layout as plain data; tiles that somebody has made by hand may have none.
     """

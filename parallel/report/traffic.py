@@ -20,7 +20,7 @@ from pdrun.parallel.zero.gradients import GradBundle
 from pdrun.parallel.zero.shards import Cut
 
 if TYPE_CHECKING:
-    from pdrun.parallel.run import Run
+    from pdrun.parallel.training.state import RunState
 
 MIB = 1024 * 1024
 
@@ -38,30 +38,32 @@ class Volume:
         return Volume(self.calls + other.calls, self.nbytes + other.nbytes)
 
 
-def volumes(run: Run) -> dict[str, Volume]:
+def volumes(state: RunState) -> dict[str, Volume]:
     """
     Return what a step sends over the data axes, by the collectives' names in `Comm.calls` and
     `Comm.nbytes`.
     """
     found: dict[str, Volume] = {}
-    passes = run.settings.accumulate // run.copies
-    for cut in run.engine.cuts:
+    passes = state.settings.accumulate // state.copies
+    for cut in state.engine.cuts:
         if cut.comm.shards > 1:
             times = (
-                2 * passes if cut.released and cut.weights[0].unit and not run.settings.keeps else 1
+                2 * passes
+                if cut.released and cut.weights[0].unit and not state.settings.keeps
+                else 1
             )
             _add(found, "all_gather", times, _shard(cut))
-    for part in run.engine.bundles:
+    for part in state.engine.bundles:
         if part.comm.world > 1:
             _sums(found, part, passes if part.each else 1)
     return found
 
 
-def told(run: Run) -> str:
+def told(state: RunState) -> str:
     """Return the volumes in words; nothing where there is one rank on the data axes."""
     kinds = [
         f"{one.calls} x {name} of {one.nbytes / MIB:,.1f} MiB"
-        for name, one in sorted(volumes(run).items())
+        for name, one in sorted(volumes(state).items())
     ]
     if kinds:
         return f"a step sends over the data axes, on this rank: {', '.join(kinds)}"

@@ -151,7 +151,9 @@ def _limits(state: RunState) -> tuple[float, float]:
     return FINE, FINE if state.mesh.size == state.mesh.dp else TENSOR
 
 
-def _probe(state: RunState, batch: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+def _probe(
+    state: RunState, batch: Any
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """
     Return what `Run.probe` does; in fp16 with a loss scale that does not overflow, as training
     would find it.
@@ -234,7 +236,9 @@ def _alone(state: RunState, batch: Any) -> tuple[float, float, dict[str, torch.T
         across = 0.0
         if len(rows_of) > 1 and not joined:
             both = _joined(rows_of[:2])
-            part = to_device(take(batch, both, strategy), state.device, state.settings.precision.inputs)
+            part = to_device(
+                take(batch, both, strategy), state.device, state.settings.precision.inputs
+            )
             with torch.no_grad():
                 at_once = float(state.objective_of(model, part, both, 0)[0])
                 apart = totals[0] + totals[1]

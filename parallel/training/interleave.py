@@ -64,7 +64,8 @@ class Interleaved(Plain):
             with run.computing(), run.engine.forward(micro=start):
                 losses = self._together(run, [_forward(run, micro) for micro in group])
             sums += [
-                torch.stack([x.detach().to(widest_float(run.device)) for x in loss]) for loss in losses
+                torch.stack([x.detach().to(widest_float(run.device)) for x in loss])
+                for loss in losses
             ]
             with run.computing(), run.engine.backward(micro=start, last=last):
                 run.engine.begin(first=start == 0, last=last, times=len(group))

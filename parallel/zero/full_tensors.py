@@ -22,7 +22,6 @@ from pdrun.parallel.zero.flat_layout import FlatLayout
 from pdrun.parallel.zero.shards import Cut
 
 if TYPE_CHECKING:
-    from pdrun.parallel.run import Run
     from pdrun.parallel.zero.engine import Engine
 
 
@@ -103,6 +102,12 @@ def full_weights(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
         yield entry.name, _assembled(engine, entry, parts.take(entry.index), entry.dtype)
 
 
+def weights_by_name(engine: Engine) -> dict[str, torch.Tensor]:
+    """Return all full weights by name, in the order of the model; every rank must call this."""
+    found = dict(full_weights(engine))
+    return {entry.name: found[entry.name] for entry in engine.catalogue.entries}
+
+
 def in_order(engine: Engine) -> list[Entry]:
     """Return the weights of the whole model in the order of `full_weights`."""
     entries = engine.catalogue.entries
@@ -144,28 +149,6 @@ def gradients(engine: Engine) -> Iterator[tuple[str, torch.Tensor | None]]:
                 entry.name,
                 _assembled(engine, entry, part, dtype) if engine.used[entry.index] else None,
             )
-
-
-def buffers(run: Run) -> dict[str, torch.Tensor]:
-    """
-    Return the buffers of the whole model, those of other stages too; every rank must call this.
-    """
-    mine = dict(run.model.named_buffers())
-    if run.original is None or run.mesh.pp == 1:
-        return mine
-    axis = run.axes["pp"]
-    found = {}
-    names = dict(run.original.named_buffers())
-    flags = torch.tensor([[int(name in mine) for name in names]], device=run.device)
-    holds = axis.all_gather(flags, 0)
-    for place, (name, like) in enumerate(names.items()):
-        stages = holds[:, place].nonzero().flatten().tolist()
-        if stages:
-            value = (mine[name].detach() if name in mine else torch.empty_like(like)).clone(
-                memory_format=torch.contiguous_format
-            )
-            found[name] = axis.broadcast(value, stages[0])
-    return found
 
 
 def storages(engine: Engine) -> set[int]:

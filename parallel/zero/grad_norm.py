@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pdrun.parallel.torch_compat import widest_float
+
 if TYPE_CHECKING:
-    from pdrun.parallel.zero.engine import Engine
+    from pdrun.parallel.comm.rank_groups import Place
+    from pdrun.parallel.model.weights import Weight
     from pdrun.parallel.zero.gradients import GradBundle
 
 PIECE = 65536
@@ -26,7 +29,7 @@ def square_sum(tensors: Sequence[torch.Tensor], exact: bool) -> torch.Tensor:
             norm in fp32 has the same bits. Otherwise norms of tensors are taken in their own type, which is faster.
     """
     first = tensors[0]
-    wide = wide_type(first.device)
+    wide = widest_float(first.device)
     if exact:
         total = torch.zeros((), dtype=wide, device=first.device)
         for tensor in tensors:
@@ -40,11 +43,6 @@ def square_sum(tensors: Sequence[torch.Tensor], exact: bool) -> torch.Tensor:
     return torch.stack([norm.to(wide) for norm in norms]).square().sum()
 
 
-def wide_type(device: torch.device) -> torch.dtype:
-    """Return the widest floating point type of a device."""
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
 def clip_factor(norm: torch.Tensor, limit: float) -> torch.Tensor:
     """
     Return what gradients of this norm are multiplied with, at most 1 (as
@@ -53,42 +51,39 @@ def clip_factor(norm: torch.Tensor, limit: float) -> torch.Tensor:
     return (limit / (norm + 1e-6)).clamp(max=1.0)
 
 
-def global_norm(engine: Engine, totals: Sequence[torch.Tensor]) -> torch.Tensor:
+def global_norm(
+    totals: Sequence[tuple[GradBundle, torch.Tensor]],
+    alone: Sequence[Weight],
+    place: Place,
+    exact: bool,
+) -> torch.Tensor:
     """
-    Return the norm over all ranks' parts, each weight once; weights that ranks train by themselves
-    are as many.
+    Return the norm of the gradients of all ranks, each weight once. A layerwise weight counts once
+    per rank.
 
     Args:
-        totals: of the engine's bundles.
+        totals: each gradient bundle and its total on this rank.
+        alone: the layerwise weights.
+        place: the groups to sum over.
+        exact: see `square_sum`.
     """
-    exact = engine.settings.exact
-    device = engine.whole.device
-    square = torch.zeros((), dtype=wide_type(device), device=device)
+    device = place.whole.device
+    square = torch.zeros((), dtype=widest_float(device), device=device)
     for shared in (True, False):
-        some = [
-            (part, t)
-            for part, t in zip(engine.bundles, totals, strict=True)
-            if (part.comm.shards > 1) == shared
-        ]
+        some = [(part, total) for part, total in totals if (part.comm.shards > 1) == shared]
         if some:
             mine = [tensor for part, total in some for tensor in _counted(part, total)]
             found = square_sum(mine, exact) if mine else torch.zeros_like(square)
-            square += (
-                engine.cut.sum_small(found, "the norm", shards_only=True).wait()
-                if shared
-                else found
-            )
-    if engine.alone:
+            if shared:
+                found = place.cut.sum_small(found, "the norm", shards_only=True).wait()
+            square += found
+    if alone:
         loose = [
-            grad
-            for weight in engine.alone
-            if weight.counted and (grad := weight.param.grad) is not None
+            grad for weight in alone if weight.counted and (grad := weight.param.grad) is not None
         ]
         found = square_sum(loose, exact) if loose else torch.zeros_like(square)
-        square += engine.whole.sum_small(found, "the norm of the layerwise weights").wait()
-    total: torch.Tensor = engine.place.model.sum_small(
-        square, "the norm over the model axes"
-    ).wait()
+        square += place.whole.sum_small(found, "the norm of the layerwise weights").wait()
+    total: torch.Tensor = place.model.sum_small(square, "the norm over the model axes").wait()
     return total.sqrt()
 
 

@@ -1,0 +1,188 @@
+"""The arguments of `parallelize`, the checks that need no process group, and the settings they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from pdrun.errors import UsageError
+from pdrun.parallel.comm.mesh import Mesh
+from pdrun.parallel.interfaces import Cutter, Pipeline, SequenceCutter
+from pdrun.parallel.model.weights import parse_fusion
+from pdrun.parallel.training.loss import Forward, Loss
+from pdrun.parallel.zero import precision as precisions
+from pdrun.parallel.zero.offload import parse as parse_offload
+from pdrun.parallel.zero.settings import (
+    WHERE,
+    Settings,
+    check_above_zero,
+    check_callable,
+    check_count,
+    check_gather,
+    check_globs,
+    check_group,
+    check_has,
+    check_level,
+    check_scheduler,
+    check_wire,
+)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What the user passed to `parallelize`, under the same names; see there for the meaning."""
+
+    model: nn.Module
+    optimizer: Any
+    loss: Loss | None
+    mesh: Mesh | None
+    strategy: Cutter | None
+    pipeline: Pipeline | None
+    context: SequenceCutter | None
+    sample: Any
+    forward: Forward | None
+    scheduler: Any
+    optimizer_level: int | str
+    shard_group: int | None
+    threshold: int
+    units: Sequence[str] | None
+    accumulate: int
+    copies: int
+    clip: float | None
+    norm: bool
+    gather: str | None
+    gradients_mean: bool
+    recompute: Any
+    compile: Any
+    precision: Any
+    compress: str | None
+    comm_fusion: Any
+    layerwise: Sequence[str]
+    dataset_strategy: Any
+    sync_batchnorm: bool
+    exact: bool | None
+    native_dropout: bool
+    offload: Any
+    init: Callable[[nn.Module], Any] | None
+    seed: int
+
+
+def check_arguments(arguments: Arguments) -> None:
+    """
+    Refuse arguments of a wrong kind, before any process group exists.
+
+    Raises:
+        UsageError: names the argument and what it must be.
+    """
+    mesh = arguments.mesh
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise UsageError(f"mesh={mesh!r} is none", where=WHERE, hint="mesh=pdrun.mesh(dp=-1, tp=2)")
+    for name, value, methods, hint in (
+        (
+            "strategy",
+            arguments.strategy,
+            ("apply",),
+            "strategy=pdrun.Strategy({glob: style}) or pdrun.Operators({name: layout})",
+        ),
+        ("pipeline", arguments.pipeline, ("apply",), "pipeline=pdrun.Pipeline(microbatches=8)"),
+        ("context", arguments.context, ("apply", "part"), "context=pdrun.ContextParallel()"),
+    ):
+        if value is not None:
+            check_has(name, value, methods, hint)
+    check_callable("loss", arguments.loss, "loss(output, batch) -> (sum, count)")
+    check_callable("forward", arguments.forward, "forward(model, batch) -> output")
+    check_callable("init", arguments.init, "init(module) fills the module's own parameters")
+    scheduler = arguments.scheduler
+    if not callable(scheduler) and scheduler is not None:
+        check_has(
+            "scheduler",
+            scheduler,
+            ("step", "state_dict"),
+            "scheduler=lambda optimizer: StepLR(optimizer, 100)",
+        )
+        check_scheduler(scheduler)
+
+
+def check_mesh(arguments: Arguments, mesh: Mesh, world: int) -> None:
+    """
+    Refuse a mesh on which ranks would compute the same, and options that the mesh has no ranks for.
+
+    Args:
+        world: ranks of the job.
+    """
+    if mesh.size != world:
+        raise UsageError(f"{mesh} is for {mesh.size} devices, the job has {world}", where=WHERE)
+    tensor = [axis for axis in mesh.tensor_axes if mesh.degree(axis) > 1]
+    for axes, value, name in (
+        (tensor, arguments.strategy, "strategy"),
+        (mesh.pp > 1 and ["pp"], arguments.pipeline, "pipeline"),
+        (mesh.cp > 1 and ["cp"], arguments.context, "context"),
+    ):
+        if axes and value is None:
+            what = f"{mesh}: ranks along {' and '.join(axes)} would only repeat each other"
+            raise UsageError(what, where=WHERE, hint=f"{name}= says what they do")
+    copies = check_count("copies", arguments.copies)
+    if copies > 1 and arguments.pipeline is not None:
+        what = f"copies={copies} beside pipeline=, whose schedule computes one micro-batch while another waits"
+        raise UsageError(what, where=WHERE, hint="one of both")
+    check_count("seed", arguments.seed, 0)
+    if arguments.native_dropout and mesh.size > mesh.dp * mesh.pp:
+        what = f"native_dropout=True on {mesh}: torch's generators would drop other elements than in one process"
+        raise UsageError(
+            what, where=WHERE, hint="leave it out: dropout is then placed by row and element"
+        )
+
+
+def build_settings(arguments: Arguments, mesh: Mesh, device: torch.device) -> Settings:
+    """
+    Return the engine's settings.
+
+    Raises:
+        UsageError: an option is out of range, or two options contradict each other.
+    """
+    level = check_level(arguments.optimizer_level)
+    ranks = mesh.dp * mesh.cp
+    precision = precisions.parse(arguments.precision)
+    offload = parse_offload(arguments.offload)
+    staged = arguments.pipeline is not None
+    settings = Settings(
+        level=level,
+        accumulate=_count_microbatches(arguments) * arguments.copies,
+        clip=check_above_zero("clip", arguments.clip),
+        norm=arguments.norm or precision.compute == "fp16",
+        mean=arguments.gradients_mean,
+        exact=device.type == "cpu" if arguments.exact is None else arguments.exact,
+        shard_group=check_group(arguments.shard_group, ranks, level),
+        threshold=check_count("threshold", arguments.threshold, 0),
+        layerwise=check_globs("layerwise", arguments.layerwise),
+        units=None if arguments.units is None else check_globs("units", arguments.units),
+        fusion=parse_fusion(arguments.comm_fusion, level),
+        wire=check_wire(arguments.compress),
+        precision=precision,
+        home=torch.device("cpu") if offload.optimizer else None,
+        gather=check_gather(arguments.gather, level, arguments.copies, staged),
+    )
+    parameters = arguments.model.parameters()
+    if arguments.init is not None and all(param.device.type != "meta" for param in parameters):
+        raise UsageError(
+            "init= is for weights made inside pdrun.empty_init(); this model has none", where=WHERE
+        )
+    if arguments.units is not None and level < 3:
+        raise UsageError("units= are what level 3 gathers", where=WHERE)
+    return settings
+
+
+def _count_microbatches(arguments: Arguments) -> int:
+    """Return the micro-batches per step of each rank."""
+    pipeline = arguments.pipeline
+    accumulate = arguments.accumulate
+    if pipeline is None:
+        return check_count("accumulate", accumulate)
+    if accumulate != 1:
+        what = f"accumulate={accumulate!r} beside pipeline=, whose microbatches are those of a step"
+        raise UsageError(what, where=WHERE, hint="Pipeline(microbatches=...) alone")
+    return check_count("microbatches", pipeline.microbatches)

@@ -1,0 +1,93 @@
+"""
+What `parallelize` takes for ``strategy=``, ``pipeline=`` and ``context=``: protocols that any object can implement.
+
+`pdrun.Strategy` and `pdrun.Operators` are a `Cutter`, `pdrun.Pipeline` is a `Pipeline`,
+`pdrun.ContextParallel` is a `SequenceCutter`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from torch import nn
+
+from pdrun.parallel.training.state import SequenceSlicer
+
+if TYPE_CHECKING:
+    from pdrun.parallel.comm.groups import Axes
+    from pdrun.parallel.pipeline.split import Split
+    from pdrun.parallel.training.driver import Driver
+
+
+class Cutter(Protocol):
+    """Shards a model over the tensor axes: ``parallelize(strategy=...)``."""
+
+    def apply(self, model: nn.Module, axes: Axes, sample: Any) -> nn.Module:
+        """
+        Return the model to run. Its parameters keep their names and have tiles (`set_tile`) where
+        they are sharded.
+
+        Args:
+            model: equal on all ranks; its weights may be on the meta device and are filled
+                afterwards.
+            axes: this rank's position on the mesh. Tensor axes are all axes but pp, dp and cp.
+            sample: the batch of ``parallelize(sample=...)``, or None.
+        """
+        ...
+
+
+@runtime_checkable
+class StagedCutter(Cutter, Protocol):
+    """A `Cutter` that works across modules and must know the pipeline stage of each."""
+
+    def apply_in_stages(self, model: nn.Module, axes: Axes, sample: Any, split: Split) -> nn.Module:
+        """
+        Do what `Cutter.apply` does, for the full model. The pipeline takes its stage afterwards.
+
+        Args:
+            split: the stage of each module.
+        """
+        ...
+
+
+class SequenceCutter(SequenceSlicer, Protocol):
+    """
+    Gives attention the full sequence when each rank has a part of it: ``parallelize(context=...)``.
+    """
+
+    def apply(self, model: nn.Module, axes: Axes, sample: Any) -> nn.Module:
+        """Return the model to run; see `Cutter.apply`."""
+        ...
+
+
+class Pipeline(Protocol):
+    """Cuts a model into stages and runs their schedule: ``parallelize(pipeline=...)``."""
+
+    @property
+    def microbatches(self) -> int:
+        """Micro-batches per step."""
+        ...
+
+    def apply(self, model: nn.Module, axes: Axes, sample: Any) -> tuple[nn.Module, Driver]:
+        """
+        Return this rank's stage and the driver that runs it.
+
+        Args:
+            model: the full model; its weights are already sharded over the tensor axes.
+            axes: ``axes["pp"].index`` is the stage.
+            sample: a batch, or None if the user gave none.
+
+        The stage's parameters have the names that they have in the full model. The engine finds a
+        weight that several stages hold (tied weights, under any of their names) and sums its
+        gradients over those stages.
+        """
+        ...
+
+
+@runtime_checkable
+class StageSplitter(Protocol):
+    """A `Pipeline` that can name the stages before it cuts the model; a `StagedCutter` needs that."""
+
+    def split(self, model: nn.Module, axes: Axes, sample: Any) -> Split:
+        """Return the stage of each module of a full model."""
+        ...

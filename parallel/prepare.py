@@ -1,0 +1,181 @@
+"""
+The model before it is partitioned: on its device, checked, with the same values on every rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pdrun.errors import UsageError
+from pdrun.parallel import torch_compat as compat
+from pdrun.parallel.arguments import Arguments
+from pdrun.parallel.comm.groups import Axes
+from pdrun.parallel.comm.mesh import DATA, Mesh
+from pdrun.parallel.comm.rank_groups import Place, place_on
+from pdrun.parallel.comm.sharded import Comm
+from pdrun.parallel.comm.watchdog import start as start_watch
+from pdrun.parallel.model import param_hooks as hooks
+from pdrun.parallel.model import sync_batchnorm as norm_sync
+from pdrun.parallel.model.meta_init import move
+from pdrun.parallel.model.weights import Weight, collect
+from pdrun.parallel.startup.init import Context
+from pdrun.parallel.training.rank_agreement import Agreement, of_model, of_optimizer
+from pdrun.parallel.zero import optimizer as retarget
+from pdrun.parallel.zero.settings import WHERE, Settings
+
+WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+"""Class names of torch's own wrappers; by name, so that they need not be imported."""
+
+
+@dataclass(frozen=True)
+class PreparedModel:
+    """The full model's weights and optimizer, and this rank's groups."""
+
+    weights: list[Weight]
+    optimizer: torch.optim.Optimizer
+    names: dict[int, str]
+    """Name of each weight by the identity of its parameter."""
+    group_members: list[list[str]]
+    """Names of the weights of each optimizer group."""
+    place: Place
+    is_empty: bool
+    """Whether some weights have no memory yet."""
+
+
+def prepare_model(
+    arguments: Arguments,
+    mesh: Mesh,
+    settings: Settings,
+    job: Context,
+    agreement: Agreement,
+    seconds: float,
+) -> PreparedModel:
+    """
+    Move the model to its device, build the optimizer and the groups, and broadcast rank 0's values.
+
+    Args:
+        seconds: limit of each collective.
+
+    Raises:
+        UsageError: the result could not equal that of one process, or ranks differ.
+    """
+    model = arguments.model
+    ranks = mesh.dp * mesh.cp
+    device = torch.device(job.device)
+    is_empty = _move_model(model, device, ranks, arguments.sync_batchnorm)
+    precision = settings.precision
+    if ranks > 1 or settings.level or precision.compute or settings.home is not None:
+        _check_forwards(model)
+    keep_own_type = norm_sync.own_weights(model) if precision.inputs else ()
+    weights = collect(model, settings.layerwise, keep_own_type)
+    optimizer = retarget.make(arguments.optimizer, [w.param for w in weights if w.trained])
+    names = {id(weight.param): weight.name for weight in weights}
+    members = [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+    hooks.check(weights, [0] * len(weights), WHERE)
+    agreement.check(of_model(model, weights))
+    agreement.check(of_optimizer(optimizer))
+    axes = _build_axes(job, mesh, device, seconds)
+    place = place_on(mesh, axes, settings.shard_group, settings.level)
+    norm_sync.place(place.axes[DATA])
+    _broadcast_values(model, weights, place.job)
+    return PreparedModel(weights, optimizer, names, members, place, is_empty)
+
+
+def store_of(job: Context) -> Any:
+    """Return torch's store of the job; None if there is one rank."""
+    if job.world_size > 1:
+        return dist.distributed_c10d._get_default_store()
+    return None
+
+
+def _move_model(model: nn.Module, device: torch.device, world: int, sync_batchnorm: bool) -> bool:
+    """
+    Move the model to its device; refuse what can't be equal to one process.
+
+    Return whether some of its weights have no memory yet.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"the model is a {type(model).__name__}", where=WHERE, hint="an nn.Module")
+    if getattr(model, "_pdrun", False):
+        raise UsageError("the model belongs to a run already", where=WHERE, hint="make a new one")
+    _check_unwrapped(model)
+    model._pdrun = True
+    empty = move(model, device)
+    if sync_batchnorm:
+        norm_sync.synchronise(model)
+    found = norm_sync.find(model) if world > 1 else []
+    if found:
+        raise UsageError(
+            f"{found[0]} normalises by its own rank's rows, so {world} ranks compute another model than one does",
+            where=WHERE,
+            hint="sync_batchnorm=True, or .eval() on it, or a norm without statistics of the batch",
+        )
+    if world > 1:
+        _check_frequencies(model)
+    return empty
+
+
+def _check_frequencies(model: nn.Module) -> None:
+    """
+    Refuse gradients that are divided by how often a word is in a batch: each rank would count its
+    own rows.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.scale_grad_by_freq:
+            what = f"{name or 'the model'}: scale_grad_by_freq=True divides by how often a word is in a rank's own rows"
+            raise UsageError(what, where=WHERE, hint="without it; the loss may weigh words")
+
+
+def _check_forwards(model: nn.Module) -> None:
+    """
+    Refuse weights that the forward pass itself changes, by rows of its own rank, or where they are
+    not kept.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise UsageError(
+                f"{name}: max_norm={module.max_norm:g} changes weights in the forward pass, on each rank other rows",
+                where=WHERE,
+                hint="without it; a norm of the rows that are looked up may be limited in the model",
+            )
+
+
+def _check_unwrapped(model: nn.Module) -> None:
+    """Refuse a model, or a part of one, that something else makes parallel already."""
+    for name, module in model.named_modules():
+        found = WRAPPERS.intersection(kind.__name__ for kind in type(module).__mro__)
+        if found:
+            what = f"{name or 'the model'} is in a {sorted(found)[0]}, which deals with gradients itself"
+            hint = "give the model that is inside of it (.module): optimizer_level= says what is cut over the ranks"
+            raise UsageError(what, where=WHERE, hint=hint)
+
+
+def _build_axes(job: Context, mesh: Mesh, device: torch.device, timeout: float) -> Axes:
+    """Return this rank's places along the axes, where every wait is bounded."""
+    world = job.world_size
+    rank = job.rank
+    watch = start_watch(timeout, rank, world, store_of(job), blocking=device.type == "cpu")
+    if world > 1:
+        compat.set_timeout(timeout)
+    return Axes(mesh.grid, rank, device, watch)
+
+
+def _broadcast_values(model: nn.Module, weights: list[Weight], axis: Comm) -> None:
+    """Give every rank the weights and buffers of rank 0, but for what it keeps to itself."""
+    with torch.no_grad():
+        for weight in weights:
+            if not weight.alone and weight.param.device.type != "meta":
+                axis.from_first(weight.param.detach(), f"rank 0's {weight.name}")
+        for name, buffer in model.named_buffers():
+            if buffer.layout != torch.strided and axis.world > 1:
+                kind = str(buffer.layout).removeprefix("torch.")
+                what = f"the buffer {name} is {kind}: ranks cannot be given rank 0's"
+                raise UsageError(
+                    what, where=WHERE, hint="a dense one, or an attribute that is no buffer"
+                )
+            axis.from_first(buffer, f"rank 0's {name}")

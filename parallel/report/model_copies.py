@@ -1,0 +1,69 @@
+"""Copies of a run's model without pdrun: with full weights, or with fake tensors."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from pdrun.parallel.checkpoint.export import full_buffers
+from pdrun.parallel.model import param_hooks as hooks
+from pdrun.parallel.model import recompute
+from pdrun.parallel.model.forward_wrapper import unwrap
+from pdrun.parallel.model.shards import set_tile
+from pdrun.parallel.zero.full_tensors import weights_by_name
+
+if TYPE_CHECKING:
+    from pdrun.parallel.model.shard_map import Entry
+    from pdrun.parallel.model.weights import Weight
+    from pdrun.parallel.training.state import RunState
+
+
+def plain_copy(state: RunState) -> nn.Module:
+    """Return the model as it would be in one process; every rank must call this."""
+    memo: dict[int, Any] = {}
+    full = weights_by_name(state.engine)
+
+    def value_of(weight: Entry | Weight, param: nn.Parameter) -> nn.Parameter:
+        dtype = state.settings.precision.weights(weight.dtype, weight.wide)
+        return hooks.carry(
+            param, nn.Parameter(full[weight.name].to(dtype, copy=True), weight.trained)
+        )
+
+    if state.original is not None:
+        params = dict(state.original.named_parameters())
+        for entry in state.engine.catalogue.entries:
+            memo[id(params[entry.name])] = value_of(entry, params[entry.name])
+        made = copy.deepcopy(state.original, memo)
+        here = full_buffers(state)
+        with torch.no_grad():
+            for name, buffer in made.named_buffers():
+                if name in here and here[name].shape == buffer.shape:
+                    buffer.copy_(here[name])
+        return made
+    for weight in state.engine.weights:
+        memo[id(weight.param)] = value_of(weight, weight.param)
+    made = copy.deepcopy(state.model, memo)
+    unwrap(made)
+    return made
+
+
+def shell(state: RunState, fake: Any) -> nn.Module:
+    """
+    Return the model with fake weights and buffers, which have shapes and no data; recomputation
+    works in it.
+    """
+    memo: dict[int, Any] = {}
+    for weight in state.engine.weights:
+        dtype = state.settings.precision.weights(weight.dtype, weight.wide)
+        value = torch.empty(weight.shape, dtype=dtype, device=state.device)
+        memo[id(weight.param)] = set_tile(nn.Parameter(value, weight.trained), weight.tile)
+    for buffer in state.model.buffers():
+        memo[id(buffer)] = fake.from_tensor(buffer)
+    made = copy.deepcopy(state.model, memo)
+    unwrap(made)
+    if state.recompute is not None:
+        recompute.apply(made, state.recompute)
+    return made

@@ -1,0 +1,210 @@
+"""
+The parts of a training run: model, optimizer, engine, settings, position in the data.
+
+`parallelize` builds one `RunState`. `pdrun.Run` holds it; reports and checkpoints read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from pdrun.parallel.comm.groups import Axes
+from pdrun.parallel.comm.mesh import Mesh
+from pdrun.parallel.comm.sharded import Comm
+from pdrun.parallel.data.batch_slicing import Strategy, to_device
+from pdrun.parallel.data.feed import Feed
+from pdrun.parallel.model.sync_batchnorm import SyncedBatchNorm
+from pdrun.parallel.rng.step_rng import StepRNG
+from pdrun.parallel.startup.init import Context
+from pdrun.parallel.training.driver import Driver, MicroBatch, Plain
+from pdrun.parallel.training.guard import Guard
+from pdrun.parallel.training.loss import Objective
+from pdrun.parallel.training.rank_agreement import Agreement
+from pdrun.parallel.zero.engine import Engine
+from pdrun.parallel.zero.offload import Offload, Saver
+from pdrun.parallel.zero.precision import LossScale
+from pdrun.parallel.zero.settings import Settings
+
+
+class SequenceSlicer(Protocol):
+    """Gives each rank along cp its part of every sequence; see `pdrun.ContextParallel`."""
+
+    def part(self, batch: Any, axes: Axes) -> Any:
+        """
+        Return this rank's part along cp of every sequence of a micro-batch. Losses are summed over
+        these parts.
+        """
+        ...
+
+    def told(self, axes: Axes) -> str:
+        """Return a line for `Run.explain`: how sequences are sliced."""
+        ...
+
+    def running(self, axes: Axes) -> AbstractContextManager[None]:
+        """Return the context manager of forwards and backwards on parts; it can be nested."""
+        ...
+
+
+@dataclass(eq=False)
+class RunState:
+    """What a run consists of; the same object for `Run`, reports, checkpoints and the driver."""
+
+    context: Context
+    mesh: Mesh
+    engine: Engine
+    optimizer: torch.optim.Optimizer
+    objective: Objective
+    rng: StepRNG
+    batch_slicing: Strategy
+    """How the user's batches are sliced over dp."""
+    scheduler: Any = None
+    original: nn.Module | None = None
+    """The full model on the meta device; None unless tensor axes or stages cut ``model``."""
+    driver: Driver = field(default_factory=Plain)
+    copies: int = 1
+    """Micro-batches that are computed side by side."""
+    sequences: SequenceSlicer | None = None
+    agreement: Agreement | None = None
+    """Compares the first batch with that of other ranks; None afterwards."""
+    group_members: list[list[str]] = field(default_factory=list)
+    """Names of the weights of each optimizer group, of the full model."""
+    recompute: Any = None
+    """The ``recompute=`` of `parallelize`."""
+    recomputed: list[str] = field(default_factory=list)
+    """Names of the modules whose forward is recomputed in the backward."""
+    compiled: list[str] = field(default_factory=list)
+    """Names of the modules that torch.compile compiles."""
+    offload: Offload = field(default_factory=Offload)
+    saver: Saver | None = None
+    """Moves activations to the host; None if ``offload`` does not ask for it."""
+
+    steps: int = field(default=0, init=False)
+    """Steps made so far."""
+    feed: Feed = field(default_factory=Feed, init=False)
+    """The batches that were handed out, and the position in the data."""
+    persistent: set[str] = field(init=False)
+    """Names of the buffers that are in the model's state dict."""
+    buffers: list[torch.Tensor] = field(init=False)
+    """Buffers that take rank 0's value when a forward changes them."""
+    scale: LossScale | None = field(init=False)
+    """The loss scale; None unless the model computes in fp16."""
+    guard: Guard = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.persistent = {
+            name for name in self.model.state_dict() if name in dict(self.model.named_buffers())
+        }
+        self.buffers = list(_unsynced_buffers(self.model))
+        precision = self.settings.precision
+        self.scale = LossScale(precision.scale) if precision.compute == "fp16" else None
+        self.guard = Guard(self.engine, self.optimizer, self.model, self.data_group.world)
+
+    @property
+    def model(self) -> nn.Module:
+        """What this rank runs."""
+        return self.objective.model
+
+    @property
+    def settings(self) -> Settings:
+        """The engine's settings."""
+        return self.engine.settings
+
+    @property
+    def axes(self) -> Axes:
+        """This rank's position along each axis of the mesh."""
+        return self.engine.place.axes
+
+    @property
+    def rows(self) -> Any:
+        """The axis dp: its ranks compute different rows."""
+        return self.axes["dp"]
+
+    @property
+    def data_group(self) -> Comm:
+        """The data axes, dp and cp: gradients are summed over them."""
+        return self.engine.whole
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's device."""
+        return self.engine.whole.device
+
+    @property
+    def seed(self) -> int:
+        """The seed of all random numbers of the run."""
+        return self.rng.seed
+
+    @seed.setter
+    def seed(self, value: int) -> None:
+        self.rng.seed = value
+
+    # ---- what a driver uses; see `pdrun.parallel.training.driver.StepContext` ----
+
+    def here(self, batch: Any) -> Any:
+        """See `StepContext.here`."""
+        part = batch if self.sequences is None else self.sequences.part(batch, self.axes)
+        return to_device(part, self.device, self.settings.precision.inputs)
+
+    @contextmanager
+    def around(self, micro: MicroBatch, part: int = 0, calls: int = 0) -> Iterator[None]:
+        """See `StepContext.around`."""
+        SyncedBatchNorm.weight_of_rows = micro.weight
+        with ExitStack() as inside:
+            if self.saver is not None:
+                inside.enter_context(self.saver.around())
+            inside.enter_context(self._randomly(micro.index, micro.rows, part, calls))
+            inside.enter_context(self.computing())
+            yield
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """See `StepContext.computing`."""
+        with (
+            self.rng.patched_dropout(),
+            self.sequences.running(self.axes) if self.sequences is not None else nullcontext(),
+        ):
+            yield
+
+    def backward(
+        self,
+        tensors: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor | None] | None = None,
+        **options: Any,
+    ) -> None:
+        """See `StepContext.backward`."""
+        given = list(grads) if grads is not None else [None] * len(tensors)
+        scale = self.scale.value if self.scale is not None else None
+        roots = [
+            x * scale if g is None and scale is not None else x
+            for x, g in zip(tensors, given, strict=True)
+        ]
+        with self.computing():  # forwards may be recomputed
+            torch.autograd.backward(roots, given, **options)
+
+    def objective_of(
+        self, model: nn.Module, part: Any, rows: range, index: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Return the (sum, count) of a model on slice ``index``, which is these global rows.
+        """
+        with self._randomly(index, rows):
+            return self.objective(model, part, max(len(rows), 1))
+
+    @contextmanager
+    def _randomly(self, index: int, rows: range, part: int = 0, calls: int = 0) -> Iterator[None]:
+        self.rng.begin_forward(self.steps, index, rows, self.device, part=part, calls=calls)
+        with self.settings.precision.context(self.device), self.rng.patched_dropout():
+            yield
+
+
+def _unsynced_buffers(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the buffers of all modules but batch norms that synchronise their own."""
+    for module in model.modules():
+        if not isinstance(module, SyncedBatchNorm):
+            yield from (buffer for buffer in module.buffers(recurse=False) if buffer is not None)

@@ -1,0 +1,184 @@
+"""
+One training step: slice the batch, run the driver, reduce the gradients, step the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pdrun.errors import UsageError
+from pdrun.parallel.data.batch_slicing import Strategy, count_rows, cut_rows, cut_sizes, take
+from pdrun.parallel.training.driver import MicroBatch
+from pdrun.parallel.training.metrics import Metrics
+from pdrun.parallel.training.rank_agreement import of_batch
+from pdrun.parallel.training.state import RunState
+from pdrun.parallel.zero import full_tensors
+from pdrun.parallel.zero.grad_norm import square_sum
+from pdrun.parallel.zero.offload import to_files
+
+
+def train_batch(state: RunState, batch: Any, on_gradients: Callable[[], None]) -> Metrics:
+    """
+    Train on a batch: forward, backward, one step of the optimizer; see `Run.step`.
+
+    Args:
+        on_gradients: called when the gradients are reduced and clipped, before they are used.
+    """
+    state.guard.check()
+    state.feed.check(batch)
+    _compare_first_batch(state, batch)
+    state.steps += 1
+    watch = state.data_group.watch
+    watch.enter(f"step {state.steps}")
+    versions = [buffer._version for buffer in state.buffers]
+    with state.rng.isolate_generators(state.device):
+        sums = compute_gradients(state, batch)
+    metrics = _apply_gradients(state, sums, versions, on_gradients)
+    state.feed.used()
+    watch.leave()
+    state.guard.note()
+    return metrics
+
+
+def compute_gradients(state: RunState, batch: Any) -> torch.Tensor:
+    """
+    Go forward and backward through this rank's micro-batches; gradients are left in the engine.
+
+    Returns:
+        ``[accumulate, 2]``: sum and count of the loss of each micro-batch.
+    """
+    if not torch.is_grad_enabled():
+        raise UsageError(
+            "gradients are turned off: a step lies in torch.no_grad() or torch.inference_mode()",
+            where="pdrun.Run.step",
+            hint="leave it; run.evaluate(batch) goes forward only",
+        )
+    state.engine.begin_step()
+    sums = state.driver.passes(state, slice_batch(state, batch))
+    if state.objective.plain and state.mesh.cp > 1:
+        raise UsageError(
+            "the loss is a mean, of each rank's part of the sequences: means of parts do not add up",
+            where="pdrun.Run.step",
+            hint="loss(output, batch) -> (sum, count)",
+        )
+    return sums
+
+
+def evaluate_batch(state: RunState, batch: Any) -> list[Any]:
+    """Return the model's outputs on this rank's micro-batches; see `Run.evaluate`."""
+    state.engine.clear()
+    with state.rng.isolate_generators(state.device):
+        return state.driver.evaluate(state, slice_batch(state, batch))
+
+
+def probe_gradients(
+    state: RunState, batch: Any
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Return (sum, count), norm and full gradients of a global batch; nothing is trained."""
+    sums = compute_gradients(state, batch)
+    numbers, norm = state.engine.finish(sums, _scale_of(state))
+    grads = full_gradients(state)
+    if norm is None:
+        norm = square_sum(list(grads.values()), exact=True).sqrt()
+    state.engine.step_done()
+    return numbers, norm, grads
+
+
+def full_gradients(state: RunState) -> dict[str, torch.Tensor]:
+    """Return copies of the full gradients by name; every rank must call this."""
+    return {
+        name: grad.clone()
+        for name, grad in full_tensors.gradients(state.engine)
+        if grad is not None
+    }
+
+
+def slice_batch(state: RunState, batch: Any) -> list[MicroBatch]:
+    """
+    Return this rank's micro-batches: its rows along dp, cut into ``accumulate`` slices.
+
+    Raises:
+        UsageError: the batch has no rows.
+    """
+    world = state.rows.size
+    rank = state.rows.index
+    times = state.settings.accumulate
+    slicing = state.batch_slicing
+    shard = state.feed.shard(batch)
+    if shard is not None:
+        pieces = cut_rows(shard.rows, world, times)[rank]
+        local = cut_sizes(shard.sizes)
+        slicing = Strategy(dims=slicing.dims)
+    elif slicing.local or slicing.whole:
+        rows = count_rows(batch, slicing)
+        local = cut_rows(rows, 1, times)[0]
+        offset = rank * rows if slicing.local else 0
+        slicing = Strategy(dims=slicing.dims)
+        pieces = [range(piece.start + offset, piece.stop + offset) for piece in local]
+    else:
+        local = pieces = cut_rows(count_rows(batch, slicing), world, times)[rank]
+    if count_rows(batch, slicing) == 0:
+        raise UsageError("the batch has no rows", where="pdrun.Run.step")
+    found = []
+    for place, (piece, where) in enumerate(zip(pieces, local, strict=True)):
+        part = take(batch, where if len(where) else range(1), slicing)
+        found.append(
+            MicroBatch(part, piece, 1.0 if len(where) else 0.0, place * world + rank, place)
+        )
+    return found
+
+
+def _compare_first_batch(state: RunState, batch: Any) -> None:
+    """Refuse a first batch that differs from that of ranks which must share it."""
+    agreement = state.agreement
+    state.agreement = None
+    if agreement is None or state.feed.shard(batch) is not None:
+        return
+    grid = state.mesh.grid
+    rank = state.context.rank
+    if state.batch_slicing.local:
+        alike = grid.group_ranks(tuple(name for name in grid.names if name != "dp"), rank)
+        hint = "ranks that differ along other axes than dp take the same rows"
+    else:
+        alike = grid.group_ranks(grid.names, rank)
+        hint = "a batch is the whole step's, the same on every rank, which takes its rows from it; "
+        hint += 'dataset_strategy="data_parallel" if each has rows of its own; of run.data(pdrun.Loader(...)) give '
+        hint += "step the very batch that came last"
+    if len(alike) > 1:
+        agreement.check(of_batch(batch), alike[0], "pdrun.Run.step", hint)
+
+
+def _apply_gradients(
+    state: RunState, sums: torch.Tensor, versions: list[int], on_gradients: Callable[[], None]
+) -> Metrics:
+    """
+    Reduce and clip the gradients, step the optimizer and the scheduler, publish the weights.
+
+    Args:
+        sums: of `compute_gradients`.
+        versions: torch's version counters of ``state.buffers`` before the forwards.
+    """
+    numbers, norm = state.engine.finish(sums, _scale_of(state))
+    skipped = state.scale is not None and norm is not None and not bool(torch.isfinite(norm))
+    on_gradients()
+    if not skipped:
+        state.optimizer.step()
+        if state.offload.disk is not None:
+            to_files(state.optimizer, Path(state.offload.disk) / f"rank-{state.context.rank}")
+        if state.scheduler is not None:
+            state.scheduler.step()
+    if state.scale is not None:
+        state.scale.update(not skipped)
+    state.engine.step_done()
+    for buffer, version in zip(state.buffers, versions, strict=True):
+        if buffer._version != version:
+            state.data_group.from_first(buffer, "a buffer")
+    return Metrics(state.steps, numbers, norm, skipped)
+
+
+def _scale_of(state: RunState) -> float:
+    return state.scale.value if state.scale else 1.0

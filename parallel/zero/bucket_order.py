@@ -1,0 +1,126 @@
+"""
+The order in which the gradient sums of a micro-batch start: the same on every rank.
+
+Gradients arrive in an order that may differ from rank to rank. Collectives must not: a bucket whose
+gradients are complete waits here until all buckets before it have started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pdrun.errors import UsageError
+from pdrun.parallel.zero.gatherer import Gatherer
+from pdrun.parallel.zero.gradients import GradBundle
+
+MAX_SUMS_IN_FLIGHT = 2
+"""Flat buffers of sharded buckets on the network; more would take memory without being faster."""
+
+
+class BucketOrder:
+    """
+    Counts the gradients of each bucket, and starts sums in order.
+
+    Args:
+        buckets: all gradient buckets of this rank.
+        unit_of: index of each bucket's unit; -1 if it has none.
+        gatherer: gathers and releases the units' weights; None below level 3.
+        may_wait: whether a sum may be waited for in the middle of a backward pass.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[GradBundle],
+        unit_of: Sequence[int],
+        gatherer: Gatherer | None,
+        may_wait: bool,
+    ) -> None:
+        self._buckets = buckets
+        self._unit_of = unit_of
+        self._gatherer = gatherer
+        self._may_wait = may_wait
+        units = max(unit_of, default=-1) + 1
+        self._buckets_per_unit = [unit_of.count(unit) for unit in range(units)]
+        self._chunks = [bucket.weights[0].chunk for bucket in buckets]
+        self._order = list(range(len(buckets)))
+        """Buckets of this micro-batch in the order in which their sums start."""
+        self._next = 0
+        """Position in the order of the first bucket whose sum has not started."""
+        self._is_complete = [False] * len(buckets)
+        self._missing_in_unit: list[int] = []
+        """Buckets of each unit that are not complete."""
+        self._first = True
+        self._last = True
+
+    def begin(self, first: bool, last: bool, chunk: int | None, times: int) -> None:
+        """Prepare for the gradients of a micro-batch; see `Engine.begin`."""
+        self._first = first
+        self._last = last
+        mine = [index for index, its in enumerate(self._chunks) if chunk is None or its == chunk]
+        self._order = sorted(mine, key=self._expected_at)
+        self._next = 0
+        self._is_complete = [False] * len(self._buckets)
+        self._missing_in_unit = list(self._buckets_per_unit)
+        for index in self._order:
+            self._buckets[index].begin(first, times)
+
+    def count_gradient(self, index: int) -> None:
+        """Count a gradient of a bucket; the last one completes the bucket."""
+        bucket = self._buckets[index]
+        bucket.missing -= 1
+        if bucket.missing == 0:
+            self._complete(index)
+
+    def complete_unit(self, unit: int) -> None:
+        """Count the gradients of a unit that took no part in this rank's forward pass as zero."""
+        for index, its in enumerate(self._unit_of):
+            if its == unit and not self._is_complete[index]:
+                self._complete(index)
+
+    def complete_all(self) -> None:
+        """
+        Count the gradients of all weights that took no part as zero.
+
+        Raises:
+            UsageError: a weight got a second gradient after its first had been sent.
+        """
+        for index in self._order:
+            if not self._is_complete[index]:
+                self._complete(index)
+        for index in self._order:
+            for weight in self._buckets[index].weights:
+                if weight.param.grad is not None:
+                    raise UsageError(
+                        f"{weight.name} got two gradients in one backward pass",
+                        where="pdrun.Run.step",
+                        hint="checkpoint(..., use_reentrant=False) in the model, or recompute= of parallelize",
+                    )
+
+    def _expected_at(self, index: int) -> tuple[int, int]:
+        """
+        Return a sort key: buckets of the last unit come first, those outside of units last.
+        """
+        unit = self._unit_of[index]
+        if self._gatherer is None or unit < 0:
+            return 1, index
+        return -self._gatherer.place(unit), index
+
+    def _complete(self, index: int) -> None:
+        """Take the gradients of a bucket, and start sums as far as the order allows."""
+        self._buckets[index].take(self._first)
+        self._is_complete[index] = True
+        unit = self._unit_of[index]
+        if unit >= 0 and self._gatherer is not None:
+            self._missing_in_unit[unit] -= 1
+            if self._missing_in_unit[unit] == 0:
+                self._gatherer.release(unit)
+        while self._next < len(self._order) and self._is_complete[self._order[self._next]]:
+            self._start_next()
+
+    def _start_next(self) -> None:
+        bucket = self._buckets[self._order[self._next]]
+        if self._last or bucket.each:
+            if self._next >= MAX_SUMS_IN_FLIGHT and bucket.comm.shards > 1 and self._may_wait:
+                self._buckets[self._order[self._next - MAX_SUMS_IN_FLIGHT]].settle()
+            bucket.launch()
+        self._next += 1

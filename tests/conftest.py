@@ -9,14 +9,19 @@ use them.
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import signal
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from pdrun import process_setup
+from tests.lib import tiers
 
 _HIDES = {
     "/dev/nvidia0": "CUDA_VISIBLE_DEVICES",
@@ -38,9 +43,96 @@ for _number, _usual in (
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _usual)
 
+FOREIGN_PREFIXES = (
+    *(
+        "PDRUN_",
+        "MS_",
+        "PET_",
+        "TORCHELASTIC_",
+        "XDG_",
+        "SLURM_",
+        "SBATCH_",
+        "SRUN_",
+        "PMI_",
+        "PMIX_",
+    ),
+    *("OMPI_", "I_MPI_", "HYDRA_", "PBS_", "LSB_", "FLUX_", "KUBERNETES_"),
+)
+FOREIGN_NAMES = frozenset(
+    [
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "NODE_RANK",
+        "GROUP_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "RANK_TABLE_FILE",
+        "RANK_ID",
+        "RANK_SIZE",
+        "DEVICE_ID",
+        "OMP_NUM_THREADS",
+    ]
+)
+
+
+def is_foreign(name: str) -> bool:
+    """Return whether a variable would tell a command about the user's jobs, files or launcher."""
+    if name.startswith(("PDRUN_TEST_", "PDRUN_GOLDEN")) or name in ("PDRUN_VENV", "PDRUN_PYTHON"):
+        return False
+    return name in FOREIGN_NAMES or name.startswith(FOREIGN_PREFIXES)
+
+
+def leave_users_state() -> None:
+    """
+    Give the tests a home of their own: no cookie, job registry or warm process of the user is seen.
+
+    pytest's own folders stay in the user's TMPDIR; the commands under test use the default.
+    """
+    tempfile.gettempdir()  # remembered before the variable goes
+    os.environ.pop("TMPDIR", None)
+    for name in [name for name in os.environ if is_foreign(name)]:
+        del os.environ[name]
+    if "PDRUN_TEST_HOME" not in os.environ:  # else: a process of xdist, inside of the first one's
+        os.environ["PDRUN_TEST_USER_HOME"] = str(Path.home())
+        os.environ.setdefault("PIP_CACHE_DIR", str(Path.home() / ".cache" / "pip"))
+        home = tempfile.mkdtemp(prefix="pdrun-tests-", dir="/tmp")
+        os.environ["PDRUN_TEST_HOME"] = home
+        atexit.register(shutil.rmtree, home, ignore_errors=True)
+    os.environ["HOME"] = os.environ["PDRUN_TEST_HOME"]
+
+
+leave_users_state()
+
 # How long an example takes says nothing on a machine that others use as well.
-settings.register_profile("pdrun", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("pdrun")
+_COMMON: Any = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "database": None}
+settings.register_profile("fast", max_examples=30, **_COMMON)
+settings.register_profile("thorough", max_examples=400, **_COMMON)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--thorough``."""
+    parser.addoption(
+        "--thorough", action="store_true", help="all cases, more examples, long simulations"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the tier before any test module is imported; processes of xdist inherit it."""
+    if config.getoption("--thorough"):
+        os.environ[tiers.VARIABLE] = "1"
+    settings.load_profile("thorough" if tiers.is_thorough() else "fast")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what only the thorough run has."""
+    if tiers.is_thorough():
+        return
+    left_out = [item for item in items if item.get_closest_marker("thorough")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
 
 
 @pytest.fixture(autouse=True)

@@ -108,7 +108,7 @@ def test_simulated_nodes_share_a_machine() -> None:
     assert [part.quota for part in parts] == [3.0, 3.0]
     assert parts[1].cores == ((2, 6), (3, 7))
     small = share(machine(2), 3, 4)
-    assert (small.cpus, small.quota, small.usable) == ((0, 1), 0.5, 1)
+    assert (small.cpus, small.quota, small.usable_cpus) == ((0, 1), 0.5, 1)
     with pytest.raises(UsageError):
         share(whole, 2, 2)
 
@@ -134,7 +134,7 @@ def test_any_split_is_disjoint_whole_and_within_the_limits(
     binding = split(part, workers, mode)  # type: ignore[arg-type]
     assert len(binding.sets) == len(binding.threads) == workers
     assert min(binding.threads) >= 1
-    assert sum(binding.threads) <= max(workers, part.usable)
+    assert sum(binding.threads) <= max(workers, part.usable_cpus)
     if binding.bound:
         check_disjoint(binding.sets)
         flat = {cpu for own in binding.sets for cpu in own}
@@ -159,7 +159,7 @@ def test_simulated_nodes_never_overlap_when_there_is_a_core_each(cores: int, nod
     if cores >= nodes:
         check_disjoint([part.cpus for part in parts])
         assert sum(len(part.cpus) for part in parts) == cores
-    assert all(part.usable >= 1 for part in parts)
+    assert all(part.usable_cpus >= 1 for part in parts)
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_nonsense_limits_are_none(tmp_path: Path, text: str) -> None:
 def test_this_machine() -> None:
     cpus = read_cpus()
     assert set(cpus.cpus) == os.sched_getaffinity(0)
-    assert 1 <= cpus.usable <= len(cpus.cpus)
+    assert 1 <= cpus.usable_cpus <= len(cpus.cpus)
 
 
 @pytest.mark.root

@@ -56,7 +56,8 @@ def installed(wheel: Wheel) -> Path:
         )
     if importlib.util.find_spec("pip") is None:
         raise LookupError("this Python has no pip")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pdrun-tests"
+    home = Path(os.environ.get("PDRUN_TEST_USER_HOME") or Path.home())
+    cache = home / ".cache" / "pdrun-tests"
     folder = cache / wheel.requirement.replace("==", "-")
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / f"{folder.name}.lock").open("w") as lock:  # tests run in several processes

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import settings as settings_
 from hypothesis import strategies as st
 from torch import nn
 
@@ -19,7 +18,7 @@ from pdrun.parallel.comm import mesh
 from pdrun.parallel.data import batch_slicing as slicing
 from pdrun.parallel.data import loader
 from pdrun.parallel.model import recompute, weights
-from pdrun.parallel.rng.hashing import mix_bits, hash_uniform31
+from pdrun.parallel.rng.hashing import hash_uniform31, mix_bits
 from pdrun.parallel.training import loss
 from pdrun.parallel.zero import flat_layout as flat
 from pdrun.parallel.zero import gradients as grads
@@ -66,7 +65,6 @@ def test_wrong_degrees_are_refused(world: int, degrees: dict[str, int], text: st
 # ---- slices -----------------------------------------------------------------
 
 
-@settings_(deadline=None)
 @given(st.integers(0, 200), st.integers(1, 9), st.integers(1, 5))
 def test_slices_cover_the_rows_once_and_evenly(rows: int, world: int, times: int) -> None:
     cut = slicing.cut_rows(rows, world, times)
@@ -75,7 +73,6 @@ def test_slices_cover_the_rows_once_and_evenly(rows: int, world: int, times: int
     assert max(map(len, in_order)) - min(map(len, in_order)) <= 1
 
 
-@settings_(deadline=None)
 @given(st.integers(0, 100), st.integers(1, 4), st.integers(1, 4))
 def test_slices_do_not_depend_on_who_computes_them(rows: int, world: int, times: int) -> None:
     alone = slicing.cut_rows(rows, 1, world * times)[0]
@@ -155,7 +152,6 @@ def test_wrong_batches(batch: Any, text: str) -> None:
 shapes = st.lists(st.lists(st.integers(0, 70), max_size=3), min_size=1, max_size=8)
 
 
-@settings_(deadline=None)
 @given(shapes, st.integers(1, 5), st.integers(1, 3))
 def test_shards_cover_each_weight_once(sizes: list[list[int]], shards: int, copies: int) -> None:
     layout = flat.lay_out(

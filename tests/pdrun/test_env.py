@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrun.errors import ConfigError, UsageError
-from pdrun.worker_env import WorkerEnv, refuse_owned
+from pdrun.worker_env import WorkerEnv, refuse_reserved
 
 
 @st.composite
@@ -118,6 +118,6 @@ def test_variables_that_the_launcher_writes_are_its_own_and_others_are_free() ->
     written = set(WorkerEnv(0, 1, 0, 1, 0, 1, "h", 1, "run").to_env())
     for name in (written | {"TORCHELASTIC_ERROR_FILE", "PDRUN_WORKER_OF"}) - {"ROLE_NAME"}:
         with pytest.raises(UsageError, match=f"launch: {name} is pdrun's own"):
-            refuse_owned(name, where="launch")
+            refuse_reserved(name, where="launch")
     for name in ("ROLE_NAME", "OMP_NUM_THREADS", "MY_RANK", "NCCL_DEBUG", "PDRUN_LOG_DIR"):
-        refuse_owned(name, where="launch")
+        refuse_reserved(name, where="launch")

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 import pdrun
 from pdrun import errors
-from pdrun.async_file import LineWriter
+from pdrun.async_file import BackgroundFileWriter
 from pdrun.clock import FakeClock, SystemClock
-from pdrun.names import check_name, name_from, natural_key
-from pdrun.private_folder import make_private
+from pdrun.names import check_name, make_name, natural_key
+from pdrun.private_folder import make_private_folder
 
 
 def test_exit_codes_are_the_documented_ones() -> None:
@@ -63,7 +63,7 @@ def test_names_that_could_leave_their_folder_are_refused(name: str) -> None:
 
 @given(st.text(max_size=100))
 def test_name_from_always_gives_a_name(text: str) -> None:
-    assert check_name(name_from(text), where="x")
+    assert check_name(make_name(text), where="x")
 
 
 def test_node2_stands_before_node10() -> None:
@@ -117,8 +117,8 @@ def test_public_names_all_load() -> None:
 def test_every_folder_that_is_made_is_its_users_alone(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
-        make_private(tmp_path / "one" / "two" / "three")
-        writer = LineWriter(tmp_path / "logs" / "run" / "events.jsonl", lambda count: "")
+        make_private_folder(tmp_path / "one" / "two" / "three")
+        writer = BackgroundFileWriter(tmp_path / "logs" / "run" / "events.jsonl", lambda count: "")
         writer.put("line")
         assert writer.close(10.0) == 0
     finally:
@@ -126,5 +126,5 @@ def test_every_folder_that_is_made_is_its_users_alone(tmp_path: Path) -> None:
     made = [path for path in tmp_path.rglob("*") if path.is_dir()]
     assert len(made) == 5 and {stat.S_IMODE(path.stat().st_mode) for path in made} == {0o700}
     tmp_path.chmod(0o755)
-    make_private(tmp_path)
+    make_private_folder(tmp_path)
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755, "one that is there stays as it is"

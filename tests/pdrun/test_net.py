@@ -63,7 +63,7 @@ def test_a_default_port_lets_the_port_be_left_out() -> None:
 
 
 def test_port_zero_only_where_it_means_choose() -> None:
-    assert parse_port("0", where="x", lowest=0) == 0
+    assert parse_port("0", where="x", min_port=0) == 0
     with pytest.raises(UsageError):
         parse_port("0", where="x")
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from pdrun.launcher.agent import channel as module
 from pdrun.launcher.agent.channel import BATCH, LONGEST, Channel, Told, parse
-from pdrun.rendezvous.transport.ready import readable
+from pdrun.rendezvous.transport.ready import wait_readable
 
 SENDER = """
 import os, socket, sys
@@ -111,7 +111,7 @@ def test_strangers_are_counted_and_the_kernel_says_who_spoke(channel):
         text=True,
         check=True,
     )
-    assert readable(channel.fileno(), wait=5)
+    assert wait_readable(channel.fileno(), wait=5)
     assert channel.read() == [Told(0, 0, 4, pid=os.getpid()), Told(1, 0, pid=int(child.stdout))]
     assert channel.strange == 2
     assert channel.read() == []

@@ -240,7 +240,7 @@ def test_not_more_connections_at_once_than_the_window(tmp_path: Path) -> None:
     """
     A program in place of ssh notes when it begins and ends; 30 hosts go through a window of 4.
     """
-    from pdrun.launcher.config.spec import JobSpec, Place, Program, Reach
+    from pdrun.launcher.config.spec import ClusterOptions, JobSpec, Program, RemoteOptions
     from pdrun.launcher.controller.ssh import Reaching
     from pdrun.launcher.plan.hosts import plan_hosts
     from pdrun.launcher.plan.model import Facts
@@ -252,7 +252,7 @@ def test_not_more_connections_at_once_than_the_window(tmp_path: Path) -> None:
     )
     fake.chmod(0o755)
     hosts = tuple(Host(f"n{number}") for number in range(30))
-    spec = JobSpec(Program("script", "x.py"), place=Place(hosts=hosts), reach=Reach(ssh=str(fake)))
+    spec = JobSpec(Program("script", "x.py"), place=ClusterOptions(hosts=hosts), reach=RemoteOptions(ssh=str(fake)))
     facts = Facts(
         "here", {}, str(tmp_path), sys.executable, "3.11", "", "0", CpuSet((0,)), (), (), 0
     )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pdrun.errors import PeerLost
 from pdrun.launcher.diagnosis.causes import Evidence, cause_of
 from pdrun.launcher.supervisor.events import SpawnFailed
-from pdrun.rendezvous.policies.verdict import Reported, first_cause
+from pdrun.rendezvous.policies.verdict import ReportedFailure, find_first_cause
 from pdrun.rendezvous.protocol.messages import Failure
 
 
@@ -423,9 +423,9 @@ OWN_DEATHS = st.one_of(
 
 
 def first(*seen: Evidence) -> int:
-    found = first_cause(
+    found = find_first_cause(
         [
-            Reported(Failure(rank, "node0", cause_of(one)), rank, 0.0)
+            ReportedFailure(Failure(rank, "node0", cause_of(one)), rank, 0.0)
             for rank, one in enumerate(seen)
         ]
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrun.launcher.output.line_splitter import LIMIT, Line, LineSplitter
@@ -26,7 +26,6 @@ def cut(data: bytes, cuts: list[int]) -> list[bytes]:
     return [data[low:high] for low, high in pairwise(edges)]
 
 
-@settings(max_examples=400)
 @given(STREAMS, st.lists(st.integers(0, 400), max_size=12))
 def test_any_cutting_gives_the_same_lines(data: bytes, cuts: list[int]) -> None:
     whole = split([data], limit=8)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from pdrun.backends.base import Backend
 from pdrun.endpoint import Endpoint
 from pdrun.errors import PdrunError
-from pdrun.launcher.config.job_key import command_text, job_key
-from pdrun.launcher.config.spec import JobSpec, Place, Program, Resources
+from pdrun.launcher.config.job_key import format_command, make_job_key
+from pdrun.launcher.config.spec import ClusterOptions, JobSpec, Program, Resources
 from pdrun.launcher.hosts.selection import Host
 from pdrun.launcher.plan.environment import scrub, shown
 from pdrun.launcher.plan.model import BackendFacts, Facts
@@ -54,7 +54,7 @@ def machine(cpus: int, quota: float | None, cards: int) -> Facts:
 def test_simulated_nodes_share_a_machine_without_overlap(
     nodes: int, devices: int | str, cpus: int, quota: float | None, cards: int
 ) -> None:
-    spec = JobSpec(SCRIPT, Resources(nodes=nodes, devices=devices), place=Place(local=True))  # type: ignore[arg-type]
+    spec = JobSpec(SCRIPT, Resources(nodes=nodes, devices=devices), place=ClusterOptions(local=True))  # type: ignore[arg-type]
     facts = machine(cpus, quota, cards)
     try:
         whole = plan(spec, facts, {})
@@ -74,13 +74,13 @@ def test_simulated_nodes_share_a_machine_without_overlap(
 
 
 def test_equal_arguments_give_equal_plans() -> None:
-    spec = JobSpec(SCRIPT, Resources(nodes=2), place=Place(local=True))
+    spec = JobSpec(SCRIPT, Resources(nodes=2), place=ClusterOptions(local=True))
     assert plan(spec, FACTS, {}) == plan(spec, FACTS, {})
     assert simulated(plan(spec, FACTS, {}), FACTS) == simulated(plan(spec, FACTS, {}), FACTS)
 
 
 def test_the_simulated_plans_are_those_of_agents_that_are_told_their_place() -> None:
-    whole = plan(JobSpec(SCRIPT, Resources(nodes=2, devices=2), place=Place(local=True)), FACTS, {})
+    whole = plan(JobSpec(SCRIPT, Resources(nodes=2, devices=2), place=ClusterOptions(local=True)), FACTS, {})
     first, second = simulated(whole, FACTS)
     assert (first.mode, first.node, second.mode, second.node) == ("first", "node0", "join", "node1")
     assert first.job == second.job == whole.job
@@ -89,21 +89,21 @@ def test_the_simulated_plans_are_those_of_agents_that_are_told_their_place() -> 
 
 def test_the_job_key_tells_commands_apart_and_nodes_together() -> None:
     one = JobSpec(SCRIPT, Resources(nodes=2))
-    assert job_key(one) == job_key(
-        dataclasses.replace(one, place=Place(node_rank=1), env={"A": "1"})
+    assert make_job_key(one) == make_job_key(
+        dataclasses.replace(one, place=ClusterOptions(node_rank=1), env={"A": "1"})
     )
-    assert job_key(one) != job_key(dataclasses.replace(one, resources=Resources(nodes=3)))
-    assert job_key(one) != job_key(
+    assert make_job_key(one) != make_job_key(dataclasses.replace(one, resources=Resources(nodes=3)))
+    assert make_job_key(one) != make_job_key(
         dataclasses.replace(one, program=Program("script", "train.py", ("--lr", "4")))
     )
-    assert job_key(dataclasses.replace(one, job="mine")) == "mine"
+    assert make_job_key(dataclasses.replace(one, job="mine")) == "mine"
 
 
 @given(st.text(min_size=1, max_size=80), st.lists(st.text(max_size=20), max_size=4))
 def test_every_program_has_a_key_that_is_a_name(target: str, args: list[str]) -> None:
     from pdrun.names import check_name
 
-    key = job_key(JobSpec(Program("script", target, tuple(args))))
+    key = make_job_key(JobSpec(Program("script", target, tuple(args))))
     assert check_name(key, where="test") == key
 
 
@@ -124,7 +124,7 @@ def test_nothing_listens_everywhere() -> None:
     for spec in (
         JobSpec(SCRIPT),
         JobSpec(SCRIPT, two),
-        JobSpec(SCRIPT, two, place=Place(local=True)),
+        JobSpec(SCRIPT, two, place=ClusterOptions(local=True)),
     ):
         made = plan(spec, FACTS, {})
         assert made.listen == "127.0.0.1"
@@ -133,18 +133,18 @@ def test_nothing_listens_everywhere() -> None:
 
 def test_nodes_compare_their_commands_as_text() -> None:
     one = JobSpec(Program("script", "slow.py", ("2", "a b", "x\ny")), Resources(nodes=2))
-    assert command_text(one) == "pdrun --nodes 2 slow.py 2 'a b' 'x\\ny'"
-    assert plan(one, FACTS, {}).facts["command"] == command_text(dataclasses.replace(one, job="q"))
+    assert format_command(one) == "pdrun --nodes 2 slow.py 2 'a b' 'x\\ny'"
+    assert plan(one, FACTS, {}).facts["command"] == format_command(dataclasses.replace(one, job="q"))
     module = Program("module", "a.b", ())
-    assert command_text(JobSpec(module)) == "pdrun --nodes 1 -m a.b"
-    assert command_text(JobSpec(Program("command", "a.b", ()))) == "pdrun --nodes 1 --no-python a.b"
+    assert format_command(JobSpec(module)) == "pdrun --nodes 1 -m a.b"
+    assert format_command(JobSpec(Program("command", "a.b", ()))) == "pdrun --nodes 1 --no-python a.b"
 
 
 @given(st.lists(st.text(max_size=300), max_size=4), st.lists(st.text(max_size=300), max_size=4))
 def test_the_text_of_a_command_is_short_and_as_exact_as_the_command(
     one: list[str], two: list[str]
 ) -> None:
-    texts = [command_text(JobSpec(Program("script", "a.py", tuple(args)))) for args in (one, two)]
+    texts = [format_command(JobSpec(Program("script", "a.py", tuple(args)))) for args in (one, two)]
     assert (texts[0] == texts[1]) == (one == two)
     assert all(text.isprintable() and len(text) < 500 for text in texts)
 
@@ -152,7 +152,7 @@ def test_the_text_of_a_command_is_short_and_as_exact_as_the_command(
 def test_several_nodes_on_the_schedulers_machine_have_names_of_their_own() -> None:
     def name(local: bool, **place: object) -> str:
         spec = JobSpec(
-            SCRIPT, Resources(nodes=3), place=Place(scheduler=Endpoint("host1", 5), **place)
+            SCRIPT, Resources(nodes=3), place=ClusterOptions(scheduler=Endpoint("host1", 5), **place)
         )  # type: ignore[arg-type]
         return node_name(spec, dataclasses.replace(FACTS, local_endpoint=local))
 
@@ -165,7 +165,7 @@ def test_a_name_that_is_not_known_is_the_error_and_not_the_route() -> None:
     facts = dataclasses.replace(
         FACTS, route_address="", local_endpoint=False, scheduler_fault="the name is unknown"
     )
-    spec = JobSpec(SCRIPT, Resources(nodes=2), place=Place(scheduler=Endpoint("n", 5)))
+    spec = JobSpec(SCRIPT, Resources(nodes=2), place=ClusterOptions(scheduler=Endpoint("n", 5)))
     with pytest.raises(PdrunError, match=r"^--scheduler: the name is unknown; check it"):
         plan(spec, facts, {"place.scheduler": "--scheduler"})
     made = plan(
@@ -177,17 +177,17 @@ def test_a_name_that_is_not_known_is_the_error_and_not_the_route() -> None:
 @pytest.mark.parametrize(
     "place",
     [
-        Place(),
-        Place(local=True),
-        Place(scheduler=Endpoint("n", 5)),
-        Place(hosts=(Host("a"), Host("b"))),
-        Place(scheduler=Endpoint("n", 5), serve=True),
-        Place(hosts=(Host("a"),), launcher="mpirun"),
+        ClusterOptions(),
+        ClusterOptions(local=True),
+        ClusterOptions(scheduler=Endpoint("n", 5)),
+        ClusterOptions(hosts=(Host("a"), Host("b"))),
+        ClusterOptions(scheduler=Endpoint("n", 5), serve=True),
+        ClusterOptions(hosts=(Host("a"),), launcher="mpirun"),
     ],
 )
 @pytest.mark.parametrize("env", [False, True])
 def test_what_no_node_could_be_told_is_refused_before_anything_starts(
-    place: Place, env: bool
+    place: ClusterOptions, env: bool
 ) -> None:
     long = '"' * (
         LONGEST_SPEC // 4
@@ -199,7 +199,7 @@ def test_what_no_node_could_be_told_is_refused_before_anything_starts(
         PdrunError, match=r"and the variables of --env make 98\d,\d{3} bytes, of which .* 983,"
     ):
         plan(spec, FACTS, {})
-    alone = dataclasses.replace(spec, place=Place(), resources=Resources(nodes=1))
+    alone = dataclasses.replace(spec, place=ClusterOptions(), resources=Resources(nodes=1))
     assert plan(alone, FACTS, {}).mode == "alone", "nobody is told anything"
     assert encode(
         Envelope(
@@ -258,7 +258,7 @@ def test_a_binding_that_was_asked_for_and_cannot_be_had_is_refused(bind: str) ->
         match=rf"--bind: {bind} cannot be had: 2 core\(s\) .* 4 worker\(s\); .*--bind auto",
     ):
         plan(spec, facts, sources)
-    local = dataclasses.replace(spec, resources=Resources(3, 1, bind=bind), place=Place(local=True))  # type: ignore[arg-type]
+    local = dataclasses.replace(spec, resources=Resources(3, 1, bind=bind), place=ClusterOptions(local=True))  # type: ignore[arg-type]
     with pytest.raises(PdrunError, match=rf"{bind} cannot be had"):
         plan(local, facts, sources)
     assert not any(
@@ -276,7 +276,7 @@ def test_node_0_opens_a_scheduler_elsewhere_than_it_was_said_only_when_told_to(
     local: bool, serve: bool | None, mode: str
 ) -> None:
     """Else two hosts that both claim rank 0 would not hear of each other."""
-    place = Place(scheduler=Endpoint("h1", 7777), node_rank=0, serve=serve)
+    place = ClusterOptions(scheduler=Endpoint("h1", 7777), node_rank=0, serve=serve)
     facts = dataclasses.replace(FACTS, local_endpoint=local)
     made = plan(JobSpec(SCRIPT, Resources(nodes=2), place=place), facts, {"place.serve": "--serve"})
     assert made.mode == mode
@@ -292,7 +292,7 @@ def test_a_scheduler_whose_name_is_loopback_here_is_met_where_others_meet_it(ser
     facts = dataclasses.replace(
         FACTS, local_endpoint=True, loopback_name=True, route_address="10.0.0.5"
     )
-    place = Place(scheduler=Endpoint("here", 7777), serve=serve)
+    place = ClusterOptions(scheduler=Endpoint("here", 7777), serve=serve)
     made = plan(JobSpec(SCRIPT, Resources(nodes=2), place=place), facts, {})
     assert made.scheduler == Endpoint("10.0.0.5", 7777)
     assert made.mode == ("first" if serve else "join")

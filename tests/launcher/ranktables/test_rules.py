@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrun.errors import ConfigError
@@ -318,7 +318,6 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=200)
 @given(
     st.sampled_from(["1.0", "1.1", "1.2", "2.0", None]),
     st.sampled_from(["server_list", "node_list", "rank_list", "group_list", "super_pod_list"]),

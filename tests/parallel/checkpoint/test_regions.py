@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import settings as settings_
 from hypothesis import strategies as st
 
 from pdrun.errors import ConfigError
 from pdrun.parallel.checkpoint import storage
+from pdrun.parallel.checkpoint.reader import Reader
 from pdrun.parallel.checkpoint.regions import Box, common, everything, runs
-from pdrun.parallel.checkpoint.storage import Piece, Reader
+from pdrun.parallel.checkpoint.storage import Piece
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L, shard_range
 from pdrun.parallel.model.shards import Tile, tile
@@ -69,7 +69,6 @@ def values_of(part: tuple[Tile, int, int], whole: torch.Tensor) -> torch.Tensor:
     return part[0].take(whole).reshape(-1)[part[1] : part[2]]
 
 
-@settings_(deadline=None, max_examples=150)
 @given(moves())
 def test_any_parts_are_made_of_any_others(move: Any) -> None:
     """Every part is whole, is made of nothing that it doesn't need, and takes no element twice."""
@@ -87,7 +86,6 @@ def test_any_parts_are_made_of_any_others(move: Any) -> None:
         assert torch.equal(out, values_of(part, whole))
 
 
-@settings_(deadline=None)
 @given(moves())
 def test_runs_are_the_elements_of_a_box(move: Any) -> None:
     shape, parts, _ = move
@@ -198,7 +196,6 @@ def thrown(rows: int) -> StepRNG:
     return made
 
 
-@settings_(deadline=None, max_examples=60)
 @given(st.data())
 def test_the_mask_of_a_part_is_part_of_the_mask(data: Any) -> None:
     rows = data.draw(st.integers(1, 3))

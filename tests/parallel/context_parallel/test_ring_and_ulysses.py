@@ -19,7 +19,13 @@ from pdrun.parallel.context_parallel import block_attention as kernels
 from pdrun.parallel.context_parallel.ring import ring_attention
 from pdrun.parallel.context_parallel.ulysses import ulysses_attention
 from pdrun.parallel.layouts.grid import Grid
-from pdrun.parallel.layouts.sequence_order import ORDERS, attention_blocks, count_positions, positions_of, positions_within
+from pdrun.parallel.layouts.sequence_order import (
+    ORDERS,
+    attention_blocks,
+    count_positions,
+    positions_of,
+    positions_within,
+)
 from tests.parallel.comm.test_collectives import axes_of
 
 pytestmark = pytest.mark.torch

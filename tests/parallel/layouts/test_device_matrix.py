@@ -13,8 +13,8 @@ from pdrun.parallel.layouts.device_matrix import (
     REPEAT_AXIS,
     Layout,
     as_layout,
-    layout_from_counts,
     from_tensor_map,
+    layout_from_counts,
     match_counts,
     to_tensor_map,
 )

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrun.errors import ConfigError
@@ -18,8 +18,8 @@ from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.layouts.mindspore import from_mindspore, is_mindspore, to_mindspore
 from pdrun.parallel.layouts.placement import (
-    ShardRanges,
     Placement,
+    ShardRanges,
     WeightLayout,
     layout_from_shards,
     rank_list,
@@ -55,14 +55,12 @@ def cells(part: ShardRanges, shape: tuple[int, ...]) -> np.ndarray:
     return found
 
 
-@settings(max_examples=200)
 @given(placements())
 def test_files_there_and_back(placement: Placement) -> None:
     again = Placement.from_plain(json.loads(placement.to_json()))
     assert again == placement
 
 
-@settings(max_examples=200)
 @given(placements())
 def test_the_layout_follows_from_what_ranks_hold(placement: Placement) -> None:
     for name, shape in SHAPES.items():
@@ -82,7 +80,6 @@ def test_parts_that_no_layout_gives_are_refused() -> None:
         layout_from_shards(grid, (8,), [(((0, 3),),), (((3, 8),),)])
 
 
-@settings(max_examples=100, deadline=None)
 @given(placements(), placements(), st.data())
 def test_the_list_of_ranks_is_enough_and_tight(
     source: Placement, target: Placement, data: st.DataObject
@@ -252,7 +249,6 @@ def test_wrong_strategy_files(value: Any, told: str) -> None:
         from_mindspore(value, "s.json")
 
 
-@settings(max_examples=200)
 @given(placements((2, 2, 2, 3)))
 def test_placements_as_strategy_files(placement: Placement) -> None:
     """Whatever MindSpore has a form for comes back with every rank holding the same."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrun.errors import UsageError
@@ -16,7 +16,12 @@ from pdrun.parallel.layouts.common_grid import unify_views
 from pdrun.parallel.layouts.device_matrix import Layout
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
-from pdrun.parallel.layouts.redistribute import _plan_by_search, plan_full_gather, redistribute, plan_redistribution
+from pdrun.parallel.layouts.redistribute import (
+    _plan_by_search,
+    plan_full_gather,
+    plan_redistribution,
+    redistribute,
+)
 from pdrun.parallel.layouts.view import VIRTUAL_AXIS, View
 from tests.parallel.layouts import simulated_ranks as simulate
 
@@ -103,7 +108,6 @@ def ends(draw: st.DrawFn, same_grid: bool, same_shape: bool, even: bool) -> tupl
 def test_random_layouts_against_dense_tensors(
     same_grid: bool, same_shape: bool, even: bool
 ) -> None:
-    @settings(max_examples=500, deadline=None)
     @given(ends(same_grid, same_shape, even))
     def holds(pair: tuple[View, View]) -> None:
         plan = plan_redistribution(*pair)
@@ -114,7 +118,6 @@ def test_random_layouts_against_dense_tensors(
     holds()
 
 
-@settings(max_examples=60, deadline=None)
 @given(ends(same_grid=True, same_shape=True, even=False))
 def test_what_the_search_finds_is_right(pair: tuple[View, View]) -> None:
     """For small tensors `route` does not search."""
@@ -139,13 +142,11 @@ def test_axes_wait_on_another_dim() -> None:
     simulate.check(redistribute(L("tp", None), L(("dp", "tp"), None), (16, 16), grid))
 
 
-@settings(max_examples=200, deadline=None)
 @given(ends(same_grid=False, same_shape=False, even=False))
 def test_the_fall_back_itself_is_right(pair: tuple[View, View]) -> None:
     simulate.check(plan_full_gather(*pair))
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_virtual_parts_lie_on_one_device(data: st.DataObject) -> None:
     grid = data.draw(grid_of(4))

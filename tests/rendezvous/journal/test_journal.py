@@ -16,60 +16,72 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrun import eventlog
 from pdrun.clock import FakeClock
 from pdrun.errors import ConfigError, RendezvousError
-from pdrun.eventlog import Event, EventLog
+from pdrun.eventlog import EventLog, LogEvent
 from pdrun.rendezvous.journal import file as journals
-from pdrun.rendezvous.journal.file import Header, Journal, Past, create, digest, reopen
-from pdrun.rendezvous.journal.recovery import begin, enter, of_same_run, resume
-from pdrun.rendezvous.journal.replay import Keeper, Restored, not_written, replay
+from pdrun.rendezvous.journal.file import (
+    Journal,
+    JournalHeader,
+    JournalHistory,
+    config_digest,
+    create_journal,
+    reopen_journal,
+)
+from pdrun.rendezvous.journal.recovery import adopt_run_name, begin_job, begin_or_resume, resume_job
+from pdrun.rendezvous.journal.replay import (
+    JournalWriter,
+    RestoredJob,
+    find_unwritten,
+    replay_journal,
+)
 from pdrun.rendezvous.membership.machine import IllegalEvent, JobState, Membership
 from pdrun.rendezvous.protocol import messages as m
 from pdrun.rendezvous.protocol.codec import CodecError, event_from_plain, event_to_plain
 from pdrun.rendezvous.protocol.events import (
-    Disconnected,
-    GivenUp,
-    Happening,
-    Heard,
-    Orphaned,
-    Received,
-    Resumed,
+    AgentLost,
+    AgentsAlive,
+    LocalStop,
+    LostNode,
+    MembershipEvent,
+    MessageReceived,
+    NodesLost,
+    PeerDisconnected,
     SchedulerConfig,
-    Silent,
-    StopOrdered,
+    SchedulerResumed,
     Tick,
 )
 from pdrun.rendezvous.scheduler.service import Service
 from pdrun.rendezvous.transport.base import MemoryHub
 from tests.rendezvous.helpers import cause, config, hello, until
 
-EVENTS: list[Happening] = [
-    Received("p", hello("a")),
-    Received("p", m.Join("n", None, 2, {"command": "x"}, "h:1", "{}")),
-    Received("p", m.WorkerExit(0, 1, cause(traceback="t", tail=("a", "b")))),
-    Received("p", m.Stacks(0, (m.StackGroup((0, 1), "here"),))),
-    Received("p", m.Progress(0, (m.Step(0, 5, 0.25),), 4)),
-    Heard(("p", "q")),
-    Disconnected("p"),
+EVENTS: list[MembershipEvent] = [
+    MessageReceived("p", hello("a")),
+    MessageReceived("p", m.Join("n", None, 2, {"command": "x"}, "h:1", "{}")),
+    MessageReceived("p", m.WorkerExit(0, 1, cause(traceback="t", tail=("a", "b")))),
+    MessageReceived("p", m.Stacks(0, (m.StackGroup((0, 1), "here"),))),
+    MessageReceived("p", m.Progress(0, (m.Step(0, 5, 0.25),), 4)),
+    AgentsAlive(("p", "q")),
+    PeerDisconnected("p"),
     Tick(),
-    StopOrdered(15, "me", True),
-    Orphaned("gone"),
-    Resumed("s" * 32),
-    GivenUp((Silent("a", "nothing was heard of it for 10.1 s", 12.5),)),
+    LocalStop(15, "me", True),
+    AgentLost("gone"),
+    SchedulerResumed("s" * 32),
+    NodesLost((LostNode("a", "nothing was heard of it for 10.1 s", 12.5),)),
 ]
 
 
-def header(settings: SchedulerConfig, now: float = 1000.0) -> Header:
-    return Header(settings.job, settings.run, digest(settings), "s" * 32, now, 1_700_000_000.0)
+def header(settings: SchedulerConfig, now: float = 1000.0) -> JournalHeader:
+    return JournalHeader(settings.job, settings.run, config_digest(settings), "s" * 32, now, 1_700_000_000.0)
 
 
-def written(path: Path, groups: list[list[Happening]]) -> bytes:
+def written(path: Path, groups: list[list[MembershipEvent]]) -> bytes:
     """Write a journal with so many commits; return its bytes."""
-    journal = create(path, header(config()))
+    journal = create_journal(path, header(config()))
     for number, group in enumerate(groups):
         for event in group:
             journal.add(1000.0 + number, event)
@@ -80,12 +92,12 @@ def written(path: Path, groups: list[list[Happening]]) -> bytes:
 
 def test_every_event_comes_back(tmp_path: Path) -> None:
     written(tmp_path / "new" / "j", [EVENTS])
-    journal, past = reopen(tmp_path / "new" / "j")
+    journal, past = reopen_journal(tmp_path / "new" / "j")
     journal.close()
     assert [entry.event for entry in past.entries] == EVENTS
     assert past.header == header(config()) and past.torn == 0
     assert stat.S_IMODE((tmp_path / "new" / "j").stat().st_mode) == 0o600
-    assert {type(event) for event in EVENTS} == set(Happening.__args__), (
+    assert {type(event) for event in EVENTS} == set(MembershipEvent.__args__), (
         "an event that the journal was not asked about"
     )
 
@@ -117,12 +129,12 @@ def test_an_end_that_is_torn_at_any_byte_is_cut_off(tmp_path: Path) -> None:
     first = len(written(path, [EVENTS[:2], EVENTS[2:3]]))
     for cut in range(first, len(whole)):
         path.write_bytes(whole[:cut])
-        journal, past = reopen(path)
+        journal, past = reopen_journal(path)
         assert [entry.event for entry in past.entries] == EVENTS[:3] and past.torn == cut - first
         journal.add(1010.0, Tick())  # and it goes on from there
         journal.commit()
         journal.close()
-        journal, past = reopen(path)
+        journal, past = reopen_journal(path)
         journal.close()
         assert [entry.event for entry in past.entries] == [*EVENTS[:3], Tick()] and past.torn == 0
         assert past.entries[-1].group > past.entries[-2].group
@@ -132,7 +144,7 @@ def test_bytes_that_were_never_written_are_a_torn_end(tmp_path: Path) -> None:
     path = tmp_path / "j"
     whole = written(path, [EVENTS])
     path.write_bytes(whole + bytes(5000))
-    journal, past = reopen(path)
+    journal, past = reopen_journal(path)
     journal.close()
     assert len(past.entries) == len(EVENTS) and past.torn == 5000 and path.read_bytes() == whole
 
@@ -150,7 +162,7 @@ def test_every_flipped_byte_is_damage_that_names_its_place(tmp_path: Path) -> No
         broken[at] ^= 1 << (at % 8)
         path.write_bytes(broken)
         with pytest.raises(RendezvousError) as caught:
-            reopen(path)
+            reopen_journal(path)
         assert str(path) in str(caught.value) and caught.value.exit_code == 69
         place = int(str(caught.value).split("at byte ")[1].split(":")[0])
         assert place <= at and (place >= ends[0] or at < ends[0]), (
@@ -167,16 +179,16 @@ def test_entries_cannot_be_taken_out_or_exchanged(tmp_path: Path) -> None:
         path.unlink()
     path.write_bytes(whole[: sizes[1]] + whole[sizes[2] :])
     with pytest.raises(RendezvousError, match=f"damaged at byte {sizes[1]}"):
-        reopen(path)
+        reopen_journal(path)
 
 
 def test_a_journal_has_one_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdrun.rendezvous.journal.file.LOCK_WAIT", 0.1)
-    journal = create(tmp_path / "j", header(config()))
+    monkeypatch.setattr("pdrun.rendezvous.journal.file.LOCK_SECONDS", 0.1)
+    journal = create_journal(tmp_path / "j", header(config()))
     with pytest.raises(ConfigError, match="another scheduler writes this journal"):
-        reopen(tmp_path / "j")
+        reopen_journal(tmp_path / "j")
     journal.close()
-    reopen(tmp_path / "j")[0].close()
+    reopen_journal(tmp_path / "j")[0].close()
 
 
 def test_who_waits_for_the_lock_does_not_get_a_file_that_was_removed(
@@ -186,30 +198,30 @@ def test_who_waits_for_the_lock_does_not_get_a_file_that_was_removed(
     The job's end lets the lock go and the file with it; the next scheduler begins a journal that is
     there.
     """
-    path, clock, locks = tmp_path / "j", FakeClock(), journals._lock
-    first = begin(config(), clock, path)
+    path, clock, locks = tmp_path / "j", FakeClock(), journals._lock_file
+    first = begin_job(config(), clock, path)
 
     def lock(where: Path, fd: int) -> None:
         first.forget()
         locks(where, fd)
 
-    monkeypatch.setattr(journals, "_lock", lock)
+    monkeypatch.setattr(journals, "_lock_file", lock)
     with pytest.raises(FileNotFoundError):
-        reopen(path)
-    monkeypatch.setattr(journals, "_lock", locks)
-    first = begin(config(), clock, path)
-    monkeypatch.setattr(journals, "_lock", lock)
-    second = enter(config(), clock, path)
+        reopen_journal(path)
+    monkeypatch.setattr(journals, "_lock_file", locks)
+    first = begin_job(config(), clock, path)
+    monkeypatch.setattr(journals, "_lock_file", lock)
+    second = begin_or_resume(config(), clock, path)
     assert not second.resumed and not second.warning and path.exists()
     second.close()
-    assert reopen(path)[1].header.scheduler == second.scheduler
+    assert reopen_journal(path)[1].header.scheduler == second.scheduler
 
 
 def test_only_the_own_file_is_removed(tmp_path: Path) -> None:
     """The name may be the next job's by the time that a disk answers."""
-    first = create(tmp_path / "j", header(config()))
+    first = create_journal(tmp_path / "j", header(config()))
     (tmp_path / "j").unlink()
-    second = create(tmp_path / "j", header(config()))
+    second = create_journal(tmp_path / "j", header(config()))
     first.discard()
     assert (tmp_path / "j").exists()
     second.discard()
@@ -221,35 +233,35 @@ def test_a_journal_in_which_nothing_stands_yet_is_begun(tmp_path: Path, length: 
     path, clock = tmp_path / "j", FakeClock()
     path.write_bytes(written(path, [])[:length])
     path.chmod(0o644)
-    assert of_same_run(config(run="made-up"), path).run == "made-up"
-    begun = enter(config(), clock, path)
+    assert adopt_run_name(config(run="made-up"), path).run == "made-up"
+    begun = begin_or_resume(config(), clock, path)
     assert not begun.resumed and not begun.warning and path.stat().st_mode & 0o777 == 0o600
     begun.close()
-    assert enter(config(), clock, path).resumed
+    assert begin_or_resume(config(), clock, path).resumed
 
 
 def test_a_file_of_something_else_is_not_begun(tmp_path: Path) -> None:
     (tmp_path / "j").write_text("my thesis")
     for call in (
-        lambda: of_same_run(config(), tmp_path / "j"),
-        lambda: enter(config(), FakeClock(), tmp_path / "j"),
+        lambda: adopt_run_name(config(), tmp_path / "j"),
+        lambda: begin_or_resume(config(), FakeClock(), tmp_path / "j"),
     ):
         with pytest.raises(RendezvousError, match="no journal of this version"):
             call()
     with pytest.raises(FileExistsError):
-        create(tmp_path / "j", header(config()))
+        create_journal(tmp_path / "j", header(config()))
     assert (tmp_path / "j").read_text() == "my thesis"
 
 
 def test_a_journal_of_another_job_or_of_other_settings_is_refused(tmp_path: Path) -> None:
     path, clock = tmp_path / "j", FakeClock()
-    begin(config(), clock, path).close()
+    begin_job(config(), clock, path).close()
     for other in ({"job": "another"}, {"run": "run-2"}, {"grace": 3.0}, {"nodes": 3}):
         with pytest.raises(ConfigError, match="another journal"):
-            resume(config(**other), clock, path)
-    assert of_same_run(config(run="made-up"), path).run == "run-1"
-    assert of_same_run(config(run="made-up"), tmp_path / "none").run == "made-up"
-    assert enter(config(), clock, path).resumed
+            resume_job(config(**other), clock, path)
+    assert adopt_run_name(config(run="made-up"), path).run == "run-1"
+    assert adopt_run_name(config(run="made-up"), tmp_path / "none").run == "made-up"
+    assert begin_or_resume(config(), clock, path).resumed
 
 
 @pytest.mark.parametrize(
@@ -258,13 +270,13 @@ def test_a_journal_of_another_job_or_of_other_settings_is_refused(tmp_path: Path
 def test_what_is_no_journal_is_called_that(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "j").write_bytes(text)
     with pytest.raises(RendezvousError, match="damaged at byte"):
-        reopen(tmp_path / "j")
+        reopen_journal(tmp_path / "j")
 
 
 def test_folders_that_are_made_for_it_are_private(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
-        create(tmp_path / "logs" / "run" / "j", header(config())).close()
+        create_journal(tmp_path / "logs" / "run" / "j", header(config())).close()
     finally:
         os.umask(before)
     assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("logs", "logs/run")] == [
@@ -274,14 +286,14 @@ def test_folders_that_are_made_for_it_are_private(tmp_path: Path) -> None:
 
 def test_a_folder_in_the_journals_place_is_the_users_mistake(tmp_path: Path) -> None:
     with pytest.raises(RendezvousError, match="cannot be read: Is a directory"):
-        of_same_run(config(run="made-up"), tmp_path)
+        adopt_run_name(config(run="made-up"), tmp_path)
 
 
 def test_entries_that_do_not_follow_are_damage(tmp_path: Path) -> None:
     path = tmp_path / "j"
-    written(path, [[Received("p", m.Ready(0))]])
+    written(path, [[MessageReceived("p", m.Ready(0))]])
     with pytest.raises(RendezvousError, match="the job was not there"):
-        resume(config(), FakeClock(), path)
+        resume_job(config(), FakeClock(), path)
 
 
 # A journal that cannot be written
@@ -290,15 +302,15 @@ def test_entries_that_do_not_follow_are_damage(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
 def test_a_full_disk_costs_the_way_back_and_not_the_job(tmp_path: Path) -> None:
-    events: list[Event] = []
-    recovery = begin(config(nodes=1), FakeClock(), tmp_path / "j")
+    events: list[LogEvent] = []
+    recovery = begin_job(config(nodes=1), FakeClock(), tmp_path / "j")
     service = Service(
         config(nodes=1), MemoryHub(), clock=FakeClock(), record=events.extend, recovery=recovery
     )
     hub = service.transport
-    assert isinstance(hub, MemoryHub) and recovery._keeper is not None
+    assert isinstance(hub, MemoryHub) and recovery._writer is not None
     full = os.open("/dev/full", os.O_WRONLY)
-    os.dup2(full, recovery._keeper.journal._fd)
+    os.dup2(full, recovery._writer.journal._fd)
     os.close(full)
     end = hub.connect()
     for number, message in enumerate((hello("a"), m.Join("n", None, 1, store="h:1"))):
@@ -329,10 +341,10 @@ def test_a_disk_that_hangs_costs_the_way_back_and_not_the_job(
         free.wait(60)
         synced(fd)
 
-    recovery = begin(config(nodes=1), FakeClock(), tmp_path / "j")
-    monkeypatch.setattr(journals, "ANSWER", 0.1)
+    recovery = begin_job(config(nodes=1), FakeClock(), tmp_path / "j")
+    monkeypatch.setattr(journals, "DISK_SECONDS", 0.1)
     monkeypatch.setattr(os, "fdatasync", sync)
-    events: list[Event] = []
+    events: list[LogEvent] = []
     service = Service(
         config(nodes=1), MemoryHub(), clock=FakeClock(), record=events.extend, recovery=recovery
     )
@@ -357,21 +369,21 @@ def test_a_disk_that_hangs_costs_the_way_back_and_not_the_job(
 
 def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    recovery = begin(config(), FakeClock(), tmp_path / "file" / "j")
+    recovery = begin_job(config(), FakeClock(), tmp_path / "file" / "j")
     assert "cannot be written" in recovery.warning and not recovery.resumed
 
 
 def test_without_an_event_log_the_terminals_are_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    recovery = begin(config(nodes=2), FakeClock(), tmp_path / "j")
+    recovery = begin_job(config(nodes=2), FakeClock(), tmp_path / "j")
     service = Service(config(nodes=2), MemoryHub(), clock=FakeClock(), recovery=recovery)
     hub = service.transport
-    assert isinstance(hub, MemoryHub) and recovery._keeper is not None
+    assert isinstance(hub, MemoryHub) and recovery._writer is not None
     end = hub.connect()
     end.send(m.Envelope("a", 0, 0, hello("a")))
     end.send(m.Envelope("a", 0, 1, m.Join("n", None, 1, store="h:1")))
     service.poll_once(0.0)
-    os.close(recovery._keeper.journal._fd)
+    os.close(recovery._writer.journal._fd)
     end.send(m.Envelope("a", 0, 2, m.StopRequest(15, "me")))
     service.poll_once(0.0)
     service.poll_once(0.0)
@@ -437,10 +449,10 @@ class Walk:
         self.settings, self.path, self.random = settings, path, random.Random(seed)
         self.now, self.kills = 1000.0, 0
         self.machine = Membership(settings, "s" * 32, self.now)
-        self.keeper = Keeper(create(path, header(settings)))
+        self.keeper = JournalWriter(create_journal(path, header(settings)))
         self.nodes = [Node(f"n{i}") for i in range(settings.nodes + settings.spares + 1)]
 
-    def step(self, event: Happening) -> None:
+    def step(self, event: MembershipEvent) -> None:
         self.keeper.before(self.machine, event)
         try:
             actions = self.machine.step(event, self.now)
@@ -456,7 +468,7 @@ class Walk:
 
     def say(self, node: Node, message: m.Message) -> None:
         if node.peer:
-            self.step(Received(node.peer, message))
+            self.step(MessageReceived(node.peer, message))
 
     def turn(self) -> None:
         node, chance = self.random.choice(self.nodes), self.random.random()
@@ -472,7 +484,7 @@ class Walk:
             self.say(node, hello(node.agent, incarnation=node.incarnation))
             self.say(node, m.Join(node.name, None, 2, store=f"{node.name}:1"))
         elif chance < 0.36:
-            self.step(Disconnected(node.peer))
+            self.step(PeerDisconnected(node.peer))
             node.peer = ""
         elif chance < 0.38:
             self.say(node, self.random.choice([m.Leave("bye"), m.Depart("away")]))
@@ -480,9 +492,9 @@ class Walk:
         elif chance < 0.385:
             self.say(node, m.StopRequest(2, node.name))
         elif chance < 0.39:
-            self.step(Received("viewer", hello("v", role="view")))
-            self.step(Received("viewer", m.StatusQuery()))
-            self.step(Disconnected("viewer"))
+            self.step(MessageReceived("viewer", hello("v", role="view")))
+            self.step(MessageReceived("viewer", m.StatusQuery()))
+            self.step(PeerDisconnected("viewer"))
         else:
             self.work(node)
 
@@ -514,22 +526,22 @@ class Walk:
         else:
             self.say(node, m.Finished(generation, f"{node.name}:2"))
 
-    def read(self) -> tuple[Journal, Past, Restored]:
+    def read(self) -> tuple[Journal, JournalHistory, RestoredJob]:
         self.keeper.journal.commit()
         self.keeper.journal.close()
-        journal, past = reopen(self.path)
-        return journal, past, replay(self.settings, past, self.path)
+        journal, past = reopen_journal(self.path)
+        return journal, past, replay_journal(self.settings, past, self.path)
 
     def kill(self) -> None:
         """The scheduler dies, and its successor goes on."""
         journal, _, restored = self.read()
         assert picture(restored.machine) == picture(self.machine)
-        self.machine, self.keeper = restored.machine, Keeper(journal)
+        self.machine, self.keeper = restored.machine, JournalWriter(journal)
         self.kills += 1
         self.now += 1.0
         for node in self.nodes:
             node.peer = ""
-        self.step(Resumed(f"{self.kills:032x}"))
+        self.step(SchedulerResumed(f"{self.kills:032x}"))
 
 
 @given(
@@ -540,7 +552,6 @@ class Walk:
     st.sampled_from([0.0, 30.0]),
     st.integers(0, 4),
 )
-@settings(max_examples=80, deadline=None)
 def test_replay_leads_to_the_same_state(
     seed: int, nodes: int, spares: int, restarts: int, grow: float, fewer: int
 ) -> None:
@@ -596,9 +607,9 @@ def test_heartbeats_ticks_and_viewers_have_no_entries(tmp_path: Path) -> None:
         walk.now += 0.25
         walk.say(node, m.Heartbeat(number, number))
         walk.step(Tick())
-        walk.step(Received("viewer", hello("v", role="view")))
-        walk.step(Received("viewer", m.StatusQuery()))
-        walk.step(Disconnected("viewer"))
+        walk.step(MessageReceived("viewer", hello("v", role="view")))
+        walk.step(MessageReceived("viewer", m.StatusQuery()))
+        walk.step(PeerDisconnected("viewer"))
     assert len(walk.keeper.journal._pending) == before
     walk.keeper.journal.close()
 
@@ -610,7 +621,7 @@ def test_heartbeats_ticks_and_viewers_have_no_entries(tmp_path: Path) -> None:
 def test_what_was_decided_and_not_written_is_written_by_the_successor(tmp_path: Path) -> None:
     """Killed between the journal and the event log, and in the middle of a line of it."""
     path, log, clock = tmp_path / "j", tmp_path / "events.jsonl", FakeClock()
-    recovery = begin(config(nodes=1), clock, path)
+    recovery = begin_job(config(nodes=1), clock, path)
     service = Service(
         config(nodes=1), MemoryHub(), clock=clock, record=EventLog(log).extend, recovery=recovery
     )
@@ -627,12 +638,12 @@ def test_what_was_decided_and_not_written_is_written_by_the_successor(tmp_path: 
     for cut in (last, last + 10, len(whole) - 1, len(whole)):
         log.write_text(whole[:cut])
         path.write_bytes(past)
-        found = resume(config(nodes=1), clock, path, log)
+        found = resume_job(config(nodes=1), clock, path, log)
         again = Service(
             config(nodes=1), MemoryHub(), clock=clock, record=EventLog(log).extend, recovery=found
         )
-        status = eventlog.replay(eventlog.read(log))
-        kinds = [event.kind for event in eventlog.read(log)]
+        status = eventlog.replay_events(eventlog.read_events(log))
+        kinds = [event.kind for event in eventlog.read_events(log)]
         assert status.state == "running" and kinds[:3] == ["created", "joined", "assigned"]
         assert kinds.count("started") == 1 and kinds[-1] == "resumed"
         assert len(again._lines) == 5
@@ -642,7 +653,7 @@ def test_what_was_decided_and_not_written_is_written_by_the_successor(tmp_path: 
 def test_many_lines_of_one_commit_are_found_again(tmp_path: Path) -> None:
     """What a crowd's arrival led to is more than the end of a log as a rule is."""
     path, log, clock, count = tmp_path / "j", tmp_path / "events.jsonl", FakeClock(), 20
-    recovery = begin(config(nodes=count), clock, path)
+    recovery = begin_job(config(nodes=count), clock, path)
     hub = MemoryHub()
     service = Service(
         config(nodes=count), hub, clock=clock, record=EventLog(log).extend, recovery=recovery
@@ -655,14 +666,14 @@ def test_many_lines_of_one_commit_are_found_again(tmp_path: Path) -> None:
     recovery.close()
     assert log.stat().st_size > 1 << 20
     before = log.read_text()
-    found = resume(config(nodes=count), clock, path, log)
+    found = resume_job(config(nodes=count), clock, path, log)
     assert not found.unwritten and log.read_text() == before
     found.close()
 
 
 def test_nothing_is_written_twice_into_the_event_log(tmp_path: Path) -> None:
-    restored = Restored(
-        Membership(config(), "s" * 32, 0.0), (Event("a", 1.0), Event("b", 2.0, {"x": (1,)})), 1
+    restored = RestoredJob(
+        Membership(config(), "s" * 32, 0.0), (LogEvent("a", 1.0), LogEvent("b", 2.0, {"x": (1,)})), 1
     )
-    assert not_written(restored, []) == [Event("b", 2.0, {"x": (1,)})]
-    assert not_written(restored, [Event("b", 9.0, {"x": [1]})]) == []
+    assert find_unwritten(restored, []) == [LogEvent("b", 2.0, {"x": (1,)})]
+    assert find_unwritten(restored, [LogEvent("b", 9.0, {"x": [1]})]) == []

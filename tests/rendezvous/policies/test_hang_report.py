@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrun.rendezvous.membership.machine import IllegalEvent, JobState
-from pdrun.rendezvous.policies.hang_report import Inquiry, named
-from pdrun.rendezvous.protocol.codec import LONGEST
+from pdrun.rendezvous.policies.hang_report import HangInquiry, format_ranks
+from pdrun.rendezvous.protocol.codec import MAX_TEXT_CHARS
 from pdrun.rendezvous.protocol.messages import (
     Cause,
     Hung,
@@ -181,7 +181,7 @@ def test_a_rank_of_another_node_cannot_hang_here() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.text(max_size=300)), max_size=120))
 def test_a_picture_is_bounded_and_names_each_rank_once(found: list[tuple[int, str]]) -> None:
-    inquiry = Inquiry(0, "a", "why", 0.0, {f"n{node}": f"n{node}" for node in range(41)})
+    inquiry = HangInquiry(0, "a", "why", 0.0, {f"n{node}": f"n{node}" for node in range(41)})
     for node in range(41):
         ranks = [place for place, (where, _) in enumerate(found) if where == node]
         inquiry.take(
@@ -192,10 +192,10 @@ def test_a_picture_is_bounded_and_names_each_rank_once(found: list[tuple[int, st
     counted = [rank for _, ranks in inquiry.groups.values() for rank in ranks] + inquiry.further
     assert sorted(counted) == list(range(len(found)))
     assert len(inquiry.groups) <= 64
-    assert len(inquiry.picture({f"n{i}" * 50: range(i, i + 2) for i in range(100)})) < LONGEST
+    assert len(inquiry.picture({f"n{i}" * 50: range(i, i + 2) for i in range(100)})) < MAX_TEXT_CHARS
 
 
 def test_ranks_are_named_in_pieces() -> None:
-    assert named([3]) == "rank 3"
-    assert named([8, 0, 1, 2]) == "ranks 0-2, 8"
-    assert named(range(0, 100, 2)) == "ranks 0, 2, 4, 6, 8, 10, 12, 14 ..."
+    assert format_ranks([3]) == "rank 3"
+    assert format_ranks([8, 0, 1, 2]) == "ranks 0-2, 8"
+    assert format_ranks(range(0, 100, 2)) == "ranks 0, 2, 4, 6, 8, 10, 12, 14 ..."

@@ -6,8 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdrun.rendezvous.membership.machine import JobState, StopOrdered
-from pdrun.rendezvous.policies.restart import Attempts, blanked, budget, counted, delay, hopeless
+from pdrun.rendezvous.membership.machine import JobState, LocalStop
+from pdrun.rendezvous.policies.restart import (
+    RestartHistory,
+    count_restart,
+    is_permanent,
+    mask_numbers,
+    restart_delay,
+    restarts_left,
+)
 from pdrun.rendezvous.protocol.messages import (
     Cause,
     CauseKind,
@@ -39,10 +46,10 @@ def again(machine: Machine, *names: str, wait: float = 31.0) -> None:
 
 
 def test_the_delay_doubles_while_restarts_follow_quickly() -> None:
-    setting, attempts, delays = config(max_restarts=20, backoff=2.0), Attempts(), []
+    setting, attempts, delays = config(max_restarts=20, backoff=2.0), RestartHistory(), []
     for lived in (1.0, 1.0, 59.0, 1.0, 1.0, 1.0, 1.0, 61.0, 1.0, 1.0):
-        attempts = counted(setting, attempts, lived, 0.0)
-        delays.append(delay(setting, attempts))
+        attempts = count_restart(setting, attempts, lived, 0.0)
+        delays.append(restart_delay(setting, attempts))
     assert delays == [0.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 0.0, 2.0, 4.0]
 
 
@@ -50,16 +57,16 @@ def test_the_delay_doubles_while_restarts_follow_quickly() -> None:
 def test_only_restarts_inside_the_window_count(gaps: list[float], most: int, window: float) -> None:
     setting, attempts, now, made = (
         config(max_restarts=most, restart_window=window),
-        Attempts(),
+        RestartHistory(),
         0.0,
         [],
     )
     for gap in gaps:
         now += gap
         recent = [at for at in made if now - at < window]
-        assert budget(setting, attempts, now) == most - len(recent)
+        assert restarts_left(setting, attempts, now) == most - len(recent)
         if len(recent) < most:
-            attempts = counted(setting, attempts, 1.0, now)
+            attempts = count_restart(setting, attempts, 1.0, now)
             made.append(now)
     assert attempts.restarts == len(made)
 
@@ -98,7 +105,7 @@ def test_the_back_off_is_waited_for_and_said_and_a_stop_ends_it() -> None:
         machine.say(name, Ready(2))
     machine.fail("b", 1)
     machine.finish("a", "b")
-    machine.step(StopOrdered(2, "Ctrl-C"))
+    machine.step(LocalStop(2, "Ctrl-C"))
     assert machine.verdict.code == 130
 
 
@@ -187,7 +194,7 @@ def exception(summary: str, kind: CauseKind = "exception") -> Cause:
     ],
 )
 def test_what_is_hopeless(causes: list[Cause], expected: bool) -> None:
-    assert hopeless(causes) is expected
+    assert is_permanent(causes) is expected
 
 
 def test_hopeless_failures_are_not_tried_again() -> None:
@@ -277,5 +284,5 @@ def test_where_no_restart_was_asked_for_nothing_is_said() -> None:
 
 
 def test_what_differs_between_attempts_is_blanked() -> None:
-    assert blanked("rank 12 at 0xDEADbeef: 3.5 s") == "rank # at #: #.# s"
+    assert mask_numbers("rank 12 at 0xDEADbeef: 3.5 s") == "rank # at #: #.# s"
     assert cause().retry

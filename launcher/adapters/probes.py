@@ -27,6 +27,7 @@ def real(environ: Mapping[str, str] | None = None, root: Path = Path("/")) -> Pr
     return Probes(
         hostname=os.uname().nodename,
         is_here=_is_here,
+        address_for=_address_for,
         is_ancestor=lambda pid: _is_ancestor(pid, root),
         is_under=lambda commands: _is_under(commands, root),
         is_open=_is_open,
@@ -41,6 +42,17 @@ def _is_here(host: str) -> bool:
     from pdrun.launcher.common import network
 
     return network.is_here(host, os.uname().nodename, network.addresses())
+
+
+def _address_for(host: str) -> str:
+    # a machine's own name often resolves to loopback on that machine
+    from pdrun.launcher.common import network
+
+    own = {address.partition("%")[0] for _, address in network.addresses()}
+    for address in network.resolve(host):
+        if address.partition("%")[0] in own and not network.is_loopback(address):
+            return address
+    return network.route(None) or host
 
 
 def _lineage(root: Path) -> Iterator[tuple[int, str]]:

@@ -40,7 +40,7 @@ def enter(
     if spec.role == "scheduler":
         sys.exit(dynamic.run_scheduler(spec))
     prepare()
-    member = dynamic.join(spec)
+    member = dynamic.join_cluster(spec)
     return member, worker_of(member)
 
 

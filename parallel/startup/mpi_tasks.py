@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pdrun.endpoint import Endpoint, parse_endpoint, port_for
+from pdrun.endpoint import Endpoint, parse_endpoint, port_for_job
 from pdrun.errors import ConfigError
 from pdrun.worker_env import WorkerEnv
 
@@ -101,7 +101,7 @@ def meeting_point(found: Found, environ: Mapping[str, str], probes: Probes) -> E
     """
     if text := environ.get("PDRUN_SCHEDULER"):
         return parse_endpoint(text, where="PDRUN_SCHEDULER")
-    port = found.port if found.port is not None else port_for(f"{job_of(found)}-tasks")
+    port = found.port if found.port is not None else port_for_job(f"{job_of(found)}-tasks")
     if found.local_size == found.world:
         return Endpoint(LOOPBACK, port)
     host = found.hosts[0].name if found.hosts else found.head
@@ -137,7 +137,7 @@ def _meet(
     job = job_of(found)
     secret = find_secret()[0]
     if found.rank == 0:
-        child = _serve(scheduler, job, found, secret)
+        child = _serve(scheduler, job, found, secret, probes)
         atexit.register(_stay, child)  # before the member's own: it must have left by then
         scheduler = child.endpoint
     say, all_met = _voice(found.rank or 0)
@@ -148,7 +148,7 @@ def _meet(
         name=f"rank-{found.rank:08d}",
         rank=found.rank,
         timeout=TIMEOUT,
-        say=say,
+        show_line=say,
     )
     all_met()
     if member.world_size != found.world:
@@ -169,7 +169,9 @@ def _meet(
     return member, worker
 
 
-def _serve(scheduler: Endpoint, job: str, found: Found, secret: Secret) -> SchedulerChild:
+def _serve(
+    scheduler: Endpoint, job: str, found: Found, secret: Secret, probes: Probes
+) -> SchedulerChild:
     from pdrun.rendezvous.protocol.events import SchedulerConfig
     from pdrun.rendezvous.scheduler.child import SchedulerChild
 
@@ -183,35 +185,17 @@ def _serve(scheduler: Endpoint, job: str, found: Found, secret: Secret) -> Sched
         host=socket.gethostname(),
         unit="worker",
     )
+    host = scheduler.host
+    if host != LOOPBACK:
+        host = probes.address_for(host)
     try:
-        return SchedulerChild(
-            config, secret, endpoint=Endpoint(_own_address(scheduler.host), scheduler.port)
-        )
+        return SchedulerChild(config, secret, endpoint=Endpoint(host, scheduler.port))
     except ConfigError as error:
         if "in use" in error.what:
             error.hint = (
                 f"another job may hold it: set PDRUN_SCHEDULER={scheduler.host}:PORT for all ranks"
             )
         raise
-
-
-def _own_address(host: str) -> str:
-    """
-    Return the address of this machine that others reach by ``host``; its own name often means
-    loopback here.
-    """
-    from pdrun.launcher.common import network
-
-    if host == LOOPBACK:
-        return host
-    found = network.resolve(host)
-    own = {address.partition("%")[0] for _, address in network.addresses()}
-    far = [
-        address
-        for address in found
-        if address.partition("%")[0] in own and not network.is_loopback(address)
-    ]
-    return far[0] if far else network.route(None) or host
 
 
 def _stay(child: SchedulerChild) -> None:
@@ -232,13 +216,13 @@ def _voice(rank: int) -> tuple[Callable[[str], None], Callable[[], None]]:
     Who is missing is said by rank 0, and not of those who are only a moment late; what ends a job,
     by every rank.
     """
-    from pdrun import async_writer as lane
+    from pdrun import async_writer
 
     began = time.monotonic()
     met = list[bool]()
 
     def say(text: str) -> None:
         if met or (rank == 0 and time.monotonic() > began + PATIENCE):
-            lane.say(text)
+            async_writer.write_message(text)
 
     return say, lambda: met.append(True)

@@ -116,7 +116,7 @@ class Operators:
     def apply_in_stages(self, model: nn.Module, axes: Axes, sample: Any, split: Split) -> nn.Module:
         """
         Cut a model that a pipeline will cut besides: see
-        `pdrun.parallel.model.shards.StagedCutter`.
+        `pdrun.parallel.interfaces.StagedCutter`.
         """
         return self._apply(model, axes, sample, split)
 

@@ -143,7 +143,7 @@ class Pipeline:
     def apply(self, model: nn.Module, axes: Axes, sample: Any) -> tuple[nn.Module, Runner]:
         """
         Return this rank's stage of a model and what drives it; see
-        `pdrun.parallel.training.driver.Pipeline`.
+        `pdrun.parallel.interfaces.Pipeline`.
 
         Raises:
             UsageError: the model can't be cut as was said.

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import pdrun
 from pdrun.errors import UsageError
 from pdrun.parallel.comm import mesh
+from pdrun.parallel.interfaces import Cutter
 from pdrun.parallel.layouts.layout import L
-from pdrun.parallel.model.shards import Cutter
 from pdrun.parallel.operators.module import Operators
 from pdrun.parallel.parallelize import parallelize
 from pdrun.parallel.run import Run

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from pdrun.parallel.comm.groups import Axes
 from pdrun.parallel.layouts.layout import shard_range
-from pdrun.parallel.run import Run
 from pdrun.parallel.torch_compat import widest_float
-from pdrun.parallel.training.driver import MicroBatch
+from pdrun.parallel.training.driver import MicroBatch, StepContext
 from tests.lib.small_models import WIDTH, Tiny
 
 
@@ -34,7 +33,7 @@ class Stage(Tiny):
 
 
 class Stages:
-    """See `pdrun.parallel.training.driver.Pipeline`."""
+    """See `pdrun.parallel.interfaces.Pipeline`."""
 
     def __init__(self, microbatches: int) -> None:
         self.microbatches = microbatches
@@ -76,7 +75,7 @@ class Fill:
         """Nothing to tell."""
         return ""
 
-    def evaluate(self, run: Run, micros: Sequence[MicroBatch]) -> list[Any]:
+    def evaluate(self, run: StepContext, micros: Sequence[MicroBatch]) -> list[Any]:
         """Forward only, one micro-batch after the other."""
         axis, found = run.axes["pp"], []
         for micro in micros:
@@ -93,7 +92,7 @@ class Fill:
         run.engine.evaluated()
         return found
 
-    def passes(self, run: Run, micros: Sequence[MicroBatch]) -> Tensor:
+    def passes(self, run: StepContext, micros: Sequence[MicroBatch]) -> Tensor:
         """Fill the pipeline, then drain it."""
         axis = run.axes["pp"]
         first, last = axis.index == 0, axis.index == axis.size - 1
@@ -117,7 +116,7 @@ class Fill:
             if not last:
                 dist.send(y.detach(), axis.ranks[axis.index + 1], group=axis.group)
                 dist.send(
-                    torch.tensor(run.dice.calls), axis.ranks[axis.index + 1], group=axis.group
+                    torch.tensor(run.rng.calls), axis.ranks[axis.index + 1], group=axis.group
                 )
             taken.append((x, y))
         for micro, (x, y) in zip(micros, taken, strict=True):

@@ -436,7 +436,7 @@ def count_sends(case: Case) -> tuple[int, int]:
     """Return how many messages a rank sends in its second step, and their bytes."""
     run = make(case)
     run.step(batch_of(16, 0))
-    axes = run.driver.traffic.links.axes
+    axes = run.state.driver.traffic.links.axes
     axes.forget()
     run.step(batch_of(16, 1))
     count = axes.counts["send", ("pp",)]
@@ -451,7 +451,7 @@ def sent(run: Run, batches: list[Any]) -> tuple[Sent, Sent]:
     """
     Return calls and bytes over the data axes, counted in the last of some steps, and as predicted.
     """
-    comms = {id(part.comm): part.comm for part in [*run.engine.cuts, *run.engine.bundles]}.values()
+    comms = {id(part.comm): part.comm for part in [*run.state.engine.cuts, *run.state.engine.bundles]}.values()
     for batch in batches:
         for comm in comms:
             comm.calls.clear()
@@ -464,7 +464,7 @@ def sent(run: Run, batches: list[Any]) -> tuple[Sent, Sent]:
         )
         for kind in KINDS
     }
-    predicted = {kind: (one.calls, one.nbytes) for kind, one in volume.volumes(run).items()}
+    predicted = {kind: (one.calls, one.nbytes) for kind, one in volume.volumes(run.state).items()}
     return {kind: count for kind, count in counted.items() if count[0]}, predicted
 
 
@@ -483,7 +483,7 @@ def gathered(case: Case) -> tuple[int, int, int]:
     most = 0
 
     def now() -> int:
-        return sum(cut.full.untyped_storage().nbytes() for cut in run.engine.cuts)
+        return sum(cut.full.untyped_storage().nbytes() for cut in run.state.engine.cuts)
 
     def watched(start: Any) -> Any:
         def started() -> None:
@@ -493,10 +493,10 @@ def gathered(case: Case) -> tuple[int, int, int]:
 
         return started
 
-    for cut in run.engine.cuts:
+    for cut in run.state.engine.cuts:
         cut.start = watched(cut.start)  # type: ignore[method-assign]
     run.step(batch_of(case.rows[-1], 1))
-    return most, memory._gathered(run), now()
+    return most, memory._gathered(run.state), now()
 
 
 def outputs(case: Case) -> list[Any]:

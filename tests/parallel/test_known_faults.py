@@ -387,10 +387,10 @@ def compressed(level: int) -> Any:
 def counted(level: int, times: int, more: dict[str, Any]) -> dict[str, int]:
     run = zoo.make(dataclasses.replace(Case(4, level), accumulate=times), comm_fusion=1000, **more)
     run.step(zoo.batch_of(24, 0))
-    run.axis.calls.clear()
-    run.engine.cut.calls.clear()
+    run.state.data_group.calls.clear()
+    run.state.engine.cut.calls.clear()
     run.step(zoo.batch_of(24, 1))
-    return {**run.axis.calls, **run.engine.cut.calls}
+    return {**run.state.data_group.calls, **run.state.engine.cut.calls}
 
 
 def test_no_needless_collectives(worlds: Worlds) -> None:
@@ -457,7 +457,7 @@ def caught(level: int, fails: bool, more: tuple[tuple[str, Any], ...]) -> list[f
     raised.
     """
     run = zoo.make(Case(2, level, accumulate=3, more=more))
-    judge, calls = run.objective.loss, itertools.count(1)
+    judge, calls = run.state.objective.loss, itertools.count(1)
 
     def loss(output: Any, batch: Any) -> Any:
         if next(calls) == 3:
@@ -465,7 +465,7 @@ def caught(level: int, fails: bool, more: tuple[tuple[str, Any], ...]) -> list[f
         return judge(output, batch)  # type: ignore[misc]
 
     if fails:
-        run.objective.loss = loss
+        run.state.objective.loss = loss
         with pytest.raises(ValueError, match="of the user"):
             run.step(zoo.batch_of(24, 9))
         run.steps = 0

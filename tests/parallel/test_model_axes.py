@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import pdrun
-from pdrun.parallel.checkpoint import storage
+from pdrun.parallel.checkpoint.reader import Reader
 from pdrun.parallel.comm import autograd as c
 from pdrun.parallel.comm import mesh
 from pdrun.parallel.comm.groups import Axes
@@ -280,7 +280,7 @@ def test_saved_on_one_mesh_taken_up_on_another(
     again = worlds(two.world).run(saved, two, after[2], str(tmp_path / "b"), found[0][1])
     assert all(told[0] == found[0][0] for told in [*found, *again])
     assert [told[2] for told in again] == pytest.approx([found[0][2]] * two.world, rel=1e-5)
-    first, second = storage.Reader(Path(found[0][1])), storage.Reader(Path(again[0][1]))
+    first, second = Reader(Path(found[0][1])), Reader(Path(again[0][1]))
     names = {name for name in first.names() if not name.startswith("rng/")}
     assert names == {name for name in second.names() if not name.startswith("rng/")}
     assert "state/blocks.0.qkv.weight/exp_avg" in names
@@ -354,7 +354,7 @@ def test_weights_made_in_place_are_the_same_on_every_mesh(
 def evaluated(level: int, degrees: Degrees) -> Any:
     run = make(Case(4, level, accumulate=2, dropout=True), degrees)
     run.model.eval()
-    found = [(run.rows.index, out) for out in run.evaluate(zoo.batch_of(11, 0))]
+    found = [(run.state.rows.index, out) for out in run.evaluate(zoo.batch_of(11, 0))]
     run.model.train()
     run.step(zoo.batch_of(11, 0))
     return [(index, None if out is None else out.tolist()) for index, out in found]
@@ -438,7 +438,7 @@ def odd(level: int, honest: bool) -> Any:
     )
     run.verify([pair(12)])
     run.step(pair(12))
-    sums = run.engine.place.across(("tp",), ())[0].calls["all_reduce"]
+    sums = run.state.engine.place.across(("tp",), ())[0].calls["all_reduce"]
     return [value.tolist() for value in run.full_weights().values()], sums
 
 
@@ -484,7 +484,7 @@ class Halves:
         return tuple(leaf[:, low:high] for leaf in batch)
 
     def told(self, axes: Axes) -> str:
-        """See `tiles.SequenceCutter`."""
+        """See `pdrun.parallel.interfaces.SequenceCutter`."""
         return "positions are cut"
 
     def running(self, axes: Axes) -> Any:

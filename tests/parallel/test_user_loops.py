@@ -51,11 +51,11 @@ def overflow(level: int) -> tuple[int, float, float]:
     policy = pdrun.Precision("fp16", scale=2.0**30)
     run = pdrun.parallelize(mlp(), adam, loss, optimizer_level=level, precision=policy, clip=1.0)
     told = [run.step(rows(step)) for step in range(30)]
-    assert run.scale is not None
+    assert run.state.scale is not None
     return (
         sum(metrics.skipped for metrics in told),
         float(told[-1].grad_norm or "nan"),
-        run.scale.value,
+        run.state.scale.value,
     )
 
 
@@ -328,10 +328,10 @@ def test_verify_does_not_take_an_overflow_for_a_fault() -> None:
     run = pdrun.parallelize(
         mlp(), adam, loss, precision=pdrun.Precision("fp16", scale=2.0**30), clip=1.0
     )
-    assert run.scale is not None
+    assert run.state.scale is not None
     report = run.verify([rows()])
     assert report.steps[0].norm == pytest.approx(report.steps[0].norm_alone, rel=1e-2)
-    assert run.scale.value == 2.0**30 and run.step(rows()).skipped
+    assert run.state.scale.value == 2.0**30 and run.step(rows()).skipped
 
 
 # ---- complex weights --------------------------------------------------------

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from pdrun.errors import ConfigError
-from pdrun.parallel.checkpoint import save_load as saving
 from pdrun.parallel.checkpoint import storage
+from pdrun.parallel.checkpoint.plain_values import decode_value, encode_value
+from pdrun.parallel.checkpoint.reader import Reader
 from tests.lib import small_models as zoo
 from tests.lib.rank_pool import RankError, Worlds
 from tests.lib.small_models import Case
@@ -71,7 +72,7 @@ def changed_while_saving(folder: str) -> Any:
     want = run.full_weights()["emb.weight"].clone()
     started = run.save(folder, wait=False)
     run.step(zoo.batch_of(8, 1))  # changes every weight
-    reader = storage.Reader(started.wait())
+    reader = Reader(started.wait())
     return bool(torch.equal(reader.read("weights/emb.weight").view(want.shape), want))
 
 
@@ -128,7 +129,7 @@ def test_killed_at_a_write_the_last_whole_checkpoint_stays(worlds: Worlds, tmp_p
         assert world.processes[0].exitcode == -signal.SIGKILL
         found = storage.whole(folder)
         assert found, point
-        reader = storage.Reader(found[-1])
+        reader = Reader(found[-1])
         assert all(reader.read(name) is not None for name in reader.names())
         assert reader.run["steps"] in (1, 2)
 
@@ -163,7 +164,7 @@ def test_an_index_cannot_lead_out_of_its_folder(worlds: Worlds, tmp_path: Path) 
     (index,) = tmp_path.glob("step-*/rank-00000.json")
     index.write_text(index.read_text().replace("rank-00000.bin", "../../secret"))
     with pytest.raises(ConfigError, match="outside of the folder"):
-        storage.Reader(index.parent)
+        Reader(index.parent)
 
 
 def test_nothing_to_resume(worlds: Worlds, tmp_path: Path) -> None:
@@ -207,4 +208,4 @@ def test_a_folder_that_cannot_be_written_fails_on_every_rank(
     ],
 )
 def test_plain_values_come_back(value: Any) -> None:
-    assert saving.decode(json.loads(json.dumps(saving.encode(value)))) == value
+    assert decode_value(json.loads(json.dumps(encode_value(value)))) == value

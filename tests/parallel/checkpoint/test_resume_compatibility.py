@@ -20,8 +20,9 @@ from torch.optim import lr_scheduler as rates
 import pdrun
 from pdrun.errors import ConfigError, PdrunError, UsageError
 from pdrun.parallel.checkpoint import storage
+from pdrun.parallel.checkpoint.reader import Reader
 from pdrun.parallel.checkpoint.regions import Box
-from pdrun.parallel.checkpoint.storage import Piece, Reader
+from pdrun.parallel.checkpoint.storage import Piece
 from pdrun.parallel.run import Run
 from tests.lib.rank_pool import Worlds
 from tests.lib.worker_processes import clean
@@ -248,7 +249,7 @@ def damaged(folder: str, level: int) -> tuple[str, str, str, bool]:
     for step in range(2):
         run.step(rows(step))
         run.save(folder)
-    if run.context.rank == 1:
+    if run.state.context.rank == 1:
         new = Reader(Path(folder) / "step-00000002")
         read = Reader.read
 
@@ -267,7 +268,7 @@ def damaged(folder: str, level: int) -> tuple[str, str, str, bool]:
                 told.append(str(error))
         run.load(Path(folder) / "step-00000001")
     finally:
-        if run.context.rank == 1:
+        if run.state.context.rank == 1:
             Reader.read = read  # type: ignore[method-assign]
     other = made(optimizer_level=level)
     other.load(Path(folder) / "step-00000001")
@@ -296,7 +297,7 @@ def elsewhere(folder: str) -> list[str]:
     for name in (folder, f"{folder}/step-00000001"):
         mine = (
             Path(name)
-            if run.context.rank == 0
+            if run.state.context.rank == 0
             else Path(f"{folder}-that-this-rank-lacks") / Path(name).name
         )
         try:
@@ -406,7 +407,7 @@ def exported(folder: str, kind: str) -> str | bool:
         run.export(path)
     except UsageError as error:
         return str(error)
-    run.axis.from_first(torch.zeros(()), "that the file is there")
+    run.state.data_group.from_first(torch.zeros(()), "that the file is there")
     other = made(model=Kept(torch.zeros(3).to(dtype)))
     other.load_weights(path)
     return bool((other.model.kept.to(torch.float32) == value.to(torch.float32)).all())

@@ -19,8 +19,9 @@ from pdrun.errors import ConfigError, UsageError
 from pdrun.parallel.checkpoint import describe as offline_words
 from pdrun.parallel.checkpoint import storage
 from pdrun.parallel.checkpoint import transform as offline
+from pdrun.parallel.checkpoint.reader import Reader
 from pdrun.parallel.checkpoint.regions import Box, everything, volume
-from pdrun.parallel.checkpoint.storage import Piece, Reader
+from pdrun.parallel.checkpoint.storage import Piece
 from pdrun.parallel.comm import mesh as meshes
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.layouts.layout import L
@@ -252,7 +253,7 @@ def staged(folder: str) -> Any:
     run = piped.make(piped.Case(model="tied"))
     run.step(zoo.batch_of(16, 0))
     run.save(folder)
-    held = [weight.name for weight in run.engine.weights]
+    held = [weight.name for weight in run.state.engine.weights]
     return (
         run.plan.to_json(),
         {name: value.clone() for name, value in run.full_weights().items()},
@@ -422,7 +423,7 @@ def test_files_with_other_json_in_them_are_no_checkpoint(
     (folder / "rank-00000.json").write_text("[]")
     (folder / name).write_text(text)
     with pytest.raises(ConfigError, match="is no whole checkpoint"):
-        storage.Reader(folder)
+        Reader(folder)
 
 
 @pytest.mark.parametrize(

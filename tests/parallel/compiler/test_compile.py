@@ -20,7 +20,7 @@ from torch import nn
 import pdrun
 from pdrun.errors import UsageError
 from pdrun.parallel.compiler import compile as compiling
-from pdrun.parallel.model.copies import plain_copy
+from pdrun.parallel.report.model_copies import plain_copy
 from pdrun.parallel.tensor.style import Entry
 from tests.lib import compositions as mixed
 from tests.lib.compositions import Place, Task
@@ -136,7 +136,7 @@ def count(kind: str, compile: Any) -> Any:
     )
     assert held == [], "what a layer has gathered goes when the last of its modules has had it"
     told = {key: (one.calls, one.nbytes) for key, one in run.axes.counts.items()}
-    names = run.compiled
+    names = run.state.compiled
     assert not names or f"compiled: {names[0]}" in run.explain()
     return told, counters["stats"]["unique_graphs"], dict(counters["graph_break"]), names
 
@@ -217,7 +217,7 @@ def own() -> tuple[bool, list[str]]:
         recompute="full",
     )
     report = run.verify([torch.ones(2, 4)])
-    copied = plain_copy(run)
+    copied = plain_copy(run.state)
     return report.steps[0].worst < 1e-6, [
         name for name, each in copied.named_modules() if "forward" in vars(each)
     ]

@@ -192,8 +192,8 @@ def outputs() -> None:
     (found,) = run.evaluate(batch)
     with torch.no_grad():
         whole = run.model(batch["tokens"])
-    assert isinstance(run.sequences, ContextParallel)
-    torch.testing.assert_close(found, run.sequences.sequences(run.axes).take(whole, 1))
+    assert isinstance(run.state.sequences, ContextParallel)
+    torch.testing.assert_close(found, run.state.sequences.sequences(run.axes).take(whole, 1))
 
 
 def test_outputs_are_those_of_this_ranks_positions(worlds: Any) -> None:
@@ -203,7 +203,7 @@ def test_outputs_are_those_of_this_ranks_positions(worlds: Any) -> None:
 def mean_loss() -> None:
     """Make a step with a loss that is a mean."""
     run = make({"dp": 1, "cp": 2}, {}, 0.0)
-    run.objective.loss = lambda output, batch: f.cross_entropy(
+    run.state.objective.loss = lambda output, batch: f.cross_entropy(
         output.flatten(0, 1), batch["targets"].flatten()
     )
     run.step(batch_of(4, 12, 0))

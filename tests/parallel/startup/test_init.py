@@ -181,10 +181,10 @@ def test_dynamic_cluster_by_mindspores_names_ends_with_the_failing_code(tmp_path
 
 
 def _token(folder: Path) -> str:
-    from pdrun.rendezvous.protocol.security import Secret, token_text
+    from pdrun.rendezvous.protocol.security import Secret, format_token
 
     path = folder / "token"
-    path.write_text(token_text(Secret.random()) + "\n")
+    path.write_text(format_token(Secret.random()) + "\n")
     path.chmod(0o600)
     return str(path)
 

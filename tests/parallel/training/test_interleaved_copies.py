@@ -38,7 +38,7 @@ def train(case: Case, degrees: dict[str, int], copies: int) -> Any:
     kept = zoo.watched(run)
     told = [run.step(zoo.batch_of(rows, step)) for step, rows in enumerate(case.rows)]
     grads = {name: grad.numpy().copy() for name, grad in kept[0].items()}
-    return [m.loss for m in told], [m.grad_norm for m in told], grads, run.driver.turns
+    return [m.loss for m in told], [m.grad_norm for m in told], grads, run.state.driver.turns
 
 
 OFFLOAD = Offload(activations=True, least=0)
@@ -188,7 +188,7 @@ def test_copies_of_cut_weights_gather_each_once(worlds: Any) -> None:
 def failing() -> None:
     """Make a step whose second copy fails between two collectives."""
     run = make(Case(2), {"dp": 1, "tp": 2}, 2)
-    judge, seen = run.objective.loss, []
+    judge, seen = run.state.objective.loss, []
 
     def loss(output: Any, batch: Any) -> Any:
         seen.append(batch)
@@ -196,7 +196,7 @@ def failing() -> None:
             raise ValueError("the second copy")
         return judge(output, batch)
 
-    run.objective.loss = loss
+    run.state.objective.loss = loss
     run.step(zoo.batch_of(8, 0))
 
 

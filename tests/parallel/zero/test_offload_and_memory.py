@@ -56,15 +56,15 @@ def test_offloading_changes_no_bit(level: int, what: Any, worlds: Worlds, tmp_pa
 def moved(least: int) -> tuple[int, int]:
     run = zoo.make(Case(1), offload=offload.Offload(activations=True, least=least))
     run.step(zoo.batch_of(24, 0))
-    assert run.saver is not None
-    return run.saver.moved, memory.passes(run, zoo.batch_of(24, 0))
+    assert run.state.saver is not None
+    return run.state.saver.moved, memory.passes(run.state, zoo.batch_of(24, 0))
 
 
 def predicted_away() -> list[int]:
     batch, found = zoo.batch_of(24, 0), []
     for least, away in ((100, False), (100, True), (1 << 30, True)):
         run = zoo.make(Case(1), offload=offload.Offload(activations=True, least=least))
-        found.append(memory.passes(run, batch, away))
+        found.append(memory.passes(run.state, batch, away))
     return found
 
 
@@ -187,15 +187,15 @@ def predicted(level: int, recompute: Any) -> tuple[int, int]:
     run = zoo.make(Case(1, level, recompute=recompute))
     batch = zoo.batch_of(24, 0)
     run.step(batch)
-    want = memory.passes(run, batch)
+    want = memory.passes(run.state, batch)
     ledger = memory.Ledger()
-    run.engine.begin(True, True)
-    for weight in run.engine.weights:
+    run.state.engine.begin(True, True)
+    for weight in run.state.engine.weights:
         weight.param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
-    run.engine._hook = lambda index: lambda param: None  # type: ignore[method-assign, assignment]
+    run.state.engine._hook = lambda index: lambda param: None  # type: ignore[method-assign, assignment]
     ledger.forget([*run.model.parameters(), *run.model.buffers(), *batch])
     with ledger:
-        total, _ = run.objective_of(run.model, batch, range(24), 0)
+        total, _ = run.state.objective_of(run.model, batch, range(24), 0)
         total.backward()
     return want, ledger.peak
 
@@ -291,7 +291,7 @@ def test_weights_of_another_shape_are_refused(worlds: Worlds, tmp_path: Path) ->
 def leaves(case: Case) -> tuple[bool, int]:
     run = zoo.make(case, **dict(case.more))
     run.step(zoo.batch_of(24, 0))
-    engine, model = weakref.ref(run.engine), weakref.ref(run.model)
+    engine, model = weakref.ref(run.state.engine), weakref.ref(run.model)
     del run
     gc.collect()
     compat.end_groups()

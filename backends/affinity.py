@@ -25,13 +25,13 @@ from pdrun.errors import PdrunError, UsageError
 from pdrun.topology import CpuSet
 
 T = TypeVar("T")
-Mode = Literal["auto", "cores", "numa", "none"]
-Group = tuple[int, ...]
+BindMode = Literal["auto", "cores", "numa", "none"]
+CpuGroup = tuple[int, ...]
 """CPU numbers that belong together: the hyper-threads of a core, or the CPUs of a memory node."""
 
 
 @dataclass(frozen=True)
-class Binding:
+class CpuBinding:
     """What `split` decided; position i belongs to the worker of local rank i."""
 
     sets: tuple[tuple[int, ...], ...]
@@ -45,12 +45,12 @@ class Binding:
     """One line: what was done and why."""
 
     @property
-    def bound(self) -> bool:
+    def is_bound(self) -> bool:
         """Whether workers are bound at all."""
         return any(self.sets)
 
 
-def split(cpus: CpuSet, workers: int, mode: Mode = "auto") -> Binding:
+def split_cpus(cpus: CpuSet, workers: int, mode: BindMode = "auto") -> CpuBinding:
     """
     Deal the CPUs of a node to its workers.
 
@@ -67,30 +67,30 @@ def split(cpus: CpuSet, workers: int, mode: Mode = "auto") -> Binding:
         raise UsageError(f"{workers} worker(s) cannot share CPUs", where="--devices")
     if mode not in ("auto", "cores", "numa", "none"):
         raise UsageError(f"{mode!r} is not one of auto, cores, numa, none", where="--bind")
-    cores = _cores(cpus)
+    cores = _list_cores(cpus)
     if mode == "none":
-        return _unbound(cpus, workers, "not bound: asked for none")
+        return _leave_unbound(cpus, workers, "not bound: asked for none")
     if not cores:
-        return _unbound(cpus, workers, "not bound: the affinity mask is empty or unknown")
+        return _leave_unbound(cpus, workers, "not bound: the affinity mask is empty or unknown")
     if mode == "auto" and workers == 1:
-        return _unbound(cpus, workers, "not bound: one worker has the whole mask")
+        return _leave_unbound(cpus, workers, "not bound: one worker has the whole mask")
     if len(cores) < workers:
-        return _unbound(cpus, workers, f"not bound: {len(cores)} core(s) for {workers} workers")
+        return _leave_unbound(cpus, workers, f"not bound: {len(cores)} core(s) for {workers} workers")
     if mode == "numa":
-        nodes = _memory_nodes(cpus, cores)
+        nodes = _list_memory_nodes(cpus, cores)
         if not nodes:
-            return _bound(
-                cpus, _chunks(cores, workers), "cores dealt in order: memory nodes are unknown"
+            return _bind_workers(
+                cpus, _split_evenly(cores, workers), "cores dealt in order: memory nodes are unknown"
             )
-        return _bound(
+        return _bind_workers(
             cpus, _deal_nodes(nodes, workers), f"cores dealt inside {len(nodes)} memory node(s)"
         )
-    return _bound(
-        cpus, _chunks(cores, workers), f"{len(cores)} core(s) dealt to {workers} worker(s)"
+    return _bind_workers(
+        cpus, _split_evenly(cores, workers), f"{len(cores)} core(s) dealt to {workers} worker(s)"
     )
 
 
-def share(cpus: CpuSet, index: int, count: int) -> CpuSet:
+def share_cpus(cpus: CpuSet, index: int, count: int) -> CpuSet:
     """
     Return the part of a machine that simulated node ``index`` of ``count`` may use.
 
@@ -101,22 +101,22 @@ def share(cpus: CpuSet, index: int, count: int) -> CpuSet:
     if not 0 <= index < count:
         raise UsageError(f"{index} is not a place among {count} simulated node(s)", where="--local")
     quota = None if cpus.quota is None else cpus.quota / count
-    cores = _cores(cpus)
+    cores = _list_cores(cpus)
     if len(cores) < count:
         return CpuSet(
-            cpus.cpus, cpus.usable / count if quota is None else quota, cpus.cores, cpus.numa
+            cpus.cpus, cpus.usable_cpus / count if quota is None else quota, cpus.cores, cpus.numa
         )
-    mine = {cpu for core in _chunks(cores, count)[index] for cpu in core}
-    return CpuSet(tuple(sorted(mine)), quota, _only(cpus.cores, mine), _only(cpus.numa, mine))
+    mine = {cpu for core in _split_evenly(cores, count)[index] for cpu in core}
+    return CpuSet(tuple(sorted(mine)), quota, _restrict_groups(cpus.cores, mine), _restrict_groups(cpus.numa, mine))
 
 
-def _only(groups: Iterable[Group], wanted: set[int]) -> tuple[Group, ...]:
+def _restrict_groups(groups: Iterable[CpuGroup], wanted: set[int]) -> tuple[CpuGroup, ...]:
     """Cut groups down to the wanted CPUs; groups that have none of them go."""
     kept = (tuple(sorted(set(group) & wanted)) for group in groups)
     return tuple(group for group in kept if group)
 
 
-def _is_partition(groups: Sequence[Group], cpus: set[int]) -> bool:
+def _is_partition(groups: Sequence[CpuGroup], cpus: set[int]) -> bool:
     """
     Whether the groups hold each of the CPUs exactly once: a /sys that lies is treated as one that
     is silent.
@@ -125,44 +125,44 @@ def _is_partition(groups: Sequence[Group], cpus: set[int]) -> bool:
     return len(flat) == len(set(flat)) and set(flat) == cpus
 
 
-def _cores(cpus: CpuSet) -> tuple[Group, ...]:
+def _list_cores(cpus: CpuSet) -> tuple[CpuGroup, ...]:
     """
     Return the cores of the mask, neighbours in memory next to each other; each CPU is a core when
     unknown.
     """
     mask = set(cpus.cpus)
-    cores = _only(cpus.cores, mask)
+    cores = _restrict_groups(cpus.cores, mask)
     if not _is_partition(cores, mask):
         cores = tuple((cpu,) for cpu in sorted(mask))
     place = {cpu: number for number, node in enumerate(cpus.numa) for cpu in node}
     return tuple(sorted(cores, key=lambda core: (place.get(core[0], -1), core)))
 
 
-def _memory_nodes(cpus: CpuSet, cores: Sequence[Group]) -> tuple[tuple[Group, ...], ...]:
+def _list_memory_nodes(cpus: CpuSet, cores: Sequence[CpuGroup]) -> tuple[tuple[CpuGroup, ...], ...]:
     """
     Return the cores of each memory node; empty when nodes are unknown or a core lies in two of
     them.
     """
-    numa = _only(cpus.numa, set(cpus.cpus))
+    numa = _restrict_groups(cpus.numa, set(cpus.cpus))
     if not _is_partition(numa, set(cpus.cpus)):
         return ()
     nodes = tuple(tuple(core for core in cores if set(core) <= set(node)) for node in numa)
     return nodes if sum(map(len, nodes)) == len(cores) else ()
 
 
-def _chunks(row: Sequence[T], parts: int) -> list[Sequence[T]]:
+def _split_evenly(row: Sequence[T], parts: int) -> list[Sequence[T]]:
     """Cut a row into ``parts`` runs whose lengths differ by one at most, longer ones first."""
     least, extra = divmod(len(row), parts)
     starts = [part * least + min(part, extra) for part in range(parts + 1)]
     return [row[low:high] for low, high in pairwise(starts)]
 
 
-def _deal_nodes(nodes: Sequence[Sequence[Group]], workers: int) -> list[Sequence[Group]]:
+def _deal_nodes(nodes: Sequence[Sequence[CpuGroup]], workers: int) -> list[Sequence[CpuGroup]]:
     """
     Deal whole nodes when there are more of them than workers, else the cores inside each node.
     """
     if workers < len(nodes):
-        return [[core for node in run for core in node] for run in _chunks(nodes, workers)]
+        return [[core for node in run for core in node] for run in _split_evenly(nodes, workers)]
     counts = [0] * len(nodes)
     for _ in range(
         workers
@@ -176,25 +176,25 @@ def _deal_nodes(nodes: Sequence[Sequence[Group]], workers: int) -> list[Sequence
         part
         for node, count in zip(nodes, counts, strict=True)
         if count
-        for part in _chunks(node, count)
+        for part in _split_evenly(node, count)
     ]
 
 
-def _bound(cpus: CpuSet, parts: Sequence[Sequence[Group]], note: str) -> Binding:
+def _bind_workers(cpus: CpuSet, parts: Sequence[Sequence[CpuGroup]], note: str) -> CpuBinding:
     sets = tuple(tuple(sorted(cpu for core in part for cpu in core)) for part in parts)
     check_disjoint(sets)
-    shares = _spread(cpus.usable, len(sets))
+    shares = _share_threads(cpus.usable_cpus, len(sets))
     if cpus.quota is None or cpus.quota >= len(cpus.cpus):
-        return Binding(sets, tuple(map(len, sets)), f"bound: {note}")
+        return CpuBinding(sets, tuple(map(len, sets)), f"bound: {note}")
     threads = tuple(min(len(own), least) for own, least in zip(sets, shares, strict=True))
-    return Binding(sets, threads, f"bound: {note}; threads by the limit of {cpus.quota:g} CPU(s)")
+    return CpuBinding(sets, threads, f"bound: {note}; threads by the limit of {cpus.quota:g} CPU(s)")
 
 
-def _unbound(cpus: CpuSet, workers: int, note: str) -> Binding:
-    return Binding(((),) * workers, _spread(cpus.usable, workers), note)
+def _leave_unbound(cpus: CpuSet, workers: int, note: str) -> CpuBinding:
+    return CpuBinding(((),) * workers, _share_threads(cpus.usable_cpus, workers), note)
 
 
-def _spread(total: int, parts: int) -> tuple[int, ...]:
+def _share_threads(total: int, parts: int) -> tuple[int, ...]:
     """
     Share ``total`` threads among ``parts`` workers, the remainder to the first, at least 1 each.
     """
@@ -237,28 +237,28 @@ def read_cpus(root: Path = Path("/"), *, mask: Iterable[int] | None = None) -> C
         /sys/devices/system/cpu/cpu0/topology/core_cpus_list    0,64        (older kernels: thread_siblings_list)
         /sys/devices/system/node/node0/cpulist                  0-31,64-95
     """
-    own = set(_affinity() if mask is None else mask)
+    own = set(_read_mask() if mask is None else mask)
     system = root / "sys/devices/system"
-    numa = [parse_cpu_list(_text(path / "cpulist")) for path in _numbered(system / "node", "node")]
+    numa = [parse_cpu_list(_read_text(path / "cpulist")) for path in _list_numbered(system / "node", "node")]
     return CpuSet(
-        tuple(sorted(own)), _quota(root), _read_cores(system / "cpu", own), _only(numa, own)
+        tuple(sorted(own)), _read_quota(root), _read_cores(system / "cpu", own), _restrict_groups(numa, own)
     )
 
 
-def _affinity() -> set[int]:
+def _read_mask() -> set[int]:
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="ascii", errors="replace").strip()
     except OSError:
         return ""
 
 
-def _numbered(folder: Path, stem: str) -> list[Path]:
+def _list_numbered(folder: Path, stem: str) -> list[Path]:
     """Return the entries ``stem0``, ``stem1``, ... of a folder in numeric order."""
     try:
         names = [name for name in os.listdir(folder) if re.fullmatch(stem + "[0-9]+", name)]  # noqa: PTH208
@@ -267,7 +267,7 @@ def _numbered(folder: Path, stem: str) -> list[Path]:
     return [folder / name for name in sorted(names, key=lambda name: int(name[len(stem) :]))]
 
 
-def parse_cpu_list(text: str) -> Group:
+def parse_cpu_list(text: str) -> CpuGroup:
     """Parse the kernel's ``0-3,8,10-11``; text that is no such list gives the empty tuple."""
     cpus: set[int] = set()
     for part in filter(None, text.split(",")):
@@ -278,9 +278,9 @@ def parse_cpu_list(text: str) -> Group:
     return tuple(sorted(cpus))
 
 
-def _read_cores(folder: Path, own: set[int]) -> tuple[Group, ...]:
+def _read_cores(folder: Path, own: set[int]) -> tuple[CpuGroup, ...]:
     """Group the CPUs by core; empty when /sys does not say it for every one of them."""
-    cores: list[Group] = []
+    cores: list[CpuGroup] = []
     seen: set[int] = set()
     for cpu in sorted(own):
         if cpu in seen:
@@ -289,7 +289,7 @@ def _read_cores(folder: Path, own: set[int]) -> tuple[Group, ...]:
         siblings = (
             set(
                 parse_cpu_list(
-                    _text(place / "core_cpus_list") or _text(place / "thread_siblings_list")
+                    _read_text(place / "core_cpus_list") or _read_text(place / "thread_siblings_list")
                 )
             )
             & own
@@ -301,23 +301,23 @@ def _read_cores(folder: Path, own: set[int]) -> tuple[Group, ...]:
     return tuple(cores)
 
 
-def _quota(root: Path) -> float | None:
+def _read_quota(root: Path) -> float | None:
     """
     Return the smallest bandwidth limit, in CPUs, of the cgroups from this process up to the mount,
     or None.
     """
-    limits = [limit for folder in _cgroups(root) if (limit := _limit(folder)) is not None]
+    limits = [limit for folder in _list_cgroups(root) if (limit := _read_cgroup_quota(folder)) is not None]
     return min(limits, default=None)
 
 
-def _limit(folder: Path) -> float | None:
+def _read_cgroup_quota(folder: Path) -> float | None:
     """
     Return the limit of one cgroup of either version: ``cpu.max``, or ``cpu.cfs_quota_us /
     cpu.cfs_period_us``.
     """
-    words = _text(folder / "cpu.max").split()
+    words = _read_text(folder / "cpu.max").split()
     if not words:
-        words = [_text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")]
+        words = [_read_text(folder / "cpu.cfs_quota_us"), _read_text(folder / "cpu.cfs_period_us")]
     if (
         len(words) == 2
         and all(re.fullmatch("[0-9]+", word) for word in words)
@@ -327,18 +327,18 @@ def _limit(folder: Path) -> float | None:
     return None  # "max", "-1", or a file that is not there
 
 
-def _cgroups(root: Path) -> list[Path]:
+def _list_cgroups(root: Path) -> list[Path]:
     """
     Return the folders of the cgroups with a cpu controller that hold this process, leaf first,
     ancestors after.
     """
     paths = {}
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in _read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
         if not controllers or "cpu" in controllers.split(","):
             paths["cgroup" if controllers else "cgroup2"] = path
     folders: list[Path] = []
-    for kind, inner, mount in _cgroup_mounts(root):
+    for kind, inner, mount in _list_cgroup_mounts(root):
         base = root / mount.lstrip("/")
         # Without a cgroup namespace a container sees the host's path, while the mount shows only
         # what is below `inner`.
@@ -354,12 +354,12 @@ def _cgroups(root: Path) -> list[Path]:
     return folders
 
 
-def _cgroup_mounts(root: Path) -> list[tuple[str, str, str]]:
+def _list_cgroup_mounts(root: Path) -> list[tuple[str, str, str]]:
     """
     Return (file system, root inside it, mount point) of the cgroup mounts that may limit CPU time.
     """
     mounts = []
-    for line in _text(root / "proc/self/mountinfo").splitlines():
+    for line in _read_text(root / "proc/self/mountinfo").splitlines():
         # 30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate
         left, _, right = line.partition(" - ")
         fields = left.split()

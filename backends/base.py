@@ -18,7 +18,7 @@ from pdrun.topology import Device
 
 
 @dataclass(frozen=True)
-class Answer:
+class ToolAnswer:
     """
     What a vendor's tool said. It is asked only where files do not answer, and never for longer than
     3 seconds.
@@ -29,7 +29,7 @@ class Answer:
     """Its standard output; for ``failed`` the reason in one line."""
 
 
-Run = Callable[[Sequence[str]], Answer]
+ToolRunner = Callable[[Sequence[str]], ToolAnswer]
 """Runs a tool, bounded in time and output; see `pdrun.backends.tools.run`."""
 
 
@@ -46,25 +46,25 @@ class TorchBuild:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class ProbeEnvironment:
     """Everything that a probe may look at; a test passes a file tree and a fake tool."""
 
     root: Path
     environ: Mapping[str, str]
-    run: Run
+    run_tool: ToolRunner
     platform: str
     """As `sys.platform` has it."""
     machine: str
     """As `os.uname` has it: ``x86_64``, ``arm64``."""
 
-    def text(self, path: str) -> str:
+    def read_text(self, path: str) -> str:
         """Return a small file's text, stripped; empty when it cannot be read."""
         try:
             return (self.root / path).read_text(encoding="utf-8", errors="replace").strip()
         except OSError:
             return ""
 
-    def numbered(self, folder: str, pattern: str) -> tuple[tuple[int, str], ...]:
+    def list_numbered(self, folder: str, pattern: str) -> tuple[tuple[int, str], ...]:
         """
         Return (number, path) of the entries whose whole name matches; the pattern's group is the
         number.
@@ -76,7 +76,7 @@ class Surroundings:
         found = ((re.fullmatch(pattern, name), name) for name in names)
         return tuple(sorted((int(match[1]), f"{folder}/{name}") for match, name in found if match))
 
-    def usable(self, path: str) -> bool:
+    def is_accessible(self, path: str) -> bool:
         """
         Whether this process may open a device node for reading and writing.
 
@@ -85,13 +85,13 @@ class Surroundings:
         """
         return os.access(self.root / path, os.R_OK | os.W_OK)
 
-    def exists(self, path: str) -> bool:
+    def has_path(self, path: str) -> bool:
         """Whether there is such a file."""
         return (self.root / path).exists()
 
 
 @dataclass(frozen=True)
-class Found:
+class DetectedDevice:
     """One device as the driver shows it, before any visibility variable."""
 
     name: str
@@ -103,15 +103,15 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Search:
+class SearchResult:
     """What a kind's probe found out."""
 
-    found: tuple[Found, ...]
+    found: tuple[DetectedDevice, ...]
     reason: str
     """
     ``8 devices by /dev/nvidiaN, driver 580.159.04``, or why there is none. Names the file or tool.
     """
-    blind: bool = False
+    is_blind: bool = False
     """
     Devices are there, but only a visibility variable can name them (MIG is on and its tool does not
     answer).
@@ -119,7 +119,7 @@ class Search:
 
 
 @dataclass(frozen=True)
-class Variable:
+class VisibilityVariable:
     """A visibility variable and the grammar of its list; entries are separated by commas."""
 
     name: str
@@ -127,11 +127,11 @@ class Variable:
     """A second variable that is read where this one is unset."""
     prefixes: tuple[str, ...] = ()
     """Beginnings of the names that it takes beside numbers: ``GPU-``, ``MIG-``."""
-    ranges: bool = False
+    has_ranges: bool = False
     """Whether ``0-3`` is read as four devices (pdrun hands on the plain list)."""
-    ascending: bool = False
+    is_ascending: bool = False
     """Whether the runtime wants the numbers in ascending order."""
-    parts: bool = False
+    has_parts: bool = False
     """Whether ``0.1`` names a part of device 0."""
 
 
@@ -142,7 +142,7 @@ class Backend:
     name: str
     title: str
     """For people: ``NVIDIA GPU (CUDA)``."""
-    variables: tuple[Variable, ...]
+    variables: tuple[VisibilityVariable, ...]
     """
     Outermost first: each one numbers what the one before has left. The last one is set for a
     worker.
@@ -151,15 +151,15 @@ class Backend:
     """The type in ``torch.device(type, index)``."""
     collective: str
     """torch.distributed's name of the backend that moves this device's tensors."""
-    search: Callable[[Surroundings], Search] = field(repr=False, compare=False)
+    search: Callable[[ProbeEnvironment], SearchResult] = field(repr=False, compare=False)
     plugin: str = ""
     """A package that must be imported before torch knows the device."""
-    indexed: bool = True
+    has_indices: bool = True
     """Whether a process chooses among several devices; cpu and mps have one."""
 
 
 @dataclass(frozen=True)
-class Probe:
+class BackendProbe:
     """One kind's result on this node."""
 
     name: str

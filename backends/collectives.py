@@ -30,7 +30,7 @@ def import_torch() -> Any:
         raise ConfigError("torch is not installed", where="pdrun.init", hint=hint) from None
 
 
-def native() -> Backend:
+def native_backend() -> Backend:
     """
     Return the kind of device that the installed torch can use here: its accelerator, or the CPU.
     """
@@ -69,7 +69,7 @@ def open_device(backend: Backend, index: int) -> torch.device:
             where="pdrun.init",
             hint="install a build of torch with it, or choose --backend cpu",
         )
-    if not backend.indexed:
+    if not backend.has_indices:
         return torch.device(backend.torch_device)
     count = module.device_count()
     chosen = 0 if count == 1 else index

@@ -5,11 +5,11 @@ matter.
 
 from __future__ import annotations
 
-from pdrun.backends.base import Backend, Found, Search, Surroundings
+from pdrun.backends.base import Backend, DetectedDevice, SearchResult, ProbeEnvironment
 
 
-def _search(_: Surroundings) -> Search:
-    return Search((Found(""),), "always there")
+def _find_devices(_: ProbeEnvironment) -> SearchResult:
+    return SearchResult((DetectedDevice(""),), "always there")
 
 
 BACKEND = Backend(
@@ -18,6 +18,6 @@ BACKEND = Backend(
     variables=(),
     torch_device="cpu",
     collective="gloo",
-    search=_search,
-    indexed=False,
+    search=_find_devices,
+    has_indices=False,
 )

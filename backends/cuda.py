@@ -25,42 +25,42 @@ from __future__ import annotations
 
 import re
 
-from pdrun.backends.base import Backend, Found, Search, Surroundings, Variable
+from pdrun.backends.base import Backend, DetectedDevice, SearchResult, ProbeEnvironment, VisibilityVariable
 
 _PROC = "proc/driver/nvidia"
 
 
-def _search(here: Surroundings) -> Search:
-    nodes = here.numbered("dev", r"nvidia([0-9]+)")
-    driver = re.search(r"\b([0-9]{3,}\.[0-9.]+)\b", here.text(f"{_PROC}/version"))
+def _find_devices(here: ProbeEnvironment) -> SearchResult:
+    nodes = here.list_numbered("dev", r"nvidia([0-9]+)")
+    driver = re.search(r"\b([0-9]{3,}\.[0-9.]+)\b", here.read_text(f"{_PROC}/version"))
     if not nodes:
-        if here.exists("dev/dxg"):
-            return _by_tool(here, "WSL 2")
+        if here.has_path("dev/dxg"):
+            return _ask_nvidia_smi(here, "WSL 2")
         if driver:
-            return Search(
+            return SearchResult(
                 (),
                 f"driver {driver[1]} is loaded, but there is no /dev/nvidiaN (a container without GPUs?)",
             )
-        return Search((), "no /dev/nvidiaN and no NVIDIA driver in /proc")
+        return SearchResult((), "no /dev/nvidiaN and no NVIDIA driver in /proc")
     if not driver:
-        return Search(
+        return SearchResult(
             (),
             f"{len(nodes)} node(s) /dev/nvidiaN, but no driver is loaded (/proc/driver/nvidia/version)",
         )
-    usable = [number for number, path in nodes if here.usable(path)]
+    usable = [number for number, path in nodes if here.is_accessible(path)]
     if not usable:
-        return Search((), f"{len(nodes)} node(s) /dev/nvidiaN, none of which this process may open")
+        return SearchResult((), f"{len(nodes)} node(s) /dev/nvidiaN, none of which this process may open")
     if any(
-        here.numbered(f"{_PROC}/capabilities/gpu{number}/mig", r"gi([0-9]+)") for number in usable
+        here.list_numbered(f"{_PROC}/capabilities/gpu{number}/mig", r"gi([0-9]+)") for number in usable
     ):
-        return _by_tool(here, "MIG is on")
-    known = _information(here)
+        return _ask_nvidia_smi(here, "MIG is on")
+    known = _read_card_info(here)
     cards = [known.get(number, "") for number in usable if known.get(number) != "excluded"]
-    found = tuple(Found(str(index), uuid) for index, uuid in enumerate(cards))
-    return Search(found, f"{len(found)} device(s) by /dev/nvidiaN, driver {driver[1]}")
+    found = tuple(DetectedDevice(str(index), uuid) for index, uuid in enumerate(cards))
+    return SearchResult(found, f"{len(found)} device(s) by /dev/nvidiaN, driver {driver[1]}")
 
 
-def _information(here: Surroundings) -> dict[int, str]:
+def _read_card_info(here: ProbeEnvironment) -> dict[int, str]:
     """
     Return minor number -> UUID of the cards, or the word ``excluded`` for one that the driver
     leaves alone.
@@ -70,7 +70,7 @@ def _information(here: Surroundings) -> dict[int, str]:
     for path in sorted(folder.glob("*/information")) if folder.is_dir() else ():
         facts = dict(
             re.findall(
-                r"^([^:\n]+):[ \t]*(.*?)[ \t]*$", here.text(str(path.relative_to(here.root))), re.M
+                r"^([^:\n]+):[ \t]*(.*?)[ \t]*$", here.read_text(str(path.relative_to(here.root))), re.M
             )
         )
         if (minor := facts.get("Device Minor", "")).isdigit():
@@ -85,42 +85,42 @@ def _information(here: Surroundings) -> dict[int, str]:
     return known
 
 
-def _by_tool(here: Surroundings, why: str) -> Search:
-    answer = here.run(("nvidia-smi", "-L"))
+def _ask_nvidia_smi(here: ProbeEnvironment, why: str) -> SearchResult:
+    answer = here.run_tool(("nvidia-smi", "-L"))
     if answer.state != "ok":
         said = {
             "missing": "is not installed",
             "hung": "does not answer",
             "failed": f"failed: {answer.text}",
         }
-        return Search(
+        return SearchResult(
             (),
             f"{why}, and nvidia-smi -L, which names the devices, {said[answer.state]}",
-            blind=True,
+            is_blind=True,
         )
-    found = parse_list(answer.text)
-    return Search(found, f"{len(found)} device(s) by nvidia-smi -L ({why})")
+    found = parse_nvidia_smi(answer.text)
+    return SearchResult(found, f"{len(found)} device(s) by nvidia-smi -L ({why})")
 
 
-def parse_list(text: str) -> tuple[Found, ...]:
+def parse_nvidia_smi(text: str) -> tuple[DetectedDevice, ...]:
     """Read ``nvidia-smi -L``: a card, or in its place the MIG instances that it is cut into."""
-    cards: dict[str, list[Found]] = {}
-    whole: dict[str, Found] = {}
+    cards: dict[str, list[DetectedDevice]] = {}
+    whole: dict[str, DetectedDevice] = {}
     card = ""
     for line in text.splitlines():
         if match := re.match(r"GPU ([0-9]+): .*\(UUID: (GPU-[0-9a-fA-F-]+)\)", line):
             card = match[1]
-            whole[card], cards[card] = Found(card, match[2]), []
+            whole[card], cards[card] = DetectedDevice(card, match[2]), []
         elif (match := re.match(r"\s+MIG .*\(UUID: (MIG-[0-9a-zA-Z/-]+)\)", line)) and card:
-            cards[card].append(Found(match[1], match[1], card))
+            cards[card].append(DetectedDevice(match[1], match[1], card))
     return tuple(item for card, slices in cards.items() for item in slices or (whole[card],))
 
 
 BACKEND = Backend(
     name="cuda",
     title="NVIDIA GPU (CUDA)",
-    variables=(Variable("CUDA_VISIBLE_DEVICES", prefixes=("GPU-", "MIG-")),),
+    variables=(VisibilityVariable("CUDA_VISIBLE_DEVICES", prefixes=("GPU-", "MIG-")),),
     torch_device="cuda",
     collective="nccl",
-    search=_search,
+    search=_find_devices,
 )

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Protocol
 
 from pdrun.backends import cpu, cuda, mps, npu, rocm, xpu
-from pdrun.backends.base import Answer, Backend, Probe, Run, Search, Surroundings, TorchBuild
-from pdrun.backends.visibility import Visible, visible
+from pdrun.backends.base import ToolAnswer, Backend, BackendProbe, ToolRunner, SearchResult, ProbeEnvironment, TorchBuild
+from pdrun.backends.visibility import VisibleDevices, apply_visibility
 from pdrun.errors import ConfigError, UsageError, did_you_mean
 from pdrun.topology import Device
 
@@ -27,7 +27,7 @@ KINDS: Mapping[str, Backend] = {
 """Name -> table, in the order in which `auto` tries them."""
 
 
-class Result(Protocol):
+class ProbeResult(Protocol):
     """What `choose` reads: a `Probe`, or the launcher's copy of one."""
 
     @property
@@ -56,7 +56,7 @@ class Result(Protocol):
         ...
 
 
-def backend(name: str) -> Backend:
+def get_backend(name: str) -> Backend:
     """Return the table of a kind; UsageError for an unknown name."""
     if name not in KINDS:
         known = ", ".join(KINDS)
@@ -69,12 +69,12 @@ def backend(name: str) -> Backend:
 def probe_all(
     environ: Mapping[str, str],
     root: Path = Path("/"),
-    run: Run | None = None,
+    run: ToolRunner | None = None,
     *,
     build: Callable[[], TorchBuild | None] | None = None,
     platform: str = sys.platform,
     machine: str | None = None,
-) -> tuple[Probe, ...]:
+) -> tuple[BackendProbe, ...]:
     """
     Ask every table, in the order of `auto`; cpu comes last and is always present.
 
@@ -82,13 +82,13 @@ def probe_all(
         run: asks a vendor's tool; the default starts it, for at most 3 seconds.
         build: tells what the installed torch was built for; called only where a device was found.
     """
-    here = Surroundings(
-        root, environ, run or _run(environ), platform, machine or os.uname().machine
+    here = ProbeEnvironment(
+        root, environ, run or _make_runner(environ), platform, machine or os.uname().machine
     )
-    return tuple(_probe(table, here, build or installed_torch) for table in KINDS.values())
+    return tuple(_probe_backend(table, here, build or installed_torch) for table in KINDS.values())
 
 
-def choose(name: str, probes: Sequence[Result]) -> tuple[Backend, str]:
+def choose_backend(name: str, probes: Sequence[ProbeResult]) -> tuple[Backend, str]:
     """
     Return the table to use and the reason, which names every kind that was refused on the way.
 
@@ -98,11 +98,11 @@ def choose(name: str, probes: Sequence[Result]) -> tuple[Backend, str]:
         UsageError: no such kind.
     """
     if name != "auto":
-        chosen = next((probe for probe in probes if probe.name == backend(name).name), None)
+        chosen = next((probe for probe in probes if probe.name == get_backend(name).name), None)
         if chosen is None or chosen.broken or not chosen.devices:
             reason = chosen.reason if chosen else "was not looked for"
             raise ConfigError(
-                f"{name} cannot be used: {reason}", where="--backend", hint=_instead(probes)
+                f"{name} cannot be used: {reason}", where="--backend", hint=_list_usable(probes)
             )
         return KINDS[name], f"asked for; {chosen.reason}"
     refused: list[str] = []
@@ -128,13 +128,13 @@ def installed_torch(path: Sequence[str] | None = None) -> TorchBuild | None:
     for folder in sys.path if path is None else path:
         file = Path(folder or ".") / "torch/version.py"
         if file.is_file():
-            return read_build(
+            return parse_torch_version(
                 file.read_text(encoding="utf-8", errors="replace"), npu=_has_npu(path)
             )
     return None
 
 
-def read_build(text: str, *, npu: bool = False) -> TorchBuild:
+def parse_torch_version(text: str, *, npu: bool = False) -> TorchBuild:
     """Read the text of torch's version file; lines that are not there count as None."""
     said = dict(re.findall(r"^(\w+)(?::[^=\n]+)?\s*=\s*['\"]([^'\"\n]+)['\"]", text, re.M))
     kinds = {"cpu", "mps"} | {
@@ -151,26 +151,26 @@ def _has_npu(path: Sequence[str] | None) -> bool:
     return any((Path(folder) / "torch_npu").is_dir() for folder in path)
 
 
-def _probe(table: Backend, here: Surroundings, build: Callable[[], TorchBuild | None]) -> Probe:
+def _probe_backend(table: Backend, here: ProbeEnvironment, build: Callable[[], TorchBuild | None]) -> BackendProbe:
     search = table.search(here)
-    if not search.found and not search.blind:
-        return Probe(table.name, False, search.reason)
+    if not search.found and not search.is_blind:
+        return BackendProbe(table.name, False, search.reason)
     try:
-        seen = visible(table, here.environ, search.found, blind=search.blind)
+        seen = apply_visibility(table, here.environ, search.found, blind=search.is_blind)
     except ConfigError as error:
-        return Probe(table.name, False, str(error), broken=True)
-    reason = _reason(search, seen)
+        return BackendProbe(table.name, False, str(error), broken=True)
+    reason = _format_reason(search, seen)
     if not seen.devices:
-        return Probe(table.name, False, reason)
+        return BackendProbe(table.name, False, reason)
     torch = build() if table.name != "cpu" else None
     if torch is not None and table.name not in torch.kinds:
         without = f"torch {torch.version} is built without {table.name}"
         lack = f"{table.plugin} is not installed" if table.plugin else without
-        return Probe(table.name, False, f"{reason}, but {lack}", seen.devices)
-    return Probe(table.name, True, reason, seen.devices)
+        return BackendProbe(table.name, False, f"{reason}, but {lack}", seen.devices)
+    return BackendProbe(table.name, True, reason, seen.devices)
 
 
-def _reason(search: Search, seen: Visible) -> str:
+def _format_reason(search: SearchResult, seen: VisibleDevices) -> str:
     if not seen.note:
         return search.reason
     if seen.devices:
@@ -178,17 +178,17 @@ def _reason(search: Search, seen: Visible) -> str:
     return f"{search.reason}, all hidden: {seen.note}"
 
 
-def _instead(probes: Sequence[Result]) -> str:
+def _list_usable(probes: Sequence[ProbeResult]) -> str:
     here = [probe.name for probe in probes if probe.present]
     return f"usable here: {', '.join(here)}" if here else ""
 
 
-def _run(environ: Mapping[str, str]) -> Run:
+def _make_runner(environ: Mapping[str, str]) -> ToolRunner:
     """Return the real tool runner; `subprocess` is loaded only when a tool is really asked."""
 
-    def ask(command: Sequence[str]) -> Answer:
-        from pdrun.backends.tools import runner
+    def ask(command: Sequence[str]) -> ToolAnswer:
+        from pdrun.backends.tools import make_tool_runner
 
-        return runner(environ)(command)
+        return make_tool_runner(environ)(command)
 
     return ask

@@ -5,15 +5,15 @@ the CPU.
 
 from __future__ import annotations
 
-from pdrun.backends.base import Backend, Found, Search, Surroundings
+from pdrun.backends.base import Backend, DetectedDevice, SearchResult, ProbeEnvironment
 
 
-def _search(here: Surroundings) -> Search:
+def _find_devices(here: ProbeEnvironment) -> SearchResult:
     if here.platform != "darwin":
-        return Search((), "only on a Mac")
+        return SearchResult((), "only on a Mac")
     if here.machine != "arm64":
-        return Search((), f"only on Apple's own processors, this is {here.machine}")
-    return Search((Found(""),), "Apple processor")
+        return SearchResult((), f"only on Apple's own processors, this is {here.machine}")
+    return SearchResult((DetectedDevice(""),), "Apple processor")
 
 
 BACKEND = Backend(
@@ -22,6 +22,6 @@ BACKEND = Backend(
     variables=(),
     torch_device="mps",
     collective="gloo",
-    search=_search,
-    indexed=False,
+    search=_find_devices,
+    has_indices=False,
 )

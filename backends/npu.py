@@ -14,41 +14,41 @@ from __future__ import annotations
 
 import re
 
-from pdrun.backends.base import Backend, Found, Search, Surroundings, Variable
+from pdrun.backends.base import Backend, DetectedDevice, SearchResult, ProbeEnvironment, VisibilityVariable
 
 
-def _search(here: Surroundings) -> Search:
-    nodes = here.numbered("dev", r"davinci([0-9]+)")
-    version = re.search(r"^Version=(\S+)", here.text("usr/local/Ascend/driver/version.info"), re.M)
+def _find_devices(here: ProbeEnvironment) -> SearchResult:
+    nodes = here.list_numbered("dev", r"davinci([0-9]+)")
+    version = re.search(r"^Version=(\S+)", here.read_text("usr/local/Ascend/driver/version.info"), re.M)
     driver = f", driver {version[1]}" if version else ""
     if not nodes:
-        if version or here.exists("dev/davinci_manager"):
-            return Search(
+        if version or here.has_path("dev/davinci_manager"):
+            return SearchResult(
                 (), f"no /dev/davinciN, though an Ascend driver is installed{driver} (a container?)"
             )
-        return Search((), "no /dev/davinciN")
-    if not here.exists("dev/davinci_manager"):
-        return Search(
+        return SearchResult((), "no /dev/davinciN")
+    if not here.has_path("dev/davinci_manager"):
+        return SearchResult(
             (),
             f"{len(nodes)} node(s) /dev/davinciN, but no /dev/davinci_manager, which every process needs",
         )
-    usable = [number for number, path in nodes if here.usable(path)]
+    usable = [number for number, path in nodes if here.is_accessible(path)]
     if not usable:
-        return Search(
+        return SearchResult(
             (),
             f"{len(nodes)} node(s) /dev/davinciN, none may be opened by this process (group HwHiAiUser?)",
         )
     # The runtime numbers the chips that it can open from 0, whatever the numbers of the nodes are.
-    found = tuple(Found(str(index)) for index in range(len(usable)))
-    return Search(found, f"{len(found)} device(s) by /dev/davinciN{driver}")
+    found = tuple(DetectedDevice(str(index)) for index in range(len(usable)))
+    return SearchResult(found, f"{len(found)} device(s) by /dev/davinciN{driver}")
 
 
 BACKEND = Backend(
     name="npu",
     title="Ascend NPU (CANN)",
-    variables=(Variable("ASCEND_RT_VISIBLE_DEVICES", ranges=True, ascending=True),),
+    variables=(VisibilityVariable("ASCEND_RT_VISIBLE_DEVICES", has_ranges=True, is_ascending=True),),
     torch_device="npu",
     collective="hccl",
-    search=_search,
+    search=_find_devices,
     plugin="torch_npu",
 )

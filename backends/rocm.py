@@ -15,46 +15,46 @@ from __future__ import annotations
 
 import re
 
-from pdrun.backends.base import Backend, Found, Search, Surroundings, Variable
+from pdrun.backends.base import Backend, DetectedDevice, SearchResult, ProbeEnvironment, VisibilityVariable
 
 _NODES = "sys/class/kfd/kfd/topology/nodes"
 
 
-def _search(here: Surroundings) -> Search:
-    if not here.exists("dev/kfd"):
-        if here.exists(_NODES):
-            return Search(
+def _find_devices(here: ProbeEnvironment) -> SearchResult:
+    if not here.has_path("dev/kfd"):
+        if here.has_path(_NODES):
+            return SearchResult(
                 (),
                 "amdgpu is loaded, but there is no /dev/kfd (a container without --device=/dev/kfd?)",
             )
-        return Search((), "no /dev/kfd")
-    if not here.usable("dev/kfd"):
-        return Search((), "/dev/kfd may not be opened by this process (group render or video?)")
-    cards = [facts for _, path in here.numbered(_NODES, "([0-9]+)") if (facts := _card(here, path))]
+        return SearchResult((), "no /dev/kfd")
+    if not here.is_accessible("dev/kfd"):
+        return SearchResult((), "/dev/kfd may not be opened by this process (group render or video?)")
+    cards = [facts for _, path in here.list_numbered(_NODES, "([0-9]+)") if (facts := _read_card(here, path))]
     if not cards:
-        return Search(
+        return SearchResult(
             (), "/dev/kfd is there, but /sys/class/kfd lists no GPU that this process may see"
         )
     usable = [
-        facts for facts in cards if here.usable(f"dev/dri/renderD{facts['drm_render_minor']}")
+        facts for facts in cards if here.is_accessible(f"dev/dri/renderD{facts['drm_render_minor']}")
     ]
     if not usable:
-        return Search(
+        return SearchResult(
             (),
             f"{len(cards)} GPU(s) in /sys/class/kfd, but no /dev/dri/renderDN of theirs may be opened",
         )
-    found = tuple(Found(str(index), _uuid(facts)) for index, facts in enumerate(usable))
-    return Search(found, f"{len(found)} device(s) by /dev/kfd and /dev/dri/renderDN")
+    found = tuple(DetectedDevice(str(index), _format_uuid(facts)) for index, facts in enumerate(usable))
+    return SearchResult(found, f"{len(found)} device(s) by /dev/kfd and /dev/dri/renderDN")
 
 
-def _card(here: Surroundings, path: str) -> dict[str, str]:
+def _read_card(here: ProbeEnvironment, path: str) -> dict[str, str]:
     """Return the properties of a topology node when it is a GPU, else nothing."""
-    facts = dict(re.findall(r"^(\w+) (\d+)$", here.text(f"{path}/properties"), re.M))
-    is_gpu = here.text(f"{path}/gpu_id") not in ("", "0") and int(facts.get("simd_count", "0")) > 0
+    facts = dict(re.findall(r"^(\w+) (\d+)$", here.read_text(f"{path}/properties"), re.M))
+    is_gpu = here.read_text(f"{path}/gpu_id") not in ("", "0") and int(facts.get("simd_count", "0")) > 0
     return facts if is_gpu and "drm_render_minor" in facts else {}
 
 
-def _uuid(facts: dict[str, str]) -> str:
+def _format_uuid(facts: dict[str, str]) -> str:
     number = int(facts.get("unique_id", "0"))
     return f"GPU-{number:016x}" if number else ""
 
@@ -63,10 +63,10 @@ BACKEND = Backend(
     name="rocm",
     title="AMD GPU (ROCm)",
     variables=(
-        Variable("ROCR_VISIBLE_DEVICES", prefixes=("GPU-",)),
-        Variable("HIP_VISIBLE_DEVICES", alias="CUDA_VISIBLE_DEVICES", prefixes=("GPU-",)),
+        VisibilityVariable("ROCR_VISIBLE_DEVICES", prefixes=("GPU-",)),
+        VisibilityVariable("HIP_VISIBLE_DEVICES", alias="CUDA_VISIBLE_DEVICES", prefixes=("GPU-",)),
     ),
     torch_device="cuda",
     collective="nccl",
-    search=_search,
+    search=_find_devices,
 )

@@ -13,33 +13,33 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from pdrun.backends.base import Answer
+from pdrun.backends.base import ToolAnswer
 
-LIMIT = 3.0
+TOOL_SECONDS = 3.0
 """
 Seconds that a tool may take. nvidia-smi -L takes 0.03 s on a healthy machine, minutes on a sick
 one.
 """
-MOST = 1 << 20
+MAX_OUTPUT_BYTES = 1 << 20
 """Bytes that it may print."""
 
 
-def runner(environ: Mapping[str, str], limit: float = LIMIT) -> Callable[[Sequence[str]], Answer]:
+def make_tool_runner(environ: Mapping[str, str], seconds: float = TOOL_SECONDS) -> Callable[[Sequence[str]], ToolAnswer]:
     """
     Return a function that runs a tool found on the PATH of ``environ`` for at most ``limit``
     seconds.
     """
 
-    def run(command: Sequence[str]) -> Answer:
+    def run(command: Sequence[str]) -> ToolAnswer:
         program = shutil.which(command[0], path=environ.get("PATH", os.defpath))
         if program is None:
-            return Answer("missing")
-        return _ask([program, *command[1:]], environ, limit)
+            return ToolAnswer("missing")
+        return _run_tool([program, *command[1:]], environ, seconds)
 
     return run
 
 
-def _ask(command: Sequence[str], environ: Mapping[str, str], limit: float) -> Answer:
+def _run_tool(command: Sequence[str], environ: Mapping[str, str], seconds: float) -> ToolAnswer:
     try:
         process = subprocess.Popen(
             command,
@@ -50,23 +50,23 @@ def _ask(command: Sequence[str], environ: Mapping[str, str], limit: float) -> An
             start_new_session=True,
         )
     except OSError as error:
-        return Answer("failed", str(error))
+        return ToolAnswer("failed", str(error))
     try:
-        data = _read(process, time.monotonic() + limit)
+        data = _read_output(process, time.monotonic() + seconds)
     except TimeoutError:
-        _end(process)
-        return Answer("hung")
-    if len(data) > MOST:
-        _end(process)
-        return Answer("failed", f"it printed more than {MOST} bytes")
+        _kill_tool(process)
+        return ToolAnswer("hung")
+    if len(data) > MAX_OUTPUT_BYTES:
+        _kill_tool(process)
+        return ToolAnswer("failed", f"it printed more than {MAX_OUTPUT_BYTES} bytes")
     text = data.decode("utf-8", "replace")
     if process.returncode:
         last = (text.strip().splitlines() or ["no output"])[-1]
-        return Answer("failed", f"exit code {process.returncode}: {last[:200]}")
-    return Answer("ok", text)
+        return ToolAnswer("failed", f"exit code {process.returncode}: {last[:200]}")
+    return ToolAnswer("ok", text)
 
 
-def _read(process: subprocess.Popen[bytes], deadline: float) -> bytes:
+def _read_output(process: subprocess.Popen[bytes], deadline: float) -> bytes:
     """
     Return what a tool printed once it has ended, or a little more than MOST bytes of it.
 
@@ -77,7 +77,7 @@ def _read(process: subprocess.Popen[bytes], deadline: float) -> bytes:
     data = bytearray()
     poll = select.poll()
     poll.register(process.stdout, select.POLLIN)
-    while len(data) <= MOST:
+    while len(data) <= MAX_OUTPUT_BYTES:
         left = deadline - time.monotonic()
         if left <= 0 or not poll.poll(left * 1000):
             raise TimeoutError
@@ -93,7 +93,7 @@ def _read(process: subprocess.Popen[bytes], deadline: float) -> bytes:
     return bytes(data)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _kill_tool(process: subprocess.Popen[bytes]) -> None:
     """
     Kill a tool and all that it started; one that sits in the kernel is left behind, not waited for.
     """

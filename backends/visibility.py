@@ -20,13 +20,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pdrun.backends.base import Backend, Found, Variable
+from pdrun.backends.base import Backend, DetectedDevice, VisibilityVariable
 from pdrun.errors import ConfigError, PdrunError
 from pdrun.topology import Device
 
 
 @dataclass(frozen=True)
-class Visible:
+class VisibleDevices:
     """What is left after every visibility variable."""
 
     devices: tuple[Device, ...]
@@ -38,7 +38,7 @@ class Visible:
 
 
 @dataclass(frozen=True)
-class Grant:
+class DeviceGrant:
     """What one worker is given."""
 
     variables: Mapping[str, str]
@@ -47,9 +47,9 @@ class Grant:
     """Its device's index among those that it sees."""
 
 
-def visible(
-    backend: Backend, environ: Mapping[str, str], found: Sequence[Found], *, blind: bool = False
-) -> Visible:
+def apply_visibility(
+    backend: Backend, environ: Mapping[str, str], found: Sequence[DetectedDevice], *, blind: bool = False
+) -> VisibleDevices:
     """
     Apply the visibility variables to what the driver shows.
 
@@ -64,25 +64,25 @@ def visible(
     left = list(found)
     notes = []
     for position, variable in enumerate(backend.variables):
-        source = _source(variable, environ)
+        source = _effective_variable(variable, environ)
         if source:
             before = len(left)
-            left = _select(variable, source, environ[source], left, blind=blind)
+            left = _select_devices(variable, source, environ[source], left, blind=blind)
             notes.append(
                 f"{len(left)}{'' if blind else f' of {before}'} by {source}={environ[source]}"
             )
         if position + 1 < len(backend.variables) and source:
             left = [replace(item, name=str(number)) for number, item in enumerate(left)]
     devices = tuple(Device(backend.name, number, item.name) for number, item in enumerate(left))
-    return Visible(devices, ", ".join(notes))
+    return VisibleDevices(devices, ", ".join(notes))
 
 
-def limit(backend: Backend, device: Device, environ: Mapping[str, str]) -> dict[str, str]:
+def restrict_to_device(backend: Backend, device: Device, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that leave a worker this one device (index 0 for it). See `expose`."""
-    return expose(backend, (device,), environ)
+    return expose_devices(backend, (device,), environ)
 
 
-def expose(
+def expose_devices(
     backend: Backend, devices: Sequence[Device], environ: Mapping[str, str]
 ) -> dict[str, str]:
     """
@@ -95,21 +95,21 @@ def expose(
     if not backend.variables or not devices:
         return {}
     variable = backend.variables[-1]
-    source = _source(variable, environ)
+    source = _effective_variable(variable, environ)
     names = [device.name or str(device.index) for device in devices]
     if source:
-        shown = {_key(entry) for entry in _entries(variable, source, environ[source])}
+        shown = {_normalize_entry(entry) for entry in _parse_list(variable, source, environ[source])}
         for name in names:
-            if _key(name) not in shown:
+            if _normalize_entry(name) not in shown:
                 raise PdrunError(
                     f"device {name} is not among {source}={environ[source]}", where=backend.name
                 )
     return {variable.name: ",".join(names)}
 
 
-def grants(
+def grant_devices(
     backend: Backend, devices: Sequence[Device], environ: Mapping[str, str]
-) -> tuple[Grant, ...]:
+) -> tuple[DeviceGrant, ...]:
     """
     Share a node's devices among its workers, one each, in this order.
 
@@ -118,12 +118,12 @@ def grants(
     each worker sees just its own.
     """
     if any(device.name.startswith("MIG-") for device in devices):
-        return tuple(Grant(limit(backend, device, environ), 0) for device in devices)
-    shared = expose(backend, devices, environ)
-    return tuple(Grant(shared, index if backend.indexed else 0) for index, _ in enumerate(devices))
+        return tuple(DeviceGrant(restrict_to_device(backend, device, environ), 0) for device in devices)
+    shared = expose_devices(backend, devices, environ)
+    return tuple(DeviceGrant(shared, index if backend.has_indices else 0) for index, _ in enumerate(devices))
 
 
-def _source(variable: Variable, environ: Mapping[str, str]) -> str:
+def _effective_variable(variable: VisibilityVariable, environ: Mapping[str, str]) -> str:
     """
     Return the name of the variable that counts, or the empty string when neither it nor its alias
     is set.
@@ -131,30 +131,30 @@ def _source(variable: Variable, environ: Mapping[str, str]) -> str:
     return next((name for name in (variable.name, variable.alias) if name and name in environ), "")
 
 
-def _key(entry: str) -> str:
+def _normalize_entry(entry: str) -> str:
     """Return the form in which two spellings of one device are equal."""
     prefix, dash, rest = entry.partition("-")
     return f"{prefix}-{rest.lower()}" if dash and not entry[0].isdigit() else entry
 
 
-def _entries(variable: Variable, source: str, text: str) -> list[str]:
+def _parse_list(variable: VisibilityVariable, source: str, text: str) -> list[str]:
     """
     Return the entries up to the first that names no device, numbers in plain form; duplicates are
     an error.
     """
     entries: list[str] = []
     for raw in text.split(","):
-        names = _entry(variable, source, raw.strip())
+        names = _parse_entry(variable, source, raw.strip())
         if not names or (entries and entries[0][0].isdigit() != names[0][0].isdigit()):
             break
         for name in names:
-            whole = name.partition(".")[0] if variable.parts else name
+            whole = name.partition(".")[0] if variable.has_parts else name
             if any(
-                _key(name) == _key(old) or old == whole or old.startswith(f"{name}.")
+                _normalize_entry(name) == _normalize_entry(old) or old == whole or old.startswith(f"{name}.")
                 for old in entries
             ):
                 raise ConfigError(f"{text!r} names device {name} twice", where=source)
-            if variable.ascending and entries and int(name) < int(entries[-1]):
+            if variable.is_ascending and entries and int(name) < int(entries[-1]):
                 raise ConfigError(
                     f"{text!r} is not in ascending order",
                     where=source,
@@ -164,15 +164,15 @@ def _entries(variable: Variable, source: str, text: str) -> list[str]:
     return entries
 
 
-def _entry(variable: Variable, source: str, entry: str) -> list[str]:
+def _parse_entry(variable: VisibilityVariable, source: str, entry: str) -> list[str]:
     """Return the devices that one entry names; none: the list ends here."""
     if re.fullmatch("[0-9]{1,6}", entry):
         return [str(int(entry))]
     if variable.prefixes and entry.startswith(variable.prefixes):
         return [entry]
-    if variable.parts and re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})+", entry):
+    if variable.has_parts and re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})+", entry):
         return [".".join(str(int(part)) for part in entry.split("."))]
-    span = re.fullmatch(r"([0-9]{1,4})-([0-9]{1,4})", entry) if variable.ranges else None
+    span = re.fullmatch(r"([0-9]{1,4})-([0-9]{1,4})", entry) if variable.has_ranges else None
     if span and int(span[1]) <= int(span[2]):
         return [str(number) for number in range(int(span[1]), int(span[2]) + 1)]
     if re.match("[+]?[0-9]", entry):  # the runtime would read the digits and forget the rest
@@ -182,13 +182,13 @@ def _entry(variable: Variable, source: str, entry: str) -> list[str]:
     return []
 
 
-def _select(
-    variable: Variable, source: str, text: str, found: Sequence[Found], *, blind: bool
-) -> list[Found]:
+def _select_devices(
+    variable: VisibilityVariable, source: str, text: str, found: Sequence[DetectedDevice], *, blind: bool
+) -> list[DetectedDevice]:
     """Return the devices that a list names, in its order, up to the first that is not there."""
-    chosen: list[Found] = []
-    for entry in _entries(variable, source, text):
-        item = _lookup(entry, found, blind=blind)
+    chosen: list[DetectedDevice] = []
+    for entry in _parse_list(variable, source, text):
+        item = _find_device(entry, found, blind=blind)
         if item is None:
             break
         if item.uuid and any(item.uuid == old.uuid for old in chosen):
@@ -197,21 +197,21 @@ def _select(
     return chosen
 
 
-def _lookup(entry: str, found: Sequence[Found], *, blind: bool) -> Found | None:
+def _find_device(entry: str, found: Sequence[DetectedDevice], *, blind: bool) -> DetectedDevice | None:
     """Return the device that an entry names, or None when it is not there or not the only one."""
     if not entry[0].isdigit():
         known = [item for item in found if item.uuid]
-        matches = [item for item in known if _key(item.uuid).startswith(_key(entry))]
+        matches = [item for item in known if _normalize_entry(item.uuid).startswith(_normalize_entry(entry))]
         if known and not blind:
             return replace(matches[0], name=entry) if len(matches) == 1 else None
-        return Found(entry) if blind or found else None
+        return DetectedDevice(entry) if blind or found else None
     number, _, part = entry.partition(".")
     if any(item.parent for item in found):
         # With MIG a number is a card, and the driver takes its first instance: hand the number on
         # as it stands.
         if any(number == (item.parent or item.name) for item in found):
-            return Found(entry)
+            return DetectedDevice(entry)
         return None
     if int(number) >= len(found):
         return None
-    return Found(entry) if part else replace(found[int(number)], name=number)
+    return DetectedDevice(entry) if part else replace(found[int(number)], name=number)

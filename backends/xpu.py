@@ -18,33 +18,33 @@ device.
 
 from __future__ import annotations
 
-from pdrun.backends.base import Backend, Found, Search, Surroundings, Variable
+from pdrun.backends.base import Backend, DetectedDevice, SearchResult, ProbeEnvironment, VisibilityVariable
 
 
-def _search(here: Surroundings) -> Search:
+def _find_devices(here: ProbeEnvironment) -> SearchResult:
     nodes = [
         (f"dev/dri/renderD{number}", f"{path}/device")
-        for number, path in here.numbered("sys/class/drm", r"renderD([0-9]+)")
-        if here.text(f"{path}/device/vendor") == "0x8086"
+        for number, path in here.list_numbered("sys/class/drm", r"renderD([0-9]+)")
+        if here.read_text(f"{path}/device/vendor") == "0x8086"
     ]
     if not nodes:
-        return Search((), "no Intel GPU in /sys/class/drm")
-    usable = [device for node, device in nodes if here.usable(node)]
+        return SearchResult((), "no Intel GPU in /sys/class/drm")
+    usable = [device for node, device in nodes if here.is_accessible(node)]
     if not usable:
-        return Search(
+        return SearchResult(
             (), f"{len(nodes)} Intel GPU(s), but no /dev/dri/renderDN may be opened (group render?)"
         )
     cards = [
         device
         for device in usable
-        if "PCI_SLOT_NAME=0000:00:02.0" not in here.text(f"{device}/uevent")
+        if "PCI_SLOT_NAME=0000:00:02.0" not in here.read_text(f"{device}/uevent")
     ] or usable
     whole = here.environ.get("ZE_FLAT_DEVICE_HIERARCHY", "FLAT").upper() == "COMPOSITE"
     count = sum(
-        1 if whole else max(1, len(here.numbered(device, r"tile([0-9]+)"))) for device in cards
+        1 if whole else max(1, len(here.list_numbered(device, r"tile([0-9]+)"))) for device in cards
     )
-    return Search(
-        tuple(Found(str(index)) for index in range(count)),
+    return SearchResult(
+        tuple(DetectedDevice(str(index)) for index in range(count)),
         f"{count} device(s) by /dev/dri/renderDN",
     )
 
@@ -52,8 +52,8 @@ def _search(here: Surroundings) -> Search:
 BACKEND = Backend(
     name="xpu",
     title="Intel GPU (XPU)",
-    variables=(Variable("ZE_AFFINITY_MASK", parts=True),),
+    variables=(VisibilityVariable("ZE_AFFINITY_MASK", has_parts=True),),
     torch_device="xpu",
     collective="xccl",
-    search=_search,
+    search=_find_devices,
 )

@@ -6,7 +6,7 @@ import os
 import sys
 
 import pdrun
-from pdrun.sys_path import standard_library_first
+from pdrun.sys_path import put_standard_library_first
 
 
 def main() -> None:
@@ -16,16 +16,16 @@ def main() -> None:
     All is closed and flushed by then, and nothing is left for the interpreter to take apart: that
     would keep the shell waiting for 20 ms or more.
     """
-    standard_library_first(
+    put_standard_library_first(
         sys.path
     )  # before anything is imported that a file of the user's could be taken for
-    from pdrun import process_setup as early
+    from pdrun import process_setup
 
-    early.begin()
+    process_setup.setup_process()
     try:
-        ahead = pdrun._load("pdrun.launcher.launch.prestart")
+        ahead = pdrun._import_module("pdrun.launcher.launch.prestart")
         ahead.begin(sys.argv[1:])
-        cli = pdrun._load("pdrun.launcher.cli.main")
+        cli = pdrun._import_module("pdrun.launcher.cli.main")
     except ImportError as error:
         if isinstance(error, ModuleNotFoundError):
             raise
@@ -33,9 +33,9 @@ def main() -> None:
         sys.exit(78)
     code = cli.main(sys.argv[1:])
     ahead.drop()
-    from pdrun import async_writer as lane
+    from pdrun import async_writer
 
-    lane.flush()
+    async_writer.flush_messages()
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -21,41 +21,41 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-HIGH = 8 << 20
+HIGH_WATER_BYTES = 8 << 20
 """Bytes that may wait for a reader before workers are held back."""
-LOW = HIGH // 2
-FLUSHING = 2.0
+LOW_WATER_BYTES = HIGH_WATER_BYTES // 2
+FLUSH_SECONDS = 2.0
 """Seconds for which `flush` waits for a reader that takes nothing."""
-_BATCH = 1 << 20
-_LARGE = 1 << 16
-_SMALL = 1 << 12
+_BATCH_BYTES = 1 << 20
+_WRITE_BYTES = 1 << 16
+_CLOSING_WRITE_BYTES = 1 << 12
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """Nobody asked to be told."""
 
 
-class Lane:
+class BackgroundWriter:
     """
     A queue of bytes and the thread that writes them to one descriptor. Starts its thread on first
     use.
     """
 
-    def __init__(self, fd: int, name: str, on_room: Callable[[], None] = _nothing) -> None:
+    def __init__(self, fd: int, name: str, on_writable: Callable[[], None] = _do_nothing) -> None:
         self.name = name
-        self.on_room = on_room
+        self.on_writable = on_writable
         """Called from the thread when `held` has become false again."""
         self.mid_line = False
-        self.off = "" if _is_open(fd) else "closed"
+        self.off_reason = "" if _is_open(fd) else "closed"
         """Why nothing is written any more, or empty."""
         self._fd = fd
         self._queue: deque[bytes] = deque()
-        self._backlog = 0
-        self._held = False
-        self._moved = time.monotonic()
+        self._backlog_bytes = 0
+        self._is_full = False
+        self._progress_at = time.monotonic()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._closing = False
+        self._is_closing = False
 
     def put(self, data: bytes) -> None:
         """
@@ -64,22 +64,22 @@ class Lane:
         Raises:
             RuntimeError: a limit on processes allows no thread; nothing is queued.
         """
-        if not data or self.off:
+        if not data or self.off_reason:
             return
         with self._changed:
-            if not self._backlog:
-                self._moved = time.monotonic()
+            if not self._backlog_bytes:
+                self._progress_at = time.monotonic()
             self._queue.append(data)
-            self._backlog += len(data)
-            self._held = self._held or self._backlog > HIGH
+            self._backlog_bytes += len(data)
+            self._is_full = self._is_full or self._backlog_bytes > HIGH_WATER_BYTES
             self.mid_line = data[-1] != 0x0A
             self._changed.notify_all()
             if self._thread is None:
-                thread = threading.Thread(target=self._run, name=f"pdrun-{self.name}", daemon=True)
+                thread = threading.Thread(target=self._write_loop, name=f"pdrun-{self.name}", daemon=True)
                 try:
                     thread.start()
                 except RuntimeError:
-                    self._backlog -= len(self._queue.pop())
+                    self._backlog_bytes -= len(self._queue.pop())
                     raise
                 self._thread = thread
 
@@ -88,18 +88,18 @@ class Lane:
         poll = select.poll()
         poll.register(self._fd, select.POLLOUT)
         try:
-            if not self.off and poll.poll(1000):
+            if not self.off_reason and poll.poll(1000):
                 os.write(self._fd, data)
         except OSError as error:
-            self._switch_off(error)
+            self._stop_writing(error)
 
-    def gone(self) -> bool:
+    def is_reader_gone(self) -> bool:
         """Whether the reader has gone away, be it that nothing was written since."""
-        return self.off == "closed" or reader_gone(self._fd)
+        return self.off_reason == "closed" or is_reader_gone(self._fd)
 
-    def held(self) -> bool:
+    def is_full(self) -> bool:
         """Whether producers should wait: true above HIGH, until the queue has fallen below LOW."""
-        return self._held
+        return self._is_full
 
     def drain(self, timeout: float) -> None:
         """
@@ -107,9 +107,9 @@ class Lane:
         seconds.
         """
         with self._changed:
-            self._moved = time.monotonic()
-            while self._backlog and not self.off:
-                if (wait := self._moved + timeout - time.monotonic()) <= 0:
+            self._progress_at = time.monotonic()
+            while self._backlog_bytes and not self.off_reason:
+                if (wait := self._progress_at + timeout - time.monotonic()) <= 0:
                     return
                 self._changed.wait(min(wait, 0.5))
 
@@ -121,126 +121,126 @@ class Lane:
             What was lost, as one line, or the empty string.
         """
         with self._changed:
-            self._closing = True
-            self._moved = time.monotonic()
+            self._is_closing = True
+            self._progress_at = time.monotonic()
             self._changed.notify_all()
-            while self._backlog and not self.off:
-                wait = self._moved + timeout - time.monotonic()
+            while self._backlog_bytes and not self.off_reason:
+                wait = self._progress_at + timeout - time.monotonic()
                 if wait <= 0:
-                    return f"{self.name}: its reader took nothing for {timeout:g} s, {self._backlog} bytes not shown"
+                    return f"{self.name}: its reader took nothing for {timeout:g} s, {self._backlog_bytes} bytes not shown"
                 self._changed.wait(min(wait, 0.5))
         if self._thread:
             self._thread.join(timeout)
-        if self.off in ("", "closed"):
+        if self.off_reason in ("", "closed"):
             return ""
-        return f"{self.name}: {self.off}; output after that was not shown"
+        return f"{self.name}: {self.off_reason}; output after that was not shown"
 
-    def _run(self) -> None:
-        while data := self._take():
+    def _write_loop(self) -> None:
+        while data := self._take_batch():
             try:
-                self._write(data)
+                self._write_all(data)
             except OSError as error:
-                self._switch_off(error)
+                self._stop_writing(error)
                 return
 
-    def _take(self) -> bytes:
+    def _take_batch(self) -> bytes:
         with self._changed:
             while not self._queue:
-                if self._closing:
+                if self._is_closing:
                     return b""
                 self._changed.wait()
             parts = []
             size = 0
-            while self._queue and size < _BATCH:
+            while self._queue and size < _BATCH_BYTES:
                 parts.append(self._queue.popleft())
                 size += len(parts[-1])
             return b"".join(parts)
 
-    def _write(self, data: bytes) -> None:
+    def _write_all(self, data: bytes) -> None:
         view = memoryview(data)
         while view:
             try:
                 # a pipe's write returns when all is in: small ones at the end tell a slow reader
                 # from one that is gone
-                done = os.write(self._fd, view[: _SMALL if self._closing else _LARGE])
+                done = os.write(self._fd, view[: _CLOSING_WRITE_BYTES if self._is_closing else _WRITE_BYTES])
             except BlockingIOError:  # somebody else made the shared terminal non-blocking
                 self._wait_writable()
                 continue
             view = view[done:]
-            self._written(done)
+            self._count_written(done)
 
     def _wait_writable(self) -> None:
         poll = select.poll()
         poll.register(self._fd, select.POLLOUT)
         poll.poll(1000)
 
-    def _written(self, count: int) -> None:
+    def _count_written(self, count: int) -> None:
         with self._changed:
-            self._backlog -= count
-            self._moved = time.monotonic()
-            freed = self._held and self._backlog < LOW
-            self._held = self._held and not freed
+            self._backlog_bytes -= count
+            self._progress_at = time.monotonic()
+            freed = self._is_full and self._backlog_bytes < LOW_WATER_BYTES
+            self._is_full = self._is_full and not freed
             self._changed.notify_all()
         if freed:
-            self.on_room()
+            self.on_writable()
 
-    def _switch_off(self, error: OSError) -> None:
+    def _stop_writing(self, error: OSError) -> None:
         with self._changed:
             # a closed pipe is how `| head` says that it has enough: nothing to report
-            self.off = "closed" if error.errno == errno.EPIPE else (error.strerror or str(error))
+            self.off_reason = "closed" if error.errno == errno.EPIPE else (error.strerror or str(error))
             self._queue.clear()
-            self._backlog = 0
-            freed = self._held
-            self._held = False
+            self._backlog_bytes = 0
+            freed = self._is_full
+            self._is_full = False
             self._changed.notify_all()
         if freed:
-            self.on_room()
+            self.on_writable()
 
 
-class Speaker:
+class MessageWriter:
     """Lines of pdrun's own for the people at a descriptor; may be used by several threads."""
 
     def __init__(self, fd: int) -> None:
-        self._lane = Lane(fd, "stderr")
-        self._left_out = 0
+        self._writer = BackgroundWriter(fd, "stderr")
+        self._skipped_lines = 0
 
-    def say(self, text: str) -> None:
+    def write_message(self, text: str) -> None:
         """Say a line; never blocks, never raises."""
-        if self._lane.held():
-            self._left_out += 1
+        if self._writer.is_full():
+            self._skipped_lines += 1
             return
-        if self._left_out:
-            self._put(f"{self._left_out} line(s) are missing here: nobody read them")
-            self._left_out = 0
-        self._put(text)
+        if self._skipped_lines:
+            self._write_line(f"{self._skipped_lines} line(s) are missing here: nobody read them")
+            self._skipped_lines = 0
+        self._write_line(text)
 
-    def flush(self, timeout: float = FLUSHING) -> None:
+    def flush(self, timeout: float = FLUSH_SECONDS) -> None:
         """
         Wait until all is written, until nothing was taken for ``timeout`` seconds, or the reader
         has gone.
         """
-        self._lane.drain(timeout)
+        self._writer.drain(timeout)
 
-    def _put(self, text: str) -> None:
+    def _write_line(self, text: str) -> None:
         data = f"pdrun: {text}\n".encode("utf-8", "backslashreplace")
         try:
-            self._lane.put(data)
+            self._writer.put(data)
         except RuntimeError:  # there can be no thread: the line is mostly about just that
-            self._lane.write_now(data)
+            self._writer.write_now(data)
 
 
-_speakers: dict[int, Speaker] = {}
+_message_writers: dict[int, MessageWriter] = {}
 
 
-def say(text: str) -> None:
+def write_message(text: str) -> None:
     """
     Say a line of pdrun's own on stderr; never blocks, never raises.
 
     Where ``sys.stderr`` is no descriptor (a notebook's) the line goes there.
     """
-    speaker = _speaker()
+    speaker = _current_writer()
     if speaker is not None:
-        speaker.say(text)
+        speaker.write_message(text)
         return
     try:
         print(f"pdrun: {text}", file=sys.stderr, flush=True)
@@ -248,30 +248,30 @@ def say(text: str) -> None:
         pass  # there is no stderr (any more)
 
 
-def flush(timeout: float = FLUSHING) -> None:
+def flush_messages(timeout: float = FLUSH_SECONDS) -> None:
     """
     Wait a moment until what was said is written: before a process ends, or writes to stderr by
     itself.
     """
-    for speaker in list(_speakers.values()):
+    for speaker in list(_message_writers.values()):
         speaker.flush(timeout)
 
 
-def _speaker() -> Speaker | None:
+def _current_writer() -> MessageWriter | None:
     """The one for the present ``sys.stderr``."""
     try:
         fd = sys.stderr.fileno()
     except (OSError, ValueError, AttributeError):
         return None
-    if fd not in _speakers:
-        if not _speakers:
-            atexit.register(flush)
-            os.register_at_fork(after_in_child=_speakers.clear)  # no thread is forked
-        _speakers[fd] = Speaker(fd)
-    return _speakers[fd]
+    if fd not in _message_writers:
+        if not _message_writers:
+            atexit.register(flush_messages)
+            os.register_at_fork(after_in_child=_message_writers.clear)  # no thread is forked
+        _message_writers[fd] = MessageWriter(fd)
+    return _message_writers[fd]
 
 
-def reader_gone(fd: int) -> bool:
+def is_reader_gone(fd: int) -> bool:
     """
     Whether nobody reads at the other end of a pipe any more, or a terminal has hung up; False for
     all else.

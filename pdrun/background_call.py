@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Attempt(Generic[T]):
+class BackgroundCall(Generic[T]):
     """
     ``call`` under way. Whoever made it waits as long as it likes, and may leave it alone.
 
@@ -25,9 +25,9 @@ class Attempt(Generic[T]):
         self._error: BaseException | None = None
         self._done = threading.Event()
         try:
-            threading.Thread(target=self._run, name="pdrun-attempt", daemon=True).start()
+            threading.Thread(target=self._run_call, name="pdrun-attempt", daemon=True).start()
         except RuntimeError:  # no thread to be had: a limit on processes
-            self._run()
+            self._run_call()
 
     def wait(self, seconds: float | None = None) -> bool:
         """
@@ -42,7 +42,7 @@ class Attempt(Generic[T]):
             raise self._error
         return self._value[0]
 
-    def _run(self) -> None:
+    def _run_call(self) -> None:
         try:
             self._value.append(self._call())
         except BaseException as error:  # whoever asks for the result gets it

@@ -52,11 +52,11 @@ __all__ = [
     "stopping",
 ]
 
-EVERY = 0.1
+REPORT_SECONDS = 0.1
 """Seconds between two reports of a worker, at least; one of a saved step goes at once."""
-MOST = 1 << 53
+MAX_STEP = 1 << 53
 """Steps from here on are refused: other sides of the job may count in doubles."""
-PATIENCE = 1.0
+SAVED_REPORT_SECONDS = 1.0
 """Seconds for which the report of a saved step waits for an agent whose queue is full."""
 STACKS_SIGNAL = 51
 """
@@ -65,7 +65,7 @@ Asks a worker for its stacks: a real-time signal that programs rarely use.
 """
 
 
-class _Worker:
+class _WorkerReporter:
     """
     This process as a worker: its way to the agent, what it has said, and whether it was told to
     stop.
@@ -76,28 +76,28 @@ class _Worker:
         self.pid = os.getpid()
         self.path = environ.get("PDRUN_AGENT", "")
         self.rank = environ.get("RANK", "")
-        self.generation = _number(environ.get("PDRUN_GENERATION"), 0)
-        self.restarts = _number(environ.get("TORCHELASTIC_RESTART_COUNT"), 0)
-        self.agreed = _number(environ.get("PDRUN_AGREED_STEP"), -1)
-        self.speaks = bool(self.path) and self.rank.isdecimal() and not _is_child()
+        self.generation = _parse_number(environ.get("PDRUN_GENERATION"), 0)
+        self.restarts = _parse_number(environ.get("TORCHELASTIC_RESTART_COUNT"), 0)
+        self.agreed = _parse_number(environ.get("PDRUN_AGREED_STEP"), -1)
+        self.is_reporting = bool(self.path) and self.rank.isdecimal() and not _is_child_process()
         self.socket: socket.socket | None = None
         self.step = -1
         self.busy = 0.0
         self.saved = -1
-        self.due = 0.0
+        self.next_report_at = 0.0
         """Monotonic seconds from which on the next report may go."""
-        self.held = threading.Event()
+        self.pending = threading.Event()
         """Set while a report is held back that the flusher is to send."""
         self.flusher: threading.Thread | None = None
         self.callbacks: list[Callable[[], object]] = []
-        self.stop = False
-        self.watches = False
-        self.previous: Any = None
-        if self.speaks:
+        self.stop_requested = False
+        self.has_handler = False
+        self.previous_handler: Any = None
+        if self.is_reporting:
             self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-            _offer_stacks(self.path)
+            _register_stacks(self.path)
 
-    def say(self) -> bool:
+    def send_report(self) -> bool:
         """
         Send what holds now; False where the agent's queue is full. An agent that is gone is no
         error.
@@ -115,60 +115,60 @@ class _Worker:
             pass
         return True
 
-    def report(self) -> None:
+    def report_soon(self) -> None:
         """Send what holds now, or have it sent soon when the last report was a moment ago."""
         now = time.monotonic()
-        if now >= self.due:
-            self.due = now + EVERY
-            self.say()
-        elif not self.held.is_set():
-            self.held.set()
+        if now >= self.next_report_at:
+            self.next_report_at = now + REPORT_SECONDS
+            self.send_report()
+        elif not self.pending.is_set():
+            self.pending.set()
             if self.flusher is None:
                 self.flusher = threading.Thread(
-                    target=self.flush, name="pdrun-progress", daemon=True
+                    target=self.flush_reports, name="pdrun-progress", daemon=True
                 )
                 self.flusher.start()
 
-    def flush(self) -> None:
+    def flush_reports(self) -> None:
         """
         In a thread of its own, which only scripts with quick steps have: the last of such steps is
         told too.
         """
         while True:
-            self.held.wait()
-            time.sleep(max(0.0, self.due - time.monotonic()))
-            self.held.clear()
-            self.due = time.monotonic() + EVERY
-            self.say()
+            self.pending.wait()
+            time.sleep(max(0.0, self.next_report_at - time.monotonic()))
+            self.pending.clear()
+            self.next_report_at = time.monotonic() + REPORT_SECONDS
+            self.send_report()
 
-    def watch(self) -> bool:
+    def install_handler(self) -> bool:
         """
         Take SIGTERM over; whether that is so now. In a child, or outside the main thread, it cannot
         be.
         """
         if (
-            not self.watches
+            not self.has_handler
             and threading.current_thread() is threading.main_thread()
-            and not _is_child()
+            and not _is_child_process()
         ):
-            self.watches = True
-            self.previous = signal.signal(signal.SIGTERM, self.told)
-        return self.watches
+            self.has_handler = True
+            self.previous_handler = signal.signal(signal.SIGTERM, self.on_sigterm)
+        return self.has_handler
 
-    def told(self, number: int, frame: FrameType | None) -> None:
+    def on_sigterm(self, number: int, frame: FrameType | None) -> None:
         """SIGTERM has come."""
         if (
             os.getpid() != self.pid
         ):  # a forked child that nobody has made anew: DataLoader ends its own by SIGTERM
-            return _as_before(self.previous, number, frame, in_order=False)
-        again = self.stop
-        self.stop = True
+            return _call_previous_handler(self.previous_handler, number, frame, in_order=False)
+        again = self.stop_requested
+        self.stop_requested = True
         callbacks = self.callbacks
         self.callbacks = []
         for callback in callbacks:
             callback()
-        if again or callbacks or callable(self.previous):
-            _as_before(self.previous, number, frame, in_order=True)
+        if again or callbacks or callable(self.previous_handler):
+            _call_previous_handler(self.previous_handler, number, frame, in_order=True)
         return None
 
 
@@ -189,15 +189,15 @@ def progress(step: SupportsIndex, busy: float | None = None) -> None:
     Raises:
         ValueError: the step is below 0 or endless, or ``busy`` is no span of time.
     """
-    worker = _me()
+    worker = _get_reporter()
     if worker is None:
         return
-    worker.step = _checked(step)
+    worker.step = _check_step(step)
     if busy is not None:
         if not 0 <= busy < 1e9:
             raise ValueError(f"busy={busy!r} is no number of seconds")
         worker.busy = float(busy)
-    worker.report()
+    worker.report_soon()
 
 
 def saved(step: SupportsIndex) -> None:
@@ -210,14 +210,14 @@ def saved(step: SupportsIndex) -> None:
     Raises:
         ValueError: the step is below 0 or endless.
     """
-    number = _checked(step)
-    worker = _me()
+    number = _check_step(step)
+    worker = _get_reporter()
     if worker is None:
         return
     worker.saved = number
-    worker.due = time.monotonic() + EVERY
-    give_up = time.monotonic() + PATIENCE
-    while not worker.say() and time.monotonic() < give_up:
+    worker.next_report_at = time.monotonic() + REPORT_SECONDS
+    give_up = time.monotonic() + SAVED_REPORT_SECONDS
+    while not worker.send_report() and time.monotonic() < give_up:
         time.sleep(0.005)
 
 
@@ -237,9 +237,9 @@ def on_stop(callback: Callback) -> Callback:
     Raises:
         RuntimeError: called outside the main thread, where Python cannot take a signal over.
     """
-    worker = _worker()
-    if not _is_child() and os.getpid() == worker.pid:
-        if not worker.watch():
+    worker = _get_worker()
+    if not _is_child_process() and os.getpid() == worker.pid:
+        if not worker.install_handler():
             raise RuntimeError(
                 "pdrun.elastic.on_stop must be called in the main thread, which alone hears signals"
             )
@@ -254,11 +254,11 @@ def stopping() -> bool:
 
     A second SIGTERM ends the process, as the first one would have.
     """
-    worker = _worker()
+    worker = _get_worker()
     if os.getpid() != worker.pid:
         return False
-    worker.watch()
-    return worker.stop
+    worker.install_handler()
+    return worker.stop_requested
 
 
 def agreed_step() -> int:
@@ -266,19 +266,19 @@ def agreed_step() -> int:
     The last step of which every worker of an earlier generation had said that it is saved; -1:
     none.
     """
-    return _worker().agreed
+    return _get_worker().agreed
 
 
 def generation() -> int:
     """
     How often the workers have been started before: after failures, and after nodes came or went.
     """
-    return _worker().generation
+    return _get_worker().generation
 
 
 def restart_count() -> int:
     """How often the job was started again after a failure; the same on every node."""
-    return _worker().restarts
+    return _get_worker().restarts
 
 
 def attach() -> None:
@@ -286,26 +286,26 @@ def attach() -> None:
     Have the agent able to ask this worker where it is, should it hang; every other call here does
     that, too.
     """
-    _worker()
+    _get_worker()
 
 
-_made: _Worker | None = None
+_instance: _WorkerReporter | None = None
 
 
-def _worker() -> _Worker:
-    global _made
-    if _made is None:
-        _made = _Worker()
-    return _made
+def _get_worker() -> _WorkerReporter:
+    global _instance
+    if _instance is None:
+        _instance = _WorkerReporter()
+    return _instance
 
 
-def _me() -> _Worker | None:
+def _get_reporter() -> _WorkerReporter | None:
     """This worker where it may speak: under pdrun, and not a child that was forked from one."""
-    worker = _made or _worker()
-    return worker if worker.speaks and os.getpid() == worker.pid else None
+    worker = _instance or _get_worker()
+    return worker if worker.is_reporting and os.getpid() == worker.pid else None
 
 
-def _is_child() -> bool:
+def _is_child_process() -> bool:
     """
     Whether multiprocessing has made this process: it has its worker's environment, and is none.
     """
@@ -313,20 +313,20 @@ def _is_child() -> bool:
     return module is not None and module.parent_process() is not None
 
 
-def _checked(step: SupportsIndex) -> int:
+def _check_step(step: SupportsIndex) -> int:
     number = step.__index__()
-    if not 0 <= number < MOST:
-        raise ValueError(f"step {number} is not between 0 and {MOST - 1}")
+    if not 0 <= number < MAX_STEP:
+        raise ValueError(f"step {number} is not between 0 and {MAX_STEP - 1}")
     return number
 
 
-def _number(text: str | None, default: int) -> int:
+def _parse_number(text: str | None, default: int) -> int:
     if text is not None and text.isascii() and text.isdecimal():
         return int(text)
     return default
 
 
-def _as_before(previous: Any, number: int, frame: FrameType | None, *, in_order: bool) -> None:
+def _call_previous_handler(previous: Any, number: int, frame: FrameType | None, *, in_order: bool) -> None:
     """
     Do what the handler before ours would have done; where there was none, leave in order, or die of
     the signal.
@@ -340,7 +340,7 @@ def _as_before(previous: Any, number: int, frame: FrameType | None, *, in_order:
         os.kill(os.getpid(), number)
 
 
-def _offer_stacks(path: str) -> None:
+def _register_stacks(path: str) -> None:
     """
     Have STACKS_SIGNAL write this process's Python stacks into a file beside the agent's socket.
     """

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from pdrun.errors import UsageError
 
-PORTS = range(20000, 30000)
+SCHEDULER_PORTS = range(20000, 30000)
 """
 From which a scheduler's port is derived where nobody names one: below what systems give to outgoing
 connections.
@@ -33,17 +33,17 @@ class Endpoint:
         return f"{self.host}:{self.port}"
 
     @property
-    def zmq(self) -> str:
+    def zmq_url(self) -> str:
         """The ZeroMQ spelling, ``tcp://HOST:PORT``."""
         return f"tcp://{self}"
 
 
-def port_for(job: str) -> int:
+def port_for_job(job: str) -> int:
     """
     Return the port that every node of a job derives from its name: crc32, as RFC 1952 has it,
     modulo the range.
     """
-    return PORTS.start + zlib.crc32(job.encode("utf-8", "surrogateescape")) % len(PORTS)
+    return SCHEDULER_PORTS.start + zlib.crc32(job.encode("utf-8", "surrogateescape")) % len(SCHEDULER_PORTS)
 
 
 def check_host(host: str, *, where: str) -> str:
@@ -73,12 +73,12 @@ def check_host(host: str, *, where: str) -> str:
     raise UsageError(f"{host!r} is neither a host name nor an IP address", where=where)
 
 
-def parse_port(text: str, *, where: str, lowest: int = 1) -> int:
+def parse_port(text: str, *, where: str, min_port: int = 1) -> int:
     """Return the TCP port that ``text`` writes in plain ASCII digits, ``lowest`` to 65535."""
-    if re.fullmatch(r"[0-9]{1,5}", text) and lowest <= int(text) <= 65535:
+    if re.fullmatch(r"[0-9]{1,5}", text) and min_port <= int(text) <= 65535:
         return int(text)
     raise UsageError(
-        f"{text!r} is not a port", where=where, hint=f"a port is a number from {lowest} to 65535"
+        f"{text!r} is not a port", where=where, hint=f"a port is a number from {min_port} to 65535"
     )
 
 

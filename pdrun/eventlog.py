@@ -16,9 +16,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pdrun.async_file import CLOSING, LineWriter
+from pdrun.async_file import CLOSE_SECONDS, BackgroundFileWriter
 
-KINDS = (
+EVENT_KINDS = (
     "created",
     "joined",
     "refused",
@@ -42,7 +42,7 @@ KINDS = (
 
 
 @dataclass(frozen=True)
-class Event:
+class LogEvent:
     """One thing that happened to a job."""
 
     kind: str
@@ -73,22 +73,22 @@ class EventLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lines = LineWriter(path, _missing)
+        self._lines = BackgroundFileWriter(path, _gap_line)
 
     @property
-    def lost(self) -> int:
+    def lost_events(self) -> int:
         """Events that were not written."""
-        return self._lines.lost
+        return self._lines.lost_lines
 
-    def append(self, event: Event) -> None:
+    def append(self, event: LogEvent) -> None:
         """Write one line; waits a moment for the disk, and not again before it has caught up."""
         self.extend((event,))
 
-    def extend(self, events: Sequence[Event]) -> None:
+    def extend(self, events: Sequence[LogEvent]) -> None:
         """Write what happened together: as `append` of each, with one wait for all."""
         self._lines.put(*(event.to_line() for event in events))
 
-    def close(self, timeout: float = CLOSING) -> str:
+    def close(self, timeout: float = CLOSE_SECONDS) -> str:
         """
         Write out what waits, for at most ``timeout`` seconds, and close; closing twice is allowed.
 
@@ -96,34 +96,34 @@ class EventLog:
         """
         if not self._lines.close(timeout):
             return ""
-        return f"event log {self.path}: {self.lost} line(s) not written ({self._lines.reason}); the job went on"
+        return f"event log {self.path}: {self.lost_events} line(s) not written ({self._lines.reason}); the job went on"
 
 
-def _missing(count: int) -> str:
+def _gap_line(count: int) -> str:
     text = f"{count} event(s) are missing here: the disk of the event log did not answer"
-    return Event("warning", time.time(), {"text": text}).to_line()
+    return LogEvent("warning", time.time(), {"text": text}).to_line()
 
 
-def read(path: Path) -> Iterator[Event]:
+def read_events(path: Path) -> Iterator[LogEvent]:
     """Yield the events of a log; lines that are no whole event are passed over."""
     with path.open(encoding="utf-8", errors="replace") as file:
-        yield from parse(file)
+        yield from parse_events(file)
 
 
-def tail(path: Path, size: int) -> Iterator[Event]:
+def read_last_events(path: Path, size: int) -> Iterator[LogEvent]:
     """Yield the events at the end of a log, of its last ``size`` bytes."""
     with path.open("rb") as file:
         end = file.seek(0, 2)
         file.seek(max(0, end - size))
-        yield from parse(file.read().decode(errors="replace").split("\n"))
+        yield from parse_events(file.read().decode(errors="replace").split("\n"))
 
 
-def parse(lines: Iterable[str]) -> Iterator[Event]:
+def parse_events(lines: Iterable[str]) -> Iterator[LogEvent]:
     """Yield the events that lines of a log hold; lines that are no whole event are passed over."""
     for line in lines:
         try:
             data = json.loads(line)
-            event = Event(kind=str(data.pop("kind")), time=float(data.pop("time")), data=data)
+            event = LogEvent(kind=str(data.pop("kind")), time=float(data.pop("time")), data=data)
         except (ValueError, KeyError, AttributeError, TypeError, OverflowError, RecursionError):
             continue
         if math.isfinite(event.time):
@@ -178,7 +178,7 @@ class JobStatus:
     """The last step that all workers have saved."""
 
 
-def replay(events: Iterable[Event]) -> JobStatus:
+def replay_events(events: Iterable[LogEvent]) -> JobStatus:
     """
     Return the status that a log leads to; unknown kinds change nothing, so that old readers read
     new logs.
@@ -188,21 +188,21 @@ def replay(events: Iterable[Event]) -> JobStatus:
     """
     status = JobStatus()
     for event in events:
-        status = apply(status, event)
+        status = apply_event(status, event)
     return status
 
 
-def apply(status: JobStatus, event: Event) -> JobStatus:
+def apply_event(status: JobStatus, event: LogEvent) -> JobStatus:
     """
     Return the status after one more event; unchanged where that does not say what its kind says.
     """
     try:
-        return _after(status, event)
+        return _next_status(status, event)
     except (KeyError, TypeError, ValueError, OverflowError):
         return status
 
 
-def _after(status: JobStatus, event: Event) -> JobStatus:
+def _next_status(status: JobStatus, event: LogEvent) -> JobStatus:
     data = event.data
     match event.kind:
         case "created":
@@ -214,11 +214,11 @@ def _after(status: JobStatus, event: Event) -> JobStatus:
                 started_at=event.time,
             )
         case "joined":
-            return _with_node(
+            return _set_node(
                 status, str(data["node"]), state="joined", workers=int(data.get("workers", 0))
             )
         case "assigned":
-            return _assigned(status, data)
+            return _apply_assigned(status, data)
         case "started":
             nodes = {
                 name: replace(node, state="running")
@@ -227,20 +227,20 @@ def _after(status: JobStatus, event: Event) -> JobStatus:
             }
             return replace(status, state="running", nodes={**status.nodes, **nodes})
         case "exited":
-            return _exited(status, data)
+            return _apply_exited(status, data)
         case "stopping" | "restarting":
             return replace(status, state=event.kind, reason=str(data.get("reason", "")))
         case "gathering":
             status = replace(status, state="gathering", reason=str(data.get("reason", "")))
-            return _renamed(status, "running", "joined")
+            return _replace_state(status, "running", "joined")
         case "progress":
             return replace(status, step=int(data.get("step", -1)), saved=int(data.get("saved", -1)))
         case "suspect" | "lost" | "left" | "standby":
-            return _with_node(status, str(data["node"]), state=event.kind)
+            return _set_node(status, str(data["node"]), state=event.kind)
         case "recovered":
-            return _with_node(status, str(data["node"]), state=_usual(status, str(data["node"])))
+            return _set_node(status, str(data["node"]), state=_normal_state(status, str(data["node"])))
         case "resumed":
-            return _renamed(status, "suspect", None)
+            return _replace_state(status, "suspect", None)
         case "warning":
             return replace(status, warnings=(*status.warnings, str(data.get("text", ""))))
         case "hang":
@@ -257,12 +257,12 @@ def _after(status: JobStatus, event: Event) -> JobStatus:
     return status
 
 
-def _with_node(status: JobStatus, name: str, **changes: Any) -> JobStatus:
+def _set_node(status: JobStatus, name: str, **changes: Any) -> JobStatus:
     node = status.nodes.get(name, NodeStatus(name, "joined"))
     return replace(status, nodes={**status.nodes, name: replace(node, **changes)})
 
 
-def _usual(status: JobStatus, name: str) -> str:
+def _normal_state(status: JobStatus, name: str) -> str:
     """The state of a node about which nothing is wrong."""
     node = status.nodes.get(name)
     if status.state == "gathering":
@@ -270,17 +270,17 @@ def _usual(status: JobStatus, name: str) -> str:
     return "running" if node is None or node.index >= 0 else "standby"
 
 
-def _renamed(status: JobStatus, old: str, new: str | None) -> JobStatus:
+def _replace_state(status: JobStatus, old: str, new: str | None) -> JobStatus:
     """Every node in state ``old`` is in state ``new`` now; None: as is usual for it."""
     changed = {
-        name: replace(node, state=new or _usual(status, name))
+        name: replace(node, state=new or _normal_state(status, name))
         for name, node in status.nodes.items()
         if node.state == old
     }
     return replace(status, nodes={**status.nodes, **changed})
 
 
-def _assigned(status: JobStatus, data: Mapping[str, Any]) -> JobStatus:
+def _apply_assigned(status: JobStatus, data: Mapping[str, Any]) -> JobStatus:
     """
     One event a generation: ``nodes`` is a list of ``[name, first rank, workers]`` in node order.
     """
@@ -308,7 +308,7 @@ def _assigned(status: JobStatus, data: Mapping[str, Any]) -> JobStatus:
     )
 
 
-def _exited(status: JobStatus, data: Mapping[str, Any]) -> JobStatus:
+def _apply_exited(status: JobStatus, data: Mapping[str, Any]) -> JobStatus:
     rank = int(data["rank"])
     code = int(data["code"])
     before = status.ranks.get(rank, RankStatus(rank, str(data.get("node", "")), "running"))

@@ -25,7 +25,7 @@ def check_name(name: str, *, where: str) -> str:
     )
 
 
-def name_from(text: str) -> str:
+def make_name(text: str) -> str:
     """Return the nearest allowed name to ``text`` (a script's file name, say); never fails."""
     cleaned = re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("._-")[:63]
     return cleaned or "job"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 
-def make_private(folder: Path) -> None:
+def make_private_folder(folder: Path) -> None:
     """
     Make a folder and the folders above it that are missing, all 0700; one that is there stays as it
     is.
@@ -14,5 +14,5 @@ def make_private(folder: Path) -> None:
     """
     if not folder.is_dir():
         if folder.parent != folder:
-            make_private(folder.parent)
+            make_private_folder(folder.parent)
         folder.mkdir(mode=0o700, exist_ok=True)

@@ -25,31 +25,31 @@ if TYPE_CHECKING:  # nothing that takes time comes before the handlers
 
     from pdrun.errors import ConfigError
 
-STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP)
-MOST = 1 << 16
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP)
+MAX_DESCRIPTORS = 1 << 16
 """Descriptors that pdrun gives itself at most; far more than any node needs."""
-FEWEST_FILES = 64
+MIN_DESCRIPTORS = 64
 """Descriptors with which anything small can be done."""
-TOKEN = "PDRUN_TOKEN"
+TOKEN_VARIABLE = "PDRUN_TOKEN"
 
-_users: list[tuple[int, int]] = []
-_token: list[str] = []
+_user_nofile_limit: list[tuple[int, int]] = []
+_taken_token: list[str] = []
 
 
-def begin() -> None:
+def setup_process() -> None:
     """
     Do what the module says. What was inherited as ignored (nohup's SIGHUP, a background job's
     SIGINT) stays so.
     """
-    for number in STOP:
+    for number in STOP_SIGNALS:
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
-            signal.signal(number, leave)
-    token()
-    _open_closed()
-    _raise_limit()
+            signal.signal(number, exit_handler)
+    take_token()
+    _open_standard_fds()
+    _raise_nofile_limit()
 
 
-def leave(number: int, frame: FrameType | None) -> None:
+def exit_handler(number: int, frame: FrameType | None) -> None:
     """
     The handler: nothing has begun that would have to be ended, and what was started notices the end
     by itself.
@@ -57,29 +57,29 @@ def leave(number: int, frame: FrameType | None) -> None:
     os._exit(128 + number)
 
 
-def give_back() -> None:
+def restore_sigint() -> None:
     """
     From here on Ctrl-C is a KeyboardInterrupt again: for a command that wants to tidy up its
     screen.
     """
-    for number in STOP:
-        if signal.getsignal(number) is leave:
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is exit_handler:
             signal.signal(
                 number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
             )
 
 
-def afterwards(before: object) -> object:
+def handler_after(before: object) -> object:
     """
     Return the handler for the time after somebody has taken a signal, given the one from before.
 
     In a process that began with `begin` the job is over then, and its exit code stands: nothing may
     change it any more.
     """
-    return signal.SIG_IGN if before is leave else before
+    return signal.SIG_IGN if before is exit_handler else before
 
 
-def _open_closed() -> None:
+def _open_standard_fds() -> None:
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -96,7 +96,7 @@ def _open_closed() -> None:
 # ------------------------------------------------------------------------------------------------------------
 
 
-def token() -> str | None:
+def take_token() -> str | None:
     """
     Return what PDRUN_TOKEN said, the same at every call; the first one takes it out of the
     environment.
@@ -104,55 +104,55 @@ def token() -> str | None:
     The one place that reads the variable: mains call this before they start anything, libraries
     when they need the secret. A token that was set since then counts.
     """
-    if (text := os.environ.pop(TOKEN, None)) is not None:
-        _token[:] = [text]
-    return _token[-1] if _token else None
+    if (text := os.environ.pop(TOKEN_VARIABLE, None)) is not None:
+        _taken_token[:] = [text]
+    return _taken_token[-1] if _taken_token else None
 
 
-def without_token(environ: Mapping[str, str]) -> dict[str, str]:
+def env_without_token(environ: Mapping[str, str]) -> dict[str, str]:
     """
     Return an environment for a child of a process whose own is the user's affair (`pdrun.launch`).
     """
-    return {name: value for name, value in environ.items() if name != TOKEN}
+    return {name: value for name, value in environ.items() if name != TOKEN_VARIABLE}
 
 
-def with_token(environ: Mapping[str, str]) -> dict[str, str]:
+def env_with_token(environ: Mapping[str, str]) -> dict[str, str]:
     """
     Return an environment for a child that needs the token itself, or hands it on to one that does.
     """
-    text = token()
-    return {**environ, **({TOKEN: text} if text is not None else {})}
+    text = take_token()
+    return {**environ, **({TOKEN_VARIABLE: text} if text is not None else {})}
 
 
 # Descriptors
 # ----------------------------------------------------------------------------------------------------------
 
 
-def users_limit() -> tuple[int, int] | None:
+def user_nofile_limit() -> tuple[int, int] | None:
     """RLIMIT_NOFILE (soft, hard) as the user had it; None where this process has not changed it."""
-    return _users[-1] if _users else None
+    return _user_nofile_limit[-1] if _user_nofile_limit else None
 
 
-def remember_limit(soft: int, hard: int) -> None:
+def remember_nofile_limit(soft: int, hard: int) -> None:
     """The user's limit, told by the process that has raised this one's."""
-    _users[:] = [(soft, hard)]
+    _user_nofile_limit[:] = [(soft, hard)]
 
 
-def _raise_limit() -> None:
+def _raise_nofile_limit() -> None:
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     except (OSError, ValueError):
         return
-    remember_limit(soft, hard)
+    remember_nofile_limit(soft, hard)
 
 
-def need_descriptors(count: int, what: str) -> None:
+def require_descriptors(count: int, what: str) -> None:
     """
     Complain when this process may not open ``count`` files.
 
@@ -163,10 +163,10 @@ def need_descriptors(count: int, what: str) -> None:
 
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < count:
-        raise too_few(what, count)
+        raise descriptor_limit_error(what, count)
 
 
-def too_few(what: str, count: int) -> ConfigError:
+def descriptor_limit_error(what: str, count: int) -> ConfigError:
     """The error for EMFILE: ``what`` needs about ``count`` descriptors in one process."""
     import resource
 
@@ -180,7 +180,7 @@ def too_few(what: str, count: int) -> ConfigError:
     )
 
 
-def ran_out(error: BaseException) -> bool:
+def is_out_of_descriptors(error: BaseException) -> bool:
     """Whether an error (of the system, or of zmq) means that no descriptor was left."""
     return getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE)
 
@@ -189,14 +189,14 @@ def ran_out(error: BaseException) -> bool:
 # ------------------------------------------------------------------------------------------------
 
 
-def no_more_processes(error: BaseException) -> bool:
+def is_out_of_processes(error: BaseException) -> bool:
     """Whether an error means that no process and no thread may be started any more."""
     if isinstance(error, RuntimeError):
         return "can't start new thread" in str(error)
     return isinstance(error, BlockingIOError) and error.errno == errno.EAGAIN
 
 
-def too_many_processes(what: str) -> ConfigError:
+def process_limit_error(what: str) -> ConfigError:
     """The error for that: ``what`` could not start one more."""
     import resource
 
@@ -211,11 +211,11 @@ def too_many_processes(what: str) -> ConfigError:
     )
 
 
-def explained(error: BaseException, what: str, files: int) -> ConfigError | None:
+def resource_limit_error(error: BaseException, what: str, files: int) -> ConfigError | None:
     """
     Return what an error says of this machine's limits, or None: ``what`` needs about ``files``
     descriptors.
     """
-    if ran_out(error):
-        return too_few(what, files)
-    return too_many_processes(what) if no_more_processes(error) else None
+    if is_out_of_descriptors(error):
+        return descriptor_limit_error(what, files)
+    return process_limit_error(what) if is_out_of_processes(error) else None

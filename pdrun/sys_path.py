@@ -9,7 +9,7 @@ import os
 import sys
 
 
-def standard_library_first(path: list[str]) -> None:
+def put_standard_library_first(path: list[str]) -> None:
     """
     Put the standard library before everything else in ``path``, in place.
 

@@ -40,7 +40,7 @@ class CpuSet:
     """The same CPUs grouped by memory node; empty when unknown."""
 
     @property
-    def usable(self) -> int:
+    def usable_cpus(self) -> int:
         """
         How many threads can run at once: the mask, or the quota (at least 1) where that is less.
         """

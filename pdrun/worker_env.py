@@ -101,28 +101,28 @@ class WorkerEnv:
         """
         if "RANK" not in environ and "WORLD_SIZE" not in environ:
             return None
-        rank = _count(environ, "RANK")
-        world = _count(environ, "WORLD_SIZE")
-        local = _count(environ, "LOCAL_RANK", 0 if world == 1 else None)
+        rank = _read_count(environ, "RANK")
+        world = _read_count(environ, "WORLD_SIZE")
+        local = _read_count(environ, "LOCAL_RANK", 0 if world == 1 else None)
         found = cls(
             rank=rank,
             world_size=world,
             local_rank=local,
-            local_world_size=_count(environ, "LOCAL_WORLD_SIZE", 1 if world == 1 else None),
-            node_rank=_count(environ, "GROUP_RANK", 0),
-            nodes=_count(environ, "GROUP_WORLD_SIZE", 1),
+            local_world_size=_read_count(environ, "LOCAL_WORLD_SIZE", 1 if world == 1 else None),
+            node_rank=_read_count(environ, "GROUP_RANK", 0),
+            nodes=_read_count(environ, "GROUP_WORLD_SIZE", 1),
             master_addr=environ.get("MASTER_ADDR", ""),
-            master_port=_count(environ, "MASTER_PORT", 0),
+            master_port=_read_count(environ, "MASTER_PORT", 0),
             run_id=environ.get("TORCHELASTIC_RUN_ID", ""),
-            restart_count=_count(environ, "TORCHELASTIC_RESTART_COUNT", 0),
-            max_restarts=_count(environ, "TORCHELASTIC_MAX_RESTARTS", 0),
-            generation=_count(environ, "PDRUN_GENERATION", 0),
+            restart_count=_read_count(environ, "TORCHELASTIC_RESTART_COUNT", 0),
+            max_restarts=_read_count(environ, "TORCHELASTIC_MAX_RESTARTS", 0),
+            generation=_read_count(environ, "PDRUN_GENERATION", 0),
             job=environ.get("PDRUN_JOB", environ.get("TORCHELASTIC_RUN_ID", "job")),
             node=environ.get("PDRUN_NODE", "localhost"),
             device_kind=environ.get("PDRUN_DEVICE_KIND", ""),
-            device_index=_count(environ, "DEVICE_ID", local),
+            device_index=_read_count(environ, "DEVICE_ID", local),
             collective=environ.get("PDRUN_COLLECTIVE", ""),
-            agreed_step=_count(environ, "PDRUN_AGREED_STEP", -1),
+            agreed_step=_read_count(environ, "PDRUN_AGREED_STEP", -1),
             agent=environ.get("PDRUN_AGENT", ""),
         )
         for low, high, names in (
@@ -134,7 +134,7 @@ class WorkerEnv:
         return found
 
 
-def refuse_owned(name: str, *, where: str) -> None:
+def refuse_reserved(name: str, *, where: str) -> None:
     """
     Raise UsageError for a variable that the user wants to set and that pdrun has to: ranks, sizes,
     the store, the job.
@@ -150,7 +150,7 @@ def refuse_owned(name: str, *, where: str) -> None:
         )
 
 
-def _count(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+def _read_count(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
     """
     Return the whole number in ASCII digits that variable ``name`` holds, or ``default`` where it is
     unset.

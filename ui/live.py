@@ -12,18 +12,18 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pdrun import async_writer as lane
+from pdrun import async_writer
 from pdrun.eventlog import JobStatus
-from pdrun.ui.status import facts, failed_lines, render, safe
+from pdrun.ui.status import list_facts, failed_lines, render_status, escape_text
 
-PERIOD = 0.5
+REFRESH_SECONDS = 0.5
 """Seconds between two looks at the log."""
-ENDED = ("done", "dead")
+ENDED_STATES = ("done", "dead")
 
 Read = Callable[[], Sequence[JobStatus]]
 
 
-def follow(
+def follow_status(
     read: Read,
     *,
     out: Any = None,
@@ -45,72 +45,72 @@ def follow(
     out = out or sys.stdout
 
     def wait(seconds: float) -> None:
-        if _unread(out):
+        if _is_reader_gone(out):
             raise BrokenPipeError
         sleep(seconds)
 
     try:
         if out.isatty():
-            _redraw(read, out, clock, wait)
+            _follow_on_terminal(read, out, clock, wait)
         else:
-            _append(read, out, wait)
+            _follow_as_lines(read, out, wait)
     except KeyboardInterrupt:
         return 130
     return 0
 
 
-def _unread(out: Any) -> bool:
+def _is_reader_gone(out: Any) -> bool:
     """
     Whether nobody reads what is shown any more; what does not change would tell only at the job's
     end.
     """
     try:
-        return lane.reader_gone(out.fileno())
+        return async_writer.is_reader_gone(out.fileno())
     except (OSError, ValueError, AttributeError):  # no file
         return False
 
 
-def _redraw(
+def _follow_on_terminal(
     read: Read, out: Any, clock: Callable[[], float], sleep: Callable[[float], None]
 ) -> None:
     from rich.console import Console
     from rich.live import Live
 
     found = read()
-    with Live(render(found, clock()), console=Console(file=out), auto_refresh=False) as live:
-        while not _ended(found):
-            sleep(PERIOD)
+    with Live(render_status(found, clock()), console=Console(file=out), auto_refresh=False) as live:
+        while not _have_ended(found):
+            sleep(REFRESH_SECONDS)
             found = read()
-            live.update(render(found, clock()), refresh=True)
+            live.update(render_status(found, clock()), refresh=True)
 
 
-def _append(read: Read, out: Any, sleep: Callable[[float], None]) -> None:
+def _follow_as_lines(read: Read, out: Any, sleep: Callable[[float], None]) -> None:
     shown: dict[str, list[str]] = {}
     while True:
         found = read()
         for one in found:
             before = shown.get(one.run, [])
-            after = _lines(one)
+            after = _status_lines(one)
             for line in after:
                 if line not in before:
-                    print(f"{safe(one.job)}: {line}", file=out, flush=True)
+                    print(f"{escape_text(one.job)}: {line}", file=out, flush=True)
             shown[one.run] = after
-        if _ended(found):
+        if _have_ended(found):
             return
-        sleep(PERIOD)
+        sleep(REFRESH_SECONDS)
 
 
-def _ended(found: Sequence[JobStatus]) -> bool:
-    return all(one.state in ENDED for one in found)
+def _have_ended(found: Sequence[JobStatus]) -> bool:
+    return all(one.state in ENDED_STATES for one in found)
 
 
-def _lines(one: JobStatus) -> list[str]:
+def _status_lines(one: JobStatus) -> list[str]:
     """What is worth a line when it changes: not the time, which always does."""
     lines = [
-        f"{name} {value}" for name, value in facts(one, 0.0) if name not in ("job", "run", "time")
+        f"{name} {value}" for name, value in list_facts(one, 0.0) if name not in ("job", "run", "time")
     ]
     return (
         lines
         + [f"failed {line}" for line in failed_lines(one)]
-        + [f"warning {safe(text)}" for text in one.warnings]
+        + [f"warning {escape_text(text)}" for text in one.warnings]
     )

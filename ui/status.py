@@ -20,9 +20,9 @@ from pdrun.eventlog import JobStatus, NodeStatus, RankStatus
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-MOST_NODES = 32
+MAX_LISTED_NODES = 32
 """Nodes that are listed one by one; of more only those that are not as they should be."""
-MOST_FAILED = 16
+MAX_LISTED_FAILURES = 16
 _COLOURS = {
     "running": "green",
     "done": "green",
@@ -39,7 +39,7 @@ _COLOURS = {
 }
 
 
-def show(found: Sequence[JobStatus], *, out: Any = None, now: float | None = None) -> None:
+def show_status(found: Sequence[JobStatus], *, out: Any = None, now: float | None = None) -> None:
     """
     Print one status in full, or several as a list.
 
@@ -53,30 +53,30 @@ def show(found: Sequence[JobStatus], *, out: Any = None, now: float | None = Non
     if out.isatty():
         from rich.console import Console
 
-        Console(file=out).print(render(found, now))
+        Console(file=out).print(render_status(found, now))
     else:
-        print("\n".join(plain(found, now)), file=out)
+        print("\n".join(format_plain(found, now)), file=out)
 
 
-def plain(found: Sequence[JobStatus], now: float) -> list[str]:
+def format_plain(found: Sequence[JobStatus], now: float) -> list[str]:
     """Return the lines that `show` prints where there is no terminal."""
     if not found:
         return ["no jobs known here"]
     if len(found) > 1:
-        return _columns(
-            [("JOB", "STATE", "CODE", "NODES", "TIME", "RUN"), *(_row(one, now) for one in found)]
+        return _align_columns(
+            [("JOB", "STATE", "CODE", "NODES", "TIME", "RUN"), *(_make_row(one, now) for one in found)]
         )
     one = found[0]
-    lines = [f"{name:<9} {value}" for name, value in facts(one, now)]
-    nodes = _columns(
+    lines = [f"{name:<9} {value}" for name, value in list_facts(one, now)]
+    nodes = _align_columns(
         [(node.name, node_state(node), _rank_text(one, node)) for node in listed_nodes(one)]
     )
     lines += [f"{'node':<9} {line}" for line in nodes]
     lines += [f"{'failed':<9} {line}" for line in failed_lines(one)]
-    return lines + [f"{'warning':<9} {safe(text)}" for text in one.warnings]
+    return lines + [f"{'warning':<9} {escape_text(text)}" for text in one.warnings]
 
 
-def render(found: Sequence[JobStatus], now: float) -> RenderableType:
+def render_status(found: Sequence[JobStatus], now: float) -> RenderableType:
     """Return the same as something that rich prints."""
     from rich.console import Group
     from rich.table import Table
@@ -87,44 +87,44 @@ def render(found: Sequence[JobStatus], now: float) -> RenderableType:
             return Text("no jobs known here")
         table = Table("job", "state", "code", "nodes", "time", "run", box=None, header_style="bold")
         for one in found:
-            job, state, *rest = _row(one, now)
-            table.add_row(Text(job), _coloured(state), *(Text(cell) for cell in rest))
+            job, state, *rest = _make_row(one, now)
+            table.add_row(Text(job), _colour_state(state), *(Text(cell) for cell in rest))
         return table
     one = found[0]
     head = Table.grid(padding=(0, 2))
-    for name, value in facts(one, now):
-        head.add_row(Text(name, style="bold"), _coloured(value) if name == "state" else Text(value))
+    for name, value in list_facts(one, now):
+        head.add_row(Text(name, style="bold"), _colour_state(value) if name == "state" else Text(value))
     nodes = Table("node", "state", "ranks", box=None, header_style="bold")
     for node in listed_nodes(one):
         nodes.add_row(
-            Text(safe(node.name)), _coloured(node_state(node)), Text(_rank_text(one, node))
+            Text(escape_text(node.name)), _colour_state(node_state(node)), Text(_rank_text(one, node))
         )
     notes = [Text(f"failed  {line}", style="red") for line in failed_lines(one)]
-    notes += [Text(f"warning {safe(text)}", style="yellow") for text in one.warnings]
+    notes += [Text(f"warning {escape_text(text)}", style="yellow") for text in one.warnings]
     return Group(head, nodes, *notes)
 
 
-def facts(one: JobStatus, now: float) -> list[tuple[str, str]]:
+def list_facts(one: JobStatus, now: float) -> list[tuple[str, str]]:
     """Return the head of a status: pairs of name and value, without colours."""
     state = job_state(one) if one.code is None else f"{job_state(one)}, exit code {one.code}"
-    rows = [("job", safe(one.job)), ("run", safe(one.run)), ("state", state)]
+    rows = [("job", escape_text(one.job)), ("run", escape_text(one.run)), ("state", state)]
     if one.reason:
-        rows.append(("reason", safe(one.reason)))
-    rows.append(("time", age(one, now)))
+        rows.append(("reason", escape_text(one.reason)))
+    rows.append(("time", format_age(one, now)))
     if one.restarts or one.generation:
         rows.append(("restarts", f"{one.restarts} (generation {one.generation})"))
     if one.step >= 0:
         rows.append(("step", f"{one.step}{f', saved {one.saved}' if one.saved >= 0 else ''}"))
-    here = present(one)
+    here = list_present(one)
     states = Counter(node_state(node) for node in here)
     gone = Counter(node_state(node) for node in one.nodes.values() if node not in here)
-    parts = [_counted(states)] * bool(states) + [f"gone: {_counted(gone)}"] * bool(gone)
-    rows.append(("nodes", f"{_present(one)}: {'; '.join(parts)}" if parts else _present(one)))
+    parts = [_format_counts(states)] * bool(states) + [f"gone: {_format_counts(gone)}"] * bool(gone)
+    rows.append(("nodes", f"{_format_node_count(one)}: {'; '.join(parts)}" if parts else _format_node_count(one)))
     if one.ranks:
         rows.append(
             (
                 "ranks",
-                f"{len(one.ranks)}: {_counted(Counter(rank.state for rank in one.ranks.values()))}",
+                f"{len(one.ranks)}: {_format_counts(Counter(rank.state for rank in one.ranks.values()))}",
             )
         )
     return rows
@@ -150,10 +150,10 @@ def node_state(node: NodeStatus) -> str:
 def listed_nodes(one: JobStatus) -> list[NodeStatus]:
     """Return the nodes that are shown one by one, in rank order."""
     nodes = sorted(one.nodes.values(), key=lambda node: (node.index < 0, node.index, node.name))
-    if len(nodes) <= MOST_NODES:
+    if len(nodes) <= MAX_LISTED_NODES:
         return nodes
     usual = Counter(node.state for node in nodes).most_common(1)[0][0]
-    return [node for node in nodes if node.state != usual][:MOST_NODES]
+    return [node for node in nodes if node.state != usual][:MAX_LISTED_NODES]
 
 
 def failed_lines(one: JobStatus) -> list[str]:
@@ -161,11 +161,11 @@ def failed_lines(one: JobStatus) -> list[str]:
     failed = sorted(
         (rank for rank in one.ranks.values() if rank.state == "failed"), key=lambda rank: rank.rank
     )
-    lines = [_failed_text(rank) for rank in failed[:MOST_FAILED]]
-    return lines + [f"and {len(failed) - MOST_FAILED} more"] * (len(failed) > MOST_FAILED)
+    lines = [_failed_text(rank) for rank in failed[:MAX_LISTED_FAILURES]]
+    return lines + [f"and {len(failed) - MAX_LISTED_FAILURES} more"] * (len(failed) > MAX_LISTED_FAILURES)
 
 
-def age(one: JobStatus, now: float) -> str:
+def format_age(one: JobStatus, now: float) -> str:
     """Return how long the job has run, or did: ``1:02:03``; ``-`` when that is not known."""
     if not one.started_at:
         return "-"
@@ -176,17 +176,17 @@ def age(one: JobStatus, now: float) -> str:
     return f"{hours}:{rest // 60:02}:{rest % 60:02}"
 
 
-def safe(text: str) -> str:
+def escape_text(text: str) -> str:
     """Return a text from elsewhere with what a terminal would obey made visible."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
-def _row(one: JobStatus, now: float) -> tuple[str, ...]:
+def _make_row(one: JobStatus, now: float) -> tuple[str, ...]:
     code = "" if one.code is None else str(one.code)
-    return safe(one.job), job_state(one), code, _present(one), age(one, now), safe(one.run)
+    return escape_text(one.job), job_state(one), code, _format_node_count(one), format_age(one, now), escape_text(one.run)
 
 
-def present(one: JobStatus) -> list[NodeStatus]:
+def list_present(one: JobStatus) -> list[NodeStatus]:
     """
     Return the nodes that count: not those that went before the last generation was formed, or
     before any was.
@@ -196,8 +196,8 @@ def present(one: JobStatus) -> list[NodeStatus]:
     ]
 
 
-def _present(one: JobStatus) -> str:
-    count = len(present(one))
+def _format_node_count(one: JobStatus) -> str:
+    count = len(list_present(one))
     if one.expected:
         return f"{count} of {one.expected}"
     if one.nodes:
@@ -205,7 +205,7 @@ def _present(one: JobStatus) -> str:
     return "-"
 
 
-def _counted(states: Counter[str]) -> str:
+def _format_counts(states: Counter[str]) -> str:
     return ", ".join(f"{count} {state}" for state, count in states.most_common())
 
 
@@ -217,12 +217,12 @@ def _rank_text(one: JobStatus, node: NodeStatus) -> str:
 
 
 def _failed_text(rank: RankStatus) -> str:
-    cause = f": {safe(rank.cause)}" if rank.cause else ""
-    return f"{safe(rank.node)}:{rank.rank} exit code {rank.code}{cause}"
+    cause = f": {escape_text(rank.cause)}" if rank.cause else ""
+    return f"{escape_text(rank.node)}:{rank.rank} exit code {rank.code}{cause}"
 
 
-def _columns(rows: Iterable[tuple[str, ...]]) -> list[str]:
-    rows = [tuple(safe(cell) for cell in row) for row in rows]
+def _align_columns(rows: Iterable[tuple[str, ...]]) -> list[str]:
+    rows = [tuple(escape_text(cell) for cell in row) for row in rows]
     if not rows:
         return []
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -232,7 +232,7 @@ def _columns(rows: Iterable[tuple[str, ...]]) -> list[str]:
     ]
 
 
-def _coloured(state: str) -> Any:
+def _colour_state(state: str) -> Any:
     from rich.text import Text
 
     word = state.split(",")[0]

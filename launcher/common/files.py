@@ -11,14 +11,14 @@ import stat
 from pathlib import Path
 
 
-def _mode(path: str | Path, *, follow: bool = True) -> int:
+def _read_mode(path: str | Path, *, follow: bool = True) -> int:
     try:
         return Path(path).stat(follow_symlinks=follow).st_mode
     except (OSError, ValueError):
         return 0
 
 
-def refused(path: str | Path) -> str:
+def why_inaccessible(path: str | Path) -> str:
     """
     Return why the way to a path is closed, so that nobody can tell whether there is anything;
     empty: it is not.
@@ -34,19 +34,19 @@ def refused(path: str | Path) -> str:
 
 def is_file(path: str | Path) -> bool:
     """Return whether there is a regular file."""
-    return stat.S_ISREG(_mode(path))
+    return stat.S_ISREG(_read_mode(path))
 
 
 def is_folder(path: str | Path) -> bool:
     """Return whether there is a directory."""
-    return stat.S_ISDIR(_mode(path))
+    return stat.S_ISDIR(_read_mode(path))
 
 
 def is_link(path: str | Path) -> bool:
     """Return whether there is a symbolic link, to something or to nothing."""
-    return stat.S_ISLNK(_mode(path, follow=False))
+    return stat.S_ISLNK(_read_mode(path, follow=False))
 
 
-def exists(path: str | Path) -> bool:
+def path_exists(path: str | Path) -> bool:
     """Return whether there is anything; a link to nothing is something."""
-    return _mode(path, follow=False) != 0
+    return _read_mode(path, follow=False) != 0

@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from pdrun.launcher.hosts.selection import Host
 
 LOOPBACK_INTERFACE = ("lo", "127.0.0.1")
-ASK_EVERY = 0.5
-SAY_EVERY = 5.0
+RESOLVE_SECONDS = 0.5
+NOTICE_SECONDS = 5.0
 """
 Seconds between two questions to the resolver, and between two lines about a name that it does not
 know yet.
 """
-_FAR = (("192.0.2.1", 9), ("2001:db8::1", 9))
+_DOCUMENTATION_ADDRESSES = (("192.0.2.1", 9), ("2001:db8::1", 9))
 """
 Addresses reserved for documentation: routed by default, never reached; nothing is sent to them.
 """
 
 
-def addresses() -> tuple[tuple[str, str], ...]:
+def list_addresses() -> tuple[tuple[str, str], ...]:
     """
     Return (interface, address) of every interface that is up; loopback first, IPv6 link-local with
     its zone.
@@ -58,7 +58,7 @@ def is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
 
 
-def resolve(host: str) -> tuple[str, ...]:
+def resolve_host(host: str) -> tuple[str, ...]:
     """Return the addresses of a host, each once; none when the name is not known here."""
     import socket
 
@@ -69,14 +69,14 @@ def resolve(host: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
-def name_fault(host: str) -> str:
+def find_name_error(host: str) -> str:
     """Return why a host's name leads nowhere, or the empty string."""
     from pdrun.rendezvous.transport import dns as lookup
 
     return lookup.name_fault(host)
 
 
-def await_name(scheduler: Endpoint, timeout: float, say: Callable[[str], None]) -> None:
+def wait_for_name(scheduler: Endpoint, timeout: float, say: Callable[[str], None]) -> None:
     """
     Wait until the scheduler's host has an address: where names are made with the machines (a
     service of Kubernetes, a cloud's DNS), a node may be up before the name is.
@@ -86,41 +86,41 @@ def await_name(scheduler: Endpoint, timeout: float, say: Callable[[str], None]) 
     """
     end = time.monotonic() + timeout
     again = 0.0
-    while fault := name_fault(scheduler.host):
+    while fault := find_name_error(scheduler.host):
         now = time.monotonic()
         if now >= end:
             raise RendezvousError(fault, where=str(scheduler), hint="check it, or give the address")
         if now >= again:
             say(f"waiting for the scheduler at {scheduler}: {fault}")
-            again = now + SAY_EVERY
-        time.sleep(min(ASK_EVERY, end - now))
+            again = now + NOTICE_SECONDS
+        time.sleep(min(RESOLVE_SECONDS, end - now))
 
 
-def is_here(host: str, hostname: str, own: Iterable[tuple[str, str]]) -> bool:
+def is_this_machine(host: str, hostname: str, own: Iterable[tuple[str, str]]) -> bool:
     """Return whether ``host`` is this machine."""
     if host in (hostname, "localhost"):
         return True
     mine = {address.partition("%")[0] for _, address in own}
     return any(
-        is_loopback(address) or address.partition("%")[0] in mine for address in resolve(host)
+        is_loopback(address) or address.partition("%")[0] in mine for address in resolve_host(host)
     )
 
 
-def among(hosts: Iterable[Host], hostname: str) -> tuple[str, ...]:
+def find_own_names(hosts: Iterable[Host], hostname: str) -> tuple[str, ...]:
     """
     Return the names of the hosts that are this machine.
 
     A name is looked up only when it could be ours: it is an address, or its first label is that of
     the host's name.
     """
-    own = addresses()
+    own = list_addresses()
     label = hostname.partition(".")[0]
     return tuple(
         host.name
         for host in hosts
         if any(
             (name.partition(".")[0] == label or name == "localhost" or _is_address(name))
-            and is_here(name, hostname, own)
+            and is_this_machine(name, hostname, own)
             for name in (host.name, host.address)
             if name
         )
@@ -137,7 +137,7 @@ def _is_address(host: str) -> bool:
     return True
 
 
-def speaks_zmtp(endpoint: Endpoint, timeout: float = 3.0) -> bool:
+def is_zmtp_server(endpoint: Endpoint, timeout: float = 3.0) -> bool:
     """
     Return whether a ZeroMQ socket answers there: it greets every connection at once (RFC 23),
     others do not so.
@@ -152,7 +152,7 @@ def speaks_zmtp(endpoint: Endpoint, timeout: float = 3.0) -> bool:
     return len(greeting) == 10 and (greeting[0], greeting[9]) == (0xFF, 0x7F)
 
 
-def route(scheduler: Endpoint | None) -> str:
+def find_local_address(scheduler: Endpoint | None) -> str:
     """
     Return the local address from which the scheduler, or else the world, is reached; empty where
     there is no route.
@@ -162,31 +162,31 @@ def route(scheduler: Endpoint | None) -> str:
     of the first interface.
     """
     targets = (
-        [(address, scheduler.port or 9) for address in resolve(scheduler.host)]
+        [(address, scheduler.port or 9) for address in resolve_host(scheduler.host)]
         if scheduler
-        else list(_FAR)
+        else list(_DOCUMENTATION_ADDRESSES)
     )
-    if scheduler and is_only_here(scheduler.host):
-        outward = [_toward(*far) for far in _FAR] + [
-            at for _, at in addresses() if not at.startswith("fe80:")
+    if scheduler and is_loopback_name(scheduler.host):
+        outward = [_find_source_address(*far) for far in _DOCUMENTATION_ADDRESSES] + [
+            at for _, at in list_addresses() if not at.startswith("fe80:")
         ]
         if found := next(
             (address for address in outward if address and not is_loopback(address)), ""
         ):
             return found
     for host, port in targets:
-        address = _toward(host, port)
+        address = _find_source_address(host, port)
         if address:
             return address
     return ""
 
 
-def is_only_here(host: str) -> bool:
+def is_loopback_name(host: str) -> bool:
     """
     Return whether a name, which says nothing of loopback, has only such addresses here: Debian's
     ``127.0.1.1``.
     """
-    found = resolve(host)
+    found = resolve_host(host)
     return (
         bool(found)
         and host != "localhost"
@@ -195,7 +195,7 @@ def is_only_here(host: str) -> bool:
     )
 
 
-def _toward(host: str, port: int) -> str:
+def _find_source_address(host: str, port: int) -> str:
     import socket
 
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

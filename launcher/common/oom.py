@@ -14,7 +14,7 @@ from pathlib import Path
 _ROOT = Path("/sys/fs/cgroup")
 
 
-def oom_kills(self_cgroup: Path = Path("/proc/self/cgroup"), root: Path = _ROOT) -> int:
+def count_oom_kills(self_cgroup: Path = Path("/proc/self/cgroup"), root: Path = _ROOT) -> int:
     """Return the count so far; only differences mean something."""
     try:
         lines = self_cgroup.read_text().splitlines()
@@ -25,11 +25,11 @@ def oom_kills(self_cgroup: Path = Path("/proc/self/cgroup"), root: Path = _ROOT)
         names = controllers.split(",")
         if "memory" in names:
             folder = root / "memory"
-            count = _count(
+            count = _read_oom_count(
                 folder / path.lstrip("/") / "memory.oom_control", folder / "memory.oom_control"
             )
         elif controllers == "":
-            count = _count(root / path.lstrip("/") / "memory.events", root / "memory.events")
+            count = _read_oom_count(root / path.lstrip("/") / "memory.events", root / "memory.events")
         else:
             continue
         if count is not None:
@@ -37,7 +37,7 @@ def oom_kills(self_cgroup: Path = Path("/proc/self/cgroup"), root: Path = _ROOT)
     return 0
 
 
-def _count(*files: Path) -> int | None:
+def _read_oom_count(*files: Path) -> int | None:
     """
     The count in the first file that can be read: inside a container the path of the host may not
     exist.

@@ -21,14 +21,14 @@ from pdrun.names import check_name
 
 Parser = Callable[[str, str], Any]
 
-MOST = 1_000_000
+MAX_COUNT = 1_000_000
 """More nodes, workers, threads or restarts than this is a slip of the finger."""
-_UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_LONGEST = 366 * 86400.0
-_FIELDS = ("rank", "local_rank", "node", "ip", "hostname")
+_UNIT_SECONDS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_MAX_DURATION_SECONDS = 366 * 86400.0
+_LOG_NAME_FIELDS = ("rank", "local_rank", "node", "ip", "hostname")
 
 
-def quoted(text: str) -> str:
+def quote_text(text: str) -> str:
     """
     Return the text in quotes, control characters escaped, cut to a length that a message can bear.
     """
@@ -36,7 +36,7 @@ def quoted(text: str) -> str:
     return shown if len(shown) <= 80 else shown[:76] + "...'"
 
 
-def whole(least: int = 0, most: int = MOST) -> Parser:
+def int_parser(least: int = 0, most: int = MAX_COUNT) -> Parser:
     """Return a parser of whole numbers from ``least`` to ``most``."""
 
     def parse(text: str, where: str) -> int:
@@ -48,36 +48,36 @@ def whole(least: int = 0, most: int = MOST) -> Parser:
                 if text.startswith("-") or int(text[:20]) < least
                 else f"above {most}"
             )
-            raise UsageError(f"{quoted(text)} is {limit}", where=where)
+            raise UsageError(f"{quote_text(text)} is {limit}", where=where)
         raise UsageError(
-            f"{quoted(text)} is not a whole number", where=where, hint="use the digits 0 to 9 only"
+            f"{quote_text(text)} is not a whole number", where=where, hint="use the digits 0 to 9 only"
         )
 
     return parse
 
 
-def whole_or_auto(least: int = 1) -> Parser:
+def int_or_auto_parser(least: int = 1) -> Parser:
     """Return a parser of whole numbers that also knows the word ``auto``."""
-    number = whole(least)
+    number = int_parser(least)
 
     def parse(text: str, where: str) -> int | Literal["auto"]:
         if text == "auto":
             return "auto"
         if re.fullmatch(r"[A-Za-z]+", text):
-            raise UsageError(f"{quoted(text)} is neither a number nor 'auto'", where=where)
+            raise UsageError(f"{quote_text(text)} is neither a number nor 'auto'", where=where)
         return int(number(text, where))
 
     return parse
 
 
-def choice(*words: str) -> Parser:
+def choice_parser(*words: str) -> Parser:
     """Return a parser that takes one of the words, as they are."""
 
     def parse(text: str, where: str) -> str:
         if text in words:
             return text
         raise UsageError(
-            f"{quoted(text)} is not one of {', '.join(words)}",
+            f"{quote_text(text)} is not one of {', '.join(words)}",
             where=where,
             hint=did_you_mean(text, words),
         )
@@ -85,7 +85,7 @@ def choice(*words: str) -> Parser:
     return parse
 
 
-def duration(text: str, where: str) -> float:
+def parse_duration(text: str, where: str) -> float:
     """
     Return seconds: ``30``, ``2.5``, ``30s``, ``5m``, ``1h``, ``1d``, ``1h30m``; positive, a year at
     most.
@@ -94,43 +94,43 @@ def duration(text: str, where: str) -> float:
     if not re.fullmatch(
         r"(?:[0-9]{1,9}(?:\.[0-9]{1,6})?(?:ms|s|m|h|d))+|[0-9]{1,9}(?:\.[0-9]{1,6})?", text
     ):
-        raise UsageError(f"{quoted(text)} is not a duration", where=where, hint=hint)
+        raise UsageError(f"{quote_text(text)} is not a duration", where=where, hint=hint)
     parts = re.findall(r"([0-9.]+)(ms|s|m|h|d|$)", text)
-    total = sum(float(number) * _UNITS[unit] for number, unit in parts)
-    if not 0 < total <= _LONGEST:
-        raise UsageError(f"{quoted(text)} is not between 0 and a year", where=where, hint=hint)
+    total = sum(float(number) * _UNIT_SECONDS[unit] for number, unit in parts)
+    if not 0 < total <= _MAX_DURATION_SECONDS:
+        raise UsageError(f"{quote_text(text)} is not between 0 and a year", where=where, hint=hint)
     return total
 
 
-def duration_or_zero(text: str, where: str) -> float:
+def parse_duration_or_zero(text: str, where: str) -> float:
     """As `duration`, and 0 is allowed."""
     if re.fullmatch(r"0+(?:\.0+)?(?:ms|s|m|h|d)?", text):
         return 0.0
-    return duration(text, where)
+    return parse_duration(text, where)
 
 
-def yes_no(text: str, where: str) -> bool:
+def parse_bool(text: str, where: str) -> bool:
     """Return a truth value: ``1 true yes on`` or ``0 false no off``, in any case."""
     word = text.lower()
     if word in ("1", "true", "yes", "on"):
         return True
     if word in ("0", "false", "no", "off"):
         return False
-    raise UsageError(f"{quoted(text)} is neither true nor false", where=where, hint="write 1 or 0")
+    raise UsageError(f"{quote_text(text)} is neither true nor false", where=where, hint="write 1 or 0")
 
 
-def plain(text: str, where: str) -> str:
+def parse_text(text: str, where: str) -> str:
     """Return text that is not empty and holds no control character."""
     if not text:
         raise UsageError("is empty", where=where)
     if re.search(r"[\x00-\x1f\x7f]", text):
-        raise UsageError(f"{quoted(text)} holds a control character", where=where)
+        raise UsageError(f"{quote_text(text)} holds a control character", where=where)
     return text
 
 
-def path(text: str, where: str) -> str:
+def parse_path(text: str, where: str) -> str:
     """Return a path: not empty, no control characters, and encodable for the file system."""
-    plain(text, where)
+    parse_text(text, where)
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -140,25 +140,25 @@ def path(text: str, where: str) -> str:
     return text
 
 
-def host(text: str, where: str) -> str:
+def parse_host(text: str, where: str) -> str:
     """Return a host name or an IP address; brackets around IPv6 are allowed."""
     if "://" in text:
-        raise UsageError(f"{quoted(text)} is a URL", where=where, hint="write the host alone")
+        raise UsageError(f"{quote_text(text)} is a URL", where=where, hint="write the host alone")
     inner = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     try:
         return check_host(inner, where=where)
     except UsageError:
         raise UsageError(
-            f"{quoted(text)} is neither a host name nor an IP address", where=where
+            f"{quote_text(text)} is neither a host name nor an IP address", where=where
         ) from None
 
 
-def port(text: str, where: str) -> int:
+def parse_tcp_port(text: str, where: str) -> int:
     """Return a TCP port, 1 to 65535."""
     return parse_port(text, where=where)
 
 
-def endpoint(default_port: int | None = None) -> Parser:
+def endpoint_parser(default_port: int | None = None) -> Parser:
     """Return a parser of ``HOST:PORT``; port 0 lets the first node choose one."""
 
     def parse(text: str, where: str) -> Endpoint:
@@ -169,46 +169,46 @@ def endpoint(default_port: int | None = None) -> Parser:
     return parse
 
 
-def interface(text: str, where: str) -> str:
+def parse_interface(text: str, where: str) -> str:
     """
     Return an interface name or an address of this machine; the addresses that mean "all of them"
     are refused.
     """
-    plain(text, where)
+    parse_text(text, where)
     if text in ("*", "0.0.0.0", "::", "[::]"):
         raise UsageError(
-            f"{quoted(text)} would listen everywhere",
+            f"{quote_text(text)} would listen everywhere",
             where=where,
             hint="name one interface or one address",
         )
     if not re.fullmatch(r"[A-Za-z0-9._:@%\[\]-]{1,64}", text):
-        raise UsageError(f"{quoted(text)} is neither an interface nor an address", where=where)
+        raise UsageError(f"{quote_text(text)} is neither an interface nor an address", where=where)
     return text.strip("[]")
 
 
-def ranks(text: str, where: str) -> str:
+def parse_ranks(text: str, where: str) -> str:
     """Return ``all``, ``none`` or a normal form of a list of ranks: ``7-9,0`` becomes ``0,7-9``."""
     if text in ("all", "none"):
         return text
-    return rank_text(rank_set(text, where))
+    return format_ranks(parse_rank_list(text, where))
 
 
-def rank_set(text: str, where: str) -> tuple[int, ...]:
+def parse_rank_list(text: str, where: str) -> tuple[int, ...]:
     """Return the ranks of ``0,7-9``, ascending, each once."""
     found: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]{1,7})(?:-([0-9]{1,7}))?", part)
         if match is None:
             raise UsageError(
-                f"{quoted(part)} is not a rank",
+                f"{quote_text(part)} is not a rank",
                 where=where,
                 hint="write all, none or a list as 0,7-9",
             )
         low = int(match[1])
         high = int(match[2] or match[1])
-        if high < low or high > MOST:
+        if high < low or high > MAX_COUNT:
             raise UsageError(
-                f"{quoted(part)} is not a range of ranks",
+                f"{quote_text(part)} is not a range of ranks",
                 where=where,
                 hint="write the lower rank first",
             )
@@ -216,7 +216,7 @@ def rank_set(text: str, where: str) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def rank_text(numbers: tuple[int, ...]) -> str:
+def format_ranks(numbers: tuple[int, ...]) -> str:
     """Inverse of `rank_set`; no ranks at all are ``none``."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
@@ -227,81 +227,81 @@ def rank_text(numbers: tuple[int, ...]) -> str:
     return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs) or "none"
 
 
-def generation(text: str, where: str) -> int | Literal["all"]:
+def parse_generation(text: str, where: str) -> int | Literal["all"]:
     """Return the number of a generation, 0 before the first restart, or ``all``."""
-    return "all" if text == "all" else int(whole(0)(text, where))
+    return "all" if text == "all" else int(int_parser(0)(text, where))
 
 
-def assignment(text: str, where: str) -> tuple[str, str]:
+def parse_assignment(text: str, where: str) -> tuple[str, str]:
     """Return (name, value) of ``NAME=VALUE``; the value may be empty and may hold further ``=``."""
     name, equals, value = text.partition("=")
     if not equals:
-        raise UsageError(f"{quoted(text)} has no '='", where=where, hint="write NAME=VALUE")
+        raise UsageError(f"{quote_text(text)} has no '='", where=where, hint="write NAME=VALUE")
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
         raise UsageError(
-            f"{quoted(name)} is not a variable's name", where=where, hint="write NAME=VALUE"
+            f"{quote_text(name)} is not a variable's name", where=where, hint="write NAME=VALUE"
         )
     if "\0" in value:
         raise UsageError(f"the value of {name} holds a NUL", where=where)
     return name, value
 
 
-def patterns(text: str, where: str) -> tuple[str, ...]:
+def parse_patterns(text: str, where: str) -> tuple[str, ...]:
     """Return names of variables, or patterns with ``*`` and ``?``, separated by commas."""
     found = tuple(part.strip() for part in text.split(","))
     for part in found:
         if not re.fullmatch(r"[A-Za-z_*?][A-Za-z0-9_*?]*", part):
             raise UsageError(
-                f"{quoted(part)} is neither a variable's name nor a pattern",
+                f"{quote_text(part)} is neither a variable's name nor a pattern",
                 where=where,
                 hint="write NAME,PREFIX_*",
             )
     return found
 
 
-def log_name(text: str, where: str) -> str:
+def parse_log_name(text: str, where: str) -> str:
     """
     Return a stem of log file names: fields in braces, no path, and different for every worker of a
     node.
     """
-    plain(text, where)
+    parse_text(text, where)
     used = re.findall(r"\{([^{}]*)\}", text)
     for name in used:
-        if name not in _FIELDS:
-            known = ", ".join("{" + field + "}" for field in _FIELDS)
+        if name not in _LOG_NAME_FIELDS:
+            known = ", ".join("{" + field + "}" for field in _LOG_NAME_FIELDS)
             raise UsageError(f"{{{name}}} is no field", where=where, hint=f"there are {known}")
     rest = re.sub(r"\{[^{}]*\}", "", text)
     if not re.fullmatch(r"[A-Za-z0-9._-]*", rest) or rest.startswith((".", "-")) or len(text) > 120:
         raise UsageError(
-            f"{quoted(text)} is not a file name",
+            f"{quote_text(text)} is not a file name",
             where=where,
             hint="use A-Z a-z 0-9 . _ - and fields in braces",
         )
     if "rank" not in used and "local_rank" not in used:
         raise UsageError(
-            f"{quoted(text)} is the same for every worker", where=where, hint="add {rank}"
+            f"{quote_text(text)} is the same for every worker", where=where, hint="add {rank}"
         )
     return text
 
 
-def node_range(text: str, where: str) -> tuple[int, int]:
+def parse_node_range(text: str, where: str) -> tuple[int, int]:
     """Return (least, most) of ``N`` or ``MIN:MAX``; least is 0 where both are the same."""
     if ":" not in text:
-        return 0, int(whole(1)(text, where))
+        return 0, int(int_parser(1)(text, where))
     low, _, high = text.partition(":")
     if not (low and high):
         raise UsageError(
-            f"{quoted(text)} lacks a number", where=where, hint="write MIN:MAX, as 2:4"
+            f"{quote_text(text)} lacks a number", where=where, hint="write MIN:MAX, as 2:4"
         )
-    bounds = int(whole(1)(low, where)), int(whole(1)(high, where))
+    bounds = int(int_parser(1)(low, where)), int(int_parser(1)(high, where))
     if bounds[0] > bounds[1]:
         raise UsageError(
-            f"{quoted(text)} has its lower number last", where=where, hint=f"write {high}:{low}"
+            f"{quote_text(text)} has its lower number last", where=where, hint=f"write {high}:{low}"
         )
     return (0 if bounds[0] == bounds[1] else bounds[0]), bounds[1]
 
 
-def exit_codes(text: str, where: str) -> tuple[int, ...]:
+def parse_exit_codes(text: str, where: str) -> tuple[int, ...]:
     """
     Return exit codes, ascending, each once: ``1,3-5``; a signal's name is 128 + its number
     (SIGKILL: 137).
@@ -315,7 +315,7 @@ def exit_codes(text: str, where: str) -> tuple[int, ...]:
         low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
         if not 1 <= low <= high <= 255:
             raise UsageError(
-                f"{quoted(part)} is no exit code of a failure",
+                f"{quote_text(part)} is no exit code of a failure",
                 where=where,
                 hint="write 1 to 255, a range as 3-5, or a signal as SIGKILL, separated by commas",
             )
@@ -323,7 +323,7 @@ def exit_codes(text: str, where: str) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def scheduler_loss(text: str, where: str) -> float:
+def parse_scheduler_loss(text: str, where: str) -> float:
     """
     Return for how many seconds a lost scheduler is waited for: ``wait``, ``wait=TIME``, or 0 for
     ``stop``.
@@ -332,15 +332,15 @@ def scheduler_loss(text: str, where: str) -> float:
     if text == "stop":
         return 0.0
     if word != "wait" or (equals and not time):
-        raise UsageError(f"{quoted(text)} is not one of wait, wait=TIME, stop", where=where)
-    return duration(time, where) if equals else 60.0
+        raise UsageError(f"{quote_text(text)} is not one of wait, wait=TIME, stop", where=where)
+    return parse_duration(time, where) if equals else 60.0
 
 
-def name(text: str, where: str) -> str:
+def parse_job_name(text: str, where: str) -> str:
     """Return a job's name, fit for a path."""
     return check_name(text, where=where)
 
 
-def node_name(text: str, where: str) -> str:
+def parse_node_name(text: str, where: str) -> str:
     """Return a node's name, fit for a path."""
     return check_name(text, where=where)

@@ -22,9 +22,9 @@ class RankSet:
         if text == "all":
             self._ranges = [(0, float("inf"))]
         elif text != "none":
-            self._ranges = [_range(part.strip(), text, where) for part in text.split(",")]
+            self._ranges = [_parse_range(part.strip(), text, where) for part in text.split(",")]
 
-    def without(self, known: Collection[int]) -> str:
+    def unmatched_parts(self, known: Collection[int]) -> str:
         """
         Return the parts of the list that hold none of the known ranks, as written; empty when each
         holds one.
@@ -42,7 +42,7 @@ class RankSet:
         return any(low <= rank <= high for low, high in self._ranges)
 
 
-def _range(part: str, whole: str, where: str) -> tuple[int, float]:
+def _parse_range(part: str, whole: str, where: str) -> tuple[int, float]:
     low, dash, high = part.partition("-")
     for number in (low, high) if dash else (low,):
         if not (number.isascii() and number.isdigit() and len(number) < 10):

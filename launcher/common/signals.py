@@ -19,14 +19,14 @@ import signal
 import threading
 from types import FrameType, TracebackType
 
-from pdrun import process_setup as early
+from pdrun import process_setup
 
-STOP = early.STOP
-FORWARD = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH, signal.SIGCONT)
-_TAKEN = (*STOP, *FORWARD, signal.SIGTSTP)
+STOP_SIGNALS = process_setup.STOP_SIGNALS
+FORWARDED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH, signal.SIGCONT)
+_HANDLED_SIGNALS = (*STOP_SIGNALS, *FORWARDED_SIGNALS, signal.SIGTSTP)
 
 
-class Signals:
+class SignalReceiver:
     """
     Takes the signals over inside a ``with`` block; gives them back after it, or lets nothing
     disturb the exit.
@@ -38,14 +38,14 @@ class Signals:
         self._previous: dict[int, object] = {}
         self._wakeup = -1
 
-    def __enter__(self) -> Signals:
+    def __enter__(self) -> SignalReceiver:
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         if threading.current_thread() is not threading.main_thread():
             return self
         self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        for number in _TAKEN:
+        for number in _HANDLED_SIGNALS:
             if signal.getsignal(number) not in (signal.SIG_IGN, None):
-                self._previous[number] = signal.signal(number, _note)
+                self._previous[number] = signal.signal(number, _do_nothing)
         self._previous[signal.SIGPIPE] = signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         return self
 
@@ -56,7 +56,7 @@ class Signals:
         trace: TracebackType | None,
     ) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, early.afterwards(handler))  # type: ignore[arg-type]
+            signal.signal(number, process_setup.handler_after(handler))  # type: ignore[arg-type]
         if self._previous:
             signal.set_wakeup_fd(self._wakeup)
         os.close(self._read)
@@ -66,24 +66,24 @@ class Signals:
         """Readable when `read` has something."""
         return self._read
 
-    def read(self) -> list[int]:
+    def read_signals(self) -> list[int]:
         """Return the numbers of the signals that have come, oldest first; never blocks."""
         try:
-            return [number for number in os.read(self._read, 512) if number in _TAKEN]
+            return [number for number in os.read(self._read, 512) if number in _HANDLED_SIGNALS]
         except BlockingIOError:
             return []
 
     @staticmethod
-    def suspend() -> None:
+    def suspend_process() -> None:
         """Stop this process as Ctrl-Z would; returns when it is continued."""
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _note(number: int, frame: FrameType | None) -> None:
+def _do_nothing(number: int, frame: FrameType | None) -> None:
     """The wake-up descriptor has it already."""
 
 
-def signal_name(number: int) -> str:
+def format_signal(number: int) -> str:
     """Return ``SIGSEGV`` for 11; real-time and unknown ones by number."""
     try:
         return signal.Signals(number).name

@@ -10,10 +10,10 @@ import stat
 from pathlib import Path
 
 from pdrun.errors import ConfigError, UsageError
-from pdrun.launcher.common.parsers import quoted
+from pdrun.launcher.common.parsers import quote_text
 
 
-def read_text(path: str, limit: int, *, instead: str = "write it to a file") -> str:
+def read_text(path: str, max_bytes: int, *, pipe_hint: str = "write it to a file") -> str:
     """
     Return the text of a regular file of at most ``limit`` bytes in UTF-8, its byte order mark
     removed.
@@ -29,24 +29,24 @@ def read_text(path: str, limit: int, *, instead: str = "write it to a file") -> 
         with open(descriptor, "rb") as file:
             mode = os.fstat(descriptor).st_mode
             if stat.S_ISFIFO(mode):
-                raise UsageError("is a pipe, not a regular file", where=path, hint=instead)
+                raise UsageError("is a pipe, not a regular file", where=path, hint=pipe_hint)
             if not stat.S_ISREG(mode):
                 raise UsageError("is not a regular file", where=path)
-            data = file.read(limit + 1)
+            data = file.read(max_bytes + 1)
     except FileNotFoundError:
-        raise UsageError(f"no such file {quoted(path)}") from None
+        raise UsageError(f"no such file {quote_text(path)}") from None
     except IsADirectoryError:
         raise UsageError("is not a regular file", where=path) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"cannot be read: {reason}", where=path) from None
-    return decoded(data, Path(path).name, limit)
+    return decode_text(data, Path(path).name, max_bytes)
 
 
-def decoded(data: bytes, name: str, limit: int) -> str:
+def decode_text(data: bytes, name: str, max_bytes: int) -> str:
     """Return the text of bytes that were read from ``name``; as `read_text`."""
-    if len(data) > limit:
-        raise ConfigError(f"is larger than {limit} bytes", where=name)
+    if len(data) > max_bytes:
+        raise ConfigError(f"is larger than {max_bytes} bytes", where=name)
     if data.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in data:
         raise ConfigError("holds NUL bytes or is UTF-16", where=name, hint="save it as UTF-8")
     try:

@@ -33,27 +33,27 @@ import signal
 from dataclasses import dataclass
 
 from pdrun.errors import PeerLost
-from pdrun.launcher.common.signals import signal_name
-from pdrun.launcher.diagnosis.tracebacks import Raised, hopeless, raised, unprefixed, users_part
-from pdrun.launcher.plan.model import SpawnFailed
+from pdrun.launcher.common.signals import format_signal
+from pdrun.launcher.diagnosis.tracebacks import RaisedException, is_permanent, parse_exceptions, strip_rank_prefix, extract_user_frames
+from pdrun.launcher.supervisor.events import SpawnFailed
 from pdrun.rendezvous.protocol.messages import Cause, CauseKind
 
-LINGER = 10.0
+LINGER_SECONDS = 10.0
 """
 Seconds between a traceback and the death that it explains, where the exit code is not Python's own
 for it.
 """
-PROMPT = 2.0
+PROMPT_SECONDS = 2.0
 """
 The same for a death by SIGKILL or SIGTERM of somebody else, which a traceback rarely has to do
 with.
 """
-FATAL = "Fatal Python error"
+FATAL_PREFIX = "Fatal Python error"
 """How faulthandler's report of a deadly signal begins."""
 TAIL_LINES = 20
-TAIL_CHARACTERS = 500
+TAIL_CHARS = 500
 
-MEANINGS = {
+SIGNAL_MEANINGS = {
     "SIGHUP": "terminal closed",
     "SIGINT": "interrupted",
     "SIGQUIT": "quit",
@@ -143,126 +143,126 @@ class Evidence:
     log: str = ""
 
 
-def cause_of(seen: Evidence) -> Cause:
+def find_cause(evidence: Evidence) -> Cause:
     """Return why a worker ended."""
-    if seen.spawn_failure is not None:
-        return _not_started(seen, seen.spawn_failure)
-    if seen.status is None:
-        return _made(
-            seen,
+    if evidence.spawn_failure is not None:
+        return _cause_of_spawn_failure(evidence, evidence.spawn_failure)
+    if evidence.status is None:
+        return _make_cause(
+            evidence,
             "stopped",
             128 + signal.SIGKILL,
             "could not be killed (uninterruptible sleep)",
             number=9,
         )
-    code = os.waitstatus_to_exitcode(seen.status)
+    code = os.waitstatus_to_exitcode(evidence.status)
     if code == 0:
-        return _made(seen, "ok", 0, "")
-    return _failed(seen, code)
+        return _make_cause(evidence, "ok", 0, "")
+    return _cause_of_failure(evidence, code)
 
 
-def _failed(seen: Evidence, code: int) -> Cause:
+def _cause_of_failure(evidence: Evidence, code: int) -> Cause:
     number = -code if code < 0 else 0
-    weight = _weight(seen, number, code)
-    if seen.traceback is not None and weight:
-        return _exception(seen, *seen.traceback, number, code, weight)
-    crash = _crash(seen, number)  # faulthandler's report, if any, is older than the core dump
-    ours = seen.stopped_at is not None and (crash[0] if crash else seen.at) >= seen.stopped_at
+    weight = _traceback_kind(evidence, number, code)
+    if evidence.traceback is not None and weight:
+        return _cause_of_exception(evidence, *evidence.traceback, number, code, weight)
+    crash = _faulthandler_report(evidence, number)  # faulthandler's report, if any, is older than the core dump
+    ours = evidence.stopped_at is not None and (crash[0] if crash else evidence.at) >= evidence.stopped_at
     if number:
-        return _signalled(seen, number, ours, crash or (seen.at, ""))
+        return _cause_of_signal(evidence, number, ours, crash or (evidence.at, ""))
     if ours:
-        return _made(seen, "stopped", code, f"exit code {code} after pdrun had told it to stop")
-    last = unprefixed(seen.tail[-1]).strip() if seen.tail else ""
+        return _make_cause(evidence, "stopped", code, f"exit code {code} after pdrun had told it to stop")
+    last = strip_rank_prefix(evidence.tail[-1]).strip() if evidence.tail else ""
     if code in (1, 2) and (_NOT_FOUND.search(last) or _UNREADABLE.match(last)):
-        return _made(seen, "startup", code, last[:500], retry=False)
+        return _make_cause(evidence, "startup", code, last[:500], retry=False)
     said = last.removeprefix(
         "pdrun: error: "
     )  # by `pdrun.init()`, of a mistake that the script did not catch
     if said == last:
-        return _made(seen, "exit", code, f"exit code {code}")
-    return _made(seen, "communication" if PeerLost.SIGN in said else "exit", code, said[:500])
+        return _make_cause(evidence, "exit", code, f"exit code {code}")
+    return _make_cause(evidence, "communication" if PeerLost.SIGN in said else "exit", code, said[:500])
 
 
-def _crash(seen: Evidence, number: int) -> tuple[float, str] | None:
+def _faulthandler_report(evidence: Evidence, number: int) -> tuple[float, str] | None:
     """
     Return faulthandler's report, when it is about this death: not a child's, and not a signal of
     ours.
     """
-    if seen.traceback is None or not number or number in seen.stop_signals:
+    if evidence.traceback is None or not number or number in evidence.stop_signals:
         return None
-    return seen.traceback if seen.traceback[1].startswith(FATAL) else None
+    return evidence.traceback if evidence.traceback[1].startswith(FATAL_PREFIX) else None
 
 
-def _weight(seen: Evidence, number: int, code: int) -> CauseKind | None:
+def _traceback_kind(evidence: Evidence, number: int, code: int) -> CauseKind | None:
     """Return what a traceback says about this end: see the module. None: nothing."""
-    if seen.traceback is None or seen.traceback[1].startswith(FATAL):
+    if evidence.traceback is None or evidence.traceback[1].startswith(FATAL_PREFIX):
         return None
-    at = seen.traceback[0]
-    told = seen.stopped_at
+    at = evidence.traceback[0]
+    told = evidence.stopped_at
     if told is not None and at >= told:
         return None
-    if seen.stop_signals:
-        return None if seen.survived else "suspect"
-    if number == signal.SIGKILL and seen.oom_kills:
+    if evidence.stop_signals:
+        return None if evidence.survived else "suspect"
+    if number == signal.SIGKILL and evidence.oom_kills:
         return None
     if code == 1 and told is None:
         return "exception"
     foreign = number in (signal.SIGKILL, signal.SIGTERM)
-    if foreign and seen.survived:
+    if foreign and evidence.survived:
         return None  # it was caught, and somebody else's signal needs no such reason
-    limit = PROMPT if foreign else LINGER
-    return "exception" if seen.at - at <= limit else None
+    limit = PROMPT_SECONDS if foreign else LINGER_SECONDS
+    return "exception" if evidence.at - at <= limit else None
 
 
-def _exception(
-    seen: Evidence, at: float, text: str, number: int, code: int, weight: CauseKind
+def _cause_of_exception(
+    evidence: Evidence, at: float, text: str, number: int, code: int, weight: CauseKind
 ) -> Cause:
     """The last word was a traceback, and it came before any order of ours to stop."""
-    if number in seen.stop_signals:
+    if number in evidence.stop_signals:
         # the order came while it was on its way out, with Python's code for an exception
         number = 0
         code = 1
-    chain = raised(text)
-    peer = any(is_communication(error) for error in chain) or (
-        number == signal.SIGABRT and _peer_abort(seen)
+    chain = parse_exceptions(text)
+    peer = any(is_peer_error(error) for error in chain) or (
+        number == signal.SIGABRT and _is_peer_abort(evidence)
     )
-    return _made(
-        seen,
+    return _make_cause(
+        evidence,
         "communication" if peer else weight,
-        _shell(code),
+        _shell_code(code),
         chain[-1].summary if chain else "an exception",
         number=number,
         at=at,
-        traceback=users_part(text),
-        retry=not (chain and hopeless(chain[-1])),
+        traceback=extract_user_frames(text),
+        retry=not (chain and is_permanent(chain[-1])),
     )
 
 
-def _signalled(seen: Evidence, number: int, ours: bool, since: tuple[float, str]) -> Cause:
+def _cause_of_signal(evidence: Evidence, number: int, ours: bool, since: tuple[float, str]) -> Cause:
     """It was killed; ``since`` is when that began, with faulthandler's report of it."""
-    name = signal_name(number)
+    name = format_signal(number)
     plain = f"killed by {name}" + (
-        f" ({MEANINGS[name]})" if MEANINGS.get(name, "killed") != "killed" else ""
+        f" ({SIGNAL_MEANINGS[name]})" if SIGNAL_MEANINGS.get(name, "killed") != "killed" else ""
     )
     code = 128 + number
-    if ours and (number in seen.stop_signals or number == signal.SIGKILL):
-        return _made(seen, "stopped", code, f"ended by pdrun with {name}", number=number)
-    if number == signal.SIGKILL and seen.oom_kills:
-        return _made(
-            seen, "oom", code, "killed by the kernel: out of memory (SIGKILL)", number=number
+    if ours and (number in evidence.stop_signals or number == signal.SIGKILL):
+        return _make_cause(evidence, "stopped", code, f"ended by pdrun with {name}", number=number)
+    if number == signal.SIGKILL and evidence.oom_kills:
+        return _make_cause(
+            evidence, "oom", code, "killed by the kernel: out of memory (SIGKILL)", number=number
         )
     if ours:
-        return _made(
-            seen, "stopped", code, f"{plain} after pdrun had told it to stop", number=number
+        return _make_cause(
+            evidence, "stopped", code, f"{plain} after pdrun had told it to stop", number=number
         )
-    if number == signal.SIGABRT and _peer_abort(seen):
-        return _made(seen, "communication", code, _abort_words(seen) or plain, number=number)
+    if number == signal.SIGABRT and _is_peer_abort(evidence):
+        return _make_cause(evidence, "communication", code, _abort_reason(evidence) or plain, number=number)
     if number in (signal.SIGKILL, signal.SIGTERM):
         plain += ", not by pdrun"
-    return _made(seen, "signal", code, plain, number=number, at=since[0], traceback=since[1])
+    return _make_cause(evidence, "signal", code, plain, number=number, at=since[0], traceback=since[1])
 
 
-def is_communication(error: Raised) -> bool:
+def is_peer_error(error: RaisedException) -> bool:
     """Whether an exception says that a peer went away, rather than what went wrong here."""
     if _OWN_FAULT.search(error.text):
         return False
@@ -274,12 +274,12 @@ def is_communication(error: Raised) -> bool:
     return bool(_CONNECTION.search(error.text) and _COLLECTIVE_WORDS.search(about))
 
 
-def _peer_abort(seen: Evidence) -> bool:
+def _is_peer_abort(evidence: Evidence) -> bool:
     """
     Whether an abort in C++ was about a peer: torch and NCCL end the process so when a watchdog
     gives up.
     """
-    text = _abort_text(seen)
+    text = _abort_text(evidence)
     if _OWN_FAULT.search(text):
         return False
     connection = (
@@ -288,22 +288,22 @@ def _peer_abort(seen: Evidence) -> bool:
     return bool(_PEER_GONE.search(text) or connection)
 
 
-def _abort_text(seen: Evidence) -> str:
+def _abort_text(evidence: Evidence) -> str:
     """
     What was printed last before the abort: from C++'s own last words on, where those are found.
     """
-    text = unprefixed(seen.recent or "\n".join(seen.tail))
+    text = strip_rank_prefix(evidence.recent or "\n".join(evidence.tail))
     return text[max(0, text.rfind("terminate called") - 2000) :]
 
 
-def _abort_words(seen: Evidence) -> str:
-    for line in reversed(_abort_text(seen).split("\n")):
+def _abort_reason(evidence: Evidence) -> str:
+    for line in reversed(_abort_text(evidence).split("\n")):
         if "what():" in line or _PEER_GONE.search(line):
             return (line.partition("what():")[2] or line).strip()[:500]
     return ""
 
 
-def _not_started(seen: Evidence, failure: SpawnFailed) -> Cause:
+def _cause_of_spawn_failure(evidence: Evidence, failure: SpawnFailed) -> Cause:
     """
     As in a shell, 127: not there, 126: there but not to be executed. Only a lack of means may pass
     by itself.
@@ -315,17 +315,17 @@ def _not_started(seen: Evidence, failure: SpawnFailed) -> Cause:
         if failure.errno == errno.ENOEXEC
         else ""
     )
-    return _made(
-        seen, "startup", code, f"could not be started: {failure.message}{hint}"[:500], retry=passing
+    return _make_cause(
+        evidence, "startup", code, f"could not be started: {failure.message}{hint}"[:500], retry=passing
     )
 
 
-def _shell(code: int) -> int:
+def _shell_code(code: int) -> int:
     return 128 - code if code < 0 else code
 
 
-def _made(
-    seen: Evidence,
+def _make_cause(
+    evidence: Evidence,
     kind: CauseKind,
     code: int,
     summary: str,
@@ -339,14 +339,14 @@ def _made(
         kind=kind,
         code=code,
         signal=int(number),
-        at=seen.at if at is None else at,
+        at=evidence.at if at is None else at,
         summary=summary,
         traceback=traceback,
-        tail=() if kind == "ok" else _short(seen.tail),
-        log=seen.log,
+        tail=() if kind == "ok" else _shorten_tail(evidence.tail),
+        log=evidence.log,
         retry=retry,
     )
 
 
-def _short(tail: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(unprefixed(line)[:TAIL_CHARACTERS] for line in tail[-TAIL_LINES:])
+def _shorten_tail(tail: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(strip_rank_prefix(line)[:TAIL_CHARS] for line in tail[-TAIL_LINES:])

@@ -22,20 +22,20 @@ from typing import IO, ClassVar
 
 from pdrun.elastic import STACKS_SIGNAL
 from pdrun.launcher.common import procfs
-from pdrun.launcher.diagnosis.stacks import at_work, comparable, cut, grouped, threads
+from pdrun.launcher.diagnosis.stacks import is_program_running, normalize_stack, truncate_text, group_stacks, parse_threads
 from pdrun.rendezvous.protocol.messages import StackGroup
 
-WITHIN = 3.0
-SETTLED = 0.15
+COLLECT_SECONDS = 3.0
+SETTLE_SECONDS = 0.15
 """Seconds without a further byte after which a worker's file is whole."""
-LOOK = 0.05
-SPIES = 16
+POLL_SECONDS = 0.05
+MAX_PY_SPY = 16
 """Workers that py-spy looks at, at most."""
-_LARGEST = 1 << 20
+_MAX_DUMP_BYTES = 1 << 20
 
 
 @dataclass
-class Asked:
+class WorkerDump:
     """One worker that was asked."""
 
     rank: int
@@ -43,18 +43,18 @@ class Asked:
     pid: int
     file: Path | None = None
     """Where faulthandler writes, if it was asked."""
-    before: int = 0
+    old_bytes: int = 0
     """Bytes of the file that are older than the question."""
     size: int = 0
     grown_at: float = 0.0
     spy: subprocess.Popen[bytes] | None = None
-    spied: IO[bytes] | None = None
+    spy_output: IO[bytes] | None = None
 
 
-class Inquiry:
+class StackRequest:
     """One question to some workers. Call `look` at `deadline` until it returns True."""
 
-    _ending: ClassVar[list[subprocess.Popen[bytes]]] = []
+    _killed_spies: ClassVar[list[subprocess.Popen[bytes]]] = []
     """
     Those of py-spy that were killed, and may take their time to end (state D): reaped by a later
     question.
@@ -77,61 +77,61 @@ class Inquiry:
             active: ranks that were at work at that moment.
         """
         self.active = active
-        self._give_up_at = now + WITHIN
-        self.deadline = now + LOOK
-        self._asked = [Asked(*worker) for worker in workers]
-        self._ending[:] = [spy for spy in self._ending if spy.poll() is None]
+        self._give_up_at = now + COLLECT_SECONDS
+        self.deadline = now + POLL_SECONDS
+        self._dumps = [WorkerDump(*worker) for worker in workers]
+        self._killed_spies[:] = [spy for spy in self._killed_spies if spy.poll() is None]
         spy = shutil.which("py-spy")
-        for number, worker in enumerate(self._asked):
-            self._ask(worker, folder, signal, now)
-            if spy and number < SPIES:
-                self._spy(spy, worker)
+        for number, worker in enumerate(self._dumps):
+            self._request_dump(worker, folder, signal, now)
+            if spy and number < MAX_PY_SPY:
+                self._start_py_spy(spy, worker)
 
-    def look(self, now: float) -> bool:
+    def poll_workers(self, now: float) -> bool:
         """See what has come; whether all is here, or the time is over."""
-        self.deadline = now + LOOK
-        whole = [self._whole(worker, now) for worker in self._asked]
+        self.deadline = now + POLL_SECONDS
+        whole = [self._is_complete(worker, now) for worker in self._dumps]
         if not all(whole) and now < self._give_up_at:
             return False
-        self._end_spies()
+        self._kill_py_spies()
         return True
 
-    def groups(self) -> tuple[StackGroup, ...]:
+    def grouped_stacks(self) -> tuple[StackGroup, ...]:
         """
         Return the workers grouped by equal stack, once `look` has returned True; may be called
         again.
         """
-        return grouped((worker.rank, self._stack(worker)) for worker in self._asked)
+        return group_stacks((worker.rank, self._read_stack(worker)) for worker in self._dumps)
 
-    def ended(self, rank: int) -> bool:
+    def has_program_ended(self, rank: int) -> bool:
         """
         Whether the stacks of a worker show that the code of its program has ended; False where that
         is not known.
         """
-        dumps = [self._dump(worker) for worker in self._asked if worker.rank == rank]
-        return any(dump and not at_work(dump) for dump in dumps)
+        dumps = [self._read_dump(worker) for worker in self._dumps if worker.rank == rank]
+        return any(dump and not is_program_running(dump) for dump in dumps)
 
     def close(self) -> None:
         """Let go of everything."""
-        self._end_spies()
-        for worker in self._asked:
-            if worker.spied is not None:
-                worker.spied.close()
+        self._kill_py_spies()
+        for worker in self._dumps:
+            if worker.spy_output is not None:
+                worker.spy_output.close()
 
     @staticmethod
-    def _ask(worker: Asked, folder: Path, signal: Callable[[int, int], None], now: float) -> None:
+    def _request_dump(worker: WorkerDump, folder: Path, signal: Callable[[int, int], None], now: float) -> None:
         file = folder / f"{worker.pid}.stacks"
-        state = procfs.state(worker.pid)
-        catches = state is not None and state.caught >> (STACKS_SIGNAL - 1) & 1
+        state = procfs.read_state(worker.pid)
+        catches = state is not None and state.caught_signals >> (STACKS_SIGNAL - 1) & 1
         if (
             state is None
             or not catches
             or state.letter in "TtZ"
-            or not procfs.holds(worker.pid, str(file))
+            or not procfs.has_open_file(worker.pid, str(file))
         ):
             return
         try:
-            worker.before = worker.size = file.stat().st_size
+            worker.old_bytes = worker.size = file.stat().st_size
         except OSError:  # it has ended since
             return
         worker.file = file
@@ -139,13 +139,13 @@ class Inquiry:
         signal(worker.slot, STACKS_SIGNAL)
 
     @staticmethod
-    def _spy(spy: str, worker: Asked) -> None:
+    def _start_py_spy(spy: str, worker: WorkerDump) -> None:
         try:
-            worker.spied = os.fdopen(os.memfd_create("pdrun-stacks", os.MFD_CLOEXEC), "w+b")
+            worker.spy_output = os.fdopen(os.memfd_create("pdrun-stacks", os.MFD_CLOEXEC), "w+b")
             worker.spy = subprocess.Popen(
                 [spy, "dump", "--native", "--pid", str(worker.pid)],
                 stdin=subprocess.DEVNULL,
-                stdout=worker.spied,
+                stdout=worker.spy_output,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
             )
@@ -153,7 +153,7 @@ class Inquiry:
             pass
 
     @staticmethod
-    def _whole(worker: Asked, now: float) -> bool:
+    def _is_complete(worker: WorkerDump, now: float) -> bool:
         spying = worker.spy is not None and worker.spy.poll() is None
         if worker.file is None:
             return not spying
@@ -164,43 +164,43 @@ class Inquiry:
         if size != worker.size:
             worker.size = size
             worker.grown_at = now
-        written = size > worker.before and now - worker.grown_at >= SETTLED
+        written = size > worker.old_bytes and now - worker.grown_at >= SETTLE_SECONDS
         return written and not spying
 
-    def _dump(self, worker: Asked) -> str:
+    def _read_dump(self, worker: WorkerDump) -> str:
         """What the worker, or py-spy, wrote; empty: nothing."""
-        if worker.spy is not None and worker.spied is not None and worker.spy.poll() == 0:
-            worker.spied.seek(0)
-            text = worker.spied.read(_LARGEST).decode("utf-8", "replace")
-            if threads(text):
+        if worker.spy is not None and worker.spy_output is not None and worker.spy.poll() == 0:
+            worker.spy_output.seek(0)
+            text = worker.spy_output.read(_MAX_DUMP_BYTES).decode("utf-8", "replace")
+            if parse_threads(text):
                 return text
         if worker.file is None:
             return ""
         try:
             with worker.file.open("rb") as file:
-                file.seek(worker.before)
-                return file.read(_LARGEST).decode("utf-8", "replace")
+                file.seek(worker.old_bytes)
+                return file.read(_MAX_DUMP_BYTES).decode("utf-8", "replace")
         except OSError:
             return ""
 
-    def _stack(self, worker: Asked) -> str:
-        return comparable(self._dump(worker)) or _from_outside(worker.pid)
+    def _read_stack(self, worker: WorkerDump) -> str:
+        return normalize_stack(self._read_dump(worker)) or _read_kernel_view(worker.pid)
 
-    def _end_spies(self) -> None:
-        for worker in self._asked:
+    def _kill_py_spies(self) -> None:
+        for worker in self._dumps:
             if worker.spy is not None and worker.spy.poll() is None:
                 worker.spy.kill()
-                self._ending.append(worker.spy)
+                self._killed_spies.append(worker.spy)
                 worker.spy = None
 
 
-def _from_outside(pid: int) -> str:
-    state = procfs.state(pid)
+def _read_kernel_view(pid: int) -> str:
+    state = procfs.read_state(pid)
     if state is None:
         return "(has ended)"
-    lines = [f"(no Python stack) state {state.words}"]
-    if function := procfs.waits_in(pid):
+    lines = [f"(no Python stack) state {state.description}"]
+    if function := procfs.read_wait_channel(pid):
         lines.append(f"waits in the kernel's {function}")
-    if stack := procfs.kernel_stack(pid):
+    if stack := procfs.read_kernel_stack(pid):
         lines += ["the kernel's stack:", *(f"  {line}" for line in stack.splitlines())]
-    return cut("\n".join(lines))
+    return truncate_text("\n".join(lines))

@@ -25,9 +25,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-LIMIT = 1 << 16
+MAX_TRACEBACK_BYTES = 1 << 16
 """Bytes of a traceback that are kept, of its end."""
-MESSAGE_LINES = 100
+MAX_MESSAGE_LINES = 100
 """Lines after the exception's own that can belong to its message."""
 LAST_WORD_LINES = 20
 """
@@ -39,12 +39,12 @@ LAST_WORD_SECONDS = 30.0
 Seconds in which it may print them: closing a run's recorder takes its time, a minute of ordinary
 life is none.
 """
-PAUSE = 2.0
+PAUSE_SECONDS = 2.0
 """
 Seconds after which a further line is not part of a traceback's message, and a sign of life after
 it.
 """
-_FOREIGN_LINES = 20
+_MAX_FOREIGN_LINES = 20
 _COMPLETE = ("message", "gap", "chain", "fatal", "group", "box")
 """
 States in which the open block can be shown; a group's or a box's end is only known from what
@@ -82,7 +82,7 @@ _LOGGED = re.compile(rb".*\b(?:WARN(?:ING)?|ERROR|CRITICAL|FATAL)\b|[WEF]\d{4} "
 """A logger's line of a level at which exceptions are logged."""
 _RANK = re.compile(rb"\[rank\d+\]: ")
 _BAR = re.compile(rb"\r|\d%|\d+/\d+|it/s|s/it")
-_PART = {
+_SECOND_LINES = {
     "frames": re.compile(rb'  File "'),
     "group": _GROUP_LINE,
     "box": _BOX_LINE,
@@ -96,7 +96,7 @@ _HINTS = (b"Traceback (most recent", b"Fatal Python error", b'  File "')
 
 
 @dataclass(frozen=True)
-class Found:
+class Traceback:
     """The last block of a stream."""
 
     at: float
@@ -105,33 +105,33 @@ class Found:
     kind: Kind
     lines_after: int
     """Lines that followed it, noise of a shutdown not counted."""
-    spoke_for: float = 0.0
+    output_seconds: float = 0.0
     """
     Seconds from its first byte to the last of those lines (or to a half one, or a bar's update).
     """
-    logged: bool = False
+    is_logged: bool = False
     """
     Whether a logger's line (warning or worse) stood directly above it: the program had caught this
     exception.
     """
 
     @property
-    def last_word(self) -> bool:
+    def is_last_word(self) -> bool:
         """Whether the worker said little enough afterwards that it ended because of this."""
-        return self.lines_after <= LAST_WORD_LINES and self.spoke_for <= LAST_WORD_SECONDS
+        return self.lines_after <= LAST_WORD_LINES and self.output_seconds <= LAST_WORD_SECONDS
 
     @property
-    def survived(self) -> bool:
+    def has_survived(self) -> bool:
         """Whether its surroundings say that the program went on after it."""
-        return self.logged or self.spoke_for > PAUSE
+        return self.is_logged or self.output_seconds > PAUSE_SECONDS
 
     @property
     def summary(self) -> str:
         """The line that names the exception (``ValueError: boom``), at most 500 characters."""
-        return exception_line(self.text)
+        return find_exception_line(self.text)
 
 
-def exception_line(text: str) -> str:
+def find_exception_line(text: str) -> str:
     """
     Return the line of a traceback that names its last exception, at most 500 characters; empty if
     there is none.
@@ -150,19 +150,19 @@ class TracebackFinder:
     """Reads one stream. Feed costs little while nothing looks like a traceback."""
 
     def __init__(self) -> None:
-        self._half = b""
-        self._half_at = 0.0
+        self._partial = b""
+        self._partial_at = 0.0
         self._state = "idle"
-        self._block = _Block(0.0, "exception")
-        self._found: _Block | None = None
-        self._after = 0
-        self._spoke_at = 0.0
-        self._heard_at = 0.0
-        self._above = b""
-        self._glued = False
-        self._count = 0
-        self._ignore = False
-        self._takers: dict[str, Callable[[bytes], bool]] = {
+        self._block = _TracebackBlock(0.0, "exception")
+        self._last_block: _TracebackBlock | None = None
+        self._lines_after = 0
+        self._output_at = 0.0
+        self._line_at = 0.0
+        self._line_above = b""
+        self._is_unconfirmed = False
+        self._extra_lines = 0
+        self._ignores_next = False
+        self._state_methods: dict[str, Callable[[bytes], bool]] = {
             "idle": self._in_idle,
             "frames": self._in_frames,
             "group": self._in_group,
@@ -177,56 +177,56 @@ class TracebackFinder:
 
     def feed(self, data: bytes, at: float) -> None:
         """Take bytes that were read at monotonic second ``at``."""
-        data = self._half + data
-        first_at = self._half_at if self._half else at
-        if self._quiet(data):
+        data = self._partial + data
+        first_at = self._partial_at if self._partial else at
+        if self._can_skip(data):
             cut = data.rfind(b"\n") + 1
             if cut:
-                self._above = data[data.rfind(b"\n", 0, cut - 1) + 1 : cut - 1]
-            self._half = _start(data[cut:])
-            self._half_at = first_at if not cut else at
+                self._line_above = data[data.rfind(b"\n", 0, cut - 1) + 1 : cut - 1]
+            self._partial = _limit_partial(data[cut:])
+            self._partial_at = first_at if not cut else at
             return
         *lines, half = data.split(b"\n")
         for line in lines:
-            self._line(line, first_at, at)
+            self._take_line(line, first_at, at)
             first_at = at
-        self._half = _start(half)
-        self._half_at = first_at
+        self._partial = _limit_partial(half)
+        self._partial_at = first_at
         if half and self._state in ("idle", "message", "gap") and not _NOISE.match(half):
-            self._spoke_at = at
+            self._output_at = at
 
     def finish(self) -> None:
         """The stream has ended: take a last half line as a line."""
-        half = self._half
-        self._half = b""
+        half = self._partial
+        self._partial = b""
         if half:
-            self._line(half, self._half_at, self._half_at)
+            self._take_line(half, self._partial_at, self._partial_at)
 
     @property
-    def found(self) -> Found | None:
+    def last_traceback(self) -> Traceback | None:
         """The last complete block so far, or None."""
-        block = self._found
+        block = self._last_block
         if self._state in _COMPLETE:
             block = self._block
         if block is None:
             return None
-        return Found(
+        return Traceback(
             block.at,
             block.text(),
             block.kind,
-            self._after,
-            max(0.0, self._spoke_at - block.at),
+            self._lines_after,
+            max(0.0, self._output_at - block.at),
             block.logged,
         )
 
-    def _quiet(self, data: bytes) -> bool:
+    def _can_skip(self, data: bytes) -> bool:
         return (
             self._state == "idle"
-            and self._found is None
+            and self._last_block is None
             and not any(hint in data for hint in _HINTS)
         )
 
-    def _line(self, line: bytes, first_at: float, at: float) -> None:
+    def _take_line(self, line: bytes, first_at: float, at: float) -> None:
         """
         One whole line, through the state's method; a line that ends a block is looked at again from
         idle.
@@ -240,50 +240,50 @@ class TracebackFinder:
         if bare.startswith(b"[rank"):  # torch.distributed's excepthook marks each line
             bare = _RANK.sub(b"", bare)
         bare = bare.removesuffix(b"\r")
-        if self._state in ("message", "gap", "chain") and at - self._heard_at > PAUSE:
-            self._settle()  # a message is printed in one go: what comes later is the program's further life
-        if self._glued and bare:
-            self._glued = False
-            if not _PART[self._state].match(bare):
-                self._give_up()
-        if not self._starts(bare, first_at, at) and not self._takers[self._state](bare):
-            self._settle()
+        if self._state in ("message", "gap", "chain") and at - self._line_at > PAUSE_SECONDS:
+            self._close_block()  # a message is printed in one go: what comes later is the program's further life
+        if self._is_unconfirmed and bare:
+            self._is_unconfirmed = False
+            if not _SECOND_LINES[self._state].match(bare):
+                self._drop_block()
+        if not self._open_block(bare, first_at, at) and not self._state_methods[self._state](bare):
+            self._close_block()
             self._count_after(bare, at)
-        self._above = bare
-        self._heard_at = at
+        self._line_above = bare
+        self._line_at = at
 
-    def _starts(self, line: bytes, first_at: float, at: float) -> bool:
+    def _open_block(self, line: bytes, first_at: float, at: float) -> bool:
         """
         Open a block when this line is the head of one; a chain goes on with the block that is open.
         """
         if self._state in ("frames", "group") and not _FATAL.match(line):
             return False
-        state, start = self._head(line)
+        state, start = self._match_head(line)
         if not state:
-            return self._ignores(line)
+            return self._match_ignored(line)
         if self._state == "message" and line.startswith(b"Original "):
             return False  # a data loader's worker: part of the message
         chained = self._state == "chain" and state in ("frames", "group")
         if not chained:
-            self._settle()
-            above = line[:start].rpartition(b"\r")[2] or self._above
-            self._block = _Block(
+            self._close_block()
+            above = line[:start].rpartition(b"\r")[2] or self._line_above
+            self._block = _TracebackBlock(
                 at if start else first_at,
                 _KINDS.get(state, "exception"),
                 bool(_LOGGED.match(above)),
             )
         self._block.add(line[start:])
         self._state = state
-        self._count = 0
-        self._glued = start > 0
-        if self._ignore:
+        self._extra_lines = 0
+        self._is_unconfirmed = start > 0
+        if self._ignores_next:
             self._state = "ignored"
-            self._ignore = False
+            self._ignores_next = False
         elif state in _COMPLETE:
-            self._after = 0
+            self._lines_after = 0
         return True
 
-    def _head(self, line: bytes) -> tuple[str, int]:
+    def _match_head(self, line: bytes) -> tuple[str, int]:
         """
         The state that this line opens as the head of a block, if any, and where in the line the
         head begins.
@@ -301,34 +301,34 @@ class TracebackFinder:
                     return state, found.start()
         return "", 0
 
-    def _ignores(self, line: bytes) -> bool:
+    def _match_ignored(self, line: bytes) -> bool:
         """Note that the traceback which follows is one that Python does not act on."""
         if _IGNORED.match(line):
-            self._settle()
-            self._ignore = True
+            self._close_block()
+            self._ignores_next = True
             return True
         return False
 
-    def _settle(self) -> None:
+    def _close_block(self) -> None:
         """Keep the open block if it is complete, and be idle."""
         if self._state in _COMPLETE:
-            self._found = self._block
+            self._last_block = self._block
         self._state = "idle"
 
     def _count_after(self, line: bytes, at: float) -> None:
-        if self._found is None or not line.strip() or _NOISE.match(line):
+        if self._last_block is None or not line.strip() or _NOISE.match(line):
             return
-        self._after += 1
-        self._spoke_at = at
-        if self._after > 10 * LAST_WORD_LINES:  # long stale: forget it, so that feed is cheap again
-            self._found = None
-            self._after = 0
+        self._lines_after += 1
+        self._output_at = at
+        if self._lines_after > 10 * LAST_WORD_LINES:  # long stale: forget it, so that feed is cheap again
+            self._last_block = None
+            self._lines_after = 0
 
     # One method a state: take a line that may belong to the block; False when the block has ended
     # before it.
 
     def _in_idle(self, line: bytes) -> bool:
-        self._ignore = self._ignore and line.startswith(b" ")
+        self._ignores_next = self._ignores_next and line.startswith(b" ")
         return False
 
     def _in_frames(self, line: bytes) -> bool:
@@ -337,18 +337,18 @@ class TracebackFinder:
         elif _NOISE.match(line):
             pass
         elif _EXCEPTION.match(line):
-            self._complete(line, "message")
+            self._complete_block(line, "message")
         else:  # another thread's line; not for ever
             self._block.add(line)
-            self._count += 1
-            return self._give_up() if self._count > _FOREIGN_LINES else True
+            self._extra_lines += 1
+            return self._drop_block() if self._extra_lines > _MAX_FOREIGN_LINES else True
         return True
 
     def _in_group(self, line: bytes) -> bool:
         if _GROUP_LINE.match(line):
             self._block.add(line)
             return True
-        self._complete(None, "message")
+        self._complete_block(None, "message")
         return self._in_message(line)
 
     def _in_script(self, line: bytes) -> bool:
@@ -356,15 +356,15 @@ class TracebackFinder:
             self._block.add(line)
             return True
         if _SYNTAX.match(line):
-            self._complete(line, "message")
+            self._complete_block(line, "message")
             return True
-        return self._give_up()
+        return self._drop_block()
 
     def _in_box(self, line: bytes) -> bool:
         if _BOX_LINE.match(line):
             self._block.add(line)
             return True
-        self._complete(line, "message")
+        self._complete_block(line, "message")
         return True
 
     def _in_message(self, line: bytes) -> bool:
@@ -373,8 +373,8 @@ class TracebackFinder:
             return True
         if _NOISE.match(line):
             return True
-        self._count += 1
-        if self._count > MESSAGE_LINES or _LOG.match(line):
+        self._extra_lines += 1
+        if self._extra_lines > MAX_MESSAGE_LINES or _LOG.match(line):
             return False
         if _CHAIN.match(line):
             return self._in_gap(line)
@@ -406,29 +406,29 @@ class TracebackFinder:
             self._state = "idle"
         return True
 
-    def _complete(self, line: bytes | None, state: str) -> None:
+    def _complete_block(self, line: bytes | None, state: str) -> None:
         if line is not None:
             self._block.add(line)
         self._state = state
-        self._count = 0
-        self._after = 0
+        self._extra_lines = 0
+        self._lines_after = 0
 
-    def _give_up(self) -> bool:
+    def _drop_block(self) -> bool:
         self._state = "idle"
         return False
 
 
-def _start(half: bytes) -> bytes:
+def _limit_partial(half: bytes) -> bytes:
     """
     What is kept of a line that has not ended: no decision needs more; of a bar drawn over and over,
     its end.
     """
-    if len(half) <= LIMIT:
+    if len(half) <= MAX_TRACEBACK_BYTES:
         return half
-    return half[half.rfind(b"\r", 0, -1) + 1 :][:LIMIT]
+    return half[half.rfind(b"\r", 0, -1) + 1 :][:MAX_TRACEBACK_BYTES]
 
 
-class _Block:
+class _TracebackBlock:
     """The lines of one block; only LIMIT bytes of the end are kept."""
 
     def __init__(self, at: float, kind: Kind, logged: bool = False) -> None:
@@ -439,10 +439,10 @@ class _Block:
         self._size = 0
 
     def add(self, line: bytes) -> None:
-        line = line[-LIMIT:]
+        line = line[-MAX_TRACEBACK_BYTES:]
         self._lines.append(line)
         self._size += len(line) + 1
-        while self._size > LIMIT and len(self._lines) > 1:
+        while self._size > MAX_TRACEBACK_BYTES and len(self._lines) > 1:
             self._size -= len(self._lines.popleft()) + 1
 
     def text(self) -> str:

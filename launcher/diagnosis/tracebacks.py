@@ -15,19 +15,19 @@ from dataclasses import dataclass
 
 HEADER = "Traceback (most recent call last):"
 _HEADS = (HEADER, "Exception Group Traceback", "Original Traceback")
-MOST = 64 * 1024
+MAX_TRACEBACK_BYTES = 64 * 1024
 """Bytes of a traceback that travel, at most; the end is kept."""
 
 _RANK_PREFIX = re.compile(r"^\[(?:default|rank)\d+\]:\s?", re.MULTILINE)
 _FRAME = re.compile(r'^\s*(?:\|\s*)*File "(?P<file>[^"]*)", line \d+(?:, in (?P<function>.*))?$')
 _RAISED = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?::\s?(?P<text>.*))?$", re.DOTALL)
 _SYNTAX = ("SyntaxError", "IndentationError", "TabError")
-_STARTERS = re.compile(r"^<frozen (?:runpy|importlib[\w.]*)>$|/lib/python[\d.]+/runpy\.py$")
-_OURS = __file__.rpartition("/diagnosis/")[0] + "/"
+_PYTHON_STARTERS = re.compile(r"^<frozen (?:runpy|importlib[\w.]*)>$|/lib/python[\d.]+/runpy\.py$")
+_LAUNCHER_FOLDER = __file__.rpartition("/diagnosis/")[0] + "/"
 
 
 @dataclass(frozen=True)
-class Raised:
+class RaisedException:
     """The exception at the end of a traceback."""
 
     type: str
@@ -51,19 +51,19 @@ class Raised:
         return (f"{self.type}: {first}" if first else self.type)[:500]
 
 
-def unprefixed(text: str) -> str:
+def strip_rank_prefix(text: str) -> str:
     """Return the text without the ``[rank3]: `` that torch puts before each line of a traceback."""
     return _RANK_PREFIX.sub("", text)
 
 
-def raised(traceback: str) -> list[Raised]:
+def parse_exceptions(traceback: str) -> list[RaisedException]:
     """
     Return the exceptions of a chain in the order printed: the last one is what ended the program.
     """
-    found: list[Raised] = []
+    found: list[RaisedException] = []
     frames: list[re.Match[str]] = []
     message: list[str] | None = None
-    lines = unprefixed(traceback).rstrip().split("\n")
+    lines = strip_rank_prefix(traceback).rstrip().split("\n")
     for line in lines:
         if line.lstrip(" +|").startswith(_HEADS):
             frames = []
@@ -77,7 +77,7 @@ def raised(traceback: str) -> list[Raised]:
         ):
             message = [match["text"] or ""]
             found.append(
-                Raised(
+                RaisedException(
                     match["type"].rpartition(".")[2],
                     message,
                     tuple(frame["file"] for frame in frames),
@@ -87,46 +87,46 @@ def raised(traceback: str) -> list[Raised]:
     return found
 
 
-def hopeless(error: Raised) -> bool:
+def is_permanent(error: RaisedException) -> bool:
     """Whether the program could not even be loaded: nothing that another attempt could change."""
     if error.type in _SYNTAX:
         return True
     own = [
         function
         for file, function in zip(error.files, error.functions, strict=True)
-        if not launcher_file(file)
+        if not is_launcher_file(file)
     ]
     return error.type == "ModuleNotFoundError" and all(function == "<module>" for function in own)
 
 
-def launcher_file(file: str) -> bool:
+def is_launcher_file(file: str) -> bool:
     """Whether a frame's file is how a worker is started, not what the user runs."""
-    return file.startswith(_OURS) or bool(_STARTERS.search(file))
+    return file.startswith(_LAUNCHER_FOLDER) or bool(_PYTHON_STARTERS.search(file))
 
 
-def users_part(traceback: str) -> str:
+def extract_user_frames(traceback: str) -> str:
     """
     Return the traceback without the frames that only started the user's program, cut to MOST bytes
     of its end.
     """
-    lines = unprefixed(traceback).rstrip("\n").split("\n")
+    lines = strip_rank_prefix(traceback).rstrip("\n").split("\n")
     kept: list[str] = []
-    for block in _blocks(lines):
+    for block in _group_frames(lines):
         match = _FRAME.match(block[0])
-        if match and launcher_file(match["file"]) and kept and kept[-1].strip() == HEADER:
+        if match and is_launcher_file(match["file"]) and kept and kept[-1].strip() == HEADER:
             continue
         kept += block
-    text = "\n".join(kept) if _frames(kept) or not _frames(lines) else "\n".join(lines)
-    if len(text) > MOST:
-        text = "...\n" + text[-MOST:].partition("\n")[2]
+    text = "\n".join(kept) if _count_frames(kept) or not _count_frames(lines) else "\n".join(lines)
+    if len(text) > MAX_TRACEBACK_BYTES:
+        text = "...\n" + text[-MAX_TRACEBACK_BYTES:].partition("\n")[2]
     return text + "\n"
 
 
-def _frames(lines: Sequence[str]) -> int:
+def _count_frames(lines: Sequence[str]) -> int:
     return sum(bool(_FRAME.match(line)) for line in lines)
 
 
-def _blocks(lines: Sequence[str]) -> Iterator[list[str]]:
+def _group_frames(lines: Sequence[str]) -> Iterator[list[str]]:
     """Group each File line with the code and carets below it; other lines stand alone."""
     block: list[str] = []
     for line in lines:

@@ -38,15 +38,15 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-    from pdrun.launcher.stdlib_only import forked_worker as forked
-    from pdrun.launcher.stdlib_only import import_env as importtime
-    from pdrun.launcher.stdlib_only import supervisor as keeper
+    from pdrun.launcher.stdlib_only import forked_worker
+    from pdrun.launcher.stdlib_only import import_env
+    from pdrun.launcher.stdlib_only import supervisor
 
-LISTEN = 3
-REPORT = 4
+SOCKET_FD = 3
+READY_FD = 4
 Environ = dict[bytes, bytes]
-PACKET = 1 << 16
-BATCH = 64
+MAX_PACKET_BYTES = 1 << 16
+MAX_BATCH_REQUESTS = 64
 PLAIN_DEVICES = (
     "/dev/null",
     "/dev/zero",
@@ -60,7 +60,7 @@ PLAIN_DEVICES = (
 )
 
 
-def sibling(name: str) -> "ModuleType":
+def load_sibling(name: str) -> "ModuleType":
     """Load a file of this folder; no trace of it stays among the modules that a worker sees."""
     path = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"{name}.py")
     spec = importlib.util.spec_from_file_location(f"_pdrun_{name}", path)
@@ -70,25 +70,25 @@ def sibling(name: str) -> "ModuleType":
     return module
 
 
-class Order:
+class ForkRequest:
     """One worker to be forked: where to report, its descriptors, its command and who asks."""
 
     def __init__(self, facts: "dict[str, Any]", descriptors: "list[int]") -> None:
-        self.report, self.body, *self.streams = descriptors
+        self.report_fd, self.command_fd, *self.streams = descriptors
         self.facts = facts
         self.command: dict[str, Any] = {}
 
     def close(self) -> None:
         """Let go of the descriptors."""
-        for number in (self.report, self.body, *self.streams):
+        for number in (self.report_fd, self.command_fd, *self.streams):
             os.close(number)
 
-    def fail(self, error: OSError) -> None:
+    def report_error(self, error: OSError) -> None:
         """Tell the keeper why there is no worker."""
-        os.write(self.report, f"{error.errno} {error.strerror}\n".encode())
+        os.write(self.report_fd, f"{error.errno} {error.strerror}\n".encode())
 
 
-def unfit() -> str:
+def why_not_forkable() -> str:
     """Return why this process must not fork, or the empty string."""
     count = len(os.listdir("/proc/self/task"))
     if count != 1:
@@ -109,7 +109,7 @@ def unfit() -> str:
     return ""
 
 
-def import_all(names: "list[str]") -> str:
+def import_modules(names: "list[str]") -> str:
     """Import what workers need; return why that failed, or the empty string."""
     if sys.implementation.name != "cpython" or not sys.platform.startswith("linux"):
         return f"{sys.implementation.name} on {sys.platform} is not known to fork safely"
@@ -121,10 +121,10 @@ def import_all(names: "list[str]") -> str:
         return f"{type(error).__name__}: {error}".replace("\n", " ")[:500]
     finally:
         gc.enable()
-    return unfit()
+    return why_not_forkable()
 
 
-def noise() -> bytes:
+def read_import_output() -> bytes:
     """What the imports printed: each worker prints it too, as it would have."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -134,7 +134,7 @@ def noise() -> bytes:
         return b""
 
 
-def place(streams: "list[int]") -> None:
+def remap_streams(streams: "list[int]") -> None:
     """
     Give the descriptors the numbers 0, 1, 2, ...; they came while those were in use, so all are
     higher.
@@ -144,43 +144,43 @@ def place(streams: "list[int]") -> None:
         os.close(stream)
 
 
-class Starter:
-    """Serves one keeper."""
+class ForkServer:
+    """Serves one supervisor."""
 
     def __init__(
-        self, connection: socket.socket, leaving: "forked.Leaving", printed: bytes, before: Environ
+        self, connection: socket.socket, leaving: "forked_worker.FastExit", printed: bytes, before: Environ
     ) -> None:
         self.connection = connection
-        self.leaving = leaving
-        self.printed = printed
+        self.fast_exit = leaving
+        self.import_output = printed
         changed = os.environb.items() - before.items()
         self.set_by_import = {name: (before.get(name), value) for name, value in changed}
 
-    def say(self, why: str) -> None:
+    def send_status(self, why: str) -> None:
         """Tell the keeper whether this process can fork."""
         self.connection.send(json.dumps({"why": why}).encode())
 
-    def serve(self) -> "forked.Program":
+    def serve_requests(self) -> "forked_worker.ForkedProgram":
         """Fork what is asked for until the keeper closes the socket; returns in workers only."""
         while True:
-            orders = self.orders()
-            why = unfit()
+            orders = self.read_requests()
+            why = why_not_forkable()
             if why:
-                self.say(why)
+                self.send_status(why)
                 os._exit(1)
-            program = self.fork(orders)
+            program = self.fork_workers(orders)
             if program is not None:
                 return program
             for order in orders:
                 order.close()
 
-    def orders(self) -> "list[Order]":
+    def read_requests(self) -> "list[ForkRequest]":
         """Wait for an order; return it with those that are there already."""
-        found: list[Order] = []
-        while len(found) < BATCH:
+        found: list[ForkRequest] = []
+        while len(found) < MAX_BATCH_REQUESTS:
             try:
                 data, ancillary, _, _ = self.connection.recvmsg(  # recv_fds drops its flags
-                    PACKET,
+                    MAX_PACKET_BYTES,
                     socket.CMSG_SPACE(64 * 4),
                     socket.MSG_CMSG_CLOEXEC | (socket.MSG_DONTWAIT if found else 0),
                 )
@@ -193,17 +193,17 @@ class Starter:
             descriptors = array.array("i")
             for _, _, block in ancillary:
                 descriptors.frombytes(block[: len(block) - len(block) % descriptors.itemsize])
-            found.append(Order(json.loads(data), list(descriptors)))
+            found.append(ForkRequest(json.loads(data), list(descriptors)))
         return found
 
-    def fork(self, orders: "list[Order]") -> "forked.Program | None":
+    def fork_workers(self, orders: "list[ForkRequest]") -> "forked_worker.ForkedProgram | None":
         """Make a worker of each order; returns the program in a worker, None here."""
         hold, go = os.pipe()
         try:
             between = os.fork()
         except OSError as error:
             for order in orders:
-                order.fail(error)
+                order.report_error(error)
             between = -1
         if between == 0:
             os.close(go)
@@ -211,9 +211,9 @@ class Starter:
             for order in orders:
                 try:
                     if os.fork() == 0:
-                        return self.become(order, orders, hold, myself)
+                        return self.become_worker(order, orders, hold, myself)
                 except OSError as error:
-                    order.fail(error)
+                    order.report_error(error)
             os._exit(0)
         if between > 0:
             os.waitpid(between, 0)  # from here on the workers are the keeper's
@@ -221,140 +221,145 @@ class Starter:
         os.close(hold)
         return None
 
-    def become(
-        self, order: Order, orders: "list[Order]", hold: int, between: int
-    ) -> "forked.Program":
+    def become_worker(
+        self, order: ForkRequest, orders: "list[ForkRequest]", hold: int, between: int
+    ) -> "forked_worker.ForkedProgram":
         """The worker's side: take its place; an error goes to the keeper as one of exec does."""
         stage = "session"
         try:
-            os.write(order.report, f"pid {os.getpid()}\n".encode())
+            os.write(order.report_fd, f"pid {os.getpid()}\n".encode())
             os.setsid()
             self.connection.close()
             for other in orders:
                 if other is not order:
                     other.close()
-            command = json.loads(os.pread(order.body, os.fstat(order.body).st_size, 0))
-            os.close(order.body)
-            place(order.streams)
+            command = json.loads(os.pread(order.command_fd, os.fstat(order.command_fd).st_size, 0))
+            os.close(order.command_fd)
+            remap_streams(order.streams)
             stage = command["cwd"]
-            os.chdir(keeper._bytes(command["cwd"]))
+            os.chdir(supervisor.encode_text(command["cwd"]))
             if command["cpus"]:
                 stage = f"CPUs {command['cpus']}"
                 os.sched_setaffinity(0, command["cpus"])
             stage = command["argv"][0]
             try:
-                program = self.prepare(order, command)
+                program = self.prepare_worker(order, command)
             except Exception:  # of any kind: then the interpreter itself is what cannot be wrong
                 program = None
             os.read(hold, 1)  # ends when the process between has, or the starter
             os.close(hold)
             while os.getppid() == between:
                 time.sleep(0.001)
-            keeper.prctl(keeper.PR_SET_PDEATHSIG, 9)
+            supervisor.prctl(supervisor.PR_SET_PDEATHSIG, 9)
             if os.getppid() != order.facts["keeper"]:
                 os._exit(127)
-            if self.printed:
-                os.write(2, self.printed)
+            if self.import_output:
+                os.write(2, self.import_output)
             if program is None:
-                keeper.exec_program([keeper._bytes(word) for word in command["argv"]], self.environ)
-            self.leaving.arm()
-            os.close(order.report)
+                supervisor.exec_program([supervisor.encode_text(word) for word in command["argv"]], self.environ)
+            self.fast_exit.arm_exit()
+            os.close(order.report_fd)
             return program
         except (OSError, ValueError) as error:
             number = getattr(error, "errno", None) or 22
             os.write(
-                order.report,
+                order.report_fd,
                 f"{number} {stage}: {os.strerror(number)}"[:4000].encode("utf-8", "replace"),
             )
             os._exit(127)
 
-    def prepare(self, order: Order, command: "dict[str, Any]") -> "forked.Program | None":
+    def prepare_worker(self, order: ForkRequest, command: "dict[str, Any]") -> "forked_worker.ForkedProgram | None":
         """Everything that exec and the start of an interpreter would have done."""
-        slot = keeper.marker(order.facts["token"], order.facts["slot"])
-        command["env"][keeper.MARKER] = slot
+        slot = supervisor.marker_value(order.facts["token"], order.facts["slot"])
+        command["env"][supervisor.MARKER_VARIABLE] = slot
         self.environ = {
-            keeper._bytes(name): keeper._bytes(value) for name, value in command["env"].items()
+            supervisor.encode_text(name): supervisor.encode_text(value) for name, value in command["env"].items()
         }
-        argv = [keeper._bytes(word) for word in command["argv"]]
+        argv = [supervisor.encode_text(word) for word in command["argv"]]
         if any(b"\0" in word for word in (*argv, *self.environ, *self.environ.values())):
             raise ValueError("embedded null byte")
-        forked.environment(self.environ)
+        forked_worker.replace_environment(self.environ)
         for name, (before, value) in self.set_by_import.items():
             if self.environ.get(name) == before:
                 os.environb[name] = value  # as the import would have in this process
-        forked.show_as(argv, f"{keeper.MARKER}={slot}".encode())
-        forked.streams()
-        forked.fresh_state()
-        forked.threads(os.environ)
-        forked.offer_stacks(os.environ.get("PDRUN_AGENT", ""))
-        forked.watch_late(importtime.frozen)
-        return forked.program([os.fsdecode(word) for word in argv])
+        forked_worker.set_command_line(argv, f"{supervisor.MARKER_VARIABLE}={slot}".encode())
+        forked_worker.reopen_streams()
+        forked_worker.renew_process_state()
+        forked_worker.set_thread_counts(os.environ)
+        forked_worker.register_stacks(os.environ.get("PDRUN_AGENT", ""))
+        forked_worker.warn_late_variables(import_env.is_import_variable)
+        return forked_worker.prepare_program([os.fsdecode(word) for word in argv])
 
 
-def load(modules: str, leaving: "forked.Leaving") -> str:
+def load_modules(modules: str, leaving: "forked_worker.FastExit") -> str:
     """
     Import and make this process one to fork from; return why that failed, or the empty string.
     """
-    why = import_all(modules.split(","))
-    forked.let_threads_finish()
-    leaving.freeze()
+    why = import_modules(modules.split(","))
+    forked_worker.patch_destroy_process_group()
+    leaving.freeze_imports()
     return why
 
 
-def warm(argv: "list[str]", leaving: "forked.Leaving") -> "tuple[socket.socket, bytes]":
+def serve_warm(argv: "list[str]", leaving: "forked_worker.FastExit") -> "tuple[socket.socket, bytes]":
     """
     Import, then stay between jobs; returns in the starter of a job: its socket to the job's keeper,
     and `noise`.
     """
-    imported = sibling("import_tracker")
-    inherited = sibling("inherited_state")
-    warm_server = sibling("warm_server")
-    tools = {"keeper": keeper, "inherited": inherited, "importtime": importtime, "forked": forked}
+    import_tracker = load_sibling("import_tracker")
+    inherited_state = load_sibling("inherited_state")
+    warm_server = load_sibling("warm_server")
+    tools = {
+        "supervisor": supervisor,
+        "inherited_state": inherited_state,
+        "import_env": import_env,
+        "forked_worker": forked_worker,
+    }
     environ = dict(os.environ)
-    with imported.Lookups() as lookups:
-        why = load(argv[1], leaving)
-    printed = noise()
+    with import_tracker.EnvironLookups() as lookups:
+        why = load_modules(argv[1], leaving)
+    printed = read_import_output()
     os.dup2(0, 2)  # what is printed from here on is no word of an import
     server = None
     if not why:
-        forked.show_as(
+        forked_worker.set_command_line(
             [os.fsencode(word) for word in (sys.executable, *argv[:4])], b"", keep_room=True
         )
-        listener = socket.socket(fileno=LISTEN)
+        listener = socket.socket(fileno=SOCKET_FD)
         idle = float(argv[2].partition("=")[2])
-        server = warm_server.Warm(
-            listener, argv[3], idle, unfit, lookups, environ, imported.Files(), tools
+        server = warm_server.WarmServer(
+            listener, argv[3], idle, why_not_forkable, lookups, environ, import_tracker.ImportedFiles(), tools
         )
-    os.write(REPORT, json.dumps({"why": why}).encode())
-    os.close(REPORT)
+    os.write(READY_FD, json.dumps({"why": why}).encode())
+    os.close(READY_FD)
     if server is None:
         os._exit(1)
-    return server.serve(), printed
+    return server.serve_until_idle(), printed
 
 
-def main(argv: "list[str]") -> "forked.Program":
+def main(argv: "list[str]") -> "forked_worker.ForkedProgram":
     """Import, check, and serve; returns in workers only."""
-    os.set_inheritable(LISTEN, False)
-    leaving = forked.Leaving()
+    os.set_inheritable(SOCKET_FD, False)
+    leaving = forked_worker.FastExit()
     before = dict(os.environb)
     if argv[2].startswith("warm="):
-        why, (connection, printed) = "", warm(argv, leaving)
+        why, (connection, printed) = "", serve_warm(argv, leaving)
     else:
-        why = load(argv[1], leaving)
-        connection = socket.socket(fileno=LISTEN)
-        printed = noise()
-    starter = Starter(connection, leaving, printed, before)
-    starter.say(why)
+        why = load_modules(argv[1], leaving)
+        connection = socket.socket(fileno=SOCKET_FD)
+        printed = read_import_output()
+    starter = ForkServer(connection, leaving, printed, before)
+    starter.send_status(why)
     if why:
         os._exit(1)
-    return starter.serve()
+    return starter.serve_requests()
 
 
 if __name__ == "__main__":
-    keeper = sibling("supervisor")
-    forked = sibling("forked_worker")
-    importtime = sibling("import_env")
-    program = main(sys.argv).parts()
+    supervisor = load_sibling("supervisor")
+    forked_worker = load_sibling("forked_worker")
+    import_env = load_sibling("import_env")
+    program = main(sys.argv).exec_arguments()
     run_module = vars(importlib.import_module("runpy"))["_run_module_as_main"]
 
     # One frame of the starter's lies below the program's own, and no more. Nothing here keeps its
@@ -367,5 +372,5 @@ if __name__ == "__main__":
     except SystemExit:
         raise
     except BaseException:
-        forked.hide_frame()
+        forked_worker.hide_own_frame()
         raise

@@ -34,39 +34,39 @@ PR_SET_MM = 35
 PR_SET_MM_ARG_END = 9
 STACKS_SIGNAL = 51
 """As in `pdrun.elastic`, which need not be there for this interpreter."""
-KEPT_ALIVE = ("sys", "builtins", "__main__", "__mp_main__")
-TORN_DOWN = "torch.distributed"
+KEPT_MODULES = ("sys", "builtins", "__main__", "__mp_main__")
+TORN_DOWN_PREFIX = "torch.distributed"
 """
 Modules in which scripts leave things that must end with the process (process groups) are torn down
 as ever.
 """
 
 
-class Program:
+class ForkedProgram:
     """What a worker runs: code and the namespace of its ``__main__``, or the name of a module."""
 
-    __slots__ = ("code", "module", "space")
+    __slots__ = ("code", "module", "namespace")
 
     def __init__(
         self, code: types.CodeType | None, space: dict[str, Any], module: str = ""
     ) -> None:
         self.code = code
-        self.space = space
+        self.namespace = space
         self.module = module
 
-    def parts(self) -> list[Any]:
+    def exec_arguments(self) -> list[Any]:
         """Return the arguments of exec, or the name of a module alone."""
-        return [self.module] if self.code is None else [self.code, self.space]
+        return [self.module] if self.code is None else [self.code, self.namespace]
 
 
-def environment(wanted: Mapping[bytes, bytes]) -> None:
+def replace_environment(wanted: Mapping[bytes, bytes]) -> None:
     """Make this the environment, of Python and of C."""
     os.environb.clear()
     ctypes.CDLL(None).clearenv()
     os.environb.update(wanted)
 
 
-def memory_of_arguments() -> tuple[int, int, int, int]:
+def find_argument_memory() -> tuple[int, int, int, int]:
     """Where the kernel finds this process's command line and environment: start and end of each."""
     with open("/proc/self/stat", "rb") as file:
         words = file.read().rpartition(b")")[2].split()
@@ -74,14 +74,14 @@ def memory_of_arguments() -> tuple[int, int, int, int]:
     return start, end, first, last
 
 
-def show_as(argv: list[bytes], marker: bytes, *, keep_room: bool = False) -> None:
+def set_command_line(argv: list[bytes], marker: bytes, *, keep_room: bool = False) -> None:
     """
     Let /proc/PID/cmdline say ``argv``, and the marker in /proc/PID/environ name this worker.
 
     ``keep_room``: zeros stand behind it, and what is forked from here has all the room that this
     process had.
     """
-    start, end, first, last = memory_of_arguments()
+    start, end, first, last = find_argument_memory()
     text = b"".join(word + b"\0" for word in argv)
     if 0 < len(text) <= end - start:
         ctypes.memmove(start, text + bytes(end - start - len(text)), end - start)
@@ -96,7 +96,7 @@ def show_as(argv: list[bytes], marker: bytes, *, keep_room: bool = False) -> Non
         ctypes.memmove(first + at.start(1), value, len(value))
 
 
-def streams() -> None:
+def reopen_streams() -> None:
     """
     New sys.stdin, stdout and stderr on descriptors 0, 1 and 2, as the interpreter makes them at its
     start.
@@ -106,7 +106,7 @@ def streams() -> None:
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         before: Any = getattr(sys, f"__{name}__")
         try:
-            made: io.TextIOWrapper | None = _stream(
+            made: io.TextIOWrapper | None = _open_stream(
                 number, f"<{name}>", before.encoding, before.errors, unbuffered
             )
         except OSError:
@@ -120,7 +120,7 @@ def streams() -> None:
             handler.stream = sys.stdout if handler.stream is old[0] else sys.stderr
 
 
-def _stream(
+def _open_stream(
     number: int, name: str, encoding: str, errors: str | None, unbuffered: bool
 ) -> io.TextIOWrapper:
     writes = number > 0
@@ -142,7 +142,7 @@ def _stream(
     return stream
 
 
-def fresh_state() -> None:
+def renew_process_state() -> None:
     """
     What an interpreter draws at its start, or at the import of a module, and every worker needs for
     itself.
@@ -167,7 +167,7 @@ def fresh_state() -> None:
     sys.path_importer_cache.clear()
 
 
-def threads(environ: Mapping[str, str]) -> None:
+def set_thread_counts(environ: Mapping[str, str]) -> None:
     """
     Apply the thread counts that the libraries would have read; the starter imported them with one
     thread.
@@ -184,10 +184,10 @@ def threads(environ: Mapping[str, str]) -> None:
         int(environ.get("OPENBLAS_NUM_THREADS") or environ.get("GOTO_NUM_THREADS") or own), most
     )
     if blas != 1 and "numpy" in sys.modules:
-        openblas_threads(blas)
+        set_openblas_threads(blas)
 
 
-def openblas_threads(count: int) -> None:
+def set_openblas_threads(count: int) -> None:
     """
     Tell every OpenBLAS that is loaded; it makes its threads now, as it does in a process that is
     executed.
@@ -207,7 +207,7 @@ def openblas_threads(count: int) -> None:
                 break
 
 
-def let_threads_finish() -> None:
+def patch_destroy_process_group() -> None:
     """
     In the starter: have ``destroy_process_group`` let go of the interpreter for a moment first.
 
@@ -230,7 +230,7 @@ def let_threads_finish() -> None:
     face.destroy_process_group = destroy_process_group
 
 
-def offer_stacks(agent: str) -> None:
+def register_stacks(agent: str) -> None:
     """
     Have STACKS_SIGNAL write this worker's stacks into a file beside its agent's socket, as
     `pdrun.elastic` does.
@@ -252,7 +252,7 @@ def offer_stacks(agent: str) -> None:
         pass  # they are then read from outside, as far as that goes
 
 
-def _by_torch() -> bool:
+def _is_called_by_torch() -> bool:
     """Whether torch itself sets a variable, for its own children: its compiler does so."""
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__") == "os":
@@ -263,7 +263,7 @@ def _by_torch() -> bool:
     )
 
 
-def watch_late(frozen: Callable[[str], bool]) -> None:
+def warn_late_variables(frozen: Callable[[str], bool]) -> None:
     """Say once for each variable that the program sets too late to count; see `importtime`."""
     put = os.putenv
     given = dict(os.environ)
@@ -276,7 +276,7 @@ def watch_late(frozen: Callable[[str], bool]) -> None:
             text not in told
             and frozen(text)
             and given.get(text) != os.fsdecode(value)
-            and not _by_torch()
+            and not _is_called_by_torch()
         ):
             told.add(text)
             note = f"pdrun: {text} is set after torch was imported and has no effect on it; use --start exec\n"
@@ -285,7 +285,7 @@ def watch_late(frozen: Callable[[str], bool]) -> None:
     os.putenv = putenv
 
 
-def program(argv: list[str]) -> Program | None:
+def prepare_program(argv: list[str]) -> ForkedProgram | None:
     """
     Lay out ``sys`` and ``__main__`` for a command line as the interpreter does; return what to run.
 
@@ -305,7 +305,7 @@ def program(argv: list[str]) -> Program | None:
         sys.argv = ["-m", *words[2:]]
         if not sys.flags.safe_path:
             sys.path.insert(0, os.getcwd())
-        return Program(None, space, words[1])
+        return ForkedProgram(None, space, words[1])
     sys.argv = words
     path = os.path.join(os.getcwd(), words[0])
     if not sys.flags.safe_path:
@@ -316,12 +316,12 @@ def program(argv: list[str]) -> Program | None:
     try:
         with open(path, "rb") as file:
             source = file.read()
-        return Program(compile(source, path, "exec", dont_inherit=True), space)
+        return ForkedProgram(compile(source, path, "exec", dont_inherit=True), space)
     except (OSError, SyntaxError, ValueError, MemoryError, RecursionError):
         return None
 
 
-def hide_frame() -> None:
+def hide_own_frame() -> None:
     """
     Have the exception on its way out reported without the one frame of the starter below the
     program's.
@@ -342,7 +342,7 @@ def hide_frame() -> None:
     sys.excepthook = excepthook
 
 
-class _Stand:
+class _ModuleProxy:
     """
     Stands in sys.modules for a module that the starter imported, while the interpreter takes the
     others apart.
@@ -355,7 +355,7 @@ class _Stand:
         return getattr(self.__dict__["_module"], name)
 
 
-class Leaving:
+class FastExit:
     """
     Makes the end of a worker cheap: nothing that the starter imported is taken apart, neither by
     Python nor by C.
@@ -367,9 +367,9 @@ class Leaving:
 
     def __init__(self) -> None:
         self.modules: dict[str, types.ModuleType] | None = None
-        atexit.register(self.last)
+        atexit.register(self.run_last)
 
-    def freeze(self) -> None:
+    def freeze_imports(self) -> None:
         """In the starter, after its imports: what is here now belongs to nobody in particular."""
         for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
             found = finalizer.peek()
@@ -378,12 +378,12 @@ class Leaving:
                 finalizer.atexit = False
         gc.freeze()
 
-    def arm(self) -> None:
+    def arm_exit(self) -> None:
         """In the worker: this is one."""
         self.modules = {
             name: module
             for name, module in sys.modules.items()
-            if name not in KEPT_ALIVE and not name.startswith(TORN_DOWN)
+            if name not in KEPT_MODULES and not name.startswith(TORN_DOWN_PREFIX)
         }
         libc = ctypes.CDLL(None)
         if not hasattr(libc, "on_exit"):
@@ -391,7 +391,7 @@ class Leaving:
         libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
         libc["__cxa_atexit"](ctypes.cast(libc.fflush, ctypes.c_void_p), None, None)
 
-    def last(self) -> None:
+    def run_last(self) -> None:
         """
         The last exit handler: flush what is open, and take the starter's modules out of the
         interpreter's sight.
@@ -417,5 +417,5 @@ class Leaving:
         for name, module in self.modules.items():
             if sys.modules.get(name) is module:
                 kept.append(module)
-                sys.modules[name] = _Stand(module)  # type: ignore[assignment]
+                sys.modules[name] = _ModuleProxy(module)  # type: ignore[assignment]
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))

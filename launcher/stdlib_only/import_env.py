@@ -17,7 +17,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-FROZEN = re.compile(
+IMPORT_VARIABLES = re.compile(
     r"PYTHON\w*|LD_\w+|MALLOC_\w+|GLIBC_TUNABLES|LANG|LC_\w+|TZ"  # read when a process starts
     r"|OMP_\w+|GOMP_\w+|KMP_\w+|MKL_\w+|OPENBLAS_\w+|GOTO_\w+|MKLDNN_\w+|DNNL_\w+|ONEDNN_\w+|BLIS_\w+"
     r"|PYTORCH_(?:CUDA_|HIP_|NPU_|)ALLOC_CONF|PYTORCH_JIT\w*|PYTORCH_NVML_BASED_CUDA_CHECK"
@@ -26,7 +26,7 @@ FROZEN = re.compile(
     r"|TORCHDYNAMO_\w+|TORCHINDUCTOR_\w+|TRITON_\w+|KINETO_\w+|NPY_\w+|NUMPY_\w+|TQDM_\w+"
 )
 """Names whose value counts at import or before it."""
-OF_A_SESSION = re.compile(
+SESSION_VARIABLES = re.compile(
     r"_|PWD|OLDPWD|SHLVL|COLUMNS|LINES|PS[1-4]|PROMPT\w*|HIST\w*|LS_COLORS|LESS\w*|MAIL|COLORTERM|TERM\w*|WINDOWID|VTE_\w+"
     r"|SSH_\w+|TMUX\w*|STY|GPG_\w+|DISPLAY|WAYLAND_DISPLAY|DBUS_\w+|XDG_(?:SESSION|SEAT|VTNR)\w*|INVOCATION_ID|JOURNAL_STREAM"
 )
@@ -34,11 +34,11 @@ OF_A_SESSION = re.compile(
 Names that a shell or a terminal has for itself: they count where they were asked for by name, not
 in a walk.
 """
-PER_WORKER = re.compile(r"(?:\w+_)?VISIBLE_DEVICES|ZE_AFFINITY_MASK")
+PER_WORKER_VARIABLES = re.compile(r"(?:\w+_)?VISIBLE_DEVICES|ZE_AFFINITY_MASK")
 """Names that differ between the workers of a node, beside ranks, and are read at first use."""
-THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS")
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS")
 """Names that a forked worker applies itself: whole numbers only."""
-FIXED_PLACES = (
+EXEC_VARIABLES = (
     "OMP_PROC_BIND",
     "OMP_PLACES",
     "GOMP_CPU_AFFINITY",
@@ -60,28 +60,28 @@ fixed CPUs.
 """
 
 
-def frozen(name: str) -> bool:
+def is_import_variable(name: str) -> bool:
     """Whether a change of this variable after the import would go unnoticed."""
-    return FROZEN.fullmatch(name) is not None
+    return IMPORT_VARIABLES.fullmatch(name) is not None
 
 
-def passing(name: str) -> bool:
+def is_session_variable(name: str) -> bool:
     """Whether a variable only says from which shell or terminal a command came."""
-    return OF_A_SESSION.fullmatch(name) is not None
+    return SESSION_VARIABLES.fullmatch(name) is not None
 
 
-def needs_exec(environ: dict[str, str]) -> str:
+def why_exec_needed(environ: dict[str, str]) -> str:
     """Return why workers with this environment cannot be forked, or the empty string."""
-    for name in FIXED_PLACES:
+    for name in EXEC_VARIABLES:
         if environ.get(name):
             return f"{name} is set, which counts when a process starts"
-    for name in THREADS:
+    for name in THREAD_VARIABLES:
         if not re.fullmatch(r"[1-9][0-9]{0,3}|", environ.get(name, "")):
             return f"{name}={environ[name]} is no plain number of threads"
     return ""
 
 
-def importing(environ: dict[str, str]) -> dict[str, str]:
+def import_environment(environ: dict[str, str]) -> dict[str, str]:
     """
     Return the environment for the import itself: one thread, so that no pool is ever made before a
     fork.
@@ -89,16 +89,16 @@ def importing(environ: dict[str, str]) -> dict[str, str]:
     return {**environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
-_SETS = re.compile(r"environ|putenv")
+_SETS_ENVIRON = re.compile(r"environ|putenv")
 
 
-def late_assignment(text: str) -> tuple[int, str] | None:
+def find_late_assignment(text: str) -> tuple[int, str] | None:
     """
     Return line and name of the first variable that a program sets before its own import of torch,
     and that a forked worker would find set too late; None where there is none, or the text is no
     Python.
     """
-    if not _SETS.search(text):
+    if not _SETS_ENVIRON.search(text):
         return None
     import ast
 
@@ -113,8 +113,8 @@ def late_assignment(text: str) -> tuple[int, str] | None:
     found = [
         (line, name)
         for node in ast.walk(tree)
-        for line, name in _assigned(node)
-        if frozen(name) and line < torch
+        for line, name in _assigned_variables(node)
+        if is_import_variable(name) and line < torch
     ]
     return min(found, default=None)
 
@@ -127,7 +127,7 @@ def _imports_torch(node: object) -> bool:
     return isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch"
 
 
-def _assigned(node: object) -> list[tuple[int, str]]:
+def _assigned_variables(node: object) -> list[tuple[int, str]]:
     """The variables that a statement or call sets by a name written there."""
     import ast
 
@@ -138,21 +138,21 @@ def _assigned(node: object) -> list[tuple[int, str]]:
         keys = [
             target.slice
             for target in targets
-            if isinstance(target, ast.Subscript) and _environ(target.value)
+            if isinstance(target, ast.Subscript) and _is_environ(target.value)
         ]
         if (
             isinstance(node, ast.AugAssign)
-            and _environ(node.target)
+            and _is_environ(node.target)
             and isinstance(node.value, ast.Dict)
         ):
             keys += [key for key in node.value.keys if key is not None]
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         name = node.func.attr
         if name in ("putenv", "unsetenv") or (
-            name in ("setdefault", "pop") and _environ(node.func.value)
+            name in ("setdefault", "pop") and _is_environ(node.func.value)
         ):
             keys = node.args[:1]
-        elif name == "update" and _environ(node.func.value):
+        elif name == "update" and _is_environ(node.func.value):
             keys = [
                 key
                 for arg in node.args
@@ -160,11 +160,11 @@ def _assigned(node: object) -> list[tuple[int, str]]:
                 for key in arg.keys
                 if key is not None
             ]
-            return [*_names(keys, line), *((line, word.arg) for word in node.keywords if word.arg)]
-    return _names(keys, line)
+            return [*_constant_names(keys, line), *((line, word.arg) for word in node.keywords if word.arg)]
+    return _constant_names(keys, line)
 
 
-def _names(keys: Iterable[object], line: int) -> list[tuple[int, str]]:
+def _constant_names(keys: Iterable[object], line: int) -> list[tuple[int, str]]:
     found = (getattr(key, "value", None) for key in keys)
     return [
         (
@@ -176,6 +176,6 @@ def _names(keys: Iterable[object], line: int) -> list[tuple[int, str]]:
     ]
 
 
-def _environ(node: object) -> bool:
+def _is_environ(node: object) -> bool:
     """Whether an expression is ``os.environ``, or ``environ`` imported from it."""
     return "environ" in (getattr(node, "attr", ""), getattr(node, "id", ""))

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Any
 
-_MARKS = (".pth", ".dist-info", ".egg-info", ".egg-link")
+_PATH_SUFFIXES = (".pth", ".dist-info", ".egg-info", ".egg-link")
 """
 Entries of a folder of modules that count whatever they are called: paths to more of them, and
 plug-ins of torch.
 """
 
 
-_OF_A_WALK = (
+_WALK_MODULES = (
     "_collections_abc",
     "collections.abc",
     "os",
@@ -41,13 +41,13 @@ almost every installation has tqdm, which torch imports.
 """
 
 
-class Lookups:
+class EnvironLookups:
     """Notes the names that are looked up in os.environ inside a ``with`` block."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
         """Those that something asked for by name."""
-        self.all = False
+        self.has_unknown_walk = False
         """Whether something went through the whole environment, whose names are not known."""
         self._kind: Any = type(os.environ)
         self._walked: dict[int, Any] = {}
@@ -56,7 +56,7 @@ class Lookups:
         walk.
         """
 
-    def __enter__(self) -> Lookups:
+    def __enter__(self) -> EnvironLookups:
         get, walk = self._real = self._kind.__getitem__, self._kind.__iter__
 
         def __getitem__(mapping: Any, key: Any) -> Any:
@@ -65,7 +65,7 @@ class Lookups:
             return get(mapping, key)
 
         def __iter__(mapping: Any) -> Any:
-            self.all = self.all or _walker() not in _KNOWN_WALKERS
+            self.has_unknown_walk = self.has_unknown_walk or _walking_module() not in _KNOWN_WALKERS
             for key in walk(mapping):
                 self._walked[id(key)] = key
                 yield key
@@ -84,18 +84,18 @@ class Lookups:
         self._walked.clear()
 
 
-def _walker() -> str:
+def _walking_module() -> str:
     """Return the name of the module that goes through the environment."""
     frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") in _OF_A_WALK:
+    while frame is not None and frame.f_globals.get("__name__") in _WALK_MODULES:
         frame = frame.f_back
     return "" if frame is None else str(frame.f_globals.get("__name__"))
 
 
-Stamp = tuple[int, int, int]
+FileStamp = tuple[int, int, int]
 
 
-class Files:
+class ImportedFiles:
     """
     The files of everything that is imported or mapped now, and what stands in the folders of
     ``sys.path``.
@@ -107,38 +107,38 @@ class Files:
             "usercustomize",
         }
         self._stamps = {
-            path: _stamp(path) for path in sorted({*_modules(), *_libraries(), *_settings()})
+            path: _stamp_file(path) for path in sorted({*_module_files(), *_mapped_files(), *_interpreter_files()})
         }
         self._folders = {
-            path: (_stamp(path), self._entries(path)) for path in map(os.path.abspath, sys.path)
+            path: (_stamp_file(path), self._list_entries(path)) for path in map(os.path.abspath, sys.path)
         }
 
-    def changed(self) -> str:
+    def find_changed(self) -> str:
         """Return the first path that is not what it was, or the empty string."""
         for path, stamp in self._stamps.items():
-            if _stamp(path) != stamp:
+            if _stamp_file(path) != stamp:
                 return path
         for path, (stamp, entries) in self._folders.items():
-            now = _stamp(path)
+            now = _stamp_file(path)
             if now != stamp:
-                found = self._entries(path)
+                found = self._list_entries(path)
                 if found != entries:
                     return path
                 self._folders[path] = now, found  # something else came or went there
         return ""
 
-    def _entries(self, folder: str) -> frozenset[str]:
+    def _list_entries(self, folder: str) -> frozenset[str]:
         """What stands in a folder and could change what the imports would find."""
         try:
             names = os.listdir(folder)
         except OSError:
             return frozenset()
         return frozenset(
-            name for name in names if name.partition(".")[0] in self._names or name.endswith(_MARKS)
+            name for name in names if name.partition(".")[0] in self._names or name.endswith(_PATH_SUFFIXES)
         )
 
 
-def _stamp(path: str) -> Stamp:
+def _stamp_file(path: str) -> FileStamp:
     try:
         found = os.stat(path)
     except OSError:
@@ -146,12 +146,12 @@ def _stamp(path: str) -> Stamp:
     return found.st_mtime_ns, found.st_size, found.st_ino
 
 
-def _modules() -> set[str]:
+def _module_files() -> set[str]:
     files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
     return {os.path.abspath(file) for file in files if isinstance(file, str)}
 
 
-def _libraries() -> set[str]:
+def _mapped_files() -> set[str]:
     """Files that are mapped: the interpreter, shared libraries."""
     with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as file:
         words = (line.split(maxsplit=5) for line in file)
@@ -160,7 +160,7 @@ def _libraries() -> set[str]:
         }
 
 
-def _settings() -> set[str]:
+def _interpreter_files() -> set[str]:
     """
     What the interpreter reads before any module: the virtual environment, files that lengthen
     sys.path.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 SETTABLE = ("umask", "nice", "scheduler", "cpus", "oom_score_adj", "limits", "ignored")
-_STATUS = (
+_STATUS_FIELDS = (
     "Uid",
     "Gid",
     "Groups",
@@ -41,11 +41,11 @@ _STATUS = (
     "Mems_allowed",
 )
 """Lines of /proc/self/status that must be equal."""
-_FILES = ("cgroup", "personality", "attr/current", "loginuid", "coredump_filter", "timerslack_ns")
+_PROC_FILES = ("cgroup", "personality", "attr/current", "loginuid", "coredump_filter", "timerslack_ns")
 """Files of /proc/self that must be equal."""
-_CALLS = {"x86_64": (252, 250, 239), "aarch64": (31, 219, 236)}
+_SYSCALL_NUMBERS = {"x86_64": (252, 250, 239), "aarch64": (31, 219, 236)}
 """machine -> numbers of ioprio_get, keyctl, get_mempolicy."""
-OWN = (
+RESET_SIGNALS = (
     signal.SIGINT,
     signal.SIGTERM,
     signal.SIGQUIT,
@@ -55,18 +55,18 @@ OWN = (
 )
 """Signals that a worker never inherits as ignored (`keeper.become`)."""
 
-_LIBRARYS = (32, 33)
+_LIBC_SIGNALS = (32, 33)
 """Signals of the C library, which posix_spawn leaves ignored and nobody else may change."""
 
 
-def read() -> dict[str, Any]:
+def read_state() -> dict[str, Any]:
     """
     Return what this process has inherited: JSON, every name of SETTABLE and those that must be
     equal.
     """
-    status = dict(line.split(":", 1) for line in _text("status").splitlines() if ":" in line)
-    found: dict[str, Any] = {name: status.get(name, "").strip() for name in _STATUS}
-    found.update({name: _text(name) for name in _FILES})
+    status = dict(line.split(":", 1) for line in _read_proc("status").splitlines() if ":" in line)
+    found: dict[str, Any] = {name: status.get(name, "").strip() for name in _STATUS_FIELDS}
+    found.update({name: _read_proc(name) for name in _PROC_FILES})
     found.update(
         {
             f"namespace {name}": os.readlink(f"/proc/self/ns/{name}")
@@ -74,22 +74,22 @@ def read() -> dict[str, Any]:
         }
     )
     root = os.stat("/")
-    found.update(root=[root.st_dev, root.st_ino], calls=_calls())
+    found.update(root=[root.st_dev, root.st_ino], calls=_read_syscalls())
     names = sorted(name for name in dir(resource) if name.startswith("RLIMIT_"))
-    kept = sum(1 << (number - 1) for number in (*OWN, *_LIBRARYS))
+    kept = sum(1 << (number - 1) for number in (*RESET_SIGNALS, *_LIBC_SIGNALS))
     found.update(
         umask=int(status["Umask"], 8) if "Umask" in status else -1,
         nice=os.getpriority(os.PRIO_PROCESS, 0),
         scheduler=[os.sched_getscheduler(0), os.sched_getparam(0).sched_priority],
         cpus=sorted(os.sched_getaffinity(0)),
-        oom_score_adj=_text("oom_score_adj").strip(),
+        oom_score_adj=_read_proc("oom_score_adj").strip(),
         limits={name: list(resource.getrlimit(getattr(resource, name))) for name in names},
         ignored=int(status.get("SigIgn", "0"), 16) & ~kept,
     )
     return found
 
 
-def difference(here: dict[str, Any], wanted: dict[str, Any], *, settable: bool = False) -> str:
+def find_difference(here: dict[str, Any], wanted: dict[str, Any], *, settable: bool = False) -> str:
     """
     Return the name of the first thing that differs, or empty; what can be set only where that is
     asked for.
@@ -100,25 +100,25 @@ def difference(here: dict[str, Any], wanted: dict[str, Any], *, settable: bool =
     return ""
 
 
-def take_on(wanted: dict[str, Any]) -> str:
+def adopt_state(wanted: dict[str, Any]) -> str:
     """
     Make this process stand as ``wanted`` says (see `read`); return what cannot be had, or the empty
     string.
     """
-    here = read()
-    differs = difference(here, wanted)
+    here = read_state()
+    differs = find_difference(here, wanted)
     if differs:
         return differs
     for name in SETTABLE:
         if here[name] != wanted[name]:
             try:
-                _SET[name](wanted[name])
+                _SETTERS[name](wanted[name])
             except (OSError, ValueError, OverflowError):
                 return name
-    return difference(read(), wanted, settable=True)
+    return find_difference(read_state(), wanted, settable=True)
 
 
-def _text(name: str) -> str:
+def _read_proc(name: str) -> str:
     try:
         with open(f"/proc/self/{name}", encoding="utf-8", errors="surrogateescape") as file:
             return file.read()
@@ -126,9 +126,9 @@ def _text(name: str) -> str:
         return ""
 
 
-def _calls() -> list[str]:
+def _read_syscalls() -> list[str]:
     """I/O priority, session keyring and memory policy, as their system calls tell them."""
-    numbers = _CALLS.get(os.uname().machine)
+    numbers = _SYSCALL_NUMBERS.get(os.uname().machine)
     if numbers is None:
         return []
     libc = ctypes.CDLL(None)
@@ -167,13 +167,13 @@ def _set_limits(value: dict[str, list[int]]) -> None:
 
 
 def _set_ignored(mask: int) -> None:
-    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, *OWN}:
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, *RESET_SIGNALS}:
         wanted = signal.SIG_IGN if mask >> (number - 1) & 1 else signal.SIG_DFL
         if signal.getsignal(number) not in (wanted, None):
             signal.signal(number, wanted)
 
 
-_SET: dict[str, Any] = {
+_SETTERS: dict[str, Any] = {
     "umask": _set_umask,
     "nice": lambda value: os.setpriority(os.PRIO_PROCESS, 0, value),
     "scheduler": _set_scheduler,

@@ -48,24 +48,24 @@ if TYPE_CHECKING:
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-MARKER = "PDRUN_WORKER_OF"
+MARKER_VARIABLE = "PDRUN_WORKER_OF"
 """
 Variable in every worker's environment: ``TOKEN.SLOT``, by which a leftover that left its session is
 known.
 """
-SETTLE = 0.1
+SETTLE_SECONDS = 0.1
 """
 Seconds in which what a worker left behind may end by itself (multiprocessing's resource tracker
 cleans up then).
 """
-STUCK = 5.0
+KILL_SECONDS = 5.0
 """Seconds after which a process that SIGKILL does not end is given up."""
-RETRY = 0.02
-PACKET = 1 << 16
-LISTED = 32
-STARTER = -(1 << 30)
+RETRY_SECONDS = 0.02
+MAX_PACKET_BYTES = 1 << 16
+MAX_LISTED_PROCESSES = 32
+FORK_SERVER_SLOT = -(1 << 30)
 """The slot of the starter, by which leftovers of itself (not of its workers) are known."""
-SLOT_WIDTH = 12
+SLOT_DIGITS = 12
 """Digits of a slot in MARKER: a forked worker overwrites the starter's in place."""
 
 
@@ -74,12 +74,12 @@ def prctl(option: int, value: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
-def _read(path: str) -> bytes:
+def read_file(path: str) -> bytes:
     with open(path, "rb", buffering=0) as file:
         return file.readall()
 
 
-class Process:
+class ProcessInfo:
     """
     What /proc/PID/stat says. ``start`` is in ticks since boot: with the pid, the identity of a
     process.
@@ -97,21 +97,21 @@ class Process:
 
     def __str__(self) -> str:
         try:
-            words = _read(f"/proc/{self.pid}/cmdline").rstrip(b"\0").replace(b"\0", b" ")
+            words = read_file(f"/proc/{self.pid}/cmdline").rstrip(b"\0").replace(b"\0", b" ")
             return f"{self.pid} {words[:200].decode(errors='replace') or '(no command)'}"
         except OSError:
             return f"{self.pid} (ended)"
 
 
-def process(pid: int) -> Process | None:
+def find_process(pid: int) -> ProcessInfo | None:
     """Return what /proc knows of a process, or None when there is none."""
     try:
-        return Process(pid, _read(f"/proc/{pid}/stat"))
+        return ProcessInfo(pid, read_file(f"/proc/{pid}/stat"))
     except OSError:
         return None
 
 
-def _numbers(folder: str) -> list[int]:
+def _list_numbers(folder: str) -> list[int]:
     try:
         with os.scandir(folder) as entries:
             return [int(entry.name) for entry in entries if entry.name.isdecimal()]
@@ -125,41 +125,41 @@ def _child_pids(pid: int) -> list[int]:
     missing.
     """
     pids: list[int] = []
-    for thread in _numbers(f"/proc/{pid}/task"):
+    for thread in _list_numbers(f"/proc/{pid}/task"):
         try:
-            pids += map(int, _read(f"/proc/{pid}/task/{thread}/children").split())
+            pids += map(int, read_file(f"/proc/{pid}/task/{thread}/children").split())
         except FileNotFoundError:
-            if thread == pid and process(pid) is not None:
-                return _numbers("/proc")
+            if thread == pid and find_process(pid) is not None:
+                return _list_numbers("/proc")
         except OSError:
             continue
     return pids
 
 
-def children(parent: Process) -> list[Process]:
+def list_children(parent: ProcessInfo) -> list[ProcessInfo]:
     """
     Children of exactly that process: nothing is returned when its pid has meanwhile been given to
     another.
     """
     found = [
         child
-        for child in map(process, _child_pids(parent.pid))
+        for child in map(find_process, _child_pids(parent.pid))
         if child and child.ppid == parent.pid
     ]
-    now = process(parent.pid)
+    now = find_process(parent.pid)
     return found if now is not None and now.start == parent.start else []
 
 
-def family(roots: list[Process]) -> Iterator[Process]:
+def descendants(roots: list[ProcessInfo]) -> Iterator[ProcessInfo]:
     """Yield the roots and all their descendants, parents first."""
     todo = deque(roots)
     while todo:
         member = todo.popleft()
         yield member
-        todo.extend(children(member))
+        todo.extend(list_children(member))
 
 
-def kill(target: Process) -> None:
+def kill_process(target: ProcessInfo) -> None:
     """
     SIGKILL that very process, never one that has taken over its pid, as far as this machine can
     tell them apart.
@@ -171,7 +171,7 @@ def kill(target: Process) -> None:
     except OSError:  # no descriptor is left, or the kernel has no pidfds
         handle = -1
     try:
-        now = process(target.pid)  # None, too, where no descriptor is left to read it by
+        now = find_process(target.pid)  # None, too, where no descriptor is left to read it by
         if now is not None and now.start == target.start and handle >= 0:
             signal.pidfd_send_signal(handle, signal.SIGKILL)
         elif handle < 0 and (now is None or now.start == target.start):
@@ -183,7 +183,7 @@ def kill(target: Process) -> None:
             os.close(handle)
 
 
-class Child:
+class ChildProcess:
     """
     A process that the keeper has started. ``report``: read end of the pipe that closes at exec or
     brings the error.
@@ -192,29 +192,29 @@ class Child:
     would. ``order``: what the starter was asked to fork, until it has; ``pid`` is 0 so long.
     """
 
-    __slots__ = ("error", "order", "pid", "report", "slot", "waiting")
+    __slots__ = ("error", "pending_signals", "pid", "report_fd", "request", "slot")
 
-    def __init__(self, slot: int, pid: int, report: int, order: Order | None = None) -> None:
+    def __init__(self, slot: int, pid: int, report: int, order: SpawnRequest | None = None) -> None:
         self.slot = slot
         self.pid = pid
-        self.report = report
-        self.order = order
-        self.waiting: list[tuple[int, bool]] = []
+        self.report_fd = report
+        self.request = order
+        self.pending_signals: list[tuple[int, bool]] = []
         self.error = ""
 
 
-class Order:
+class SpawnRequest:
     """
     A command with its descriptors, kept until a process has them; the first descriptor holds the
     command's text.
     """
 
-    __slots__ = ("command", "descriptors", "strict")
+    __slots__ = ("command", "descriptors", "must_fork")
 
     def __init__(self, command: dict[str, Any], descriptors: list[int], strict: bool) -> None:
         self.command = command
         self.descriptors = descriptors
-        self.strict = strict
+        self.must_fork = strict
 
     def close(self) -> None:
         """Let go of the descriptors; once."""
@@ -223,34 +223,34 @@ class Order:
         self.descriptors = []
 
 
-class Starter:
+class ForkServerLink:
     """
     The process that forks workers. ``waiting``: those that it will be asked for once it says that
     it is ready.
     """
 
-    __slots__ = ("pid", "ready", "socket", "waiting")
+    __slots__ = ("is_ready", "pid", "socket", "waiting_children")
 
     def __init__(self, pid: int, connection: socket.socket, ready: bool = False) -> None:
         self.pid = pid
         self.socket = connection
-        self.ready = ready
-        self.waiting: list[Child] = []
+        self.is_ready = ready
+        self.waiting_children: list[ChildProcess] = []
 
 
-class Sweep:
+class Cleanup:
     """
     A request to end what a slot (None: every slot) has left; ``ended`` maps the pids killed so far
     to their text.
     """
 
-    __slots__ = ("ended", "give_up_at", "kill_at", "slot")
+    __slots__ = ("give_up_at", "kill_at", "killed", "slot")
 
     def __init__(self, slot: int | None, now: float) -> None:
         self.slot = slot
-        self.kill_at = now + SETTLE
-        self.give_up_at = now + STUCK
-        self.ended: dict[int, str] = {}
+        self.kill_at = now + SETTLE_SECONDS
+        self.give_up_at = now + KILL_SECONDS
+        self.killed: dict[int, str] = {}
 
 
 def exec_program(argv: list[bytes], env: dict[bytes, bytes]) -> NoReturn:
@@ -271,7 +271,7 @@ def exec_program(argv: list[bytes], env: dict[bytes, bytes]) -> NoReturn:
     raise refused or FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
 
 
-def place_descriptors(descriptors: list[int], report: int) -> int:
+def remap_fds(descriptors: list[int], report: int) -> int:
     """
     Give the descriptors the numbers 0, 1, 2, ..., and ``report`` the next one, which is returned;
     close the rest.
@@ -287,7 +287,7 @@ def place_descriptors(descriptors: list[int], report: int) -> int:
     return count
 
 
-def become(
+def exec_child(
     command: dict[str, Any], descriptors: list[int], report: int, keeper: int, hangup: bool
 ) -> NoReturn:
     """
@@ -312,17 +312,17 @@ def become(
         for number in plain if hangup else plain | {signal.SIGHUP}:
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        report = place_descriptors(descriptors, report)
+        report = remap_fds(descriptors, report)
         stage = command["cwd"]
-        os.chdir(_bytes(command["cwd"]))
+        os.chdir(encode_text(command["cwd"]))
         if command["cpus"]:
             stage = f"CPUs {command['cpus']}"
             os.sched_setaffinity(0, command["cpus"])
         stage = command["argv"][0]
-        env = {_bytes(name): _bytes(value) for name, value in command["env"].items()}
+        env = {encode_text(name): encode_text(value) for name, value in command["env"].items()}
         if command["nofile"]:  # the user's own limit: this process has a higher one
             resource.setrlimit(resource.RLIMIT_NOFILE, tuple(command["nofile"]))
-        exec_program([_bytes(word) for word in command["argv"]], env)
+        exec_program([encode_text(word) for word in command["argv"]], env)
     except OSError as error:
         os.write(
             report,
@@ -336,7 +336,7 @@ def become(
         os._exit(127)
 
 
-def survive_notices() -> None:
+def ignore_batch_signals() -> None:
     """
     Have the notices of a batch system do nothing here: Slurm signals every process of a job, the
     workers' keeper too.
@@ -349,41 +349,41 @@ def survive_notices() -> None:
             signal.signal(number, lambda *_: None)
 
 
-def marker(token: str, slot: int) -> str:
+def marker_value(token: str, slot: int) -> str:
     """
     The value of MARKER for the starter and what it forks: of one width, so that each can write its
     own in place.
     """
-    return f"{token}.{slot:0{SLOT_WIDTH}d}"
+    return f"{token}.{slot:0{SLOT_DIGITS}d}"
 
 
-def _bytes(text: str) -> bytes:
+def encode_text(text: str) -> bytes:
     return text.encode("utf-8", "surrogateescape")
 
 
-class Keeper:
+class Supervisor:
     """One loop over the agent's socket, SIGCHLD and the pipes of children on their way to exec."""
 
     def __init__(self, agent: socket.socket, token: str) -> None:
         self.agent = agent
         self.token = token
-        self.standby = 0
+        self.watchdog_pid = 0
         """Pid of the child that stands by; 0: none."""
-        self.myself = process(os.getpid())
-        self.children: dict[int, Child] = {}
-        self.unborn: list[Child] = []
-        self.starter: Starter | None = None
-        self.no_starter = "it was never asked for"
-        self.dismissed = False
-        self.sessions: dict[int, int] = {}  # pid of a worker, ended ones too until swept -> slot
-        self.sweeps: list[Sweep] = []
+        self.own_process = find_process(os.getpid())
+        self.children: dict[int, ChildProcess] = {}
+        self.pending: list[ChildProcess] = []
+        self.starter: ForkServerLink | None = None
+        self.no_fork_server_reason = "it was never asked for"
+        self.is_dismissed = False
+        self.slot_by_pid: dict[int, int] = {}  # pid of a worker, ended ones too until swept -> slot
+        self.cleanups: list[Cleanup] = []
         self.outbox: deque[bytes] = deque()
-        self.hangup_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-        self.wake, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.is_hangup_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        self.wake_fd, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         os.set_blocking(write, False)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_IGN)
-        survive_notices()
+        ignore_batch_signals()
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -391,50 +391,50 @@ class Keeper:
     def run(self) -> None:
         """Serve the agent until its end of the socket closes, then end everything."""
         try:
-            while self.turn():
+            while self.run_once():
                 pass
         finally:
-            self.end_everything()
+            self.kill_all()
 
-    def turn(self) -> bool:
+    def run_once(self) -> bool:
         """Wait for one thing to happen and deal with it; False when the agent is gone."""
         poll = select.poll()
         poll.register(self.agent, select.POLLIN | (select.POLLOUT if self.outbox else 0))
-        poll.register(self.wake, select.POLLIN)
+        poll.register(self.wake_fd, select.POLLIN)
         execs = {
-            child.report: child
-            for child in (*self.children.values(), *self.unborn)
-            if child.report >= 0
+            child.report_fd: child
+            for child in (*self.children.values(), *self.pending)
+            if child.report_fd >= 0
         }
         for number in execs:
             poll.register(number, select.POLLIN)
-        starter = self.starter
-        if starter is not None:
-            poll.register(starter.socket, select.POLLIN)
-        for number, event in poll.poll(RETRY * 1000 if self.sweeps else None):
+        fork_server = self.starter
+        if fork_server is not None:
+            poll.register(fork_server.socket, select.POLLIN)
+        for number, event in poll.poll(RETRY_SECONDS * 1000 if self.cleanups else None):
             if number == self.agent.fileno():
                 if event & select.POLLOUT:
-                    self.flush()
-                if event & ~select.POLLOUT and not self.receive():
+                    self.flush_outbox()
+                if event & ~select.POLLOUT and not self.read_message():
                     return False
             elif number in execs:
-                self.after_exec(execs[number])
+                self.on_report(execs[number])
             elif (
-                starter is not None
-                and starter is self.starter
-                and number == starter.socket.fileno()
+                fork_server is not None
+                and fork_server is self.starter
+                and number == fork_server.socket.fileno()
             ):
-                self.hear_starter(starter)
-        self.reap()
-        self.sweeps = [sweep for sweep in self.sweeps if not self.advance(sweep)]
+                self.read_fork_server(fork_server)
+        self.reap_children()
+        self.cleanups = [sweep for sweep in self.cleanups if not self.step_cleanup(sweep)]
         return True
 
-    def receive(self) -> bool:
+    def read_message(self) -> bool:
         """Take one message of the agent; False at the end of the connection."""
         descriptors = array.array("i")
         try:
             data, ancillary, _, _ = self.agent.recvmsg(
-                PACKET, socket.CMSG_SPACE(64 * 4), socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+                MAX_PACKET_BYTES, socket.CMSG_SPACE(64 * 4), socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
             )
         except BlockingIOError:
             return True
@@ -446,28 +446,28 @@ class Keeper:
             return False
         message = json.loads(data)
         if message["op"] == "spawn":
-            self.spawn(message, list(descriptors))
+            self.handle_spawn(message, list(descriptors))
         elif message["op"] == "prepare":
-            self.prepare(list(descriptors))
+            self.start_fork_server(list(descriptors))
         elif message["op"] == "dismiss":
-            self.dismissed = True
-            self.dismiss_starter()
+            self.is_dismissed = True
+            self.dismiss_fork_server()
         elif message["op"] == "signal":
-            self.signal(message["slot"], message["number"], message["group"])
+            self.send_signal(message["slot"], message["number"], message["group"])
         elif message["op"] == "sweep":
-            self.sweeps.append(Sweep(message["slot"], time.monotonic()))
+            self.cleanups.append(Cleanup(message["slot"], time.monotonic()))
         elif message["op"] == "ping":
-            self.send(ev="pong")
+            self.send_event(ev="pong")
         return True
 
-    def send(self, **event: Any) -> None:
+    def send_event(self, **event: Any) -> None:
         """
         Queue an event for the agent; never blocks, so that the agent may block in its own sending.
         """
         self.outbox.append(json.dumps(event).encode())
-        self.flush()
+        self.flush_outbox()
 
-    def flush(self) -> None:
+    def flush_outbox(self) -> None:
         """Send what the socket takes."""
         while self.outbox:
             try:
@@ -479,93 +479,93 @@ class Keeper:
                 return
             self.outbox.popleft()
 
-    def spawn(self, message: dict[str, Any], descriptors: list[int]) -> None:
+    def handle_spawn(self, message: dict[str, Any], descriptors: list[int]) -> None:
         """
         Start a process in a slot; whether that went well is known when its report pipe closes.
         """
         slot = message["slot"]
-        order = Order({}, descriptors, message.get("start") == "fork")
+        order = SpawnRequest({}, descriptors, message.get("start") == "fork")
         try:
             if len(descriptors) != message["count"]:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            if any(child.slot == slot for child in (*self.children.values(), *self.unborn)):
+            if any(child.slot == slot for child in (*self.children.values(), *self.pending)):
                 raise OSError(errno.EBUSY, f"slot {slot} is taken")
-            order.command = json.loads(_read(f"/proc/self/fd/{descriptors[0]}"))
-            order.command["env"][MARKER] = f"{self.token}.{slot}"
+            order.command = json.loads(read_file(f"/proc/self/fd/{descriptors[0]}"))
+            order.command["env"][MARKER_VARIABLE] = f"{self.token}.{slot}"
             if message.get("start") and self.starter is not None:
-                self.order_fork(Child(slot, 0, -1, order))
+                self.request_fork(ChildProcess(slot, 0, -1, order))
             else:
-                self.without_starter(slot, order)
+                self.exec_unless_must_fork(slot, order)
         except OSError as error:
-            self.refuse(slot, order, error)
+            self.report_failure(slot, order, error)
 
-    def refuse(self, slot: int, order: Order, error: OSError) -> None:
+    def report_failure(self, slot: int, order: SpawnRequest, error: OSError) -> None:
         """Say that a process could not be started."""
         order.close()
-        self.send(ev="failed", slot=slot, errno=error.errno, message=error.strerror)
+        self.send_event(ev="failed", slot=slot, errno=error.errno, message=error.strerror)
 
-    def execute(self, slot: int, order: Order) -> int:
+    def exec_request(self, slot: int, order: SpawnRequest) -> int:
         """Fork and exec the order's command; return the pid."""
         report, write = os.pipe2(os.O_CLOEXEC)
         try:
             keeper = os.getpid()
             pid = os.fork()
             if pid == 0:
-                become(order.command, order.descriptors[1:], write, keeper, self.hangup_ignored)
+                exec_child(order.command, order.descriptors[1:], write, keeper, self.is_hangup_ignored)
         except OSError:
             os.close(report)
             raise
         finally:
             os.close(write)
         order.close()
-        self.children[pid] = Child(slot, pid, report)
-        self.sessions[pid] = slot
+        self.children[pid] = ChildProcess(slot, pid, report)
+        self.slot_by_pid[pid] = slot
         return pid
 
     # The starter
     # ------------------------------------------------------------------------------------------------------
 
-    def prepare(self, descriptors: list[int]) -> None:
+    def start_fork_server(self, descriptors: list[int]) -> None:
         """
         Start the starter; its command is in the first descriptor, and it gets a socket to this
         process as fd 3.
         """
-        order = Order({}, descriptors, False)
+        order = SpawnRequest({}, descriptors, False)
         ours = None
         try:
             if not descriptors:  # the kernel could not give them to this process
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            order.command = json.loads(_read(f"/proc/self/fd/{descriptors[0]}"))
-            order.command["env"][MARKER] = marker(self.token, STARTER)
+            order.command = json.loads(read_file(f"/proc/self/fd/{descriptors[0]}"))
+            order.command["env"][MARKER_VARIABLE] = marker_value(self.token, FORK_SERVER_SLOT)
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs, open(os.devnull, "r+b", buffering=0) as null:
                 for _ in range(2):
                     order.descriptors.append(os.dup(null.fileno()))
                 order.descriptors.append(os.memfd_create("pdrun-starter", os.MFD_CLOEXEC))
                 order.descriptors.append(os.dup(theirs.fileno()))
-                self.starter = Starter(self.execute(STARTER, order), ours)
+                self.starter = ForkServerLink(self.exec_request(FORK_SERVER_SLOT, order), ours)
         except OSError as error:
             order.close()
             if ours is not None:
                 ours.close()
-            self.no_starter = f"the starter could not be started: {error.strerror}"
-            self.send(ev="starter", slot=STARTER, why=self.no_starter)
+            self.no_fork_server_reason = f"the starter could not be started: {error.strerror}"
+            self.send_event(ev="starter", slot=FORK_SERVER_SLOT, why=self.no_fork_server_reason)
 
-    def adopt_starter(self, pid: int, connection: socket.socket) -> None:
+    def adopt_fork_server(self, pid: int, connection: socket.socket) -> None:
         """
         Take a child that was forked before this object was made for the starter; it will say that
         it is ready.
         """
-        self.starter = Starter(pid, connection)
-        self.children[pid] = Child(STARTER, pid, -1)
-        self.sessions[pid] = STARTER
+        self.starter = ForkServerLink(pid, connection)
+        self.children[pid] = ChildProcess(FORK_SERVER_SLOT, pid, -1)
+        self.slot_by_pid[pid] = FORK_SERVER_SLOT
 
-    def hear_starter(self, starter: Starter) -> None:
+    def read_fork_server(self, starter: ForkServerLink) -> None:
         """
         It is ready, or says why it is not, or is gone; what waits for it is forked or executed.
         """
         try:
-            said = starter.socket.recv(PACKET, socket.MSG_DONTWAIT)
+            said = starter.socket.recv(MAX_PACKET_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
         except OSError:
@@ -573,55 +573,55 @@ class Keeper:
         why = (
             json.loads(said)["why"]
             if said
-            else f"the starter ended{'' if starter.ready else ' before it was ready'}"
+            else f"the starter ended{'' if starter.is_ready else ' before it was ready'}"
         )
         if said and not why:
-            starter.ready = True
-            self.send(ev="starter", slot=STARTER, why="")
-            for child in starter.waiting:
-                self.order_waiting(child)
-            starter.waiting = []
-            self.dismiss_starter()
+            starter.is_ready = True
+            self.send_event(ev="starter", slot=FORK_SERVER_SLOT, why="")
+            for child in starter.waiting_children:
+                self.request_waiting_fork(child)
+            starter.waiting_children = []
+            self.dismiss_fork_server()
             return
-        if not starter.ready or said:
-            self.send(ev="starter", slot=STARTER, why=why)
-        self.no_starter = why
-        self.lose_starter(starter)
+        if not starter.is_ready or said:
+            self.send_event(ev="starter", slot=FORK_SERVER_SLOT, why=why)
+        self.no_fork_server_reason = why
+        self.drop_fork_server(starter)
 
-    def lose_starter(self, starter: Starter) -> None:
+    def drop_fork_server(self, starter: ForkServerLink) -> None:
         """There is no starter from here on: execute what waited for it."""
         starter.socket.close()
         self.starter = None
-        for child in starter.waiting:
-            self.instead(child)
+        for child in starter.waiting_children:
+            self.exec_instead(child)
 
-    def dismiss_starter(self) -> None:
+    def dismiss_fork_server(self) -> None:
         """
         No more workers will be wanted: the end of its socket, behind the last order, ends a
         starter.
         """
-        if self.dismissed and self.starter is not None and self.starter.ready:
+        if self.is_dismissed and self.starter is not None and self.starter.is_ready:
             self.starter.socket.close()
             self.starter = None
-            self.no_starter = "it was dismissed"
+            self.no_fork_server_reason = "it was dismissed"
 
-    def order_fork(self, child: Child) -> None:
+    def request_fork(self, child: ChildProcess) -> None:
         """
         Ask the starter for a worker, now or as soon as it is ready; it is known by its pid when
         that has come.
         """
         starter = self.starter
-        order = child.order
+        order = child.request
         assert order is not None
         if starter is None:
-            self.instead(child)
+            self.exec_instead(child)
             return
-        if starter.ready:  # first what may fail: then the slot is not taken
-            child.report, write = os.pipe2(os.O_CLOEXEC)
-        if child not in self.unborn:
-            self.unborn.append(child)
-        if not starter.ready:
-            starter.waiting.append(child)
+        if starter.is_ready:  # first what may fail: then the slot is not taken
+            child.report_fd, write = os.pipe2(os.O_CLOEXEC)
+        if child not in self.pending:
+            self.pending.append(child)
+        if not starter.is_ready:
+            starter.waiting_children.append(child)
             return
         try:
             facts = {"token": self.token, "slot": child.slot, "keeper": os.getpid()}
@@ -633,122 +633,122 @@ class Keeper:
         finally:
             os.close(write)
 
-    def order_waiting(self, child: Child) -> None:
+    def request_waiting_fork(self, child: ChildProcess) -> None:
         """
         Ask for what waited until the starter was ready; where that fails its slot is free again.
         """
         try:
-            self.order_fork(child)
+            self.request_fork(child)
         except OSError as error:
-            self.unborn.remove(child)
-            assert child.order is not None
-            self.refuse(child.slot, child.order, error)
+            self.pending.remove(child)
+            assert child.request is not None
+            self.report_failure(child.slot, child.request, error)
 
-    def instead(self, child: Child) -> None:
+    def exec_instead(self, child: ChildProcess) -> None:
         """Execute what could not be forked."""
-        self.unborn.remove(child)
-        order = child.order
-        child.order = None
+        self.pending.remove(child)
+        order = child.request
+        child.request = None
         assert order is not None
         try:
-            self.without_starter(child.slot, order)
+            self.exec_unless_must_fork(child.slot, order)
         except OSError as error:
-            self.refuse(child.slot, order, error)
-        for number, group in child.waiting:
-            self.signal(child.slot, number, group)
+            self.report_failure(child.slot, order, error)
+        for number, group in child.pending_signals:
+            self.send_signal(child.slot, number, group)
 
-    def without_starter(self, slot: int, order: Order) -> None:
+    def exec_unless_must_fork(self, slot: int, order: SpawnRequest) -> None:
         """Execute the order, unless it was to be a fork or nothing."""
-        if order.strict:
-            raise OSError(errno.EPERM, f"cannot be forked: {self.no_starter}")
-        self.execute(slot, order)
+        if order.must_fork:
+            raise OSError(errno.EPERM, f"cannot be forked: {self.no_fork_server_reason}")
+        self.exec_request(slot, order)
 
-    def born(self, child: Child, text: str) -> str:
+    def on_forked(self, child: ChildProcess, text: str) -> str:
         """The starter's word on a worker: its pid, or why there is none; return what follows it."""
         if not text:
-            os.close(child.report)
-            self.instead(child)
+            os.close(child.report_fd)
+            self.exec_instead(child)
             return ""
-        self.unborn.remove(child)
-        assert child.order is not None
-        child.order.close()
-        child.order = None
+        self.pending.remove(child)
+        assert child.request is not None
+        child.request.close()
+        child.request = None
         head, _, rest = text.partition("\n")
         if not head.startswith("pid "):
-            os.close(child.report)
+            os.close(child.report_fd)
             number, _, message = head.partition(" ")
-            self.send(ev="failed", slot=child.slot, errno=int(number), message=message)
+            self.send_event(ev="failed", slot=child.slot, errno=int(number), message=message)
             return ""
         child.pid = int(head[4:])
         self.children[child.pid] = child
-        self.sessions[child.pid] = child.slot
-        for waiting, group in child.waiting:
+        self.slot_by_pid[child.pid] = child.slot
+        for waiting, group in child.pending_signals:
             if waiting == signal.SIGKILL:
-                self.deliver(child, waiting, group)
+                self.deliver_signal(child, waiting, group)
         return rest
 
-    def look_for_newborns(self) -> None:
+    def poll_pending(self) -> None:
         """
         Read every pid that is there to be read: what ends may be a worker whose pid is not known
         yet.
         """
         poll = select.poll()
-        reports = {child.report: child for child in self.unborn if child.report >= 0}
+        reports = {child.report_fd: child for child in self.pending if child.report_fd >= 0}
         for number in reports:
             poll.register(number, select.POLLIN)
         for number, _ in poll.poll(0):
-            self.after_exec(reports[number])
+            self.on_report(reports[number])
 
-    def after_exec(self, child: Child) -> None:
+    def on_report(self, child: ChildProcess) -> None:
         """
         The report pipe has something: nothing but its end means that exec (or becoming a worker)
         went well.
         """
-        text = os.read(child.report, 4096).decode("utf-8", "replace")
-        if child.order is not None:
-            text = self.born(child, text)
+        text = os.read(child.report_fd, 4096).decode("utf-8", "replace")
+        if child.request is not None:
+            text = self.on_forked(child, text)
             if not text:
                 return
-        os.close(child.report)
-        child.report = -1
+        os.close(child.report_fd)
+        child.report_fd = -1
         if text:
             child.error = text  # sent when it has been reaped: then its slot is free again
             return
-        if child.slot == STARTER:
+        if child.slot == FORK_SERVER_SLOT:
             return
-        self.send(ev="spawned", slot=child.slot, pid=child.pid)
-        for signal_number, group in child.waiting:
-            self.deliver(child, signal_number, group)
+        self.send_event(ev="spawned", slot=child.slot, pid=child.pid)
+        for signal_number, group in child.pending_signals:
+            self.deliver_signal(child, signal_number, group)
 
-    def signal(self, slot: int, number: int, group: bool) -> None:
+    def send_signal(self, slot: int, number: int, group: bool) -> None:
         """Send a signal to the process of a slot; before exec only SIGKILL goes at once."""
-        for child in [*self.children.values(), *self.unborn]:
+        for child in [*self.children.values(), *self.pending]:
             if child.slot == slot:
                 if child.pid == 0:
-                    self.signal_unborn(child, number, group)
-                elif child.report >= 0 and number != signal.SIGKILL:
-                    child.waiting.append((number, group))
+                    self.signal_pending(child, number, group)
+                elif child.report_fd >= 0 and number != signal.SIGKILL:
+                    child.pending_signals.append((number, group))
                 else:
-                    self.deliver(child, number, group)
+                    self.deliver_signal(child, number, group)
 
-    def signal_unborn(self, child: Child, number: int, group: bool) -> None:
+    def signal_pending(self, child: ChildProcess, number: int, group: bool) -> None:
         """
         A deadly signal for what the starter was not yet asked for ends it unstarted; others wait
         for the worker.
         """
         starter = self.starter
         deadly = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-        if starter is None or child not in starter.waiting or number not in deadly:
-            child.waiting.append((number, group))
+        if starter is None or child not in starter.waiting_children or number not in deadly:
+            child.pending_signals.append((number, group))
             return
-        starter.waiting.remove(child)
-        self.unborn.remove(child)
-        if child.order is not None:
-            child.order.close()
-        self.send(ev="exited", slot=child.slot, pid=0, status=number, at=time.monotonic())
+        starter.waiting_children.remove(child)
+        self.pending.remove(child)
+        if child.request is not None:
+            child.request.close()
+        self.send_event(ev="exited", slot=child.slot, pid=0, status=number, at=time.monotonic())
 
     @staticmethod
-    def deliver(child: Child, number: int, group: bool) -> None:
+    def deliver_signal(child: ChildProcess, number: int, group: bool) -> None:
         """Send now. Its pid cannot be another's: it has not been reaped."""
         try:
             (os.killpg if group else os.kill)(child.pid, number)
@@ -758,13 +758,13 @@ class Keeper:
         except PermissionError:
             pass
 
-    def reap(self) -> None:
+    def reap_children(self) -> None:
         """
         Collect every child that has ended; those of slots are reported with the time of this
         moment.
         """
         try:
-            while os.read(self.wake, 512):
+            while os.read(self.wake_fd, 512):
                 pass
         except BlockingIOError:
             pass
@@ -775,131 +775,131 @@ class Keeper:
                     return
                 at = time.monotonic()
                 if pid not in self.children:
-                    self.look_for_newborns()
+                    self.poll_pending()
                 child = self.children.pop(pid, None)
                 if child is None:
                     continue
-                if child.slot == STARTER:
-                    if child.report >= 0:
-                        os.close(child.report)
+                if child.slot == FORK_SERVER_SLOT:
+                    if child.report_fd >= 0:
+                        os.close(child.report_fd)
                     continue
-                if child.report >= 0:
-                    self.after_exec(child)
+                if child.report_fd >= 0:
+                    self.on_report(child)
                 if child.error:
                     number, _, message = child.error.partition(" ")
-                    self.send(ev="failed", slot=child.slot, errno=int(number), message=message)
+                    self.send_event(ev="failed", slot=child.slot, errno=int(number), message=message)
                 else:
-                    self.send(ev="exited", slot=child.slot, pid=pid, status=status, at=at)
+                    self.send_event(ev="exited", slot=child.slot, pid=pid, status=status, at=at)
         except ChildProcessError:
             return
 
-    def owner(self, root: Process) -> int | None:
+    def find_slot(self, root: ProcessInfo) -> int | None:
         """
         The slot that a direct child belongs to: by itself, by session, by the marker in its
         environment.
         """
-        slot = self.sessions.get(root.pid, self.sessions.get(root.session))
+        slot = self.slot_by_pid.get(root.pid, self.slot_by_pid.get(root.session))
         if slot is not None:
             return slot
         try:
-            environment = _read(f"/proc/{root.pid}/environ")
+            environment = read_file(f"/proc/{root.pid}/environ")
         except OSError:
             return None
-        found = environment.partition(f"{MARKER}={self.token}.".encode())[2].partition(b"\0")[0]
+        found = environment.partition(f"{MARKER_VARIABLE}={self.token}.".encode())[2].partition(b"\0")[0]
         return int(found) if found.lstrip(b"-").isdigit() else None
 
-    def advance(self, sweep: Sweep) -> bool:
+    def step_cleanup(self, sweep: Cleanup) -> bool:
         """Take a sweep one step further; True when it is done and answered."""
         roots = (
-            [root for root in children(self.myself) if root.pid != self.standby]
-            if self.myself
+            [root for root in list_children(self.own_process) if root.pid != self.watchdog_pid]
+            if self.own_process
             else []
         )
         if sweep.slot is not None:
-            everybody = (*self.children.values(), *self.unborn)
+            everybody = (*self.children.values(), *self.pending)
             others = any(child.slot >= 0 and child.slot != sweep.slot for child in everybody)
             mine = (
                 {sweep.slot} if others else {sweep.slot, None}
             )  # whose owner is unknown goes with the last worker
-            roots = [root for root in roots if self.owner(root) in mine]
+            roots = [root for root in roots if self.find_slot(root) in mine]
         now = time.monotonic()
         if roots and now < sweep.give_up_at:
             leaders = self.children.keys()
             if now >= sweep.kill_at or any(root.pid in leaders for root in roots):
-                for member in family(roots):
+                for member in descendants(roots):
                     if member.state != "Z" and member.pid not in leaders:
-                        sweep.ended.setdefault(member.pid, str(member))
-                    kill(member)
+                        sweep.killed.setdefault(member.pid, str(member))
+                    kill_process(member)
             return False
-        stuck = [member for member in family(roots) if member.state != "Z"]
+        stuck = [member for member in descendants(roots) if member.state != "Z"]
         swept = {
             pid: text
-            for pid, text in sweep.ended.items()
+            for pid, text in sweep.killed.items()
             if pid not in {member.pid for member in stuck}
         }
-        self.send(
+        self.send_event(
             ev="swept",
             slot=sweep.slot,
-            processes=_shortened(list(swept.values())),
-            stuck=_shortened([f"{member} {member.state}" for member in stuck]),
+            processes=_limit_lines(list(swept.values())),
+            stuck=_limit_lines([f"{member} {member.state}" for member in stuck]),
         )
         alive = self.children.keys()
         done = [
             pid
-            for pid, slot in self.sessions.items()
+            for pid, slot in self.slot_by_pid.items()
             if sweep.slot in (None, slot) and pid not in alive
         ]
         for pid in done:
-            del self.sessions[pid]
+            del self.slot_by_pid[pid]
         return True
 
-    def end_everything(self) -> None:
+    def kill_all(self) -> None:
         """SIGKILL all descendants until there is no child left, for at most STUCK seconds."""
-        give_up_at = time.monotonic() + STUCK
+        give_up_at = time.monotonic() + KILL_SECONDS
         poll = select.poll()
-        poll.register(self.wake, select.POLLIN)
-        while self.myself is not None and time.monotonic() < give_up_at:
-            for member in family(children(self.myself)):
-                kill(member)
+        poll.register(self.wake_fd, select.POLLIN)
+        while self.own_process is not None and time.monotonic() < give_up_at:
+            for member in descendants(list_children(self.own_process)):
+                kill_process(member)
             try:
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
             except ChildProcessError:
                 return
-            poll.poll(RETRY * 1000)
+            poll.poll(RETRY_SECONDS * 1000)
 
 
-def _shortened(lines: list[str]) -> list[str]:
-    if len(lines) <= LISTED:
+def _limit_lines(lines: list[str]) -> list[str]:
+    if len(lines) <= MAX_LISTED_PROCESSES:
         return lines
-    return [*lines[:LISTED], f"... and {len(lines) - LISTED} more"]
+    return [*lines[:MAX_LISTED_PROCESSES], f"... and {len(lines) - MAX_LISTED_PROCESSES} more"]
 
 
-def marked(token: str) -> Iterator[Process]:
+def find_marked(token: str) -> Iterator[ProcessInfo]:
     """Yield every living process that a worker of this keeper has started, or that is one."""
-    mark = f"{MARKER}={token}.".encode()
-    for pid in _numbers("/proc"):
+    mark = f"{MARKER_VARIABLE}={token}.".encode()
+    for pid in _list_numbers("/proc"):
         try:
-            found = process(pid) if mark in _read(f"/proc/{pid}/environ") else None
+            found = find_process(pid) if mark in read_file(f"/proc/{pid}/environ") else None
         except OSError:
             continue
         if found is not None and found.state not in "ZX":
             yield found
 
 
-def end_marked(token: str) -> None:
+def kill_marked(token: str) -> None:
     """SIGKILL every process that is marked as one of this keeper's, for at most STUCK seconds."""
-    give_up_at = time.monotonic() + STUCK
+    give_up_at = time.monotonic() + KILL_SECONDS
     empty = 0
     while empty < 3 and time.monotonic() < give_up_at:  # what is being forked is not seen yet
         empty += 1
-        for member in marked(token):
-            kill(member)
+        for member in find_marked(token):
+            kill_process(member)
             empty = 0
-        time.sleep(RETRY)
+        time.sleep(RETRY_SECONDS)
 
 
-def stand_by(token: str, keeper: int, agent: int = -1) -> NoReturn:
+def run_watchdog(token: str, keeper: int, agent: int = -1) -> NoReturn:
     """
     Wait for the end of pipe ``keeper``: the keeper was killed, for in order it ends this process
     first.
@@ -910,7 +910,7 @@ def stand_by(token: str, keeper: int, agent: int = -1) -> NoReturn:
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_IGN)
-        survive_notices()
+        ignore_batch_signals()
         parent = os.getppid()
         poll = select.poll()
         for descriptor in (keeper, agent):
@@ -920,12 +920,12 @@ def stand_by(token: str, keeper: int, agent: int = -1) -> NoReturn:
             poll.unregister(agent)
             if os.getppid() == parent:
                 os.kill(parent, signal.SIGCONT)
-        end_marked(token)
+        kill_marked(token)
     finally:
         os._exit(0)
 
 
-def start_standby(sockets: tuple[int, ...], token: str, agent: int = -1) -> int:
+def start_watchdog(sockets: tuple[int, ...], token: str, agent: int = -1) -> int:
     """
     Fork the process that stands by; return its pid, 0 where there can be none. It must not hold the
     ``sockets``.
@@ -944,7 +944,7 @@ def start_standby(sockets: tuple[int, ...], token: str, agent: int = -1) -> int:
         os.close(write)
         for number in sockets:
             os.close(number)
-        stand_by(token, read, agent)
+        run_watchdog(token, read, agent)
     os.close(read)  # the other end stays open, here alone, for as long as this process lives
     return pid
 
@@ -963,8 +963,8 @@ def main(argv: list[str]) -> NoReturn:
     os.set_inheritable(number, False)
     os.closerange(3, number)
     os.closerange(number + 1, 1 << 20)
-    standby = start_standby((number,), argv[2])
-    keeper = Keeper(socket.socket(fileno=number), argv[2])
-    keeper.standby = standby
+    standby = start_watchdog((number,), argv[2])
+    keeper = Supervisor(socket.socket(fileno=number), argv[2])
+    keeper.watchdog_pid = standby
     keeper.run()
     os._exit(0)

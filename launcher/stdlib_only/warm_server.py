@@ -40,19 +40,19 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-    from pdrun.launcher.stdlib_only.import_tracker import Files, Lookups
+    from pdrun.launcher.stdlib_only.import_tracker import ImportedFiles, EnvironLookups
 
-PACKET = 1 << 16
-STARTER_SOCKET = 3
-CLIENTS = 64
+MAX_PACKET_BYTES = 1 << 16
+FORK_SERVER_FD = 3
+MAX_CLIENTS = 64
 """Connections that may wait with their question; more are closed at once."""
-PATIENCE = 5.0
+REQUEST_SECONDS = 5.0
 """Seconds that a connection may take to ask."""
-REPLY = 2.0
+REPLY_SECONDS = 2.0
 """Seconds that an answer may take."""
 
 
-class Warm:
+class WarmServer:
     """
     See the module. `serve` returns in the starter of a job only: its socket to that job's keeper.
 
@@ -69,55 +69,56 @@ class Warm:
         listener: socket.socket,
         path: str,
         idle: float,
-        unfit: Callable[[], str],
-        lookups: Lookups,
+        why_not_forkable: Callable[[], str],
+        lookups: EnvironLookups,
         environ: dict[str, str],
-        files: Files,
+        files: ImportedFiles,
         tools: dict[str, ModuleType],
     ) -> None:
         self.listener = listener
         self.path = path
-        self.idle = idle
-        self.unfit = unfit
+        self.idle_seconds = idle
+        self.why_not_forkable = why_not_forkable
         self.lookups = lookups
         self.environ = environ
         self.files = files
-        self.keeper, self.inherited, self.importtime, self.forked = (
-            tools[name] for name in ("keeper", "inherited", "importtime", "forked")
-        )
+        self.supervisor = tools["supervisor"]
+        self.inherited_state = tools["inherited_state"]
+        self.import_env = tools["import_env"]
+        self.forked_worker = tools["forked_worker"]
         self.clients: dict[socket.socket, float] = {}
-        self.jobs: dict[int, int] = {}
+        self.supervisors: dict[int, int] = {}
         """Pid of a keeper -> its pidfd; -1 where there was no descriptor left."""
         self.stuck: set[int] = set()
         """Orphans that even SIGKILL did not end."""
-        self.served = 0
-        self.started = time.time()
-        self.used = time.monotonic()
-        self.keeper.prctl(self.keeper.PR_SET_CHILD_SUBREAPER, 1)
-        listener.listen(CLIENTS)
+        self.served_jobs = 0
+        self.started_at = time.time()
+        self.used_at = time.monotonic()
+        self.supervisor.prctl(self.supervisor.PR_SET_CHILD_SUBREAPER, 1)
+        listener.listen(MAX_CLIENTS)
         listener.setblocking(False)
         self.inode = os.stat(path).st_ino
 
-    def serve(self) -> socket.socket:
+    def serve_until_idle(self) -> socket.socket:
         """
         Answer until it is stopped or has been idle for too long; returns in a job's starter only.
         """
         while True:
-            ready = self.wait()
+            ready = self.wait_ready()
             if self.listener.fileno() in ready:
-                self.accept()
-            self.reap()
+                self.accept_client()
+            self.reap_supervisors()
             for client in [client for client in self.clients if client.fileno() in ready]:
-                found = self.hear(client)
+                found = self.handle_client(client)
                 if found is not None:
                     return found
             now = time.monotonic()
             for client in [client for client, until in self.clients.items() if now >= until]:
-                self.drop(client)
-            if not self.jobs and now - self.used >= self.idle:
-                self.leave()
+                self.drop_client(client)
+            if not self.supervisors and now - self.used_at >= self.idle_seconds:
+                self.shut_down()
 
-    def wait(self) -> set[int]:
+    def wait_ready(self) -> set[int]:
         """
         Sleep until somebody speaks, a keeper ends, or something is due; return the readable
         descriptors.
@@ -125,37 +126,37 @@ class Warm:
         poll = select.poll()
         for number in (self.listener.fileno(), *(client.fileno() for client in self.clients)):
             poll.register(number, select.POLLIN)
-        for handle in self.jobs.values():
+        for handle in self.supervisors.values():
             if handle >= 0:
                 poll.register(handle, select.POLLIN)
-        due = [*self.clients.values(), *([] if self.jobs else [self.used + self.idle])]
+        due = [*self.clients.values(), *([] if self.supervisors else [self.used_at + self.idle_seconds])]
         # at most a day: poll counts milliseconds in an int
         wait = min(max(0.0, min(due) - time.monotonic()), 86400.0) * 1000 + 1 if due else None
         return {number for number, _ in poll.poll(wait)}
 
-    def accept(self) -> None:
+    def accept_client(self) -> None:
         """Take a connection of this user's; nobody else is answered."""
         try:
             client, _ = self.listener.accept()
         except OSError:
             return
-        _, user, _ = peer(client)
-        if user != os.geteuid() or len(self.clients) >= CLIENTS:
+        _, user, _ = peer_credentials(client)
+        if user != os.geteuid() or len(self.clients) >= MAX_CLIENTS:
             client.close()
             return
         client.setblocking(False)
-        self.clients[client] = time.monotonic() + PATIENCE
+        self.clients[client] = time.monotonic() + REQUEST_SECONDS
 
-    def drop(self, client: socket.socket) -> None:
+    def drop_client(self, client: socket.socket) -> None:
         """Close a connection."""
         self.clients.pop(client, None)
         client.close()
 
-    def hear(self, client: socket.socket) -> socket.socket | None:
+    def handle_client(self, client: socket.socket) -> socket.socket | None:
         """Answer the one question of a connection; whatever is no question ends it."""
         try:
             data, _, flags, _ = client.recvmsg(
-                PACKET
+                MAX_PACKET_BYTES
             )  # descriptors that come with it are closed by the kernel
             asked = json.loads(data) if data and not flags & socket.MSG_TRUNC else {}
             what = asked.get("ask") if isinstance(asked, dict) else None
@@ -164,25 +165,25 @@ class Warm:
         except (OSError, ValueError, RecursionError):
             what = None
         if what == "hello":
-            self.answer(client, self.describe())
+            self.send_reply(client, self.describe_process())
         elif what == "stop":
-            self.answer(client, {"stopping": os.getpid()})
-            self.leave()
+            self.send_reply(client, {"stopping": os.getpid()})
+            self.shut_down()
         elif what == "keeper" and isinstance(asked.get("inherited"), dict):
-            return self.lend(client, asked["inherited"])
-        self.drop(client)
+            return self.lend_supervisor(client, asked["inherited"])
+        self.drop_client(client)
         return None
 
     @staticmethod
-    def answer(client: socket.socket, reply: dict[str, Any], handles: tuple[int, ...] = ()) -> None:
+    def send_reply(client: socket.socket, reply: dict[str, Any], handles: tuple[int, ...] = ()) -> None:
         """Send one packet; one who does not take it does without."""
         try:
-            client.settimeout(REPLY)
+            client.settimeout(REPLY_SECONDS)
             socket.send_fds(client, [json.dumps(reply).encode()], handles, socket.MSG_NOSIGNAL)
         except OSError:
             pass
 
-    def leave(self) -> None:
+    def shut_down(self) -> None:
         """End. Keepers of running jobs go on."""
         try:
             if os.stat(self.path).st_ino == self.inode:
@@ -191,7 +192,7 @@ class Warm:
             pass
         os._exit(0)
 
-    def describe(self) -> dict[str, Any]:
+    def describe_process(self) -> dict[str, Any]:
         """
         Return what a job needs to know before it uses this process, and what ``pdrun warm status``
         shows.
@@ -202,65 +203,65 @@ class Warm:
             "python": sys.executable,
             "torch": str(getattr(torch, "__version__", "")),
             "modules": [name for name in sys.argv[1].split(",") if name in sys.modules],
-            "variables": self.variables(),
-            "all": self.lookups.all,
-            "changed": self.files.changed(),
-            "unfit": self.unfit(),
-            "inherited": self.inherited.read(),
-            "started": self.started,
-            "unused": time.monotonic() - self.used,
-            "idle": self.idle,
-            "running": len(self.jobs),
-            "served": self.served,
-            "memory": memory(),
+            "variables": self.import_variables(),
+            "all": self.lookups.has_unknown_walk,
+            "changed": self.files.find_changed(),
+            "unfit": self.why_not_forkable(),
+            "inherited": self.inherited_state.read_state(),
+            "started": self.started_at,
+            "unused": time.monotonic() - self.used_at,
+            "idle": self.idle_seconds,
+            "running": len(self.supervisors),
+            "served": self.served_jobs,
+            "memory": memory_bytes(),
         }
 
-    def variables(self) -> dict[str, str | None]:
+    def import_variables(self) -> dict[str, str | None]:
         """Return the variables on which the import depended; None: looked up and not there."""
         names = (
             self.lookups.names
-            | {name for name in self.environ if self.importtime.frozen(name)}
+            | {name for name in self.environ if self.import_env.is_import_variable(name)}
             | {"HOME"}
         )
-        if self.lookups.all:
-            names |= {name for name in self.environ if not self.importtime.passing(name)}
-        names -= {self.keeper.MARKER}
+        if self.lookups.has_unknown_walk:
+            names |= {name for name in self.environ if not self.import_env.is_session_variable(name)}
+        names -= {self.supervisor.MARKER_VARIABLE}
         return {name: self.environ.get(name) for name in sorted(names)}
 
     # One job
     # ----------------------------------------------------------------------------------------------------------
 
-    def lend(self, client: socket.socket, wanted: dict[str, Any]) -> socket.socket | None:
+    def lend_supervisor(self, client: socket.socket, wanted: dict[str, Any]) -> socket.socket | None:
         """
         Fork the keeper of a job, which takes the connection over; returns a socket in the job's
         starter only.
         """
-        why = self.unfit()
+        why = self.why_not_forkable()
         agent = -1
         try:
             if not why:
-                agent = os.pidfd_open(peer(client)[0])
+                agent = os.pidfd_open(peer_credentials(client)[0])
                 pid = os.fork()
         except (OSError, ValueError) as error:
             why = str(error)
         if why:
             if agent >= 0:
                 os.close(agent)
-            self.answer(client, {"refused": why})
-            self.drop(client)
+            self.send_reply(client, {"refused": why})
+            self.drop_client(client)
             return None
         if pid == 0:
-            return self.become_keeper(client, wanted, agent)
+            return self.become_supervisor(client, wanted, agent)
         os.close(agent)
-        self.served, self.used = self.served + 1, time.monotonic()
-        self.drop(client)
+        self.served_jobs, self.used_at = self.served_jobs + 1, time.monotonic()
+        self.drop_client(client)
         try:
-            self.jobs[pid] = os.pidfd_open(pid)
+            self.supervisors[pid] = os.pidfd_open(pid)
         except OSError:
-            self.jobs[pid] = -1
+            self.supervisors[pid] = -1
         return None
 
-    def become_keeper(
+    def become_supervisor(
         self, client: socket.socket, wanted: dict[str, Any], agent: int
     ) -> socket.socket:
         """
@@ -268,71 +269,71 @@ class Warm:
         the way.
         """
         try:
-            self.let_go(client)
+            self.close_inherited(client)
             os.setsid()
-            why = self.inherited.take_on(wanted)
+            why = self.inherited_state.adopt_state(wanted)
             if why:
-                self.answer(client, {"refused": f"{why} cannot be made what it is here"})
+                self.send_reply(client, {"refused": f"{why} cannot be made what it is here"})
                 os._exit(0)
             mark = os.urandom(8).hex()
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            keeper = os.getpid()
+            supervisor = os.getpid()
             starter = os.fork()
             if starter == 0:
                 ours.close()
                 client.close()
                 os.close(agent)
-                self.become_starter(keeper, mark)
+                self.become_fork_server(supervisor, mark)
                 # where a starter that is executed has it: descriptors that come with an order get
                 # higher numbers
                 number = theirs.detach()
-                if number != STARTER_SOCKET:
-                    os.dup2(number, STARTER_SOCKET, inheritable=False)
+                if number != FORK_SERVER_FD:
+                    os.dup2(number, FORK_SERVER_FD, inheritable=False)
                     os.close(number)
-                return socket.socket(fileno=STARTER_SOCKET)
+                return socket.socket(fileno=FORK_SERVER_FD)
             theirs.close()
-            self.be_keeper(client, ours, starter, mark, agent)
+            self.run_supervisor(client, ours, starter, mark, agent)
         except BaseException:
             os._exit(1)
         os._exit(0)
 
-    def let_go(self, client: socket.socket) -> None:
+    def close_inherited(self, client: socket.socket) -> None:
         """Close what is the warm process's own."""
         self.listener.close()
         for other in self.clients:
             if other is not client:
                 other.close()
-        for handle in self.jobs.values():
+        for handle in self.supervisors.values():
             if handle >= 0:
                 os.close(handle)
         client.setblocking(True)
 
-    def become_starter(self, keeper: int, mark: str) -> None:
+    def become_fork_server(self, keeper: int, mark: str) -> None:
         """As `keeper.become` does for one that is executed."""
         os.setsid()
-        self.keeper.prctl(self.keeper.PR_SET_PDEATHSIG, signal.SIGKILL)
+        self.supervisor.prctl(self.supervisor.PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != keeper:
             os._exit(127)
-        slot = self.keeper.marker(mark, self.keeper.STARTER)
-        self.forked.show_as([], f"{self.keeper.MARKER}={slot}".encode())
+        slot = self.supervisor.marker_value(mark, self.supervisor.FORK_SERVER_SLOT)
+        self.forked_worker.set_command_line([], f"{self.supervisor.MARKER_VARIABLE}={slot}".encode())
 
-    def be_keeper(
+    def run_supervisor(
         self, client: socket.socket, ours: socket.socket, starter: int, mark: str, agent: int
     ) -> None:
         """Run the keeper until the agent has gone."""
-        standby = self.keeper.start_standby((client.fileno(), ours.fileno()), mark, agent)
+        watchdog_pid = self.supervisor.start_watchdog((client.fileno(), ours.fileno()), mark, agent)
         os.close(agent)
-        made = self.keeper.Keeper(client, mark)
-        made.standby = standby
-        made.adopt_starter(starter, ours)
+        made = self.supervisor.Supervisor(client, mark)
+        made.watchdog_pid = watchdog_pid
+        made.adopt_fork_server(starter, ours)
         myself = os.pidfd_open(os.getpid())
-        self.answer(client, {"keeper": os.getpid(), "mark": mark}, (myself,))
+        self.send_reply(client, {"keeper": os.getpid(), "mark": mark}, (myself,))
         os.close(myself)
         client.setblocking(True)
         made.run()
-        made.send(ev="ended")
+        made.send_event(ev="ended")
 
-    def reap(self) -> None:
+    def reap_supervisors(self) -> None:
         """
         Collect keepers that have ended; what the workers of a killed one have left came here, and
         is ended.
@@ -342,37 +343,37 @@ class Warm:
                 pid, _ = os.waitpid(-1, os.WNOHANG)
                 if pid == 0:
                     break
-                handle = self.jobs.pop(pid, None)
+                handle = self.supervisors.pop(pid, None)
                 if handle is not None:
-                    self.used = time.monotonic()
+                    self.used_at = time.monotonic()
                     if handle >= 0:
                         os.close(handle)
         except ChildProcessError:
             return
-        self.end_orphans()
+        self.kill_orphans()
 
-    def end_orphans(self) -> None:
+    def kill_orphans(self) -> None:
         """SIGKILL whatever descends from here and not from a keeper, for at most STUCK seconds."""
-        myself = self.keeper.process(os.getpid())
-        give_up_at = time.monotonic() + self.keeper.STUCK
+        myself = self.supervisor.find_process(os.getpid())
+        give_up_at = time.monotonic() + self.supervisor.KILL_SECONDS
         while myself is not None and time.monotonic() < give_up_at:
-            spared = self.jobs.keys() | self.stuck
-            orphans = [child for child in self.keeper.children(myself) if child.pid not in spared]
+            spared = self.supervisors.keys() | self.stuck
+            orphans = [child for child in self.supervisor.list_children(myself) if child.pid not in spared]
             if not orphans:
                 return
-            for member in self.keeper.family(orphans):
-                self.keeper.kill(member)
+            for member in self.supervisor.descendants(orphans):
+                self.supervisor.kill_process(member)
             for orphan in orphans:
                 try:
                     os.waitpid(orphan.pid, os.WNOHANG)
                 except ChildProcessError:
                     pass
-            time.sleep(self.keeper.RETRY / 4)
+            time.sleep(self.supervisor.RETRY_SECONDS / 4)
         if myself is not None:
-            self.stuck |= {child.pid for child in self.keeper.children(myself)} - self.jobs.keys()
+            self.stuck |= {child.pid for child in self.supervisor.list_children(myself)} - self.supervisors.keys()
 
 
-def peer(connection: socket.socket) -> tuple[int, int, int]:
+def peer_credentials(connection: socket.socket) -> tuple[int, int, int]:
     """
     Return (pid, user, group) of the process at the other end of a unix socket, as the kernel knows
     them.
@@ -384,7 +385,7 @@ def peer(connection: socket.socket) -> tuple[int, int, int]:
     return pid, user, group
 
 
-def memory() -> int:
+def memory_bytes() -> int:
     """
     Return this process's proportional share of memory in bytes; 0 where the kernel does not tell.
     """

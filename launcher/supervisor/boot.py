@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 _STDLIB_ONLY = f"{os.path.realpath(__file__).rpartition('/supervisor/')[0]}/stdlib_only"
-KEEPER = f"{_STDLIB_ONLY}/supervisor.py"
+SUPERVISOR_FILE = f"{_STDLIB_ONLY}/supervisor.py"
 FORK_SERVER = f"{_STDLIB_ONLY}/fork_server.py"
 PLAIN = ("torch", "torch.distributed")
 OPTIMIZER = ("torch._dynamo",)
 """What the construction of a first optimizer imports, as dear as torch itself."""
-BOOT = "import sys; sys.path.append(sys.argv.pop(1).rpartition('/')[0]); import supervisor; supervisor.main(sys.argv)"
+BOOT_CODE = "import sys; sys.path.append(sys.argv.pop(1).rpartition('/')[0]); import supervisor; supervisor.main(sys.argv)"
 """Loads supervisor.py as a module: a file that is run is compiled each time (20 ms)."""
 
 
@@ -36,7 +36,7 @@ class Ahead:
         self.command: tuple[list[str], dict[str, str], str] | None = None
 
 
-def start_keeper(python: str) -> tuple[int, socket.socket]:
+def start_supervisor(python: str) -> tuple[int, socket.socket]:
     """
     Start a keeper as a child in a session of its own; return its pid and the socket to it.
 
@@ -45,7 +45,7 @@ def start_keeper(python: str) -> tuple[int, socket.socket]:
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     flags = ["-I", "-S", *(["-B"] if sys.dont_write_bytecode else [])]
-    argv = [python, *flags, "-c", BOOT, KEEPER, str(theirs.fileno()), os.urandom(8).hex()]
+    argv = [python, *flags, "-c", BOOT_CODE, SUPERVISOR_FILE, str(theirs.fileno()), os.urandom(8).hex()]
     try:
         theirs.set_inheritable(True)
         return os.posix_spawn(python, argv, os.environ, setsigmask=[], setsid=True), ours
@@ -56,7 +56,7 @@ def start_keeper(python: str) -> tuple[int, socket.socket]:
         theirs.close()
 
 
-def lay(
+def write_command(
     argv: Iterable[str],
     env: Mapping[str, str],
     cwd: str,
@@ -72,9 +72,9 @@ def lay(
     """
     body = json.dumps(
         {
-            "argv": [_portable(word) for word in argv],
-            "env": {_portable(name): _portable(value) for name, value in env.items()},
-            "cwd": _portable(cwd),
+            "argv": [_to_utf8(word) for word in argv],
+            "env": {_to_utf8(name): _to_utf8(value) for name, value in env.items()},
+            "cwd": _to_utf8(cwd),
             "cpus": list(cpus),
             "nofile": nofile,
         }
@@ -92,7 +92,7 @@ def lay(
     return number
 
 
-def _portable(text: str) -> str:
+def _to_utf8(text: str) -> str:
     return os.fsencode(text).decode("utf-8", "surrogateescape")
 
 

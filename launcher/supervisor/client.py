@@ -39,16 +39,16 @@ from pdrun.launcher.supervisor.events import (
 
 if TYPE_CHECKING:
     from pdrun.launcher.supervisor.boot import Ahead
-    from pdrun.launcher.supervisor.warm_client import Lent
+    from pdrun.launcher.supervisor.warm_client import BorrowedSupervisor
 
-CLOSING = supervisor.STUCK + 1.0
-PING = 2.0
-PINGS = 5
-PONG = json.dumps({"ev": "pong"}).encode()
-ENDED = json.dumps({"ev": "ended"}).encode()
+CLOSE_SECONDS = supervisor.KILL_SECONDS + 1.0
+PING_SECONDS = 2.0
+MAX_UNANSWERED_PINGS = 5
+PONG_PACKET = json.dumps({"ev": "pong"}).encode()
+ENDED_PACKET = json.dumps({"ev": "ended"}).encode()
 
 
-class KeeperProcess:
+class SupervisorProcess:
     """
     Implements `pdrun.launcher.agent.interfaces.Keeper`.
 
@@ -69,42 +69,42 @@ class KeeperProcess:
         self,
         *,
         python: str = sys.executable,
-        spare: Iterable[int] = (),
-        lent: Lent | None = None,
-        ahead: Ahead | None = None,
+        spared_pids: Iterable[int] = (),
+        borrowed: BorrowedSupervisor | None = None,
+        prestart: Ahead | None = None,
     ) -> None:
         if sys.platform != "linux":
             raise PdrunError(
                 f"workers cannot be started on {sys.platform}", hint="pdrun's keeper needs Linux"
             )
-        self._dead: str = ""
+        self._death_reason: str = ""
         self._unanswered = 0
         self._ping_at = 0.0
-        self._frozen = False
-        self._lent = lent
-        self._has_starter = lent is not None or ahead is not None
-        if lent is None:
+        self._is_frozen = False
+        self._borrowed = borrowed
+        self._has_fork_server = borrowed is not None or prestart is not None
+        if borrowed is None:
             supervisor.prctl(supervisor.PR_SET_CHILD_SUBREAPER, 1)
-        if lent is not None:
-            self.pid = lent.pid
-            self.spare = set(spare)
-            ours = lent.socket
-        elif ahead is not None:
-            self.pid = ahead.pid
-            self.spare = {*spare, *_others(ahead.pid)}
-            ours = ahead.socket
+        if borrowed is not None:
+            self.pid = borrowed.pid
+            self.spared_pids = set(spared_pids)
+            ours = borrowed.socket
+        elif prestart is not None:
+            self.pid = prestart.pid
+            self.spared_pids = {*spared_pids, *_other_children(prestart.pid)}
+            ours = prestart.socket
         else:
-            self.spare = {*spare, *_others(0)}
-            self.pid, ours = self._start(python)
+            self.spared_pids = {*spared_pids, *_other_children(0)}
+            self.pid, ours = self._start_supervisor(python)
         self._socket: socket.socket | None = ours
         ours.setsockopt(
-            socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(PING * PINGS), 0)
+            socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(PING_SECONDS * MAX_UNANSWERED_PINGS), 0)
         )
 
     @staticmethod
-    def _start(python: str) -> tuple[int, socket.socket]:
+    def _start_supervisor(python: str) -> tuple[int, socket.socket]:
         try:
-            return boot.start_keeper(python)
+            return boot.start_supervisor(python)
         except OSError as error:
             if process_setup.is_out_of_processes(error):
                 raise process_setup.process_limit_error("pdrun") from error
@@ -125,7 +125,7 @@ class KeeperProcess:
         pass_fds: Sequence[int] = (),
     ) -> None:
         """Ask for a process; the descriptors may be closed after the call."""
-        body = _body(command)
+        body = _write_command(command)
         try:
             descriptors = [body, stdin, stdout, stderr, *pass_fds]
             start = "" if command.start == "exec" else command.start
@@ -135,36 +135,36 @@ class KeeperProcess:
                 "count": len(descriptors),
                 "start": start,
             }
-            self._send(message, descriptors)
+            self._send_message(message, descriptors)
         finally:
             os.close(body)
 
-    def prepare(self, command: WorkerCommand) -> None:
+    def start_fork_server(self, command: WorkerCommand) -> None:
         """Start the starter, where there is none yet; answered by one StarterState."""
-        if self._has_starter:
+        if self._has_fork_server:
             return
-        self._has_starter = True
-        body = _body(command)
+        self._has_fork_server = True
+        body = _write_command(command)
         try:
-            self._send({"op": "prepare"}, [body])
+            self._send_message({"op": "prepare"}, [body])
         finally:
             os.close(body)
 
-    def dismiss(self) -> None:
+    def release_fork_server(self) -> None:
         """Let the starter go once it has forked what it was asked for."""
-        self._send({"op": "dismiss"})
+        self._send_message({"op": "dismiss"})
 
-    def signal(self, slot: int, number: int, *, group: bool) -> None:
+    def send_signal(self, slot: int, number: int, *, group: bool) -> None:
         """Send a signal to the process of a slot, or to its process group."""
-        self._send({"op": "signal", "slot": slot, "number": int(number), "group": group})
+        self._send_message({"op": "signal", "slot": slot, "number": int(number), "group": group})
 
-    def sweep(self, slot: int | None) -> None:
+    def sweep_descendants(self, slot: int | None) -> None:
         """
         SIGKILL every descendant of a slot (None: of all slots) that is left; answered by one Swept.
         """
-        self._send({"op": "sweep", "slot": slot})
+        self._send_message({"op": "sweep", "slot": slot})
 
-    def events(self) -> Iterable[KeeperEvent]:
+    def read_events(self) -> Iterable[KeeperEvent]:
         """
         Return what has happened since the last call.
 
@@ -176,37 +176,37 @@ class KeeperProcess:
             try:
                 data = self._socket.recv(1 << 17, socket.MSG_DONTWAIT)
             except BlockingIOError:
-                if self._frozen and not found:
-                    raise self._bury() from None
+                if self._is_frozen and not found:
+                    raise self._on_death() from None
                 return found
             except OSError:
                 data = b""
             if data:
                 self._unanswered = 0
-                self._frozen = False
-                if data != PONG:
-                    found.append(_event(json.loads(data)))
+                self._is_frozen = False
+                if data != PONG_PACKET:
+                    found.append(_parse_event(json.loads(data)))
             elif found:
                 return found  # the end of the connection is seen again by the next call
             else:
-                raise self._bury()
-        if self._dead:
-            raise PdrunError(self._dead)
+                raise self._on_death()
+        if self._death_reason:
+            raise PdrunError(self._death_reason)
         return found
 
-    def beat(self) -> float:
+    def send_ping(self) -> float:
         """
         Ask for a sign of life, when that is due; return when it is due next. Call after `events`,
         which hears it.
         """
         now = time.monotonic()
-        if now >= self._ping_at and not self._frozen:
-            self._frozen = self._unanswered >= PINGS
-            if not self._frozen:
+        if now >= self._ping_at and not self._is_frozen:
+            self._is_frozen = self._unanswered >= MAX_UNANSWERED_PINGS
+            if not self._is_frozen:
                 self._unanswered = self._unanswered + 1
-                self._ping_at = now + PING
-                self._send({"op": "ping"})
-        return now if self._frozen else self._ping_at
+                self._ping_at = now + PING_SECONDS
+                self._send_message({"op": "ping"})
+        return now if self._is_frozen else self._ping_at
 
     def close(self) -> None:
         """
@@ -218,14 +218,14 @@ class KeeperProcess:
         self._socket = None
         with suppress(OSError):
             ours.shutdown(socket.SHUT_WR)
-        self._signal(signal.SIGCONT)  # one that was stopped would not see the end of the connection
-        code = self._ended(CLOSING)
-        if code != 0 or (self._lent is not None and not _says_that_it_ended(ours)):
-            self._end_orphans()
+        self._signal_supervisor(signal.SIGCONT)  # one that was stopped would not see the end of the connection
+        code = self._wait_for_exit(CLOSE_SECONDS)
+        if code != 0 or (self._borrowed is not None and not _has_reported_end(ours)):
+            self._kill_orphans()
         ours.close()
-        self._let_go()
+        self._close_handle()
 
-    def _send(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
+    def _send_message(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
         if self._socket is None:
             return
         try:
@@ -235,27 +235,27 @@ class KeeperProcess:
         except (BrokenPipeError, ConnectionResetError):
             pass  # `events` says so
         except BlockingIOError:  # it has read nothing for as long as SO_SNDTIMEO says
-            self._frozen = True
+            self._is_frozen = True
 
-    def _signal(self, number: int) -> None:
+    def _signal_supervisor(self, number: int) -> None:
         """
         Signal the keeper; its pid cannot be another's: as a child it was not reaped, else there is
         a pidfd.
         """
         try:
-            if self._lent is not None:
-                signal.pidfd_send_signal(self._lent.handle, number)
+            if self._borrowed is not None:
+                signal.pidfd_send_signal(self._borrowed.handle, number)
             else:
                 os.kill(self.pid, number)
         except ProcessLookupError:
             pass
 
-    def _let_go(self) -> None:
+    def _close_handle(self) -> None:
         """Close the pidfd of a keeper that is no child."""
-        if self._lent is not None:
-            os.close(self._lent.handle)
+        if self._borrowed is not None:
+            os.close(self._borrowed.handle)
 
-    def _ended(self, seconds: float) -> int:
+    def _wait_for_exit(self, seconds: float) -> int:
         """
         Wait for the keeper's end, kill it after that many seconds, and return how it ended, as
         waitpid does.
@@ -263,78 +263,78 @@ class KeeperProcess:
         How one that is no child ended is not known: 0 then, and it says itself that all is in order
         ("ended").
         """
-        handle = self._lent.handle if self._lent is not None else None
-        if not _ends_within(self.pid, seconds, handle):
-            self._signal(signal.SIGKILL)
-            if not _ends_within(self.pid, supervisor.STUCK, handle):
+        handle = self._borrowed.handle if self._borrowed is not None else None
+        if not _wait_exit(self.pid, seconds, handle):
+            self._signal_supervisor(signal.SIGKILL)
+            if not _wait_exit(self.pid, supervisor.KILL_SECONDS, handle):
                 return int(signal.SIGKILL)
-        return _reap(self.pid) if handle is None else 0
+        return _reap_child(self.pid) if handle is None else 0
 
-    def _bury(self) -> PdrunError:
+    def _on_death(self) -> PdrunError:
         """
         The keeper is gone without having been asked: end what it had started, and say how it went.
         """
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-        code = os.waitstatus_to_exitcode(self._ended(0.0 if self._frozen else 1.0))
-        self._end_orphans()
-        self._let_go()
+        code = os.waitstatus_to_exitcode(self._wait_for_exit(0.0 if self._is_frozen else 1.0))
+        self._kill_orphans()
+        self._close_handle()
         how = (
             f"was killed by {signal.Signals(-code).name}"
             if code < 0
             else f"ended with exit code {code}"
         )
-        if self._lent is not None:
+        if self._borrowed is not None:
             how = "ended or was killed"
-        if self._frozen:
-            how = f"did not answer for {PING * PINGS:g} s (was it stopped?) and was ended"
-        self._dead = (
+        if self._is_frozen:
+            how = f"did not answer for {PING_SECONDS * MAX_UNANSWERED_PINGS:g} s (was it stopped?) and was ended"
+        self._death_reason = (
             f"the keeper process {self.pid} {how}; every worker on this node has been ended"
         )
-        return PdrunError(self._dead, hint="nothing of the job is left here; start it again")
+        return PdrunError(self._death_reason, hint="nothing of the job is left here; start it again")
 
-    def _end_orphans(self) -> None:
+    def _kill_orphans(self) -> None:
         """
         SIGKILL and reap what came to this process when the keeper died, for at most STUCK seconds.
         """
-        if self._lent is not None:
-            return supervisor.end_marked(self._lent.mark)
-        myself = supervisor.process(os.getpid())
-        give_up_at = time.monotonic() + supervisor.STUCK
+        if self._borrowed is not None:
+            return supervisor.kill_marked(self._borrowed.mark)
+        myself = supervisor.find_process(os.getpid())
+        give_up_at = time.monotonic() + supervisor.KILL_SECONDS
         while myself is not None and time.monotonic() < give_up_at:
-            orphans = [child for child in supervisor.children(myself) if child.pid not in self.spare]
+            orphans = [child for child in supervisor.list_children(myself) if child.pid not in self.spared_pids]
             if not orphans:
                 return None
-            for member in supervisor.family(orphans):
-                supervisor.kill(member)
+            for member in supervisor.descendants(orphans):
+                supervisor.kill_process(member)
             for orphan in orphans:
                 try:
                     os.waitpid(orphan.pid, os.WNOHANG)
                 except ChildProcessError:
                     pass
-            time.sleep(supervisor.RETRY / 4)
+            time.sleep(supervisor.RETRY_SECONDS / 4)
         return None
 
 
-def _others(keeper: int) -> list[int]:
+def _other_children(keeper: int) -> list[int]:
     """Return the children that this process has beside a keeper."""
-    myself = supervisor.process(os.getpid())
-    return [child.pid for child in (supervisor.children(myself) if myself else ()) if child.pid != keeper]
+    myself = supervisor.find_process(os.getpid())
+    return [child.pid for child in (supervisor.list_children(myself) if myself else ()) if child.pid != keeper]
 
 
-def _says_that_it_ended(connection: socket.socket) -> bool:
+def _has_reported_end(connection: socket.socket) -> bool:
     """Whether the last word of a keeper that has ended was that nothing is left of its workers."""
     try:
         while data := connection.recv(1 << 17, socket.MSG_DONTWAIT):
-            if data == ENDED:
+            if data == ENDED_PACKET:
                 return True
     except OSError:
         pass
     return False
 
 
-def _event(message: dict[str, Any]) -> KeeperEvent:
+def _parse_event(message: dict[str, Any]) -> KeeperEvent:
     kind = message["ev"]
     slot = message["slot"]
     if kind == "spawned":
@@ -348,11 +348,11 @@ def _event(message: dict[str, Any]) -> KeeperEvent:
     return Swept(slot, tuple(message["processes"]), tuple(message["stuck"]))
 
 
-def _body(command: WorkerCommand) -> int:
-    return boot.lay(command.argv, command.env, command.cwd, command.cpus, process_setup.user_nofile_limit())
+def _write_command(command: WorkerCommand) -> int:
+    return boot.write_command(command.argv, command.env, command.cwd, command.cpus, process_setup.user_nofile_limit())
 
 
-def _ends_within(pid: int, seconds: float, known: int | None = None) -> bool:
+def _wait_exit(pid: int, seconds: float, known: int | None = None) -> bool:
     """
     Wait until a child, or one whose pidfd is known, has ended (not reaped here); False: it has not
     in that time.
@@ -375,7 +375,7 @@ def _ends_within(pid: int, seconds: float, known: int | None = None) -> bool:
             os.close(handle)
 
 
-def _reap(pid: int) -> int:
+def _reap_child(pid: int) -> int:
     try:
         return os.waitpid(pid, 0)[1]
     except ChildProcessError:

@@ -30,32 +30,30 @@ from typing import Any
 from pdrun.errors import ConfigError, DeadlineExceeded
 from pdrun.launcher.common import procfs
 from pdrun.launcher.common.places import warm_folder
-from pdrun.launcher.plan.model import Warm
-from pdrun.launcher.stdlib_only import import_env as importtime
-from pdrun.launcher.stdlib_only import inherited_state as inherited
-from pdrun.launcher.stdlib_only import supervisor as proc
-from pdrun.private_folder import make_private
+from pdrun.launcher.stdlib_only import import_env, inherited_state, supervisor
+from pdrun.launcher.supervisor.events import Warm
+from pdrun.private_folder import make_private_folder
 
-MODULES = ("torch", "torch.distributed", "torch._dynamo")
-ANSWER = 1.5
+WARM_MODULES = ("torch", "torch.distributed", "torch._dynamo")
+ANSWER_SECONDS = 1.5
 """Seconds that a warm process may take to answer; a job then does without."""
-DEAD = "its process has died without a word; pdrun warm start begins another, pdrun warm stop removes what it has left"
-LEAVES = 5.0
+DEAD_REASON = "its process has died without a word; pdrun warm start begins another, pdrun warm stop removes what it has left"
+EXIT_SECONDS = 5.0
 """Seconds that it may take to end."""
-LEND = 5.0
+LEND_SECONDS = 5.0
 """Seconds that it may take to make a job's keeper."""
-IMPORT = 300.0
+IMPORT_SECONDS = 300.0
 """Seconds that an import may take."""
-LOCKED = IMPORT + 10.0
+LOCK_SECONDS = IMPORT_SECONDS + 10.0
 """Seconds for which another pdrun may start a process in the folder."""
-ROOM = 1 << 14
+COMMAND_LINE_BYTES = 1 << 14
 """Bytes for the command line of a worker."""
-PACKET = 1 << 17
-_MAIN_FILE = Path(__file__).parents[1] / "stdlib_only" / "fork_server.py"
+MAX_PACKET_BYTES = 1 << 17
+_FORK_SERVER_FILE = Path(__file__).parents[1] / "stdlib_only" / "fork_server.py"
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[int]:
+def open_private_dir(path: Path) -> Iterator[int]:
     """
     A descriptor of the folder, by which its files are reached: a path of any length, and the folder
     that was checked.
@@ -75,11 +73,11 @@ def opened(path: Path) -> Iterator[int]:
         os.close(number)
 
 
-def _names(number: int) -> list[str]:
+def _socket_names(number: int) -> list[str]:
     return sorted(name for name in os.listdir(number) if name.endswith(".sock"))
 
 
-def _connect(number: int, name: str) -> socket.socket:
+def _connect_to(number: int, name: str) -> socket.socket:
     """
     Connect to a warm process of this user.
 
@@ -88,9 +86,9 @@ def _connect(number: int, name: str) -> socket.socket:
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        connection.settimeout(ANSWER)
+        connection.settimeout(ANSWER_SECONDS)
         connection.connect(f"/proc/self/fd/{number}/{name}")
-        user = _user(connection)[1]
+        user = _peer_credentials(connection)[1]
         if user != os.geteuid():
             raise PermissionError(13, f"the process behind {name} belongs to user {user}")
     except BaseException:
@@ -99,7 +97,7 @@ def _connect(number: int, name: str) -> socket.socket:
     return connection
 
 
-def _user(connection: socket.socket) -> tuple[int, int]:
+def _peer_credentials(connection: socket.socket) -> tuple[int, int]:
     """Return pid and user of the process that listens at the other end."""
     pid, user, _ = array.array(
         "i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
@@ -107,23 +105,23 @@ def _user(connection: socket.socket) -> tuple[int, int]:
     return pid, user
 
 
-def _silent(pid: int) -> str:
+def _silent_reason(pid: int) -> str:
     """Return why a warm process that takes connections does not answer, and what to do."""
-    found = procfs.state(pid)
+    found = procfs.read_state(pid)
     stopped = found is not None and found.letter in ("T", "t")
-    what = "is stopped" if stopped else f"does not answer within {ANSWER:g} s"
+    what = "is stopped" if stopped else f"does not answer within {ANSWER_SECONDS:g} s"
     again = f"kill -CONT {pid} lets it go on, " if stopped else ""
     return f"the warm process {pid} {what}, and jobs do without it: {again}kill -KILL {pid} ends it"
 
 
-def _reply(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+def _read_reply(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """
     Return one packet and its descriptors.
 
     Raises:
         OSError: none came in time, or it is no answer.
     """
-    data, handles, flags, _ = socket.recv_fds(connection, PACKET, 4)
+    data, handles, flags, _ = socket.recv_fds(connection, MAX_PACKET_BYTES, 4)
     try:
         found = json.loads(data) if data and not flags & socket.MSG_TRUNC else None
     except (ValueError, RecursionError):
@@ -139,7 +137,7 @@ def _reply(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 # --------------------------------------------------------------------------------------------------------------
 
 
-class Look:
+class WarmScan:
     """
     Asks every warm process of this user at once; `found` waits for the answers. Nothing here
     raises.
@@ -153,44 +151,44 @@ class Look:
         """Socket -> why there is no answer."""
         try:
             self.path = warm_folder(environ)
-            with opened(self.path) as number:
-                for name in _names(number):
-                    self._ask(number, name)
+            with open_private_dir(self.path) as number:
+                for name in _socket_names(number):
+                    self._send_hello(number, name)
         except OSError:
             return
         except ConfigError as error:
             self.faults[error.where] = error.what
 
-    def _ask(self, number: int, name: str) -> None:
+    def _send_hello(self, number: int, name: str) -> None:
         try:
-            connection = _connect(number, name)
-            self.pids[name] = _user(connection)[0]
+            connection = _connect_to(number, name)
+            self.pids[name] = _peer_credentials(connection)[0]
             connection.send(b'{"ask": "hello"}')
             self._asked.append((name, connection))
         except ConnectionRefusedError:
-            self.faults[name] = DEAD
+            self.faults[name] = DEAD_REASON
         except OSError as error:
             self.faults[name] = error.strerror or str(error)
 
-    def found(self) -> tuple[Warm, ...]:
+    def collect_answers(self) -> tuple[Warm, ...]:
         """Return what the processes say of themselves."""
         made = []
         for name, connection in self._asked:
             try:
                 with connection:
-                    reply, _ = _reply(connection)
-                made.append(_described(str(self.path / name), reply))
+                    reply, _ = _read_reply(connection)
+                made.append(_parse_hello(str(self.path / name), reply))
             except TimeoutError:
-                self.faults[name] = _silent(self.pids[name])
+                self.faults[name] = _silent_reason(self.pids[name])
             except (OSError, KeyError, TypeError, ValueError) as error:
                 self.faults[name] = str(error)
         self._asked = []
         return tuple(made)
 
 
-def _described(path: str, said: dict[str, Any]) -> Warm:
+def _parse_hello(path: str, said: dict[str, Any]) -> Warm:
     """Return an answer as data; raises KeyError, TypeError or ValueError where it is none."""
-    here = inherited.difference(said["inherited"], inherited.read())
+    here = inherited_state.find_difference(said["inherited"], inherited_state.read_state())
     changed = f"{said['changed']} has changed since" if said["changed"] else ""
     return Warm(
         socket=path,
@@ -215,7 +213,7 @@ def _described(path: str, said: dict[str, Any]) -> Warm:
 
 
 @dataclass(frozen=True)
-class Lent:
+class BorrowedSupervisor:
     """A keeper that was forked from a warm process for this one."""
 
     socket: socket.socket
@@ -226,7 +224,7 @@ class Lent:
     """By which its workers' processes are known (`keeper.MARKER`)."""
 
 
-def borrow(path: str) -> Lent:
+def borrow_supervisor(path: str) -> BorrowedSupervisor:
     """
     Have a keeper with a ready starter made for this process.
 
@@ -234,14 +232,14 @@ def borrow(path: str) -> Lent:
         OSError: there will be none; the text says why.
     """
     try:
-        with opened(Path(path).parent) as number:
-            connection = _connect(number, Path(path).name)
+        with open_private_dir(Path(path).parent) as number:
+            connection = _connect_to(number, Path(path).name)
     except ConfigError as error:
         raise OSError(13, str(error)) from None
     try:
-        connection.settimeout(LEND)
-        connection.send(json.dumps({"ask": "keeper", "inherited": inherited.read()}).encode())
-        reply, handles = _reply(connection)
+        connection.settimeout(LEND_SECONDS)
+        connection.send(json.dumps({"ask": "keeper", "inherited": inherited_state.read_state()}).encode())
+        reply, handles = _read_reply(connection)
         if (
             len(handles) != 1
             or not isinstance(reply.get("keeper"), int)
@@ -251,7 +249,7 @@ def borrow(path: str) -> Lent:
                 os.close(handle)
             raise OSError(1, str(reply.get("refused", "what came is no answer")))
         connection.setblocking(True)
-        return Lent(connection, reply["keeper"], handles[0], reply["mark"])
+        return BorrowedSupervisor(connection, reply["keeper"], handles[0], reply["mark"])
     except BaseException:
         connection.close()
         raise
@@ -261,17 +259,17 @@ def borrow(path: str) -> Lent:
 # ------------------------------------------------------------------------------------------------
 
 
-def key(python: str, environ: Mapping[str, str]) -> str:
+def warm_key(python: str, environ: Mapping[str, str]) -> str:
     """Return the name of the warm process for an interpreter and an environment."""
     counted = {
-        name: value for name, value in environ.items() if name == "HOME" or importtime.frozen(name)
+        name: value for name, value in environ.items() if name == "HOME" or import_env.is_import_variable(name)
     }
-    text = json.dumps([python, sorted(importtime.importing(counted).items())])
+    text = json.dumps([python, sorted(import_env.import_environment(counted).items())])
     return hashlib.sha256(os.fsencode(text)).hexdigest()[:16]
 
 
 @contextmanager
-def changing(path: Path, say: Callable[[str], None]) -> Iterator[int]:
+def locked_dir(path: Path, say: Callable[[str], None]) -> Iterator[int]:
     """
     The folder's descriptor, made where it is missing, while nobody else starts a process there.
 
@@ -283,19 +281,19 @@ def changing(path: Path, say: Callable[[str], None]) -> Iterator[int]:
             than an import takes.
     """
     with ExitStack() as held:
-        with _holding(path):
-            make_private(path)
-            number = held.enter_context(opened(path))
+        with _folder_errors(path):
+            make_private_folder(path)
+            number = held.enter_context(open_private_dir(path))
             lock = os.open(
                 "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=number
             )
             held.callback(os.close, lock)
-            _lock(lock, path, say)
+            _acquire_lock(lock, path, say)
         yield number
 
 
 @contextmanager
-def _holding(path: Path) -> Iterator[None]:
+def _folder_errors(path: Path) -> Iterator[None]:
     """Say of what the system refuses here that it is the folder."""
     try:
         yield
@@ -303,9 +301,9 @@ def _holding(path: Path) -> Iterator[None]:
         raise ConfigError(f"cannot hold sockets: {error.strerror}", where=str(path)) from error
 
 
-def _lock(lock: int, path: Path, say: Callable[[str], None]) -> None:
+def _acquire_lock(lock: int, path: Path, say: Callable[[str], None]) -> None:
     told = False
-    deadline = time.monotonic() + LOCKED
+    deadline = time.monotonic() + LOCK_SECONDS
     while True:
         try:
             return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -316,14 +314,14 @@ def _lock(lock: int, path: Path, say: Callable[[str], None]) -> None:
             told = True
         if time.monotonic() > deadline:
             raise DeadlineExceeded(
-                f"another pdrun has held it for {LOCKED:g} s",
+                f"another pdrun has held it for {LOCK_SECONDS:g} s",
                 where=str(path / "lock"),
                 hint="see what it waits for",
             )
         time.sleep(0.05)
 
 
-def launch(number: int, path: Path, python: str, environ: Mapping[str, str], idle: float) -> None:
+def start_warm(number: int, path: Path, python: str, environ: Mapping[str, str], idle: float) -> None:
     """
     Start a warm process and wait until it has imported torch.
 
@@ -336,9 +334,9 @@ def launch(number: int, path: Path, python: str, environ: Mapping[str, str], idl
     Raises:
         ConfigError: it could not, or is not fit to be forked from.
     """
-    marker = f"{proc.MARKER}=" + proc.marker("0" * 16, 0)
-    environ = {**importtime.importing(dict(environ)), proc.MARKER: marker.partition("=")[2]}
-    argv = [python, str(_MAIN_FILE), ",".join(MODULES), f"warm={idle}", str(path), "-" * ROOM]
+    marker = f"{supervisor.MARKER_VARIABLE}=" + supervisor.marker_value("0" * 16, 0)
+    environ = {**import_env.import_environment(dict(environ)), supervisor.MARKER_VARIABLE: marker.partition("=")[2]}
+    argv = [python, str(_FORK_SERVER_FILE), ",".join(WARM_MODULES), f"warm={idle}", str(path), "-" * COMMAND_LINE_BYTES]
     try:
         os.unlink(path.name, dir_fd=number)
     except FileNotFoundError:
@@ -348,17 +346,17 @@ def launch(number: int, path: Path, python: str, environ: Mapping[str, str], idl
         socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
         open(os.devnull, "r+b", buffering=0) as null,
     ):
-        with _holding(path.parent):
+        with _folder_errors(path.parent):
             listener.bind(f"/proc/self/fd/{number}/{path.name}")
         printed = os.memfd_create("pdrun-warm", os.MFD_CLOEXEC)
         pid = os.fork()
         if pid == 0:
-            _become(
+            _exec_child(
                 argv, environ, [null.fileno(), null.fileno(), printed, listener.fileno()], write
             )
     os.close(write)
     try:
-        why = _ready(read)
+        why = _wait_ready(read)
         if why is None:
             said = os.pread(printed, 1 << 16, 0).decode(errors="replace").strip().splitlines()
             why = said[-1] if said else "it ended at once"
@@ -372,7 +370,7 @@ def launch(number: int, path: Path, python: str, environ: Mapping[str, str], idl
         raise ConfigError(f"no process can be kept warm: {why}", where=python)
 
 
-def _become(
+def _exec_child(
     argv: list[str], environ: Mapping[str, str], descriptors: list[int], report: int
 ) -> None:
     """
@@ -385,7 +383,7 @@ def _become(
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         os.setsid()
         os.chdir("/")
-        last = proc.place_descriptors(descriptors, report)
+        last = supervisor.remap_fds(descriptors, report)
         os.set_inheritable(last, True)
         os.closerange(last + 1, 1 << 20)
         os.execve(argv[0], argv, dict(environ))
@@ -395,7 +393,7 @@ def _become(
         os._exit(127)
 
 
-def _ready(report: int) -> str | None:
+def _wait_ready(report: int) -> str | None:
     """
     Wait for the process's own word: empty when it is ready, why it is not, None when it ended
     without one.
@@ -404,8 +402,8 @@ def _ready(report: int) -> str | None:
 
     poll = select.poll()
     poll.register(report, select.POLLIN)
-    if not poll.poll(IMPORT * 1000):
-        return f"its import has not ended after {IMPORT:g} s"
+    if not poll.poll(IMPORT_SECONDS * 1000):
+        return f"its import has not ended after {IMPORT_SECONDS:g} s"
     data = os.read(report, 1 << 16)
     try:
         return str(json.loads(data)["why"]) if data else None
@@ -413,7 +411,7 @@ def _ready(report: int) -> str | None:
         return None
 
 
-def stop(warm: Warm) -> bool:
+def stop_warm(warm: Warm) -> bool:
     """Ask a warm process to end, and wait for it; False when it did not within `LEAVES` seconds."""
     try:
         handle = os.pidfd_open(warm.pid)
@@ -421,50 +419,50 @@ def stop(warm: Warm) -> bool:
         return True
     try:
         path = Path(warm.socket)
-        with opened(path.parent) as number, _connect(number, path.name) as connection:
+        with open_private_dir(path.parent) as number, _connect_to(number, path.name) as connection:
             connection.send(b'{"ask": "stop"}')
-            return _reply(connection)[0].get("stopping") == warm.pid and _ends(handle)
+            return _read_reply(connection)[0].get("stopping") == warm.pid and _wait_for_end(handle)
     except (OSError, ConfigError):
-        return _ends(handle)
+        return _wait_for_end(handle)
     finally:
         os.close(handle)
 
 
-def _ends(handle: int) -> bool:
+def _wait_for_end(handle: int) -> bool:
     import select
 
     poll = select.poll()
     poll.register(handle, select.POLLIN)
-    return bool(poll.poll(LEAVES * 1000))
+    return bool(poll.poll(EXIT_SECONDS * 1000))
 
 
-def replace_silent(look: Look, name: str, say: Callable[[str], None]) -> None:
+def replace_silent(look: WarmScan, name: str, say: Callable[[str], None]) -> None:
     """
     End a process that takes connections at a socket and does not answer; its jobs go on.
 
     Once another one has the socket's name, nothing would find it any more but its own idle time.
     """
     found = (
-        proc.process(look.pids[name])
-        if look.faults.get(name, DEAD) != DEAD and name in look.pids
+        supervisor.find_process(look.pids[name])
+        if look.faults.get(name, DEAD_REASON) != DEAD_REASON and name in look.pids
         else None
     )
     if found is not None:
         say(f"replacing the warm process {found.pid}, which does not answer")
-        proc.kill(found)
+        supervisor.kill_process(found)
 
 
-def clear(look: Look, say: Callable[[str], None]) -> list[str]:
+def remove_dead(look: WarmScan, say: Callable[[str], None]) -> list[str]:
     """
     Remove the sockets of dead processes that were found; return their names. ``say``: see
     `changing`.
     """
-    dead = [name for name, why in look.faults.items() if why == DEAD]
+    dead = [name for name, why in look.faults.items() if why == DEAD_REASON]
     if dead:
-        with changing(look.path, say) as number:  # nobody begins another there meanwhile
+        with locked_dir(look.path, say) as number:  # nobody begins another there meanwhile
             for name in dead:
                 try:
-                    _connect(number, name).close()
+                    _connect_to(number, name).close()
                 except ConnectionRefusedError:
                     os.unlink(name, dir_fd=number)
                 except OSError:
@@ -472,6 +470,6 @@ def clear(look: Look, say: Callable[[str], None]) -> list[str]:
     return dead
 
 
-def ends_at(warm: Warm) -> float:
+def idle_end_time(warm: Warm) -> float:
     """Return the wall-clock time at which a warm process ends if nobody uses it."""
     return time.time() + warm.idle - warm.unused

@@ -106,7 +106,7 @@ def _file_hosts(variable: str, environ: Environ, probes: Probes) -> tuple[FoundH
     text = "\n".join(lines_of(environ[variable], variable, probes))
     try:
         return tuple(
-            FoundHost(host.name, host.devices) for host in hostfile.parse(text, environ[variable])
+            FoundHost(host.name, host.devices) for host in hostfile.parse_hostfile(text, environ[variable])
         )
     except PdrunError as error:
         raise ConfigError(str(error), where=variable) from None

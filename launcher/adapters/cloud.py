@@ -25,7 +25,7 @@ from pdrun.launcher.adapters.parsing import (
     number,
     structure,
 )
-from pdrun.launcher.common.parsers import quoted
+from pdrun.launcher.common.parsers import quote_text
 
 
 def _sagemaker(environ: Environ, probes: Probes) -> Found:
@@ -35,7 +35,7 @@ def _sagemaker(environ: Environ, probes: Probes) -> Found:
     hosts = tuple(FoundHost(host.name) for host in named_hosts(names, "SM_HOSTS"))
     current = environ.get("SM_CURRENT_HOST", "")
     if current not in names:
-        raise ConfigError(f"{quoted(current)} is none of SM_HOSTS", where="SM_CURRENT_HOST")
+        raise ConfigError(f"{quote_text(current)} is none of SM_HOSTS", where="SM_CURRENT_HOST")
     rank = names.index(current)
     return Found(
         "sagemaker",
@@ -119,7 +119,7 @@ def _cluster(environ: Environ, probes: Probes) -> Found:
         names += [member.rpartition(":")[0] or member for member in members]
     if rank is None:
         raise ConfigError(
-            f"task.type {quoted(str(task.get('type')))} is none of {', '.join(_POOLS)}", where=name
+            f"task.type {quote_text(str(task.get('type')))} is none of {', '.join(_POOLS)}", where=name
         )
     hosts = tuple(FoundHost(host.name) for host in named_hosts(names, name))
     if len(hosts) != len(names):
@@ -152,7 +152,7 @@ def _task_index(task: dict[str, Any], count: int, name: str) -> int:
     if isinstance(index, str) and index.isascii() and index.isdigit() and len(index) < 9:
         index = int(index)
     if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < count:
-        raise ConfigError(f"task.index {quoted(str(index))} is no place among {count}", where=name)
+        raise ConfigError(f"task.index {quote_text(str(index))} is no place among {count}", where=name)
     return index
 
 

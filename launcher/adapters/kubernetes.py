@@ -28,7 +28,7 @@ from pdrun.launcher.adapters.parsing import (
     number,
     place_of,
 )
-from pdrun.launcher.common.parsers import quoted
+from pdrun.launcher.common.parsers import quote_text
 
 
 def _in_kubernetes(environ: Environ) -> bool:
@@ -42,13 +42,13 @@ def port(environ: Environ, name: str) -> int | None:
     try:
         return parse_port(environ[name], where=name)
     except UsageError as error:
-        raise ConfigError(f"{quoted(environ[name])} is not a port", where=name) from error
+        raise ConfigError(f"{quote_text(environ[name])} is not a port", where=name) from error
 
 
 def _pet(environ: Environ, probes: Probes) -> Found:
     text = environ.get("PET_NNODES", "1")
     if not re.fullmatch(r"[0-9]{1,6}(?::[0-9]{1,6})?", text):
-        raise ConfigError(f"{quoted(text)} is no number of nodes", where="PET_NNODES")
+        raise ConfigError(f"{quote_text(text)} is no number of nodes", where="PET_NNODES")
     nodes = int(text.rpartition(":")[2])
     rank = number(environ, "PET_NODE_RANK")
     return Found(
@@ -255,7 +255,7 @@ def _mindspore(environ: Environ, probes: Probes) -> Found:
             if role == "MS_SCHED"
             else "start only workers with pdrun run"
         )
-        raise ConfigError(f"{quoted(role)} is not the role of a worker", where="MS_ROLE", hint=hint)
+        raise ConfigError(f"{quote_text(role)} is not the role of a worker", where="MS_ROLE", hint=hint)
     workers = needed(environ, "MS_WORKER_NUM", "MS_ROLE", 1)
     each = number(environ, "MS_LOCAL_WORKER", 1) or 1
     if workers % each:

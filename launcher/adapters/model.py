@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pdrun.names import name_from
+from pdrun.names import make_name
 
 Kind = Literal["task", "allocation", "none"]
 """
@@ -110,7 +110,7 @@ class Found:
         text = self.job_id if self.job_id.startswith(family) else f"{family}-{self.job_id}"
         if len(text) > 50:  # a name has 63 characters at most; what is cut off still counts
             text = f"{text[:41]}-{zlib.crc32(text.encode('utf-8', 'surrogateescape')):08x}"
-        return name_from(f"{text}-r{self.attempt}" if self.attempt else text)
+        return make_name(f"{text}-r{self.attempt}" if self.attempt else text)
 
     @property
     def one_a_node(self) -> bool:
@@ -135,6 +135,8 @@ class Probes:
     hostname: str = ""
     is_here: Callable[[str], bool] = lambda host: True
     """Whether a host name or address is this machine."""
+    address_for: Callable[[str], str] = lambda host: host
+    """The address of this machine that other machines reach by a host name."""
     is_ancestor: Callable[[int], bool | None] = lambda pid: None
     """
     Whether a pid is this process or one above it; None: a container hides the processes above.

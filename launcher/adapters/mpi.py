@@ -2,7 +2,7 @@
 Launchers that give each task its numbers in variables of their own: the MPIs, their relatives,
 torchrun and pdrun.
 
-Real values, from tests/adapters/environments:
+Real values, from tests/launcher/adapters/environments:
 
     Open MPI 4.1  OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=2
     OMPI_COMM_WORLD_LOCAL_SIZE=4

@@ -13,9 +13,9 @@ from typing import Any
 
 from pdrun.errors import ConfigError, UsageError
 from pdrun.launcher.adapters.model import Found, FoundHost, Kind, Probes
-from pdrun.launcher.common.parsers import quoted
-from pdrun.launcher.hosts import nodelist as hostlist
-from pdrun.launcher.hosts.selection import host_name
+from pdrun.launcher.common.parsers import quote_text
+from pdrun.launcher.hosts import nodelist
+from pdrun.launcher.hosts.selection import check_host_name
 
 Environ = Mapping[str, str]
 LONGEST = 1 << 20
@@ -33,7 +33,7 @@ def number(environ: Environ, name: str, least: int = 0) -> int | None:
     if text is None:
         return None
     if not re.fullmatch(r"[0-9]{1,18}", text):
-        raise ConfigError(f"{quoted(text)} is not a whole number", where=name)
+        raise ConfigError(f"{quote_text(text)} is not a whole number", where=name)
     if int(text) < least:
         raise ConfigError(f"{text} is below {least}", where=name)
     return int(text)
@@ -67,10 +67,10 @@ def named_hosts(names: Iterable[str], where: str) -> tuple[FoundHost, ...]:
     counts: dict[str, int] = {}
     for name in names:
         counts[name] = counts.get(name, 0) + 1
-        if len(counts) > hostlist.MOST:
-            raise ConfigError(f"names more than {hostlist.MOST} hosts", where=where)
+        if len(counts) > nodelist.MAX_HOSTS:
+            raise ConfigError(f"names more than {nodelist.MAX_HOSTS} hosts", where=where)
     try:
-        return tuple(FoundHost(host_name(name, where), count) for name, count in counts.items())
+        return tuple(FoundHost(check_host_name(name, where), count) for name, count in counts.items())
     except UsageError as error:
         raise ConfigError(error.what, where=where, hint=error.hint) from None
 
@@ -80,7 +80,7 @@ def listed(environ: Environ, name: str) -> tuple[FoundHost, ...]:
     text = environ.get(name, "")
     try:
         return tuple(
-            FoundHost(host.name) for host in named_hosts(hostlist.expand(text, name), name)
+            FoundHost(host.name) for host in named_hosts(nodelist.expand_nodelist(text, name), name)
         )
     except UsageError as error:
         raise ConfigError(error.what, where=name, hint=error.hint) from None
@@ -95,10 +95,10 @@ def lines_of(path: str, variable: str, probes: Probes) -> list[str]:
         text = probes.read(path)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"{quoted(path)} cannot be read: {reason}", where=variable) from None
+        raise ConfigError(f"{quote_text(path)} cannot be read: {reason}", where=variable) from None
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
-        raise ConfigError(f"{quoted(path)} names no host", where=variable)
+        raise ConfigError(f"{quote_text(path)} names no host", where=variable)
     return lines
 
 

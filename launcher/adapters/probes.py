@@ -41,18 +41,18 @@ def real(environ: Mapping[str, str] | None = None, root: Path = Path("/")) -> Pr
 def _is_here(host: str) -> bool:
     from pdrun.launcher.common import network
 
-    return network.is_here(host, os.uname().nodename, network.addresses())
+    return network.is_this_machine(host, os.uname().nodename, network.list_addresses())
 
 
 def _address_for(host: str) -> str:
     # a machine's own name often resolves to loopback on that machine
     from pdrun.launcher.common import network
 
-    own = {address.partition("%")[0] for _, address in network.addresses()}
-    for address in network.resolve(host):
+    own = {address.partition("%")[0] for _, address in network.list_addresses()}
+    for address in network.resolve_host(host):
         if address.partition("%")[0] in own and not network.is_loopback(address):
             return address
-    return network.route(None) or host
+    return network.find_local_address(None) or host
 
 
 def _lineage(root: Path) -> Iterator[tuple[int, str]]:

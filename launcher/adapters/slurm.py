@@ -2,7 +2,7 @@
 Slurm: the tasks of a step (srun), and the allocation that the body of a batch script or a shell of
 salloc holds.
 
-Real values, from tests/adapters/environments (22.05):
+Real values, from tests/launcher/adapters/environments (22.05):
 
     a task        SLURM_JOB_ID=2 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=6 SLURM_PROCID=4 SLURM_LOCALID=0 SLURM_NODEID=2
                   SLURM_STEP_NODELIST=n[1-3] SLURM_STEP_TASKS_PER_NODE=2(x3) SLURM_TASK_PID=11716 SLURMD_NODENAME=n3
@@ -30,8 +30,8 @@ from pdrun.launcher.adapters.parsing import (
     number,
     one_a_node,
 )
-from pdrun.launcher.common.parsers import quoted
-from pdrun.launcher.hosts.nodelist import MOST
+from pdrun.launcher.common.parsers import quote_text
+from pdrun.launcher.hosts.nodelist import MAX_HOSTS
 
 TASK = ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
 DAEMON = ("slurmstepd",)
@@ -50,10 +50,10 @@ def tasks_per_node(text: str, where: str) -> tuple[int, ...]:
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", part)
         if match is None:
-            raise ConfigError(f"{quoted(text)} is no list of counts", where=where)
+            raise ConfigError(f"{quote_text(text)} is no list of counts", where=where)
         times = int(match[2] or 1)
-        if times + len(counts) > MOST:
-            raise ConfigError(f"{quoted(text)} counts more than {MOST} nodes", where=where)
+        if times + len(counts) > MAX_HOSTS:
+            raise ConfigError(f"{quote_text(text)} counts more than {MAX_HOSTS} nodes", where=where)
         counts += [int(match[1])] * times
     return tuple(counts)
 
@@ -96,11 +96,11 @@ def _read_task(environ: Environ, probes: Probes) -> Found:
         counts = tasks_per_node(environ[name], name)
         if hosts and len(counts) != len(hosts):
             raise ConfigError(
-                f"{quoted(environ[name])} counts {len(counts)} nodes of {len(hosts)}", where=name
+                f"{quote_text(environ[name])} counts {len(counts)} nodes of {len(hosts)}", where=name
             )
         if sum(counts) != world:
             raise ConfigError(
-                f"{quoted(environ[name])} counts {sum(counts)} tasks of {world}", where=name
+                f"{quote_text(environ[name])} counts {sum(counts)} tasks of {world}", where=name
             )
         local_size = (
             counts[node_rank] if node_rank is not None and node_rank < len(counts) else None

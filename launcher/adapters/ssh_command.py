@@ -15,7 +15,7 @@ import shlex
 from collections.abc import Sequence
 
 from pdrun.errors import UsageError
-from pdrun.launcher.common.parsers import quoted
+from pdrun.launcher.common.parsers import quote_text
 from pdrun.launcher.hosts.selection import Host
 
 CONNECT_TIMEOUT = 10
@@ -50,7 +50,7 @@ def check_python(python: str, *, where: str) -> str:
     """
     if python.startswith("-") or not _PLAIN.fullmatch(python):
         raise UsageError(
-            f"{quoted(python)} cannot be given to another host's shell",
+            f"{quote_text(python)} cannot be given to another host's shell",
             where=where,
             hint="use a path of letters, digits and _./+@%:=,~-",
         )
@@ -81,7 +81,7 @@ def ssh_argv(program: str, options: Sequence[str], host: Host, command: str) -> 
     """
     for word in (host.name, host.user):
         if word.startswith("-"):
-            raise UsageError(f"{quoted(word)} begins with '-'", where=host.where or "--hosts")
+            raise UsageError(f"{quote_text(word)} begins with '-'", where=host.where or "--hosts")
     return (
         program,
         *options,
@@ -105,10 +105,10 @@ def words(text: str, where: str) -> tuple[str, ...]:
     try:
         found = tuple(shlex.split(text))
     except ValueError as error:
-        raise UsageError(f"{quoted(text)}: {error}".lower(), where=where) from None
+        raise UsageError(f"{quote_text(text)}: {error}".lower(), where=where) from None
     if found and not found[0].startswith("-"):
         raise UsageError(
-            f"{quoted(found[0])} is no option", where=where, hint=f"write {where} '-o VALUE'"
+            f"{quote_text(found[0])} is no option", where=where, hint=f"write {where} '-o VALUE'"
         )
     return found
 

@@ -1,8 +1,6 @@
 """
-From options, variables, the job file and the allocation to one frozen JobSpec that knows the source
-of every value.
-
-Pure, but for reading the files named.
+From options, variables, a job file and the allocation to one frozen JobSpec with the source of
+every value. Pure, except that it reads the files that the options name.
 
 May import: adapters, ranktables, hosts, common.
 Start reading here: spec.py, then resolve.py.

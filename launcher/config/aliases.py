@@ -17,7 +17,14 @@ from typing import Literal
 
 from pdrun.errors import UsageError, did_you_mean
 from pdrun.launcher.common import parsers
-from pdrun.launcher.config.options import Option, OptionReader, FieldValues, read_nodes, endpoint_reader, store_parsed
+from pdrun.launcher.config.options import (
+    FieldValues,
+    Option,
+    OptionReader,
+    endpoint_reader,
+    read_nodes,
+    store_parsed,
+)
 
 TORCHRUN_PORT = 29500
 C10D_PORT = 29400
@@ -43,7 +50,7 @@ def _accept_only(allowed: tuple[str, ...], reason: str) -> OptionReader:
         if text in allowed:
             return {}
         raise UsageError(
-            f"{parsers.quoted(text)} is not supported: {reason}",
+            f"{parsers.quote_text(text)} is not supported: {reason}",
             where=where,
             hint=did_you_mean(text, allowed),
         )
@@ -62,17 +69,17 @@ def _read_nproc_per_node(text: str, where: str) -> FieldValues:
         return words[text]
     if re.fullmatch(r"[A-Za-z]+", text):
         raise UsageError(
-            f"{parsers.quoted(text)} is neither a number nor one of {', '.join(words)}",
+            f"{parsers.quote_text(text)} is neither a number nor one of {', '.join(words)}",
             where=where,
             hint=did_you_mean(text, words),
         )
-    return {"resources.devices": parsers.whole(1)(text, where)}
+    return {"resources.devices": parsers.int_parser(1)(text, where)}
 
 
 def _read_numa_binding(text: str, where: str) -> FieldValues:
     if text != "node":
         raise UsageError(
-            f"{parsers.quoted(text)} is not supported: only node is",
+            f"{parsers.quote_text(text)} is not supported: only node is",
             where=where,
             hint="or use --bind",
         )
@@ -91,12 +98,12 @@ def _read_nnodes(text: str, where: str) -> FieldValues:
 
 
 def _read_rdzv_endpoint(text: str, where: str) -> FieldValues:
-    return endpoint_reader()(parsers.endpoint(C10D_PORT)(text, where))
+    return endpoint_reader()(parsers.endpoint_parser(C10D_PORT)(text, where))
 
 
 def _read_rdzv_id(text: str, where: str) -> FieldValues:
     return (
-        {} if text == "none" else {"job": parsers.name(text, where)}
+        {} if text == "none" else {"job": parsers.parse_job_name(text, where)}
     )  # "none" is torchrun's default
 
 
@@ -111,11 +118,11 @@ def _check_only(parser: parsers.Parser) -> OptionReader:
 
 
 _RDZV_SETTINGS: dict[str, OptionReader] = {
-    "join_timeout": store_parsed("policy.start_timeout", parsers.duration),
-    "timeout": store_parsed("policy.start_timeout", parsers.duration),
-    "is_host": store_parsed("place.serve", parsers.yes_no),
-    "rank": store_parsed("place.node_rank", parsers.whole(0)),
-    "last_call_timeout": store_parsed("torchrun.gather", parsers.duration),
+    "join_timeout": store_parsed("policy.start_timeout", parsers.parse_duration),
+    "timeout": store_parsed("policy.start_timeout", parsers.parse_duration),
+    "is_host": store_parsed("place.serve", parsers.parse_bool),
+    "rank": store_parsed("place.node_rank", parsers.int_parser(0)),
+    "last_call_timeout": store_parsed("torchrun.gather", parsers.parse_duration),
 }
 
 
@@ -127,15 +134,15 @@ def _read_rdzv_conf(text: str, where: str) -> FieldValues:
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not key or not equals or not value:
             raise UsageError(
-                f"{parsers.quoted(part)} is not KEY=VALUE",
+                f"{parsers.quote_text(part)} is not KEY=VALUE",
                 where=where,
                 hint="write join_timeout=600",
             )
         if key in seen:
-            raise UsageError(f"{parsers.quoted(key)} stands twice", where=where)
+            raise UsageError(f"{parsers.quote_text(key)} stands twice", where=where)
         if key not in _RDZV_SETTINGS:
             raise UsageError(
-                f"{parsers.quoted(key)} is not a setting that pdrun's rendezvous has",
+                f"{parsers.quote_text(key)} is not a setting that pdrun's rendezvous has",
                 where=where,
                 hint=did_you_mean(key, _RDZV_SETTINGS) or f"known: {', '.join(_RDZV_SETTINGS)}",
             )
@@ -159,7 +166,7 @@ def parse_std_map(text: str, where: str) -> dict[int | Literal["all"], int]:
         match = re.fullmatch(r"([0-9]{1,6}):([0-3])", part)
         if match is None:
             raise UsageError(
-                f"{parsers.quoted(part)} chooses no streams",
+                f"{parsers.quote_text(part)} chooses no streams",
                 where=where,
                 hint="write 0 to 3, or LOCAL_RANK:0-3 separated by commas",
             )
@@ -173,7 +180,7 @@ def _parse_bool(text: str, where: str) -> bool:
     """Read msrun's booleans, which are Python's words."""
     if text in ("True", "true", "False", "false"):
         return text.lower() == "true"
-    raise UsageError(f"{parsers.quoted(text)} is neither True nor False", where=where)
+    raise UsageError(f"{parsers.quote_text(text)} is neither True nor False", where=where)
 
 
 def _read_join(text: str, where: str) -> FieldValues:
@@ -206,19 +213,19 @@ def _read_cluster_time_out(text: str, where: str) -> FieldValues:
             where=where,
             hint="give seconds, at most 365d",
         )
-    return {"policy.start_timeout": parsers.duration(text, where)}
+    return {"policy.start_timeout": parsers.parse_duration(text, where)}
 
 
 def _read_tail(text: str, where: str) -> FieldValues:
-    return {"output.show_ranks": "all" if text == "-1" else parsers.ranks(text, where)}
+    return {"output.show_ranks": "all" if text == "-1" else parsers.parse_ranks(text, where)}
 
 
 def _read_log_stem(text: str, where: str) -> FieldValues:
-    return {"output.log_name": parsers.log_name(text + "_{rank}", where)}
+    return {"output.log_name": parsers.parse_log_name(text + "_{rank}", where)}
 
 
 def _read_rank_table(text: str, where: str) -> FieldValues:
-    return {"place.rank_table": parsers.path(text, where)} if text else {}
+    return {"place.rank_table": parsers.parse_path(text, where)} if text else {}
 
 
 def _both_spellings(name: str) -> tuple[str, ...]:
@@ -246,9 +253,21 @@ def _torchrun_option(
 
 TORCHRUN_OPTIONS = (
     _torchrun_option("nnodes", "--nodes; MIN:MAX means --grow 30s too", _read_nnodes, "N|MIN:MAX"),
-    _torchrun_option("nproc-per-node", "--devices; a number, auto, gpu, cpu or xpu", _read_nproc_per_node, "N"),
-    _torchrun_option("master-addr", "host of --scheduler", store_parsed("scheduler.host", parsers.host), "HOST"),
-    _torchrun_option("master-port", "port of --scheduler", store_parsed("scheduler.port", parsers.port), "PORT"),
+    _torchrun_option(
+        "nproc-per-node", "--devices; a number, auto, gpu, cpu or xpu", _read_nproc_per_node, "N"
+    ),
+    _torchrun_option(
+        "master-addr",
+        "host of --scheduler",
+        store_parsed("scheduler.host", parsers.parse_host),
+        "HOST",
+    ),
+    _torchrun_option(
+        "master-port",
+        "port of --scheduler",
+        store_parsed("scheduler.port", parsers.parse_tcp_port),
+        "PORT",
+    ),
     _torchrun_option(
         "rdzv-endpoint",
         "--scheduler",
@@ -279,7 +298,7 @@ TORCHRUN_OPTIONS = (
     _torchrun_option(
         "monitor-interval",
         "no longer needed",
-        _check_only(parsers.duration),
+        _check_only(parsers.parse_duration),
         "S",
         "workers are watched by events, so there is no interval between two looks",
     ),
@@ -290,7 +309,12 @@ TORCHRUN_OPTIONS = (
         "HOW",
         "scripts are started afresh, as with torchrun",
     ),
-    _torchrun_option("role", "ROLE_NAME of the workers", store_parsed("env.ROLE_NAME", parsers.name), "NAME"),
+    _torchrun_option(
+        "role",
+        "ROLE_NAME of the workers",
+        store_parsed("env.ROLE_NAME", parsers.parse_job_name),
+        "NAME",
+    ),
     _torchrun_option(
         "redirects",
         "ranks that only go to files: 3, or 1:3,2:3",
@@ -308,15 +332,33 @@ TORCHRUN_OPTIONS = (
         "-t",
     ),
     _torchrun_option(
-        "local-ranks-filter", "local ranks to show", store_parsed("torchrun.shown", parsers.rank_set), "RANKS"
+        "local-ranks-filter",
+        "local ranks to show",
+        store_parsed("torchrun.shown", parsers.parse_rank_list),
+        "RANKS",
     ),
-    _torchrun_option("local-addr", "--interface", store_parsed("place.interface", parsers.interface), "ADDR"),
-    _torchrun_option("shutdown-timeout", "--grace", store_parsed("policy.grace", parsers.duration_or_zero), "S"),
+    _torchrun_option(
+        "local-addr",
+        "--interface",
+        store_parsed("place.interface", parsers.parse_interface),
+        "ADDR",
+    ),
+    _torchrun_option(
+        "shutdown-timeout",
+        "--grace",
+        store_parsed("policy.grace", parsers.parse_duration_or_zero),
+        "S",
+    ),
     _torchrun_option("numa-binding", "node: --bind numa", _read_numa_binding, "HOW"),
     _torchrun_option(
-        "event-log-handler", "null only", _accept_only(("null",), "pdrun writes its own event log"), "NAME"
+        "event-log-handler",
+        "null only",
+        _accept_only(("null",), "pdrun writes its own event log"),
+        "NAME",
     ),
-    _torchrun_option("run-path", "refused", _refuse_option("a script always runs as python SCRIPT")),
+    _torchrun_option(
+        "run-path", "refused", _refuse_option("a script always runs as python SCRIPT")
+    ),
     _torchrun_option(
         "logs-specs",
         "refused",
@@ -326,13 +368,17 @@ TORCHRUN_OPTIONS = (
     _torchrun_option(
         "duplicate-stdout-filters",
         "refused",
-        _refuse_option("lines are not filtered by content", "use --show-ranks, and grep in the logs"),
+        _refuse_option(
+            "lines are not filtered by content", "use --show-ranks, and grep in the logs"
+        ),
         "WORDS",
     ),
     _torchrun_option(
         "duplicate-stderr-filters",
         "refused",
-        _refuse_option("lines are not filtered by content", "use --show-ranks, and grep in the logs"),
+        _refuse_option(
+            "lines are not filtered by content", "use --show-ranks, and grep in the logs"
+        ),
         "WORDS",
     ),
     _torchrun_option(
@@ -355,9 +401,17 @@ def _msrun_option(name: str, help: str, read: OptionReader, metavar: str, note: 
 
 MSRUN_OPTIONS = (
     _msrun_option(
-        "worker_num", "workers of the whole job (8)", store_parsed("msrun.workers", parsers.whole(1)), "N"
+        "worker_num",
+        "workers of the whole job (8)",
+        store_parsed("msrun.workers", parsers.int_parser(1)),
+        "N",
     ),
-    _msrun_option("local_worker_num", "--devices (8)", store_parsed("msrun.local_workers", parsers.whole(1)), "N"),
+    _msrun_option(
+        "local_worker_num",
+        "--devices (8)",
+        store_parsed("msrun.local_workers", parsers.int_parser(1)),
+        "N",
+    ),
     _msrun_option("join", "True only", _read_join, "BOOL", "pdrun always stays with its workers"),
     _msrun_option("cluster_time_out", "--start-timeout", _read_cluster_time_out, "S"),
     _msrun_option("bind_core", "True: --bind cores", _binding_reader("msrun.bind_core"), "BOOL"),

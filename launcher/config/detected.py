@@ -1,5 +1,5 @@
 """
-What the launcher around this process means for the job: wishes of the lowest rank, which everything
+What the launcher around this process means for the job: settings of the lowest rank, which everything
 that the user says overrides.
 
 A task that stands alone on its node becomes an agent: number of nodes, node rank, where the nodes
@@ -17,8 +17,8 @@ from pdrun.errors import ConfigError, UsageError
 from pdrun.launcher.adapters import detect, mpi
 from pdrun.launcher.adapters.model import Found, Probes
 from pdrun.launcher.adapters.names import STARTERS
-from pdrun.launcher.config.settings import Priority, Source, Setting
-from pdrun.launcher.hosts.selection import Host, host_name
+from pdrun.launcher.config.settings import Priority, Setting, Source
+from pdrun.launcher.hosts.selection import Host, check_host_name
 
 _MPI_NAMES = tuple(row.name for row in mpi.MPI)
 _WORKER_NAMES = tuple(row.name for row in mpi.WORKERS)
@@ -32,15 +32,21 @@ _ONE_TASK_COMMANDS = {
     "flux": "flux run --tasks-per-node=1",
 }
 """How to start one task a node."""
-_OVERRIDING_PATHS = ("place.local", "torchrun.standalone", "hosts.all", "hosts.file", "place.rank_table")
+_OVERRIDING_PATHS = (
+    "place.local",
+    "torchrun.standalone",
+    "hosts.all",
+    "hosts.file",
+    "place.rank_table",
+)
 """What makes every other launcher's words needless."""
 
 
 def detect_settings(
-    wishes: Iterable[Setting], environ: Mapping[str, str], probes: Probes
+    settings: Iterable[Setting], environ: Mapping[str, str], probes: Probes
 ) -> tuple[tuple[Setting, ...], tuple[str, ...], tuple[str, ...]]:
     """
-    Return the wishes that the launcher around us amounts to, notes, and warnings.
+    Return the settings that the launcher around us amounts to, notes, and warnings.
 
     Raises:
         ConfigError: its words are malformed, contradict what the user said, or would start another
@@ -48,8 +54,8 @@ def detect_settings(
         UsageError: ``--launcher`` names one that says nothing here.
     """
     said: dict[str, Setting] = {}
-    for wish in sorted(wishes, key=lambda wish: wish.source.priority):
-        said.setdefault(wish.path, wish)
+    for setting in sorted(settings, key=lambda setting: setting.source.priority):
+        said.setdefault(setting.path, setting)
     launcher = said["place.launcher"].value if "place.launcher" in said else ""
     if any(path in said and said[path].value for path in _OVERRIDING_PATHS):
         return (), (), ()
@@ -57,7 +63,11 @@ def detect_settings(
     notes = tuple(f"{item.launcher} is ignored: {item.why}" for item in found.ignored)
     if found.kind == "none":
         return (), notes, found.notes
-    made = _allocation_settings(found, said) if found.kind == "allocation" else _task_settings(found, said, probes)
+    made = (
+        _allocation_settings(found, said)
+        if found.kind == "allocation"
+        else _task_settings(found, said, probes)
+    )
     here = () if found.launcher == "pet" else (f"{found.title}: {_summarize_launcher(found)}",)
     return tuple(made), (*here, *notes), found.notes
 
@@ -81,7 +91,9 @@ def _summarize_launcher(found: Found) -> str:
 
 def _make_setting(path: str, value: object, found: Found, key: str) -> Setting:
     return Setting(
-        path, value, Source(found.sources.get(key) or found.title, Priority.DETECTED, str(value)[:60])
+        path,
+        value,
+        Source(found.sources.get(key) or found.title, Priority.DETECTED, str(value)[:60]),
     )
 
 
@@ -135,7 +147,9 @@ def _task_settings(found: Found, said: Mapping[str, Setting], probes: Probes) ->
     if found.node_rank is not None:
         made.append(_make_setting("place.node_rank", found.node_rank, found, "node_rank"))
     if found.launcher == "mindspore":
-        made.append(_make_setting("place.serve", False, found, "head"))  # the scheduler is a pod of its own
+        made.append(
+            _make_setting("place.serve", False, found, "head")
+        )  # the scheduler is a pod of its own
     if "scheduler.host" not in said:
         made += _scheduler_settings(found, probes)
     return made
@@ -193,7 +207,7 @@ def _scheduler_settings(found: Found, probes: Probes) -> list[Setting]:
             hint="say --scheduler HOST:PORT (PDRUN_SCHEDULER), the same for all nodes",
         )
     try:
-        host_name(host, found.sources.get(key, ""))
+        check_host_name(host, found.sources.get(key, ""))
     except UsageError as error:
         raise ConfigError(error.what, where=error.where, hint=error.hint) from None
     if found.launcher in _MPI_NAMES and found.node_rank == 0 and not probes.is_here(host):
@@ -206,5 +220,7 @@ def _scheduler_settings(found: Found, probes: Probes) -> list[Setting]:
     port = found.port if found.port is not None else port_for_job(name)
     return [
         _make_setting("scheduler.host", host, found, key),
-        _make_setting("scheduler.port", port, found, "port" if found.port is not None else "job_id"),
+        _make_setting(
+            "scheduler.port", port, found, "port" if found.port is not None else "job_id"
+        ),
     ]

@@ -20,11 +20,11 @@ from pdrun.errors import ConfigError, UsageError, did_you_mean
 from pdrun.launcher.adapters import names
 from pdrun.launcher.adapters.ssh_command import ssh_options, words
 from pdrun.launcher.common import parsers
-from pdrun.launcher.common.parsers import Parser, quoted
+from pdrun.launcher.common.parsers import Parser, quote_text
 from pdrun.launcher.common.textfile import read_text
-from pdrun.launcher.config.settings import Priority, Source, Setting
+from pdrun.launcher.config.settings import Priority, Setting, Source
 from pdrun.launcher.config.spec import BACKENDS
-from pdrun.launcher.hosts import selection as hosts
+from pdrun.launcher.hosts import selection
 
 MAX_FILE_BYTES = 1 << 18
 """Bytes of a job file, at most."""
@@ -44,69 +44,69 @@ def _parse_true_false(text: str, where: str) -> bool:
     if text in ("true", "false"):
         return text == "true"
     raise UsageError(
-        f"{quoted(text)} is neither true nor false", where=where, hint="write true or false"
+        f"{quote_text(text)} is neither true nor false", where=where, hint="write true or false"
     )
 
 
 KEY_PARSERS: Mapping[str, Mapping[str, Parser]] = {
     "program": {
-        "script": parsers.plain,
-        "module": parsers.plain,
-        "command": parsers.plain,
-        "python": parsers.path,
-        "start": parsers.choice("auto", "fork", "exec"),
+        "script": parsers.parse_text,
+        "module": parsers.parse_text,
+        "command": parsers.parse_text,
+        "python": parsers.parse_path,
+        "start": parsers.choice_parser("auto", "fork", "exec"),
         "warm": _parse_true_false,
     },
     "resources": {
-        "nodes": parsers.node_range,
-        "spares": parsers.whole(0),
-        "devices": parsers.whole_or_auto(),
-        "backend": parsers.choice(*BACKENDS),
-        "threads": parsers.whole_or_auto(),
-        "bind": parsers.choice("auto", "cores", "numa", "none"),
+        "nodes": parsers.parse_node_range,
+        "spares": parsers.int_parser(0),
+        "devices": parsers.int_or_auto_parser(),
+        "backend": parsers.choice_parser(*BACKENDS),
+        "threads": parsers.int_or_auto_parser(),
+        "bind": parsers.choice_parser("auto", "cores", "numa", "none"),
     },
     "policy": {
-        "start_timeout": parsers.duration,
-        "grace": parsers.duration_or_zero,
-        "max_restarts": parsers.whole(0),
-        "restart_window": parsers.duration,
-        "restart_on": parsers.exit_codes,
-        "no_restart_on": parsers.exit_codes,
-        "backoff": parsers.duration_or_zero,
-        "gather": parsers.duration_or_zero,
-        "grow": parsers.duration_or_zero,
-        "scheduler_loss": parsers.scheduler_loss,
-        "hang_timeout": parsers.duration,
-        "time_limit": parsers.duration,
+        "start_timeout": parsers.parse_duration,
+        "grace": parsers.parse_duration_or_zero,
+        "max_restarts": parsers.int_parser(0),
+        "restart_window": parsers.parse_duration,
+        "restart_on": parsers.parse_exit_codes,
+        "no_restart_on": parsers.parse_exit_codes,
+        "backoff": parsers.parse_duration_or_zero,
+        "gather": parsers.parse_duration_or_zero,
+        "grow": parsers.parse_duration_or_zero,
+        "scheduler_loss": parsers.parse_scheduler_loss,
+        "hang_timeout": parsers.parse_duration,
+        "time_limit": parsers.parse_duration,
     },
     "output": {
-        "log_dir": parsers.path,
-        "log_name": parsers.log_name,
+        "log_dir": parsers.parse_path,
+        "log_name": parsers.parse_log_name,
         "files": _parse_true_false,
-        "show_ranks": parsers.ranks,
-        "prefix": parsers.choice("auto", "rank", "none"),
+        "show_ranks": parsers.parse_ranks,
+        "prefix": parsers.choice_parser("auto", "rank", "none"),
     },
     "place": {
-        "scheduler": parsers.endpoint(),
-        "node_rank": parsers.whole(0),
-        "node_name": parsers.node_name,
+        "scheduler": parsers.endpoint_parser(),
+        "node_rank": parsers.int_parser(0),
+        "node_name": parsers.parse_node_name,
         "local": _parse_true_false,
-        "interface": parsers.interface,
+        "interface": parsers.parse_interface,
         "serve": _parse_true_false,
-        "token_file": parsers.path,
-        "hosts": hosts.parse_hosts,
-        "hostfile": parsers.path,
-        "include": hosts.parse_choice,
-        "exclude": hosts.parse_choice,
-        "rank_table": parsers.path,
+        "token_file": parsers.parse_path,
+        "hosts": selection.parse_hosts,
+        "hostfile": parsers.parse_path,
+        "include": selection.parse_host_choice,
+        "exclude": selection.parse_host_choice,
+        "rank_table": parsers.parse_path,
         "launcher": names.check,
     },
     "reach": {
-        "ssh": parsers.path,
+        "ssh": parsers.parse_path,
         "ssh_opts": ssh_options,
-        "forward": parsers.patterns,
+        "forward": parsers.parse_patterns,
         "ship": _parse_true_false,
-        "mpirun": parsers.path,
+        "mpirun": parsers.parse_path,
         "mpirun_opts": words,
         "srun_opts": words,
     },
@@ -119,7 +119,10 @@ FIELD_PATHS = {
     "place.exclude": "hosts.exclude",
 }
 """Keys whose values `pdrun.launcher.config.resolve` puts together."""
-TOP_LEVEL_PARSERS: Mapping[str, Parser] = {"job": parsers.name, "chdir": parsers.path}
+TOP_LEVEL_PARSERS: Mapping[str, Parser] = {
+    "job": parsers.parse_job_name,
+    "chdir": parsers.parse_path,
+}
 REFUSAL_REASONS = {
     "place.insecure": "must be said on the command line (--insecure), so that nobody inherits it from a file",
     "place.simulated": "is pdrun's own; use local: true",
@@ -182,7 +185,7 @@ def _check_events(text: str, name: str) -> None:
             )
         if tag := getattr(event, "tag", None):
             raise ConfigError(
-                f"a tag ({quoted(str(tag))}) is not allowed", where=where, hint="leave it out"
+                f"a tag ({quote_text(str(tag))}) is not allowed", where=where, hint="leave it out"
             )
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
             event, yaml.CollectionEndEvent
@@ -192,7 +195,7 @@ def _check_events(text: str, name: str) -> None:
 
 
 class JobFileReader:
-    """Walks the nodes of one file and yields wishes."""
+    """Walks the nodes of one file and yields settings."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -236,14 +239,16 @@ class JobFileReader:
     def iter_items(self, node: yaml.Node, what: str) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:
         """Yield the pairs of a mapping; each key once."""
         if not isinstance(node, yaml.MappingNode):
-            raise ConfigError(f"{what} must be written as KEY: VALUE lines", where=self.locate(node))
+            raise ConfigError(
+                f"{what} must be written as KEY: VALUE lines", where=self.locate(node)
+            )
         lines: dict[str, int] = {}
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 raise ConfigError("a key must be a word", where=self.locate(key))
             if key.value in lines:
                 raise ConfigError(
-                    f"{quoted(key.value)} stands twice",
+                    f"{quote_text(key.value)} stands twice",
                     where=self.locate(key),
                     hint=f"first on line {lines[key.value]}",
                 )
@@ -258,7 +263,9 @@ class JobFileReader:
         if reason:
             raise ConfigError(f"{name} {reason}", where=self.locate(node))
         home = (
-            next((group for group, keys in KEY_PARSERS.items() if name in keys), "") if not group else ""
+            next((group for group, keys in KEY_PARSERS.items() if name in keys), "")
+            if not group
+            else ""
         )
         hint = (
             f"it belongs under {home}"
@@ -266,7 +273,7 @@ class JobFileReader:
             else did_you_mean(name, known) or f"known: {', '.join(known)}"
         )
         raise ConfigError(
-            f"unknown key {quoted(name)}{f' in {group}' if group else ''}",
+            f"unknown key {quote_text(name)}{f' in {group}' if group else ''}",
             where=self.locate(node),
             hint=hint,
         )
@@ -299,7 +306,7 @@ class JobFileReader:
             )
         if flag and kind == "bool":
             raise ConfigError(
-                f"{what}: {quoted(text)} must be written true or false", where=self.locate(node)
+                f"{what}: {quote_text(text)} must be written true or false", where=self.locate(node)
             )
         read = {"bool": "true or false", "int": "another number", "float": "another number"}.get(
             kind, f"a {kind}"
@@ -325,12 +332,12 @@ class JobFileReader:
         for key, value in self.iter_items(node, "env"):
             if "=" in str(key.value):  # it would be cut there
                 raise ConfigError(
-                    f"{quoted(str(key.value))} is not a variable's name", where=self.locate(key)
+                    f"{quote_text(str(key.value))} is not a variable's name", where=self.locate(key)
                 )
             text = self.read_scalar(value, str(key.value))
             source = self.make_source(key, f"{key.value}={text}")
             try:
-                name, text = parsers.assignment(f"{key.value}={text}", source.label)
+                name, text = parsers.parse_assignment(f"{key.value}={text}", source.label)
             except UsageError as error:
                 raise source.convert_error(error) from None
             yield Setting(f"env.{name}", text, source)

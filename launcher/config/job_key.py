@@ -1,5 +1,5 @@
 """
-What nodes compare to recognise each other's job: a key and the command as one line of text. Pure.
+What nodes compare to recognise the same job: its key and its command as text. Pure.
 """
 
 from __future__ import annotations
@@ -10,24 +10,21 @@ from pdrun.launcher.config.spec import JobSpec
 from pdrun.names import make_name
 
 MAX_COMMAND_CHARS = 400
-"""Characters of a command that nodes show each other."""
+"""Characters of a command that nodes send to the scheduler."""
 
 
 def make_job_key(spec: JobSpec) -> str:
     """
-    Return the job's name, or one made of the command: equal on nodes that were given the same
-    command.
+    Return the job's name, or a name derived from the command. Equal commands give equal keys.
     """
     if spec.job:
         return spec.job
     import hashlib
 
     program = spec.program
-    nodes = (
-        spec.resources.nodes
-        if spec.resources.required_nodes == spec.resources.nodes
-        else spec.resources.node_range
-    )
+    nodes: int | str = spec.resources.nodes
+    if spec.resources.required_nodes != nodes:
+        nodes = spec.resources.node_range
     text = json.dumps([program.kind, program.target, list(program.args), nodes])
     digest = hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:8]
     stem = program.target.rstrip("/").rpartition("/")[2]
@@ -36,9 +33,9 @@ def make_job_key(spec: JobSpec) -> str:
 
 def format_command(spec: JobSpec) -> str:
     """
-    Return, in one line, what must be the same on every node; equal exactly where that is.
+    Return, as one line, the part of the command that must be the same on every node.
 
-    What is long is cut, and its digest stands for the rest.
+    Texts are equal if and only if that part is. A long text is cut and its digest appended.
     """
     import shlex
 
@@ -47,12 +44,16 @@ def format_command(spec: JobSpec) -> str:
     text = shlex.join(
         ["pdrun", "--nodes", spec.resources.node_range, *kind, program.target, *program.args]
     )
-    text = "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
-    )
+    text = "".join(map(_escape_unprintable, text))
     if len(text) <= MAX_COMMAND_CHARS:
         return text
     import hashlib
 
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     return f"{text[:MAX_COMMAND_CHARS]}... ({len(text)} characters, sha256 {digest})"
+
+
+def _escape_unprintable(char: str) -> str:
+    if char.isprintable():
+        return char
+    return char.encode("unicode_escape").decode()

@@ -18,7 +18,7 @@ from pdrun.endpoint import Endpoint
 from pdrun.launcher.adapters.ssh_command import ssh_options, words
 from pdrun.launcher.common import parsers
 from pdrun.launcher.config.spec import BACKENDS
-from pdrun.launcher.hosts import selection as hosts
+from pdrun.launcher.hosts import selection
 
 FieldValues = Mapping[str, Any]
 OptionReader = Callable[[str, str], FieldValues]
@@ -74,25 +74,25 @@ def endpoint_reader(path: str = "scheduler") -> Callable[[Endpoint], FieldValues
 
 
 def _read_scheduler(text: str, where: str) -> FieldValues:
-    return endpoint_reader()(parsers.endpoint()(text, where))
+    return endpoint_reader()(parsers.endpoint_parser()(text, where))
 
 
 def _read_node_rank(text: str, where: str) -> FieldValues:
     if where == "--node_rank" and text == "-1":  # msrun's spelling of "not said"
         return {}
-    return {"place.node_rank": parsers.whole(0)(text, where)}
+    return {"place.node_rank": parsers.int_parser(0)(text, where)}
 
 
 def read_nodes(text: str, where: str) -> FieldValues:
     """
     Read ``N`` or ``MIN:MAX``. Both bounds are said, so that one source never completes another's.
     """
-    least, most = parsers.node_range(text, where)
+    least, most = parsers.parse_node_range(text, where)
     return {"resources.nodes": most, "resources.min_nodes": least}
 
 
 def _read_mpirun(text: str, where: str) -> FieldValues:
-    return {"reach.mpirun": parsers.path(text, where), "place.launcher": "mpirun"}
+    return {"reach.mpirun": parsers.parse_path(text, where), "place.launcher": "mpirun"}
 
 
 def _read_launcher(text: str, where: str) -> FieldValues:
@@ -102,7 +102,7 @@ def _read_launcher(text: str, where: str) -> FieldValues:
 
 
 def _read_env(text: str, where: str) -> FieldValues:
-    name, value = parsers.assignment(text, where)
+    name, value = parsers.parse_assignment(text, where)
     return {f"env.{name}": value}
 
 
@@ -126,7 +126,7 @@ RUN_OPTIONS = (
     Option(
         ("--python",),
         "interpreter of the workers (default: the one that runs pdrun)",
-        store_parsed("program.python", parsers.path),
+        store_parsed("program.python", parsers.parse_path),
         HELP_GROUPS[0],
         "PATH",
         ("PDRUN_PYTHON",),
@@ -134,7 +134,7 @@ RUN_OPTIONS = (
     Option(
         ("--start",),
         "fork workers from one import of torch, or exec each: auto, fork, exec",
-        store_parsed("program.start", parsers.choice("auto", "fork", "exec")),
+        store_parsed("program.start", parsers.choice_parser("auto", "fork", "exec")),
         HELP_GROUPS[0],
         "HOW",
         ("PDRUN_START",),
@@ -157,7 +157,7 @@ RUN_OPTIONS = (
     Option(
         ("--chdir",),
         "start the workers in this folder, as if typed there",
-        store_parsed("chdir", parsers.path),
+        store_parsed("chdir", parsers.parse_path),
         HELP_GROUPS[0],
         "DIR",
         ("PDRUN_CHDIR",),
@@ -174,7 +174,7 @@ RUN_OPTIONS = (
     Option(
         ("--spares",),
         "further nodes that stand by to replace one that is lost (default: 0)",
-        store_parsed("resources.spares", parsers.whole(0)),
+        store_parsed("resources.spares", parsers.int_parser(0)),
         HELP_GROUPS[1],
         "N",
         ("PDRUN_SPARES",),
@@ -182,7 +182,7 @@ RUN_OPTIONS = (
     Option(
         ("--devices",),
         "workers on each node (auto: one a device)",
-        store_parsed("resources.devices", parsers.whole_or_auto()),
+        store_parsed("resources.devices", parsers.int_or_auto_parser()),
         HELP_GROUPS[1],
         "N|auto",
         ("PDRUN_DEVICES",),
@@ -191,7 +191,7 @@ RUN_OPTIONS = (
     Option(
         ("--backend",),
         f"{', '.join(BACKENDS)}",
-        store_parsed("resources.backend", parsers.choice(*BACKENDS)),
+        store_parsed("resources.backend", parsers.choice_parser(*BACKENDS)),
         HELP_GROUPS[1],
         "NAME",
         ("PDRUN_BACKEND",),
@@ -200,7 +200,7 @@ RUN_OPTIONS = (
     Option(
         ("--threads",),
         "OMP_NUM_THREADS of a worker (auto: its share of the CPUs)",
-        store_parsed("resources.threads", parsers.whole_or_auto()),
+        store_parsed("resources.threads", parsers.int_or_auto_parser()),
         HELP_GROUPS[1],
         "N|auto",
         ("PDRUN_THREADS",),
@@ -208,7 +208,7 @@ RUN_OPTIONS = (
     Option(
         ("--bind",),
         "bind workers to CPUs: auto, cores, numa, none",
-        store_parsed("resources.bind", parsers.choice("auto", "cores", "numa", "none")),
+        store_parsed("resources.bind", parsers.choice_parser("auto", "cores", "numa", "none")),
         HELP_GROUPS[1],
         "HOW",
         ("PDRUN_BIND",),
@@ -234,7 +234,7 @@ RUN_OPTIONS = (
     Option(
         ("--hosts",),
         "the nodes: a,b or node[01-04]:DEVICES",
-        store_parsed("hosts.all", hosts.parse_hosts),
+        store_parsed("hosts.all", selection.parse_hosts),
         HELP_GROUPS[2],
         "LIST",
         ("PDRUN_HOSTS",),
@@ -243,7 +243,7 @@ RUN_OPTIONS = (
     Option(
         ("--hostfile",),
         "the same as a file, in any grammar (- is stdin)",
-        store_parsed("hosts.file", parsers.path),
+        store_parsed("hosts.file", parsers.parse_path),
         HELP_GROUPS[2],
         "FILE",
         ("PDRUN_HOSTFILE",),
@@ -252,7 +252,7 @@ RUN_OPTIONS = (
     Option(
         ("--include",),
         "only these hosts and devices: a@b:0,2",
-        store_parsed("hosts.include", hosts.parse_choice),
+        store_parsed("hosts.include", selection.parse_host_choice),
         HELP_GROUPS[2],
         "LIST",
         ("PDRUN_INCLUDE",),
@@ -260,7 +260,7 @@ RUN_OPTIONS = (
     Option(
         ("--exclude",),
         "not these hosts and devices: a@b:0,2",
-        store_parsed("hosts.exclude", hosts.parse_choice),
+        store_parsed("hosts.exclude", selection.parse_host_choice),
         HELP_GROUPS[2],
         "LIST",
         ("PDRUN_EXCLUDE",),
@@ -268,7 +268,7 @@ RUN_OPTIONS = (
     Option(
         ("--rank-table",),
         "Ascend's rank table: hosts, devices and ranks",
-        store_parsed("place.rank_table", parsers.path),
+        store_parsed("place.rank_table", parsers.parse_path),
         HELP_GROUPS[2],
         "FILE",
         ("PDRUN_RANK_TABLE",),
@@ -289,7 +289,9 @@ RUN_OPTIONS = (
         env=("PDRUN_SERVE",),
         off_values={"place.serve": False},
     ),
-    Option(("--no-serve",), "this node only joins", store_value("place.serve", False), HELP_GROUPS[2]),
+    Option(
+        ("--no-serve",), "this node only joins", store_value("place.serve", False), HELP_GROUPS[2]
+    ),
     Option(
         ("--node-rank", "--node_rank"),
         "place of this node, 0 to N-1 (default: by name)",
@@ -302,7 +304,7 @@ RUN_OPTIONS = (
     Option(
         ("--node-name",),
         "name of this node in the job (default: the host name)",
-        store_parsed("place.node_name", parsers.node_name),
+        store_parsed("place.node_name", parsers.parse_node_name),
         HELP_GROUPS[2],
         "NAME",
         ("PDRUN_NODE_NAME",),
@@ -310,7 +312,7 @@ RUN_OPTIONS = (
     Option(
         ("--interface",),
         "interface or address to listen on (default: the route to the scheduler)",
-        store_parsed("place.interface", parsers.interface),
+        store_parsed("place.interface", parsers.parse_interface),
         HELP_GROUPS[2],
         "NAME",
         ("PDRUN_INTERFACE",),
@@ -318,7 +320,7 @@ RUN_OPTIONS = (
     Option(
         ("--job",),
         "name of the job; other jobs' nodes are refused",
-        store_parsed("job", parsers.name),
+        store_parsed("job", parsers.parse_job_name),
         HELP_GROUPS[2],
         "NAME",
         ("PDRUN_JOB",),
@@ -327,7 +329,7 @@ RUN_OPTIONS = (
     Option(
         ("--token-file",),
         "file with the job's token (pdrun token create)",
-        store_parsed("place.token_file", parsers.path),
+        store_parsed("place.token_file", parsers.parse_path),
         HELP_GROUPS[2],
         "FILE",
         ("PDRUN_TOKEN_FILE",),
@@ -336,7 +338,7 @@ RUN_OPTIONS = (
     Option(
         ("--forward",),
         "variables that other hosts get: names or patterns (NCCL_*), by commas",
-        store_parsed("reach.forward", parsers.patterns),
+        store_parsed("reach.forward", parsers.parse_patterns),
         HELP_GROUPS[2],
         "NAMES",
         ("PDRUN_FORWARD",),
@@ -344,7 +346,7 @@ RUN_OPTIONS = (
     Option(
         ("--ssh",),
         "ssh program for --hosts (default: ssh)",
-        store_parsed("reach.ssh", parsers.path),
+        store_parsed("reach.ssh", parsers.parse_path),
         HELP_GROUPS[2],
         "PROGRAM",
         ("PDRUN_SSH",),
@@ -398,7 +400,7 @@ RUN_OPTIONS = (
     Option(
         ("--start-timeout",),
         "longest wait for all nodes (default: 10m)",
-        store_parsed("policy.start_timeout", parsers.duration),
+        store_parsed("policy.start_timeout", parsers.parse_duration),
         HELP_GROUPS[3],
         "TIME",
         ("PDRUN_START_TIMEOUT",),
@@ -406,7 +408,7 @@ RUN_OPTIONS = (
     Option(
         ("--grace",),
         "from the first signal to SIGKILL (default: 30s)",
-        store_parsed("policy.grace", parsers.duration_or_zero),
+        store_parsed("policy.grace", parsers.parse_duration_or_zero),
         HELP_GROUPS[3],
         "TIME",
         ("PDRUN_GRACE",),
@@ -415,7 +417,7 @@ RUN_OPTIONS = (
     Option(
         ("--max-restarts", "--max_restarts"),
         "restarts of the whole job (default: 0)",
-        store_parsed("policy.max_restarts", parsers.whole(0)),
+        store_parsed("policy.max_restarts", parsers.int_parser(0)),
         HELP_GROUPS[3],
         "N",
         ("PDRUN_MAX_RESTARTS", "PET_MAX_RESTARTS"),
@@ -424,7 +426,7 @@ RUN_OPTIONS = (
     Option(
         ("--restart-window",),
         "only restarts of the last TIME count (default: all)",
-        store_parsed("policy.restart_window", parsers.duration),
+        store_parsed("policy.restart_window", parsers.parse_duration),
         HELP_GROUPS[3],
         "TIME",
         ("PDRUN_RESTART_WINDOW",),
@@ -432,7 +434,7 @@ RUN_OPTIONS = (
     Option(
         ("--restart-on",),
         "restart after these exit codes only: 1,3-5,SIGKILL",
-        store_parsed("policy.restart_on", parsers.exit_codes),
+        store_parsed("policy.restart_on", parsers.parse_exit_codes),
         HELP_GROUPS[3],
         "CODES",
         ("PDRUN_RESTART_ON",),
@@ -440,7 +442,7 @@ RUN_OPTIONS = (
     Option(
         ("--no-restart-on",),
         "never restart after these exit codes",
-        store_parsed("policy.no_restart_on", parsers.exit_codes),
+        store_parsed("policy.no_restart_on", parsers.parse_exit_codes),
         HELP_GROUPS[3],
         "CODES",
         ("PDRUN_NO_RESTART_ON",),
@@ -448,7 +450,7 @@ RUN_OPTIONS = (
     Option(
         ("--backoff",),
         "before the second of two quick restarts, then doubled (default: 1s)",
-        store_parsed("policy.backoff", parsers.duration_or_zero),
+        store_parsed("policy.backoff", parsers.parse_duration_or_zero),
         HELP_GROUPS[3],
         "TIME",
         ("PDRUN_BACKOFF",),
@@ -456,7 +458,7 @@ RUN_OPTIONS = (
     Option(
         ("--gather",),
         "MIN:MAX: quiet after which fewer than MAX nodes begin (default: 10s)",
-        store_parsed("policy.gather", parsers.duration_or_zero),
+        store_parsed("policy.gather", parsers.parse_duration_or_zero),
         HELP_GROUPS[3],
         "TIME",
         ("PDRUN_GATHER",),
@@ -464,7 +466,7 @@ RUN_OPTIONS = (
     Option(
         ("--grow",),
         "MIN:MAX: restart with a late node after TIME (default: at the next restart)",
-        store_parsed("policy.grow", parsers.duration_or_zero),
+        store_parsed("policy.grow", parsers.parse_duration_or_zero),
         HELP_GROUPS[3],
         "TIME",
         ("PDRUN_GROW",),
@@ -472,7 +474,7 @@ RUN_OPTIONS = (
     Option(
         ("--on-scheduler-loss",),
         "workers go on meanwhile, or stop: wait[=TIME], stop (default: wait=60s)",
-        store_parsed("policy.scheduler_loss", parsers.scheduler_loss),
+        store_parsed("policy.scheduler_loss", parsers.parse_scheduler_loss),
         HELP_GROUPS[3],
         "HOW",
         ("PDRUN_ON_SCHEDULER_LOSS",),
@@ -480,7 +482,7 @@ RUN_OPTIONS = (
     Option(
         ("--hang-timeout",),
         "without progress for TIME a worker hangs: show all stacks, then as a failure",
-        store_parsed("policy.hang_timeout", parsers.duration),
+        store_parsed("policy.hang_timeout", parsers.parse_duration),
         HELP_GROUPS[3],
         "TIME",
         ("PDRUN_HANG_TIMEOUT",),
@@ -488,7 +490,7 @@ RUN_OPTIONS = (
     Option(
         ("--time-limit",),
         "end the job after this time, with exit code 124",
-        store_parsed("policy.time_limit", parsers.duration),
+        store_parsed("policy.time_limit", parsers.parse_duration),
         HELP_GROUPS[3],
         "TIME",
         ("PDRUN_TIME_LIMIT",),
@@ -496,7 +498,7 @@ RUN_OPTIONS = (
     Option(
         ("--log-dir", "--log_dir"),
         "folder of the logs (default: pdrun-logs)",
-        store_parsed("output.log_dir", parsers.path),
+        store_parsed("output.log_dir", parsers.parse_path),
         HELP_GROUPS[4],
         "DIR",
         ("PDRUN_LOG_DIR", "PET_LOG_DIR"),
@@ -505,7 +507,7 @@ RUN_OPTIONS = (
     Option(
         ("--log-name",),
         "stem of a worker's files: {rank} {local_rank} {node} {ip} {hostname}",
-        store_parsed("output.log_name", parsers.log_name),
+        store_parsed("output.log_name", parsers.parse_log_name),
         HELP_GROUPS[4],
         "STEM",
         ("PDRUN_LOG_NAME",),
@@ -521,7 +523,7 @@ RUN_OPTIONS = (
     Option(
         ("--show-ranks",),
         "all, none or 0,7-9; a failed rank is always shown",
-        store_parsed("output.show_ranks", parsers.ranks),
+        store_parsed("output.show_ranks", parsers.parse_ranks),
         HELP_GROUPS[4],
         "RANKS",
         ("PDRUN_SHOW_RANKS",),
@@ -530,7 +532,7 @@ RUN_OPTIONS = (
     Option(
         ("--prefix",),
         "before each line: auto, rank, none",
-        store_parsed("output.prefix", parsers.choice("auto", "rank", "none")),
+        store_parsed("output.prefix", parsers.choice_parser("auto", "rank", "none")),
         HELP_GROUPS[4],
         "HOW",
         ("PDRUN_PREFIX",),
@@ -549,7 +551,12 @@ RUN_OPTIONS = (
         HELP_GROUPS[5],
         is_in_short_help=True,
     ),
-    Option(("--json",), "the plan as JSON (with --dry-run)", store_value("ask.json", True), HELP_GROUPS[5]),
+    Option(
+        ("--json",),
+        "the plan as JSON (with --dry-run)",
+        store_value("ask.json", True),
+        HELP_GROUPS[5],
+    ),
 )
 
 OTHER_VARIABLES = (

@@ -1,10 +1,10 @@
 """
-What was said, where, and which saying counts.
+Settings with their sources, and which one counts.
 
-Every option, variable and line of a job file becomes a `Wish`: a field path, a value and its
-source. The command line counts before the environment, the environment before a job file. Two
-sayings of the same rank that differ are an error that names both; equal ones are fine. Pure: no
-file, no ``os.environ``.
+Every option, variable and line of a job file becomes a `Setting`: a field path, a value and its
+source. The command line overrides the environment. The environment overrides a job file. Two
+different values of the same priority are an error that names both; equal values are accepted.
+Pure: it reads no file and no ``os.environ``.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from enum import IntEnum
 from typing import Any
 
 from pdrun.errors import ConfigError, PdrunError, UsageError, did_you_mean
-from pdrun.launcher.common.parsers import quoted, yes_no
+from pdrun.launcher.common.parsers import parse_bool, quote_text
 from pdrun.launcher.config.aliases import ALIAS_OPTIONS
-from pdrun.launcher.config.options import WORKER_VARIABLES, OTHER_VARIABLES, RUN_OPTIONS, Option
+from pdrun.launcher.config.options import OTHER_VARIABLES, RUN_OPTIONS, WORKER_VARIABLES, Option
 
 
 class Priority(IntEnum):
-    """Who speaks; the smaller number counts."""
+    """Priority of a source. The smaller number counts."""
 
     COMMAND = 0
     ENVIRONMENT = 1
     FILE = 2
     DETECTED = 3
-    """Another launcher's words about this process (`pdrun.launcher.adapters`)."""
+    """Variables of another launcher (`pdrun.launcher.adapters`)."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """The place where something was said."""
+    """Where a value comes from."""
 
     label: str
     """``--nodes``, ``PDRUN_NODES`` or ``job.yaml:3``."""
@@ -42,35 +42,37 @@ class Source:
 
     def describe(self) -> str:
         """
-        Return what stands there, for a message: ``--nodes 3``, ``PDRUN_NODES=3``, ``job.yaml:3
-        (3)``.
+        Return label and value for a message: ``--nodes 3``, ``PDRUN_NODES=3``, ``job.yaml:3 (3)``.
         """
-        text = self.text if len(self.text) <= 60 else self.text[:57] + "..."
+        text = self.text
+        if len(text) > 60:
+            text = text[:57] + "..."
         if not text:
             return self.label
-        return {
-            Priority.COMMAND: f"{self.label} {text}",
-            Priority.ENVIRONMENT: f"{self.label}={text}",
-        }.get(self.priority, f"{self.label} ({text})")
+        if self.priority is Priority.COMMAND:
+            return f"{self.label} {text}"
+        if self.priority is Priority.ENVIRONMENT:
+            return f"{self.label}={text}"
+        return f"{self.label} ({text})"
 
     def make_error(self, what: str, hint: str = "") -> PdrunError:
         """
-        Return the error that fits: the command line is the user's to change at once, the others are
-        set-up.
+        Return a UsageError for the command line and a ConfigError for the other sources.
         """
-        kind = UsageError if self.priority is Priority.COMMAND else ConfigError
-        return kind(what, where=self.label, hint=hint)
+        if self.priority is Priority.COMMAND:
+            return UsageError(what, where=self.label, hint=hint)
+        return ConfigError(what, where=self.label, hint=hint)
 
     def convert_error(self, error: PdrunError) -> PdrunError:
-        """Return a parser's complaint with the exit code that fits this place."""
+        """Return the error of a parser with the exit code that fits this source."""
         if self.priority is Priority.COMMAND:
             return error
         return ConfigError(error.what, where=error.where, hint=error.hint)
 
     def convert_file_error(self, error: PdrunError) -> PdrunError:
         """
-        Return the complaint about a file that is named here: a variable, say, of which the user may
-        not know.
+        Return an error about a file that this source names. The message names the source too,
+        because the user may not know of a variable that is set.
         """
         return self.convert_error(
             UsageError(error.what, where=f"{self.label} {error.where}".rstrip(), hint=error.hint)
@@ -86,8 +88,12 @@ class Setting:
     source: Source
 
 
+SettingsByPath = dict[str, Setting]
+"""Field path -> the setting that counts."""
+
+
 def read_option(option: Option, text: str, source: Source) -> tuple[Setting, ...]:
-    """Return the wishes of one use of an option, or raise with its place."""
+    """Return the settings of one use of an option; an error names the source."""
     try:
         found = option.read(text, source.label)
     except UsageError as error:
@@ -97,12 +103,12 @@ def read_option(option: Option, text: str, source: Source) -> tuple[Setting, ...
 
 def read_environment(environ: Mapping[str, str]) -> tuple[tuple[Setting, ...], tuple[str, ...]]:
     """
-    Return the wishes of every twin of an option in the environment, and notes about what was found.
+    Return the settings of the options' environment variables, and notes about them.
 
     Raises:
         ConfigError: a variable is empty or does not parse; it names the variable.
     """
-    wishes: list[Setting] = []
+    settings: list[Setting] = []
     notes: list[str] = []
     inside = "PDRUN_GENERATION" in environ
     for option in (*RUN_OPTIONS, *ALIAS_OPTIONS):
@@ -110,20 +116,20 @@ def read_environment(environ: Mapping[str, str]) -> tuple[tuple[Setting, ...], t
             if name not in environ:
                 continue
             if inside and name in WORKER_VARIABLES:
-                notes.append(f"{name} is not read: an outer pdrun set it for its worker")
+                notes.append(f"{name} is ignored: an outer pdrun set it for its worker")
                 continue
-            wishes += _read_variable(option, Source(name, Priority.ENVIRONMENT, environ[name]))
+            settings += _read_variable(option, Source(name, Priority.ENVIRONMENT, environ[name]))
             notes += [f"{name}: {option.note}"] if option.note else []
-    return tuple(wishes), (*notes, *unknown_variables(environ))
+    return tuple(settings), (*notes, *unknown_variables(environ))
 
 
 def _read_variable(option: Option, source: Source) -> Sequence[Setting]:
     if not source.text:
-        raise source.make_error("is empty", "set it to a value, or unset it")
+        raise source.make_error("must not be empty", "set it to a value, or unset it")
     if option.metavar:
         return read_option(option, source.text, source)
     try:
-        on = yes_no(source.text, source.label)
+        on = parse_bool(source.text, source.label)
     except UsageError as error:
         raise source.convert_error(error) from None
     if on:
@@ -132,40 +138,55 @@ def _read_variable(option: Option, source: Source) -> Sequence[Setting]:
 
 
 def unknown_variables(environ: Mapping[str, str]) -> Iterable[str]:
-    """Yield a note for each PDRUN_ variable that nobody reads: most are typing slips."""
+    """Yield a note for each unknown PDRUN_ variable. Most are typing errors."""
     known = {*OTHER_VARIABLES, *(name for option in RUN_OPTIONS for name in option.env)}
     for name in sorted(environ):
         if name.startswith("PDRUN_") and name not in known:
             hint = did_you_mean(name, known)
-            yield f"{quoted(name)[1:-1]} is no variable of pdrun" + (f"; {hint}" if hint else "")
+            note = f"{quote_text(name)[1:-1]}: unknown variable"
+            if hint:
+                note += f"; {hint}"
+            yield note
 
 
-def resolve_conflicts(wishes: Iterable[Setting]) -> tuple[dict[str, Setting], tuple[str, ...]]:
+def resolve_conflicts(settings: Iterable[Setting]) -> tuple[SettingsByPath, tuple[str, ...]]:
     """
-    Return the wish that counts for each path, and a note for each that was overridden.
+    Return the setting that counts for each path, and a note for each setting that is overridden.
 
     Raises:
-        PdrunError: two of one level differ; both places are named.
+        PdrunError: two settings of the same priority differ; the message names both sources.
     """
     chosen: dict[str, Setting] = {}
     notes: list[str] = []
-    for wish in sorted(wishes, key=lambda wish: wish.source.priority):
-        before = chosen.setdefault(wish.path, wish)
-        if before.value == wish.value:
+    for setting in sorted(settings, key=lambda setting: setting.source.priority):
+        first = chosen.setdefault(setting.path, setting)
+        if first.value == setting.value:
             continue
-        if before.source.priority == wish.source.priority:
-            raise conflict_error(wish, before)
-        notes.append(f"{wish.source.describe()} is overridden by {before.source.describe()}")
+        if first.source.priority == setting.source.priority:
+            raise conflict_error(setting, first)
+        notes.append(f"{setting.source.describe()} is overridden by {first.source.describe()}")
     return chosen, tuple(dict.fromkeys(notes))
 
 
 def conflict_error(one: Setting, other: Setting) -> PdrunError:
-    """Return the error that two sayings do not go together."""
+    """Return the error that two settings exclude each other."""
     if one.source.label == other.source.label:
         return one.source.make_error(
             f"given twice, as {other.source.text} and {one.source.text}", "give it once"
         )
     kind = type(one.source.make_error(""))
     return kind(
-        f"{one.source.describe()} contradicts {other.source.describe()}", hint="leave one of them out"
+        f"{one.source.describe()} contradicts {other.source.describe()}", hint="remove one of them"
     )
+
+
+def value_of(settings: SettingsByPath, path: str, default: Any) -> Any:
+    """Return the value at a path, or the default."""
+    if path not in settings:
+        return default
+    return settings[path].value
+
+
+def node_count(settings: SettingsByPath) -> int:
+    """Return the number of nodes that the settings request."""
+    return int(value_of(settings, "resources.nodes", 1))

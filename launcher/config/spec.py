@@ -1,10 +1,9 @@
 """
-What the user asked for: one frozen JobSpec, however it was said (command line, environment, job
-file, Python call).
+JobSpec: everything that the user requested, from the command line, the environment, a job file or a
+Python call. Frozen.
 
-A spec holds wishes, never findings: `auto` stays `auto` here and becomes a number in the plan. Each
-value keeps the place that it came from (`Sources`), so that `--explain` and every complaint can
-name it.
+A spec contains requests only: `auto` stays `auto` here and becomes a number in the plan. `Sources`
+has the source of each value, so that `--explain` and error messages can name it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from pdrun.names import check_name
 
 Sources = Mapping[str, str]
 """
-Field path (``resources.devices``) -> where its value came from (``--devices``, ``job.yaml:3``,
+Field path (``resources.devices``) -> source of its value (``--devices``, ``job.yaml:3``,
 ``default``).
 """
 
@@ -35,8 +34,8 @@ class Program:
 
     kind: ProgramKind
     """
-    script: a Python file. module: ``python -m``. command: any executable, without Python in front.
-    function: a file made by `pdrun.launch`.
+    script: a Python file. module: ``python -m``. command: any executable, run without Python.
+    function: a file written by `pdrun.launch`.
     """
     target: str
     """Path, module name or executable, as the user typed it."""
@@ -45,58 +44,58 @@ class Program:
     """Interpreter; empty means the one that runs pdrun."""
     start: Literal["auto", "fork", "exec"] = "auto"
     """
-    fork: from one process a node that has imported torch. exec: an interpreter each. auto: fork
-    where it is safe.
+    fork: from one process per node that has imported torch. exec: a new interpreter per worker.
+    auto: fork where it is safe.
     """
     warm: bool = True
-    """Whether a warm process of this user's may be used (`pdrun warm`)."""
+    """Whether a warm process of this user may be used (`pdrun warm`)."""
 
 
 @dataclass(frozen=True)
 class Resources:
-    """How many of what."""
+    """Number of nodes and workers, devices, threads and CPU binding."""
 
     nodes: int = 1
-    """Nodes that take part at most."""
+    """Largest number of nodes that run workers."""
     min_nodes: int = 0
-    """``--nodes MIN:MAX``: the job runs with at least so many; 0: with ``nodes`` only."""
+    """MIN of ``--nodes MIN:MAX``; 0: the job runs with exactly ``nodes`` nodes."""
     spares: int = 0
-    """Nodes beyond ``nodes`` that stand by to replace one that is lost."""
+    """Additional idle nodes that replace lost ones."""
     devices: int | Literal["auto", "accelerators", "cpus", "accelerators-or-cpus"] = "auto"
     """
-    Workers on each node. auto: every accelerator that is visible, one where there is none. The
-    others are torchrun's ``--nproc-per-node gpu``, ``cpu`` (one a usable CPU) and ``auto`` (the
-    first, else the second).
+    Workers per node. auto: one per visible accelerator, else one. The others are torchrun's
+    ``--nproc-per-node gpu``, ``cpu`` (one per usable CPU) and ``auto`` (gpu, else cpu).
     """
     backend: str = "auto"
     """One of BACKENDS."""
     indices: tuple[int, ...] | None = None
     """
-    Which of the visible devices the workers of this node use (``host:0,2``); None: the first ones.
+    Indices of the visible devices that the workers of this node use (``host:0,2``); None: the
+    first ones.
     """
     threads: int | Literal["auto"] = "auto"
     """OMP_NUM_THREADS of a worker; auto: the CPUs bound to it."""
     bind: Literal["auto", "cores", "numa", "none"] = "auto"
-    """CPU binding. auto: cores where the node has at least one core a worker, else none."""
+    """CPU binding. auto: cores if the node has at least one core per worker, otherwise none."""
 
     @property
     def required_nodes(self) -> int:
-        """Nodes with which the job runs at least."""
+        """Smallest number of nodes with which the job runs."""
         return self.min_nodes or self.nodes
 
     @property
     def max_members(self) -> int:
-        """Nodes that may be there at once, those that stand by included."""
+        """Largest number of nodes that are members at the same time, spares included."""
         return self.nodes + self.spares
 
     @property
     def is_elastic(self) -> bool:
-        """Whether the job goes on without a node that leaves."""
+        """Whether the job continues after a node leaves."""
         return self.required_nodes < self.nodes or self.spares > 0
 
     @property
     def node_range(self) -> str:
-        """The nodes as one types them: ``4``, or ``2:4``."""
+        """The value of ``--nodes``: ``4``, or ``2:4``."""
         if self.required_nodes < self.nodes:
             return f"{self.required_nodes}:{self.nodes}"
         return str(self.nodes)
@@ -104,33 +103,34 @@ class Resources:
 
 @dataclass(frozen=True)
 class Policy:
-    """Times in seconds, and what a failure leads to."""
+    """Time limits in seconds, and the reaction to failures."""
 
     start_timeout: float = 600.0
     grace: float = 30.0
-    """Between the first signal and SIGKILL, on every path."""
+    """Seconds between the first signal and SIGKILL, for every kind of shutdown."""
     max_restarts: int = 0
-    """Restarts after failures, of the whole job."""
+    """Largest number of restarts of the whole job after failures."""
     restart_window: float | None = None
-    """Only restarts of the last so many seconds count; None: all."""
+    """Seconds; older restarts do not count. None: all count."""
     restart_on: tuple[int, ...] = ()
-    """Exit codes after which to restart; empty: all but ``no_restart_on``."""
+    """Exit codes after which the job restarts; empty: all except ``no_restart_on``."""
     no_restart_on: tuple[int, ...] = ()
     backoff: float = 1.0
     """
-    Before the second of two restarts in quick succession; doubled for each further one, at most 30.
+    Delay before the second of two restarts in quick succession. It doubles for each further
+    restart, up to 30.
     """
     gather: float = 10.0
-    """Elastic: with fewer than the most nodes, quiet after which to form."""
+    """Elastic: with fewer than MAX nodes, the job starts after this time without a new node."""
     grow: float | None = None
     """
-    Elastic: how soon after a late joiner a larger generation is opened; None: it waits for the next
-    one.
+    Elastic: delay between a late join and a larger generation. None: the node waits for the next
+    generation.
     """
     scheduler_loss: float = 60.0
-    """How long to wait for a lost scheduler with the workers going on; 0: stop at once."""
+    """How long workers continue after the scheduler is lost; 0: they stop immediately."""
     hang_timeout: float | None = None
-    """Without progress for so long a worker hangs; None: only what certainly hangs does."""
+    """A worker without progress for this time hangs; None: only certain hangs are reported."""
     time_limit: float | None = None
     """Of the whole job; None: no limit."""
 
@@ -142,61 +142,61 @@ class Output:
     log_dir: str = "pdrun-logs"
     show_ranks: str = "all"
     """
-    Ranks whose output is shown on the terminal: ``all``, ``none`` or ``0,7-9``. A failed rank is
+    Ranks that the terminal shows: ``all``, ``none`` or ``0,7-9``. The output of a failed rank is
     always shown.
     """
     prefix: Literal["auto", "rank", "none"] = "auto"
-    """auto: ``host:rank|`` before each line, nothing when the job has one worker."""
+    """auto: ``host:rank|`` before each line, no prefix if the job has one worker."""
     files: bool = True
     """False: no log files, only the terminal."""
     log_name: str = "rank_{rank}"
     """
-    Stem of the file names; ``{rank}``, ``{local_rank}``, ``{node}``, ``{ip}`` and ``{hostname}``
-    are filled in.
+    Stem of the file names. ``{rank}``, ``{local_rank}``, ``{node}``, ``{ip}`` and ``{hostname}``
+    are replaced.
     """
 
 
 @dataclass(frozen=True)
 class ClusterOptions:
-    """Where this process stands in the cluster, and where the scheduler is."""
+    """The hosts of the job, this node's place among them, and where the scheduler is."""
 
     scheduler: Endpoint | None = None
     node_rank: int | None = None
     node_name: str = ""
     """
-    Name of this node in the job (``--node-name``); empty: the host name. Two nodes of a job never
-    share a name.
+    Name of this node in the job (``--node-name``); empty: the host name. Names are unique within
+    a job.
     """
     local: bool = False
     """All nodes are simulated on this machine."""
     simulated: tuple[int, int] | None = None
     """
-    (index, count): this agent is one of several on one machine and takes its share of CPUs and
-    devices.
+    (index, count): this agent is one of ``count`` agents on one machine and uses its share of the
+    CPUs and devices.
     """
     interface: str = ""
     """Address or interface name to listen on; empty: the route to the scheduler."""
     serve: bool | None = None
-    """Whether this node runs the scheduler; None: decided from addresses."""
+    """Whether this node runs the scheduler; None: the addresses decide."""
     token_file: str = ""
     insecure: bool = False
     hosts: tuple[Host, ...] = ()
     """
-    Hosts of the job in rank order (``--hosts``, ``--hostfile``); empty: the nodes come by
-    themselves.
+    Hosts of the job in rank order (``--hosts``, ``--hostfile``); empty: each node starts pdrun
+    itself.
     """
     rank_table: str = ""
-    """Path of Ascend's rank table, which the workers get as RANK_TABLE_FILE."""
+    """Path of the Ascend rank table. Workers get it as RANK_TABLE_FILE."""
     launcher: str = ""
     """
-    The launcher that counts, or what starts the hosts (``--launcher``); none: nobody; empty: found
-    out.
+    Value of ``--launcher``: the launcher whose variables are read, or the program that starts the
+    agents. none: no launcher is read; empty: it is detected.
     """
 
 
 @dataclass(frozen=True)
 class RemoteOptions:
-    """How one command starts the agents of other hosts (`pdrun.launcher.plan.hosts`)."""
+    """How one command starts the agents on other hosts (`pdrun.launcher.plan.hosts`)."""
 
     ssh: str = "ssh"
     """The program."""
@@ -204,20 +204,20 @@ class RemoteOptions:
     """Its options, before pdrun's own."""
     forward: tuple[str, ...] = ()
     """
-    Names, or patterns of names, of variables that the agents get from this process's environment.
+    Names of the environment variables of this process that the agents get; ``*`` and ``?`` match.
     """
     ship: bool = False
-    """Copy pdrun to hosts that lack it, into a private cache folder."""
+    """Copy pdrun into a private cache folder on hosts where it is not installed."""
     mpirun: str = ""
     """The program of ``--launcher mpirun``; empty: the first of mpirun, mpiexec and jsrun."""
     mpirun_opts: tuple[str, ...] = ()
     srun_opts: tuple[str, ...] = ()
-    """More words for mpirun or srun."""
+    """Additional options for mpirun or srun."""
 
 
 @dataclass(frozen=True)
 class JobSpec:
-    """Everything that the user asked for."""
+    """Everything that the user requested."""
 
     program: Program
     resources: Resources = field(default_factory=Resources)
@@ -227,11 +227,11 @@ class JobSpec:
     reach: RemoteOptions = field(default_factory=RemoteOptions)
     job: str = ""
     """
-    The user's name for the job (``--job``, ``--rdzv-id``); empty: made from the program
-    (`plan.job_key`).
+    Name of the job (``--job``, ``--rdzv-id``); empty: derived from the program
+    (`pdrun.launcher.config.job_key`).
     """
     env: Mapping[str, str] = field(default_factory=dict)
-    """``--env NAME=VALUE``: set in every worker; not the variables that `WorkerEnv` writes."""
+    """``--env NAME=VALUE``: set in every worker. Variables that `WorkerEnv` sets are refused."""
     chdir: str = ""
 
     @property
@@ -252,31 +252,29 @@ class JobSpec:
         )
         for name, value, least in whole:
             if isinstance(value, int) and value < least:
-                raise UsageError(f"{value} is below {least}", where=name)
+                raise UsageError(f"must be at least {least}, got {value}", where=name)
         if self.resources.min_nodes > self.resources.nodes:
             least = self.resources.min_nodes
             most = self.resources.nodes
-            raise UsageError(
-                f"at least {least} nodes are more than at most {most}", where="--nodes"
-            )
+            raise UsageError(f"MIN must not exceed MAX, got {least}:{most}", where="--nodes")
         if self.resources.backend not in BACKENDS:
             raise UsageError(
-                f"{self.resources.backend!r} is not one of {', '.join(BACKENDS)}", where="--backend"
+                f"must be one of {', '.join(BACKENDS)}, got {self.resources.backend!r}",
+                where="--backend",
             )
         rank = self.place.node_rank
         if rank is not None and not 0 <= rank < self.resources.nodes:
             raise UsageError(
-                f"{rank} is not a place among {self.resources.nodes} node(s)",
+                f"must be 0 to {self.resources.nodes - 1}, got {rank}",
                 where="--node-rank",
-                hint=f"use 0 to {self.resources.nodes - 1}",
             )
 
     def to_json(self) -> str:
-        """Return the spec as one line of JSON, for agents on other nodes; holds no secret."""
+        """Return the spec as one line of JSON for agents on other nodes. It contains no secret."""
         return json.dumps(asdict(self), sort_keys=True)
 
     def to_shared_json(self) -> str:
-        """Return the spec as other nodes get it: JSON, without where this node stands."""
+        """Return the JSON that other nodes get: the spec without the place of this node."""
         return replace(self, place=ClusterOptions()).to_json()
 
     @classmethod
@@ -287,14 +285,8 @@ class JobSpec:
         scheduler = place.pop("scheduler")
         simulated = place.pop("simulated")
         hosts = place.pop("hosts")
-        reach: dict[str, Any] = {
-            name: tuple(said) if isinstance(said, list) else said
-            for name, said in data.pop("reach").items()
-        }
-        policy: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value
-            for key, value in data.pop("policy").items()
-        }
+        reach = _lists_to_tuples(data.pop("reach"))
+        policy = _lists_to_tuples(data.pop("policy"))
         program = dict(data.pop("program"))
         resources = dict(data.pop("resources"))
         return cls(
@@ -305,7 +297,9 @@ class JobSpec:
             place=ClusterOptions(
                 scheduler=Endpoint(**scheduler) if scheduler else None,
                 simulated=(simulated[0], simulated[1]) if simulated else None,
-                hosts=tuple(Host(**{**host, "indices": _to_tuple(host["indices"])}) for host in hosts),
+                hosts=tuple(
+                    Host(**{**host, "indices": _to_tuple(host["indices"])}) for host in hosts
+                ),
                 **place,
             ),
             reach=RemoteOptions(**reach),
@@ -314,17 +308,28 @@ class JobSpec:
 
 
 def source_of(sources: Sources, path: str, option: str) -> str:
-    """Return where a field was set, for a complaint about it; ``option`` where nobody did."""
+    """Return the source of a field for an error message; ``option`` if it has the default."""
     source = sources.get(path, "default")
-    return option if source == "default" else source
+    if source == "default":
+        return option
+    return source
+
+
+def _lists_to_tuples(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the data of a dataclass with tuples in the place of JSON's lists."""
+    return {
+        name: tuple(value) if isinstance(value, list) else value for name, value in data.items()
+    }
 
 
 def _to_tuple(values: list[int] | None) -> tuple[int, ...] | None:
-    return None if values is None else tuple(values)
+    if values is None:
+        return None
+    return tuple(values)
 
 
 def list_field_paths() -> tuple[str, ...]:
-    """Every field path of a spec, in the order of `--explain`: ``program.kind``, ... ``chdir``."""
+    """Return every field path of a spec in the order of `--explain`: ``program.kind`` ... ``chdir``."""
     groups = {
         "program": Program,
         "resources": Resources,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pdrun.launcher.plan.model import LaunchPlan, WorkerPlan
     from pdrun.rendezvous.protocol.messages import Assign
 
-WORDS = frozenset(
+LAUNCHER_VARIABLES = frozenset(
     {
         # torchrun, and every launcher that imitates it
         "RANK",
@@ -67,7 +67,7 @@ WORDS = frozenset(
 )
 """Variables that are taken out by name."""
 
-BEGINNINGS = (
+LAUNCHER_PREFIXES = (
     "PDRUN_",
     "PET_",
     "TORCHELASTIC_",
@@ -98,41 +98,41 @@ BEGINNINGS = (
 )
 """Variables that are taken out by the beginning of their name."""
 
-_SECRET = re.compile(r"TOKEN|SECRET|KEY|PASSW|CREDENTIAL|COOKIE|AUTH", re.IGNORECASE)
+_SECRET_NAME = re.compile(r"TOKEN|SECRET|KEY|PASSW|CREDENTIAL|COOKIE|AUTH", re.IGNORECASE)
 
 
-def is_launchers(name: str) -> bool:
+def is_launcher_variable(name: str) -> bool:
     """
     Return whether a variable is another launcher's word to its own workers, or an option of pdrun
     itself.
     """
-    return name in WORDS or name.startswith(BEGINNINGS)
+    return name in LAUNCHER_VARIABLES or name.startswith(LAUNCHER_PREFIXES)
 
 
-def scrub(environ: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
+def remove_launcher_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
     """Return the environment that is left, and the names that were taken out, sorted."""
-    gone = tuple(sorted(name for name in environ if is_launchers(name)))
+    gone = tuple(sorted(name for name in environ if is_launcher_variable(name)))
     return {name: value for name, value in environ.items() if name not in gone}, gone
 
 
-def shown(name: str, value: str) -> str:
+def display_value(name: str, value: str) -> str:
     """
     Return a variable's value for a person: hidden when the name tells of a secret, cut when long.
     """
-    if _SECRET.search(name):
+    if _SECRET_NAME.search(name):
         return "(hidden)"
     printable = value if value.isprintable() else repr(value)[1:-1]
     return printable if len(printable) <= 200 else printable[:197] + "..."
 
 
-HCCL_CONNECT_TIMEOUT = "600"
+HCCL_CONNECT_TIMEOUT_SECONDS = "600"
 """
 Seconds; HCCL's own 120 are too few for workers that import torch at different speeds; torch_npu
 warns below 300.
 """
 
 
-def worker_env(
+def build_worker_env(
     plan: LaunchPlan, run: str, assign: Assign, worker: WorkerPlan, channel: str = ""
 ) -> dict[str, str]:
     """
@@ -144,16 +144,16 @@ def worker_env(
     """
     return {
         "OMP_NUM_THREADS": str(worker.threads),
-        **({"HCCL_CONNECT_TIMEOUT": HCCL_CONNECT_TIMEOUT} if plan.backend == "npu" else {}),
+        **({"HCCL_CONNECT_TIMEOUT": HCCL_CONNECT_TIMEOUT_SECONDS} if plan.backend == "npu" else {}),
         **plan.base_env,
         **({"RANK_TABLE_FILE": plan.spec.place.rank_table} if plan.spec.place.rank_table else {}),
-        **identity(plan, run, assign, worker, channel).to_env(),
+        **make_worker_identity(plan, run, assign, worker, channel).to_env(),
         **plan.visibility.get(worker.local_rank, {}),
         **plan.spec.env,
     }
 
 
-def identity(
+def make_worker_identity(
     plan: LaunchPlan, run: str, assign: Assign, worker: WorkerPlan, channel: str = ""
 ) -> WorkerEnv:
     """Return who the worker is: the contract with the script."""

@@ -21,23 +21,23 @@ from pdrun import process_setup
 from pdrun.endpoint import Endpoint
 from pdrun.errors import ConfigError, UsageError
 from pdrun.launcher.adapters import mpirun_command as mpicommand
-from pdrun.launcher.config.spec import JobSpec, Place, Reach, Sources, said
-from pdrun.launcher.hosts import nodelist as hostlist
+from pdrun.launcher.config.spec import ClusterOptions, JobSpec, RemoteOptions, Sources, source_of
+from pdrun.launcher.hosts import nodelist
 from pdrun.launcher.hosts.selection import Host
-from pdrun.launcher.plan.environment import scrub, shown
-from pdrun.launcher.plan.hosts import forwarded
-from pdrun.launcher.plan.model import Facts, LaunchPlan, Starter, Through
-from pdrun.launcher.plan.placement import on_host
-from pdrun.launcher.plan.scheduler_address import listen_address
+from pdrun.launcher.plan.environment import display_value, remove_launcher_variables
+from pdrun.launcher.plan.hosts import select_forwarded
+from pdrun.launcher.plan.model import ExternalLaunch, ExternalLauncher, Facts, LaunchPlan
+from pdrun.launcher.plan.placement import resources_on_host
+from pdrun.launcher.plan.scheduler_address import choose_listen_address
 
-TASK = ("-P", "-m", "pdrun.launcher.launch.task_main")
-ORDER = "PDRUN_ORDER"
-TOKEN = process_setup.TOKEN
-KILL_MARGIN = 5.0
+TASK_MAIN_ARGS = ("-P", "-m", "pdrun.launcher.launch.task_main")
+PAYLOAD_VARIABLE = "PDRUN_ORDER"
+TOKEN_VARIABLE = process_setup.TOKEN_VARIABLE
+KILL_MARGIN_SECONDS = 5.0
 """Seconds of Slurm's KillWait that are kept for the last words, before its SIGKILL."""
 
 
-def starter_for(spec: JobSpec, sources: Sources) -> Literal["", "mpirun", "srun"]:
+def external_launcher_for(spec: JobSpec, sources: Sources) -> Literal["", "mpirun", "srun"]:
     """
     Return which other launcher starts the agents: the one that was named, or srun for an allocation
     of Slurm.
@@ -57,7 +57,7 @@ def starter_for(spec: JobSpec, sources: Sources) -> Literal["", "mpirun", "srun"
     return ""
 
 
-def plan_through(
+def plan_external(
     spec: JobSpec, facts: Facts, sources: Sources, job: str, notes: tuple[str, ...]
 ) -> LaunchPlan:
     """
@@ -67,12 +67,12 @@ def plan_through(
         ConfigError: the launcher is not there, or is none that is known.
         UsageError: a host or a variable cannot be passed on.
     """
-    starter = facts.starter
+    starter = facts.external_launcher
     assert starter is not None
-    if starter.fault:
-        raise ConfigError(starter.fault, where=f"--launcher {starter.how}")
+    if starter.error:
+        raise ConfigError(starter.error, where=f"--launcher {starter.kind}")
     nodes = len(spec.place.hosts) or spec.resources.nodes
-    where = said(sources, "resources.nodes", "")
+    where = source_of(sources, "resources.nodes", "")
     if where and spec.resources.nodes != nodes:
         raise UsageError(
             f"{spec.resources.nodes} node(s), but {nodes} host(s) are named",
@@ -80,13 +80,15 @@ def plan_through(
             hint="leave it out",
         )
     for host in spec.place.hosts:
-        on_host(spec.resources, host, "--devices")
-    listen = listen_address(spec, facts, sources)
+        resources_on_host(spec.resources, host, "--devices")
+    listen = choose_listen_address(spec, facts, sources)
     python = spec.program.python or facts.python
-    env = forwarded(spec.reach.forward, facts.environ, said(sources, "reach.forward", "--forward"))
-    spec, more = within(spec, starter.kill_wait, sources)
-    build = _mpirun if starter.how == "mpirun" else _srun
-    _, scrubbed = scrub(facts.environ)
+    env = select_forwarded(
+        spec.reach.forward, facts.environ, source_of(sources, "reach.forward", "--forward")
+    )
+    spec, more = fit_grace(spec, starter.kill_wait, sources)
+    build = _launch_by_mpirun if starter.kind == "mpirun" else _launch_by_srun
+    _, scrubbed = remove_launcher_variables(facts.environ)
     return LaunchPlan(
         mode="through",
         job=job,
@@ -100,17 +102,17 @@ def plan_through(
         visibility={},
         collective="",
         base_env={},
-        scrubbed=scrubbed,
+        removed=scrubbed,
         scheduler=Endpoint(listen, 0),
         listen=listen,
         cwd=facts.cwd,
-        facts={"host": facts.hostname},
+        compared={"host": facts.hostname},
         notes=tuple(filter(None, (*notes, more))),
-        through=build(spec, starter, nodes, (python, *TASK), env, facts),
+        external_launch=build(spec, starter, nodes, (python, *TASK_MAIN_ARGS), env, facts),
     )
 
 
-def within(spec: JobSpec, wait: float | None, sources: Sources) -> tuple[JobSpec, str]:
+def fit_grace(spec: JobSpec, wait: float | None, sources: Sources) -> tuple[JobSpec, str]:
     """
     Return the specification whose grace ends before Slurm's patience does, and why; the user's own
     choice is kept.
@@ -119,43 +121,43 @@ def within(spec: JobSpec, wait: float | None, sources: Sources) -> tuple[JobSpec
         wait: seconds from Slurm's SIGTERM to its SIGKILL; None: not known.
     """
     grace = spec.policy.grace
-    if wait is None or wait - KILL_MARGIN >= grace:
+    if wait is None or wait - KILL_MARGIN_SECONDS >= grace:
         return spec, ""
     killed = f"Slurm kills {wait:g} s after its SIGTERM"
     if sources.get("policy.grace", "default") != "default":
         return spec, f"{killed}, before the grace of {grace:g} s is over"
-    fits = max(1.0, wait - KILL_MARGIN)
+    fits = max(1.0, wait - KILL_MARGIN_SECONDS)
     return replace(spec, policy=replace(spec.policy, grace=fits)), f"grace {fits:g} s: {killed}"
 
 
-def _mpirun(
+def _launch_by_mpirun(
     spec: JobSpec,
-    starter: Starter,
+    starter: ExternalLauncher,
     nodes: int,
     task: tuple[str, ...],
     env: Mapping[str, str],
     facts: Facts,
-) -> Through:
+) -> ExternalLaunch:
     assert starter.mpi is not None
     mpi = starter.mpi
-    names = (ORDER,) if spec.place.insecure else (ORDER, TOKEN)
+    names = (PAYLOAD_VARIABLE,) if spec.place.insecure else (PAYLOAD_VARIABLE, TOKEN_VARIABLE)
     argv = mpicommand.command(
         mpi, spec.place.hosts, nodes, names, spec.reach.mpirun_opts, task, root=facts.uid == 0
     )
     title = f"{mpicommand.TITLES[mpi.family]} ({mpi.version})"
-    return Through("mpirun", title, task[0], argv, env, mpicommand.environment(mpi))
+    return ExternalLaunch("mpirun", title, task[0], argv, env, mpicommand.environment(mpi))
 
 
-def _srun(
+def _launch_by_srun(
     spec: JobSpec,
-    starter: Starter,
+    starter: ExternalLauncher,
     nodes: int,
     task: tuple[str, ...],
     env: Mapping[str, str],
     facts: Facts,
-) -> Through:
+) -> ExternalLaunch:
     names = [host.name for host in spec.place.hosts]
-    listed = hostlist.compress(names)
+    listed = nodelist.compress_names(names)
     if re.search(r"\][^,]", listed):  # Slurm takes no text behind a bracket
         listed = ",".join(names)
     argv = (
@@ -166,7 +168,7 @@ def _srun(
         *([f"--nodelist={listed}"] if names else []),
         "--distribution=block",
         "--export=ALL",
-        *(["--cpu-bind=none"] if starter.binds else []),
+        *(["--cpu-bind=none"] if starter.binds_tasks else []),
         "--mpi=none",
         "--kill-on-bad-exit=0",
         "--wait=0",
@@ -175,15 +177,15 @@ def _srun(
         *spec.reach.srun_opts,
         *task,
     )
-    return Through("srun", "srun, one task a node", task[0], argv, env, {})
+    return ExternalLaunch("srun", "srun, one task a node", task[0], argv, env, {})
 
 
-def task_spec(plan: LaunchPlan, scheduler: Endpoint) -> JobSpec:
+def make_task_spec(plan: LaunchPlan, scheduler: Endpoint) -> JobSpec:
     """
     Return what every task is asked for; its node rank it finds itself
     (`pdrun.launcher.launch.task_main`).
     """
-    place = Place(
+    place = ClusterOptions(
         scheduler=scheduler,
         serve=False,
         interface=plan.spec.place.interface,
@@ -192,11 +194,11 @@ def task_spec(plan: LaunchPlan, scheduler: Endpoint) -> JobSpec:
     )
     resources = replace(plan.spec.resources, nodes=plan.nodes)
     return replace(
-        plan.spec, resources=resources, place=place, reach=Reach(), job=plan.job, chdir=""
+        plan.spec, resources=resources, place=place, reach=RemoteOptions(), job=plan.job, chdir=""
     )
 
 
-def host_index(hosts: tuple[Host, ...], here: tuple[str, ...], rank: int) -> int:
+def find_node_rank(hosts: tuple[Host, ...], here: tuple[str, ...], rank: int) -> int:
     """
     Return the node rank of a task: its host's place in the list, or the launcher's rank where that
     says nothing.
@@ -206,16 +208,16 @@ def host_index(hosts: tuple[Host, ...], here: tuple[str, ...], rank: int) -> int
     return mine[0] if len(mine) == 1 else rank
 
 
-def through_text(plan: LaunchPlan) -> str:
+def describe_external(plan: LaunchPlan) -> str:
     """Return what a plan starts as lines for a terminal."""
-    assert plan.through is not None
-    through = plan.through
-    env = " ".join(f"{name}={shown(name, value)}" for name, value in through.env.items())
-    command = "".join(f"{name}={value} " for name, value in through.extra.items()) + shlex.join(
-        through.argv
-    )
+    assert plan.external_launch is not None
+    through = plan.external_launch
+    env = " ".join(f"{name}={display_value(name, value)}" for name, value in through.env.items())
+    command = "".join(
+        f"{name}={value} " for name, value in through.launcher_env.items()
+    ) + shlex.join(through.argv)
     lines = [f"{'variables':<10} {env or '-'}", f"{'starts by':<10} {through.title}", "", command]
     for rank, host in enumerate(plan.spec.place.hosts):
-        count = on_host(plan.spec.resources, host, "--devices").devices
+        count = resources_on_host(plan.spec.resources, host, "--devices").devices
         lines += [*([""] if rank == 0 else []), f"{host.name}: node rank {rank}, {count} worker(s)"]
     return "\n".join(lines) + "\n"

@@ -24,14 +24,14 @@ from pdrun.launcher.common.places import warm_folder
 from pdrun.launcher.config.spec import JobSpec
 from pdrun.launcher.plan import hosts as fan
 from pdrun.launcher.plan import program
-from pdrun.launcher.plan.model import BackendFacts, Facts, Starter
+from pdrun.launcher.plan.model import BackendFacts, ExternalLauncher, Facts
 from pdrun.topology import Device
 
 if TYPE_CHECKING:
-    from pdrun.launcher.supervisor.warm_client import Look
+    from pdrun.launcher.supervisor.warm_client import WarmScan
 
 
-def gather(
+def gather_facts(
     spec: JobSpec,
     environ: Mapping[str, str] | None = None,
     root: Path = Path("/"),
@@ -51,56 +51,56 @@ def gather(
             there.
     """
     environ = dict(os.environ if environ is None else environ)
-    warm = _warm(spec, environ)
-    cwd = _cwd(spec)
+    warm = _scan_warm_processes(spec, environ)
+    cwd = _resolve_cwd(spec)
     hostname = os.uname().nodename
     networked = is_networked(spec)
-    addresses = network.addresses() if networked else (network.LOOPBACK_INTERFACE,)
+    addresses = network.list_addresses() if networked else (network.LOOPBACK_INTERFACE,)
     scheduler = spec.place.scheduler
-    found = program.look(spec.program, cwd, {**environ, **spec.env})
-    torch = _torch_folder(spec)
-    here = network.among(spec.place.hosts, hostname) if spec.place.hosts else ()
-    route = _route(spec, here) if networked else network.LOOPBACK_INTERFACE[1]
+    found = program.check_program(spec.program, cwd, {**environ, **spec.env})
+    torch = _torch_search_path(spec)
+    here = network.find_own_names(spec.place.hosts, hostname) if spec.place.hosts else ()
+    route = _find_route(spec, here) if networked else network.LOOPBACK_INTERFACE[1]
     return Facts(
         hostname=hostname,
         environ=environ,
         cwd=cwd,
         python=sys.executable,
         python_version=".".join(map(str, sys.version_info[:3])),
-        torch_version=torch_version(torch),
+        torch_version=read_torch_version(torch),
         pdrun_version=pdrun.__version__,
         cpus=affinity.read_cpus(root),
-        backends=backends(spec.resources.backend, environ, root, torch),
+        backends=probe_backends(spec.resources.backend, environ, root, torch),
         addresses=addresses,
         uid=os.getuid(),
-        starter=_starter(starter, spec, environ),
-        hosts_here=here,
-        script_digest=_digest(found.file) if networked and found.file else "",
-        local_endpoint=network.is_here(scheduler.host, hostname, addresses)
+        external_launcher=_find_external_launcher(starter, spec, environ),
+        local_hosts=here,
+        script_digest=_hash_file(found.file) if networked and found.file else "",
+        is_scheduler_local=network.is_this_machine(scheduler.host, hostname, addresses)
         if networked and scheduler
         else None,
         route_address=route,
-        loopback_name=bool(
+        is_loopback_name=bool(
             networked
             and scheduler
-            and network.is_only_here(scheduler.host)
+            and network.is_loopback_name(scheduler.host)
             and route
             and not network.is_loopback(route)
         ),
-        scheduler_fault="" if route else _name_fault(spec, here),
+        scheduler_error="" if route else _scheduler_name_error(spec, here),
         program_error=found.error,
-        program_error_code=found.code,
-        log_error=log_error(spec, cwd),
-        imports_torch=found.imports_torch,
-        wants_torch=found.told.torch,
-        optimizes=found.told.optimizes,
-        unforkable=found.unforkable,
-        late_variable=found.told.late,
-        warm=warm.found() if warm is not None else (),
+        program_error_code=found.exit_code,
+        log_error=check_log_dir(spec, cwd),
+        mentions_torch=found.mentions_torch,
+        imports_torch=found.script.imports_torch,
+        uses_optimizer=found.script.uses_optimizer,
+        exec_reason=found.exec_reason,
+        late_variable=found.script.late_variable,
+        warm=warm.collect_answers() if warm is not None else (),
     )
 
 
-def _warm(spec: JobSpec, environ: Mapping[str, str]) -> Look | None:
+def _scan_warm_processes(spec: JobSpec, environ: Mapping[str, str]) -> WarmScan | None:
     """
     Ask the warm processes of this user, where a job could use one and there is a folder of theirs
     at all.
@@ -112,35 +112,39 @@ def _warm(spec: JobSpec, environ: Mapping[str, str]) -> Look | None:
             return None
     except OSError:
         return None
-    from pdrun.launcher.supervisor.warm_client import Look
+    from pdrun.launcher.supervisor.warm_client import WarmScan
 
-    return Look(environ)
+    return WarmScan(environ)
 
 
-def _starter(how: str, spec: JobSpec, environ: Mapping[str, str]) -> Starter | None:
+def _find_external_launcher(
+    how: str, spec: JobSpec, environ: Mapping[str, str]
+) -> ExternalLauncher | None:
     if not how:
         return None
     from pdrun.launcher.plan import find_launchers as starters
 
-    return starters.look(how, spec, environ)
+    return starters.find_external_launcher(how, spec, environ)
 
 
-def _route(spec: JobSpec, here: tuple[str, ...]) -> str:
+def _find_route(spec: JobSpec, here: tuple[str, ...]) -> str:
     """
     Return our address on the way to the scheduler, or to a listed host that is another machine, or
     to the world.
     """
     if spec.place.scheduler:
-        return network.route(spec.place.scheduler)
-    others = [Endpoint(host.reach, 0) for host in spec.place.hosts if host.name not in here]
-    return next(filter(None, map(network.route, others[:8])), "") or network.route(None)
+        return network.find_local_address(spec.place.scheduler)
+    others = [Endpoint(host.peer_address, 0) for host in spec.place.hosts if host.name not in here]
+    return next(
+        filter(None, map(network.find_local_address, others[:8])), ""
+    ) or network.find_local_address(None)
 
 
-def _name_fault(spec: JobSpec, here: tuple[str, ...]) -> str:
+def _scheduler_name_error(spec: JobSpec, here: tuple[str, ...]) -> str:
     """Return why the name of the scheduler's host, or of a listed one, leads nowhere."""
-    others = [host.reach for host in spec.place.hosts if host.name not in here][:8]
+    others = [host.peer_address for host in spec.place.hosts if host.name not in here][:8]
     names = [spec.place.scheduler.host] if spec.place.scheduler else others
-    return next(filter(None, map(network.name_fault, names)), "")
+    return next(filter(None, map(network.find_name_error, names)), "")
 
 
 def is_networked(spec: JobSpec) -> bool:
@@ -149,11 +153,11 @@ def is_networked(spec: JobSpec) -> bool:
     return (
         not place.local
         and place.simulated is None
-        and (spec.resources.members > 1 or place.serve is not None)
+        and (spec.resources.max_members > 1 or place.serve is not None)
     )
 
 
-def _cwd(spec: JobSpec) -> str:
+def _resolve_cwd(spec: JobSpec) -> str:
     try:
         start = Path.cwd()
     except OSError as error:
@@ -161,20 +165,20 @@ def _cwd(spec: JobSpec) -> str:
             f"the working directory is gone ({error.strerror})", hint="cd to one that is there"
         ) from None
     cwd = os.path.normpath(start / spec.chdir)
-    if fan.fans_out(
+    if fan.uses_ssh(
         spec
     ):  # the folder is the hosts' affair, and they may know it by the name that the shell gives it
         typed = os.environ.get("PWD", "")
-        alike = typed.startswith("/") and files.exists(typed) and Path(typed).samefile(start)
+        alike = typed.startswith("/") and files.path_exists(typed) and Path(typed).samefile(start)
         return os.path.normpath(Path(typed if alike else start, spec.chdir))
     if not files.is_folder(cwd):
-        why = files.refused(cwd)
+        why = files.why_inaccessible(cwd)
         what = f"cannot be reached: {why}" if why else "is not a directory"
         raise UsageError(f"{spec.chdir!r} {what}", where="--chdir")
     return cwd
 
 
-def backends(
+def probe_backends(
     wanted: str, environ: Mapping[str, str], root: Path = Path("/"), torch: list[str] | None = None
 ) -> tuple[BackendFacts, ...]:
     """
@@ -192,7 +196,7 @@ def backends(
     )
 
 
-def _torch_folder(spec: JobSpec) -> list[str] | None:
+def _torch_search_path(spec: JobSpec) -> list[str] | None:
     """
     Return the module path of another interpreter, by where it lies (PREFIX/bin/python); None: our
     own.
@@ -206,7 +210,7 @@ def _torch_folder(spec: JobSpec) -> list[str] | None:
     return []
 
 
-def torch_version(path: list[str] | None = None) -> str:
+def read_torch_version(path: list[str] | None = None) -> str:
     """
     Return the version of torch on ``path`` (None: this interpreter's), read from its version file;
     or empty.
@@ -224,7 +228,7 @@ def torch_version(path: list[str] | None = None) -> str:
     return ""
 
 
-def _digest(path: str) -> str:
+def _hash_file(path: str) -> str:
     import hashlib
 
     try:
@@ -234,7 +238,7 @@ def _digest(path: str) -> str:
         return ""
 
 
-def log_error(spec: JobSpec, cwd: str) -> str:
+def check_log_dir(spec: JobSpec, cwd: str) -> str:
     """
     Return why log files could not be made in the folder that was asked for, or the empty string.
     """
@@ -244,9 +248,9 @@ def log_error(spec: JobSpec, cwd: str) -> str:
     path = Path(os.path.realpath(typed))
     if str(path).startswith(("/proc/", "/sys/")):
         return "lies in a file system of the kernel"
-    if files.is_link(typed) and not files.exists(path):
+    if files.is_link(typed) and not files.path_exists(path):
         return "is a link to nothing"
-    while not files.exists(path) and path != path.parent:
+    while not files.path_exists(path) and path != path.parent:
         path = path.parent
     if not files.is_folder(path):
         return f"cannot be made: {path} is not a directory"

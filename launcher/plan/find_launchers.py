@@ -14,63 +14,70 @@ from pathlib import Path
 from pdrun.errors import ConfigError
 from pdrun.launcher.adapters.mpirun_command import Mpi, recognise
 from pdrun.launcher.config.spec import JobSpec
-from pdrun.launcher.plan.model import Starter
+from pdrun.launcher.plan.model import ExternalLauncher
 
-MPIRUNS = ("mpirun", "mpiexec", "jsrun")
-TIMEOUT = 20.0
+MPIRUN_PROGRAMS = ("mpirun", "mpiexec", "jsrun")
+PROBE_TIMEOUT_SECONDS = 20.0
 
 
-def look(how: str, spec: JobSpec, environ: Mapping[str, str]) -> Starter | None:
+def find_external_launcher(
+    how: str, spec: JobSpec, environ: Mapping[str, str]
+) -> ExternalLauncher | None:
     """Return what starts the agents, or why it cannot; None where nothing but pdrun does."""
     if how == "mpirun":
-        return _mpirun(spec.reach.mpirun, environ)
+        return _find_mpirun(spec.reach.mpirun, environ)
     if how == "srun":
         program = shutil.which("srun", path=environ.get("PATH"))
         if program is None:
-            return Starter("srun", fault="there is no srun here: use --launcher ssh")
-        config = slurm_config(environ)
-        return Starter(
-            "srun", program, kill_wait=kill_wait(config), binds="TaskPlugin task/none" not in config
+            return ExternalLauncher("srun", error="there is no srun here: use --launcher ssh")
+        config = read_slurm_config(environ)
+        return ExternalLauncher(
+            "srun",
+            program,
+            kill_wait=parse_kill_wait(config),
+            binds_tasks="TaskPlugin task/none" not in config,
         )
     return None
 
 
-def _mpirun(named: str, environ: Mapping[str, str]) -> Starter:
-    names = (named,) if named else MPIRUNS
+def _find_mpirun(named: str, environ: Mapping[str, str]) -> ExternalLauncher:
+    names = (named,) if named else MPIRUN_PROGRAMS
     found = [path for name in names if (path := shutil.which(name, path=environ.get("PATH")))]
     if not found:
-        return Starter(
+        return ExternalLauncher(
             "mpirun",
-            fault=f"there is no {' or '.join(names)} here: say which with --mpirun PROGRAM",
+            error=f"there is no {' or '.join(names)} here: say which with --mpirun PROGRAM",
         )
     try:
-        mpi = recognise(found[0], _output([found[0], "--version"], environ))
-        return Starter("mpirun", found[0], _beside(mpi, environ) if mpi.family == "mpich" else mpi)
+        mpi = recognise(found[0], _capture_output([found[0], "--version"], environ))
+        return ExternalLauncher(
+            "mpirun", found[0], _prefer_hydra(mpi, environ) if mpi.family == "mpich" else mpi
+        )
     except ConfigError as error:
-        return Starter("mpirun", found[0], fault=f"{error.what}; {error.hint}")
+        return ExternalLauncher("mpirun", found[0], error=f"{error.what}; {error.hint}")
 
 
-def _beside(mpi: Mpi, environ: Mapping[str, str]) -> Mpi:
+def _prefer_hydra(mpi: Mpi, environ: Mapping[str, str]) -> Mpi:
     """
     Return Intel MPI's own mpiexec.hydra where an mpirun is Intel's script: that runs any which PATH
     has.
     """
     path = shutil.which("mpiexec.hydra", path=str(Path(mpi.program).parent))
-    said = _output([path, "--version"], environ) if path else ""
+    said = _capture_output([path, "--version"], environ) if path else ""
     return recognise(path, said) if path and "Intel(R) MPI Library" in said else mpi
 
 
-def slurm_config(environ: Mapping[str, str]) -> frozenset[str]:
+def read_slurm_config(environ: Mapping[str, str]) -> frozenset[str]:
     """Return Slurm's configuration as ``NAME VALUE`` lines; empty when it cannot be asked."""
     program = shutil.which("scontrol", path=environ.get("PATH"))
-    text = _output([program, "show", "config"], environ) if program else ""
+    text = _capture_output([program, "show", "config"], environ) if program else ""
     return frozenset(
         f"{name.strip()} {value.strip()}"
         for name, _, value in (line.partition("=") for line in text.splitlines() if "=" in line)
     )
 
 
-def kill_wait(config: Iterable[str]) -> float | None:
+def parse_kill_wait(config: Iterable[str]) -> float | None:
     """Return Slurm's KillWait in seconds, or None when it is not known."""
     for line in config:
         if match := re.fullmatch(r"KillWait ([0-9]{1,6}) sec", line):
@@ -78,7 +85,7 @@ def kill_wait(config: Iterable[str]) -> float | None:
     return None
 
 
-def _output(argv: list[str], environ: Mapping[str, str]) -> str:
+def _capture_output(argv: list[str], environ: Mapping[str, str]) -> str:
     try:
         done = subprocess.run(
             argv,
@@ -86,7 +93,7 @@ def _output(argv: list[str], environ: Mapping[str, str]) -> str:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            timeout=TIMEOUT,
+            timeout=PROBE_TIMEOUT_SECONDS,
             check=False,
         )
     except (OSError, subprocess.SubprocessError):

@@ -18,18 +18,22 @@ from dataclasses import replace
 from pdrun.endpoint import Endpoint
 from pdrun.errors import UsageError
 from pdrun.launcher.adapters.ssh_command import FAR_END, check_python, remote_command, ssh_argv
-from pdrun.launcher.config.spec import JobSpec, Place, Reach, Sources, said
+from pdrun.launcher.config.spec import ClusterOptions, JobSpec, RemoteOptions, Sources, source_of
 from pdrun.launcher.hosts.selection import Host
-from pdrun.launcher.plan.environment import is_launchers, scrub, shown
-from pdrun.launcher.plan.model import Facts, Fan, FanHost, LaunchPlan
-from pdrun.launcher.plan.placement import on_host
-from pdrun.names import name_from
+from pdrun.launcher.plan.environment import (
+    display_value,
+    is_launcher_variable,
+    remove_launcher_variables,
+)
+from pdrun.launcher.plan.model import Facts, HostLaunch, HostPlan, LaunchPlan
+from pdrun.launcher.plan.placement import resources_on_host
+from pdrun.names import make_name
 
-WINDOW = 64
+MAX_PARALLEL_CONNECTIONS = 64
 """Connections that are being made at once."""
 
 
-def fans_out(spec: JobSpec) -> bool:
+def uses_ssh(spec: JobSpec) -> bool:
     """
     Whether one command starts all nodes: hosts are named, and nothing says that this node is one of
     them.
@@ -52,10 +56,10 @@ def plan_hosts(
         UsageError: a host's name, the interpreter or a name to forward cannot be used.
     """
     python = check_python(
-        spec.program.python or facts.python, where=said(sources, "program.python", "--python")
+        spec.program.python or facts.python, where=source_of(sources, "program.python", "--python")
     )
-    _, scrubbed = scrub(facts.environ)
-    nodes = said(sources, "resources.nodes", "")
+    _, scrubbed = remove_launcher_variables(facts.environ)
+    nodes = source_of(sources, "resources.nodes", "")
     count = len(spec.place.hosts)
     if nodes and spec.resources.nodes != count:
         raise UsageError(
@@ -64,8 +68,8 @@ def plan_hosts(
             hint="leave it out",
         )
     for host in spec.place.hosts:
-        where = said(sources, "resources.devices", "--devices")
-        on_host(spec.resources, host, where, exact=bool(spec.place.rank_table))
+        where = source_of(sources, "resources.devices", "--devices")
+        resources_on_host(spec.resources, host, where, exact=bool(spec.place.rank_table))
     return LaunchPlan(
         mode="hosts",
         job=job,
@@ -79,42 +83,45 @@ def plan_hosts(
         visibility={},
         collective="",
         base_env={},
-        scrubbed=scrubbed,
+        removed=scrubbed,
         scheduler=None,
         listen="",
         cwd=facts.cwd,
         notes=tuple(filter(None, notes)),
-        fan=Fan(
+        host_plan=HostPlan(
             tuple(
-                _fan_host(host, node, spec, facts, python) for host, node in named(spec.place.hosts)
+                _plan_host_launch(host, node, spec, facts, python)
+                for host, node in name_hosts(spec.place.hosts)
             ),
             python,
-            forwarded(
-                spec.reach.forward, facts.environ, said(sources, "reach.forward", "--forward")
+            select_forwarded(
+                spec.reach.forward, facts.environ, source_of(sources, "reach.forward", "--forward")
             ),
         ),
     )
 
 
-def named(hosts: Sequence[Host]) -> list[tuple[Host, str]]:
+def name_hosts(hosts: Sequence[Host]) -> list[tuple[Host, str]]:
     """Return each host with its name in the job: different for each, and fit for a path."""
     taken: set[str] = set()
     chosen = []
     for index, host in enumerate(hosts):
-        name = name_from(host.name)
+        name = make_name(host.name)
         while name in taken:
-            name = name_from(f"{host.name[:40]}-{index}")
+            name = make_name(f"{host.name[:40]}-{index}")
             index += len(hosts)
         taken.add(name)
         chosen.append((host, name))
     return chosen
 
 
-def _fan_host(host: Host, node: str, spec: JobSpec, facts: Facts, python: str) -> FanHost:
-    here = host.name in facts.hosts_here and not host.user and host.port is None
+def _plan_host_launch(
+    host: Host, node: str, spec: JobSpec, facts: Facts, python: str
+) -> HostLaunch:
+    here = host.name in facts.local_hosts and not host.user and host.port is None
     if here:
-        return FanHost(node, host, True, (facts.python, *FAR_END))
-    return FanHost(
+        return HostLaunch(node, host, True, (facts.python, *FAR_END))
+    return HostLaunch(
         node,
         host,
         False,
@@ -122,7 +129,9 @@ def _fan_host(host: Host, node: str, spec: JobSpec, facts: Facts, python: str) -
     )
 
 
-def forwarded(patterns: Sequence[str], environ: Mapping[str, str], where: str) -> dict[str, str]:
+def select_forwarded(
+    patterns: Sequence[str], environ: Mapping[str, str], where: str
+) -> dict[str, str]:
     """
     Return the variables that the patterns name; the token and launchers' own words never go
     anywhere.
@@ -133,7 +142,7 @@ def forwarded(patterns: Sequence[str], environ: Mapping[str, str], where: str) -
     chosen: dict[str, str] = {}
     for pattern in patterns:
         if not set("*?") & set(pattern):
-            if is_launchers(pattern):
+            if is_launcher_variable(pattern):
                 raise UsageError(
                     f"{pattern} is never forwarded: each launcher sets its own", where=where
                 )
@@ -146,19 +155,19 @@ def forwarded(patterns: Sequence[str], environ: Mapping[str, str], where: str) -
         chosen |= {
             name: value for name, value in environ.items() if fnmatch.fnmatchcase(name, pattern)
         }
-    return {name: value for name, value in sorted(chosen.items()) if not is_launchers(name)}
+    return {name: value for name, value in sorted(chosen.items()) if not is_launcher_variable(name)}
 
 
-def node_spec(plan: LaunchPlan, index: int, scheduler: Endpoint | None) -> JobSpec:
+def make_node_spec(plan: LaunchPlan, index: int, scheduler: Endpoint | None) -> JobSpec:
     """
     Return what the agent of host ``index`` is asked for; ``scheduler`` is None for the only node of
     a job.
     """
-    assert plan.fan is not None
+    assert plan.host_plan is not None
     spec = plan.spec
-    one = plan.fan.hosts[index]
+    one = plan.host_plan.hosts[index]
     many = scheduler is not None
-    place = Place(
+    place = ClusterOptions(
         scheduler=scheduler,
         node_rank=index if many else None,
         node_name=one.node,
@@ -167,24 +176,26 @@ def node_spec(plan: LaunchPlan, index: int, scheduler: Endpoint | None) -> JobSp
         insecure=spec.place.insecure,
         rank_table=spec.place.rank_table,
     )
-    resources = on_host(
-        spec.resources, one.host, said(plan.sources, "resources.devices", "--devices")
+    resources = resources_on_host(
+        spec.resources, one.host, source_of(plan.sources, "resources.devices", "--devices")
     )
     resources = replace(resources, nodes=plan.nodes)
-    return replace(spec, resources=resources, place=place, reach=Reach(), job=plan.job, chdir="")
+    return replace(
+        spec, resources=resources, place=place, reach=RemoteOptions(), job=plan.job, chdir=""
+    )
 
 
-def fan_text(plan: LaunchPlan) -> str:
+def describe_hosts(plan: LaunchPlan) -> str:
     """Return the fan of a plan as lines for a terminal."""
-    assert plan.fan is not None
+    assert plan.host_plan is not None
     spec = plan.spec
-    fan = plan.fan
+    fan = plan.host_plan
     lines = [
-        f"{'variables':<10} {' '.join(f'{name}={shown(name, value)}' for name, value in fan.env.items()) or '-'}"
+        f"{'variables':<10} {' '.join(f'{name}={display_value(name, value)}' for name, value in fan.env.items()) or '-'}"
     ]
     for rank, one in enumerate(fan.hosts):
-        count = on_host(spec.resources, one.host, "--devices").devices
+        count = resources_on_host(spec.resources, one.host, "--devices").devices
         what = "runs the scheduler, " if rank == 0 and len(fan.hosts) > 1 else ""
         lines += ["", f"{one.node}: node rank {rank}, {what}{count} worker(s)"]
-        lines += [f"  {'here, no ssh: ' if one.here else ''}{shlex.join(one.argv)}"]
+        lines += [f"  {'here, no ssh: ' if one.is_local else ''}{shlex.join(one.argv)}"]
     return "\n".join(lines) + "\n"

@@ -36,17 +36,17 @@ class BackendFacts:
 
 
 @dataclass(frozen=True)
-class Starter:
+class ExternalLauncher:
     """The launcher that starts the agents, as it was found on this machine."""
 
-    how: Literal["mpirun", "srun"]
+    kind: Literal["mpirun", "srun"]
     program: str = ""
     mpi: Mpi | None = None
     kill_wait: float | None = None
     """Seconds between Slurm's SIGTERM and its SIGKILL; None: not known."""
-    binds: bool = True
+    binds_tasks: bool = True
     """Whether this Slurm binds tasks to CPUs, which has to be switched off."""
-    fault: str = ""
+    error: str = ""
     """Why it cannot be used, or empty."""
 
 
@@ -71,7 +71,7 @@ class Facts:
     uid: int
     script_digest: str = ""
     """SHA-256 of the script file, or empty."""
-    local_endpoint: bool | None = None
+    is_scheduler_local: bool | None = None
     """Whether the scheduler's host is this machine; None when no scheduler was named."""
     route_address: str = ""
     """The local address from which the scheduler is reached, or the first routable one."""
@@ -81,32 +81,32 @@ class Facts:
     """Exit code that goes with it: 2, 126 or 127."""
     log_error: str = ""
     """Why no log files can be made in the log folder, or empty."""
-    loopback_name: bool = False
+    is_loopback_name: bool = False
     """
     The scheduler's name is this machine's and loopback here; ``route_address`` is the address that
     others know.
     """
-    scheduler_fault: str = ""
+    scheduler_error: str = ""
     """Why the name of the scheduler's host leads nowhere, or empty."""
-    imports_torch: bool = False
+    mentions_torch: bool = False
     """
     Whether the script's text mentions torch: then the store is started at once instead of on first
     use.
     """
-    wants_torch: bool = False
+    imports_torch: bool = False
     """Whether the program, or a module of its own, imports torch or what is built on it."""
-    optimizes: bool = False
+    uses_optimizer: bool = False
     """
     Whether the program's text mentions optimizers, compilation or trainers: what drags in
     torch._dynamo.
     """
-    unforkable: str = ""
+    exec_reason: str = ""
     """
     Why the program needs an interpreter of its own (an archive, a folder, compiled), or empty.
     """
-    hosts_here: tuple[str, ...] = ()
+    local_hosts: tuple[str, ...] = ()
     """Which of ``place.hosts`` are this machine."""
-    starter: Starter | None = None
+    external_launcher: ExternalLauncher | None = None
     """The mpirun or srun that is to start the agents."""
     late_variable: str = ""
     """
@@ -135,7 +135,7 @@ class WorkerPlan:
 
 
 @dataclass(frozen=True)
-class Starting:
+class StartMethod:
     """How the workers of this node come to life."""
 
     how: Literal["fork", "exec"] = "exec"
@@ -158,23 +158,23 @@ class Starting:
 
 
 @dataclass(frozen=True)
-class FanHost:
+class HostLaunch:
     """One host of a fan."""
 
     node: str
     """Its name in the job."""
     host: Host
-    here: bool
+    is_local: bool
     """Whether it is this machine, which needs no ssh."""
     argv: tuple[str, ...]
     """What starts its far end."""
 
 
 @dataclass(frozen=True)
-class Fan:
+class HostPlan:
     """What is started where."""
 
-    hosts: tuple[FanHost, ...]
+    hosts: tuple[HostLaunch, ...]
     python: str
     """Interpreter of the agents on other machines."""
     env: Mapping[str, str]
@@ -185,17 +185,17 @@ class Fan:
 
 
 @dataclass(frozen=True)
-class Through:
+class ExternalLaunch:
     """What is started."""
 
-    how: Literal["mpirun", "srun"]
+    kind: Literal["mpirun", "srun"]
     title: str
     python: str
     """Interpreter of the agents."""
     argv: tuple[str, ...]
     env: Mapping[str, str]
     """Variables of this process that the agents get."""
-    extra: Mapping[str, str]
+    launcher_env: Mapping[str, str]
     """Variables for the launcher itself."""
 
     def __repr__(self) -> str:
@@ -239,19 +239,19 @@ class LaunchPlan:
     Environment of every worker before its own variables: inherited, launcher variables of others
     scrubbed.
     """
-    scrubbed: tuple[str, ...]
+    removed: tuple[str, ...]
     """Names that were taken out of the inherited environment."""
     scheduler: Endpoint | None
     """first: where it listens (port 0: the system chooses). join: where to connect."""
     listen: str
     """Address for this node's own listening sockets (the store)."""
     cwd: str
-    facts: Mapping[str, str] = field(default_factory=dict)
+    compared: Mapping[str, str] = field(default_factory=dict)
     """What Join reports for comparison between nodes."""
     notes: tuple[str, ...] = ()
     """One line each; shown by --explain: why cpu, why this scheduler, what was ignored."""
-    starting: Starting = Starting()
-    fan: Fan | None = None
+    start_method: StartMethod = StartMethod()
+    host_plan: HostPlan | None = None
     """Of mode hosts."""
-    through: Through | None = None
+    external_launch: ExternalLaunch | None = None
     """Of mode through."""

@@ -11,17 +11,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from pdrun.backends import affinity
-from pdrun.backends.affinity import Binding
+from pdrun.backends.affinity import CpuBinding
 from pdrun.backends.base import Backend
-from pdrun.backends.detect import choose
-from pdrun.backends.visibility import Grant, grants
+from pdrun.backends.detect import choose_backend
+from pdrun.backends.visibility import DeviceGrant, grant_devices
 from pdrun.errors import ConfigError, PdrunError, UsageError
-from pdrun.launcher.config.spec import JobSpec, Resources, Sources, said
+from pdrun.launcher.config.spec import JobSpec, Resources, Sources, source_of
 from pdrun.launcher.hosts.selection import Host
 from pdrun.launcher.plan.model import Facts
 from pdrun.topology import CpuSet, Device
 
-CPU = "cpu"
+CPU_BACKEND = "cpu"
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class Placement:
     workers: int
     devices: tuple[Device, ...]
     """One a worker, in local rank order; empty for the CPU."""
-    grants: tuple[Grant, ...]
-    binding: Binding
+    grants: tuple[DeviceGrant, ...]
+    binding: CpuBinding
     notes: tuple[str, ...] = ()
 
 
-def place(spec: JobSpec, facts: Facts, sources: Sources) -> Placement:
+def place_workers(spec: JobSpec, facts: Facts, sources: Sources) -> Placement:
     """
     Decide a node's workers. A simulated node takes its share of the machine's devices and CPUs.
 
@@ -46,31 +46,39 @@ def place(spec: JobSpec, facts: Facts, sources: Sources) -> Placement:
         UsageError: more devices asked for than there are, or a share that does not come out even.
         ConfigError: the device kind that was asked for cannot be used here.
     """
-    backend, reason = _backend(spec, facts, sources)
+    backend, reason = _choose_backend(spec, facts, sources)
     visible = next(found.devices for found in facts.backends if found.name == backend.name)
     indices = spec.resources.indices
-    if indices is not None and backend.name != CPU and spec.place.rank_table:
-        visible = _physical(visible, indices, sources.get("place.rank_table", "--rank-table"))
-    elif indices is not None and backend.name != CPU:
-        visible = _chosen(visible, indices, sources.get("place.hosts", "--hosts"))
+    if indices is not None and backend.name != CPU_BACKEND and spec.place.rank_table:
+        visible = _select_physical_devices(
+            visible, indices, sources.get("place.rank_table", "--rank-table")
+        )
+    elif indices is not None and backend.name != CPU_BACKEND:
+        visible = _select_devices(visible, indices, sources.get("place.hosts", "--hosts"))
     index, count = spec.place.simulated or (0, 1)
-    workers = _count(spec, facts, sources, backend, len(visible), count)
-    devices = visible[index * workers : (index + 1) * workers] if backend.name != CPU else ()
-    cpus = affinity.share(facts.cpus, index, count) if count > 1 else facts.cpus
-    binding = affinity.split(cpus, workers, _mode(spec, facts.cpus, count))
-    _check_bound(
+    workers = _count_workers(spec, facts, sources, backend, len(visible), count)
+    devices = (
+        visible[index * workers : (index + 1) * workers] if backend.name != CPU_BACKEND else ()
+    )
+    cpus = affinity.share_cpus(facts.cpus, index, count) if count > 1 else facts.cpus
+    binding = affinity.split_cpus(cpus, workers, _binding_mode(spec, facts.cpus, count))
+    _check_binding(
         spec, sources, binding, len(facts.cpus.cores) or len(facts.cpus.cpus), workers * count
     )
-    given = grants(backend, devices, facts.environ) if devices else _numbered(indices, workers)
+    given = (
+        grant_devices(backend, devices, facts.environ) if devices else _cpu_grants(indices, workers)
+    )
     notes = []
-    if len(visible) > workers * count and backend.name != CPU:
+    if len(visible) > workers * count and backend.name != CPU_BACKEND:
         notes.append(
             f"{len(visible) - workers * count} of {len(visible)} visible devices are not used"
         )
     return Placement(backend, reason, workers, tuple(devices), given, binding, tuple(notes))
 
 
-def on_host(resources: Resources, host: Host, source: str, *, exact: bool = False) -> Resources:
+def resources_on_host(
+    resources: Resources, host: Host, source: str, *, exact: bool = False
+) -> Resources:
     """
     Return the resources of one listed host: its own number of workers, unless ``--devices`` takes
     fewer.
@@ -96,7 +104,7 @@ def on_host(resources: Resources, host: Host, source: str, *, exact: bool = Fals
     )
 
 
-def _chosen(
+def _select_devices(
     visible: tuple[Device, ...], indices: tuple[int, ...], source: str
 ) -> tuple[Device, ...]:
     """Return the visible devices at the indices that a list of hosts names."""
@@ -109,16 +117,18 @@ def _chosen(
     return tuple(visible[index] for index in indices)
 
 
-def _numbered(indices: tuple[int, ...] | None, workers: int) -> tuple[Grant, ...]:
+def _cpu_grants(indices: tuple[int, ...] | None, workers: int) -> tuple[DeviceGrant, ...]:
     """
     CPU workers all have device 0, unless a list numbers them: a rank table that is tried out
     without its devices.
     """
     numbers = indices if indices is not None and len(indices) == workers else (0,) * workers
-    return tuple(Grant({}, number) for number in numbers)
+    return tuple(DeviceGrant({}, number) for number in numbers)
 
 
-def _physical(visible: tuple[Device, ...], ids: tuple[int, ...], source: str) -> tuple[Device, ...]:
+def _select_physical_devices(
+    visible: tuple[Device, ...], ids: tuple[int, ...], source: str
+) -> tuple[Device, ...]:
     """
     Return the visible devices that a rank table names by the numbers that the driver gives them.
     """
@@ -138,9 +148,9 @@ def _physical(visible: tuple[Device, ...], ids: tuple[int, ...], source: str) ->
     return tuple(by_name[str(number)] for number in ids)
 
 
-def _backend(spec: JobSpec, facts: Facts, sources: Sources) -> tuple[Backend, str]:
+def _choose_backend(spec: JobSpec, facts: Facts, sources: Sources) -> tuple[Backend, str]:
     try:
-        return choose(spec.resources.backend, facts.backends)
+        return choose_backend(spec.resources.backend, facts.backends)
     except PdrunError as error:
         source = sources.get("resources.backend", "--backend")
         if error.where == "--backend" and source != "default":
@@ -148,14 +158,14 @@ def _backend(spec: JobSpec, facts: Facts, sources: Sources) -> tuple[Backend, st
         raise error from None
 
 
-def _count(
+def _count_workers(
     spec: JobSpec, facts: Facts, sources: Sources, backend: Backend, visible: int, nodes: int
 ) -> int:
     """Return the workers of one node, of which ``nodes`` share this machine."""
     wanted = spec.resources.devices
-    source = said(sources, "resources.devices", "--devices")
+    source = source_of(sources, "resources.devices", "--devices")
     if isinstance(wanted, int):
-        if backend.name != CPU and wanted * nodes > visible:
+        if backend.name != CPU_BACKEND and wanted * nodes > visible:
             each = f"{nodes} simulated nodes of {wanted}" if nodes > 1 else str(wanted)
             raise UsageError(
                 f"{each} device(s) are more than the {visible} {backend.name} device(s) visible here",
@@ -165,23 +175,23 @@ def _count(
                 else "or use --backend cpu",
             )
         return wanted
-    if wanted == "accelerators" and backend.name == CPU:
+    if wanted == "accelerators" and backend.name == CPU_BACKEND:
         reasons = "; ".join(
-            f"{found.name}: {found.reason}" for found in facts.backends if found.name != CPU
+            f"{found.name}: {found.reason}" for found in facts.backends if found.name != CPU_BACKEND
         )
         raise ConfigError(
             "no accelerator is visible here",
             where=source,
             hint=reasons or "leave out --backend cpu",
         )
-    if backend.name == CPU:
+    if backend.name == CPU_BACKEND:
         if wanted.endswith("cpus"):
-            return _share(facts.cpus.usable, nodes, "usable CPU", source)
+            return _divide_evenly(facts.cpus.usable_cpus, nodes, "usable CPU", source)
         return 1
-    return _share(visible, nodes, f"visible {backend.name} device", source)
+    return _divide_evenly(visible, nodes, f"visible {backend.name} device", source)
 
 
-def _share(total: int, nodes: int, what: str, source: str) -> int:
+def _divide_evenly(total: int, nodes: int, what: str, source: str) -> int:
     if nodes > 1 and total % nodes:
         raise UsageError(
             f"{total} {what}(s) do not divide over {nodes} simulated nodes",
@@ -191,7 +201,7 @@ def _share(total: int, nodes: int, what: str, source: str) -> int:
     return max(1, total // nodes)
 
 
-def _mode(spec: JobSpec, cpus: CpuSet, nodes: int) -> affinity.Mode:
+def _binding_mode(spec: JobSpec, cpus: CpuSet, nodes: int) -> affinity.BindMode:
     """Return how to bind; simulated nodes that share too few cores leave their workers unbound."""
     cores = len(cpus.cores) or len(cpus.cpus)
     if nodes > 1 and cores < nodes:
@@ -199,14 +209,14 @@ def _mode(spec: JobSpec, cpus: CpuSet, nodes: int) -> affinity.Mode:
     return spec.resources.bind
 
 
-def _check_bound(
-    spec: JobSpec, sources: Sources, binding: Binding, cores: int, workers: int
+def _check_binding(
+    spec: JobSpec, sources: Sources, binding: CpuBinding, cores: int, workers: int
 ) -> None:
     """
     Refuse a binding that was asked for by name and cannot be had; only ``auto`` goes on without
     one.
     """
-    if spec.resources.bind not in ("cores", "numa") or binding.bound:
+    if spec.resources.bind not in ("cores", "numa") or binding.is_bound:
         return
     source = sources.get("resources.bind", "--bind")
     raise ConfigError(
@@ -216,8 +226,8 @@ def _check_bound(
     )
 
 
-def threads(
-    spec: JobSpec, environ: Mapping[str, str], binding: Binding
+def choose_threads(
+    spec: JobSpec, environ: Mapping[str, str], binding: CpuBinding
 ) -> tuple[tuple[int, ...], str]:
     """
     Return OMP_NUM_THREADS of each worker and where it comes from: the user's own setting wins over

@@ -15,26 +15,33 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from pdrun.errors import ConfigError, PdrunError, UsageError
-from pdrun.launcher.config.job_key import command_text, job_key
-from pdrun.launcher.config.spec import JobSpec, Sources, said
+from pdrun.launcher.config.job_key import format_command, make_job_key
+from pdrun.launcher.config.spec import JobSpec, Sources, source_of
 from pdrun.launcher.plan import external as through
 from pdrun.launcher.plan import hosts as fan
-from pdrun.launcher.plan.environment import scrub
+from pdrun.launcher.plan.environment import remove_launcher_variables
 from pdrun.launcher.plan.model import Facts, LaunchPlan, Mode, WorkerPlan
-from pdrun.launcher.plan.placement import Placement, on_host, place, threads
+from pdrun.launcher.plan.placement import (
+    Placement,
+    choose_threads,
+    place_workers,
+    resources_on_host,
+)
 from pdrun.launcher.plan.program import program_argv
 from pdrun.launcher.plan.scheduler_address import choose_scheduler
-from pdrun.launcher.plan.start_method import starting
-from pdrun.names import name_from
+from pdrun.launcher.plan.start_method import choose_start_method
+from pdrun.names import make_name
 
-LONGEST_SPEC = (1 << 20) - (1 << 16)
+MAX_SPEC_BYTES = (1 << 20) - (1 << 16)
 """
 Bytes of a specification that fit into a message of the rendezvous, with what stands around them
 there.
 """
 
 
-def plan(spec: JobSpec, facts: Facts, sources: Sources, notes: tuple[str, ...] = ()) -> LaunchPlan:
+def make_plan(
+    spec: JobSpec, facts: Facts, sources: Sources, notes: tuple[str, ...] = ()
+) -> LaunchPlan:
     """
     Decide what this node does. Pure: equal arguments give equal plans.
 
@@ -46,64 +53,68 @@ def plan(spec: JobSpec, facts: Facts, sources: Sources, notes: tuple[str, ...] =
             its shell's code.
         ConfigError: this machine cannot do it.
     """
-    started = through.starter_for(spec, sources)
+    started = through.external_launcher_for(spec, sources)
     if (
         started
-        or max(spec.resources.members, len(spec.place.hosts)) > 1
+        or max(spec.resources.max_members, len(spec.place.hosts)) > 1
         or spec.place.serve is not None
     ):
-        _check_size(spec)
+        _check_spec_size(spec)
     if started:
-        return through.plan_through(spec, facts, sources, job_key(spec), notes)
-    if fan.fans_out(spec):
-        return fan.plan_hosts(spec, facts, sources, job_key(spec), notes)
-    spec, sources = at_home(spec, facts, sources)
+        return through.plan_external(spec, facts, sources, make_job_key(spec), notes)
+    if fan.uses_ssh(spec):
+        return fan.plan_hosts(spec, facts, sources, make_job_key(spec), notes)
+    spec, sources = spec_for_this_host(spec, facts, sources)
     mode, scheduler, listen, reasons = choose_scheduler(spec, facts, sources)
-    _check_start(spec, facts, sources, mode)
-    placement = place(spec, facts, sources) if mode != "local" else _first_of(spec, facts, sources)
-    counts, thread_note = threads(spec, facts.environ, placement.binding)
-    base, scrubbed = _environment(spec, facts)
-    visibility = {} if mode == "local" else _visibility(placement)
+    _check_startable(spec, facts, sources, mode)
+    placement = (
+        place_workers(spec, facts, sources)
+        if mode != "local"
+        else _place_simulated_nodes(spec, facts, sources)
+    )
+    counts, thread_note = choose_threads(spec, facts.environ, placement.binding)
+    base, scrubbed = _base_environment(spec, facts)
+    visibility = {} if mode == "local" else _visibility_by_rank(placement)
     return LaunchPlan(
         mode=mode,
-        job=job_key(spec),
-        node=node_name(spec, facts),
+        job=make_job_key(spec),
+        node=choose_node_name(spec, facts),
         nodes=spec.resources.nodes,
         spec=spec,
         sources=sources,
-        workers=() if mode == "local" else _workers(spec, facts, placement, counts),
+        workers=() if mode == "local" else _plan_workers(spec, facts, placement, counts),
         backend=placement.backend.name,
         backend_reason=placement.reason,
         visibility=visibility,
         collective=placement.backend.collective,
         base_env=base,
-        scrubbed=scrubbed,
+        removed=scrubbed,
         scheduler=scheduler,
         listen=listen,
         cwd=facts.cwd,
-        facts=_reported(spec, facts, placement.backend.name),
+        compared=_facts_to_compare(spec, facts, placement.backend.name),
         notes=tuple(
             filter(None, (*notes, *reasons, *placement.notes, placement.binding.note, thread_note))
         ),
-        starting=starting(spec, facts, sources, {**base, **spec.env}, visibility),
+        start_method=choose_start_method(spec, facts, sources, {**base, **spec.env}, visibility),
     )
 
 
-def _check_size(spec: JobSpec) -> None:
+def _check_spec_size(spec: JobSpec) -> None:
     """
     Refuse what no node could be told. Within one node nothing is sent, and the system's own limits
     count.
     """
-    size = len(json.dumps(spec.shared()))
-    if size > LONGEST_SPEC:
+    size = len(json.dumps(spec.to_shared_json()))
+    if size > MAX_SPEC_BYTES:
         raise UsageError(
             f"the script's arguments and the variables of --env make {size:,} bytes, of which nodes can be told "
-            f"{LONGEST_SPEC:,}",
+            f"{MAX_SPEC_BYTES:,}",
             hint="put what is long into a file that every node reads",
         )
 
 
-def at_home(spec: JobSpec, facts: Facts, sources: Sources) -> tuple[JobSpec, Sources]:
+def spec_for_this_host(spec: JobSpec, facts: Facts, sources: Sources) -> tuple[JobSpec, Sources]:
     """
     Return the specification of the node that this machine is among the listed hosts: its rank and
     its devices.
@@ -118,7 +129,7 @@ def at_home(spec: JobSpec, facts: Facts, sources: Sources) -> tuple[JobSpec, Sou
     rank = where.node_rank
     if rank is None:
         names = [host.name for host in where.hosts]
-        rank = next((names.index(name) for name in facts.hosts_here), None)
+        rank = next((names.index(name) for name in facts.local_hosts), None)
         if rank is None:
             raise UsageError(
                 f"{facts.hostname} is none of the {len(names)} host(s)",
@@ -127,23 +138,25 @@ def at_home(spec: JobSpec, facts: Facts, sources: Sources) -> tuple[JobSpec, Sou
             )
         where = replace(where, node_rank=rank)
         sources = {**sources, "place.node_rank": label}
-    devices = said(sources, "resources.devices", "--devices")
-    resources = on_host(spec.resources, where.hosts[rank], devices, exact=bool(where.rank_table))
+    devices = source_of(sources, "resources.devices", "--devices")
+    resources = resources_on_host(
+        spec.resources, where.hosts[rank], devices, exact=bool(where.rank_table)
+    )
     if resources.devices != spec.resources.devices:
         sources = {**sources, "resources.devices": where.hosts[rank].where or label}
     return replace(spec, place=where, resources=resources), sources
 
 
-def simulated(plan: LaunchPlan, facts: Facts) -> tuple[LaunchPlan, ...]:
+def plan_simulated_nodes(plan: LaunchPlan, facts: Facts) -> tuple[LaunchPlan, ...]:
     """
     Return the plan of each node that a ``local`` plan simulates, in order; all are as strict as a
     real one.
     """
-    count = plan.spec.resources.members
-    return tuple(_simulate(plan, facts, index, count) for index in range(count))
+    count = plan.spec.resources.max_members
+    return tuple(_plan_simulated_node(plan, facts, index, count) for index in range(count))
 
 
-def _simulate(whole: LaunchPlan, facts: Facts, index: int, count: int) -> LaunchPlan:
+def _plan_simulated_node(whole: LaunchPlan, facts: Facts, index: int, count: int) -> LaunchPlan:
     rank = index if index < whole.nodes else None  # a spare has no place of its own
     place = replace(
         whole.spec.place,
@@ -152,10 +165,10 @@ def _simulate(whole: LaunchPlan, facts: Facts, index: int, count: int) -> Launch
         scheduler=whole.scheduler,
         node_name="",
     )
-    return plan(replace(whole.spec, place=place), facts, whole.sources)
+    return make_plan(replace(whole.spec, place=place), facts, whole.sources)
 
 
-def node_name(spec: JobSpec, facts: Facts) -> str:
+def choose_node_name(spec: JobSpec, facts: Facts) -> str:
     """
     Return the name of this node in the job: what the user said, else the host's.
 
@@ -165,11 +178,11 @@ def node_name(spec: JobSpec, facts: Facts) -> str:
     where = spec.place
     if where.simulated:
         return f"node{where.simulated[0]}"
-    rank = f"-{where.node_rank}" if where.node_rank and facts.local_endpoint else ""
-    return where.node_name or name_from(facts.hostname) + rank
+    rank = f"-{where.node_rank}" if where.node_rank and facts.is_scheduler_local else ""
+    return where.node_name or make_name(facts.hostname) + rank
 
 
-def _check_start(spec: JobSpec, facts: Facts, sources: Sources, mode: Mode) -> None:
+def _check_startable(spec: JobSpec, facts: Facts, sources: Sources, mode: Mode) -> None:
     """
     Refuse what cannot start. A node that joins says so to the job instead, before anything runs
     (preflight).
@@ -181,10 +194,10 @@ def _check_start(spec: JobSpec, facts: Facts, sources: Sources, mode: Mode) -> N
         error.exit_code = facts.program_error_code or error.exit_code
         raise error
     if facts.log_error:
-        raise _log_error(spec, facts, said(sources, "output.log_dir", "--log-dir"))
+        raise _log_dir_error(spec, facts, source_of(sources, "output.log_dir", "--log-dir"))
 
 
-def _log_error(spec: JobSpec, facts: Facts, source: str) -> PdrunError:
+def _log_dir_error(spec: JobSpec, facts: Facts, source: str) -> PdrunError:
     return ConfigError(
         f"{spec.output.log_dir!r} {facts.log_error}",
         where=source,
@@ -192,17 +205,19 @@ def _log_error(spec: JobSpec, facts: Facts, source: str) -> PdrunError:
     )
 
 
-def _first_of(spec: JobSpec, facts: Facts, sources: Sources) -> Placement:
+def _place_simulated_nodes(spec: JobSpec, facts: Facts, sources: Sources) -> Placement:
     """Check every simulated node's placement, and return the first one's."""
-    count = spec.resources.members
+    count = spec.resources.max_members
     placements = [
-        place(replace(spec, place=replace(spec.place, simulated=(index, count))), facts, sources)
+        place_workers(
+            replace(spec, place=replace(spec.place, simulated=(index, count))), facts, sources
+        )
         for index in range(count)
     ]
     return placements[0]
 
 
-def _workers(
+def _plan_workers(
     spec: JobSpec, facts: Facts, placement: Placement, threads: tuple[int, ...]
 ) -> tuple[WorkerPlan, ...]:
     argv = program_argv(spec.program, facts.python)
@@ -219,7 +234,7 @@ def _workers(
     )
 
 
-def _visibility(placement: Placement) -> dict[int, Mapping[str, str]]:
+def _visibility_by_rank(placement: Placement) -> dict[int, Mapping[str, str]]:
     return {
         rank: dict(grant.variables)
         for rank, grant in enumerate(placement.grants)
@@ -227,9 +242,9 @@ def _visibility(placement: Placement) -> dict[int, Mapping[str, str]]:
     }
 
 
-def _environment(spec: JobSpec, facts: Facts) -> tuple[dict[str, str], tuple[str, ...]]:
+def _base_environment(spec: JobSpec, facts: Facts) -> tuple[dict[str, str], tuple[str, ...]]:
     """Return what workers inherit, and what was taken out."""
-    base, scrubbed = scrub(facts.environ)
+    base, scrubbed = remove_launcher_variables(facts.environ)
     if isinstance(spec.resources.threads, int):
         base.pop(
             "OMP_NUM_THREADS", None
@@ -237,10 +252,10 @@ def _environment(spec: JobSpec, facts: Facts) -> tuple[dict[str, str], tuple[str
     return base, scrubbed
 
 
-def _reported(spec: JobSpec, facts: Facts, backend: str) -> dict[str, str]:
+def _facts_to_compare(spec: JobSpec, facts: Facts, backend: str) -> dict[str, str]:
     """Return what nodes compare when they meet; what is not known here is left out."""
     known = {
-        "command": command_text(spec),
+        "command": format_command(spec),
         "script": facts.script_digest,
         "python": "" if spec.program.python else facts.python_version,
         "torch": facts.torch_version,

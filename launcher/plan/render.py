@@ -15,15 +15,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from pdrun.launcher.common.parsers import rank_text
-from pdrun.launcher.config.spec import JobSpec, Policy, field_paths
-from pdrun.launcher.plan.environment import is_launchers, shown
-from pdrun.launcher.plan.external import through_text
-from pdrun.launcher.plan.hosts import fan_text
+from pdrun.launcher.common.parsers import format_ranks
+from pdrun.launcher.config.spec import JobSpec, Policy, list_field_paths
+from pdrun.launcher.plan.environment import display_value, is_launcher_variable
+from pdrun.launcher.plan.external import describe_external
+from pdrun.launcher.plan.hosts import describe_hosts
 from pdrun.launcher.plan.model import Facts, LaunchPlan, WorkerPlan
 from pdrun.launcher.plan.program import program_argv
 
-_MODES = {
+_MODE_TEXTS = {
     "alone": "one node, nothing listens",
     "local": "all nodes are simulated on this machine",
     "first": "this node runs the scheduler",
@@ -33,49 +33,56 @@ _MODES = {
 }
 
 
-def plan_text(plan: LaunchPlan, nodes: Sequence[LaunchPlan] = ()) -> str:
+def format_plan(plan: LaunchPlan, nodes: Sequence[LaunchPlan] = ()) -> str:
     """
     Return a plan as lines for a terminal; ``nodes`` are the plans of the nodes that a local one
     simulates.
     """
     rows = [
         ("job", plan.job),
-        ("mode", f"{plan.mode}: {_MODES[plan.mode]}"),
-        ("nodes", _nodes(plan)),
-        ("scheduler", _scheduler(plan)),
+        ("mode", f"{plan.mode}: {_MODE_TEXTS[plan.mode]}"),
+        ("nodes", _format_nodes(plan)),
+        ("scheduler", _format_scheduler(plan)),
         ("listen", plan.listen),
-        ("program", shlex.join(_argv(plan, nodes))),
-        ("start", f"{plan.starting.how}: {plan.starting.reason}" if plan.starting.reason else ""),
-        ("", plan.starting.unused),
+        ("program", shlex.join(_worker_argv(plan, nodes))),
+        (
+            "start",
+            f"{plan.start_method.how}: {plan.start_method.reason}"
+            if plan.start_method.reason
+            else "",
+        ),
+        ("", plan.start_method.unused),
         ("folder", plan.cwd),
-        ("backend", _backend(plan)),
-        ("logs", _logs(plan.spec)),
-        ("policy", _policy(plan.spec)),
-        ("changes", _changes(plan.spec)),
-        ("restarts", _restarts(plan.spec.policy)),
+        ("backend", _format_backend(plan)),
+        ("logs", _format_logs(plan.spec)),
+        ("policy", _format_policy(plan.spec)),
+        ("changes", _format_elasticity(plan.spec)),
+        ("restarts", _format_restarts(plan.spec.policy)),
         (
             "hangs",
-            f"no progress for {seconds(hang)}"
+            f"no progress for {format_duration(hang)}"
             if (hang := plan.spec.policy.hang_timeout) is not None
             else "",
         ),
-        *(("set", f"{name}={shown(name, value)}") for name, value in plan.spec.env.items()),
-        ("removed", ", ".join(plan.scrubbed) or "-"),
+        *(("set", f"{name}={display_value(name, value)}") for name, value in plan.spec.env.items()),
+        ("removed", ", ".join(plan.removed) or "-"),
     ]
     lines = [f"{name:<10} {value}" for name, value in rows if value]
-    if plan.fan is not None:
-        return "\n".join(lines) + "\n" + fan_text(plan)
-    if plan.through is not None:
-        return "\n".join(lines) + "\n" + through_text(plan)
+    if plan.host_plan is not None:
+        return "\n".join(lines) + "\n" + describe_hosts(plan)
+    if plan.external_launch is not None:
+        return "\n".join(lines) + "\n" + describe_external(plan)
     for node in nodes or (plan,):
-        lines += ["", f"{node.node}: {len(node.workers)} worker(s)", *_workers(node)]
+        lines += ["", f"{node.node}: {len(node.workers)} worker(s)", *_format_workers(node)]
     return "\n".join(lines) + "\n"
 
 
-def _nodes(plan: LaunchPlan) -> str:
+def _format_nodes(plan: LaunchPlan) -> str:
     resources = plan.spec.resources
     count = (
-        f"{resources.least} to {plan.nodes}" if resources.least < plan.nodes else str(plan.nodes)
+        f"{resources.required_nodes} to {plan.nodes}"
+        if resources.required_nodes < plan.nodes
+        else str(plan.nodes)
     )
     spares = (
         f" and {resources.spares} that stand{'s' * (resources.spares == 1)} by"
@@ -89,35 +96,39 @@ def _nodes(plan: LaunchPlan) -> str:
     )
 
 
-def _changes(spec: JobSpec) -> str:
+def _format_elasticity(spec: JobSpec) -> str:
     """How an elastic job forms and changes; empty for one of a fixed size."""
     policy = spec.policy
     resources = spec.resources
-    if not resources.elastic:
+    if not resources.is_elastic:
         return ""
     loss = "a lost node is replaced by one that stands by"
-    if resources.least == resources.nodes:
+    if resources.required_nodes == resources.nodes:
         return loss
     late = (
-        f"takes late nodes in after {seconds(policy.grow)}"
+        f"takes late nodes in after {format_duration(policy.grow)}"
         if policy.grow is not None
         else "late nodes wait"
     )
-    least = f"{resources.least} node{'s' * (resources.least > 1)}"
-    return f"goes on with {least}, begins after {seconds(policy.gather)} of quiet, {late}"
+    least = f"{resources.required_nodes} node{'s' * (resources.required_nodes > 1)}"
+    return f"goes on with {least}, begins after {format_duration(policy.gather)} of quiet, {late}"
 
 
-def _restarts(policy: Policy) -> str:
+def _format_restarts(policy: Policy) -> str:
     """What counts as a restart, where there may be any and that was said."""
-    window = f"within {seconds(policy.restart_window)}" if policy.restart_window is not None else ""
-    only = f"after {rank_text(policy.restart_on)} only" if policy.restart_on else ""
-    never = f"never after {rank_text(policy.no_restart_on)}" if policy.no_restart_on else ""
+    window = (
+        f"within {format_duration(policy.restart_window)}"
+        if policy.restart_window is not None
+        else ""
+    )
+    only = f"after {format_ranks(policy.restart_on)} only" if policy.restart_on else ""
+    never = f"never after {format_ranks(policy.no_restart_on)}" if policy.no_restart_on else ""
     if policy.max_restarts:
         return ", ".join(filter(None, (window, only, never)))
     return ""
 
 
-def _scheduler(plan: LaunchPlan) -> str:
+def _format_scheduler(plan: LaunchPlan) -> str:
     if plan.scheduler is None:
         return ""
     if plan.scheduler.port == 0:
@@ -125,20 +136,20 @@ def _scheduler(plan: LaunchPlan) -> str:
     return str(plan.scheduler)
 
 
-def _backend(plan: LaunchPlan) -> str:
+def _format_backend(plan: LaunchPlan) -> str:
     by = f", collectives by {plan.collective}" if plan.collective else ""
     return f"{plan.backend}{by} ({plan.backend_reason.partition(';')[0]})"
 
 
-def _argv(plan: LaunchPlan, nodes: Sequence[LaunchPlan]) -> tuple[str, ...]:
-    if plan.fan is not None:
-        return program_argv(plan.spec.program, plan.fan.python)
-    if plan.through is not None:
-        return program_argv(plan.spec.program, plan.through.python)
+def _worker_argv(plan: LaunchPlan, nodes: Sequence[LaunchPlan]) -> tuple[str, ...]:
+    if plan.host_plan is not None:
+        return program_argv(plan.spec.program, plan.host_plan.python)
+    if plan.external_launch is not None:
+        return program_argv(plan.spec.program, plan.external_launch.python)
     return next(worker.argv for node in (plan, *nodes) for worker in node.workers)
 
 
-def _logs(spec: JobSpec) -> str:
+def _format_logs(spec: JobSpec) -> str:
     output = spec.output
     files = (
         f"{output.log_dir}/RUN/GENERATION/{output.log_name}.out and .err"
@@ -148,15 +159,17 @@ def _logs(spec: JobSpec) -> str:
     return f"{files}; shown: {output.show_ranks}, prefix {output.prefix}"
 
 
-def _policy(spec: JobSpec) -> str:
+def _format_policy(spec: JobSpec) -> str:
     policy = spec.policy
-    limit = f", at most {seconds(policy.time_limit)}" if policy.time_limit is not None else ""
-    wait = seconds(policy.start_timeout)
-    grace = seconds(policy.grace)
+    limit = (
+        f", at most {format_duration(policy.time_limit)}" if policy.time_limit is not None else ""
+    )
+    wait = format_duration(policy.start_timeout)
+    grace = format_duration(policy.grace)
     return f"wait {wait} for all nodes, grace {grace}, {policy.max_restarts} restart(s){limit}"
 
 
-def seconds(value: float) -> str:
+def format_duration(value: float) -> str:
     """Return a duration as one would type it: ``90s``, ``10m``, ``2h``."""
     for size, unit in ((3600.0, "h"), (60.0, "m")):
         if value >= size and value % size == 0:
@@ -164,39 +177,39 @@ def seconds(value: float) -> str:
     return f"{value:g}s"
 
 
-def _workers(node: LaunchPlan) -> list[str]:
+def _format_workers(node: LaunchPlan) -> list[str]:
     table = [("local rank", "device", "cpus", "threads", "sees")]
     table += [
-        _worker(worker, node.visibility.get(worker.local_rank, {})) for worker in node.workers
+        _worker_row(worker, node.visibility.get(worker.local_rank, {})) for worker in node.workers
     ]
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     padded = (zip(row, widths, strict=True) for row in table)
     return ["  " + "  ".join(cell.ljust(width) for cell, width in row).rstrip() for row in padded]
 
 
-def _worker(worker: WorkerPlan, variables: Mapping[str, str]) -> tuple[str, str, str, str, str]:
+def _worker_row(worker: WorkerPlan, variables: Mapping[str, str]) -> tuple[str, str, str, str, str]:
     device = f"{worker.device.kind}:{worker.device_index}" if worker.device else "cpu"
     sees = " ".join(f"{name}={value}" for name, value in variables.items())
     return (
         str(worker.local_rank),
         device,
-        rank_text(worker.cpus) if worker.cpus else "not bound",
+        format_ranks(worker.cpus) if worker.cpus else "not bound",
         str(worker.threads),
         sees or "-",
     )
 
 
-def plan_json(plan: LaunchPlan, nodes: Sequence[LaunchPlan] = ()) -> str:
+def format_plan_json(plan: LaunchPlan, nodes: Sequence[LaunchPlan] = ()) -> str:
     """Return a plan as JSON, keys in a fixed order."""
-    data = _data(plan)
+    data = _plan_as_dict(plan)
     if nodes:
-        data["simulated"] = [_data(node) for node in nodes]
+        data["simulated"] = [_plan_as_dict(node) for node in nodes]
     return json.dumps(data, indent=2) + "\n"
 
 
-def _data(plan: LaunchPlan) -> dict[str, Any]:
+def _plan_as_dict(plan: LaunchPlan) -> dict[str, Any]:
     spec = asdict(plan.spec)
-    spec["env"] = {name: shown(name, value) for name, value in plan.spec.env.items()}
+    spec["env"] = {name: display_value(name, value) for name, value in plan.spec.env.items()}
     spec["place"]["scheduler"] = (
         str(plan.spec.place.scheduler) if plan.spec.place.scheduler else None
     )
@@ -223,23 +236,23 @@ def _data(plan: LaunchPlan) -> dict[str, Any]:
             }
             for worker in plan.workers
         ],
-        "starting": asdict(plan.starting),
-        "removed": list(plan.scrubbed),
-        "compared": dict(plan.facts),
+        "starting": asdict(plan.start_method),
+        "removed": list(plan.removed),
+        "compared": dict(plan.compared),
         "notes": list(plan.notes),
         "spec": spec,
         "sources": dict(plan.sources),
     }
 
 
-def explain(plan: LaunchPlan, facts: Facts) -> str:
+def explain_plan(plan: LaunchPlan, facts: Facts) -> str:
     """
     Return every effective value with its source, what was taken out, and why each thing was
     decided.
     """
     rows = [
-        (path, _value(plan.spec, path, facts.python), plan.sources.get(path, "default"))
-        for path in field_paths()
+        (path, _format_value(plan.spec, path, facts.python), plan.sources.get(path, "default"))
+        for path in list_field_paths()
     ]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     lines = [
@@ -247,21 +260,21 @@ def explain(plan: LaunchPlan, facts: Facts) -> str:
         for path, value, source in rows
     ]
     lines += ["", "why:", *(f"  {note}" for note in plan.notes)]
-    lines += [f"  start {plan.starting.how}: {plan.starting.reason}"]
-    lines += [f"  {plan.starting.unused}"] if plan.starting.unused else []
+    lines += [f"  start {plan.start_method.how}: {plan.start_method.reason}"]
+    lines += [f"  {plan.start_method.unused}"] if plan.start_method.unused else []
     lines += [f"  backend {plan.backend}: {plan.backend_reason.partition(';')[0]}"]
-    lines += _backends(facts, plan.backend)
-    lines += [f"  {name} is taken out of the workers' environment" for name in plan.scrubbed]
+    lines += _explain_backends(facts, plan.backend)
+    lines += [f"  {name} is taken out of the workers' environment" for name in plan.removed]
     return "\n".join(lines) + "\n"
 
 
-def _backends(facts: Facts, chosen: str = "") -> Iterable[str]:
+def _explain_backends(facts: Facts, chosen: str = "") -> Iterable[str]:
     for found in facts.backends:
         if found.name != chosen:
             yield f"  backend {found.name}: {'usable' if found.present else 'refused'}: {found.reason}"
 
 
-_DEVICES = {
+_DEVICE_TEXTS = {
     "auto": "auto (accelerators, else one worker)",
     "accelerators": "every accelerator",
     "cpus": "one a usable CPU",
@@ -269,32 +282,32 @@ _DEVICES = {
 }
 
 
-def _value(spec: JobSpec, path: str, python: str) -> str:
+def _format_value(spec: JobSpec, path: str, python: str) -> str:
     group, _, name = path.rpartition(".")
     value = getattr(getattr(spec, group) if group else spec, name)
     if path == "env":
-        return " ".join(f"{key}={shown(key, text)}" for key, text in value.items()) or "-"
+        return " ".join(f"{key}={display_value(key, text)}" for key, text in value.items()) or "-"
     if path == "program.python" and spec.program.kind != "command":
         return spec.program.python or python
     if path in ("policy.restart_on", "policy.no_restart_on"):
-        return rank_text(value) if value else "-"
+        return format_ranks(value) if value else "-"
     if path == "resources.min_nodes":
-        return str(spec.resources.least)
+        return str(spec.resources.required_nodes)
     if path == "resources.devices":
-        return _DEVICES.get(str(value), str(value))
+        return _DEVICE_TEXTS.get(str(value), str(value))
     if path == "program.args":
         return shlex.join(value) or "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return seconds(value)
+        return format_duration(value)
     return "-" if value in (None, "") else str(value)
 
 
 # what this environment says
 # -------------------------------------------------------------------------------------------
 
-FAMILIES = (
+VARIABLE_FAMILIES = (
     ("pdrun", r"PDRUN_"),
     ("torchrun's options", r"PET_"),
     (
@@ -323,10 +336,10 @@ counts.
 """
 
 
-def families(environ: Mapping[str, str]) -> dict[str, list[str]]:
+def group_variables(environ: Mapping[str, str]) -> dict[str, list[str]]:
     """Return the variables of launchers and schedulers that are set, by who set them."""
     found: dict[str, list[str]] = {}
-    for family, pattern in FAMILIES:
+    for family, pattern in VARIABLE_FAMILIES:
         taken = {name for names in found.values() for name in names}
         names = [name for name in sorted(environ) if name not in taken and re.match(pattern, name)]
         if names:
@@ -334,7 +347,7 @@ def families(environ: Mapping[str, str]) -> dict[str, list[str]]:
     return found
 
 
-def environment_text(facts: Facts, chosen: str) -> str:
+def format_environment(facts: Facts, chosen: str) -> str:
     """
     Return what ``pdrun env`` says: who speaks in the environment, devices, CPUs, versions,
     addresses.
@@ -348,7 +361,7 @@ def environment_text(facts: Facts, chosen: str) -> str:
         f"host       {facts.hostname}, user id {facts.uid}",
         f"addresses  {', '.join(f'{address} ({name})' for name, address in facts.addresses)}",
         f"route      {facts.route_address or 'none to other machines'}",
-        f"cpus       {rank_text(cpus.cpus)}: {cpus.usable} usable, {quota}",
+        f"cpus       {format_ranks(cpus.cpus)}: {cpus.usable_cpus} usable, {quota}",
         f"topology   {len(cpus.cores) or 'unknown'} core(s), {len(cpus.numa) or 'unknown'} memory node(s)",
         f"use        {chosen}",
         "",
@@ -361,11 +374,11 @@ def environment_text(facts: Facts, chosen: str) -> str:
         for found in facts.backends
     ]
     lines += ["", "environment:"]
-    for family, names in families(facts.environ).items():
+    for family, names in group_variables(facts.environ).items():
         lines.append(f"  {family}")
         for name in names:
-            removed = "   (not passed on to workers)" if is_launchers(name) else ""
-            lines.append(f"    {name}={shown(name, facts.environ[name])}{removed}")
+            removed = "   (not passed on to workers)" if is_launcher_variable(name) else ""
+            lines.append(f"    {name}={display_value(name, facts.environ[name])}{removed}")
     if lines[-1] == "environment:":
         lines.append("  no variable of any launcher or scheduler is set")
     return "\n".join(lines) + "\n"

@@ -9,14 +9,14 @@ from pdrun.errors import ConfigError, UsageError
 from pdrun.launcher.config.spec import JobSpec, Sources
 from pdrun.launcher.plan.model import Facts, Mode
 
-LOOPBACK = "127.0.0.1"
+LOOPBACK_ADDRESS = "127.0.0.1"
 
 
-Meeting = tuple[Mode, Endpoint | None, str, tuple[str, ...]]
+SchedulerChoice = tuple[Mode, Endpoint | None, str, tuple[str, ...]]
 """Mode, scheduler, the address to listen on, and why."""
 
 
-def choose_scheduler(spec: JobSpec, facts: Facts, sources: Sources) -> Meeting:
+def choose_scheduler(spec: JobSpec, facts: Facts, sources: Sources) -> SchedulerChoice:
     """
     Return the mode of this node, the scheduler, the address to listen on, and why.
 
@@ -25,13 +25,13 @@ def choose_scheduler(spec: JobSpec, facts: Facts, sources: Sources) -> Meeting:
         ConfigError: this machine has no address that others can reach.
     """
     where = spec.place
-    nodes = spec.resources.members
+    nodes = spec.resources.max_members
     if where.simulated is not None:
         index, _ = where.simulated
         return (
             "first" if index == 0 else "join",
-            where.scheduler or Endpoint(LOOPBACK, 0),
-            LOOPBACK,
+            where.scheduler or Endpoint(LOOPBACK_ADDRESS, 0),
+            LOOPBACK_ADDRESS,
             (),
         )
     if where.local and nodes > 1:
@@ -42,8 +42,8 @@ def choose_scheduler(spec: JobSpec, facts: Facts, sources: Sources) -> Meeting:
         )
         return (
             "local",
-            Endpoint(LOOPBACK, 0),
-            LOOPBACK,
+            Endpoint(LOOPBACK_ADDRESS, 0),
+            LOOPBACK_ADDRESS,
             ("all nodes are simulated here, on loopback only", why),
         )
     if nodes == 1 and (
@@ -55,11 +55,11 @@ def choose_scheduler(spec: JobSpec, facts: Facts, sources: Sources) -> Meeting:
             if where.scheduler
             else ()
         )
-        return "alone", None, LOOPBACK, (why, *unused)
-    listen = listen_address(spec, facts, sources)
+        return "alone", None, LOOPBACK_ADDRESS, (why, *unused)
+    listen = choose_listen_address(spec, facts, sources)
     if where.scheduler is None:
-        return _unnamed(spec, sources, listen)
-    serves, why = _serves(spec, facts, sources)
+        return _choose_unnamed(spec, sources, listen)
+    serves, why = _runs_scheduler(spec, facts, sources)
     if not serves:
         if where.scheduler.port == 0:
             raise UsageError(
@@ -67,18 +67,20 @@ def choose_scheduler(spec: JobSpec, facts: Facts, sources: Sources) -> Meeting:
                 where=sources.get("place.scheduler", "--scheduler"),
                 hint="give the port that it printed",
             )
-        meant = Endpoint(listen, where.scheduler.port) if facts.loopback_name else where.scheduler
-        return "join", meant, listen, (why, facts.scheduler_fault)
-    if facts.loopback_name:
+        meant = (
+            Endpoint(listen, where.scheduler.port) if facts.is_loopback_name else where.scheduler
+        )
+        return "join", meant, listen, (why, facts.scheduler_error)
+    if facts.is_loopback_name:
         outer = f"{where.scheduler.host} is loopback here, where nobody else comes: listening on {listen} in its place"
         return "first", Endpoint(listen, where.scheduler.port), listen, (why, outer)
-    if facts.local_endpoint is False:
+    if facts.is_scheduler_local is False:
         outer = f"{where.scheduler.host} is not an address of this machine: listening on {listen} in its place"
         return "first", Endpoint(listen, where.scheduler.port), listen, (why, outer)
     return "first", where.scheduler, listen, (why,)
 
 
-def _unnamed(spec: JobSpec, sources: Sources, listen: str) -> Meeting:
+def _choose_unnamed(spec: JobSpec, sources: Sources, listen: str) -> SchedulerChoice:
     """No scheduler was named: this node is the first one, unless that contradicts what was said."""
     rank = spec.place.node_rank
     if spec.place.serve is False or rank not in (None, 0):
@@ -92,7 +94,7 @@ def _unnamed(spec: JobSpec, sources: Sources, listen: str) -> Meeting:
     return "first", Endpoint(listen, 0), listen, (why,)
 
 
-def _serves(spec: JobSpec, facts: Facts, sources: Sources) -> tuple[bool, str]:
+def _runs_scheduler(spec: JobSpec, facts: Facts, sources: Sources) -> tuple[bool, str]:
     """Return whether this node runs the scheduler, and why."""
     where = spec.place
     if where.serve is not None:
@@ -100,14 +102,14 @@ def _serves(spec: JobSpec, facts: Facts, sources: Sources) -> tuple[bool, str]:
             where.serve,
             f"{sources.get('place.serve', '--serve')} decides whether this node runs the scheduler",
         )
-    if where.node_rank == 0 and facts.local_endpoint is False and not facts.loopback_name:
+    if where.node_rank == 0 and facts.is_scheduler_local is False and not facts.is_loopback_name:
         return (
             False,
             f"node rank 0, but {where.scheduler} is another machine: join it (--serve: run it here)",
         )
     if where.node_rank is not None:
         return where.node_rank == 0, f"node rank {where.node_rank}: node 0 runs the scheduler"
-    if facts.local_endpoint:
+    if facts.is_scheduler_local:
         return (
             True,
             f"{where.scheduler} is on this machine: run the scheduler here, or join where it already runs",
@@ -115,16 +117,16 @@ def _serves(spec: JobSpec, facts: Facts, sources: Sources) -> tuple[bool, str]:
     return False, f"{where.scheduler} is another machine: join it"
 
 
-def listen_address(spec: JobSpec, facts: Facts, sources: Sources) -> str:
+def choose_listen_address(spec: JobSpec, facts: Facts, sources: Sources) -> str:
     """Return the one address on which this node's own sockets listen; never all of them."""
     wanted = spec.place.interface
     source = sources.get("place.interface", "--interface")
     if not wanted:
         if facts.route_address:
             return facts.route_address
-        if facts.scheduler_fault:
+        if facts.scheduler_error:
             raise ConfigError(
-                facts.scheduler_fault,
+                facts.scheduler_error,
                 where=sources.get(
                     "place.scheduler" if spec.place.scheduler else "place.hosts", "--scheduler"
                 ),

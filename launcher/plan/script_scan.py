@@ -17,54 +17,58 @@ from functools import lru_cache
 from pathlib import Path
 
 from pdrun.launcher.common import files
-from pdrun.launcher.stdlib_only.import_env import late_assignment
+from pdrun.launcher.stdlib_only.import_env import find_late_assignment
 
-LOOK = 1 << 20
+MAX_READ_BYTES = 1 << 20
 """Bytes of a file that are looked at."""
-FILES = 64
-BYTES = 4 << 20
-_IMPORT = re.compile(
+MAX_FILES = 64
+MAX_TOTAL_BYTES = 4 << 20
+_IMPORT_PATTERN = re.compile(
     rb"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import[ \t(]+([\w, \t]+)|import[ \t]+([\w., \t]+))",
     re.MULTILINE,
 )
-_TORCH = frozenset(
+_TORCH_PACKAGES = frozenset(
     (b"torch", b"lightning", b"pytorch_lightning", b"transformers", b"accelerate", b"deepspeed")
 )
-_RUNTIME = re.compile(rb"\bpdrun\.init\b|from[ \t]+pdrun[ \t]+import")
-_OPTIMIZER = re.compile(
+_RUNTIME_PATTERN = re.compile(rb"\bpdrun\.init\b|from[ \t]+pdrun[ \t]+import")
+_OPTIMIZER_PATTERN = re.compile(
     rb"optim|Adam|SGD|torch\.compile|torch\._dynamo|lightning|transformers|accelerate|deepspeed|Trainer"
 )
 
 
 @dataclass(frozen=True)
-class Told:
+class ScriptInfo:
     """What a program's text says."""
 
-    torch: bool = False
-    optimizes: bool = False
-    late: str = ""
+    imports_torch: bool = False
+    uses_optimizer: bool = False
+    late_variable: str = ""
     """``train.py:3 sets OMP_NUM_THREADS``, or empty."""
 
 
 @lru_cache(maxsize=2)  # a guess has asked before the plan does (`ahead`)
-def told(path: Path, text: bytes) -> Told:
+def scan_script(path: Path, text: bytes) -> ScriptInfo:
     """Read a program and its own modules."""
     torch = False
     optimizes = False
     late = ""
-    for file, body in _own(path, text):
-        names = {name.partition(b".")[0] for name in _names(body)}
-        torch = torch or bool(names & _TORCH) or (b"pdrun" in names and bool(_RUNTIME.search(body)))
-        optimizes = optimizes or bool(_OPTIMIZER.search(body))
-        found = late_assignment(body.decode("utf-8", "replace")) if not late else None
+    for file, body in _local_modules(path, text):
+        names = {name.partition(b".")[0] for name in _imported_names(body)}
+        torch = (
+            torch
+            or bool(names & _TORCH_PACKAGES)
+            or (b"pdrun" in names and bool(_RUNTIME_PATTERN.search(body)))
+        )
+        optimizes = optimizes or bool(_OPTIMIZER_PATTERN.search(body))
+        found = find_late_assignment(body.decode("utf-8", "replace")) if not late else None
         if found:
             late = f"{file.name}:{found[0]} sets {found[1]}"
-    return Told(torch, optimizes, late)
+    return ScriptInfo(torch, optimizes, late)
 
 
-def _names(text: bytes) -> Iterator[bytes]:
+def _imported_names(text: bytes) -> Iterator[bytes]:
     """The modules that a text imports, as written."""
-    for match in _IMPORT.finditer(text):
+    for match in _IMPORT_PATTERN.finditer(text):
         if match[3] is not None:
             yield from (part.strip().partition(b" ")[0] for part in match[3].split(b","))
         else:
@@ -75,27 +79,27 @@ def _names(text: bytes) -> Iterator[bytes]:
             )
 
 
-def _own(path: Path, text: bytes) -> Iterator[tuple[Path, bytes]]:
+def _local_modules(path: Path, text: bytes) -> Iterator[tuple[Path, bytes]]:
     """A program and those of its modules that lie beside it."""
     todo = deque([(path, text)])
     seen = {path}
     total = 0
-    while todo and total < BYTES:
+    while todo and total < MAX_TOTAL_BYTES:
         file, body = todo.popleft()
         yield file, body
         total += len(body)
-        for name in _names(body):
-            for found in _files(path.parent, file.parent, name):
-                if found not in seen and len(seen) < FILES:
+        for name in _imported_names(body):
+            for found in _module_files(path.parent, file.parent, name):
+                if found not in seen and len(seen) < MAX_FILES:
                     seen.add(found)
                     try:
                         with found.open("rb") as source:
-                            todo.append((found, source.read(LOOK)))
+                            todo.append((found, source.read(MAX_READ_BYTES)))
                     except OSError:
                         continue
 
 
-def _files(top: Path, here: Path, name: bytes) -> Iterator[Path]:
+def _module_files(top: Path, here: Path, name: bytes) -> Iterator[Path]:
     text = name.decode("ascii", "replace")
     dots = len(text) - len(text.lstrip("."))
     base = here if dots else top

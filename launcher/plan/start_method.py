@@ -16,22 +16,22 @@ from typing import Literal
 
 from pdrun.errors import UsageError
 from pdrun.launcher.config.spec import JobSpec, Sources
-from pdrun.launcher.plan.model import Facts, LaunchPlan, Starting
+from pdrun.launcher.plan.model import Facts, LaunchPlan, StartMethod
 from pdrun.launcher.plan.program import program_argv
 from pdrun.launcher.stdlib_only import import_env
 from pdrun.launcher.supervisor.boot import OPTIMIZER, PLAIN, starter_words
 from pdrun.launcher.supervisor.events import Warm, WorkerCommand
 
-_STARTER_SLOT = -1
+_FORK_SERVER_SLOT = -1
 
 
-def starting(
+def choose_start_method(
     spec: JobSpec,
     facts: Facts,
     sources: Sources,
     environ: Mapping[str, str],
     visibility: Mapping[int, Iterable[str]],
-) -> Starting:
+) -> StartMethod:
     """
     Return how the workers are started.
 
@@ -42,12 +42,12 @@ def starting(
     Raises:
         UsageError: forks were asked for and are impossible.
     """
-    found = _starting(spec, facts, sources, environ, visibility)
+    found = _fork_or_exec(spec, facts, sources, environ, visibility)
     if found.how == "exec" or not spec.program.warm or not facts.warm:
         return found
     argv = program_argv(spec.program, facts.python)
     why = {
-        warm.pid: unfit(warm, argv, found.modules, facts.torch_version, environ)
+        warm.pid: why_unusable(warm, argv, found.modules, facts.torch_version, environ)
         for warm in facts.warm
     }
     for warm in facts.warm:
@@ -66,7 +66,7 @@ def starting(
     )
 
 
-def unfit(
+def why_unusable(
     warm: Warm,
     argv: Sequence[str],
     modules: Iterable[str],
@@ -93,53 +93,56 @@ def unfit(
         return f"it has not imported {missing[0]}"
     if any(not part.startswith("/") for part in (environ.get("PYTHONPATH") or "/").split(":")):
         return "PYTHONPATH names a folder relative to where the job starts"
-    wanted = import_env.importing(dict(environ))
+    wanted = import_env.import_environment(dict(environ))
     if warm.every_variable:
-        names = {*warm.variables, *(name for name in wanted if not import_env.passing(name))}
+        names = {
+            *warm.variables,
+            *(name for name in wanted if not import_env.is_session_variable(name)),
+        }
     else:
-        names = {*warm.variables, *filter(import_env.frozen, wanted)}
+        names = {*warm.variables, *filter(import_env.is_import_variable, wanted)}
     for name in sorted(names):
-        if wanted.get(name) != warm.variables.get(name) and not import_env.PER_WORKER.fullmatch(
+        if wanted.get(name) != warm.variables.get(
             name
-        ):
+        ) and not import_env.PER_WORKER_VARIABLES.fullmatch(name):
             return f"{name} has another value, which counts at import"
     return warm.unfit
 
 
-def _starting(
+def _fork_or_exec(
     spec: JobSpec,
     facts: Facts,
     sources: Sources,
     environ: Mapping[str, str],
     visibility: Mapping[int, Iterable[str]],
-) -> Starting:
+) -> StartMethod:
     """Fork or exec, whatever warm process there is."""
     asked = spec.program.start
     if asked == "exec":
-        return Starting("exec", "asked for")
-    why = _impossible(spec, facts, environ, visibility)
-    modules = PLAIN + (OPTIMIZER if facts.optimizes else ())
+        return StartMethod("exec", "asked for")
+    why = _why_unforkable(spec, facts, environ, visibility)
+    modules = PLAIN + (OPTIMIZER if facts.uses_optimizer else ())
     if asked == "fork":
         if why:
             raise UsageError(
                 f"workers cannot be forked: {why}", where=sources.get("program.start", "--start")
             )
-        return Starting("fork", "asked for", modules, strict=True)
-    why = why or _pointless(facts)
+        return StartMethod("fork", "asked for", modules, strict=True)
+    why = why or _why_not_useful(facts)
     if why:
-        return Starting("exec", why)
-    return Starting(
+        return StartMethod("exec", why)
+    return StartMethod(
         "fork", f"one process imports {', '.join(modules)} and forks the workers", modules
     )
 
 
-def _impossible(
+def _why_unforkable(
     spec: JobSpec, facts: Facts, environ: Mapping[str, str], visibility: Mapping[int, Iterable[str]]
 ) -> str:
     if spec.program.kind == "command":
         return "a command is executed as it is"
-    if facts.unforkable:
-        return facts.unforkable
+    if facts.exec_reason:
+        return facts.exec_reason
     if not facts.torch_version:
         return "torch is not installed for the workers' interpreter"
     own = sorted(
@@ -147,30 +150,30 @@ def _impossible(
             name
             for names in visibility.values()
             for name in names
-            if not import_env.PER_WORKER.fullmatch(name)
+            if not import_env.PER_WORKER_VARIABLES.fullmatch(name)
         }
     )
     if own:
         return f"{own[0]} differs between the workers and may count at import"
-    return import_env.needs_exec(dict(environ))
+    return import_env.why_exec_needed(dict(environ))
 
 
-def _pointless(facts: Facts) -> str:
-    if not facts.wants_torch:
+def _why_not_useful(facts: Facts) -> str:
+    if not facts.imports_torch:
         return "the program does not import torch"
     if facts.late_variable:
         return f"{facts.late_variable} before its import of torch, too late in a fork"
     return ""
 
 
-def start_of(starting: Starting) -> Literal["exec", "auto", "fork"]:
+def worker_start_option(starting: StartMethod) -> Literal["exec", "auto", "fork"]:
     """Return what the keeper is told for each worker."""
     if starting.how == "exec":
         return "exec"
     return "fork" if starting.strict else "auto"
 
 
-def starter_command(plan: LaunchPlan) -> WorkerCommand:
+def fork_server_command(plan: LaunchPlan) -> WorkerCommand:
     """
     Return the command of the starter, as long as a worker's, so that it can carry that one's words
     later.
@@ -178,9 +181,9 @@ def starter_command(plan: LaunchPlan) -> WorkerCommand:
     python, *flags = plan.workers[0].argv[:2]
     argv = starter_words(
         python,
-        plan.starting.modules,
+        plan.start_method.modules,
         plan.workers[0].argv,
         [flag for flag in flags if flag == "-P"],
     )
-    env = import_env.importing({**plan.base_env, **plan.spec.env})
-    return WorkerCommand(_STARTER_SLOT, tuple(argv), env, plan.cwd)
+    env = import_env.import_environment({**plan.base_env, **plan.spec.env})
+    return WorkerCommand(_FORK_SERVER_SLOT, tuple(argv), env, plan.cwd)

@@ -1,0 +1,286 @@
+"""
+Options that depend on each other. Each resolver reads the settings and returns further ones. Pure.
+
+`RESOLVERS` is in order: the host list gives the number of nodes, which later resolvers read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pdrun.endpoint import Endpoint
+from pdrun.errors import UsageError
+from pdrun.launcher.common.parsers import format_ranks
+from pdrun.launcher.config.aliases import MSRUN_PORT, TORCHRUN_PORT
+from pdrun.launcher.config.settings import (
+    Priority,
+    Setting,
+    SettingsByPath,
+    Source,
+    conflict_error,
+    node_count,
+    value_of,
+)
+from pdrun.launcher.hosts import selection
+from pdrun.launcher.hosts.selection import Host
+
+MSRUN_DEFAULT_WORKERS = 8
+"""Default of both worker counts of msrun."""
+
+DerivedSettings = tuple[Sequence[Setting], Sequence[str]]
+
+
+def _resolve_hosts(settings: SettingsByPath) -> DerivedSettings:
+    """
+    Derive the number of nodes from the host list, after ``--include`` and ``--exclude``.
+
+    The hosts of a detected allocation are a default: a smaller ``--nodes`` uses the first hosts, and
+    one node uses no list.
+    """
+    whole = settings.get("hosts.all")
+    nodes = settings.get("resources.nodes")
+    chosen = settings.get("hosts.include")
+    without = settings.get("hosts.exclude")
+    if chosen and without:
+        raise conflict_error(without, chosen)
+    choice = chosen or without
+    if whole is None:
+        if choice:
+            raise choice.source.make_error(
+                "selects hosts, but no hosts are listed", "add --hosts or --hostfile"
+            )
+        return (), ()
+    listed: tuple[Host, ...] = whole.value
+    if choice:
+        listed = _filter_hosts(
+            listed,
+            choice,
+            chosen is not None,
+            value_of(settings, "resources.devices", None),
+        )
+    is_detected = whole.source.priority is Priority.DETECTED
+    too_few = nodes is not None and nodes.value > len(listed)
+    differs = nodes is not None and nodes.value != len(listed)
+    if nodes is not None and (too_few or (differs and not is_detected)):
+        raise nodes.source.make_error(
+            f"{nodes.value} node(s), but {whole.source.label} lists {len(listed)} host(s)",
+            "remove one of them",
+        )
+    notes = []
+    if nodes is not None and nodes.value < len(listed):
+        notes = [
+            f"{nodes.source.describe()}: the first of the {len(listed)} hosts in {whole.source.label}"
+        ]
+        listed = listed[: nodes.value]
+    if not listed or (len(listed) == 1 and (is_detected or notes)):
+        return (), notes
+    derived = [Setting("place.hosts", listed, whole.source)]
+    if nodes is None:
+        derived.append(Setting("resources.nodes", len(listed), whole.source))
+    return derived, notes
+
+
+def _filter_hosts(
+    listed: tuple[Host, ...], choice: Setting, is_include: bool, devices: object
+) -> tuple[Host, ...]:
+    label = choice.source.label
+    count = None
+    if isinstance(devices, int):
+        count = devices
+    try:
+        if is_include:
+            return selection.include_hosts(listed, choice.value, label)
+        return selection.exclude_hosts(listed, choice.value, label, count)
+    except UsageError as error:
+        raise choice.source.convert_error(error) from None
+
+
+def _check_standalone(settings: SettingsByPath) -> DerivedSettings:
+    """
+    Refuse pdrun's own scheduler options next to ``--standalone``.
+
+    torchrun ignores its own endpoint options in this case, and so does pdrun.
+    """
+    alone = settings.get("torchrun.standalone")
+    ours = [
+        path for path in ("scheduler.host", "scheduler.port", "place.serve") if path in settings
+    ]
+    for setting in (settings[path] for path in ours):
+        own = setting.path == "place.serve" or setting.source.label in (
+            "--scheduler",
+            "PDRUN_SCHEDULER",
+        )
+        if alone and own and setting.source.priority <= alone.source.priority:
+            raise conflict_error(alone, setting)
+    return (), ()
+
+
+def _resolve_scheduler(settings: SettingsByPath) -> DerivedSettings:
+    """Combine host and port. Without a port, use the default port of the option's launcher."""
+    host = settings.get("scheduler.host")
+    port = settings.get("scheduler.port")
+    if alone := settings.get("torchrun.standalone"):
+        unused = dict.fromkeys(setting.source.describe() for setting in (host, port) if setting)
+        reason = f"is not used: {alone.source.describe()} runs one node"
+        return (), [f"{label} {reason}" for label in unused]
+    if host is None and port is None:
+        return (), ()
+    if host is None:
+        assert port is not None
+        if node_count(settings) > 1 and not value_of(settings, "place.local", False):
+            raise port.source.make_error(
+                "needs a host", "add --master-addr with the address of the first node"
+            )
+        return (), [f"{port.source.describe()} is not used: nothing listens on a fixed port"]
+    if port is not None:
+        return [Setting("place.scheduler", Endpoint(host.value, port.value), host.source)], ()
+    number = TORCHRUN_PORT
+    if "msrun.workers" in settings or "msrun.local_workers" in settings:
+        number = MSRUN_PORT
+    note = f"{host.source.describe()} has no port: {number} is used, the default of its launcher"
+    return [Setting("place.scheduler", Endpoint(host.value, number), host.source)], [note]
+
+
+def _resolve_msrun_counts(settings: SettingsByPath) -> DerivedSettings:
+    """
+    Compute nodes and workers per node from msrun's ``--worker_num`` (all workers) and
+    ``--local_worker_num`` (workers per node).
+    """
+    whole = settings.get("msrun.workers")
+    local = settings.get("msrun.local_workers")
+    if whole is None and local is None:
+        return (), ()
+    source = settings["msrun.workers" if whole else "msrun.local_workers"].source
+    notes = []
+    if whole is None or local is None:
+        notes = [f"the other worker count is {MSRUN_DEFAULT_WORKERS}, msrun's default"]
+    total = value_of(settings, "msrun.workers", MSRUN_DEFAULT_WORKERS)
+    per_node = value_of(settings, "msrun.local_workers", MSRUN_DEFAULT_WORKERS)
+    if local is None:
+        devices = value_of(settings, "resources.devices", "auto")
+        nodes = value_of(settings, "resources.nodes", None)
+        if devices != "auto":
+            per_node = devices
+        elif nodes is not None and total % nodes == 0:
+            per_node = total // nodes
+    if not isinstance(per_node, int) or total % per_node:
+        raise source.make_error(
+            f"{total} workers cannot be divided into nodes of {per_node}",
+            "set --worker_num to a multiple of --local_worker_num",
+        )
+    derived = [
+        Setting("resources.nodes", total // per_node, source),
+        Setting("resources.min_nodes", 0, source),
+        Setting("resources.devices", per_node, local.source if local else source),
+    ]
+    return derived, notes
+
+
+def _resolve_elastic(settings: SettingsByPath) -> DerivedSettings:
+    """
+    Apply torchrun's settings of elastic jobs: the delay of ``--nnodes MIN:MAX`` before a late node
+    joins, and last_call_timeout.
+    """
+    if not value_of(settings, "resources.min_nodes", 0):
+        return (), ()
+    pairs = (("torchrun.grow", "policy.grow"), ("torchrun.gather", "policy.gather"))
+    derived = []
+    for alias_path, path in pairs:
+        if alias_path in settings and path not in settings:
+            alias = settings[alias_path]
+            derived.append(Setting(path, alias.value, alias.source))
+    return derived, ()
+
+
+def _resolve_binding(settings: SettingsByPath) -> DerivedSettings:
+    """Combine --bind_core and --bind_numa: False counts only if the other option is not True."""
+    pairs = (("msrun.bind_core", "cores"), ("msrun.bind_numa", "numa"))
+    given = [(settings[path], mode) for path, mode in pairs if path in settings]
+    enabled = [
+        Setting("resources.bind", mode, setting.source) for setting, mode in given if setting.value
+    ]
+    disabled = [Setting("resources.bind", "none", setting.source) for setting, _ in given[:1]]
+    return enabled or disabled, ()
+
+
+def _resolve_shown_ranks(settings: SettingsByPath) -> DerivedSettings:
+    """
+    Compute the shown ranks from torchrun's ``--redirects``, ``--tee`` and ``--local-ranks-filter``.
+
+    With torchrun, a stream that is redirected and not teed is only written to its file. pdrun
+    writes both streams of every worker to files, and shows both streams of a worker or none.
+    """
+    parts = [
+        settings[path]
+        for path in ("torchrun.redirects", "torchrun.tee", "torchrun.shown")
+        if path in settings
+    ]
+    if not parts:
+        return (), ()
+    redirects = value_of(settings, "torchrun.redirects", {"all": 0})
+    tee = value_of(settings, "torchrun.tee", {"all": 0})
+    source = parts[0].source
+    files = [
+        Setting("output.files", True, part.source)
+        for part in parts
+        if part.path != "torchrun.shown"
+    ]
+    named = sorted(({*redirects} | {*tee}) - {"all"})
+    hidden = {key: _is_hidden(redirects, tee, key, source) for key in (*named, "all")}
+    chosen = value_of(settings, "torchrun.shown", None)
+    per_node = value_of(settings, "resources.devices", "auto")
+    if chosen is None and not any(hidden.values()):
+        return files, ()
+    if chosen is None and not hidden["all"] and not isinstance(per_node, int):
+        raise source.make_error(
+            "requires the number of workers per node", "set --nproc-per-node to a number"
+        )
+    candidates = chosen
+    if chosen is None:
+        candidates = named if hidden["all"] else range(per_node)
+    local = [rank for rank in candidates if not hidden.get(rank, hidden["all"])]
+    ranks = _format_global_ranks(local, per_node, node_count(settings), source)
+    return [*files, Setting("output.show_ranks", ranks, source)], ()
+
+
+def _is_hidden(
+    redirects: Mapping[Any, int], tee: Mapping[Any, int], rank: object, source: Source
+) -> bool:
+    redirected = redirects.get(rank, redirects.get("all", 0))
+    teed = tee.get(rank, tee.get("all", 0))
+    hidden = redirected & ~teed
+    if hidden in (1, 2):
+        stream = "stdout" if hidden == 1 else "stderr"
+        raise source.make_error(
+            f"hiding only {stream} is not supported: both streams of a worker are shown or hidden",
+            "use 3 for both streams, or --show-ranks",
+        )
+    return hidden == 3
+
+
+def _format_global_ranks(local: Sequence[int], per_node: object, nodes: int, source: Source) -> str:
+    """Return the global ranks of these local ranks on all nodes, as text for ``show_ranks``."""
+    if not local:
+        return "none"
+    if nodes == 1:
+        return format_ranks(tuple(local))
+    if not isinstance(per_node, int):
+        raise source.make_error(
+            "names local ranks of several nodes, which requires the number of workers per node",
+            "set --nproc-per-node to a number, or use --show-ranks",
+        )
+    return format_ranks(
+        tuple(node * per_node + rank for node in range(nodes) for rank in local if rank < per_node)
+    )
+
+
+RESOLVERS: tuple[Callable[[SettingsByPath], DerivedSettings], ...] = (
+    _resolve_hosts,
+    _resolve_msrun_counts,
+    _resolve_elastic,
+    _check_standalone,
+    _resolve_scheduler,
+    _resolve_binding,
+    _resolve_shown_ranks,
+)

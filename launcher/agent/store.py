@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pdrun.rendezvous
 from pdrun.endpoint import Endpoint
-from pdrun.launcher.agent.interfaces import Keeper
+from pdrun.launcher.agent.interfaces import SupervisorHandle
 from pdrun.launcher.supervisor.events import (
     STORE_SLOT,
     Exited,
@@ -30,7 +30,7 @@ from pdrun.launcher.supervisor.events import (
 from pdrun.rendezvous.transport.listen import bind_listener
 
 BACKLOG = 4096
-_HOST_FILE = Path(pdrun.rendezvous.__file__).with_name("tcpstore_main.py")
+_MAIN_FILE = Path(pdrun.rendezvous.__file__).with_name("tcpstore_main.py")
 
 
 class StoreSocket:
@@ -50,30 +50,36 @@ class StoreSocket:
         StoreSocket._count += 1
         self._listener: socket.socket | None = bind_listener(Endpoint(listen, 0), backlog=BACKLOG)
         self.address = str(Endpoint(listen, int(self._listener.getsockname()[1])))
-        self.started = False
-        self._complaints = -1
+        self.is_started = False
+        self._stderr_fd = -1
 
     def fileno(self) -> int:
         """
         Readable when the first client has come and there is no process yet; -1 when that need not
         be watched.
         """
-        if self._listener and not self.started:
+        if self._listener and not self.is_started:
             return self._listener.fileno()
         return -1
 
-    def start(
-        self, keeper: Keeper, python: str, env: Mapping[str, str], cwd: str, *, fork: bool = False
+    def start_process(
+        self,
+        keeper: SupervisorHandle,
+        python: str,
+        env: Mapping[str, str],
+        cwd: str,
+        *,
+        fork: bool = False,
     ) -> None:
         """
         Hand the socket to a store process; once. ``fork``: from the starter, where there is one.
         """
-        if self.started or self._listener is None:
+        if self.is_started or self._listener is None:
             return
-        self.started = True
-        argv = (python, str(_HOST_FILE))
+        self.is_started = True
+        argv = (python, str(_MAIN_FILE))
         with tempfile.TemporaryFile() as complaints, open(os.devnull, "r+b", buffering=0) as null:
-            self._complaints = os.dup(complaints.fileno())
+            self._stderr_fd = os.dup(complaints.fileno())
             keeper.spawn(
                 WorkerCommand(
                     self._slot,
@@ -90,7 +96,7 @@ class StoreSocket:
         self._listener.close()
         self._listener = None
 
-    def ended(self, event: KeeperEvent) -> str:
+    def describe_exit(self, event: KeeperEvent) -> str:
         """
         Return why the store process ended, when nobody had asked it to; empty for any other event.
         """
@@ -100,42 +106,42 @@ class StoreSocket:
             return event.message
         code = os.waitstatus_to_exitcode(event.status)
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        size = os.fstat(self._complaints).st_size
+        size = os.fstat(self._stderr_fd).st_size
         text = (
-            os.pread(self._complaints, 4096, max(0, size - 4096)).decode("utf-8", "replace").strip()
+            os.pread(self._stderr_fd, 4096, max(0, size - 4096)).decode("utf-8", "replace").strip()
         )
         return f"{how}: {text.splitlines()[-1]}" if text else how
 
-    def end(self, keeper: Keeper) -> None:
+    def kill_process(self, keeper: SupervisorHandle) -> None:
         """End the process, if there is one."""
-        if self.started:
-            keeper.signal(self._slot, signal.SIGKILL, group=False)
+        if self.is_started:
+            keeper.send_signal(self._slot, signal.SIGKILL, group=False)
 
     def close(self) -> None:
         """Let go of the socket."""
         if self._listener is not None:
             self._listener.close()
             self._listener = None
-        if self._complaints >= 0:
-            os.close(self._complaints)
-            self._complaints = -1
+        if self._stderr_fd >= 0:
+            os.close(self._stderr_fd)
+            self._stderr_fd = -1
 
 
-class Stores:
+class StorePair:
     """The sockets of this generation and of the next one, as an agent holds them."""
 
     def __init__(self) -> None:
-        self._now: StoreSocket | None = None
+        self._current: StoreSocket | None = None
         self._next: StoreSocket | None = None
-        self.wanted = False
+        self.is_wanted = False
         """Whether this node serves the present generation's store, and has not begun to."""
 
-    def hold(self, listen: str) -> str:
+    def bind_current(self, listen: str) -> str:
         """Bind the socket of the first generation; return its ``HOST:PORT``."""
-        self._now = self._now or StoreSocket(listen)
-        return self._now.address
+        self._current = self._current or StoreSocket(listen)
+        return self._current.address
 
-    def hold_next(self, listen: str) -> str:
+    def bind_next(self, listen: str) -> str:
         """Bind the socket of the generation after this one; return its ``HOST:PORT``."""
         self._next = self._next or StoreSocket(listen)
         return self._next.address
@@ -145,43 +151,49 @@ class Stores:
         Readable when a client has come to a store that has no process yet; -1 when that need not be
         watched.
         """
-        return self._now.fileno() if self._now is not None and self.wanted else -1
+        return self._current.fileno() if self._current is not None and self.is_wanted else -1
 
-    def start(
-        self, keeper: Keeper, python: str, env: Mapping[str, str], cwd: str, *, fork: bool = False
+    def start_process(
+        self,
+        keeper: SupervisorHandle,
+        python: str,
+        env: Mapping[str, str],
+        cwd: str,
+        *,
+        fork: bool = False,
     ) -> None:
         """Start the process of the present store; once."""
-        if self._now is not None and self.wanted:
-            self.wanted = False
-            self._now.start(keeper, python, env, cwd, fork=fork)
+        if self._current is not None and self.is_wanted:
+            self.is_wanted = False
+            self._current.start_process(keeper, python, env, cwd, fork=fork)
 
-    def complaint(self, event: KeeperEvent) -> str:
+    def describe_exit(self, event: KeeperEvent) -> str:
         """
         Return why the present store ended, when that is what the event says and nobody had asked
         for it.
         """
-        return self._now.ended(event) if self._now is not None else ""
+        return self._current.describe_exit(event) if self._current is not None else ""
 
-    def turn(self, keeper: Keeper | None) -> None:
+    def advance(self, keeper: SupervisorHandle | None) -> None:
         """
         A generation is over: its store goes, the socket that was announced for the next one takes
         its place.
         """
-        if self._now is not None:
+        if self._current is not None:
             if keeper is not None:
-                self._now.end(keeper)
-            self._now.close()
-        self._now = self._next
+                self._current.kill_process(keeper)
+            self._current.close()
+        self._current = self._next
         self._next = None
-        self.wanted = False
+        self.is_wanted = False
 
-    def renew(self, keeper: Keeper | None) -> None:
+    def reset(self, keeper: SupervisorHandle | None) -> None:
         """This node begins again as a new one: nothing of its old sockets is announced any more."""
-        self.turn(keeper)
-        self.turn(keeper)
+        self.advance(keeper)
+        self.advance(keeper)
 
     def close(self) -> None:
         """Let go of both sockets."""
-        for store in (self._now, self._next):
+        for store in (self._current, self._next):
             if store is not None:
                 store.close()

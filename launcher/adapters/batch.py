@@ -14,31 +14,31 @@ the list counts.
 from __future__ import annotations
 
 from pdrun.errors import ConfigError, PdrunError
-from pdrun.launcher.adapters.model import Found, FoundHost, Kind, Probes
+from pdrun.launcher.adapters.model import LauncherInfo, AllocatedHost, LauncherKind, Probes
 from pdrun.launcher.adapters.parsing import (
-    LONGEST,
+    MAX_VALUE_CHARS,
     Environ,
-    Launcher,
-    lines_of,
-    named_hosts,
-    number,
-    place_of,
+    LauncherAdapter,
+    read_lines,
+    parse_host_names,
+    read_number,
+    find_own_host,
 )
 from pdrun.launcher.hosts import hostfile
 
-_OPERATOR = ("OMPI_MCA_orte_default_hostfile", "I_MPI_HYDRA_HOST_FILE", "HYDRA_HOST_FILE")
+_HOSTFILE_VARIABLES = ("OMPI_MCA_orte_default_hostfile", "I_MPI_HYDRA_HOST_FILE", "HYDRA_HOST_FILE")
 
 
-def _pbs(environ: Environ, probes: Probes) -> Found:
-    hosts = named_hosts(lines_of(environ["PBS_NODEFILE"], "PBS_NODEFILE", probes), "PBS_NODEFILE")
-    task = number(environ, "PBS_TASKNUM") or 0
-    kind: Kind = "task" if task > 1 else "allocation"
-    limit = number(environ, "PBS_WALLTIME")
-    return Found(
+def _read_pbs(environ: Environ, probes: Probes) -> LauncherInfo:
+    hosts = parse_host_names(read_lines(environ["PBS_NODEFILE"], "PBS_NODEFILE", probes), "PBS_NODEFILE")
+    task = read_number(environ, "PBS_TASKNUM") or 0
+    kind: LauncherKind = "task" if task > 1 else "allocation"
+    limit = read_number(environ, "PBS_WALLTIME")
+    return LauncherInfo(
         "pbs",
         "pbsdsh (a task of PBS)" if kind == "task" else "an allocation of PBS",
         kind,
-        node_rank=place_of(hosts, probes) if kind == "task" else None,
+        node_rank=find_own_host(hosts, probes) if kind == "task" else None,
         nodes=len(hosts),
         hosts=hosts,
         job_id=environ.get("PBS_JOBID", ""),
@@ -53,42 +53,42 @@ def _pbs(environ: Environ, probes: Probes) -> Found:
     )
 
 
-def _lsf_hosts(environ: Environ, probes: Probes) -> tuple[tuple[FoundHost, ...], str]:
+def _read_lsf_hosts(environ: Environ, probes: Probes) -> tuple[tuple[AllocatedHost, ...], str]:
     """
     The hosts, and the variable that gave them: the file counts before the lists, which LSF cuts for
     large jobs.
     """
     if "LSB_DJOB_HOSTFILE" in environ:
         name = "LSB_DJOB_HOSTFILE"
-        return named_hosts(lines_of(environ[name], name, probes), name), name
+        return parse_host_names(read_lines(environ[name], name, probes), name), name
     name = "LSB_MCPU_HOSTS" if "LSB_MCPU_HOSTS" in environ else "LSB_HOSTS"
-    words = environ[name][: LONGEST + 1].split()
-    if not words or len(environ[name]) > LONGEST:
+    words = environ[name][: MAX_VALUE_CHARS + 1].split()
+    if not words or len(environ[name]) > MAX_VALUE_CHARS:
         raise ConfigError("names no host" if not words else "is too long", where=name)
     if name == "LSB_HOSTS":
-        return named_hosts(words, name), name
+        return parse_host_names(words, name), name
     if len(words) % 2 or not all(
         count.isascii() and count.isdigit() and len(count) < 7 for count in words[1::2]
     ):
         raise ConfigError("is not pairs of a host and a number", where=name)
-    hosts = named_hosts(words[::2], name)
+    hosts = parse_host_names(words[::2], name)
     if len(hosts) * 2 != len(words):
         raise ConfigError("names a host twice", where=name)
     return tuple(
-        FoundHost(name, int(count)) for name, count in zip(words[::2], words[1::2], strict=True)
+        AllocatedHost(name, int(count)) for name, count in zip(words[::2], words[1::2], strict=True)
     ), name
 
 
-def _lsf(environ: Environ, probes: Probes) -> Found:
-    hosts, name = _lsf_hosts(environ, probes)
-    kind: Kind = "task" if "LSF_PM_TASKID" in environ else "allocation"
+def _read_lsf(environ: Environ, probes: Probes) -> LauncherInfo:
+    hosts, name = _read_lsf_hosts(environ, probes)
+    kind: LauncherKind = "task" if "LSF_PM_TASKID" in environ else "allocation"
     index = environ.get("LSB_JOBINDEX", "0")
     job = environ.get("LSB_JOBID", "") + (f".{index}" if index != "0" else "")
-    return Found(
+    return LauncherInfo(
         "lsf",
         "blaunch (a task of LSF)" if kind == "task" else "an allocation of LSF",
         kind,
-        node_rank=place_of(hosts, probes) if kind == "task" else None,
+        node_rank=find_own_host(hosts, probes) if kind == "task" else None,
         nodes=len(hosts),
         hosts=hosts,
         job_id=job,
@@ -101,28 +101,28 @@ def _lsf(environ: Environ, probes: Probes) -> Found:
     )
 
 
-def _file_hosts(variable: str, environ: Environ, probes: Probes) -> tuple[FoundHost, ...]:
+def _read_host_file(variable: str, environ: Environ, probes: Probes) -> tuple[AllocatedHost, ...]:
     """The hosts of a file in one of the grammars of `pdrun.launcher.hosts.hostfile`."""
-    text = "\n".join(lines_of(environ[variable], variable, probes))
+    text = "\n".join(read_lines(environ[variable], variable, probes))
     try:
         return tuple(
-            FoundHost(host.name, host.devices) for host in hostfile.parse_hostfile(text, environ[variable])
+            AllocatedHost(host.name, host.devices) for host in hostfile.parse_hostfile(text, environ[variable])
         )
     except PdrunError as error:
         raise ConfigError(str(error), where=variable) from None
 
 
-def _sge(environ: Environ, probes: Probes) -> Found:
-    hosts = _file_hosts("PE_HOSTFILE", environ, probes)
+def _read_sge(environ: Environ, probes: Probes) -> LauncherInfo:
+    hosts = _read_host_file("PE_HOSTFILE", environ, probes)
     task = environ.get("SGE_TASK_ID", "undefined")
-    return Found(
+    return LauncherInfo(
         "sge",
         "an allocation of Grid Engine",
         "allocation",
         nodes=len(hosts),
         hosts=hosts,
         job_id=environ.get("JOB_ID", "") + (f".{task}" if task != "undefined" else ""),
-        attempt=number(environ, "RESTARTED") or 0,
+        attempt=read_number(environ, "RESTARTED") or 0,
         sources={
             "nodes": "PE_HOSTFILE",
             "hosts": "PE_HOSTFILE",
@@ -132,14 +132,14 @@ def _sge(environ: Environ, probes: Probes) -> Found:
     )
 
 
-def _operator_file(environ: Environ) -> str:
-    return next((name for name in _OPERATOR if name in environ), "")
+def _find_operator_variable(environ: Environ) -> str:
+    return next((name for name in _HOSTFILE_VARIABLES if name in environ), "")
 
 
-def _operator(environ: Environ, probes: Probes) -> Found:
-    name = _operator_file(environ)
-    hosts = _file_hosts(name, environ, probes)
-    return Found(
+def _read_mpi_operator(environ: Environ, probes: Probes) -> LauncherInfo:
+    name = _find_operator_variable(environ)
+    hosts = _read_host_file(name, environ, probes)
+    return LauncherInfo(
         "mpi-operator",
         "the launcher pod of an MPIJob",
         "allocation",
@@ -150,9 +150,9 @@ def _operator(environ: Environ, probes: Probes) -> Found:
     )
 
 
-ALLOCATIONS = (
-    Launcher("pbs", "PBS", lambda environ: "PBS_NODEFILE" in environ, _pbs, beginnings=("PBS_",)),
-    Launcher(
+ALLOCATION_ADAPTERS = (
+    LauncherAdapter("pbs", "PBS", lambda environ: "PBS_NODEFILE" in environ, _read_pbs, prefixes=("PBS_",)),
+    LauncherAdapter(
         "lsf",
         "LSF",
         lambda environ: (
@@ -161,23 +161,23 @@ ALLOCATIONS = (
                 name in environ for name in ("LSB_DJOB_HOSTFILE", "LSB_MCPU_HOSTS", "LSB_HOSTS")
             )
         ),
-        _lsf,
-        beginnings=("LSB_", "LSF_"),
+        _read_lsf,
+        prefixes=("LSB_", "LSF_"),
     ),
-    Launcher(
+    LauncherAdapter(
         "sge",
         "Grid Engine",
         lambda environ: "PE_HOSTFILE" in environ and "JOB_ID" in environ,
-        _sge,
-        beginnings=("PE_", "SGE_", "NSLOTS"),
+        _read_sge,
+        prefixes=("PE_", "SGE_", "NSLOTS"),
     ),
-    Launcher(
+    LauncherAdapter(
         "mpi-operator",
         "MPI operator",
         lambda environ: (
-            environ.get("K_MPI_JOB_ROLE") == "launcher" and bool(_operator_file(environ))
+            environ.get("K_MPI_JOB_ROLE") == "launcher" and bool(_find_operator_variable(environ))
         ),
-        _operator,
-        beginnings=("K_MPI_",),
+        _read_mpi_operator,
+        prefixes=("K_MPI_",),
     ),
 )

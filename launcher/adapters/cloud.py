@@ -14,30 +14,30 @@ from __future__ import annotations
 from typing import Any
 
 from pdrun.errors import ConfigError
-from pdrun.launcher.adapters.model import Found, FoundHost, Probes
+from pdrun.launcher.adapters.model import LauncherInfo, AllocatedHost, Probes
 from pdrun.launcher.adapters.parsing import (
     Environ,
-    Launcher,
-    below,
-    listed,
-    named_hosts,
-    needed,
-    number,
-    structure,
+    LauncherAdapter,
+    check_below,
+    read_host_list,
+    parse_host_names,
+    require_number,
+    read_number,
+    read_json,
 )
 from pdrun.launcher.common.parsers import quote_text
 
 
-def _sagemaker(environ: Environ, probes: Probes) -> Found:
-    names = structure(environ, "SM_HOSTS")
+def _read_sagemaker(environ: Environ, probes: Probes) -> LauncherInfo:
+    names = read_json(environ, "SM_HOSTS")
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise ConfigError("is not a JSON list of host names", where="SM_HOSTS")
-    hosts = tuple(FoundHost(host.name) for host in named_hosts(names, "SM_HOSTS"))
+    hosts = tuple(AllocatedHost(host.name) for host in parse_host_names(names, "SM_HOSTS"))
     current = environ.get("SM_CURRENT_HOST", "")
     if current not in names:
         raise ConfigError(f"{quote_text(current)} is none of SM_HOSTS", where="SM_CURRENT_HOST")
     rank = names.index(current)
-    return Found(
+    return LauncherInfo(
         "sagemaker",
         "SageMaker",
         "task",
@@ -60,18 +60,18 @@ def _sagemaker(environ: Environ, probes: Probes) -> Found:
     )
 
 
-def _azureml(environ: Environ, probes: Probes) -> Found:
-    rank = needed(environ, "NODE_RANK", "AZUREML_RUN_ID")
-    nodes = number(environ, "AZUREML_NODE_COUNT", 1)
-    below(rank, nodes, "NODE_RANK", "AZUREML_NODE_COUNT")
-    local = number(environ, "LOCAL_RANK") or 0
+def _read_azureml(environ: Environ, probes: Probes) -> LauncherInfo:
+    rank = require_number(environ, "NODE_RANK", "AZUREML_RUN_ID")
+    nodes = read_number(environ, "AZUREML_NODE_COUNT", 1)
+    check_below(rank, nodes, "NODE_RANK", "AZUREML_NODE_COUNT")
+    local = read_number(environ, "LOCAL_RANK") or 0
     if local:
         raise ConfigError(
             f"{local}: AzureML starts several processes on this node, and each would start workers of its own",
             where="LOCAL_RANK",
             hint="set process_count_per_instance: 1",
         )
-    return Found(
+    return LauncherInfo(
         "azureml",
         "AzureML (mode PyTorch)",
         "task",
@@ -95,14 +95,14 @@ def _azureml(environ: Environ, probes: Probes) -> Found:
     )
 
 
-_POOLS = ("chief", "master", "workerpool0", "worker", "workerpool1", "workerpool2", "workerpool3")
+_WORKER_POOLS = ("chief", "master", "workerpool0", "worker", "workerpool1", "workerpool2", "workerpool3")
 """In rank order; parameter servers and evaluators are no nodes of a job."""
 
 
-def _cluster(environ: Environ, probes: Probes) -> Found:
+def _read_cluster_spec(environ: Environ, probes: Probes) -> LauncherInfo:
     """Vertex AI's CLUSTER_SPEC, or TF_CONFIG, which has the same shape."""
-    name = _cluster_variable(environ)
-    data = structure(environ, name)
+    name = _find_cluster_variable(environ)
+    data = read_json(environ, name)
     cluster, task = (
         data.get(key) if isinstance(data, dict) else None for key in ("cluster", "task")
     )
@@ -110,21 +110,21 @@ def _cluster(environ: Environ, probes: Probes) -> Found:
         raise ConfigError("has no objects cluster and task", where=name)
     names: list[str] = []
     rank = None
-    for pool in _POOLS:
+    for pool in _WORKER_POOLS:
         members = cluster.get(pool, [])
         if not isinstance(members, list) or not all(isinstance(member, str) for member in members):
             raise ConfigError(f"cluster.{pool} is no list of addresses", where=name)
         if task.get("type") == pool:
-            rank = len(names) + _task_index(task, len(members), name)
+            rank = len(names) + _parse_task_index(task, len(members), name)
         names += [member.rpartition(":")[0] or member for member in members]
     if rank is None:
         raise ConfigError(
-            f"task.type {quote_text(str(task.get('type')))} is none of {', '.join(_POOLS)}", where=name
+            f"task.type {quote_text(str(task.get('type')))} is none of {', '.join(_WORKER_POOLS)}", where=name
         )
-    hosts = tuple(FoundHost(host.name) for host in named_hosts(names, name))
+    hosts = tuple(AllocatedHost(host.name) for host in parse_host_names(names, name))
     if len(hosts) != len(names):
         raise ConfigError("names a host twice", where=name)
-    return Found(
+    return LauncherInfo(
         "vertex",
         "Vertex AI" if name == "CLUSTER_SPEC" else "TF_CONFIG",
         "task",
@@ -147,7 +147,7 @@ def _cluster(environ: Environ, probes: Probes) -> Found:
     )
 
 
-def _task_index(task: dict[str, Any], count: int, name: str) -> int:
+def _parse_task_index(task: dict[str, Any], count: int, name: str) -> int:
     index = task.get("index", 0)
     if isinstance(index, str) and index.isascii() and index.isdigit() and len(index) < 9:
         index = int(index)
@@ -156,18 +156,18 @@ def _task_index(task: dict[str, Any], count: int, name: str) -> int:
     return index
 
 
-def _cluster_variable(environ: Environ) -> str:
+def _find_cluster_variable(environ: Environ) -> str:
     """CLUSTER_SPEC on Vertex AI; TF_CONFIG of a job with more than one address."""
     if "CLUSTER_SPEC" in environ and "CLOUD_ML_JOB_ID" in environ:
         return "CLUSTER_SPEC"
     return "TF_CONFIG" if '"cluster"' in environ.get("TF_CONFIG", "")[:1000] else ""
 
 
-def _tpu(environ: Environ, probes: Probes) -> Found:
-    index = needed(environ, "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES")
-    hosts = listed(environ, "TPU_WORKER_HOSTNAMES")
-    below(index, len(hosts), "TPU_WORKER_ID", "the hosts of TPU_WORKER_HOSTNAMES")
-    slices = number(environ, "MEGASCALE_NUM_SLICES", 1) or 1
+def _read_tpu(environ: Environ, probes: Probes) -> LauncherInfo:
+    index = require_number(environ, "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES")
+    hosts = read_host_list(environ, "TPU_WORKER_HOSTNAMES")
+    check_below(index, len(hosts), "TPU_WORKER_ID", "the hosts of TPU_WORKER_HOSTNAMES")
+    slices = read_number(environ, "MEGASCALE_NUM_SLICES", 1) or 1
     nodes = len(hosts)
     rank = index
     head = ""
@@ -179,8 +179,8 @@ def _tpu(environ: Environ, probes: Probes) -> Found:
         "hosts": "TPU_WORKER_HOSTNAMES",
     }
     if slices > 1:
-        part = needed(environ, "MEGASCALE_SLICE_ID", "MEGASCALE_NUM_SLICES")
-        below(part, slices, "MEGASCALE_SLICE_ID", "MEGASCALE_NUM_SLICES")
+        part = require_number(environ, "MEGASCALE_SLICE_ID", "MEGASCALE_NUM_SLICES")
+        check_below(part, slices, "MEGASCALE_SLICE_ID", "MEGASCALE_NUM_SLICES")
         nodes = slices * len(hosts)
         rank = part * len(hosts) + index
         head = environ.get("MEGASCALE_COORDINATOR_ADDRESS", "").rpartition(":")[0]
@@ -192,7 +192,7 @@ def _tpu(environ: Environ, probes: Probes) -> Found:
             "hosts": "",
             "head": "MEGASCALE_COORDINATOR_ADDRESS",
         }
-    return Found(
+    return LauncherInfo(
         "tpu",
         "a TPU VM",
         "task",
@@ -209,35 +209,35 @@ def _tpu(environ: Environ, probes: Probes) -> Found:
     )
 
 
-SERVICES = (
-    Launcher(
+CLOUD_ADAPTERS = (
+    LauncherAdapter(
         "sagemaker",
         "SageMaker",
         lambda environ: "SM_HOSTS" in environ,
-        _sagemaker,
-        beginnings=("SM_",),
+        _read_sagemaker,
+        prefixes=("SM_",),
     ),
-    Launcher(
+    LauncherAdapter(
         "azureml",
         "AzureML",
         lambda environ: all(
             name in environ for name in ("AZUREML_RUN_ID", "NODE_RANK", "MASTER_ADDR")
         ),
-        _azureml,
-        beginnings=("AZUREML_", "AZ_BATCH"),
+        _read_azureml,
+        prefixes=("AZUREML_", "AZ_BATCH"),
     ),
-    Launcher(
+    LauncherAdapter(
         "vertex",
         "Vertex AI, TF_CONFIG",
-        lambda environ: bool(_cluster_variable(environ)),
-        _cluster,
-        beginnings=("CLUSTER_SPEC", "TF_CONFIG", "CLOUD_ML_"),
+        lambda environ: bool(_find_cluster_variable(environ)),
+        _read_cluster_spec,
+        prefixes=("CLUSTER_SPEC", "TF_CONFIG", "CLOUD_ML_"),
     ),
-    Launcher(
+    LauncherAdapter(
         "tpu",
         "TPU",
         lambda environ: "TPU_WORKER_HOSTNAMES" in environ,
-        _tpu,
-        beginnings=("TPU_", "MEGASCALE_", "CLOUD_TPU_"),
+        _read_tpu,
+        prefixes=("TPU_", "MEGASCALE_", "CLOUD_TPU_"),
     ),
 )

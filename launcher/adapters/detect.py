@@ -4,7 +4,7 @@ in.
 
 Launchers nest, and what is inherited stays in the environment, so several rows may fit. The
 innermost one counts that is not stale: a worker of pdrun or torchrun, then the MPIs, then a step of
-Slurm, pods, managed services, and last the allocations, which give hosts only. What does not count
+Slurm, kubernetes, managed cloud, and last the allocations, which give hosts only. What does not count
 is reported with the reason; where an outer one contradicts, so is that.
 """
 
@@ -13,33 +13,31 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pdrun.errors import PdrunError, UsageError, did_you_mean
-from pdrun.launcher.adapters import batch, mpi, slurm
-from pdrun.launcher.adapters import cloud as services
-from pdrun.launcher.adapters import kubernetes as pods
-from pdrun.launcher.adapters.model import Found, Ignored, Probes
-from pdrun.launcher.adapters.parsing import Environ, Launcher
+from pdrun.launcher.adapters import batch, cloud, kubernetes, mpi, slurm
+from pdrun.launcher.adapters.model import LauncherInfo, IgnoredLauncher, Probes
+from pdrun.launcher.adapters.parsing import Environ, LauncherAdapter
 
-LAUNCHERS: tuple[Launcher, ...] = (
-    *(row.launcher() for row in (*mpi.WORKERS, *mpi.MPI)),
-    slurm.STEP,
-    pods.PET,
-    *pods.PODS,
-    *services.SERVICES,
-    mpi.BY_HAND.launcher(),
-    pods.ASCEND,
-    slurm.JOB,
-    *batch.ALLOCATIONS,
+ADAPTERS: tuple[LauncherAdapter, ...] = (
+    *(row.to_adapter() for row in (*mpi.WORKER_LAUNCHERS, *mpi.MPI_LAUNCHERS)),
+    slurm.STEP_ADAPTER,
+    kubernetes.PET_ADAPTER,
+    *kubernetes.POD_ADAPTERS,
+    *cloud.CLOUD_ADAPTERS,
+    mpi.HAND_SET_VARIABLES.to_adapter(),
+    kubernetes.ASCEND_ADAPTER,
+    slurm.JOB_ADAPTER,
+    *batch.ALLOCATION_ADAPTERS,
 )
 """Innermost first."""
-FAMILIES = {
+LAUNCHER_FAMILIES = {
     "slurm": ("slurm-step", "slurm-job"),
     "kubernetes": ("jobset", "indexed-job", "pytorch-operator"),
 }
 """Names for several rows."""
-NAMES = (*(launcher.name for launcher in LAUNCHERS), *FAMILIES)
+LAUNCHER_NAMES = (*(launcher.name for launcher in ADAPTERS), *LAUNCHER_FAMILIES)
 
 
-def detect(environ: Environ, probes: Probes, launcher: str = "") -> Found:
+def detect_launcher(environ: Environ, probes: Probes, launcher: str = "") -> LauncherInfo:
     """
     Return what the innermost launcher says.
 
@@ -52,60 +50,60 @@ def detect(environ: Environ, probes: Probes, launcher: str = "") -> Found:
             the variable.
         UsageError: there is no launcher of that name, or it says nothing here.
     """
-    present = [row for row in LAUNCHERS if row.marked(environ)]
+    present = [row for row in ADAPTERS if row.is_present(environ)]
     if launcher == "none":
-        return Found(ignored=tuple(_ignored(row, environ, "--launcher none") for row in present))
+        return LauncherInfo(ignored=tuple(_make_ignored(row, environ, "--launcher none") for row in present))
     if launcher:
-        return _asked(environ, probes, launcher, present)
-    found: Found | None = None
-    ignored: list[Ignored] = []
+        return _read_named(environ, probes, launcher, present)
+    found: LauncherInfo | None = None
+    ignored: list[IgnoredLauncher] = []
     notes: list[str] = []
     for row in present:
-        if stale := row.stale(environ, probes):
-            ignored.append(_ignored(row, environ, f"stale: {stale}"))
+        if stale := row.why_stale(environ, probes):
+            ignored.append(_make_ignored(row, environ, f"stale: {stale}"))
             notes.append(
                 f"the variables of {row.title} are left over from another process: {stale}"
             )
         elif found is None:
             found = row.read(environ, probes)
         else:
-            found, more = _outer(found, row, environ, probes)
-            ignored.append(_ignored(row, environ, f"outer: {found.title} is nearer"))
+            found, more = _merge_outer(found, row, environ, probes)
+            ignored.append(_make_ignored(row, environ, f"outer: {found.title} is nearer"))
             notes += more
-    found = found or Found()
+    found = found or LauncherInfo()
     return replace(found, ignored=tuple(ignored), notes=(*found.notes, *notes))
 
 
-def _asked(environ: Environ, probes: Probes, launcher: str, present: list[Launcher]) -> Found:
-    if launcher not in NAMES:
+def _read_named(environ: Environ, probes: Probes, launcher: str, present: list[LauncherAdapter]) -> LauncherInfo:
+    if launcher not in LAUNCHER_NAMES:
         raise UsageError(
             f"{launcher!r} is no launcher",
             where="--launcher",
-            hint=did_you_mean(launcher, NAMES) or f"there are {', '.join(NAMES)} and none",
+            hint=did_you_mean(launcher, LAUNCHER_NAMES) or f"there are {', '.join(LAUNCHER_NAMES)} and none",
         )
-    wanted = FAMILIES.get(launcher, (launcher,))
+    wanted = LAUNCHER_FAMILIES.get(launcher, (launcher,))
     rows = [row for row in present if row.name in wanted]
     if not rows:
         raise UsageError(
             f"{launcher} says nothing in this environment", where="--launcher", hint="see pdrun env"
         )
     others = tuple(
-        _ignored(row, environ, f"--launcher {launcher}") for row in present if row is not rows[0]
+        _make_ignored(row, environ, f"--launcher {launcher}") for row in present if row is not rows[0]
     )
     return replace(rows[0].read(environ, probes), ignored=others)
 
 
-def _ignored(row: Launcher, environ: Environ, why: str) -> Ignored:
-    return Ignored(row.name, why, row.variables(environ))
+def _make_ignored(row: LauncherAdapter, environ: Environ, why: str) -> IgnoredLauncher:
+    return IgnoredLauncher(row.name, why, row.variables(environ))
 
 
-_KEPT = ("hosts", "job_id", "attempt", "time_limit", "ends_at")
+_ALLOCATION_FIELDS = ("hosts", "job_id", "attempt", "time_limit", "ends_at")
 """What an inner launcher takes over from an outer allocation where it does not say it itself."""
 
 
-def _outer(
-    found: Found, row: Launcher, environ: Environ, probes: Probes
-) -> tuple[Found, list[str]]:
+def _merge_outer(
+    found: LauncherInfo, row: LauncherAdapter, environ: Environ, probes: Probes
+) -> tuple[LauncherInfo, list[str]]:
     """
     Return what counts with what only the outer launcher knows, and where the two differ.
 
@@ -120,16 +118,16 @@ def _outer(
     differs = any(one is not None and other is not None and one != other for one, other in pairs)
     if outer.kind == "task" and found.kind == "task" and differs:
         notes.append(
-            f"{found.title} says {_place(found)}, {outer.title} says {_place(outer)}: the nearer one counts"
+            f"{found.title} says {_format_rank(found)}, {outer.title} says {_format_rank(outer)}: the nearer one counts"
             " (--launcher chooses)"
         )
     if outer.kind == "allocation" and found.launcher not in ("pdrun", "torchrun"):
-        missing = [name for name in _KEPT if not getattr(found, name) and getattr(outer, name)]
+        missing = [name for name in _ALLOCATION_FIELDS if not getattr(found, name) and getattr(outer, name)]
         values = {name: getattr(outer, name) for name in missing}
         sources = {**found.sources, **{name: outer.sources.get(name, "") for name in missing}}
         found = replace(found, **values, sources=sources)
     return found, notes
 
 
-def _place(found: Found) -> str:
+def _format_rank(found: LauncherInfo) -> str:
     return f"{'?' if found.rank is None else found.rank} of {'?' if found.world is None else found.world}"

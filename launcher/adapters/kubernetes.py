@@ -18,24 +18,24 @@ import re
 
 from pdrun.endpoint import parse_port
 from pdrun.errors import ConfigError, UsageError
-from pdrun.launcher.adapters.model import Found, FoundHost, Probes
+from pdrun.launcher.adapters.model import LauncherInfo, AllocatedHost, Probes
 from pdrun.launcher.adapters.parsing import (
     Environ,
-    Launcher,
-    below,
-    listed,
-    needed,
-    number,
-    place_of,
+    LauncherAdapter,
+    check_below,
+    read_host_list,
+    require_number,
+    read_number,
+    find_own_host,
 )
 from pdrun.launcher.common.parsers import quote_text
 
 
-def _in_kubernetes(environ: Environ) -> bool:
+def _is_in_kubernetes(environ: Environ) -> bool:
     return "KUBERNETES_SERVICE_HOST" in environ
 
 
-def port(environ: Environ, name: str) -> int | None:
+def read_port(environ: Environ, name: str) -> int | None:
     """Return the TCP port in a variable; ConfigError where it is none."""
     if name not in environ:
         return None
@@ -45,13 +45,13 @@ def port(environ: Environ, name: str) -> int | None:
         raise ConfigError(f"{quote_text(environ[name])} is not a port", where=name) from error
 
 
-def _pet(environ: Environ, probes: Probes) -> Found:
+def _read_pet(environ: Environ, probes: Probes) -> LauncherInfo:
     text = environ.get("PET_NNODES", "1")
     if not re.fullmatch(r"[0-9]{1,6}(?::[0-9]{1,6})?", text):
         raise ConfigError(f"{quote_text(text)} is no number of nodes", where="PET_NNODES")
     nodes = int(text.rpartition(":")[2])
-    rank = number(environ, "PET_NODE_RANK")
-    return Found(
+    rank = read_number(environ, "PET_NODE_RANK")
+    return LauncherInfo(
         "pet",
         "torchrun's variables (PET_*)",
         "task",
@@ -62,7 +62,7 @@ def _pet(environ: Environ, probes: Probes) -> Found:
         rank,
         nodes,
         head=environ.get("PET_MASTER_ADDR", ""),
-        port=port(environ, "PET_MASTER_PORT"),
+        port=read_port(environ, "PET_MASTER_PORT"),
         job_id=environ.get("PET_RDZV_ID", ""),
         sources={
             "rank": "PET_NODE_RANK",
@@ -82,21 +82,21 @@ def _is_per_pod(environ: Environ) -> bool:
     """
     local = environ.get("LOCAL_RANK", "0,1")
     return (
-        _in_kubernetes(environ) and "RANK" in environ and "MASTER_ADDR" in environ and "," in local
+        _is_in_kubernetes(environ) and "RANK" in environ and "MASTER_ADDR" in environ and "," in local
     )
 
 
-def _per_pod(environ: Environ, probes: Probes) -> Found:
-    rank = needed(environ, "RANK", "MASTER_ADDR")
-    nodes = needed(environ, "WORLD_SIZE", "RANK", 1)
-    local = number(environ, "LOCAL_WORLD_SIZE", 1) if "," in environ.get("LOCAL_RANK", "") else None
+def _read_per_pod(environ: Environ, probes: Probes) -> LauncherInfo:
+    rank = require_number(environ, "RANK", "MASTER_ADDR")
+    nodes = require_number(environ, "WORLD_SIZE", "RANK", 1)
+    local = read_number(environ, "LOCAL_WORLD_SIZE", 1) if "," in environ.get("LOCAL_RANK", "") else None
     if (
         local and nodes % local == 0
     ):  # AscendJob counts workers, and says so by a list of local ranks
         rank = rank // local
         nodes = nodes // local
-    below(rank, nodes, "RANK", "WORLD_SIZE")
-    return Found(
+    check_below(rank, nodes, "RANK", "WORLD_SIZE")
+    return LauncherInfo(
         "pytorch-operator",
         "an operator of PyTorch on Kubernetes",
         "task",
@@ -107,7 +107,7 @@ def _per_pod(environ: Environ, probes: Probes) -> Found:
         rank,
         nodes,
         head=environ["MASTER_ADDR"],
-        port=port(environ, "MASTER_PORT"),
+        port=read_port(environ, "MASTER_PORT"),
         job_id="",
         sources={
             "rank": "RANK",
@@ -120,14 +120,14 @@ def _per_pod(environ: Environ, probes: Probes) -> Found:
     )
 
 
-def _own_name(environ: Environ, probes: Probes) -> tuple[str, str]:
+def _find_pod_name(environ: Environ, probes: Probes) -> tuple[str, str]:
     """
     (pod's name, domain behind it): the domain stands in /etc/hosts where the pod has a headless
     service.
     """
     pod = environ.get("HOSTNAME", "") or probes.hostname
     try:
-        text = probes.read("/etc/hosts")
+        text = probes.read_file("/etc/hosts")
     except (OSError, ValueError):
         return pod, ""
     for line in text.splitlines():
@@ -137,14 +137,14 @@ def _own_name(environ: Environ, probes: Probes) -> tuple[str, str]:
     return pod, ""
 
 
-def _indexed(environ: Environ, probes: Probes) -> Found:
-    index = needed(environ, "JOB_COMPLETION_INDEX", "KUBERNETES_SERVICE_HOST")
-    pod, domain = _own_name(environ, probes)
+def _read_indexed_job(environ: Environ, probes: Probes) -> LauncherInfo:
+    index = require_number(environ, "JOB_COMPLETION_INDEX", "KUBERNETES_SERVICE_HOST")
+    pod, domain = _find_pod_name(environ, probes)
     match = re.fullmatch(rf"(.+)-{index}(-[a-z0-9]{{5}})?", pod)
     first = f"{match[1]}-0{domain}" if match and domain else ""
-    per_job = number(environ, "PODS_PER_JOB", 1)
-    group = number(environ, "JOB_INDEX")
-    jobs = number(environ, "GLOBAL_REPLICAS", 1) if "REPLICATED_JOB_NAME" in environ else None
+    per_job = read_number(environ, "PODS_PER_JOB", 1)
+    group = read_number(environ, "JOB_INDEX")
+    jobs = read_number(environ, "GLOBAL_REPLICAS", 1) if "REPLICATED_JOB_NAME" in environ else None
     title = "an indexed Job of Kubernetes"
     nodes = None
     node_rank = index
@@ -159,12 +159,12 @@ def _indexed(environ: Environ, probes: Probes) -> Found:
                 )
             nodes = jobs * per_job
             node_rank = group * per_job + index
-            below(node_rank, nodes, "JOB_INDEX", "GLOBAL_REPLICAS")
+            check_below(node_rank, nodes, "JOB_INDEX", "GLOBAL_REPLICAS")
             match = re.fullmatch(rf"(.+)-{group}-{index}(-[a-z0-9]{{5}})?", pod)
             first = f"{match[1]}-0-0{domain}" if match and domain else ""
         else:
             nodes = per_job
-    return Found(
+    return LauncherInfo(
         "jobset" if jobs is not None else "indexed-job",
         title,
         "task",
@@ -186,21 +186,21 @@ def _indexed(environ: Environ, probes: Probes) -> Found:
     )
 
 
-_VC_HOSTS = re.compile(r"VC_([A-Z0-9_]+)_HOSTS")
+_VOLCANO_HOSTS = re.compile(r"VC_([A-Z0-9_]+)_HOSTS")
 
 
-def _volcano(environ: Environ, probes: Probes) -> Found:
+def _read_volcano(environ: Environ, probes: Probes) -> LauncherInfo:
     """
     The hosts are those of this pod's task; a task called master stands before one called worker.
     """
     lists = {
-        match[1]: listed(environ, name)
+        match[1]: read_host_list(environ, name)
         for name in sorted(environ)
-        if (match := _VC_HOSTS.fullmatch(name))
+        if (match := _VOLCANO_HOSTS.fullmatch(name))
     }
-    index = number(environ, "VC_TASK_INDEX")
+    index = read_number(environ, "VC_TASK_INDEX")
     if index is None:
-        index = needed(environ, "VK_TASK_INDEX", "VC_*_HOSTS")
+        index = require_number(environ, "VK_TASK_INDEX", "VC_*_HOSTS")
     pod = environ.get("HOSTNAME", "") or probes.hostname
     mine = [
         task
@@ -208,7 +208,7 @@ def _volcano(environ: Environ, probes: Probes) -> Found:
         if any(host.name.partition(".")[0] == pod for host in hosts)
     ]
     if set(lists) == {"MASTER", "WORKER"}:
-        hosts: tuple[FoundHost, ...] = (*lists["MASTER"], *lists["WORKER"])
+        hosts: tuple[AllocatedHost, ...] = (*lists["MASTER"], *lists["WORKER"])
         source = "VC_MASTER_HOSTS, VC_WORKER_HOSTS"
     elif len(lists) == 1 or len(mine) == 1:
         task = mine[0] if len(mine) == 1 else next(iter(lists))
@@ -222,9 +222,9 @@ def _volcano(environ: Environ, probes: Probes) -> Found:
         )
     place = next((at for at, host in enumerate(hosts) if host.name.partition(".")[0] == pod), None)
     if place is None:
-        place = index if len(lists) == 1 else place_of(hosts, probes)
-    below(place, len(hosts), "VC_TASK_INDEX", source)
-    return Found(
+        place = index if len(lists) == 1 else find_own_host(hosts, probes)
+    check_below(place, len(hosts), "VC_TASK_INDEX", source)
+    return LauncherInfo(
         "volcano",
         "a Job of Volcano",
         "task",
@@ -247,7 +247,7 @@ def _volcano(environ: Environ, probes: Probes) -> Found:
     )
 
 
-def _mindspore(environ: Environ, probes: Probes) -> Found:
+def _read_mindspore(environ: Environ, probes: Probes) -> LauncherInfo:
     role = environ["MS_ROLE"]
     if role != "MS_WORKER":
         hint = (
@@ -256,8 +256,8 @@ def _mindspore(environ: Environ, probes: Probes) -> Found:
             else "start only workers with pdrun run"
         )
         raise ConfigError(f"{quote_text(role)} is not the role of a worker", where="MS_ROLE", hint=hint)
-    workers = needed(environ, "MS_WORKER_NUM", "MS_ROLE", 1)
-    each = number(environ, "MS_LOCAL_WORKER", 1) or 1
+    workers = require_number(environ, "MS_WORKER_NUM", "MS_ROLE", 1)
+    each = read_number(environ, "MS_LOCAL_WORKER", 1) or 1
     if workers % each:
         raise ConfigError(
             f"{workers} is no multiple of MS_LOCAL_WORKER={each}", where="MS_WORKER_NUM"
@@ -270,8 +270,8 @@ def _mindspore(environ: Environ, probes: Probes) -> Found:
         if text and node_rank is None
         else ()
     )
-    below(node_rank, workers // each, name, "MS_WORKER_NUM")
-    return Found(
+    check_below(node_rank, workers // each, name, "MS_WORKER_NUM")
+    return LauncherInfo(
         "mindspore",
         "MindSpore's variables (MS_*)",
         "task",
@@ -282,7 +282,7 @@ def _mindspore(environ: Environ, probes: Probes) -> Found:
         node_rank,
         workers // each,
         head=environ.get("MS_SCHED_HOST", ""),
-        port=port(environ, "MS_SCHED_PORT"),
+        port=read_port(environ, "MS_SCHED_PORT"),
         notes=notes,
         sources={
             "node_rank": name if node_rank is not None else "",
@@ -295,7 +295,7 @@ def _mindspore(environ: Environ, probes: Probes) -> Found:
     )
 
 
-def _ascend(environ: Environ, probes: Probes) -> Found:
+def _read_ascend(environ: Environ, probes: Probes) -> LauncherInfo:
     """The table itself is read by `pdrun.launcher.ranktables`, with its own complaints."""
     if "RANK_ID" in environ:
         raise ConfigError(
@@ -303,7 +303,7 @@ def _ascend(environ: Environ, probes: Probes) -> Found:
             where="RANK_ID",
             hint="run pdrun once a server, or say --launcher none for a job of this node alone",
         )
-    return Found(
+    return LauncherInfo(
         "ascend",
         "a rank table of Ascend (RANK_TABLE_FILE)",
         "allocation",
@@ -312,65 +312,65 @@ def _ascend(environ: Environ, probes: Probes) -> Found:
     )
 
 
-PET = Launcher(
+PET_ADAPTER = LauncherAdapter(
     "pet",
     "torchrun's variables (PET_*)",
     lambda environ: "PET_NNODES" in environ,
-    _pet,
-    beginnings=("PET_",),
+    _read_pet,
+    prefixes=("PET_",),
 )
-PODS = (
-    Launcher(
+POD_ADAPTERS = (
+    LauncherAdapter(
         "mindspore",
         "MindSpore's variables",
         lambda environ: "MS_ROLE" in environ,
-        _mindspore,
-        beginnings=("MS_",),
+        _read_mindspore,
+        prefixes=("MS_",),
     ),
-    Launcher(
+    LauncherAdapter(
         "volcano",
         "Volcano",
         lambda environ: (
-            any(_VC_HOSTS.fullmatch(name) for name in environ)
+            any(_VOLCANO_HOSTS.fullmatch(name) for name in environ)
             and ("VC_TASK_INDEX" in environ or "VK_TASK_INDEX" in environ)
         ),
-        _volcano,
-        beginnings=("VC_", "VK_"),
+        _read_volcano,
+        prefixes=("VC_", "VK_"),
     ),
-    Launcher(
+    LauncherAdapter(
         "pytorch-operator",
         "an operator of PyTorch",
         _is_per_pod,
-        _per_pod,
-        beginnings=("MASTER_", "RANK", "WORLD_SIZE"),
+        _read_per_pod,
+        prefixes=("MASTER_", "RANK", "WORLD_SIZE"),
     ),
-    Launcher(
+    LauncherAdapter(
         "jobset",
         "JobSet",
         lambda environ: (
-            _in_kubernetes(environ)
+            _is_in_kubernetes(environ)
             and "JOB_COMPLETION_INDEX" in environ
             and "REPLICATED_JOB_NAME" in environ
         ),
-        _indexed,
-        beginnings=("JOB_", "REPLICATED_JOB_", "GLOBAL_REPLICAS", "PODS_PER_JOB"),
+        _read_indexed_job,
+        prefixes=("JOB_", "REPLICATED_JOB_", "GLOBAL_REPLICAS", "PODS_PER_JOB"),
     ),
-    Launcher(
+    LauncherAdapter(
         "indexed-job",
         "an indexed Job",
         lambda environ: (
-            _in_kubernetes(environ)
+            _is_in_kubernetes(environ)
             and "JOB_COMPLETION_INDEX" in environ
             and "REPLICATED_JOB_NAME" not in environ
         ),
-        _indexed,
-        beginnings=("JOB_COMPLETION_INDEX",),
+        _read_indexed_job,
+        prefixes=("JOB_COMPLETION_INDEX",),
     ),
 )
-ASCEND = Launcher(
+ASCEND_ADAPTER = LauncherAdapter(
     "ascend",
     "a rank table of Ascend",
     lambda environ: "RANK_TABLE_FILE" in environ,
-    _ascend,
-    beginnings=("RANK_TABLE_FILE", "XDL_IP"),
+    _read_ascend,
+    prefixes=("RANK_TABLE_FILE", "XDL_IP"),
 )

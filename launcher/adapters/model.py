@@ -15,7 +15,7 @@ from typing import Literal
 
 from pdrun.names import make_name
 
-Kind = Literal["task", "allocation", "none"]
+LauncherKind = Literal["task", "allocation", "none"]
 """
 task: an outer launcher started this process as one of several. allocation: hosts are ours, but this
 process is not one of several (the body of a batch script). none: nothing says anything.
@@ -23,7 +23,7 @@ process is not one of several (the body of a batch script). none: nothing says a
 
 
 @dataclass(frozen=True)
-class FoundHost:
+class AllocatedHost:
     """A host of an allocation."""
 
     name: str
@@ -35,7 +35,7 @@ class FoundHost:
 
 
 @dataclass(frozen=True)
-class Ignored:
+class IgnoredLauncher:
     """A launcher that left its words in the environment and is not the one that counts."""
 
     launcher: str
@@ -48,7 +48,7 @@ class Ignored:
 
 
 @dataclass(frozen=True)
-class Found:
+class LauncherInfo:
     """
     The launcher that counts, the innermost one, and what it says. None, 0 and empty: it does not
     say.
@@ -64,14 +64,14 @@ class Found:
     """
     title: str = "no launcher"
     """For people: ``srun (Slurm step)``."""
-    kind: Kind = "none"
+    kind: LauncherKind = "none"
     rank: int | None = None
     world: int | None = None
     local_rank: int | None = None
     local_size: int | None = None
     node_rank: int | None = None
     nodes: int | None = None
-    hosts: tuple[FoundHost, ...] = ()
+    hosts: tuple[AllocatedHost, ...] = ()
     """In the launcher's order, each once."""
     head: str = ""
     """
@@ -94,7 +94,7 @@ class Found:
     """Wall clock (seconds since 1970) at which it ends the job."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Field -> the variable or variables that it came from."""
-    ignored: tuple[Ignored, ...] = ()
+    ignored: tuple[IgnoredLauncher, ...] = ()
     notes: tuple[str, ...] = ()
     """Contradictions and how they were settled, one line each."""
 
@@ -113,12 +113,12 @@ class Found:
         return make_name(f"{text}-r{self.attempt}" if self.attempt else text)
 
     @property
-    def one_a_node(self) -> bool:
+    def has_one_task_per_node(self) -> bool:
         """Whether each task stands alone on its node, as agents must."""
         return self.kind == "task" and self.local_size == 1
 
 
-def _no_file(path: str) -> str:
+def _raise_no_file(path: str) -> str:
     raise FileNotFoundError(2, "No such file or directory", path)
 
 
@@ -145,9 +145,9 @@ class Probes:
     """Whether a process above this one has one of these command names; None as above."""
     is_open: Callable[[int], bool] = lambda descriptor: False
     """Whether a descriptor is open in this process."""
-    answers: Callable[[str, int], bool] = lambda host, port: False
+    accepts_connections: Callable[[str, int], bool] = lambda host, port: False
     """Whether something accepts connections at a host and port of this machine."""
-    word_above: Callable[[tuple[str, ...], str], str] = lambda commands, option: ""
+    option_above: Callable[[tuple[str, ...], str], str] = lambda commands, option: ""
     """
     The value of an option on the command line of the nearest process above with one of these
     command names.
@@ -157,5 +157,5 @@ class Probes:
     The address at the other end of that TCP connection of the nearest process above with one of
     these names.
     """
-    read: Callable[[str], str] = _no_file
+    read_file: Callable[[str], str] = _raise_no_file
     """The text of a small file; raises OSError, ValueError when it is too long or no text."""

@@ -26,9 +26,9 @@ from __future__ import annotations
 import re
 
 from pdrun.launcher.adapters.model import Probes
-from pdrun.launcher.adapters.parsing import Environ, Row
+from pdrun.launcher.adapters.parsing import Environ, TaskVariables
 
-ORTE = (
+OPENMPI_COMMANDS = (
     "orted",
     "mpirun",
     "mpiexec",
@@ -39,38 +39,38 @@ ORTE = (
     "prterun",
     "prte",
 )
-INTEL = ("mpiexec.hydra",)
-HYDRA = ("hydra_pmi_proxy", "hydra_bstrap_pr", "mpiexec.hydra", "mpiexec", "mpirun")
+INTEL_COMMANDS = ("mpiexec.hydra",)
+HYDRA_COMMANDS = ("hydra_pmi_proxy", "hydra_bstrap_pr", "mpiexec.hydra", "mpiexec", "mpirun")
 """Command names (the kernel keeps 15 characters) of the processes above a task."""
 
 
-def _pmix_stale(environ: Environ, probes: Probes) -> str:
+def _why_pmix_stale(environ: Environ, probes: Probes) -> str:
     """
     The server of the daemon on this node must be there: by a process above us, else by its port.
     """
-    if probes.is_under(ORTE) is not False:
+    if probes.is_under(OPENMPI_COMMANDS) is not False:
         return ""
     uri = environ.get("PMIX_SERVER_URI2", "")
     match = re.fullmatch(r"[^;]*;tcp4://([0-9.]{7,15}):([0-9]{1,5})", uri)
-    if match is None or int(match[2]) > 65535 or probes.answers(match[1], int(match[2])):
+    if match is None or int(match[2]) > 65535 or probes.accepts_connections(match[1], int(match[2])):
         return ""
     return f"no mpirun is above this process, and nothing answers at PMIX_SERVER_URI2 ({match[1]}:{match[2]})"
 
 
-def _hydra_stale(environ: Environ, probes: Probes) -> str:
+def _why_hydra_stale(environ: Environ, probes: Probes) -> str:
     """
     PMI_FD must be open, or the proxy must be above us (a shell or Python in between closes the
     descriptor).
     """
     text = environ.get("PMI_FD", "")
     if (re.fullmatch(r"[0-9]{1,9}", text) and probes.is_open(int(text))) or probes.is_under(
-        HYDRA
+        HYDRA_COMMANDS
     ) is not False:
         return ""
     return f"PMI_FD={text[:20]} is not open here, and no mpiexec is above this process"
 
 
-def _ompi_head(environ: Environ, probes: Probes) -> tuple[str, str]:
+def _find_openmpi_head(environ: Environ, probes: Probes) -> tuple[str, str]:
     """
     Where AzureML says that node 0 is, else mpirun's own host: in its URI (4) or its name space (5).
     """
@@ -89,17 +89,17 @@ def _ompi_head(environ: Environ, probes: Probes) -> tuple[str, str]:
     return "", ""
 
 
-def _hydra_head(environ: Environ, probes: Probes) -> tuple[str, str]:
+def _find_hydra_head(environ: Environ, probes: Probes) -> tuple[str, str]:
     """mpiexec's own host: the proxy above us was told where to report."""
-    for command, option in ((HYDRA[:1], "--control-port"), (HYDRA[1:2], "--upstream-host")):
-        word = probes.word_above(command, option)
+    for command, option in ((HYDRA_COMMANDS[:1], "--control-port"), (HYDRA_COMMANDS[1:2], "--upstream-host")):
+        word = probes.option_above(command, option)
         host = word.rpartition(":")[0] if option == "--control-port" else word
         if re.fullmatch(r"[A-Za-z0-9._-]{1,253}", host):
             return host, f"{option} of {command[0]}"
     return "", ""
 
 
-def _intel_head(environ: Environ, probes: Probes) -> tuple[str, str]:
+def _find_intel_head(environ: Environ, probes: Probes) -> tuple[str, str]:
     """
     As above; in 2021.19 the proxy replaces the process that was told, and what is left is its
     connection.
@@ -107,13 +107,13 @@ def _intel_head(environ: Environ, probes: Probes) -> tuple[str, str]:
     Proxies form a tree. mpiexec is the root, and the first of them, as many as the tree is wide,
     hang on it directly.
     """
-    host, source = _hydra_head(environ, probes)
+    host, source = _find_hydra_head(environ, probes)
     if host:
         return host, source
-    if probes.is_under(INTEL):
+    if probes.is_under(INTEL_COMMANDS):
         return environ.get(
             "HYDRA_BSTRAP_LOCALHOST", ""
-        ) or probes.hostname, f"{INTEL[0]} above this process"
+        ) or probes.hostname, f"{INTEL_COMMANDS[0]} above this process"
     names = ("HYDRA_BSTRAP_PROXY_ID", "HYDRA_BSTRAP_TREE_WIDTH", "HYDRA_BSTRAP_UPSTREAM_FD")
     texts = [environ.get(name, "") for name in names]
     if all(re.fullmatch("[0-9]{1,9}", text) for text in texts) and int(texts[0]) < int(texts[1]):
@@ -121,8 +121,8 @@ def _intel_head(environ: Environ, probes: Probes) -> tuple[str, str]:
     return "", ""
 
 
-WORKERS = (
-    Row(
+WORKER_LAUNCHERS = (
+    TaskVariables(
         "pdrun",
         "a worker of pdrun",
         ("PDRUN_GENERATION", "RANK"),
@@ -133,9 +133,9 @@ WORKERS = (
         "GROUP_RANK",
         "GROUP_WORLD_SIZE",
         "TORCHELASTIC_RUN_ID",
-        beginnings=("PDRUN_",),
+        prefixes=("PDRUN_",),
     ),
-    Row(
+    TaskVariables(
         "torchrun",
         "a worker of torchrun",
         ("TORCHELASTIC_RUN_ID", "RANK"),
@@ -146,13 +146,13 @@ WORKERS = (
         "GROUP_RANK",
         "GROUP_WORLD_SIZE",
         "TORCHELASTIC_RUN_ID",
-        beginnings=("TORCHELASTIC_",),
-        unless=("PDRUN_GENERATION",),
+        prefixes=("TORCHELASTIC_",),
+        absent=("PDRUN_GENERATION",),
     ),
 )
 """Launchers whose processes are workers already: a pdrun below one is a job of its own."""
 
-BY_HAND = Row(
+HAND_SET_VARIABLES = TaskVariables(
     "variables",
     "RANK and WORLD_SIZE, set by hand",
     ("RANK",),
@@ -160,13 +160,13 @@ BY_HAND = Row(
     "WORLD_SIZE",
     "LOCAL_RANK",
     "LOCAL_WORLD_SIZE",
-    beginnings=("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_"),
-    unless=("PDRUN_GENERATION", "TORCHELASTIC_RUN_ID"),
+    prefixes=("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_"),
+    absent=("PDRUN_GENERATION", "TORCHELASTIC_RUN_ID"),
 )
 """What a script exports for torch's env:// and no launcher of this table has set."""
 
-MPI = (
-    Row(
+MPI_LAUNCHERS = (
+    TaskVariables(
         "jsrun",
         "jsrun (IBM)",
         ("JSM_NAMESPACE_RANK",),
@@ -174,9 +174,9 @@ MPI = (
         "JSM_NAMESPACE_SIZE",
         "JSM_NAMESPACE_LOCAL_RANK",
         "JSM_NAMESPACE_LOCAL_SIZE",
-        beginnings=("JSM_",),
+        prefixes=("JSM_",),
     ),
-    Row(
+    TaskVariables(
         "openmpi",
         "mpirun (Open MPI)",
         ("OMPI_COMM_WORLD_RANK",),
@@ -185,12 +185,12 @@ MPI = (
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
         job="PMIX_NAMESPACE",
-        head=_ompi_head,
-        stale=_pmix_stale,
-        beginnings=("OMPI_", "PMIX_", "PRTE_"),
-        unless=("JSM_NAMESPACE_RANK",),
+        find_head=_find_openmpi_head,
+        why_stale=_why_pmix_stale,
+        prefixes=("OMPI_", "PMIX_", "PRTE_"),
+        absent=("JSM_NAMESPACE_RANK",),
     ),
-    Row(
+    TaskVariables(
         "mvapich",
         "mpirun_rsh (MVAPICH)",
         ("MV2_COMM_WORLD_RANK",),
@@ -198,9 +198,9 @@ MPI = (
         "MV2_COMM_WORLD_SIZE",
         "MV2_COMM_WORLD_LOCAL_RANK",
         "MV2_COMM_WORLD_LOCAL_SIZE",
-        beginnings=("MV2_",),
+        prefixes=("MV2_",),
     ),
-    Row(
+    TaskVariables(
         "pals",
         "mpiexec (HPE PALS)",
         ("PALS_RANKID",),
@@ -210,9 +210,9 @@ MPI = (
         "PMI_LOCAL_SIZE",
         "PALS_NODEID",
         job="PALS_APID",
-        beginnings=("PALS_",),
+        prefixes=("PALS_",),
     ),
-    Row(
+    TaskVariables(
         "intelmpi",
         "mpirun (Intel MPI)",
         ("PMI_RANK", "I_MPI_HYDRA_UUID"),
@@ -221,12 +221,12 @@ MPI = (
         "MPI_LOCALRANKID",
         "MPI_LOCALNRANKS",
         job="I_MPI_HYDRA_UUID",
-        head=_intel_head,
-        stale=_hydra_stale,
-        beginnings=("I_MPI_HYDRA_", "HYDRA_", "PMI_", "MPI_LOCAL"),
-        unless=("PALS_RANKID", "MV2_COMM_WORLD_RANK"),
+        find_head=_find_intel_head,
+        why_stale=_why_hydra_stale,
+        prefixes=("I_MPI_HYDRA_", "HYDRA_", "PMI_", "MPI_LOCAL"),
+        absent=("PALS_RANKID", "MV2_COMM_WORLD_RANK"),
     ),
-    Row(
+    TaskVariables(
         "mpich",
         "mpiexec (MPICH)",
         ("PMI_RANK", "MPI_LOCALRANKID"),
@@ -234,12 +234,12 @@ MPI = (
         "PMI_SIZE",
         "MPI_LOCALRANKID",
         "MPI_LOCALNRANKS",
-        head=_hydra_head,
-        stale=_hydra_stale,
-        beginnings=("HYDI_", "PMI_", "MPI_LOCAL"),
-        unless=("I_MPI_HYDRA_UUID", "PALS_RANKID", "MV2_COMM_WORLD_RANK"),
+        find_head=_find_hydra_head,
+        why_stale=_why_hydra_stale,
+        prefixes=("HYDI_", "PMI_", "MPI_LOCAL"),
+        absent=("I_MPI_HYDRA_UUID", "PALS_RANKID", "MV2_COMM_WORLD_RANK"),
     ),
-    Row(
+    TaskVariables(
         "flux",
         "flux run",
         ("FLUX_TASK_RANK",),
@@ -248,18 +248,18 @@ MPI = (
         "FLUX_TASK_LOCAL_ID",
         nodes="FLUX_JOB_NNODES",
         job="FLUX_JOB_ID",
-        beginnings=("FLUX_",),
+        prefixes=("FLUX_",),
     ),
-    Row(
+    TaskVariables(
         "pmix",
         "a PMIx launcher",
         ("PMIX_RANK", "PMIX_NAMESPACE"),
         "PMIX_RANK",
         "",
         job="PMIX_NAMESPACE",
-        stale=_pmix_stale,
-        beginnings=("PMIX_", "PRTE_"),
-        unless=("OMPI_COMM_WORLD_RANK", "SLURM_STEP_ID"),
+        why_stale=_why_pmix_stale,
+        prefixes=("PMIX_", "PRTE_"),
+        absent=("OMPI_COMM_WORLD_RANK", "SLURM_STEP_ID"),
     ),
 )
 """

@@ -21,8 +21,8 @@ from typing import Literal
 from pdrun.errors import ConfigError, UsageError
 from pdrun.launcher.hosts.selection import Host
 
-Family = Literal["openmpi4", "openmpi5", "mpich", "intelmpi", "jsrun"]
-TITLES = {
+MpiFamily = Literal["openmpi4", "openmpi5", "mpich", "intelmpi", "jsrun"]
+MPI_TITLES = {
     "openmpi4": "Open MPI 4",
     "openmpi5": "Open MPI 5",
     "mpich": "MPICH",
@@ -32,16 +32,16 @@ TITLES = {
 
 
 @dataclass(frozen=True)
-class Mpi:
+class MpirunProgram:
     """An mpirun that was found."""
 
     program: str
     """As it is to be called: a path."""
-    family: Family
+    family: MpiFamily
     version: str = ""
 
 
-def recognise(program: str, said: str) -> Mpi:
+def identify_mpirun(program: str, said: str) -> MpirunProgram:
     """
     Return which mpirun a program is, by what ``--version`` printed.
 
@@ -49,17 +49,17 @@ def recognise(program: str, said: str) -> Mpi:
         ConfigError: it is none that is known.
     """
     if match := re.search(r"\((?:Open MPI|OpenRTE|PRRTE)\) (([0-9]+)\.[0-9.]+)", said):
-        return Mpi(
+        return MpirunProgram(
             program,
             "openmpi4" if int(match[2]) < 5 and "PRRTE" not in match[0] else "openmpi5",
             match[1],
         )
     if match := re.search(r"Intel\(R\) MPI Library.*Version ([0-9.]+)", said):
-        return Mpi(program, "intelmpi", match[1])
+        return MpirunProgram(program, "intelmpi", match[1])
     if match := re.search(r"HYDRA build details:\s+Version:\s+([0-9.]+)", said):
-        return Mpi(program, "mpich", match[1])
+        return MpirunProgram(program, "mpich", match[1])
     if program.rpartition("/")[2].startswith("jsrun"):
-        return Mpi(program, "jsrun", said.strip().splitlines()[0][:40] if said.strip() else "")
+        return MpirunProgram(program, "jsrun", said.strip().splitlines()[0][:40] if said.strip() else "")
     first = said.strip().splitlines()[0][:80] if said.strip() else "nothing"
     raise ConfigError(
         f"{program} is no mpirun that pdrun knows: --version says {first!r}",
@@ -68,8 +68,8 @@ def recognise(program: str, said: str) -> Mpi:
     )
 
 
-def command(
-    mpi: Mpi,
+def build_mpirun_command(
+    mpi: MpirunProgram,
     hosts: Sequence[Host],
     nodes: int,
     names: Sequence[str],
@@ -94,21 +94,21 @@ def command(
         if host.port is not None or (host.user and not mpi.family.startswith("openmpi")):
             what = "port" if host.port is not None else "user"
             raise UsageError(
-                f"{host.name} has a {what}, which {TITLES[mpi.family]} cannot be told",
+                f"{host.name} has a {what}, which {MPI_TITLES[mpi.family]} cannot be told",
                 where=host.where or "--hosts",
                 hint="say it in ~/.ssh/config, or use --launcher ssh",
             )
     words = {
-        "openmpi4": _openmpi,
-        "openmpi5": _openmpi,
-        "mpich": _hydra,
-        "intelmpi": _hydra,
-        "jsrun": _jsrun,
+        "openmpi4": _openmpi_args,
+        "openmpi5": _openmpi_args,
+        "mpich": _hydra_args,
+        "intelmpi": _hydra_args,
+        "jsrun": _jsrun_args,
     }
     return (mpi.program, *words[mpi.family](mpi, hosts, nodes, names, root), *options, *argv)
 
 
-def environment(mpi: Mpi) -> dict[str, str]:
+def mpirun_environment(mpi: MpirunProgram) -> dict[str, str]:
     """
     Return variables that mpirun itself needs: no pinning, for a task has all the workers of its
     node.
@@ -116,8 +116,8 @@ def environment(mpi: Mpi) -> dict[str, str]:
     return {"I_MPI_PIN": "0"} if mpi.family == "intelmpi" else {}
 
 
-def _openmpi(
-    mpi: Mpi, hosts: Sequence[Host], nodes: int, names: Sequence[str], root: bool
+def _openmpi_args(
+    mpi: MpirunProgram, hosts: Sequence[Host], nodes: int, names: Sequence[str], root: bool
 ) -> list[str]:
     old = mpi.family == "openmpi4"
     whole = (
@@ -140,16 +140,16 @@ def _openmpi(
     ]
 
 
-def _hydra(
-    mpi: Mpi, hosts: Sequence[Host], nodes: int, names: Sequence[str], root: bool
+def _hydra_args(
+    mpi: MpirunProgram, hosts: Sequence[Host], nodes: int, names: Sequence[str], root: bool
 ) -> list[str]:
     listed = ["-hosts", ",".join(host.name for host in hosts)] if hosts else []
     keep = ["-disable-auto-cleanup"] if mpi.family == "mpich" else []
     return ["-n", str(nodes), *listed, "-ppn", "1", *keep]
 
 
-def _jsrun(
-    mpi: Mpi, hosts: Sequence[Host], nodes: int, names: Sequence[str], root: bool
+def _jsrun_args(
+    mpi: MpirunProgram, hosts: Sequence[Host], nodes: int, names: Sequence[str], root: bool
 ) -> list[str]:
     return [
         "-n",

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pdrun.errors import UsageError, did_you_mean
 
-STARTERS: tuple[str, ...] = ("ssh", "mpirun", "srun")
+START_LAUNCHERS: tuple[str, ...] = ("ssh", "mpirun", "srun")
 """Those that choose who starts the nodes; the others choose whose variables are read."""
 
 
-def check(text: str, where: str) -> str:
+def check_launcher(text: str, where: str) -> str:
     """Return the word when it is one of them, else raise UsageError."""
-    from pdrun.launcher.adapters.detect import NAMES
+    from pdrun.launcher.adapters.detect import LAUNCHER_NAMES
 
-    known = ("auto", "none", *STARTERS, *NAMES)
+    known = ("auto", "none", *START_LAUNCHERS, *LAUNCHER_NAMES)
     if text in known:
         return text
     raise UsageError(

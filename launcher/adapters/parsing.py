@@ -12,17 +12,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pdrun.errors import ConfigError, UsageError
-from pdrun.launcher.adapters.model import Found, FoundHost, Kind, Probes
+from pdrun.launcher.adapters.model import LauncherInfo, AllocatedHost, LauncherKind, Probes
 from pdrun.launcher.common.parsers import quote_text
 from pdrun.launcher.hosts import nodelist
 from pdrun.launcher.hosts.selection import check_host_name
 
 Environ = Mapping[str, str]
-LONGEST = 1 << 20
+MAX_VALUE_CHARS = 1 << 20
 """Characters of a value that is read as a list or as JSON, at most."""
 
 
-def number(environ: Environ, name: str, least: int = 0) -> int | None:
+def read_number(environ: Environ, name: str, least: int = 0) -> int | None:
     """
     Return the whole number that a variable holds; None where it is not set.
 
@@ -39,12 +39,12 @@ def number(environ: Environ, name: str, least: int = 0) -> int | None:
     return int(text)
 
 
-def needed(environ: Environ, name: str, marker: str, least: int = 0) -> int:
+def require_number(environ: Environ, name: str, marker: str, least: int = 0) -> int:
     """
     As `number`; ConfigError where it is not set although ``marker`` is: a launcher's words are half
     there.
     """
-    value = number(environ, name, least)
+    value = read_number(environ, name, least)
     if value is None:
         raise ConfigError(
             f"is not set, though {marker} is",
@@ -54,13 +54,13 @@ def needed(environ: Environ, name: str, marker: str, least: int = 0) -> int:
     return value
 
 
-def below(rank: int | None, count: int | None, rank_name: str, count_name: str) -> None:
+def check_below(rank: int | None, count: int | None, rank_name: str, count_name: str) -> None:
     """Raise ConfigError where a rank is not below its count."""
     if rank is not None and count is not None and rank >= count:
         raise ConfigError(f"{rank} is not below {count_name}={count}", where=rank_name)
 
 
-def named_hosts(names: Iterable[str], where: str) -> tuple[FoundHost, ...]:
+def parse_host_names(names: Iterable[str], where: str) -> tuple[AllocatedHost, ...]:
     """
     Return hosts, each once, with how often each was named; ConfigError for what is no host name.
     """
@@ -70,29 +70,29 @@ def named_hosts(names: Iterable[str], where: str) -> tuple[FoundHost, ...]:
         if len(counts) > nodelist.MAX_HOSTS:
             raise ConfigError(f"names more than {nodelist.MAX_HOSTS} hosts", where=where)
     try:
-        return tuple(FoundHost(check_host_name(name, where), count) for name, count in counts.items())
+        return tuple(AllocatedHost(check_host_name(name, where), count) for name, count in counts.items())
     except UsageError as error:
         raise ConfigError(error.what, where=where, hint=error.hint) from None
 
 
-def listed(environ: Environ, name: str) -> tuple[FoundHost, ...]:
+def read_host_list(environ: Environ, name: str) -> tuple[AllocatedHost, ...]:
     """Return the hosts of a compressed list in a variable; none where it is not set."""
     text = environ.get(name, "")
     try:
         return tuple(
-            FoundHost(host.name) for host in named_hosts(nodelist.expand_nodelist(text, name), name)
+            AllocatedHost(host.name) for host in parse_host_names(nodelist.expand_nodelist(text, name), name)
         )
     except UsageError as error:
         raise ConfigError(error.what, where=name, hint=error.hint) from None
 
 
-def lines_of(path: str, variable: str, probes: Probes) -> list[str]:
+def read_lines(path: str, variable: str, probes: Probes) -> list[str]:
     """
     Return the lines of the file that a variable names; ConfigError where it cannot be read or says
     nothing.
     """
     try:
-        text = probes.read(path)
+        text = probes.read_file(path)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"{quote_text(path)} cannot be read: {reason}", where=variable) from None
@@ -102,13 +102,13 @@ def lines_of(path: str, variable: str, probes: Probes) -> list[str]:
     return lines
 
 
-def structure(environ: Environ, name: str) -> Any:
+def read_json(environ: Environ, name: str) -> Any:
     """Return what a variable holds as JSON; ConfigError where it is none or too long."""
     text = environ[name]
-    if len(text) > LONGEST:
+    if len(text) > MAX_VALUE_CHARS:
         raise ConfigError(f"{len(text)} characters are too many", where=name)
     try:
-        return json.loads(text, parse_constant=_no_constant, parse_int=_small)
+        return json.loads(text, parse_constant=_refuse_constant, parse_int=_parse_small_int)
     except (ValueError, RecursionError) as error:
         reason = (
             "is nested too deeply" if isinstance(error, RecursionError) else f"is not JSON: {error}"
@@ -116,17 +116,17 @@ def structure(environ: Environ, name: str) -> Any:
         raise ConfigError(reason, where=name) from None
 
 
-def _no_constant(text: str) -> None:
+def _refuse_constant(text: str) -> None:
     raise ValueError(f"{text} is no number")
 
 
-def _small(text: str) -> int:
+def _parse_small_int(text: str) -> int:
     if len(text) > 18:
         raise ValueError("a number of too many digits")
     return int(text)
 
 
-def place_of(hosts: tuple[FoundHost, ...], probes: Probes) -> int | None:
+def find_own_host(hosts: tuple[AllocatedHost, ...], probes: Probes) -> int | None:
     """
     Return this machine's place among the hosts: by name first, then by address; None: it is none of
     them.
@@ -145,32 +145,32 @@ def place_of(hosts: tuple[FoundHost, ...], probes: Probes) -> int | None:
 
 
 @dataclass(frozen=True)
-class Launcher:
+class LauncherAdapter:
     """One launcher: how it is recognised and read."""
 
     name: str
     title: str
-    marked: Callable[[Environ], bool]
+    is_present: Callable[[Environ], bool]
     """Whether its own words are in an environment."""
-    read: Callable[[Environ, Probes], Found]
+    read: Callable[[Environ, Probes], LauncherInfo]
     """What they say; raises ConfigError naming a variable."""
-    stale: Callable[[Environ, Probes], str] = lambda environ, probes: ""
+    why_stale: Callable[[Environ, Probes], str] = lambda environ, probes: ""
     """Why they cannot be about this process, or the empty string."""
-    beginnings: tuple[str, ...] = ()
+    prefixes: tuple[str, ...] = ()
     """How its variables begin, for reports."""
 
     def variables(self, environ: Environ) -> tuple[str, ...]:
         """Return the names of its variables that are set."""
-        return tuple(sorted(name for name in environ if name.startswith(self.beginnings)))
+        return tuple(sorted(name for name in environ if name.startswith(self.prefixes)))
 
 
-def nothing(environ: Environ, probes: Probes) -> tuple[str, str]:
+def no_head(environ: Environ, probes: Probes) -> tuple[str, str]:
     """The default of a row's ``head``: (host, variable) unknown."""
     return "", ""
 
 
 @dataclass(frozen=True)
-class Row:
+class TaskVariables:
     """
     A launcher that gives each task its numbers in variables of its own: their names. Empty: it has
     none.
@@ -187,35 +187,35 @@ class Row:
     node_rank: str = ""
     nodes: str = ""
     job: str = ""
-    head: Callable[[Environ, Probes], tuple[str, str]] = nothing
-    stale: Callable[[Environ, Probes], str] = lambda environ, probes: ""
-    beginnings: tuple[str, ...] = ()
-    unless: tuple[str, ...] = ()
+    find_head: Callable[[Environ, Probes], tuple[str, str]] = no_head
+    why_stale: Callable[[Environ, Probes], str] = lambda environ, probes: ""
+    prefixes: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
     """Variables of which none is set in its tasks."""
-    alone: bool = False
+    is_alone_on_node: bool = False
     """Its tasks are never several on one node."""
-    kind: Kind = field(default="task")
+    kind: LauncherKind = field(default="task")
 
-    def launcher(self) -> Launcher:
+    def to_adapter(self) -> LauncherAdapter:
         """Return the row as a launcher."""
-        return Launcher(self.name, self.title, self.marked, self.read, self.stale, self.beginnings)
+        return LauncherAdapter(self.name, self.title, self.is_present, self.read, self.why_stale, self.prefixes)
 
-    def marked(self, environ: Environ) -> bool:
+    def is_present(self, environ: Environ) -> bool:
         """Return whether its markers are set."""
         return all(name in environ for name in self.markers) and not any(
-            name in environ for name in self.unless
+            name in environ for name in self.absent
         )
 
-    def read(self, environ: Environ, probes: Probes) -> Found:
+    def read(self, environ: Environ, probes: Probes) -> LauncherInfo:
         """Return what its variables say; where tasks stand one a node, ranks are node ranks."""
         marker = self.markers[0]
-        rank = needed(environ, self.rank, marker)
-        world = needed(environ, self.world, marker, 1) if self.world else None
-        below(rank, world, self.rank, self.world)
-        local_rank = number(environ, self.local_rank)
-        local_size = number(environ, self.local_size, 1)
-        below(local_rank, local_size, self.local_rank, self.local_size)
-        head, head_source = self.head(environ, probes)
+        rank = require_number(environ, self.rank, marker)
+        world = require_number(environ, self.world, marker, 1) if self.world else None
+        check_below(rank, world, self.rank, self.world)
+        local_rank = read_number(environ, self.local_rank)
+        local_size = read_number(environ, self.local_size, 1)
+        check_below(local_rank, local_size, self.local_rank, self.local_size)
+        head, head_source = self.find_head(environ, probes)
         sources = {
             "rank": self.rank,
             "world": self.world,
@@ -226,16 +226,16 @@ class Row:
             "job_id": self.job,
             "head": head_source,
         }
-        found = Found(
+        found = LauncherInfo(
             self.name,
             self.title,
             self.kind,
             rank,
             world,
             local_rank,
-            1 if self.alone else local_size,
-            number(environ, self.node_rank),
-            number(environ, self.nodes, 1),
+            1 if self.is_alone_on_node else local_size,
+            read_number(environ, self.node_rank),
+            read_number(environ, self.nodes, 1),
             head=head,
             job_id=environ.get(self.job, ""),
             sources={
@@ -244,10 +244,10 @@ class Row:
                 if name and (key == "head" or name in environ)
             },
         )
-        return one_a_node(found)
+        return infer_node_ranks(found)
 
 
-def one_a_node(found: Found) -> Found:
+def infer_node_ranks(found: LauncherInfo) -> LauncherInfo:
     """
     Return what tasks that stand one a node imply: their ranks count nodes, where the launcher has
     no better word.

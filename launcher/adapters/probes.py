@@ -14,15 +14,15 @@ from pathlib import Path
 
 from pdrun.launcher.adapters.model import Probes
 
-LIMIT = 8 << 20
+MAX_FILE_BYTES = 8 << 20
 """Bytes of a file that a launcher names, at most."""
 _INITIAL_PID_NAMESPACE = 0xEFFFFFFC
 """Inode of /proc/PID/ns/pid outside of any container (PROC_PID_INIT_INO of the kernel)."""
-_HIGHEST = 128
+_MAX_ANCESTORS = 128
 """Ancestors that are looked at."""
 
 
-def real(environ: Mapping[str, str] | None = None, root: Path = Path("/")) -> Probes:
+def make_probes(environ: Mapping[str, str] | None = None, root: Path = Path("/")) -> Probes:
     """Return the probes of this machine; ``root`` is where /proc is."""
     return Probes(
         hostname=os.uname().nodename,
@@ -31,10 +31,10 @@ def real(environ: Mapping[str, str] | None = None, root: Path = Path("/")) -> Pr
         is_ancestor=lambda pid: _is_ancestor(pid, root),
         is_under=lambda commands: _is_under(commands, root),
         is_open=_is_open,
-        answers=_answers,
-        word_above=lambda commands, option: _word_above(commands, option, root),
+        accepts_connections=_accepts_connections,
+        option_above=lambda commands, option: _option_above(commands, option, root),
         peer_above=lambda commands, descriptor: _peer_above(commands, descriptor, root),
-        read=_read,
+        read_file=_read_file,
     )
 
 
@@ -55,10 +55,10 @@ def _address_for(host: str) -> str:
     return network.find_local_address(None) or host
 
 
-def _lineage(root: Path) -> Iterator[tuple[int, str]]:
+def _iter_ancestors(root: Path) -> Iterator[tuple[int, str]]:
     """Yield (pid, command name) of this process and those above it."""
     pid = os.getpid()
-    for _ in range(_HIGHEST):
+    for _ in range(_MAX_ANCESTORS):
         if pid <= 0:
             return
         try:
@@ -71,7 +71,7 @@ def _lineage(root: Path) -> Iterator[tuple[int, str]]:
         pid = int(fields[1]) if len(fields) > 1 else 0
 
 
-def _sees_all(root: Path) -> bool:
+def _sees_all_processes(root: Path) -> bool:
     """
     Whether the processes above this one are all visible: not in a container with pids of its own.
     """
@@ -82,19 +82,19 @@ def _sees_all(root: Path) -> bool:
 
 
 def _is_ancestor(pid: int, root: Path) -> bool | None:
-    if any(pid == above for above, _ in _lineage(root)):
+    if any(pid == above for above, _ in _iter_ancestors(root)):
         return True
-    return False if _sees_all(root) else None
+    return False if _sees_all_processes(root) else None
 
 
 def _is_under(commands: tuple[str, ...], root: Path) -> bool | None:
-    if any(name in commands for _, name in _lineage(root)):
+    if any(name in commands for _, name in _iter_ancestors(root)):
         return True
-    return False if _sees_all(root) else None
+    return False if _sees_all_processes(root) else None
 
 
-def _word_above(commands: tuple[str, ...], option: str, root: Path) -> str:
-    for pid, name in _lineage(root):
+def _option_above(commands: tuple[str, ...], option: str, root: Path) -> str:
+    for pid, name in _iter_ancestors(root):
         if name in commands:
             try:
                 words = (
@@ -110,14 +110,14 @@ def _word_above(commands: tuple[str, ...], option: str, root: Path) -> str:
 
 
 def _peer_above(commands: tuple[str, ...], descriptor: int, root: Path) -> str:
-    for pid, name in _lineage(root):
+    for pid, name in _iter_ancestors(root):
         if name in commands:
             process = root / f"proc/{pid}"
             try:
                 link = str((process / f"fd/{descriptor}").readlink())
                 return next(
                     filter(
-                        None, (_peer(process / f"net/{table}", link) for table in ("tcp", "tcp6"))
+                        None, (_find_peer(process / f"net/{table}", link) for table in ("tcp", "tcp6"))
                     ),
                     "",
                 )
@@ -126,7 +126,7 @@ def _peer_above(commands: tuple[str, ...], descriptor: int, root: Path) -> str:
     return ""
 
 
-def _peer(table: Path, link: str) -> str:
+def _find_peer(table: Path, link: str) -> str:
     """
     Return the remote address of the socket ``link`` (``socket:[INODE]``) by one of the kernel's
     tables.
@@ -154,7 +154,7 @@ def _is_open(descriptor: int) -> bool:
     return True
 
 
-def _answers(host: str, port: int) -> bool:
+def _accepts_connections(host: str, port: int) -> bool:
     import socket
 
     try:
@@ -164,12 +164,12 @@ def _answers(host: str, port: int) -> bool:
         return False
 
 
-def _read(path: str) -> str:
+def _read_file(path: str) -> str:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise ValueError("not a regular file")
-        data = file.read(LIMIT + 1)
-    if len(data) > LIMIT:
-        raise ValueError(f"larger than {LIMIT} bytes")
+        data = file.read(MAX_FILE_BYTES + 1)
+    if len(data) > MAX_FILE_BYTES:
+        raise ValueError(f"larger than {MAX_FILE_BYTES} bytes")
     return data.decode("utf-8")

@@ -20,26 +20,26 @@ import re
 from dataclasses import replace
 
 from pdrun.errors import ConfigError
-from pdrun.launcher.adapters.model import Found, FoundHost, Probes
+from pdrun.launcher.adapters.model import LauncherInfo, AllocatedHost, Probes
 from pdrun.launcher.adapters.parsing import (
     Environ,
-    Launcher,
-    below,
-    listed,
-    needed,
-    number,
-    one_a_node,
+    LauncherAdapter,
+    check_below,
+    read_host_list,
+    require_number,
+    read_number,
+    infer_node_ranks,
 )
 from pdrun.launcher.common.parsers import quote_text
 from pdrun.launcher.hosts.nodelist import MAX_HOSTS
 
-TASK = ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
-DAEMON = ("slurmstepd",)
-_UNNUMBERED = ("4294967290", "4294967291", "4294967292", "4294967293")
+TASK_VARIABLES = ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
+STEP_DAEMONS = ("slurmstepd",)
+_SPECIAL_STEP_IDS = ("4294967290", "4294967291", "4294967292", "4294967293")
 """SLURM_STEP_ID of steps that srun did not make: interactive, batch, extern, pending."""
 
 
-def tasks_per_node(text: str, where: str) -> tuple[int, ...]:
+def parse_tasks_per_node(text: str, where: str) -> tuple[int, ...]:
     """
     Return the counts that ``2(x3),1`` stands for: 2 2 2 1.
 
@@ -59,41 +59,41 @@ def tasks_per_node(text: str, where: str) -> tuple[int, ...]:
 
 
 def _is_task(environ: Environ) -> bool:
-    return all(name in environ for name in TASK) and environ["SLURM_STEP_ID"] not in _UNNUMBERED
+    return all(name in environ for name in TASK_VARIABLES) and environ["SLURM_STEP_ID"] not in _SPECIAL_STEP_IDS
 
 
-def _task_stale(environ: Environ, probes: Probes) -> str:
+def _why_task_stale(environ: Environ, probes: Probes) -> str:
     """The task that Slurm started must be this process or above it, on this host."""
     pid = environ.get("SLURM_TASK_PID", "")
     if (
         re.fullmatch(r"[0-9]{1,9}", pid)
         and probes.is_ancestor(int(pid)) is False
-        and not probes.is_under(DAEMON)
+        and not probes.is_under(STEP_DAEMONS)
     ):
         return f"SLURM_TASK_PID={pid} is no process above this one"
     return ""
 
 
-def _read_task(environ: Environ, probes: Probes) -> Found:
-    job = needed(environ, "SLURM_JOB_ID", "SLURM_STEP_ID")
-    step = needed(environ, "SLURM_STEP_ID", "SLURM_STEP_ID")
-    rank = needed(environ, "SLURM_PROCID", TASK[0])
-    world = needed(environ, "SLURM_STEP_NUM_TASKS", TASK[0], 1)
+def _read_task(environ: Environ, probes: Probes) -> LauncherInfo:
+    job = require_number(environ, "SLURM_JOB_ID", "SLURM_STEP_ID")
+    step = require_number(environ, "SLURM_STEP_ID", "SLURM_STEP_ID")
+    rank = require_number(environ, "SLURM_PROCID", TASK_VARIABLES[0])
+    world = require_number(environ, "SLURM_STEP_NUM_TASKS", TASK_VARIABLES[0], 1)
     if "SLURM_HET_SIZE" in environ and rank >= world:
         raise ConfigError(
             f"{rank} is beyond SLURM_STEP_NUM_TASKS={world}: a step over several groups of a heterogeneous job",
             where="SLURM_PROCID",
             hint="say --nodes, --node-rank and --scheduler, with --launcher none",
         )
-    below(rank, world, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
-    hosts = listed(environ, "SLURM_STEP_NODELIST")
-    node_rank = number(environ, "SLURM_NODEID")
-    below(node_rank, len(hosts) or None, "SLURM_NODEID", "the hosts of SLURM_STEP_NODELIST")
+    check_below(rank, world, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+    hosts = read_host_list(environ, "SLURM_STEP_NODELIST")
+    node_rank = read_number(environ, "SLURM_NODEID")
+    check_below(node_rank, len(hosts) or None, "SLURM_NODEID", "the hosts of SLURM_STEP_NODELIST")
     local_size = None
     notes = ()
     if "SLURM_STEP_TASKS_PER_NODE" in environ:
         name = "SLURM_STEP_TASKS_PER_NODE"
-        counts = tasks_per_node(environ[name], name)
+        counts = parse_tasks_per_node(environ[name], name)
         if hosts and len(counts) != len(hosts):
             raise ConfigError(
                 f"{quote_text(environ[name])} counts {len(counts)} nodes of {len(hosts)}", where=name
@@ -106,28 +106,28 @@ def _read_task(environ: Environ, probes: Probes) -> Found:
             counts[node_rank] if node_rank is not None and node_rank < len(counts) else None
         )
         hosts = tuple(
-            FoundHost(host.name, count) for host, count in zip(hosts, counts, strict=False)
+            AllocatedHost(host.name, count) for host, count in zip(hosts, counts, strict=False)
         )
         if len(set(counts)) > 1 and local_size == 1:
             local_size = max(
                 counts
             )  # other nodes have several tasks: no task of this step is the only one of a node
-    return one_a_node(
-        Found(
+    return infer_node_ranks(
+        LauncherInfo(
             "slurm-step",
             "srun (a step of Slurm)",
             "task",
             rank,
             world,
-            number(environ, "SLURM_LOCALID"),
+            read_number(environ, "SLURM_LOCALID"),
             local_size,
             node_rank,
-            len(hosts) or number(environ, "SLURM_STEP_NUM_NODES", 1),
+            len(hosts) or read_number(environ, "SLURM_STEP_NUM_NODES", 1),
             hosts,
             job_id=f"{job}.{step}",
-            attempt=number(environ, "SLURM_RESTART_COUNT") or 0,
-            time_limit=_limit(environ),
-            ends_at=_float(environ, "SLURM_JOB_END_TIME"),
+            attempt=read_number(environ, "SLURM_RESTART_COUNT") or 0,
+            time_limit=_read_time_limit(environ),
+            ends_at=_read_seconds(environ, "SLURM_JOB_END_TIME"),
             notes=notes,
             sources={
                 "rank": "SLURM_PROCID",
@@ -146,29 +146,29 @@ def _read_task(environ: Environ, probes: Probes) -> Found:
     )
 
 
-def _holds(environ: Environ) -> bool:
+def _has_allocation(environ: Environ) -> bool:
     return "SLURM_JOB_ID" in environ and (
         "SLURM_JOB_NODELIST" in environ or "SLURM_NODELIST" in environ
     )
 
 
-def _read_job(environ: Environ, probes: Probes) -> Found:
+def _read_job(environ: Environ, probes: Probes) -> LauncherInfo:
     name = "SLURM_JOB_NODELIST" if "SLURM_JOB_NODELIST" in environ else "SLURM_NODELIST"
-    job = needed(environ, "SLURM_JOB_ID", name)
-    groups = number(environ, "SLURM_HET_SIZE") or 0
+    job = require_number(environ, "SLURM_JOB_ID", name)
+    groups = read_number(environ, "SLURM_HET_SIZE") or 0
     if groups > 1 and "SLURM_JOB_NODELIST_HET_GROUP_0" in environ:
-        hosts: dict[str, FoundHost] = {}
+        hosts: dict[str, AllocatedHost] = {}
         for group in range(min(groups, 1024)):
-            for host in listed(environ, f"SLURM_JOB_NODELIST_HET_GROUP_{group}"):
+            for host in read_host_list(environ, f"SLURM_JOB_NODELIST_HET_GROUP_{group}"):
                 hosts.setdefault(host.name, host)
         name = "SLURM_JOB_NODELIST_HET_GROUP_*"
         found = tuple(hosts.values())
     else:
-        found = listed(environ, name)
+        found = read_host_list(environ, name)
     if not found:
         raise ConfigError("names no host", where=name)
     if groups <= 1 and "SLURM_TASKS_PER_NODE" in environ:
-        counts = tasks_per_node(environ["SLURM_TASKS_PER_NODE"], "SLURM_TASKS_PER_NODE")
+        counts = parse_tasks_per_node(environ["SLURM_TASKS_PER_NODE"], "SLURM_TASKS_PER_NODE")
         if len(counts) == len(found):
             found = tuple(
                 replace(host, slots=count) for host, count in zip(found, counts, strict=True)
@@ -177,16 +177,16 @@ def _read_job(environ: Environ, probes: Probes) -> Found:
     notes = (
         (f"element {array} of array job {environ.get('SLURM_ARRAY_JOB_ID', '?')}",) if array else ()
     )
-    return Found(
+    return LauncherInfo(
         "slurm-job",
         "an allocation of Slurm",
         "allocation",
         nodes=len(found),
         hosts=found,
         job_id=str(job),
-        attempt=number(environ, "SLURM_RESTART_COUNT") or 0,
-        time_limit=_limit(environ),
-        ends_at=_float(environ, "SLURM_JOB_END_TIME"),
+        attempt=read_number(environ, "SLURM_RESTART_COUNT") or 0,
+        time_limit=_read_time_limit(environ),
+        ends_at=_read_seconds(environ, "SLURM_JOB_END_TIME"),
         notes=notes,
         sources={
             "nodes": name,
@@ -199,18 +199,18 @@ def _read_job(environ: Environ, probes: Probes) -> Found:
     )
 
 
-def _float(environ: Environ, name: str) -> float | None:
-    value = number(environ, name)
+def _read_seconds(environ: Environ, name: str) -> float | None:
+    value = read_number(environ, name)
     return float(value) if value else None
 
 
-def _limit(environ: Environ) -> float | None:
-    begin = _float(environ, "SLURM_JOB_START_TIME")
-    end = _float(environ, "SLURM_JOB_END_TIME")
+def _read_time_limit(environ: Environ) -> float | None:
+    begin = _read_seconds(environ, "SLURM_JOB_START_TIME")
+    end = _read_seconds(environ, "SLURM_JOB_END_TIME")
     return end - begin if begin and end and end > begin else None
 
 
-STEP = Launcher(
-    "slurm-step", "srun (a step of Slurm)", _is_task, _read_task, _task_stale, ("SLURM_",)
+STEP_ADAPTER = LauncherAdapter(
+    "slurm-step", "srun (a step of Slurm)", _is_task, _read_task, _why_task_stale, ("SLURM_",)
 )
-JOB = Launcher("slurm-job", "an allocation of Slurm", _holds, _read_job, beginnings=("SLURM_",))
+JOB_ADAPTER = LauncherAdapter("slurm-job", "an allocation of Slurm", _has_allocation, _read_job, prefixes=("SLURM_",))

@@ -18,18 +18,18 @@ from pdrun.errors import UsageError
 from pdrun.launcher.common.parsers import quote_text
 from pdrun.launcher.hosts.selection import Host
 
-CONNECT_TIMEOUT = 10
-OPTIONS = (
+CONNECT_TIMEOUT_SECONDS = 10
+SSH_OPTIONS = (
     "BatchMode=yes",
-    f"ConnectTimeout={CONNECT_TIMEOUT}",
+    f"ConnectTimeout={CONNECT_TIMEOUT_SECONDS}",
     "ServerAliveInterval=5",
     "ServerAliveCountMax=3",
     "ControlMaster=no",  # a master that stays behind would hold our pipes open
     "ClearAllForwardings=yes",
     "RemoteCommand=none",
 )
-FAR_END = ("-P", "-m", "pdrun.launcher.launch.remote_main")
-BOOTSTRAP = (
+REMOTE_MAIN_ARGS = ("-P", "-m", "pdrun.launcher.launch.remote_main")
+BOOTSTRAP_ARGS = (
     "-c",
     "import base64; exec(base64.b64decode(open(0, chr(114)+chr(98), 0, closefd=False).readline()))",
 )
@@ -37,7 +37,7 @@ BOOTSTRAP = (
 Runs the program that stands, in base64, in the first line of stdin
 (`pdrun.launcher.controller.bundle`).
 """
-_PLAIN = re.compile(r"[A-Za-z0-9_./+@%:=,~ -]+")
+_SAFE_PATH = re.compile(r"[A-Za-z0-9_./+@%:=,~ -]+")
 
 
 def check_python(python: str, *, where: str) -> str:
@@ -48,7 +48,7 @@ def check_python(python: str, *, where: str) -> str:
         UsageError: it begins with ``-`` or holds anything but letters, digits, blanks and
             ``_./+@%:=,~-``.
     """
-    if python.startswith("-") or not _PLAIN.fullmatch(python):
+    if python.startswith("-") or not _SAFE_PATH.fullmatch(python):
         raise UsageError(
             f"{quote_text(python)} cannot be given to another host's shell",
             where=where,
@@ -57,14 +57,14 @@ def check_python(python: str, *, where: str) -> str:
     return python
 
 
-def remote_command(python: str, words: Sequence[str] = FAR_END) -> str:
+def build_remote_command(python: str, words: Sequence[str] = REMOTE_MAIN_ARGS) -> str:
     """
     Return the one line that the remote login shell reads: ``exec`` and words of our own, quoted.
     """
-    return " ".join(["exec", *(_quoted(word) for word in (python, *words))])
+    return " ".join(["exec", *(_quote_word(word) for word in (python, *words))])
 
 
-def _quoted(word: str) -> str:
+def _quote_word(word: str) -> str:
     """
     Quote for sh, csh and fish alike: in single quotes, all but ``'``, ``!`` and ``\\`` stand for
     themselves.
@@ -72,7 +72,7 @@ def _quoted(word: str) -> str:
     return word if re.fullmatch(r"[A-Za-z0-9_./+@%:=,-]+", word) else f"'{word}'"
 
 
-def ssh_argv(program: str, options: Sequence[str], host: Host, command: str) -> tuple[str, ...]:
+def build_ssh_argv(program: str, options: Sequence[str], host: Host, command: str) -> tuple[str, ...]:
     """
     Return the argument list that runs ``command`` on a host.
 
@@ -85,7 +85,7 @@ def ssh_argv(program: str, options: Sequence[str], host: Host, command: str) -> 
     return (
         program,
         *options,
-        *(part for option in OPTIONS for part in ("-o", option)),
+        *(part for option in SSH_OPTIONS for part in ("-o", option)),
         "-T",
         *(("-p", str(host.port)) if host.port is not None else ()),
         *(("-l", host.user) if host.user else ()),
@@ -95,7 +95,7 @@ def ssh_argv(program: str, options: Sequence[str], host: Host, command: str) -> 
     )
 
 
-def words(text: str, where: str) -> tuple[str, ...]:
+def split_options(text: str, where: str) -> tuple[str, ...]:
     """
     Split options for another program as a shell would, running nothing.
 
@@ -113,9 +113,9 @@ def words(text: str, where: str) -> tuple[str, ...]:
     return found
 
 
-def ssh_options(text: str, where: str) -> tuple[str, ...]:
+def split_ssh_options(text: str, where: str) -> tuple[str, ...]:
     """As `words`; ``--`` is refused, for pdrun adds options behind these."""
-    found = words(text, where)
+    found = split_options(text, where)
     if "--" in found:
         raise UsageError(
             "'--' ends ssh's options, and pdrun adds more", where=where, hint="leave it out"
@@ -123,7 +123,7 @@ def ssh_options(text: str, where: str) -> tuple[str, ...]:
     return found
 
 
-_REASONS = (
+_FAILURES = (
     (r"could not resolve hostname", "its name is not known", "check the name, or ~/.ssh/config"),
     (
         r"identification has changed|host key for .* has changed",
@@ -160,7 +160,7 @@ _REASONS = (
 """What ssh says on stderr, what that means, and what to do. {host} is filled in."""
 
 
-def failure(host: Host, code: int | None, said: str, python: str) -> tuple[str, str]:
+def explain_failure(host: Host, code: int | None, said: str, python: str) -> tuple[str, str]:
     """
     Return why a connection came to nothing, and a hint.
 
@@ -177,15 +177,15 @@ def failure(host: Host, code: int | None, said: str, python: str) -> tuple[str, 
             "check that the interpreter starts there: a file system may hang",
         )
     if code != 255:
-        return _far_failure(code, low, last, python)
+        return _explain_remote_failure(code, low, last, python)
     target = f"{host.user}@{host.name}" if host.user else host.name
-    for pattern, what, hint in _REASONS:
+    for pattern, what, hint in _FAILURES:
         if re.search(pattern, low):
             return f"{what} ({last})", hint.format(host=target)
     return f"ssh failed ({last or 'it says nothing'})", f"try: ssh -o BatchMode=yes {target} true"
 
 
-def _far_failure(code: int, low: str, last: str, python: str) -> tuple[str, str]:
+def _explain_remote_failure(code: int, low: str, last: str, python: str) -> tuple[str, str]:
     """The login worked, the interpreter did not."""
     if "far end:" in low:
         return (

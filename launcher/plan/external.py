@@ -20,7 +20,7 @@ from typing import Literal
 from pdrun import process_setup
 from pdrun.endpoint import Endpoint
 from pdrun.errors import ConfigError, UsageError
-from pdrun.launcher.adapters import mpirun_command as mpicommand
+from pdrun.launcher.adapters import mpirun_command
 from pdrun.launcher.config.spec import ClusterOptions, JobSpec, RemoteOptions, Sources, source_of
 from pdrun.launcher.hosts import nodelist
 from pdrun.launcher.hosts.selection import Host
@@ -90,7 +90,7 @@ def plan_external(
     build = _launch_by_mpirun if starter.kind == "mpirun" else _launch_by_srun
     _, scrubbed = remove_launcher_variables(facts.environ)
     return LaunchPlan(
-        mode="through",
+        mode="external",
         job=job,
         node="",
         nodes=nodes,
@@ -141,11 +141,11 @@ def _launch_by_mpirun(
     assert starter.mpi is not None
     mpi = starter.mpi
     names = (PAYLOAD_VARIABLE,) if spec.place.insecure else (PAYLOAD_VARIABLE, TOKEN_VARIABLE)
-    argv = mpicommand.command(
+    argv = mpirun_command.build_mpirun_command(
         mpi, spec.place.hosts, nodes, names, spec.reach.mpirun_opts, task, root=facts.uid == 0
     )
-    title = f"{mpicommand.TITLES[mpi.family]} ({mpi.version})"
-    return ExternalLaunch("mpirun", title, task[0], argv, env, mpicommand.environment(mpi))
+    title = f"{mpirun_command.MPI_TITLES[mpi.family]} ({mpi.version})"
+    return ExternalLaunch("mpirun", title, task[0], argv, env, mpirun_command.mpirun_environment(mpi))
 
 
 def _launch_by_srun(

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from pdrun.errors import ConfigError
-from pdrun.launcher.adapters.mpirun_command import Mpi, recognise
+from pdrun.launcher.adapters.mpirun_command import MpirunProgram, identify_mpirun
 from pdrun.launcher.config.spec import JobSpec
 from pdrun.launcher.plan.model import ExternalLauncher
 
@@ -49,7 +49,7 @@ def _find_mpirun(named: str, environ: Mapping[str, str]) -> ExternalLauncher:
             error=f"there is no {' or '.join(names)} here: say which with --mpirun PROGRAM",
         )
     try:
-        mpi = recognise(found[0], _capture_output([found[0], "--version"], environ))
+        mpi = identify_mpirun(found[0], _capture_output([found[0], "--version"], environ))
         return ExternalLauncher(
             "mpirun", found[0], _prefer_hydra(mpi, environ) if mpi.family == "mpich" else mpi
         )
@@ -57,14 +57,14 @@ def _find_mpirun(named: str, environ: Mapping[str, str]) -> ExternalLauncher:
         return ExternalLauncher("mpirun", found[0], error=f"{error.what}; {error.hint}")
 
 
-def _prefer_hydra(mpi: Mpi, environ: Mapping[str, str]) -> Mpi:
+def _prefer_hydra(mpi: MpirunProgram, environ: Mapping[str, str]) -> MpirunProgram:
     """
     Return Intel MPI's own mpiexec.hydra where an mpirun is Intel's script: that runs any which PATH
     has.
     """
     path = shutil.which("mpiexec.hydra", path=str(Path(mpi.program).parent))
     said = _capture_output([path, "--version"], environ) if path else ""
-    return recognise(path, said) if path and "Intel(R) MPI Library" in said else mpi
+    return identify_mpirun(path, said) if path and "Intel(R) MPI Library" in said else mpi
 
 
 def read_slurm_config(environ: Mapping[str, str]) -> frozenset[str]:

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from pdrun.endpoint import Endpoint
 from pdrun.errors import UsageError
-from pdrun.launcher.adapters.ssh_command import FAR_END, check_python, remote_command, ssh_argv
+from pdrun.launcher.adapters.ssh_command import REMOTE_MAIN_ARGS, check_python, build_remote_command, build_ssh_argv
 from pdrun.launcher.config.spec import ClusterOptions, JobSpec, RemoteOptions, Sources, source_of
 from pdrun.launcher.hosts.selection import Host
 from pdrun.launcher.plan.environment import (
@@ -120,12 +120,12 @@ def _plan_host_launch(
 ) -> HostLaunch:
     here = host.name in facts.local_hosts and not host.user and host.port is None
     if here:
-        return HostLaunch(node, host, True, (facts.python, *FAR_END))
+        return HostLaunch(node, host, True, (facts.python, *REMOTE_MAIN_ARGS))
     return HostLaunch(
         node,
         host,
         False,
-        ssh_argv(spec.reach.ssh, spec.reach.ssh_opts, host, remote_command(python)),
+        build_ssh_argv(spec.reach.ssh, spec.reach.ssh_opts, host, build_remote_command(python)),
     )
 
 

@@ -1,7 +1,7 @@
 """
-The values that pass between the launcher's rooms. Data only: no module here does anything.
+Data that the parts of the launcher exchange. It has no behaviour.
 
-    JobSpec --facts--> Facts --plan()--> LaunchPlan --Assign--> WorkerCommand --keeper--> Spawned, Exited
+    JobSpec --gather_facts()--> Facts --make_plan()--> LaunchPlan --Assign--> WorkerCommand
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pdrun.endpoint import Endpoint
-from pdrun.launcher.adapters.mpirun_command import Mpi
+from pdrun.launcher.adapters.mpirun_command import MpirunProgram
 from pdrun.launcher.config.spec import JobSpec, Sources
 from pdrun.launcher.hosts.selection import Host
 from pdrun.launcher.supervisor.events import Warm
@@ -20,39 +20,39 @@ from pdrun.topology import CpuSet, Device
 
 @dataclass(frozen=True)
 class BackendFacts:
-    """What one backend table found on this node."""
+    """What one device backend found on this node."""
 
     name: str
     present: bool
     reason: str
-    """Why it was refused, or what was found (``4 devices by /dev/nvidia*``)."""
+    """Why it cannot be used, or what was found (``4 devices by /dev/nvidia*``)."""
     devices: tuple[Device, ...] = ()
-    """Visible ones only: what an outer scheduler hid stays hidden."""
+    """Visible devices only: those that an outer scheduler hides are not included."""
     broken: bool = False
     """
-    The environment contradicts itself about this kind: an error once it is wanted, not a reason to
-    try the next.
+    The environment contradicts itself about this backend. If the backend is selected, this is an
+    error; the next backend is not tried.
     """
 
 
 @dataclass(frozen=True)
 class ExternalLauncher:
-    """The launcher that starts the agents, as it was found on this machine."""
+    """The mpirun or srun of this machine that starts the agents."""
 
     kind: Literal["mpirun", "srun"]
     program: str = ""
-    mpi: Mpi | None = None
+    mpi: MpirunProgram | None = None
     kill_wait: float | None = None
-    """Seconds between Slurm's SIGTERM and its SIGKILL; None: not known."""
+    """Seconds between Slurm's SIGTERM and its SIGKILL; None: unknown."""
     binds_tasks: bool = True
-    """Whether this Slurm binds tasks to CPUs, which has to be switched off."""
+    """Whether this Slurm binds tasks to CPUs. pdrun switches that off."""
     error: str = ""
     """Why it cannot be used, or empty."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is true on this node. Gathered once, before planning; the plan reads nothing else."""
+    """Facts of this node. They are gathered once; planning reads nothing else."""
 
     hostname: str
     environ: Mapping[str, str]
@@ -61,118 +61,117 @@ class Facts:
     """Absolute path of the interpreter that runs pdrun."""
     python_version: str
     torch_version: str
-    """From the installed metadata, without importing; empty when torch is not installed."""
+    """Read without importing torch; empty if torch is not installed."""
     pdrun_version: str
     cpus: CpuSet
     backends: tuple[BackendFacts, ...]
-    """In the order in which `auto` tries them; cpu, always present, is the last."""
+    """In the order of `auto`; cpu, which is always present, is the last."""
     addresses: tuple[tuple[str, str], ...]
-    """(interface, address) of every interface that is up, loopback included."""
+    """(interface, address) of every interface that is up, including loopback."""
     uid: int
     script_digest: str = ""
     """SHA-256 of the script file, or empty."""
     is_scheduler_local: bool | None = None
-    """Whether the scheduler's host is this machine; None when no scheduler was named."""
+    """Whether the scheduler's host is this machine; None without ``--scheduler``."""
     route_address: str = ""
-    """The local address from which the scheduler is reached, or the first routable one."""
+    """The local address of the route to the scheduler, or the first routable address."""
     program_error: str = ""
-    """Why the program cannot be started here (missing, a directory, not readable), or empty."""
+    """Why the program cannot be started (missing, a directory, not readable), or empty."""
     program_error_code: int = 0
-    """Exit code that goes with it: 2, 126 or 127."""
+    """Exit code for ``program_error``: 2, 126 or 127."""
     log_error: str = ""
-    """Why no log files can be made in the log folder, or empty."""
+    """Why the log folder cannot be used, or empty."""
     is_loopback_name: bool = False
     """
-    The scheduler's name is this machine's and loopback here; ``route_address`` is the address that
-    others know.
+    Whether the scheduler's name is a loopback address on this machine. Other machines use
+    ``route_address``.
     """
     scheduler_error: str = ""
-    """Why the name of the scheduler's host leads nowhere, or empty."""
+    """Why the name of the scheduler's host cannot be resolved, or empty."""
     mentions_torch: bool = False
     """
-    Whether the script's text mentions torch: then the store is started at once instead of on first
-    use.
+    Whether the script's text mentions torch. Then the agent starts the store immediately instead
+    of on first use.
     """
     imports_torch: bool = False
-    """Whether the program, or a module of its own, imports torch or what is built on it."""
+    """Whether the program or one of its modules imports torch or a library built on it."""
     uses_optimizer: bool = False
     """
-    Whether the program's text mentions optimizers, compilation or trainers: what drags in
+    Whether the program's text mentions optimizers, compilation or trainers, which import
     torch._dynamo.
     """
     exec_reason: str = ""
     """
-    Why the program needs an interpreter of its own (an archive, a folder, compiled), or empty.
+    Why the program cannot be forked (an archive, a folder, a compiled file), or empty.
     """
     local_hosts: tuple[str, ...] = ()
-    """Which of ``place.hosts`` are this machine."""
+    """Names in ``place.hosts`` that are this machine."""
     external_launcher: ExternalLauncher | None = None
-    """The mpirun or srun that is to start the agents."""
+    """The mpirun or srun that starts the agents."""
     late_variable: str = ""
     """
-    ``train.py:3 sets OMP_NUM_THREADS``: before its import of torch, which is too late in a fork; or
-    empty.
+    ``train.py:3 sets OMP_NUM_THREADS`` before the import of torch, which has no effect in a fork;
+    or empty.
     """
     warm: tuple[Warm, ...] = ()
     """
-    Processes of this user that have imported torch already; looked for where workers may be forked.
+    Warm processes of this user. They are searched only if workers may be forked.
     """
 
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """One worker, before ranks are known."""
+    """One worker of this node. Its rank is not known yet."""
 
     local_rank: int
     argv: tuple[str, ...]
     device: Device | None
     cpus: tuple[int, ...]
-    """CPUs that it is bound to; empty: not bound."""
+    """CPUs to which the worker is bound; empty: not bound."""
     threads: int
     """Value of OMP_NUM_THREADS."""
     device_index: int = 0
-    """Index of its device among those that the worker sees (`WorkerEnv.device_index`)."""
+    """Index of its device among the devices visible to it (`WorkerEnv.device_index`)."""
 
 
 @dataclass(frozen=True)
 class StartMethod:
-    """How the workers of this node come to life."""
+    """How the workers of this node are started."""
 
     how: Literal["fork", "exec"] = "exec"
     """
-    fork: from a process that has imported torch; by exec all the same should that process turn out
-    unfit.
+    fork: from a process that has imported torch, or by exec if that process cannot be used.
     """
     reason: str = ""
     modules: tuple[str, ...] = ()
-    """What that process imports."""
+    """Modules that this process imports."""
     strict: bool = False
-    """The user asked for forks: never exec instead."""
+    """``--start fork``: never exec instead."""
     warm: str = ""
     """
-    Socket of the warm process that the job's keeper is forked from; by an import of its own should
-    that fail.
+    Socket of the warm process from which the supervisor is forked. If that fails, the supervisor
+    is started without it.
     """
     unused: str = ""
-    """Why a warm process that is there is not used, or empty."""
+    """Why an existing warm process is not used, or empty."""
 
 
 @dataclass(frozen=True)
 class HostLaunch:
-    """One host of a fan."""
+    """How the agent of one host is started."""
 
     node: str
-    """Its name in the job."""
+    """Name of the node in the job."""
     host: Host
     is_local: bool
-    """Whether it is this machine, which needs no ssh."""
+    """Whether the host is this machine, which needs no ssh."""
     argv: tuple[str, ...]
-    """What starts its far end."""
+    """Command that starts the remote side."""
 
 
 @dataclass(frozen=True)
 class HostPlan:
-    """What is started where."""
+    """How the agents of all hosts are started (mode hosts)."""
 
     hosts: tuple[HostLaunch, ...]
     python: str
@@ -181,12 +180,12 @@ class HostPlan:
     """Variables of this process that the agents get."""
 
     def __repr__(self) -> str:
-        return f"Fan(hosts={self.hosts!r}, python={self.python!r}, env={sorted(self.env)!r})"
+        return f"HostPlan(hosts={self.hosts!r}, python={self.python!r}, env={sorted(self.env)!r})"
 
 
 @dataclass(frozen=True)
 class ExternalLaunch:
-    """What is started."""
+    """The mpirun or srun command that starts the agents (mode external)."""
 
     kind: Literal["mpirun", "srun"]
     title: str
@@ -196,31 +195,35 @@ class ExternalLaunch:
     env: Mapping[str, str]
     """Variables of this process that the agents get."""
     launcher_env: Mapping[str, str]
-    """Variables for the launcher itself."""
+    """Variables for mpirun or srun itself."""
 
     def __repr__(self) -> str:
-        return f"Through(argv={self.argv!r}, env={sorted(self.env)!r})"
+        return f"ExternalLaunch(argv={self.argv!r}, env={sorted(self.env)!r})"
 
 
-Mode = Literal["alone", "local", "first", "join", "hosts", "through"]
+LaunchMode = Literal["single", "local", "head", "join", "hosts", "external"]
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
     """
-    Everything that will be done on this node: what `--dry-run` prints and what the agent executes.
+    Every action on this node. `--dry-run` prints it, and the agent executes it.
 
-    Modes. alone: one node, the scheduler is a library inside the agent, nothing listens. local:
-    this process starts ``nodes`` agents on this machine and merges their output. first: this agent
-    also runs the scheduler. join: this agent connects to a scheduler elsewhere. hosts: this process
-    starts an agent on each host (`fan`). through: this process runs the scheduler, and mpirun or
-    srun starts the agents (`through`).
+    The modes:
+
+    * single: one node. The scheduler is a library inside the agent, and nothing listens.
+    * local: this process starts ``nodes`` agents on this machine and merges their output.
+    * head: this agent also runs the scheduler.
+    * join: this agent connects to a scheduler elsewhere.
+    * hosts: this process starts an agent on each host (`host_plan`).
+    * external: this process runs the scheduler; mpirun or srun starts the agents
+      (`external_launch`).
     """
 
-    mode: Mode
+    mode: LaunchMode
     job: str
     """
-    Key by which agents recognise each other's job: the user's name, or one made from the command.
+    Key of the job, equal on all of its nodes: the user's name, or a name derived from the command.
     """
     node: str
     """Name of this node."""
@@ -228,7 +231,7 @@ class LaunchPlan:
     spec: JobSpec
     sources: Sources
     workers: tuple[WorkerPlan, ...]
-    """Empty in modes local, hosts and through."""
+    """Empty in modes local, hosts and external."""
     backend: str
     backend_reason: str
     visibility: Mapping[int, Mapping[str, str]]
@@ -236,22 +239,21 @@ class LaunchPlan:
     collective: str
     base_env: Mapping[str, str]
     """
-    Environment of every worker before its own variables: inherited, launcher variables of others
-    scrubbed.
+    Environment that every worker inherits, without the variables of other launchers.
     """
     removed: tuple[str, ...]
-    """Names that were taken out of the inherited environment."""
+    """Names of the variables that were removed from the inherited environment."""
     scheduler: Endpoint | None
-    """first: where it listens (port 0: the system chooses). join: where to connect."""
+    """head: where it listens (port 0: the system chooses). join: where to connect."""
     listen: str
-    """Address for this node's own listening sockets (the store)."""
+    """Address of this node's own listening sockets (the store)."""
     cwd: str
     compared: Mapping[str, str] = field(default_factory=dict)
-    """What Join reports for comparison between nodes."""
+    """Values that Join reports for comparison between nodes."""
     notes: tuple[str, ...] = ()
-    """One line each; shown by --explain: why cpu, why this scheduler, what was ignored."""
+    """Lines of ``--explain``: the reasons for backend and scheduler, and what is ignored."""
     start_method: StartMethod = StartMethod()
     host_plan: HostPlan | None = None
-    """Of mode hosts."""
+    """Set in mode hosts."""
     external_launch: ExternalLaunch | None = None
-    """Of mode through."""
+    """Set in mode external."""

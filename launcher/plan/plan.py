@@ -1,11 +1,8 @@
 """
-The plan: everything that will be done on this node, decided before anything is done.
+The plan: every action on this node, decided before the first one.
 
-`plan` is a pure function of what was asked and what is true; `--dry-run` prints the very object
-that is executed. How the scheduler is found, first hit wins: one node needs none; ``--local`` has
-it on loopback; ``--scheduler`` says where (this node runs it when it is told to, or when that host
-is this machine and no other node is node 0). Without it this node is the first and prints the line
-that the others need. Nothing ever falls back to a smaller job.
+`make_plan` is a pure function of the specification and the facts of this machine. `--dry-run` prints
+the same object that is executed. A job never becomes smaller than requested.
 """
 
 from __future__ import annotations
@@ -17,10 +14,9 @@ from dataclasses import replace
 from pdrun.errors import ConfigError, PdrunError, UsageError
 from pdrun.launcher.config.job_key import format_command, make_job_key
 from pdrun.launcher.config.spec import JobSpec, Sources, source_of
-from pdrun.launcher.plan import external as through
-from pdrun.launcher.plan import hosts as fan
+from pdrun.launcher.plan import external, hosts
 from pdrun.launcher.plan.environment import remove_launcher_variables
-from pdrun.launcher.plan.model import Facts, LaunchPlan, Mode, WorkerPlan
+from pdrun.launcher.plan.model import Facts, LaunchPlan, LaunchMode, WorkerPlan
 from pdrun.launcher.plan.placement import (
     Placement,
     choose_threads,
@@ -33,10 +29,7 @@ from pdrun.launcher.plan.start_method import choose_start_method
 from pdrun.names import make_name
 
 MAX_SPEC_BYTES = (1 << 20) - (1 << 16)
-"""
-Bytes of a specification that fit into a message of the rendezvous, with what stands around them
-there.
-"""
+"""Size limit of a rendezvous message, less a margin for its other fields."""
 
 
 def make_plan(
@@ -46,146 +39,161 @@ def make_plan(
     Decide what this node does. Pure: equal arguments give equal plans.
 
     Args:
-        notes: what was found on the way to the specification; goes into the plan's own notes.
+        notes: notes about the specification. They are copied into the plan.
 
     Raises:
-        UsageError: what was asked for cannot be, with its place; a program that is not there has
-            its shell's code.
-        ConfigError: this machine cannot do it.
+        UsageError: the request is invalid; the message names its source. A missing program has the
+            exit code of a shell.
+        ConfigError: this machine cannot run the job.
     """
-    started = through.external_launcher_for(spec, sources)
-    if (
-        started
-        or max(spec.resources.max_members, len(spec.place.hosts)) > 1
-        or spec.place.serve is not None
-    ):
+    launcher = external.external_launcher_for(spec, sources)
+    members = max(spec.resources.max_members, len(spec.place.hosts))
+    if launcher or members > 1 or spec.place.serve is not None:
         _check_spec_size(spec)
-    if started:
-        return through.plan_external(spec, facts, sources, make_job_key(spec), notes)
-    if fan.uses_ssh(spec):
-        return fan.plan_hosts(spec, facts, sources, make_job_key(spec), notes)
+    if launcher:
+        return external.plan_external(spec, facts, sources, make_job_key(spec), notes)
+    if hosts.uses_ssh(spec):
+        return hosts.plan_hosts(spec, facts, sources, make_job_key(spec), notes)
     spec, sources = spec_for_this_host(spec, facts, sources)
-    mode, scheduler, listen, reasons = choose_scheduler(spec, facts, sources)
-    _check_startable(spec, facts, sources, mode)
-    placement = (
-        place_workers(spec, facts, sources)
-        if mode != "local"
-        else _place_simulated_nodes(spec, facts, sources)
+    choice = choose_scheduler(spec, facts, sources)
+    _check_startable(spec, facts, sources, choice.mode)
+    base_env, removed = _base_environment(spec, facts)
+    workers: tuple[WorkerPlan, ...] = ()
+    visibility: Mapping[int, Mapping[str, str]] = {}
+    if choice.mode == "local":
+        placement = _place_simulated_nodes(spec, facts, sources)
+    else:
+        placement = place_workers(spec, facts, sources)
+        visibility = _visibility_by_rank(placement)
+    threads, thread_note = choose_threads(spec, facts.environ, placement.binding)
+    if choice.mode != "local":
+        workers = _plan_workers(spec, facts, placement, threads)
+    start_method = choose_start_method(
+        spec, facts, sources, {**base_env, **spec.env}, visibility
     )
-    counts, thread_note = choose_threads(spec, facts.environ, placement.binding)
-    base, scrubbed = _base_environment(spec, facts)
-    visibility = {} if mode == "local" else _visibility_by_rank(placement)
+    all_notes = (
+        *notes,
+        *choice.reasons,
+        *placement.notes,
+        placement.binding.note,
+        thread_note,
+    )
     return LaunchPlan(
-        mode=mode,
+        mode=choice.mode,
         job=make_job_key(spec),
         node=choose_node_name(spec, facts),
         nodes=spec.resources.nodes,
         spec=spec,
         sources=sources,
-        workers=() if mode == "local" else _plan_workers(spec, facts, placement, counts),
+        workers=workers,
         backend=placement.backend.name,
         backend_reason=placement.reason,
         visibility=visibility,
         collective=placement.backend.collective,
-        base_env=base,
-        removed=scrubbed,
-        scheduler=scheduler,
-        listen=listen,
+        base_env=base_env,
+        removed=removed,
+        scheduler=choice.scheduler,
+        listen=choice.listen,
         cwd=facts.cwd,
         compared=_facts_to_compare(spec, facts, placement.backend.name),
-        notes=tuple(
-            filter(None, (*notes, *reasons, *placement.notes, placement.binding.note, thread_note))
-        ),
-        start_method=choose_start_method(spec, facts, sources, {**base, **spec.env}, visibility),
+        notes=tuple(filter(None, all_notes)),
+        start_method=start_method,
     )
 
 
 def _check_spec_size(spec: JobSpec) -> None:
     """
-    Refuse what no node could be told. Within one node nothing is sent, and the system's own limits
-    count.
+    Refuse a specification that is too large to send to other nodes.
+
+    A job of one node sends nothing. Only the limits of the system apply to it.
     """
     size = len(json.dumps(spec.to_shared_json()))
     if size > MAX_SPEC_BYTES:
         raise UsageError(
-            f"the script's arguments and the variables of --env make {size:,} bytes, of which nodes can be told "
-            f"{MAX_SPEC_BYTES:,}",
-            hint="put what is long into a file that every node reads",
+            f"the script's arguments and the --env variables must be at most {MAX_SPEC_BYTES:,} bytes"
+            f" for a job of several nodes, got {size:,}",
+            hint="put long values into a file that every node reads",
         )
 
 
 def spec_for_this_host(spec: JobSpec, facts: Facts, sources: Sources) -> tuple[JobSpec, Sources]:
     """
-    Return the specification of the node that this machine is among the listed hosts: its rank and
-    its devices.
+    Return the specification with node rank and devices of this machine's entry in the host list.
 
     Raises:
-        UsageError: it is none of them.
+        UsageError: this machine is not in the list.
     """
-    where = spec.place
-    if not where.hosts or where.simulated:
+    place = spec.place
+    if not place.hosts or place.simulated:
         return spec, sources
     label = sources.get("place.hosts", "--hosts")
-    rank = where.node_rank
+    rank = place.node_rank
     if rank is None:
-        names = [host.name for host in where.hosts]
+        names = [host.name for host in place.hosts]
         rank = next((names.index(name) for name in facts.local_hosts), None)
         if rank is None:
             raise UsageError(
-                f"{facts.hostname} is none of the {len(names)} host(s)",
+                f"{facts.hostname} is not among the {len(names)} host(s)",
                 where=label,
-                hint="see pdrun env for its names",
+                hint="pdrun env shows the names of this machine",
             )
-        where = replace(where, node_rank=rank)
+        place = replace(place, node_rank=rank)
         sources = {**sources, "place.node_rank": label}
     devices = source_of(sources, "resources.devices", "--devices")
     resources = resources_on_host(
-        spec.resources, where.hosts[rank], devices, exact=bool(where.rank_table)
+        spec.resources, place.hosts[rank], devices, exact=bool(place.rank_table)
     )
     if resources.devices != spec.resources.devices:
-        sources = {**sources, "resources.devices": where.hosts[rank].where or label}
-    return replace(spec, place=where, resources=resources), sources
+        sources = {**sources, "resources.devices": place.hosts[rank].where or label}
+    return replace(spec, place=place, resources=resources), sources
 
 
 def plan_simulated_nodes(plan: LaunchPlan, facts: Facts) -> tuple[LaunchPlan, ...]:
     """
-    Return the plan of each node that a ``local`` plan simulates, in order; all are as strict as a
-    real one.
+    Return the plan of each node that a ``local`` plan simulates, in order. Each is checked like the
+    plan of a real node.
     """
     count = plan.spec.resources.max_members
     return tuple(_plan_simulated_node(plan, facts, index, count) for index in range(count))
 
 
-def _plan_simulated_node(whole: LaunchPlan, facts: Facts, index: int, count: int) -> LaunchPlan:
-    rank = index if index < whole.nodes else None  # a spare has no place of its own
+def _plan_simulated_node(local_plan: LaunchPlan, facts: Facts, index: int, count: int) -> LaunchPlan:
+    rank = None  # a spare has no node rank
+    if index < local_plan.nodes:
+        rank = index
     place = replace(
-        whole.spec.place,
+        local_plan.spec.place,
         simulated=(index, count),
         node_rank=rank,
-        scheduler=whole.scheduler,
+        scheduler=local_plan.scheduler,
         node_name="",
     )
-    return make_plan(replace(whole.spec, place=place), facts, whole.sources)
+    return make_plan(replace(local_plan.spec, place=place), facts, local_plan.sources)
 
 
 def choose_node_name(spec: JobSpec, facts: Facts) -> str:
     """
-    Return the name of this node in the job: what the user said, else the host's.
+    Return the name of this node in the job: the user's choice, or the host name.
 
-    A node rank above 0 on the machine of the scheduler, which is node 0's, means several nodes on
-    one machine, as they are started to try things out: such a node's name carries its rank.
+    The scheduler runs on the machine of node 0. A node rank above 0 on this machine means several
+    nodes on one machine, as in a trial run, so the name gets the rank as a suffix.
     """
-    where = spec.place
-    if where.simulated:
-        return f"node{where.simulated[0]}"
-    rank = f"-{where.node_rank}" if where.node_rank and facts.is_scheduler_local else ""
-    return where.node_name or make_name(facts.hostname) + rank
+    place = spec.place
+    if place.simulated:
+        return f"node{place.simulated[0]}"
+    if place.node_name:
+        return place.node_name
+    suffix = ""
+    if place.node_rank and facts.is_scheduler_local:
+        suffix = f"-{place.node_rank}"
+    return make_name(facts.hostname) + suffix
 
 
-def _check_startable(spec: JobSpec, facts: Facts, sources: Sources, mode: Mode) -> None:
+def _check_startable(spec: JobSpec, facts: Facts, sources: Sources, mode: LaunchMode) -> None:
     """
-    Refuse what cannot start. A node that joins says so to the job instead, before anything runs
-    (preflight).
+    Refuse a program or log folder that cannot be used.
+
+    A node that joins reports this to the scheduler instead, before any worker starts (preflight).
     """
     if mode == "join":
         return
@@ -201,12 +209,12 @@ def _log_dir_error(spec: JobSpec, facts: Facts, source: str) -> PdrunError:
     return ConfigError(
         f"{spec.output.log_dir!r} {facts.log_error}",
         where=source,
-        hint="use another, or --no-files",
+        hint="use another folder, or --no-files",
     )
 
 
 def _place_simulated_nodes(spec: JobSpec, facts: Facts, sources: Sources) -> Placement:
-    """Check every simulated node's placement, and return the first one's."""
+    """Check the placement of every simulated node and return that of the first one."""
     count = spec.resources.max_members
     placements = [
         place_workers(
@@ -243,17 +251,15 @@ def _visibility_by_rank(placement: Placement) -> dict[int, Mapping[str, str]]:
 
 
 def _base_environment(spec: JobSpec, facts: Facts) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return what workers inherit, and what was taken out."""
-    base, scrubbed = remove_launcher_variables(facts.environ)
+    """Return the environment that workers inherit, and the names of the removed variables."""
+    base, removed = remove_launcher_variables(facts.environ)
     if isinstance(spec.resources.threads, int):
-        base.pop(
-            "OMP_NUM_THREADS", None
-        )  # an explicit --threads counts before the inherited variable
-    return base, scrubbed
+        base.pop("OMP_NUM_THREADS", None)  # an explicit --threads overrides the variable
+    return base, removed
 
 
 def _facts_to_compare(spec: JobSpec, facts: Facts, backend: str) -> dict[str, str]:
-    """Return what nodes compare when they meet; what is not known here is left out."""
+    """Return the values that nodes compare when they join; unknown values are omitted."""
     known = {
         "command": format_command(spec),
         "script": facts.script_digest,

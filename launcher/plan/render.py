@@ -24,12 +24,12 @@ from pdrun.launcher.plan.model import Facts, LaunchPlan, WorkerPlan
 from pdrun.launcher.plan.program import program_argv
 
 _MODE_TEXTS = {
-    "alone": "one node, nothing listens",
+    "single": "one node, nothing listens",
     "local": "all nodes are simulated on this machine",
-    "first": "this node runs the scheduler",
+    "head": "this node runs the scheduler",
     "join": "this node joins the scheduler",
     "hosts": "this process starts an agent on each host",
-    "through": "this process runs the scheduler, another launcher starts the agents",
+    "external": "this process runs the scheduler, another launcher starts the agents",
 }
 
 

@@ -1,147 +1,170 @@
 """
-Where the scheduler listens, whether this node runs it, and where this node's sockets listen. Pure.
+Which node runs the scheduler, its address, and the address of this node's own sockets. Pure.
+
+The first rule that applies:
+
+1. One node: no scheduler process, nothing listens.
+2. ``--local``: the scheduler listens on loopback.
+3. ``--scheduler HOST:PORT``: this node runs the scheduler with ``--serve`` or as node 0, or if HOST
+   is this machine and no node ranks are set. Otherwise it joins.
+4. No address: this node runs the scheduler and prints the command for the other nodes.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from pdrun.endpoint import Endpoint
 from pdrun.errors import ConfigError, UsageError
 from pdrun.launcher.config.spec import JobSpec, Sources
-from pdrun.launcher.plan.model import Facts, Mode
+from pdrun.launcher.plan.model import Facts, LaunchMode
 
 LOOPBACK_ADDRESS = "127.0.0.1"
 
 
-SchedulerChoice = tuple[Mode, Endpoint | None, str, tuple[str, ...]]
-"""Mode, scheduler, the address to listen on, and why."""
+@dataclass(frozen=True)
+class SchedulerChoice:
+    """Where the scheduler is, and what this node does about it."""
+
+    mode: LaunchMode
+    scheduler: Endpoint | None
+    """head: where the scheduler listens. join: where to connect."""
+    listen: str
+    """Address of this node's own listening sockets."""
+    reasons: tuple[str, ...] = ()
+    """Notes for ``--explain``."""
 
 
 def choose_scheduler(spec: JobSpec, facts: Facts, sources: Sources) -> SchedulerChoice:
     """
-    Return the mode of this node, the scheduler, the address to listen on, and why.
+    Decide whether this node runs the scheduler, and where the scheduler and this node listen.
 
     Raises:
-        UsageError: the node has to join a scheduler, and no address says where it is.
-        ConfigError: this machine has no address that others can reach.
+        UsageError: the node has to join a scheduler, but its address is not known.
+        ConfigError: this machine has no address that other machines can reach.
     """
-    where = spec.place
-    nodes = spec.resources.max_members
-    if where.simulated is not None:
-        index, _ = where.simulated
-        return (
-            "first" if index == 0 else "join",
-            where.scheduler or Endpoint(LOOPBACK_ADDRESS, 0),
-            LOOPBACK_ADDRESS,
-            (),
+    place = spec.place
+    scheduler = place.scheduler
+    members = spec.resources.max_members
+    if place.simulated is not None:
+        index, _ = place.simulated
+        mode: LaunchMode = "head" if index == 0 else "join"
+        return SchedulerChoice(
+            mode, scheduler or Endpoint(LOOPBACK_ADDRESS, 0), LOOPBACK_ADDRESS
         )
-    if where.local and nodes > 1:
-        why = (
-            f"{sources.get('place.scheduler')} is not used: --local meets on loopback"
-            if where.scheduler
-            else ""
-        )
-        return (
-            "local",
-            Endpoint(LOOPBACK_ADDRESS, 0),
-            LOOPBACK_ADDRESS,
-            ("all nodes are simulated here, on loopback only", why),
-        )
-    if nodes == 1 and (
-        where.local or where.serve is None or (where.serve is False and where.scheduler is None)
-    ):
-        why = "one node: the scheduler is part of this process and nothing listens"
-        unused = (
-            (f"{sources.get('place.scheduler')} {where.scheduler} is not used",)
-            if where.scheduler
-            else ()
-        )
-        return "alone", None, LOOPBACK_ADDRESS, (why, *unused)
+    if place.local and members > 1:
+        return _choose_loopback(spec, sources)
+    is_served_here = place.serve is True
+    is_joining = place.serve is False and scheduler is not None
+    if members == 1 and (place.local or not (is_served_here or is_joining)):
+        reasons = ["one node: the scheduler is part of this process and nothing listens"]
+        if scheduler:
+            reasons.append(f"{sources.get('place.scheduler')} {scheduler} is not used")
+        return SchedulerChoice("single", None, LOOPBACK_ADDRESS, tuple(reasons))
     listen = choose_listen_address(spec, facts, sources)
-    if where.scheduler is None:
-        return _choose_unnamed(spec, sources, listen)
-    serves, why = _runs_scheduler(spec, facts, sources)
-    if not serves:
-        if where.scheduler.port == 0:
-            raise UsageError(
-                f"{where.scheduler} has port 0, which only the first node can choose",
-                where=sources.get("place.scheduler", "--scheduler"),
-                hint="give the port that it printed",
-            )
-        meant = (
-            Endpoint(listen, where.scheduler.port) if facts.is_loopback_name else where.scheduler
+    if scheduler is None:
+        return _choose_without_address(spec, sources, listen)
+    runs_scheduler, reason = _runs_scheduler(spec, scheduler, facts, sources)
+    if runs_scheduler:
+        return _choose_head(scheduler, facts, listen, reason)
+    if scheduler.port == 0:
+        raise UsageError(
+            f"{scheduler} must have a port other than 0 on a node that joins",
+            where=sources.get("place.scheduler", "--scheduler"),
+            hint="use the port that the first node printed",
         )
-        return "join", meant, listen, (why, facts.scheduler_error)
     if facts.is_loopback_name:
-        outer = f"{where.scheduler.host} is loopback here, where nobody else comes: listening on {listen} in its place"
-        return "first", Endpoint(listen, where.scheduler.port), listen, (why, outer)
-    if facts.is_scheduler_local is False:
-        outer = f"{where.scheduler.host} is not an address of this machine: listening on {listen} in its place"
-        return "first", Endpoint(listen, where.scheduler.port), listen, (why, outer)
-    return "first", where.scheduler, listen, (why,)
+        scheduler = Endpoint(listen, scheduler.port)
+    return SchedulerChoice("join", scheduler, listen, (reason, facts.scheduler_error))
 
 
-def _choose_unnamed(spec: JobSpec, sources: Sources, listen: str) -> SchedulerChoice:
-    """No scheduler was named: this node is the first one, unless that contradicts what was said."""
+def _choose_loopback(spec: JobSpec, sources: Sources) -> SchedulerChoice:
+    reasons = ["all nodes are simulated on this machine, on loopback only"]
+    if spec.place.scheduler:
+        reasons.append(f"{sources.get('place.scheduler')} is not used: --local uses loopback")
+    return SchedulerChoice(
+        "local", Endpoint(LOOPBACK_ADDRESS, 0), LOOPBACK_ADDRESS, tuple(reasons)
+    )
+
+
+def _choose_head(
+    scheduler: Endpoint, facts: Facts, listen: str, reason: str
+) -> SchedulerChoice:
+    """This node runs the scheduler: listen on the named address if other machines can use it."""
+    problem = ""
+    if facts.is_loopback_name:
+        problem = f"{scheduler.host} is a loopback address on this machine"
+    elif facts.is_scheduler_local is False:
+        problem = f"{scheduler.host} is not an address of this machine"
+    if not problem:
+        return SchedulerChoice("head", scheduler, listen, (reason,))
+    note = f"{problem}: the scheduler listens on {listen} instead"
+    return SchedulerChoice("head", Endpoint(listen, scheduler.port), listen, (reason, note))
+
+
+def _choose_without_address(spec: JobSpec, sources: Sources, listen: str) -> SchedulerChoice:
+    """Without ``--scheduler`` this node runs the scheduler, unless another option excludes it."""
     rank = spec.place.node_rank
     if spec.place.serve is False or rank not in (None, 0):
-        words = f"--node-rank {rank}" if rank not in (None, 0) else "--no-serve"
+        option = "--no-serve"
+        if rank not in (None, 0):
+            option = f"--node-rank {rank}"
         raise UsageError(
-            f"{words} joins another node, but nothing says where that is",
+            f"{option} joins another node, but the scheduler's address is not set",
             where=sources.get("resources.nodes", "--nodes"),
             hint="add --scheduler HOST:PORT",
         )
-    why = "no scheduler was named: this node is the first, and prints the line to run on the others"
-    return "first", Endpoint(listen, 0), listen, (why,)
+    reason = "no --scheduler: this node runs the scheduler and prints the command for other nodes"
+    return SchedulerChoice("head", Endpoint(listen, 0), listen, (reason,))
 
 
-def _runs_scheduler(spec: JobSpec, facts: Facts, sources: Sources) -> tuple[bool, str]:
+def _runs_scheduler(
+    spec: JobSpec, scheduler: Endpoint, facts: Facts, sources: Sources
+) -> tuple[bool, str]:
     """Return whether this node runs the scheduler, and why."""
-    where = spec.place
-    if where.serve is not None:
-        return (
-            where.serve,
-            f"{sources.get('place.serve', '--serve')} decides whether this node runs the scheduler",
-        )
-    if where.node_rank == 0 and facts.is_scheduler_local is False and not facts.is_loopback_name:
+    place = spec.place
+    if place.serve is not None:
+        option = sources.get("place.serve", "--serve")
+        return place.serve, f"{option} decides whether this node runs the scheduler"
+    if place.node_rank == 0 and facts.is_scheduler_local is False and not facts.is_loopback_name:
         return (
             False,
-            f"node rank 0, but {where.scheduler} is another machine: join it (--serve: run it here)",
+            f"node rank 0, but {scheduler} is another machine: join it"
+            " (--serve: run the scheduler here)",
         )
-    if where.node_rank is not None:
-        return where.node_rank == 0, f"node rank {where.node_rank}: node 0 runs the scheduler"
+    if place.node_rank is not None:
+        return place.node_rank == 0, f"node rank {place.node_rank}: node 0 runs the scheduler"
     if facts.is_scheduler_local:
         return (
             True,
-            f"{where.scheduler} is on this machine: run the scheduler here, or join where it already runs",
+            f"{scheduler} is on this machine: run the scheduler here, or join one that runs there",
         )
-    return False, f"{where.scheduler} is another machine: join it"
+    return False, f"{scheduler} is another machine: join it"
 
 
 def choose_listen_address(spec: JobSpec, facts: Facts, sources: Sources) -> str:
-    """Return the one address on which this node's own sockets listen; never all of them."""
-    wanted = spec.place.interface
-    source = sources.get("place.interface", "--interface")
-    if not wanted:
-        if facts.route_address:
-            return facts.route_address
-        if facts.scheduler_error:
-            raise ConfigError(
-                facts.scheduler_error,
-                where=sources.get(
-                    "place.scheduler" if spec.place.scheduler else "place.hosts", "--scheduler"
-                ),
-                hint="check it, or give the address",
-            )
-        raise ConfigError(
-            "this machine has no route to other machines",
-            hint="name an address with --interface, or use --local",
+    """Return the address on which this node's own sockets listen. It is never a wildcard."""
+    interface = spec.place.interface
+    if interface:
+        for name, address in facts.addresses:
+            if interface in (name, address):
+                return address
+        known = ", ".join(dict.fromkeys(name for name, _ in facts.addresses))
+        raise UsageError(
+            f"{interface!r} is not an interface or address of this machine",
+            where=sources.get("place.interface", "--interface"),
+            hint=f"interfaces: {known}",
         )
-    found = [address for name, address in facts.addresses if wanted in (name, address)]
-    if found:
-        return found[0]
-    known = ", ".join(dict.fromkeys(name for name, _ in facts.addresses))
-    raise UsageError(
-        f"{wanted!r} is no interface or address of this machine",
-        where=source,
-        hint=f"there are {known}",
+    if facts.route_address:
+        return facts.route_address
+    if facts.scheduler_error:
+        field = "place.scheduler" if spec.place.scheduler else "place.hosts"
+        raise ConfigError(
+            facts.scheduler_error,
+            where=sources.get(field, "--scheduler"),
+            hint="check the name, or use the address",
+        )
+    raise ConfigError(
+        "this machine has no route to other machines",
+        hint="set an address with --interface, or use --local",
     )

@@ -1,8 +1,8 @@
 """
-``pdrun checkpoint``: what is in a checkpoint, and laying one out for another mesh.
+``pdrun checkpoint``: show the contents of a checkpoint, transform it to another mesh.
 
-Tensors are the runtime's business, which this floor imports nothing of: it is reached by its name,
-as scripts reach it.
+The launcher imports nothing that imports torch. The runtime's module is loaded by name when the
+command runs.
 """
 
 from __future__ import annotations
@@ -17,26 +17,25 @@ import click
 
 import pdrun
 from pdrun.errors import ConfigError
+from pdrun.launcher.cli.options import CONTEXT_SETTINGS
 
-_STRICT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
-
-def group() -> click.Group:
-    """Return the command with its words."""
-    found = click.Group(
+def checkpoint_group() -> click.Group:
+    """Return ``pdrun checkpoint``."""
+    group = click.Group(
         "checkpoint",
-        help="Checkpoints without a job: show, transform to another mesh, convert files of layouts.",
-        context_settings=dict(_STRICT),
+        help="Checkpoints without a job: show, transform to another mesh, convert layout files.",
+        context_settings=dict(CONTEXT_SETTINGS),
     )
-    for command in (_show(), _transform(), _strategy()):
-        found.add_command(command)
-    return found
+    for command in (_show_command(), _transform_command(), _strategy_command()):
+        group.add_command(command)
+    return group
 
 
-def _offline() -> Any:
-    """Return the runtime's module for checkpoints."""
+def _load_runtime_module() -> Any:
+    """Return the runtime's module that describes checkpoints; it imports torch."""
     try:
-        return pdrun._import_module("pdrun.parallel.checkpoint.describe")
+        return pdrun._load("pdrun.parallel.checkpoint.describe")
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
@@ -44,8 +43,8 @@ def _offline() -> Any:
 
 
 @contextmanager
-def _naming() -> Iterator[None]:
-    """Name the file that the system refuses: a closed folder, say, is no fault of pdrun's."""
+def _name_refused_file() -> Iterator[None]:
+    """Turn an error of the system into a ConfigError that names the file."""
     try:
         yield
     except OSError as error:
@@ -56,76 +55,83 @@ def _naming() -> Iterator[None]:
         ) from error
 
 
-def _placed() -> list[click.Parameter]:
+def _mesh_options() -> list[click.Parameter]:
     return [
-        click.Option(
-            ["--mesh"], metavar="AXIS=N,..", default="", help="The new ranks, as dp=2,tp=4."
-        ),
+        click.Option(["--mesh"], metavar="AXIS=N,..", default="", help="The new mesh: dp=2,tp=4."),
         click.Option(
             ["--strategy"],
             metavar="FILE",
             default="",
-            help="Where weights lie: run.plan.save's file, or MindSpore's JSON. Default: whole everywhere.",
+            help=(
+                "Layouts of the weights: the file of run.plan.save, or MindSpore's JSON. "
+                "Default: every weight is replicated."
+            ),
         ),
     ]
 
 
-def _show() -> click.Command:
-    def callback(folder: str, mesh: str, strategy: str, json: bool) -> int:
-        with _naming():
-            text = _offline().show(folder, mesh, strategy, json)
+def _show_command() -> click.Command:
+    def show(folder: str, mesh: str, strategy: str, json: bool) -> int:
+        with _name_refused_file():
+            text = _load_runtime_module().show(folder, mesh, strategy, json)
         print(text)
         return 0
 
     return click.Command(
         "show",
-        callback=callback,
-        help="Print what is in a checkpoint; with a mesh, whose files each rank of it needs.",
+        callback=show,
+        help="Print the contents of a checkpoint; with --mesh, the files that each rank reads.",
         params=[
             click.Argument(["folder"], metavar="FOLDER"),
-            *_placed(),
+            *_mesh_options(),
             click.Option(["--json"], is_flag=True, help="Print one JSON object."),
         ],
-        context_settings=dict(_STRICT),
+        context_settings=dict(CONTEXT_SETTINGS),
     )
 
 
-def _transform() -> click.Command:
-    def callback(source: str, target: str, mesh: str, strategy: str) -> int:
-        with _naming():
-            text = _offline().transformed(source, target, mesh, strategy)
+def _transform_command() -> click.Command:
+    def transform(source: str, target: str, mesh: str, strategy: str) -> int:
+        with _name_refused_file():
+            text = _load_runtime_module().transformed(source, target, mesh, strategy)
         print(text)
         return 0
 
     return click.Command(
         "transform",
-        callback=callback,
-        help="Lay the checkpoint SOURCE out for another mesh, in the folder TARGET: each rank's part in its own file.",
+        callback=transform,
+        help=(
+            "Transform the checkpoint SOURCE to another mesh: "
+            "write one file per rank to the folder TARGET."
+        ),
         params=[
             click.Argument(["source"], metavar="SOURCE"),
             click.Argument(["target"], metavar="TARGET"),
-            *_placed(),
+            *_mesh_options(),
         ],
-        context_settings=dict(_STRICT),
+        context_settings=dict(CONTEXT_SETTINGS),
     )
 
 
-def _strategy() -> click.Command:
-    def callback(file: str, to: str) -> int:
-        with _naming():
-            text = _offline().converted(file, to)
+def _strategy_command() -> click.Command:
+    def convert_strategy(file: str, to: str) -> int:
+        with _name_refused_file():
+            text = _load_runtime_module().converted(file, to)
         sys.stdout.write(text)
         return 0
 
     return click.Command(
         "strategy",
-        callback=callback,
-        help="Print a file of layouts in pdrun's or in MindSpore's form.",
+        callback=convert_strategy,
+        help="Print a layout file in pdrun's or in MindSpore's format.",
         params=[
             click.Argument(["file"], metavar="FILE"),
             click.Option(
-                ["--to"], type=click.Choice(["pdrun", "mindspore"]), required=True, help="The form."
+                ["--to"],
+                type=click.Choice(["pdrun", "mindspore"]),
+                required=True,
+                help="The format.",
             ),
         ],
-        context_settings=dict(_STRICT),
+        context_settings=dict(CONTEXT_SETTINGS),
     )

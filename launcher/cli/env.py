@@ -1,84 +1,39 @@
 """
-``pdrun env``: what this machine and its environment mean to pdrun; starts nothing and changes
-nothing.
+``pdrun env``: what pdrun finds on this machine and in its environment.
+
+The command starts and changes nothing.
 """
 
 from __future__ import annotations
 
-import json
+import datetime
+import json as json_module
+import os
+import sys
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import click
 
 from pdrun import process_setup
 from pdrun.errors import PdrunError
-from pdrun.launcher.adapters.detect import detect
-from pdrun.launcher.adapters.model import Found, Probes
+from pdrun.launcher.adapters.detect import detect_launcher
+from pdrun.launcher.adapters.model import LauncherInfo, Probes
+from pdrun.launcher.adapters.probes import make_probes
+from pdrun.launcher.cli.options import CONTEXT_SETTINGS
 from pdrun.launcher.common import network
-from pdrun.launcher.config import detected as outer
-from pdrun.launcher.config.resolve import Asked, build
-from pdrun.launcher.config.settings import Level, Source, Wish, from_environment
-from pdrun.launcher.plan import facts
-from pdrun.launcher.plan import render as show
-from pdrun.launcher.plan.environment import shown
+from pdrun.launcher.config import detected
+from pdrun.launcher.config.resolve import ResolvedSpec, resolve_spec
+from pdrun.launcher.config.settings import Priority, Setting, Source, read_environment
+from pdrun.launcher.hosts.nodelist import compress_names
+from pdrun.launcher.plan import facts, render
+from pdrun.launcher.plan.environment import display_value
 from pdrun.launcher.plan.model import Facts
-from pdrun.launcher.plan.placement import place
+from pdrun.launcher.plan.placement import place_workers
 
-
-def report(
-    environ: Mapping[str, str], probes: Probes | None = None, *, as_json: bool = False
-) -> str:
-    """
-    Return the report; an environment that contradicts itself is a line of it, not an end.
-
-    Args:
-        probes: what a launcher's words are checked with; None: nothing.
-        as_json: one JSON object in the place of text.
-    """
-    asked, trouble = _asked(environ, probes or Probes())
-    here = replace(
-        facts.gather(asked.spec, process_setup.env_without_token(environ)), environ=environ
-    )
-    here = facts.with_network(here, network.addresses(), network.route(asked.spec.place.scheduler))
-    try:
-        placement = place(asked.spec, here, asked.sources)
-        chosen = f"{placement.backend.name}: {placement.workers} worker(s) a node by default"
-    except PdrunError as error:
-        chosen = f"nothing: {error}"
-    found, fault = _found(environ, probes or Probes(), asked)
-    if as_json:
-        return _json(environ, here, chosen, found, fault, asked, trouble)
-    text = show.environment_text(here, chosen) + "\nlauncher:\n" + found_text(found, fault)
-    lines = [f"  {note}" for note in asked.notes] + (
-        [f"  error: {trouble}"] if trouble and trouble != fault else []
-    )
-    return text + ("\nnotes:\n" + "\n".join(lines) + "\n" if lines else "")
-
-
-def _asked(environ: Mapping[str, str], probes: Probes) -> tuple[Asked, str]:
-    """What the environment alone asks for, and what is wrong with it."""
-    here = Source("pdrun env", Level.COMMAND)
-    program = [
-        Wish("program.target", "true", here),
-        Wish("program.kind", "command", here),
-        Wish("program.args", (), here),
-    ]
-    try:
-        said, notes = from_environment(environ)
-        outside, _, warnings = outer.around(said, environ, probes)
-        return build([*program, *said, *outside], (*notes, *warnings)), ""
-    except PdrunError as error:
-        return build(program), str(error)
-
-
-def _found(environ: Mapping[str, str], probes: Probes, asked: Asked) -> tuple[Found, str]:
-    launcher = environ.get("PDRUN_LAUNCHER", "")
-    try:
-        return detect(environ, probes, outer.to_detect(launcher)), ""
-    except PdrunError as error:
-        return Found(), str(error)
-
-
-_ROWS = (
+MAX_HOSTS_CHARACTERS = 200
+LAUNCHER_ROWS = (
     ("rank", "rank"),
     ("of", "world"),
     ("local rank", "local_rank"),
@@ -94,88 +49,187 @@ _ROWS = (
     ("limit", "time_limit"),
     ("ends at", "ends_at"),
 )
+"""Label and field of what a launcher's environment contains."""
 
 
-def found_text(found: Found, fault: str = "") -> str:
+def env_command() -> click.Command:
+    """Return ``pdrun env``."""
+
+    def show_environment(json: bool) -> int:
+        environ = process_setup.env_with_token(os.environ)
+        sys.stdout.write(report_environment(environ, make_probes(), as_json=json))
+        return 0
+
+    return click.Command(
+        "env",
+        callback=show_environment,
+        help="Show what pdrun finds on this machine and in its environment.",
+        params=[click.Option(["--json"], is_flag=True, help="Print one JSON object.")],
+        context_settings=dict(CONTEXT_SETTINGS),
+    )
+
+
+@dataclass(frozen=True)
+class EnvironmentReport:
+    """Everything that the command prints."""
+
+    environ: Mapping[str, str]
+    facts: Facts
+    use: str
+    """The backend that a job would use, or why there is none."""
+    launcher: LauncherInfo
+    launcher_error: str
+    """Why no launcher was detected: its variables contradict each other."""
+    notes: tuple[str, ...]
+    error: str
+    """Why the variables do not describe a job."""
+
+
+def report_environment(
+    environ: Mapping[str, str], probes: Probes | None = None, *, as_json: bool = False
+) -> str:
     """
-    Return what was found, with the variable that said it, and what was ignored, with the reason.
+    Return the report. Variables that contradict each other are reported, not raised.
+
+    Args:
+        environ: the environment variables.
+        probes: functions that check a launcher's variables against this machine; None: no checks.
+        as_json: return one JSON object instead of text.
     """
-    if fault:
-        return f"  error: {fault}\n"
-    what = {
-        "task": "this process is one of its tasks",
-        "allocation": "hosts are held, nothing was started",
-    }
-    lines = [
-        f"  {found.title}"
-        + (f" [{found.launcher}]: {what[found.kind]}" if found.kind in what else "")
+    report = _gather_report(environ, probes or Probes())
+    if as_json:
+        return json_module.dumps(_report_data(report), indent=2) + "\n"
+    text = render.format_environment(report.facts, report.use)
+    text += "\nlauncher:\n" + format_launcher(report.launcher, report.launcher_error)
+    lines = [f"  {note}" for note in report.notes]
+    if report.error and report.error != report.launcher_error:
+        lines.append(f"  error: {report.error}")
+    if lines:
+        text += "\nnotes:\n" + "\n".join(lines) + "\n"
+    return text
+
+
+def _gather_report(environ: Mapping[str, str], probes: Probes) -> EnvironmentReport:
+    resolved, error = _resolve_variables(environ, probes)
+    spec = resolved.spec
+    here = facts.gather_facts(spec, process_setup.env_without_token(environ))
+    here = replace(here, environ=environ)
+    here = facts.with_network(
+        here, network.list_addresses(), network.find_local_address(spec.place.scheduler)
+    )
+    try:
+        placement = place_workers(spec, here, resolved.sources)
+        use = f"{placement.backend.name}: {placement.workers} worker(s) per node by default"
+    except PdrunError as no_backend:
+        use = f"nothing: {no_backend}"
+    launcher, launcher_error = _detect_launcher(environ, probes)
+    return EnvironmentReport(
+        environ=environ,
+        facts=here,
+        use=use,
+        launcher=launcher,
+        launcher_error=launcher_error,
+        notes=resolved.notes,
+        error=error,
+    )
+
+
+def _resolve_variables(environ: Mapping[str, str], probes: Probes) -> tuple[ResolvedSpec, str]:
+    """Return the job that the variables alone describe, and what is wrong with them."""
+    source = Source("pdrun env", Priority.COMMAND)
+    program = [
+        Setting("program.target", "true", source),
+        Setting("program.kind", "command", source),
+        Setting("program.args", (), source),
     ]
-    for label, name in _ROWS:
+    try:
+        settings, notes = read_environment(environ)
+        launcher_settings, _, warnings = detected.detect_settings(settings, environ, probes)
+        return resolve_spec([*program, *settings, *launcher_settings], (*notes, *warnings)), ""
+    except PdrunError as error:
+        return resolve_spec(program), str(error)
+
+
+def _detect_launcher(environ: Mapping[str, str], probes: Probes) -> tuple[LauncherInfo, str]:
+    """Return the launcher that the variables describe, and why it could not be detected."""
+    launcher = environ.get("PDRUN_LAUNCHER", "")
+    try:
+        return detect_launcher(environ, probes, detected.launcher_to_detect(launcher)), ""
+    except PdrunError as error:
+        return LauncherInfo(), str(error)
+
+
+def format_launcher(found: LauncherInfo, error: str = "") -> str:
+    """Return the launcher's values with their variables, and what was ignored and why."""
+    if error:
+        return f"  error: {error}\n"
+    kinds = {
+        "task": "this process is one of its tasks",
+        "allocation": "hosts are allocated, nothing was started",
+    }
+    title = f"  {found.title}"
+    if found.kind in kinds:
+        title += f" [{found.launcher}]: {kinds[found.kind]}"
+    lines = [title]
+    for label, name in LAUNCHER_ROWS:
         value = getattr(found, name)
         if value in (None, "", ()) or (name == "attempt" and not value):
             continue
-        source = found.sources.get(name, "")
-        lines.append(f"    {label:<11}{_said(name, value)}" + (f"   by {source}" if source else ""))
+        line = f"    {label:<11}{_format_value(name, value)}"
+        if found.sources.get(name):
+            line += f"   by {found.sources[name]}"
+        lines.append(line)
     lines += [f"  ignored: {item.launcher}: {item.why}" for item in found.ignored]
     lines += [f"  note: {note}" for note in found.notes]
     return "\n".join(lines) + "\n"
 
 
-def _said(name: str, value: object) -> str:
+def _format_value(name: str, value: object) -> str:
     if name == "hosts" and isinstance(value, tuple):
-        from pdrun.launcher.hosts.nodelist import compress
-
-        text = compress([host.name for host in value])
-        return text if len(text) <= 200 else text[:197] + "..."
+        text = compress_names([host.name for host in value])
+        if len(text) > MAX_HOSTS_CHARACTERS:
+            return text[: MAX_HOSTS_CHARACTERS - 3] + "..."
+        return text
     if isinstance(value, float):
-        import datetime
-
         if name == "ends_at":
-            return datetime.datetime.fromtimestamp(value, datetime.UTC).strftime(
-                "%Y-%m-%d %H:%M:%S UTC"
-            )
-        return show.seconds(value)
+            time = datetime.datetime.fromtimestamp(value, datetime.UTC)
+            return time.strftime("%Y-%m-%d %H:%M:%S UTC")
+        return render.format_duration(value)
     return str(value)
 
 
-def _json(
-    environ: Mapping[str, str],
-    here: Facts,
-    chosen: str,
-    found: Found,
-    fault: str,
-    asked: Asked,
-    trouble: str,
-) -> str:
-    launcher = {field.name: getattr(found, field.name) for field in fields(Found)}
+def _report_data(report: EnvironmentReport) -> dict[str, Any]:
+    found = report.launcher
+    launcher = {field.name: getattr(found, field.name) for field in fields(LauncherInfo)}
     launcher["hosts"] = [asdict(host) for host in found.hosts]
     launcher["ignored"] = [asdict(item) for item in found.ignored]
-    launcher["error"] = fault
-    data = {
-        "pdrun": here.pdrun_version,
-        "python": here.python_version,
-        "torch": here.torch_version,
-        "host": here.hostname,
-        "addresses": [list(pair) for pair in here.addresses],
-        "route": here.route_address,
-        "cpus": list(here.cpus.cpus),
-        "quota": here.cpus.quota,
-        "use": chosen,
-        "backends": [
+    launcher["error"] = report.launcher_error
+    backends = []
+    for backend in report.facts.backends:
+        backends.append(
             {
-                "name": one.name,
-                "present": one.present,
-                "reason": one.reason,
-                "devices": len(one.devices),
+                "name": backend.name,
+                "present": backend.present,
+                "reason": backend.reason,
+                "devices": len(backend.devices),
             }
-            for one in here.backends
-        ],
-        "environment": {
-            family: {name: shown(name, environ[name]) for name in names}
-            for family, names in show.families(environ).items()
-        },
+        )
+    variables = {}
+    for family, names in render.group_variables(report.environ).items():
+        variables[family] = {name: display_value(name, report.environ[name]) for name in names}
+    return {
+        "pdrun": report.facts.pdrun_version,
+        "python": report.facts.python_version,
+        "torch": report.facts.torch_version,
+        "host": report.facts.hostname,
+        "addresses": [list(pair) for pair in report.facts.addresses],
+        "route": report.facts.route_address,
+        "cpus": list(report.facts.cpus.cpus),
+        "quota": report.facts.cpus.quota,
+        "use": report.use,
+        "backends": backends,
+        "environment": variables,
         "launcher": launcher,
-        "notes": list(asked.notes),
-        "error": trouble,
+        "notes": list(report.notes),
+        "error": report.error,
     }
-    return json.dumps(data, indent=2) + "\n"

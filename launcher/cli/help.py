@@ -1,18 +1,17 @@
 """
-Help: the first screen, which fits one, and the whole of ``pdrun run --help``; both made from the
-tables.
+Help texts made from the tables of options: the first screen, and all of ``pdrun run --help``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import click
 
-from pdrun.launcher.config.aliases import MSRUN, TORCHRUN
-from pdrun.launcher.config.options import GROUPS, RUN, Option
+from pdrun.launcher.config.aliases import MSRUN_OPTIONS, TORCHRUN_OPTIONS
+from pdrun.launcher.config.options import HELP_GROUPS, RUN_OPTIONS, Option
 
-_FIRST = """\
+FIRST_SCREEN = """\
 Usage: pdrun [OPTIONS] SCRIPT [ARGS]...      start a PyTorch job on any cluster
 
 {options}
@@ -26,18 +25,19 @@ Examples:
   pdrun --nodes 2 --scheduler node0:29400 train.py  the same line on both nodes
   pdrun --nodes 2 --devices 2 --local train.py      two nodes, simulated here
 """
-_TITLES = ("what", "how many", "where", "failure", "output", "look")
-"""Short names of GROUPS, in their order."""
+SHORT_GROUP_TITLES = ("what", "how many", "where", "failure", "output", "look")
+"""Short titles of HELP_GROUPS, in the same order."""
 
 
 def first_screen() -> str:
-    """Return what ``pdrun --help`` prints: at most 30 lines of at most 80 characters."""
+    """Return the text of ``pdrun --help``: at most 30 lines of at most 80 characters."""
     lines = []
-    for title, group in zip(_TITLES, GROUPS, strict=True):
-        for row in (row for row in RUN if row.first and row.group == group):
-            lines.append(f"{title:<9}{_usage(row):<22} {row.help}")
-            title = ""
-    return _FIRST.format(options="\n".join(lines))
+    for title, group in zip(SHORT_GROUP_TITLES, HELP_GROUPS, strict=True):
+        for row in RUN_OPTIONS:
+            if row.is_in_short_help and row.group == group:
+                lines.append(f"{title:<9}{_option_usage(row):<22} {row.help}")
+                title = ""
+    return FIRST_SCREEN.format(options="\n".join(lines))
 
 
 def write_run_help(formatter: click.HelpFormatter) -> None:
@@ -47,30 +47,33 @@ def write_run_help(formatter: click.HelpFormatter) -> None:
     formatter.write("       pdrun run [OPTIONS] --no-python COMMAND [ARGS]...\n")
     formatter.write("       pdrun run [OPTIONS] JOB.yaml [ARGS]...\n\n")
     formatter.write_text(
-        "Everything behind the script belongs to the script. The command line counts before variables, variables before"
-        " a job file; two different values of one rank are an error. --dry-run --explain shows what holds and why."
+        "Everything behind the script belongs to the script. The command line overrides variables,"
+        " variables override a job file; two different values of the same priority are an error."
+        " --dry-run --explain prints every value and its source."
     )
-    for group in GROUPS:
-        _section(formatter, group, [row for row in RUN if row.group == group])
-    _section(formatter, "torchrun's spellings, with - or _ (variables PET_*)", list(TORCHRUN))
-    _section(formatter, "msrun's spellings", list(MSRUN))
+    for group in HELP_GROUPS:
+        _write_section(formatter, group, [row for row in RUN_OPTIONS if row.group == group])
+    torchrun = "torchrun's spellings, with - or _ (variables PET_*)"
+    _write_section(formatter, torchrun, TORCHRUN_OPTIONS)
+    _write_section(formatter, "msrun's spellings", MSRUN_OPTIONS)
 
 
-def _section(formatter: click.HelpFormatter, title: str, rows: list[Option]) -> None:
+def _write_section(formatter: click.HelpFormatter, title: str, rows: Sequence[Option]) -> None:
     with formatter.section(title):
-        formatter.write_dl(records(rows), col_max=34)
+        formatter.write_dl(help_records(rows), col_max=34)
 
 
-def records(rows: Iterable[Option]) -> list[tuple[str, str]]:
-    """Return (what to type, what it does) of the rows of a table."""
-    return [(_usage(row), _described(row)) for row in rows]
+def help_records(rows: Iterable[Option]) -> list[tuple[str, str]]:
+    """Return (usage, help) of the rows of a table."""
+    return [(_option_usage(row), _option_help(row)) for row in rows]
 
 
-def _usage(row: Option) -> str:
+def _option_usage(row: Option) -> str:
     names = [name for name in row.names if "_" not in name] or list(row.names)
-    return ", ".join(names) + (f" {row.metavar}" if row.metavar else "")
+    usage = ", ".join(names)
+    return f"{usage} {row.metavar}" if row.metavar else usage
 
 
-def _described(row: Option) -> str:
-    twins = [name for name in row.env if name.startswith("PDRUN_")]
-    return f"{row.help}  [{', '.join(twins)}]" if twins else row.help
+def _option_help(row: Option) -> str:
+    variables = [name for name in row.env if name.startswith("PDRUN_")]
+    return f"{row.help}  [{', '.join(variables)}]" if variables else row.help

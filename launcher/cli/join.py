@@ -1,60 +1,197 @@
-"""``pdrun join`` and ``pdrun scheduler``: from their words to the calls that do the work."""
+"""``pdrun join``, ``pdrun scheduler`` and ``pdrun relay``."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import click
+
 from pdrun import async_writer
 from pdrun.errors import UsageError
-from pdrun.launcher.cli.run import from_command_line, warn_of_strangers
+from pdrun.launcher.cli.options import (
+    CONTEXT_SETTINGS,
+    OptionTableCommand,
+    click_options,
+    settings_from_options,
+)
+from pdrun.launcher.cli.run import warn_of_unknown_variables
 from pdrun.launcher.common import parsers
-from pdrun.launcher.config.options import Option
-from pdrun.launcher.config.settings import from_environment, settle
+from pdrun.launcher.config.aliases import ALIAS_OPTIONS
+from pdrun.launcher.config.options import RUN_OPTIONS, Option
+from pdrun.launcher.config.settings import read_environment, resolve_conflicts
 from pdrun.launcher.config.spec import Policy, Resources
 
+JOIN_OPTIONS = (
+    "--devices",
+    "--backend",
+    "--threads",
+    "--bind",
+    "--node-rank",
+    "--node-name",
+    "--interface",
+    "--token-file",
+    "--insecure",
+    "--start-timeout",
+    "--chdir",
+    "--python",
+    "--log-dir",
+    "--log-name",
+    "--no-files",
+    "--show-ranks",
+    "--prefix",
+)
+"""
+Options of run that a joining node may set for itself. The scheduler sends the other values.
+"""
+SCHEDULER_OPTIONS = (
+    "--nodes",
+    "--spares",
+    "--job",
+    "--token-file",
+    "--insecure",
+    "--start-timeout",
+    "--grace",
+    "--max-restarts",
+    "--restart-window",
+    "--restart-on",
+    "--no-restart-on",
+    "--backoff",
+    "--gather",
+    "--grow",
+    "--on-scheduler-loss",
+    "--time-limit",
+    "--log-dir",
+)
+RELAY_OPTIONS = ("--scheduler", "--token-file", "--insecure", "--on-scheduler-loss")
 
-def wishes(
+
+def join_command() -> click.Command:
+    """Return ``pdrun join``."""
+    names = (*JOIN_OPTIONS, "--nproc-per-node")
+    rows = tuple(row for row in (*RUN_OPTIONS, *ALIAS_OPTIONS) if row.names[0] in names)
+
+    def join(endpoint: str, **params: Any) -> int:
+        return join_job(endpoint, rows, params, os.environ)
+
+    command = OptionTableCommand(
+        "join",
+        callback=join,
+        help="Join the job whose scheduler listens on HOST:PORT.",
+        params=[*click_options(rows), click.Argument(["endpoint"], metavar="HOST:PORT")],
+        context_settings=dict(CONTEXT_SETTINGS),
+    )
+    command.rows = rows
+    return command
+
+
+def scheduler_command() -> click.Command:
+    """Return ``pdrun scheduler``."""
+    rows = tuple(row for row in RUN_OPTIONS if row.names[0] in SCHEDULER_OPTIONS)
+
+    def scheduler(listen: str, journal: str, **params: Any) -> int:
+        return run_scheduler(listen, rows, params, os.environ, journal=journal)
+
+    command = OptionTableCommand(
+        "scheduler",
+        callback=scheduler,
+        help="Run only a scheduler; nodes join it.",
+        params=[
+            *click_options(rows),
+            click.Option(
+                ["--listen"],
+                metavar="HOST:PORT",
+                default="127.0.0.1:0",
+                show_default=True,
+                help="An address of this machine; the system chooses the port if it is 0.",
+            ),
+            click.Option(
+                ["--journal"],
+                metavar="FILE",
+                default="",
+                help="Recovery file: the same command, started again, resumes the job from it.",
+            ),
+        ],
+        context_settings=dict(CONTEXT_SETTINGS),
+    )
+    command.rows = tuple(_required_nodes(row) for row in rows)
+    return command
+
+
+def _required_nodes(row: Option) -> Option:
+    """Return the row as the scheduler's help shows it: --nodes has no default there."""
+    if row.names[0] == "--nodes":
+        return replace(row, help="nodes of the job; required (MIN:MAX: an elastic job)")
+    return row
+
+
+def relay_command() -> click.Command:
+    """Return ``pdrun relay``."""
+    rows = tuple(row for row in RUN_OPTIONS if row.names[0] in RELAY_OPTIONS)
+
+    def relay(listen: str, **params: Any) -> int:
+        return run_relay(listen, rows, params, os.environ)
+
+    command = OptionTableCommand(
+        "relay",
+        callback=relay,
+        help="Accept the nodes of a large job for its scheduler: for example one relay per rack.",
+        params=[
+            *click_options(rows),
+            click.Option(
+                ["--listen"],
+                metavar="HOST:PORT",
+                required=True,
+                help="An address of this machine; its nodes use it as their --scheduler.",
+            ),
+        ],
+        context_settings=dict(CONTEXT_SETTINGS),
+    )
+    command.rows = rows
+    return command
+
+
+def resolve_options(
     rows: Sequence[Option], params: Mapping[str, Any], environ: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """
-    Return field path -> value, and field path -> source, of what was said with these options or
-    their twins.
+    Return field path -> value and field path -> source, from these options and their variables.
     """
-    said, _ = from_command_line(rows, params)
-    warn_of_strangers(environ)
-    twins = {name for row in rows for name in row.env}
-    around, _ = from_environment({name: value for name, value in environ.items() if name in twins})
-    settled, _ = settle([*said, *around])
-    return (
-        {path: wish.value for path, wish in settled.items()},
-        {path: wish.source.label for path, wish in settled.items()},
-    )
+    settings, _ = settings_from_options(rows, params)
+    warn_of_unknown_variables(environ)
+    names = {name for row in rows for name in row.env}
+    used = {name: value for name, value in environ.items() if name in names}
+    variables, _ = read_environment(used)
+    resolved, _ = resolve_conflicts([*settings, *variables])
+    values = {path: setting.value for path, setting in resolved.items()}
+    sources = {path: setting.source.label for path, setting in resolved.items()}
+    return values, sources
 
 
-def join(
+def join_job(
     endpoint: str, rows: Sequence[Option], params: Mapping[str, Any], environ: Mapping[str, str]
 ) -> int:
     """
-    Join the job at ``endpoint``; what was said here counts before what the scheduler hands over.
+    Join the job at ``endpoint``; return its exit code.
+
+    Values given on this node override those that the scheduler sends.
     """
-    where = parsers.endpoint()(endpoint, "join")
-    if where.port == 0:
+    scheduler = parsers.endpoint_parser()(endpoint, "join")
+    if scheduler.port == 0:
         raise UsageError(
-            "nobody answers on port 0",
-            where="join",
-            hint="give the port that the scheduler printed",
+            "the port must not be 0", where="join", hint="use the port that the scheduler printed"
         )
-    overrides, sources = wishes(rows, params, environ)
+    overrides, sources = resolve_options(rows, params, environ)
     from pdrun.launcher.launch.join import execute_join
 
-    return int(execute_join(where, overrides, sources))
+    return int(execute_join(scheduler, overrides, sources))
 
 
-def scheduler(
+def run_scheduler(
     listen: str,
     rows: Sequence[Option],
     params: Mapping[str, Any],
@@ -63,88 +200,94 @@ def scheduler(
     journal: str = "",
 ) -> int:
     """
-    Serve one job at ``listen`` until it ends; the job's specification comes with the first node.
+    Serve one job at ``listen`` until it ends. The first node sends the job's specification.
 
-    With ``journal``, a file: go on with the job that it tells of, or keep in it what a later call
-    needs for that.
+    Args:
+        listen: ``HOST:PORT``, an address of this machine.
+        rows: the command's rows in the table of options.
+        params: the options, as click parsed them.
+        environ: the environment variables to use.
+        journal: recovery file. A job that it holds is resumed; empty: no recovery.
     """
-    endpoint = parsers.endpoint()(listen, "--listen")
+    endpoint = parsers.endpoint_parser()(listen, "--listen")
     if journal and not endpoint.port:
         raise UsageError(
-            "needs an address that stays",
-            where="--journal",
-            hint="give one, with a port: --listen HOST:PORT",
+            "requires a fixed address", where="--journal", hint="add --listen HOST:PORT"
         )
-    parsers.interface(endpoint.host, "--listen")
-    said, sources = wishes(rows, params, environ)
-    if "resources.nodes" not in said:
-        raise UsageError(
-            "is needed: a scheduler cannot guess how many nodes will come", where="--nodes"
-        )
-    from pdrun.launcher.jobs.run_record import blamed, membership
-    from pdrun.rendezvous.journal.recovery import of_same_run
+    parsers.parse_interface(endpoint.host, "--listen")
+    values, sources = resolve_options(rows, params, environ)
+    if "resources.nodes" not in values:
+        raise UsageError("is required: the number of nodes of the job", where="--nodes")
+    from pdrun.launcher.jobs.run_record import make_membership_config, with_source
+    from pdrun.rendezvous.journal.recovery import adopt_run_name
     from pdrun.rendezvous.protocol.security import find_secret
     from pdrun.rendezvous.scheduler.standalone import serve_standalone
 
-    insecure = bool(said.get("place.insecure", False))
-    with blamed(sources.get("place.token_file", "")):
-        secret = None if insecure else find_secret(said.get("place.token_file", ""))[0]
-    run = run_name(said.get("job", ""))
+    insecure = bool(values.get("place.insecure", False))
+    with with_source(sources.get("place.token_file", "")):
+        secret = None if insecure else find_secret(values.get("place.token_file", ""))[0]
     groups: dict[str, dict[str, Any]] = {"resources": {}, "policy": {}}
-    for path, value in said.items():
+    for path, value in values.items():
         group, _, name = path.partition(".")
         groups.setdefault(group, {})[name] = value
-    config = membership(
+    config = make_membership_config(
         Resources(**groups["resources"]),
         Policy(**groups["policy"]),
-        job=said.get("job", ""),
-        run=run,
+        job=values.get("job", ""),
+        run=make_run_name(values.get("job", "")),
         host=os.uname().nodename,
     )
-    kept = Path(journal) if journal else None
-    config = of_same_run(config, kept)
-    logs = said.get("output.log_dir")
-    events = Path(logs) / config.run / "events.jsonl" if logs else None
+    journal_path = Path(journal) if journal else None
+    config = adopt_run_name(config, journal_path)
+    events_path = None
+    if values.get("output.log_dir"):
+        events_path = Path(values["output.log_dir"]) / config.run / "events.jsonl"
     return int(
         serve_standalone(
-            config, secret, endpoint, insecure=insecure, events_path=events, journal=kept
+            config,
+            secret,
+            endpoint,
+            insecure=insecure,
+            events_path=events_path,
+            journal=journal_path,
         )
     )
 
 
-def run_name(job: str) -> str:
+def make_run_name(job: str) -> str:
     """
-    Return a unique name of a run, fit for a path: the job, the time to the second, four random
-    digits.
+    Return a unique name of a run that is valid in a path.
+
+    It consists of the job, the time in seconds and four random digits.
     """
     return f"{job[:40] or 'job'}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
 
 
-def relay(
+def run_relay(
     listen: str, rows: Sequence[Option], params: Mapping[str, Any], environ: Mapping[str, str]
 ) -> int:
-    """
-    Carry the connections of nodes that come to ``listen`` to a scheduler, until the job is over.
-    """
-    here = parsers.endpoint()(listen, "--listen")
-    parsers.interface(here.host, "--listen")
-    said, sources = wishes(rows, params, environ)
-    if not said.get("scheduler.host") or not said.get("scheduler.port"):
+    """Forward the connections of nodes at ``listen`` to a scheduler until the job has ended."""
+    endpoint = parsers.endpoint_parser()(listen, "--listen")
+    parsers.parse_interface(endpoint.host, "--listen")
+    values, sources = resolve_options(rows, params, environ)
+    if not values.get("scheduler.host") or not values.get("scheduler.port"):
         raise UsageError(
-            "is needed: a relay cannot guess whose nodes it takes in", where="--scheduler HOST:PORT"
+            "is required: the scheduler of the relay's nodes", where="--scheduler HOST:PORT"
         )
     from pdrun.endpoint import Endpoint
-    from pdrun.launcher.jobs.run_record import blamed
+    from pdrun.launcher.jobs.run_record import with_source
     from pdrun.rendezvous.protocol.security import find_secret
-    from pdrun.rendezvous.scheduler.relay_main import serve_alone
+    from pdrun.rendezvous.scheduler.relay_main import serve_standalone_relay
 
-    with blamed(sources.get("place.token_file", "")):
-        secret = (
-            None if said.get("place.insecure") else find_secret(said.get("place.token_file", ""))[0]
-        )
-    patience = said.get("policy.scheduler_loss", Policy().scheduler_loss)
-    where = Endpoint(said["scheduler.host"], said["scheduler.port"])
+    secret = None
+    with with_source(sources.get("place.token_file", "")):
+        if not values.get("place.insecure"):
+            secret = find_secret(values.get("place.token_file", ""))[0]
+    patience = values.get("policy.scheduler_loss", Policy().scheduler_loss)
+    scheduler = Endpoint(values["scheduler.host"], values["scheduler.port"])
     try:
-        return serve_alone(where, here, secret, patience=patience, say=async_writer.write_message)
+        return serve_standalone_relay(
+            scheduler, endpoint, secret, patience=patience, show_line=async_writer.write_message
+        )
     finally:
         async_writer.flush_messages()

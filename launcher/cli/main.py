@@ -1,13 +1,12 @@
 """
-The command line's outermost layer: one call in, one exit code out, one line for every mistake.
+Entry point of the command line: arguments in, exit code out, one line per error.
 
     a PdrunError, a click error    ``pdrun: error: WHERE: WHAT; HINT`` and its code (2, 69, 77, 78 ...)
     Ctrl-C                         130
-    stdout takes nothing           one line, 74
-    anything else                  a fault of pdrun: one line, the traceback in a file, 70
+    stdout cannot be written       one line, 74
+    any other exception            a bug of pdrun: one line, the traceback in a file, 70
 
-The commands themselves are in `cli_run` (the default) and `cli_commands`; what they print first is
-in `cli_help`.
+The commands are in `pdrun.launcher.cli.commands`.
 """
 
 from __future__ import annotations
@@ -26,37 +25,36 @@ def main(argv: Sequence[str]) -> int:
     """
     Run the command line ``argv`` (without the program's name) and return the exit code.
 
-    Never raises and never prints a traceback of pdrun's own.
+    Raises nothing and prints no traceback of pdrun's own code.
     """
     put_standard_library_first(sys.path)
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(
-            errors="backslashreplace"
-        )  # as on stderr: arguments and names may be any bytes
+        # Arguments and names may hold any bytes. Python escapes them on stderr by default.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        return _run(list(argv))
+        return _run_command(list(argv))
     except KeyboardInterrupt:
         say("interrupted")
         return 130
     except BrokenPipeError:
-        # the reader of our output went away (pdrun --help | head)
+        # the reader of stdout has exited (pdrun --help | head)
         drop_output()
         return 141
     except Exception as error:
         return fault(error)
 
 
-def _run(argv: list[str]) -> int:
+def _run_command(argv: list[str]) -> int:
     import click
 
     from pdrun.errors import PdrunError
-    from pdrun.launcher.cli.commands import build
+    from pdrun.launcher.cli.commands import build_command_line
 
-    commands = build()
-    if "_PDRUN_COMPLETE" in os.environ:  # the shell asks, by way of `pdrun completion`
+    commands = build_command_line()
+    if "_PDRUN_COMPLETE" in os.environ:  # set by the shell function of `pdrun completion`
         commands.main(argv, prog_name="pdrun", standalone_mode=False)
     try:
-        # not click's own main(): it turns Ctrl-C and a closed pipe into exits of its own
+        # click's own main() would turn Ctrl-C and a closed pipe into its own exits
         with commands.make_context("pdrun", argv) as context:
             code = commands.invoke(context)
         sys.stdout.flush()
@@ -67,15 +65,12 @@ def _run(argv: list[str]) -> int:
         say(f"error: {error}")
         return error.exit_code
     except click.ClickException as error:
-        say(f"error: {_plain(error)}")
+        say(f"error: {_format_click_error(error)}")
         return 2
 
 
-def _plain(error: Any) -> str:
-    """
-    Return a complaint of click in our own style: one line, lower case, with a hint where there is
-    one.
-    """
+def _format_click_error(error: Any) -> str:
+    """Return an error of click in pdrun's style: one line, lower case, with a hint."""
     import click
 
     from pdrun.errors import did_you_mean
@@ -84,7 +79,9 @@ def _plain(error: Any) -> str:
         name = error.option_name
         command = error.ctx.command if error.ctx else None
         known = [spelling for param in command.params for spelling in param.opts] if command else []
-        hint = did_you_mean(name, known) or "see pdrun --help; options of the script stand after it"
+        hint = did_you_mean(name, known)
+        if not hint:
+            hint = "see pdrun --help; options of the script go after it"
         return f"no such option {name}; {hint}"
     text = " ".join(error.format_message().split()).rstrip(".")
     return text[:1].lower() + text[1:]

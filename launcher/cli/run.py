@@ -1,9 +1,8 @@
 """
-``pdrun run``: from words to a plan, and then either to paper or into the world.
+``pdrun run``: from arguments to a plan, which is printed or executed.
 
-The options are made from the tables `options.RUN` and `aliases.ALIASES`, one click option a
-spelling, so that every complaint can name what was really typed. Parsing stops at the script: what
-stands behind it is the script's.
+The options come from the tables `options.RUN_OPTIONS` and `aliases.ALIAS_OPTIONS`. Parsing stops at the script:
+everything behind it belongs to the script.
 """
 
 from __future__ import annotations
@@ -19,260 +18,297 @@ import click
 from pdrun import async_writer
 from pdrun.errors import UsageError
 from pdrun.launcher.adapters.model import Probes
-from pdrun.launcher.adapters.probes import real
-from pdrun.launcher.config import detected as outer
-from pdrun.launcher.config.aliases import ALIASES
-from pdrun.launcher.config.options import RUN, Option
-from pdrun.launcher.config.resolve import Asked, build
-from pdrun.launcher.config.settings import Level, Source, Wish, from_environment, read, strangers
-from pdrun.launcher.plan import external as through
+from pdrun.launcher.adapters.probes import make_probes
+from pdrun.launcher.cli import help as cli_help
+from pdrun.launcher.cli.options import CONTEXT_SETTINGS, click_options, settings_from_options
+from pdrun.launcher.config import detected
+from pdrun.launcher.config.aliases import ALIAS_OPTIONS
+from pdrun.launcher.config.options import RUN_OPTIONS
+from pdrun.launcher.config.resolve import ResolvedSpec, resolve_spec
+from pdrun.launcher.config.settings import (
+    Priority,
+    Setting,
+    Source,
+    read_environment,
+    unknown_variables,
+)
+from pdrun.launcher.plan import external
 from pdrun.launcher.plan.model import Facts, LaunchPlan
 
 if TYPE_CHECKING:
     from pdrun.launcher.launch.agent_options import Seat
 
-Rows = Sequence[Option]
+TASK_VARIABLE_PREFIXES = (
+    "SLURM_",
+    "OMPI_",
+    "PMI_",
+    "PMIX_",
+    "PALS_",
+    "JSM_",
+    "FLUX_",
+    "MV2_",
+    "MPI_",
+    "HYDRA_",
+)
+"""
+Prefixes of the variables of launchers that start all nodes and show their output on one terminal.
+"""
 
 
-def parameters(rows: Rows) -> list[click.Parameter]:
-    """Return click's options for the rows of a table, one for each spelling."""
-    return [_option(row, name) for row in rows for name in row.names]
+class RunCommand(click.Command):
+    """``pdrun run``: the tables of options make its help."""
+
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the complete help."""
+        cli_help.write_run_help(formatter)
 
 
-def _option(row: Option, name: str) -> click.Option:
-    second = (
-        "_" in name and row.origin != "msrun"
-    )  # the shell completes the spelling with dashes only
-    if not row.metavar:
-        return click.Option([name, parameter_name(name)], is_flag=True, hidden=second)
-    return click.Option(
-        [name, parameter_name(name)], multiple=True, type=click.UNPROCESSED, hidden=second
+def run_command() -> click.Command:
+    """Return ``pdrun run``."""
+
+    def start_run(words: tuple[str, ...], **params: Any) -> int:
+        return run_job(params, words)
+
+    words = click.Argument(
+        ["words"], nargs=-1, type=click.UNPROCESSED, shell_complete=_complete_files
+    )
+    return RunCommand(
+        "run",
+        callback=start_run,
+        params=[*click_options((*RUN_OPTIONS, *ALIAS_OPTIONS)), words],
+        context_settings={**CONTEXT_SETTINGS, "allow_interspersed_args": False},
     )
 
 
-def parameter_name(spelling: str) -> str:
-    """
-    Return the Python name under which click keeps an option; different for ``--a-b`` and ``--a_b``.
-    """
-    return "o" + spelling.replace("_", "_u").replace("-", "_d")
+def _complete_files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
+    from click.shell_completion import CompletionItem
 
-
-def from_command_line(rows: Rows, params: Mapping[str, Any]) -> tuple[list[Wish], list[str]]:
-    """Return the wishes of what click has found, and the notes of the options that were used."""
-    wishes: list[Wish] = []
-    notes: list[str] = []
-    for row in rows:
-        for name in row.names:
-            found = params.get(parameter_name(name))
-            texts: Iterable[str] = found if isinstance(found, tuple) else [""] if found else []
-            for text in texts:
-                wishes += read(row, text, Source(name, Level.COMMAND, text))
-                notes += [f"{name}: {row.note}"] if row.note else []
-    return wishes, notes
+    return [CompletionItem(incomplete, type="file")]
 
 
 @dataclass(frozen=True)
-class Request:
-    """What was asked, and what to do with it."""
+class RunRequest:
+    """What a command line requests: a job, and whether to execute or only print its plan."""
 
-    asked: Asked
+    resolved: ResolvedSpec
     dry_run: bool = False
     explain: bool = False
     json: bool = False
     warnings: tuple[str, ...] = ()
-    """
-    What is wrong around the job and does not stop it: left-over variables, launchers that differ.
-    """
+    """Problems that do not stop the job: left-over variables, launchers that disagree."""
 
 
-def request(
+def parse_arguments(arguments: Sequence[str]) -> RunRequest:
+    """
+    Return what ``pdrun run ARGUMENTS`` would request in an empty environment.
+
+    Raises:
+        click.ClickException, PdrunError: an option or a value is wrong.
+    """
+    with run_command().make_context("run", list(arguments)) as context:
+        params = dict(context.params)
+        return parse_request(params, params.pop("words"), {})
+
+
+def parse_request(
     params: Mapping[str, Any],
     words: Sequence[str],
     environ: Mapping[str, str],
     probes: Probes | None = None,
-) -> Request:
+) -> RunRequest:
     """
-    Return what a command line asks for; reads a job file where one stands in the script's place,
-    and a file of hosts.
+    Return what a command line requests. Reads the job file and the hostfile that it names.
 
     Args:
-        probes: what a launcher's words are checked with; None: with nothing, as for an environment
-            of another machine.
+        params: the options, as click parsed them.
+        words: the script or job file, and its arguments.
+        environ: the environment variables to use.
+        probes: functions that check a launcher's variables against this machine. None: no checks,
+            as for another machine's environment.
 
     Raises:
-        PdrunError: any of it is wrong; names the place.
+        PdrunError: a value is wrong; the error names its source.
     """
-    wishes, notes = from_command_line((*RUN, *ALIASES), params)
-    around, found = from_environment(environ)
-    ask = {wish.path for wish in wishes if wish.path.startswith("ask.")}
-    wishes = [wish for wish in wishes if not wish.path.startswith("ask.")]
-    wishes += program(words, [*wishes, *around])
-    if "ask.json" in ask and "ask.dry_run" not in ask:
+    settings, notes = settings_from_options((*RUN_OPTIONS, *ALIAS_OPTIONS), params)
+    variables, variable_notes = read_environment(environ)
+    modes = {setting.path for setting in settings if setting.path.startswith("ask.")}
+    settings = [setting for setting in settings if not setting.path.startswith("ask.")]
+    settings += program_settings(words, [*settings, *variables])
+    if "ask.json" in modes and "ask.dry_run" not in modes:
         raise UsageError(
-            "is the form of a plan, and there is none to show", where="--json", hint="add --dry-run"
+            "prints the plan as JSON and requires --dry-run", where="--json", hint="add --dry-run"
         )
-    wishes = with_hosts([*wishes, *around])
-    outside, why, warnings = outer.around(wishes, environ, probes or Probes())
-    everything = [*wishes, *outside]
-    if any(wish.path == "place.rank_table" for wish in everything):
-        from pdrun.launcher.config.rank_table import with_table
+    settings = read_hostfiles([*settings, *variables])
+    launcher_settings, why, warnings = detected.detect_settings(
+        settings, environ, probes or Probes()
+    )
+    settings += launcher_settings
+    if any(setting.path == "place.rank_table" for setting in settings):
+        from pdrun.launcher.config.rank_table import apply_rank_table
 
-        everything, told = with_table(everything, environ)
-        why = (*why, *told)
-    asked = build(everything, (*notes, *found, *why, *warnings))
-    return Request(asked, "ask.dry_run" in ask, "ask.explain" in ask, "ask.json" in ask, warnings)
+        settings, table_notes = apply_rank_table(settings, environ)
+        why = (*why, *table_notes)
+    resolved = resolve_spec(settings, (*notes, *variable_notes, *why, *warnings))
+    return RunRequest(
+        resolved,
+        dry_run="ask.dry_run" in modes,
+        explain="ask.explain" in modes,
+        json="ask.json" in modes,
+        warnings=warnings,
+    )
 
 
-def with_hosts(wishes: Sequence[Wish]) -> list[Wish]:
-    """Return the wishes, files of hosts replaced by the hosts that they list."""
+def read_hostfiles(settings: Iterable[Setting]) -> list[Setting]:
+    """Return the settings with each hostfile replaced by the hosts that it lists."""
     from pdrun.launcher.hosts import hostfile
 
-    made = []
-    for wish in wishes:
-        if wish.path == "hosts.file":
-            source = replace(wish.source, text="")
+    result = []
+    for setting in settings:
+        if setting.path == "hosts.file":
+            source = replace(setting.source, text="")
             try:
-                wish = Wish("hosts.all", hostfile.read_hostfile(wish.value, _stdin), source)
+                hosts = hostfile.read_hostfile(setting.value, _read_stdin)
             except UsageError as error:
-                raise wish.source.blame_file(error) from None
-        made.append(wish)
-    return made
+                raise setting.source.convert_file_error(error) from None
+            setting = Setting("hosts.all", hosts, source)
+        result.append(setting)
+    return result
 
 
-def _stdin(limit: int) -> bytes:
+def _read_stdin(limit: int) -> bytes:
     return sys.stdin.buffer.read(limit)
 
 
-def program(words: Sequence[str], said: Iterable[Wish]) -> list[Wish]:
+def program_settings(words: Sequence[str], settings: Iterable[Setting]) -> list[Setting]:
     """
-    Return the wishes for what stands in the script's place: a program with its arguments, or a job
-    file.
+    Return the settings of the program: a script with its arguments, or the contents of a job file.
+
+    Args:
+        words: the script or job file, and its arguments.
+        settings: the settings of options and variables.
     """
     if not words:
         return []
     target, *args = words
-    source = Source("command line", Level.COMMAND, target)
-    plain = not any(wish.path == "program.kind" for wish in said)
-    if plain and _is_job_file(target):
-        from pdrun.launcher.config.job_file import load
-
-        lines = list(load(target))
-        before = next((wish.value for wish in lines if wish.path == "program.args"), ())
-        if args:
-            return [*lines, Wish("program.args", (*before, *args), source)]
-        return lines
+    source = Source("command line", Priority.COMMAND, target)
+    has_kind = any(setting.path == "program.kind" for setting in settings)
+    if not has_kind and target.endswith((".yaml", ".yml")):
+        return _job_file_settings(target, args, source)
     if not target:
         raise UsageError("the script's name is empty")
-    return [Wish("program.target", target, source), Wish("program.args", tuple(args), source)]
+    return [Setting("program.target", target, source), Setting("program.args", tuple(args), source)]
 
 
-def _is_job_file(target: str) -> bool:
-    return target.endswith((".yaml", ".yml"))
+def _job_file_settings(path: str, args: Sequence[str], source: Source) -> list[Setting]:
+    """Return the settings of a job file; arguments behind it are appended to the file's own."""
+    from pdrun.launcher.config.job_file import load_job_file
+
+    settings = list(load_job_file(path))
+    if args:
+        own = next((one.value for one in settings if one.path == "program.args"), ())
+        settings.append(Setting("program.args", (*own, *args), source))
+    return settings
 
 
-def make_plan(asked: Asked) -> tuple[LaunchPlan, Facts]:
-    """Look at this machine and decide."""
-    from pdrun.launcher.plan.facts import gather
-    from pdrun.launcher.plan.plan import plan
+def plan_job(resolved: ResolvedSpec) -> tuple[LaunchPlan, Facts]:
+    """Gather the facts of this machine and plan the job."""
+    from pdrun.launcher.plan.facts import gather_facts
+    from pdrun.launcher.plan.plan import make_plan
 
-    asked = _within_kill_wait(asked)
-    facts = gather(asked.spec, starter=through.starter_for(asked.spec, asked.sources))
-    return plan(asked.spec, facts, asked.sources, asked.notes), facts
-
-
-def _within_kill_wait(asked: Asked) -> Asked:
-    """
-    Fit the grace of a job whose nodes srun has started into the time that Slurm leaves it; node 0
-    has the say.
-    """
-    if asked.spec.place.node_rank != 0 or not asked.sources.get("place.node_rank", "").startswith(
-        "SLURM_"
-    ):
-        return asked
-    from pdrun.launcher.plan.find_launchers import kill_wait, slurm_config
-
-    spec, note = through.within(asked.spec, kill_wait(slurm_config(os.environ)), asked.sources)
-    return Asked(spec, asked.sources, (*asked.notes, note) if note else asked.notes)
+    resolved = _limit_grace(resolved)
+    facts = gather_facts(
+        resolved.spec, starter=external.external_launcher_for(resolved.spec, resolved.sources)
+    )
+    return make_plan(resolved.spec, facts, resolved.sources, resolved.notes), facts
 
 
-def run(params: Mapping[str, Any], words: Sequence[str]) -> int:
-    """
-    Do what ``pdrun run`` was told: print the plan, or execute it and return the job's exit code.
-    """
-    asked = request(params, words, os.environ, real())
-    if not asked.explain:  # which says it among the reasons
-        warn_of_strangers(os.environ)
-    if not asked.dry_run:
-        await_scheduler_name(asked.asked)
-        warn(asked.warnings)
-    plan, facts = make_plan(asked.asked)
-    if asked.explain or asked.dry_run:
-        _print(asked, plan, facts)
-    if asked.dry_run:
+def _limit_grace(resolved: ResolvedSpec) -> ResolvedSpec:
+    """Limit the grace time of a job that srun started to Slurm's KillWait. Node rank 0 decides."""
+    is_slurm = resolved.sources.get("place.node_rank", "").startswith("SLURM_")
+    if resolved.spec.place.node_rank != 0 or not is_slurm:
+        return resolved
+    from pdrun.launcher.plan.find_launchers import parse_kill_wait, read_slurm_config
+
+    spec, note = external.fit_grace(
+        resolved.spec, parse_kill_wait(read_slurm_config(os.environ)), resolved.sources
+    )
+    notes = (*resolved.notes, note) if note else resolved.notes
+    return ResolvedSpec(spec, resolved.sources, notes)
+
+
+def run_job(params: Mapping[str, Any], words: Sequence[str]) -> int:
+    """Print the plan, or execute it; return the job's exit code."""
+    request = parse_request(params, words, os.environ, make_probes())
+    if not request.explain:  # --explain lists them among the reasons
+        warn_of_unknown_variables(os.environ)
+    if not request.dry_run:
+        await_scheduler_name(request.resolved)
+        print_warnings(request.warnings)
+    plan, facts = plan_job(request.resolved)
+    if request.explain or request.dry_run:
+        _print_plan(request, plan, facts)
+    if request.dry_run:
         return 0
     from pdrun.launcher.launch.execute import execute
 
-    seat = _seat(asked.asked)
-    return int(execute(plan) if seat is None else execute(plan, seat))
+    options = _agent_options(request.resolved)
+    return int(execute(plan) if options is None else execute(plan, options))
 
 
-_TASKS = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "PALS_", "JSM_", "FLUX_", "MV2_", "MPI_", "HYDRA_")
-"""
-Beginnings of the variables by which one launcher starts all nodes and shows their output on one
-terminal.
-"""
-
-
-def _seat(asked: Asked) -> Seat | None:
+def _agent_options(resolved: ResolvedSpec) -> Seat | None:
     """
-    Return the seat of an agent among the tasks of mpirun or srun, of which the first one speaks for
-    the job.
+    Return the options of an agent that mpirun or srun started; None for any other agent.
+
+    Only the first task prints what is printed once per job.
     """
     from pdrun.launcher.launch.agent_options import Seat
 
-    if not asked.sources.get("place.node_rank", "").startswith(_TASKS):
+    if not resolved.sources.get("place.node_rank", "").startswith(TASK_VARIABLE_PREFIXES):
         return None
-    return Seat(quiet=(asked.spec.place.node_rank or 0) > 0, together=True)
+    return Seat(quiet=(resolved.spec.place.node_rank or 0) > 0, together=True)
 
 
-def await_scheduler_name(asked: Asked) -> None:
-    """
-    Hold the plan back until the scheduler's name leads somewhere, for the start timeout at most.
-    """
+def await_scheduler_name(resolved: ResolvedSpec) -> None:
+    """Wait until the scheduler's name resolves, at most for the start timeout."""
     from pdrun.launcher.common import network
     from pdrun.launcher.plan.facts import is_networked
 
-    where = asked.spec.place.scheduler
-    if where is not None and is_networked(asked.spec):
-        network.await_name(where, asked.spec.policy.start_timeout, async_writer.write_message)
+    scheduler = resolved.spec.place.scheduler
+    if scheduler is not None and is_networked(resolved.spec):
+        network.wait_for_name(
+            scheduler, resolved.spec.policy.start_timeout, async_writer.write_message
+        )
 
 
-def warn_of_strangers(environ: Mapping[str, str]) -> None:
+def warn_of_unknown_variables(environ: Mapping[str, str]) -> None:
     """
-    Say on stderr which PDRUN_ variables nobody reads: a typing slip must not start a job of another
-    size unseen.
+    Print a warning for every unknown PDRUN_ variable.
+
+    Without it, a typing error would silently start a job of another size.
     """
-    warn(strangers(environ))
+    print_warnings(unknown_variables(environ))
 
 
-def warn(lines: Iterable[str]) -> None:
+def print_warnings(lines: Iterable[str]) -> None:
     """Print warnings on stderr."""
     for text in lines:
         print(f"pdrun: warning: {text}", file=sys.stderr, flush=True)
 
 
-def _print(asked: Request, plan: LaunchPlan, facts: Facts) -> None:
-    """Print to stdout what was asked for; to stderr when the job's own output follows."""
-    from pdrun.launcher.plan import render as show
-    from pdrun.launcher.plan.plan import simulated
+def _print_plan(request: RunRequest, plan: LaunchPlan, facts: Facts) -> None:
+    """Print the plan on stdout, or on stderr if the job's own output follows."""
+    from pdrun.launcher.plan import render
+    from pdrun.launcher.plan.plan import plan_simulated_nodes
 
-    nodes = simulated(plan, facts) if plan.mode == "local" else ()
-    out = sys.stdout if asked.dry_run else sys.stderr
-    if asked.json:
-        out.write(show.plan_json(plan, nodes))
+    nodes = plan_simulated_nodes(plan, facts) if plan.mode == "local" else ()
+    out = sys.stdout if request.dry_run else sys.stderr
+    if request.json:
+        out.write(render.format_plan_json(plan, nodes))
         return
-    if asked.dry_run:
-        out.write(show.plan_text(plan, nodes))
-    if asked.explain:
-        out.write(("\n" if asked.dry_run else "") + show.explain(plan, facts))
+    if request.dry_run:
+        out.write(render.format_plan(plan, nodes))
+    if request.explain and request.dry_run:
+        out.write("\n")
+    if request.explain:
+        out.write(render.explain_plan(plan, facts))
     out.flush()

@@ -1,6 +1,5 @@
 """
-``pdrun warm start``, ``status`` and ``stop``: processes that keep torch imported between jobs
-(`warm`).
+``pdrun warm start``, ``status`` and ``stop``: processes that keep torch imported between jobs.
 """
 
 from __future__ import annotations
@@ -10,153 +9,232 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import click
+
 from pdrun.errors import ConfigError, UsageError
+from pdrun.launcher.cli.options import CONTEXT_SETTINGS
+from pdrun.launcher.common import parsers
 from pdrun.launcher.common.places import warm_folder
-from pdrun.launcher.plan.environment import scrub
-from pdrun.launcher.plan.facts import torch_version
-from pdrun.launcher.plan.render import seconds
-from pdrun.launcher.plan.start_method import unfit
+from pdrun.launcher.plan.environment import remove_launcher_variables
+from pdrun.launcher.plan.facts import read_torch_version
+from pdrun.launcher.plan.render import format_duration
+from pdrun.launcher.plan.start_method import why_unusable
 from pdrun.launcher.stdlib_only import import_env
 from pdrun.launcher.supervisor import warm_client
 from pdrun.launcher.supervisor.events import Warm
 
-NONE = "there is no warm process of yours on this node"
+NO_PROCESS = "no warm process of this user runs on this node"
 
 
-def start(python: str, idle: float) -> int:
-    """Have a warm process for this interpreter and environment; return 0 once there is one."""
-    python = _interpreter(python)
-    environ, _ = scrub(os.environ)
-    why = import_env.needs_exec(environ)
+def warm_group() -> click.Group:
+    """Return ``pdrun warm``."""
+
+    def start(python: str, idle: str) -> int:
+        return start_warm_process(python, parsers.parse_duration(idle, "--idle"))
+
+    def status(json: bool) -> int:
+        return show_warm_processes(as_json=json)
+
+    def stop(pids: tuple[str, ...]) -> int:
+        return stop_warm_processes([int(parsers.int_parser(1)(pid, "warm stop")) for pid in pids])
+
+    group = click.Group(
+        "warm",
+        help="Keep torch imported between the jobs of this node, so that they start faster.",
+        context_settings=dict(CONTEXT_SETTINGS),
+    )
+    python = click.Option(
+        ["--python"],
+        metavar="PATH",
+        default="",
+        help="Interpreter of the workers (default: the interpreter of pdrun).",
+    )
+    idle = click.Option(
+        ["--idle"],
+        metavar="TIME",
+        default="30m",
+        show_default=True,
+        help="Exit after this time without a job.",
+    )
+    commands: tuple[tuple[str, Callable[..., int], str, list[click.Parameter]], ...] = (
+        (
+            "start",
+            start,
+            "Start a process that imports torch and stays; no effect if one runs already.",
+            [python, idle],
+        ),
+        (
+            "status",
+            status,
+            "Show this user's warm processes on this node, and whether a job uses them.",
+            [click.Option(["--json"], is_flag=True, help="One JSON object per process.")],
+        ),
+        (
+            "stop",
+            stop,
+            "Stop all warm processes, or those with these pids; running jobs continue.",
+            [click.Argument(["pids"], nargs=-1, metavar="[PID]...")],
+        ),
+    )
+    for name, callback, text, params in commands:
+        settings = dict(CONTEXT_SETTINGS)
+        group.add_command(
+            click.Command(
+                name, callback=callback, help=text, params=params, context_settings=settings
+            )
+        )
+    return group
+
+
+def start_warm_process(python: str, idle: float) -> int:
+    """
+    Start a warm process for this interpreter and environment, if none runs; return 0.
+
+    Raises:
+        ConfigError: workers cannot be forked here, or the new process does not answer.
+    """
+    python = _interpreter_path(python)
+    environ, _ = remove_launcher_variables(os.environ)
+    why = import_env.why_exec_needed(environ)
     if why:
         raise ConfigError(f"workers cannot be forked here: {why}", where="environment")
-    folder = _folder()
-    path = folder / f"{warm_client.key(python, environ)}.sock"
-    with warm_client.changing(folder, _say) as number:
-        look = warm_client.Look()
-        found = next((found for found in look.found() if found.socket == str(path)), None)
-        if found is not None and not (why := _unfit(found, python, environ)):
-            _say(f"is warm already: {_line(found)}")
+    folder = _socket_folder()
+    path = folder / f"{warm_client.warm_key(python, environ)}.sock"
+    with warm_client.locked_dir(folder, _print_line) as number:
+        scan = warm_client.WarmScan()
+        found = _find_process(scan, path)
+        if found is not None and not (why := _why_not_used(found, python, environ)):
+            _print_line(f"is warm already: {_describe(found)}")
             return 0
         if found is not None:
-            _say(f"replacing the warm process {found.pid}: {why}")
-            warm_client.stop(found)
-        warm_client.replace_silent(look, path.name, _say)
-        _say(f"importing {', '.join(warm_client.MODULES)} with {python}")
-        warm_client.launch(number, path, python, environ, idle)
-        made = next(
-            (found for found in warm_client.Look().found() if found.socket == str(path)), None
-        )
-    if made is None:
+            _print_line(f"replacing the warm process {found.pid}: {why}")
+            warm_client.stop_warm(found)
+        warm_client.replace_silent(scan, path.name, _print_line)
+        _print_line(f"importing {', '.join(warm_client.WARM_MODULES)} with {python}")
+        warm_client.start_warm(number, path, python, environ, idle)
+        started = _find_process(warm_client.WarmScan(), path)
+    if started is None:
         raise ConfigError("the warm process does not answer", where=str(path))
-    _say(f"is warm: {_line(made)}")
-    if made.unfit:
-        _say(f"but jobs from here will not use it: {made.unfit}")
+    _print_line(f"is warm: {_describe(started)}")
+    if started.unfit:
+        _print_line(f"but jobs of this environment do not use it: {started.unfit}")
     return 0
 
 
-def status(*, json: bool) -> int:
+def _find_process(scan: warm_client.WarmScan, path: Path) -> Warm | None:
+    return next((found for found in scan.collect_answers() if found.socket == str(path)), None)
+
+
+def show_warm_processes(*, as_json: bool) -> int:
     """Print the warm processes of this user on this node."""
-    look = warm_client.Look()
-    environ, _ = scrub(os.environ)
-    there = look.found()
-    for found in there:
-        why = _unfit(found, found.python, environ)
-        if json:
-            print(json_module.dumps(_data(found, why)))
+    scan = warm_client.WarmScan()
+    environ, _ = remove_launcher_variables(os.environ)
+    processes = scan.collect_answers()
+    for found in processes:
+        why = _why_not_used(found, found.python, environ)
+        if as_json:
+            print(json_module.dumps(_status_data(found, why)))
         else:
-            used = (
-                f"not used by a job from here: {why}"
-                if why
-                else "used by the next job of this interpreter"
-            )
-            print(
-                f"{_line(found)}\n  up {_age(time.time() - found.started)}, unused for {_age(found.unused)}, "
-                f"{found.served} job(s) served, {found.running} running\n  {used}"
-            )
-    for name, why in look.faults.items():
-        _say(f"{name}: {why}")
-    if not there and not look.faults and not json:
-        _say(f"{NONE}; pdrun warm start begins one")
+            print(_status_text(found, why))
+    for name, why in scan.faults.items():
+        _print_line(f"{name}: {why}")
+    if not processes and not scan.faults and not as_json:
+        _print_line(f"{NO_PROCESS}; start one: pdrun warm start")
     return 0
 
 
-def stop(pids: Sequence[int]) -> int:
-    """End the warm processes with these pids, or all; return 1 where one did not end."""
-    look = warm_client.Look()
-    found = {each.pid: each for each in look.found()}
-    cleared = warm_client.clear(look, _say)
-    unknown = [pid for pid in pids if pid not in found]
-    if unknown:
-        name = next(
-            (name for name, pid in look.pids.items() if pid == unknown[0] and name in look.faults),
-            "",
-        )
-        if name:
-            raise ConfigError(look.faults[name])
-        raise UsageError(
-            f"{unknown[0]} is no warm process of yours on this node", hint="see pdrun warm status"
-        )
+def _status_text(found: Warm, why: str) -> str:
+    use = "used by the next job of this interpreter"
+    if why:
+        use = f"not used by a job of this environment: {why}"
+    age = _format_age(time.time() - found.started)
+    return (
+        f"{_describe(found)}\n"
+        f"  up {age}, unused for {_format_age(found.unused)}, "
+        f"{found.served} job(s) served, {found.running} running\n"
+        f"  {use}"
+    )
+
+
+def stop_warm_processes(pids: Sequence[int]) -> int:
+    """Stop the warm processes with these pids, or all; return 1 if one did not stop."""
+    scan = warm_client.WarmScan()
+    found = {process.pid: process for process in scan.collect_answers()}
+    removed = warm_client.remove_dead(scan, _print_line)
+    for pid in pids:
+        if pid not in found:
+            raise _unknown_pid(scan, pid)
     code = 0
     for pid in pids or found:
-        ended = warm_client.stop(found[pid])
+        if not warm_client.stop_warm(found[pid]):
+            _print_line(f"could not stop the warm process {pid}")
+            code = 1
+            continue
         running = found[pid].running
-        _say(
-            f"{'ended' if ended else 'could not end'} the warm process {pid}"
-            + (f"; {running} job(s) go on" if running and ended else "")
-        )
-        code = code if ended else 1
-    for name, why in look.faults.items():
-        _say(
-            f"{name}: was left by a dead process, and is removed"
-            if name in cleared
-            else f"{name}: {why}"
-        )
-        code = code if name in cleared else 1
-    if not found and not look.faults:
-        _say(NONE)
+        jobs = f"; {running} running job(s) continue" if running else ""
+        _print_line(f"stopped the warm process {pid}{jobs}")
+    for name, why in scan.faults.items():
+        if name in removed:
+            _print_line(f"{name}: its process has exited; removed")
+        else:
+            _print_line(f"{name}: {why}")
+            code = 1
+    if not found and not scan.faults:
+        _print_line(NO_PROCESS)
     return code
 
 
-def _interpreter(python: str) -> str:
+def _unknown_pid(scan: warm_client.WarmScan, pid: int) -> ConfigError | UsageError:
+    """Return the error for a pid that no warm process of this user answers to."""
+    for name, owner in scan.pids.items():
+        if owner == pid and name in scan.faults:
+            return ConfigError(scan.faults[name])
+    return UsageError(
+        f"{pid} is not a warm process of this user on this node", hint="see pdrun warm status"
+    )
+
+
+def _interpreter_path(python: str) -> str:
     """
-    Return the absolute path of an interpreter, links as they are: a virtual environment is found by
-    its own path.
+    Return the absolute path of an interpreter.
+
+    Links are not resolved: Python finds its virtual environment by the path it was started with.
     """
     if not python:
         return sys.executable
     path = shutil.which(python)
     if path is None:
-        raise UsageError(f"is no program: {python!r}", where="--python")
+        raise UsageError(f"must be a program, got {python!r}", where="--python")
     return str(Path(path).absolute())
 
 
-def _folder() -> Path:
+def _socket_folder() -> Path:
     try:
         return warm_folder()
     except OSError as error:
         raise ConfigError(
-            f"there is no place for sockets: {error.strerror}", hint="set XDG_RUNTIME_DIR"
+            f"no folder for the sockets: {error.strerror}", hint="set XDG_RUNTIME_DIR"
         ) from None
 
 
-def _unfit(found: Warm, python: str, environ: Mapping[str, str]) -> str:
-    """Why a job from here would not use a warm process; its own script and options left aside."""
-    version = torch_version() if python == sys.executable else ""
-    return unfit(found, (python, "script.py"), (), version, environ)
+def _why_not_used(found: Warm, python: str, environ: Mapping[str, str]) -> str:
+    """Return why a job of this environment would not use a warm process; empty: it would."""
+    version = read_torch_version() if python == sys.executable else ""
+    return why_unusable(found, (python, "script.py"), (), version, environ)
 
 
-def _line(found: Warm) -> str:
+def _describe(found: Warm) -> str:
     memory = f"{found.memory / 1e6:.0f} MB" if found.memory else "memory unknown"
-    left = found.idle - found.unused
-    ends = "a job runs" if found.running else f"ends in {_age(left)} without a job"
-    return f"pid {found.pid}: torch {found.torch_version} of {found.python}, {memory}, {ends}"
+    state = "a job runs"
+    if not found.running:
+        state = f"exits in {_format_age(found.idle - found.unused)} without a job"
+    return f"pid {found.pid}: torch {found.torch_version} of {found.python}, {memory}, {state}"
 
 
-def _data(found: Warm, why: str) -> dict[str, object]:
+def _status_data(found: Warm, why: str) -> dict[str, object]:
     return {
         "pid": found.pid,
         "python": found.python,
@@ -173,12 +251,12 @@ def _data(found: Warm, why: str) -> dict[str, object]:
     }
 
 
-def _age(value: float) -> str:
+def _format_age(value: float) -> str:
     for size in (3600, 60):
         if value >= 2 * size:
-            return seconds(float(int(value) // size * size))
-    return seconds(float(max(0, round(value))))
+            return format_duration(float(int(value) // size * size))
+    return format_duration(float(max(0, round(value))))
 
 
-def _say(text: str) -> None:
+def _print_line(text: str) -> None:
     print(f"pdrun: {text}", file=sys.stderr, flush=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 import click
 import pytest
 
-from pdrun.launcher.cli.commands import build
-from pdrun.launcher.config.aliases import ALIASES
-from pdrun.launcher.config.options import RUN
+from pdrun.launcher.cli.commands import build_command_line
+from pdrun.launcher.config.aliases import ALIAS_OPTIONS
+from pdrun.launcher.config.options import RUN_OPTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -31,14 +31,18 @@ def test_links_lead_somewhere(page: Path) -> None:
 def options(command: click.Command) -> Iterator[str]:
     """Yield every option of a command and of those below it."""
     yield from (name for param in command.params for name in param.opts)
-    for below in command.commands.values() if isinstance(command, click.Group) else ():
-        yield from options(below)
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            below = command.get_command(context, name)
+            assert below is not None
+            yield from options(below)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_options_in_commands_exist(page: Path) -> None:
-    group = build(lambda found: None, lambda read: 0)
-    known = {name for row in (*RUN, *ALIASES) for name in row.names}
+    group = build_command_line()
+    known = {name for row in (*RUN_OPTIONS, *ALIAS_OPTIONS) for name in row.names}
     known |= set(options(group))
     for line in re.findall(r"^    .*?\bpdrun (.*)$", page.read_text(), re.MULTILINE):
         ours = line.split(".py")[0].split("#")[0]

@@ -30,6 +30,7 @@ def pdrun(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., Outcome]:
     """Run the command line in this process; anything that would start a job fails the test."""
+    from pdrun.launcher.launch import execute, join
 
     def started(*args: object) -> int:
         raise AssertionError(f"a job was started: {args}")

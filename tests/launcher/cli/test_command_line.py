@@ -66,11 +66,11 @@ def plans(pdrun: Call, monkeypatch: pytest.MonkeyPatch) -> list[LaunchPlan]:
     """The plans that would have been executed."""
     caught: list[LaunchPlan] = []
 
-    def execute(plan: LaunchPlan) -> int:
+    def record_plan(plan: LaunchPlan) -> int:
         caught.append(plan)
         return 42
 
-    monkeypatch.setattr(execute, "execute", execute)
+    monkeypatch.setattr(execute, "execute", record_plan)
     return caught
 
 

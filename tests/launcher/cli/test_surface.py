@@ -12,12 +12,14 @@ import pytest
 
 import pdrun
 from pdrun import errors, eventlog
-from pdrun.launcher.cli.commands import JOINERS, build
+from pdrun.launcher.cli.commands import LOADERS
+from pdrun.launcher.cli.join import JOIN_OPTIONS
+from pdrun.launcher.cli.run import run_command
 from pdrun.launcher.config import resolve as derive
-from pdrun.launcher.config.aliases import ALIASES, MSRUN, TORCHRUN
-from pdrun.launcher.config.options import OTHER_VARIABLES, RUN, Option
-from pdrun.launcher.config.settings import Level, Source, Wish
-from pdrun.launcher.config.spec import field_paths
+from pdrun.launcher.config.aliases import ALIAS_OPTIONS, MSRUN_OPTIONS, TORCHRUN_OPTIONS
+from pdrun.launcher.config.options import OTHER_VARIABLES, RUN_OPTIONS, Option
+from pdrun.launcher.config.settings import Priority, Setting, Source
+from pdrun.launcher.config.spec import list_field_paths
 from pdrun.rendezvous.protocol import messages
 from pdrun.worker_env import WorkerEnv
 
@@ -113,29 +115,29 @@ def spellings(rows: tuple[Option, ...]) -> set[str]:
 
 
 def test_options_of_run() -> None:
-    assert spellings(RUN) == OPTIONS
-    assert spellings(TORCHRUN) == TORCHRUNS
-    assert spellings(MSRUN) == MSRUNS
+    assert spellings(RUN_OPTIONS) == OPTIONS
+    assert spellings(TORCHRUN_OPTIONS) == TORCHRUNS
+    assert spellings(MSRUN_OPTIONS) == MSRUNS
 
 
 def test_no_spelling_means_two_things() -> None:
-    every = [name for row in (*RUN, *ALIASES) for name in row.names]
-    twins = [name for row in (*RUN, *ALIASES) for name in row.env]
+    every = [name for row in (*RUN_OPTIONS, *ALIAS_OPTIONS) for name in row.names]
+    twins = [name for row in (*RUN_OPTIONS, *ALIAS_OPTIONS) for name in row.env]
     assert len(every) == len(set(every))
     assert len(twins) == len(set(twins))
 
 
 def test_commands() -> None:
-    group = build()
-    assert set(group.commands) == COMMANDS
-    assert {
-        name for param in group.commands["run"].params for name in param.opts if name[0] == "-"
-    } == (OPTIONS | TORCHRUNS | MSRUNS)
-    assert set(JOINERS) < OPTIONS
+    assert set(LOADERS) == COMMANDS
+    for name, load in LOADERS.items():
+        assert load().name == name
+    spellings = {name for param in run_command().params for name in param.opts if name[0] == "-"}
+    assert spellings == OPTIONS | TORCHRUNS | MSRUNS
+    assert set(JOIN_OPTIONS) < OPTIONS
 
 
 def test_variables() -> None:
-    assert {name for row in RUN for name in row.env if name.startswith("PDRUN_")} == VARIABLES
+    assert {name for row in RUN_OPTIONS for name in row.env if name.startswith("PDRUN_")} == VARIABLES
     assert not VARIABLES & set(OTHER_VARIABLES)
 
 
@@ -161,7 +163,7 @@ def test_worker_environment() -> None:
 
 
 def test_fields_of_a_job() -> None:
-    assert set(field_paths()) == FIELDS
+    assert set(list_field_paths()) == FIELDS
 
 
 def test_events() -> None:
@@ -183,7 +185,7 @@ def test_exit_codes() -> None:
 
 def test_every_path_that_an_option_gives_is_known() -> None:
     known = {
-        *field_paths(),
+        *list_field_paths(),
         "scheduler.host",
         "scheduler.port",
         "msrun.workers",
@@ -220,7 +222,7 @@ def test_every_path_that_an_option_gives_is_known() -> None:
         "null",
         "c10d",
     )
-    for row in (*RUN, *ALIASES):
+    for row in (*RUN_OPTIONS, *ALIAS_OPTIONS):
         for text in texts:
             try:
                 found = row.read(text, row.names[0])
@@ -242,15 +244,15 @@ def test_every_parameter_of_a_row_is_used() -> None:
         "note",
         "first",
     }
-    program = Wish("program.target", "x", Source("command line", Level.COMMAND))
-    assert derive.build([program]).spec.program.target == "x"
+    program = Setting("program.target", "x", Source("command line", Priority.COMMAND))
+    assert derive.resolve_spec([program]).spec.program.target == "x"
 
 
 def test_launchers_that_are_read() -> None:
-    from pdrun.launcher.adapters.detect import LAUNCHERS
+    from pdrun.launcher.adapters.detect import ADAPTERS
     from pdrun.launcher.ranktables.model import DIALECTS
 
-    assert " ".join(row.name for row in LAUNCHERS) == (
+    assert " ".join(row.name for row in ADAPTERS) == (
         "pdrun torchrun jsrun openmpi mvapich pals intelmpi mpich flux pmix slurm-step pet mindspore volcano"
         " pytorch-operator jobset indexed-job sagemaker azureml vertex tpu variables ascend slurm-job pbs lsf sge"
         " mpi-operator"

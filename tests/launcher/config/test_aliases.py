@@ -8,22 +8,17 @@ from collections.abc import Mapping
 import pytest
 
 from pdrun.errors import PdrunError
-from pdrun.launcher.cli.commands import build as commands
-from pdrun.launcher.cli.run import request
-from pdrun.launcher.config.aliases import ALIASES, MSRUN, TORCHRUN
-from pdrun.launcher.config.options import RUN
-from pdrun.launcher.config.resolve import Asked
+from pdrun.launcher.cli.run import parse_request, run_command
+from pdrun.launcher.config.aliases import ALIAS_OPTIONS, MSRUN_OPTIONS, TORCHRUN_OPTIONS
+from pdrun.launcher.config.options import RUN_OPTIONS
+from pdrun.launcher.config.resolve import ResolvedSpec
 
 
-def ask(line: str, environ: Mapping[str, str] | None = None) -> Asked:
+def ask(line: str, environ: Mapping[str, str] | None = None) -> ResolvedSpec:
     """Return what a command line asks for, without looking at any machine."""
-    context = (
-        commands(lambda found: None, lambda read: 0)
-        .commands["run"]
-        .make_context("run", shlex.split(line))
-    )
+    context = run_command().make_context("run", shlex.split(line))
     words = context.params.pop("words")
-    return request(context.params, words, environ or {}).asked
+    return parse_request(context.params, words, environ or {}).resolved
 
 
 SAME = [
@@ -129,7 +124,7 @@ def test_every_row_is_an_accepted_meaning_or_a_refusal_with_its_reason() -> None
         "join_timeout=1",
         "name",
     ]
-    for row in ALIASES:
+    for row in ALIAS_OPTIONS:
         outcomes = set()
         for text in samples if row.metavar else ("",):
             try:
@@ -141,11 +136,11 @@ def test_every_row_is_an_accepted_meaning_or_a_refusal_with_its_reason() -> None
 
 
 def test_torchruns_rows_have_both_spellings_and_their_variable() -> None:
-    for row in TORCHRUN:
+    for row in TORCHRUN_OPTIONS:
         long = [name for name in row.names if name.startswith("--")]
         assert {name.replace("-", "_") for name in long} == {long[0].replace("-", "_")}
         assert row.env == (f"PET_{long[0][2:].upper().replace('-', '_')}",)
-    shared = {twin for row in RUN for twin in row.env if twin.startswith("PET_")}
+    shared = {twin for row in RUN_OPTIONS for twin in row.env if twin.startswith("PET_")}
     assert shared == {
         "PET_MODULE",
         "PET_NO_PYTHON",
@@ -158,7 +153,7 @@ def test_torchruns_rows_have_both_spellings_and_their_variable() -> None:
 @pytest.mark.torch
 def test_torchruns_options_are_all_known() -> None:
     distributed = pytest.importorskip("torch.distributed.run")
-    known = {name for row in (*RUN, *TORCHRUN) for name in row.names} | {"-h", "--help"}
+    known = {name for row in (*RUN_OPTIONS, *TORCHRUN_OPTIONS) for name in row.names} | {"-h", "--help"}
     theirs = {
         name for action in distributed.get_args_parser()._actions for name in action.option_strings
     }
@@ -182,7 +177,7 @@ def test_the_command_line_counts_before_variables_of_both_kinds() -> None:
 
 
 def test_msruns_rows_are_spelt_as_msrun_spells_them() -> None:
-    assert all(len(row.names) == 1 and "-" not in row.names[0][2:] for row in MSRUN)
+    assert all(len(row.names) == 1 and "-" not in row.names[0][2:] for row in MSRUN_OPTIONS)
 
 
 def test_an_endpoint_that_standalone_passes_over_is_named() -> None:

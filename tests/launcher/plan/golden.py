@@ -24,14 +24,13 @@ import yaml
 
 from pdrun.backends import detect
 from pdrun.backends.affinity import parse_cpu_list
-from pdrun.backends.base import Answer, TorchBuild
+from pdrun.backends.base import ToolAnswer, TorchBuild
 from pdrun.errors import PdrunError
-from pdrun.launcher.adapters.mpirun_command import recognise
-from pdrun.launcher.cli.commands import build
-from pdrun.launcher.cli.run import request
+from pdrun.launcher.adapters.mpirun_command import identify_mpirun
+from pdrun.launcher.cli.run import parse_request, run_command
 from pdrun.launcher.plan import render as show
-from pdrun.launcher.plan.model import BackendFacts, Facts, Starter
-from pdrun.launcher.plan.plan import plan, simulated
+from pdrun.launcher.plan.model import BackendFacts, ExternalLauncher, Facts
+from pdrun.launcher.plan.plan import make_plan, plan_simulated_nodes
 from pdrun.topology import CpuSet
 from tests.launcher.adapters.golden import probes
 
@@ -51,9 +50,7 @@ def outcome(case: dict[str, Any], root: Path) -> str:
         **{name: str(value) for name, value in case.get("environ", {}).items()},
     }
     try:
-        group = build(lambda found: None, lambda read: 0)
-        command = group.commands["run"]
-        context = command.make_context("run", [str(word) for word in case["argv"]])
+        context = run_command().make_context("run", [str(word) for word in case["argv"]])
         words = context.params.pop("words")
         for name, text in case.get("files", {}).items():
             _file(root / "files" / name, text)
@@ -61,16 +58,16 @@ def outcome(case: dict[str, Any], root: Path) -> str:
             {"host": case.get("facts", {}).get("hostname", "host1"), **case.get("around", {})}
         )
         with chdir(root / "files") if "files" in case else nullcontext():
-            asked = request(context.params, words, environ, around).asked
+            asked = parse_request(context.params, words, environ, around).resolved
         facts = make_facts(case.get("facts", {}), environ, root)
-        made = plan(asked.spec, facts, asked.sources, asked.notes)
-        nodes = simulated(made, facts) if made.mode == "local" else ()
+        made = make_plan(asked.spec, facts, asked.sources, asked.notes)
+        nodes = plan_simulated_nodes(made, facts) if made.mode == "local" else ()
     except PdrunError as error:
         return f"exit {error.exit_code}\npdrun: error: {error}\n"
     why = [f"  {note}" for note in (*made.notes, f"backend: {made.backend_reason}")]
-    lines = [show.plan_text(made, nodes), "why:", *why, ""]
+    lines = [show.format_plan(made, nodes), "why:", *why, ""]
     said = [f"  {path} by {source}" for path, source in made.sources.items() if source != "default"]
-    compared = " ".join(f"{key}={value}" for key, value in made.facts.items())
+    compared = " ".join(f"{key}={value}" for key, value in made.compared.items())
     return "\n".join([*lines, "sources:", *said, "", f"compared: {compared}"]) + "\n"
 
 
@@ -95,20 +92,20 @@ def make_facts(data: dict[str, Any], environ: dict[str, str], root: Path) -> Fac
         ),
         uid=1000,
         script_digest=data.get("script_digest", ""),
-        local_endpoint=data.get("local_endpoint"),
+        is_scheduler_local=data.get("local_endpoint"),
         route_address=data.get("route", "127.0.0.1"),
         program_error=error,
         program_error_code=code,
         log_error=data.get("log_error", ""),
-        hosts_here=tuple(data.get("hosts_here", ())),
-        starter=_starter(data["starter"]) if "starter" in data else None,
+        local_hosts=tuple(data.get("hosts_here", ())),
+        external_launcher=_starter(data["starter"]) if "starter" in data else None,
     )
 
 
-def _starter(data: dict[str, Any]) -> Starter:
-    mpi = recognise(data["program"], data["says"]) if "says" in data else None
+def _starter(data: dict[str, Any]) -> ExternalLauncher:
+    mpi = identify_mpirun(data["program"], data["says"]) if "says" in data else None
     more = data.get("kill_wait"), data.get("binds", True), data.get("fault", "")
-    return Starter(data["how"], data["program"], mpi, *more)
+    return ExternalLauncher(data["how"], data["program"], mpi, *more)
 
 
 def _cpus(data: dict[str, Any]) -> CpuSet:
@@ -145,7 +142,7 @@ def _backends(
     probes = detect.probe_all(
         environ,
         root,
-        lambda command: Answer("ok", data["mig"]) if data.get("mig") else Answer("missing"),
+        lambda command: ToolAnswer("ok", data["mig"]) if data.get("mig") else ToolAnswer("missing"),
         build=lambda: TorchBuild("2.13.0", kinds),
         platform="linux",
         machine="x86_64",

@@ -20,19 +20,18 @@ import pytest
 
 from pdrun.errors import PdrunError
 from pdrun.launcher.cli import run as cli_run
-from pdrun.launcher.cli.commands import build
 from pdrun.launcher.config import aliases, options
 from pdrun.launcher.launch import prestart as ahead
 from pdrun.launcher.plan.model import LaunchPlan
-from pdrun.launcher.plan.start_method import starter_command
+from pdrun.launcher.plan.start_method import fork_server_command
 from pdrun.launcher.stdlib_only import supervisor
 from pdrun.launcher.supervisor import boot
-from pdrun.launcher.supervisor.client import KeeperProcess
+from pdrun.launcher.supervisor.client import SupervisorProcess
 from pdrun.launcher.supervisor.events import StarterState, WorkerCommand
 from tests.e2e.conftest import until
 
 TORCH = "import torch\n"
-RUN = build(lambda _: None, lambda _: 0).commands["run"]
+RUN = cli_run.run_command()
 
 
 @pytest.fixture(autouse=True)
@@ -109,8 +108,8 @@ def test_with_few_descriptors_nothing_is_guessed(
 def planned(words: list[str]) -> LaunchPlan:
     """What ``pdrun WORDS`` plans here."""
     context = RUN.make_context("run", list(words))
-    asked = cli_run.request(context.params, context.params["words"], {}).asked
-    return cli_run.make_plan(asked)[0]
+    request = cli_run.parse_request(context.params, context.params["words"], {})
+    return cli_run.plan_job(request.resolved)[0]
 
 
 SAMPLES = {
@@ -123,7 +122,7 @@ SAMPLES = {
 }
 
 
-@pytest.mark.parametrize("row", [*options.RUN, *aliases.ALIASES], ids=lambda row: row.names[0])
+@pytest.mark.parametrize("row", [*options.RUN_OPTIONS, *aliases.ALIAS_OPTIONS], ids=lambda row: row.names[0])
 def test_every_option_that_changes_the_start_of_workers_is_known(
     row: options.Option, folder: Path
 ) -> None:
@@ -146,8 +145,8 @@ def test_every_option_that_changes_the_start_of_workers_is_known(
             except (PdrunError, click.ClickException):
                 continue
             guessed = ahead.command(["train.py"], os.environ)
-            if plan.starting.how == "fork" and plan.workers:
-                wanted = starter_command(plan)
+            if plan.start_method.how == "fork" and plan.workers:
+                wanted = fork_server_command(plan)
                 assert guessed == (list(wanted.argv), dict(wanted.env), wanted.cwd), words
 
 
@@ -165,16 +164,16 @@ def test_the_guess_is_what_the_plan_asks_for(
     guessed = ahead.command(words, os.environ)
     assert (
         (guessed is not None)
-        == (plan.starting.how == "fork")
+        == (plan.start_method.how == "fork")
         == (script in ("train.py", "adam.py"))
     )
     if guessed is not None:
-        wanted = starter_command(plan)
+        wanted = fork_server_command(plan)
         assert guessed == (list(wanted.argv), dict(wanted.env), wanted.cwd)
 
 
 def running(pid: int) -> bool:
-    found = supervisor.process(pid)
+    found = supervisor.find_process(pid)
     return found is not None and found.state not in "ZX"
 
 
@@ -182,11 +181,11 @@ def begun() -> tuple[int, int]:
     """Begin; return the pids of keeper and starter."""
     ahead.begin(["train.py"])
     assert ahead._ahead is not None
-    keeper = supervisor.process(ahead._ahead.pid)
+    keeper = supervisor.find_process(ahead._ahead.pid)
     assert keeper is not None
 
     def starters() -> list[int]:
-        return [child.pid for child in supervisor.children(keeper) if "fork_server" in str(child)]
+        return [child.pid for child in supervisor.list_children(keeper) if "fork_server" in str(child)]
 
     until(lambda: len(starters()) == 1, "the starter runs", 20)
     return keeper.pid, starters()[0]
@@ -194,7 +193,7 @@ def begun() -> tuple[int, int]:
 
 def test_a_keeper_has_a_session_of_its_own_from_the_first_moment() -> None:
     """A Ctrl-C at the terminal would meet an interpreter that is starting: with a traceback."""
-    pid, connection = boot.start_keeper(sys.executable)
+    pid, connection = boot.start_supervisor(sys.executable)
     assert os.getsid(pid) == pid
     connection.close()
     assert os.waitpid(pid, 0)[1] == 0
@@ -215,17 +214,17 @@ def test_what_the_plan_asks_for_is_taken_over() -> None:
     wanted = WorkerCommand(-1, tuple(argv), env, cwd)
     found = ahead.take(wanted)
     assert found is not None and ahead.take(wanted) is None
-    keeper = KeeperProcess(ahead=found)
+    keeper = SupervisorProcess(prestart=found)
     try:
-        keeper.prepare(wanted)  # starts no second one
+        keeper.start_fork_server(wanted)  # starts no second one
         told: list[object] = []
 
         def ready() -> bool:
-            told.extend(keeper.events())
+            told.extend(keeper.read_events())
             return bool(told)
 
         until(ready, "it is ready", 60)
-        assert told == [StarterState(supervisor.STARTER, "")] and keeper.pid == pids[0]
+        assert told == [StarterState(supervisor.FORK_SERVER_SLOT, "")] and keeper.pid == pids[0]
     finally:
         keeper.close()
     assert not any(map(running, pids))

@@ -1,16 +1,20 @@
 """
-The agent of one node: one loop over the scheduler's link, the keeper, the workers' pipes and the
+The agent of one node: one loop over the scheduler link, the supervisor, the workers' pipes and the
 user's signals.
 
-    Welcome -> Join -> (Waiting) -> Assign -> preflight -> Ready -> Start -> workers -> Finished -+-> Verdict -> Leave
-                ^      (Standby)      ^------------------- another generation -------------------+
-                +--- Refuse(rejoin): given up; the workers end, then a new agent joins
+    Welcome -> Join -> (Waiting) -> Assign -> preflight -> Ready -> Start -> workers -> Finished
+                ^      (Standby)      ^                                                   |
+                |                     +---------------- next generation ------------------+
+                |                                                                         v
+                +--- Refuse(rejoin): the workers end, then the node rejoins    Verdict -> Leave
 
-It decides nothing about the job: the scheduler does, and every node leaves with its verdict's code.
-What it decides alone is what to do without a scheduler (`leaving`): when the link is lost, or a
-stop that the user asked for is not answered, the workers are ended with the usual grace and it
-leaves with 69, or 128 + the signal. Every wait has an end. Its workers are in `part`; what they
-tell, or show by doing nothing, in `reports`; its other processes in `crew`.
+The scheduler decides about the job, and every node exits with the code of its verdict. The agent
+decides alone only without a scheduler (see `shutdown`): if the link is lost, or the user's stop is
+not answered, it stops its workers with the usual grace period. It then exits with 69, or with
+128 + the signal. Every wait is bounded.
+
+`generation` runs the workers, `monitor` watches their progress, `helpers` holds the other
+processes.
 """
 
 from __future__ import annotations
@@ -21,18 +25,17 @@ import signal
 from collections.abc import Callable, Iterator
 
 from pdrun.errors import EXIT_UNAVAILABLE, PdrunError, RendezvousError
-from pdrun.launcher.agent.announcer import Voice
-from pdrun.launcher.agent.generation import Part
-from pdrun.launcher.agent.helpers import Crew
-from pdrun.launcher.agent.interfaces import Link, Surroundings, WorkerOutput
+from pdrun.launcher.agent.announcer import Announcer
+from pdrun.launcher.agent.generation import GenerationRunner
+from pdrun.launcher.agent.helpers import HelperProcesses
+from pdrun.launcher.agent.interfaces import AgentDeps, Link, WorkerOutput
 from pdrun.launcher.agent.lifeline import FOR_ALL, UP
-from pdrun.launcher.agent.monitor import EVERY, Reports
-from pdrun.launcher.agent.shutdown import Leaving, answer_time
-from pdrun.launcher.common.signals import FORWARD, STOP, Signals
+from pdrun.launcher.agent.monitor import PROGRESS_SECONDS, WorkerMonitor
+from pdrun.launcher.agent.shutdown import NodeStopper, ShutdownState
+from pdrun.launcher.common.signals import FORWARDED_SIGNALS, STOP_SIGNALS, SignalReceiver
 from pdrun.launcher.plan.model import LaunchPlan
 from pdrun.rendezvous.protocol.messages import (
     Assign,
-    Depart,
     Join,
     Leave,
     Message,
@@ -41,32 +44,35 @@ from pdrun.rendezvous.protocol.messages import (
     ShowStacks,
     Standby,
     Start,
-    StopRequest,
     StopWorkers,
     Verdict,
     Waiting,
     Welcome,
 )
 
-FAREWELL = 1.0
+CLOSE_SECONDS = 1.0
+"""Longest wait, at the end, for the link to send its last messages."""
 
 
 def run_agent(
-    plan: LaunchPlan | Callable[[Welcome], LaunchPlan], link: Link, around: Surroundings
+    plan: LaunchPlan | Callable[[Welcome], LaunchPlan], link: Link, deps: AgentDeps
 ) -> int:
     """
-    Take part in a job until its end; return the exit code of the verdict.
+    Run the agent of this node until the job ends; return the exit code of the verdict.
 
     Args:
-        plan: of this node, or how to make it once the scheduler has told the job's specification
-            (`pdrun join`).
+        plan: the plan of this node, or a function that makes it from the scheduler's Welcome, which
+            contains the job's specification (`pdrun join`).
+        link: the connection to the scheduler.
+        deps: everything else that the agent uses.
 
     Raises:
-        PdrunError: the plan cannot be made, the scheduler was never reached or refused this node.
+        PdrunError: the plan cannot be made, the scheduler was never reached, or it refused this
+            node.
     """
-    with Signals() as signals:
-        around.reached(UP)
-        agent = Agent(plan, link, signals, around)
+    with SignalReceiver() as signals:
+        deps.on_progress(UP)
+        agent = Agent(plan, link, signals, deps)
         try:
             return agent.run()
         finally:
@@ -74,392 +80,286 @@ def run_agent(
 
 
 class Agent:
-    """See the module. `run` once, then `close`."""
+    """Runs the loop of one node. Call `run` once, then `close`."""
 
     def __init__(
         self,
         plan: LaunchPlan | Callable[[Welcome], LaunchPlan],
         link: Link,
-        signals: Signals,
-        around: Surroundings,
+        signals: SignalReceiver,
+        deps: AgentDeps,
     ) -> None:
-        self._planner = plan if callable(plan) else lambda welcome: plan
-        self._known = None if callable(plan) else plan
+        self._make_plan = plan if callable(plan) else lambda welcome: plan
+        self._given_plan = None if callable(plan) else plan
         self._link = link
         self._signals = signals
-        self._around = around
-        self._clock = around.clock
-        self._voice = Voice(
+        self._deps = deps
+        self._clock = deps.clock
+        self._announcer = Announcer(
             self._clock,
-            quiet=around.quiet,
-            address=around.address,
-            events=around.events,
-            before=around.say,
+            is_quiet=deps.is_quiet,
+            address=deps.address,
+            event_log=deps.event_log,
+            print_early=deps.print_line,
         )
-        self._crew = Crew(around.keeper, self._voice.say)
-        self._reports = Reports(self._clock, self._tell, self._voice.say)
-        self._part = Part(self._crew, self._reports, self._voice, around, self._tell)
-        self._leave = Leaving()
+        self._helpers = HelperProcesses(deps, self._announcer.print_line)
+        self._monitor = WorkerMonitor(self._clock, self._send, self._announcer.print_line)
+        self._generation = GenerationRunner(
+            self._helpers, self._monitor, self._announcer, deps, self._send
+        )
+        self._shutdown = ShutdownState()
+        self._stopper = NodeStopper(
+            self._shutdown, self._generation, self._announcer, link, self._clock
+        )
         self._plan: LaunchPlan | None = None
         self._output: WorkerOutput | None = None
-        self._run = ""
-        self._joined = False
-        self._code: int | None = None
+        self._run_name = ""
+        self._has_joined = False
+        self._exit_code: int | None = None
 
     def run(self) -> int:
-        """Loop until the job is over for this node."""
-        if self._known is not None:
-            self._crew.hire(self._known)
+        """Loop until the job has ended for this node; return the exit code."""
+        if self._given_plan is not None:
+            self._helpers.start_supervisor(self._given_plan)
         try:
-            while self._code is None:
-                self._turn()
+            while self._exit_code is None:
+                self._run_once()
         except PdrunError as error:
             self._link.send(Leave(error.what))
             raise
-        return self._code
+        return self._exit_code
 
     def close(self) -> None:
-        """
-        End everything that is left, in an order in which nothing is lost: workers, last words, the
-        link.
-        """
-        self._crew.close()
-        self._reports.close()
-        self._link.close(FAREWELL)
+        """End all processes, then close the link, then flush the output: so nothing is lost."""
+        self._helpers.close()
+        self._monitor.close()
+        self._link.close(CLOSE_SECONDS)
         if self._output is not None:
             self._output.close()
 
     # The loop
-    # ---------------------------------------------------------------------------------------------------------
 
-    def _turn(self) -> None:
-        """
-        Wait for something, then deal with it: output first, so that no line is younger than what it
-        explains.
-        """
-        ready = self._wait()
+    def _run_once(self) -> None:
+        """Wait for an event and handle it."""
+        ready = self._wait_ready()
+        # output first: a line that explains an event must be printed before it
         for fd in ready:
             if self._output is not None:
-                self._output.read(fd)
-        if self._around.lifeline in ready and not self._lifeline_holds(self._around.lifeline):
-            return self._lifeline_cut()
-        for number in self._signals.read():
-            self._signalled(number)
-        self._reports.read()
-        self._crew.events(self._part.group, finished=self._part.finished)
-        if self._crew.stores.fileno() in ready and self._plan is not None:
-            self._crew.start_store(self._plan)
-        self._messages(ready)
-        if self._part.group is not None:
-            self._part.group.tick()
-        self._reports.turn()
-        self._voice.look()
-        self._conclude()
-        return None
+                self._output.read_pipe(fd)
+        lifeline = self._deps.lifeline
+        if lifeline in ready and not self._read_lifeline(lifeline):
+            self._on_lifeline_lost()
+            return
+        for number in self._signals.read_signals():
+            self._on_signal(number)
+        self._monitor.read_reports()
+        self._helpers.handle_events(
+            self._generation.group, is_finished=self._generation.is_finished
+        )
+        if self._helpers.stores.fileno() in ready and self._plan is not None:
+            self._helpers.start_store(self._plan)
+        self._handle_messages(ready)
+        if self._generation.group is not None:
+            self._generation.group.run_due()
+        self._monitor.run_once()
+        self._announcer.print_due()
+        self._advance()
 
-    def _wait(self) -> set[int]:
+    def _wait_ready(self) -> set[int]:
         """Sleep until a descriptor is readable or something is due; return the readable ones."""
         poll = select.poll()
-        now = self._clock.monotonic()
-        for fd in (*self._descriptors(), *(self._output.filenos() if self._output else ())):
+        for fd in self._watched_fds():
             if fd >= 0:
                 poll.register(fd, select.POLLIN)
-        times = [
-            self._leave.answer_by,
-            self._crew.beat_at,
-            self._voice.deadline(),
-            self._reports.deadline(),
-        ]
-        times.append(self._part.group.deadline() if self._part.group else None)
-        if self._hears:
-            times.append(self._link.deadline())
-            times.append(
-                self._around.scheduler_child.deadline() if self._around.scheduler_child else None
-            )
-        due = min((time for time in times if time is not None), default=None)
-        # a millisecond more, in which poll counts: a wait that ends too early would be a busy one
-        return {
-            fd
-            for fd, _ in poll.poll(
-                None if due is None else max(0.0, due - now) * 1000 + (due > now)
-            )
-        }
+        timeout = None
+        due = min((time for time in self._next_deadlines() if time is not None), default=None)
+        if due is not None:
+            left = due - self._clock.monotonic()
+            # poll counts in milliseconds: one more, or the wait could end early and become busy
+            timeout = max(0.0, left) * 1000 + (left > 0)
+        return {fd for fd, _ in poll.poll(timeout)}
 
-    def _descriptors(self) -> Iterator[int]:
+    def _watched_fds(self) -> Iterator[int]:
         yield self._signals.fileno()
-        if self._crew.keeper is not None:
-            yield self._crew.keeper.fileno()
-        if self._around.lifeline is not None:
-            yield self._around.lifeline
-        if self._hears:
+        if self._deps.lifeline is not None:
+            yield self._deps.lifeline
+        if self._is_listening:
             yield self._link.fileno()
-            if self._around.scheduler_child is not None:
-                yield self._around.scheduler_child.fileno()
-        yield self._crew.stores.fileno()
-        yield from self._reports.filenos()
+        yield from self._helpers.watched_fds(with_scheduler=self._is_listening)
+        yield from self._monitor.watched_fds()
+        if self._output is not None:
+            yield from self._output.watched_fds()
+
+    def _next_deadlines(self) -> Iterator[float | None]:
+        yield self._shutdown.answer_deadline
+        yield self._announcer.next_deadline()
+        yield self._monitor.next_deadline()
+        if self._generation.group is not None:
+            yield self._generation.group.next_deadline()
+        if self._is_listening:
+            yield self._link.deadline()
+        yield from self._helpers.next_deadlines(with_scheduler=self._is_listening)
 
     @property
-    def _hears(self) -> bool:
-        """Whether the scheduler's word still counts, for this agent as it is."""
-        return self._leave.code is None and not self._leave.returning
+    def _is_listening(self) -> bool:
+        """Whether this agent still follows the scheduler."""
+        return self._shutdown.exit_code is None and not self._shutdown.is_rejoining
 
-    def _tell(self, message: Message) -> None:
-        if self._hears:
+    def _send(self, message: Message) -> None:
+        if self._is_listening:
             self._link.send(message)
 
-    def _conclude(self) -> None:
-        """What follows from the state of the workers, and from time."""
-        leave = self._leave
-        self._part.conclude(self._plan)
-        child = self._around.scheduler_child
-        if child is not None and child.deadline() is not None:  # it has died and is not back yet
-            leave.absent()
-        if leave.overdue(self._clock.monotonic()):
-            self._stop_alone()
-        if self._part.running:
-            if leave.expired(self._link.cut_off_for()):
-                self._voice.say(
-                    f"no word of the scheduler for {leave.lease:.1f} s: stopping the workers of this node, "
-                    "for the others may go on without it"
+    def _advance(self) -> None:
+        """Take the next step that follows from the state of the workers and from time."""
+        shutdown = self._shutdown
+        self._generation.report_finished(self._plan)
+        if self._helpers.is_scheduler_restarting():
+            shutdown.extend_answer_deadline()
+        if shutdown.is_answer_overdue(self._clock.monotonic()):
+            self._stopper.stop_without_scheduler()
+        if self._generation.is_running:
+            if shutdown.is_lease_over(self._link.cut_off_for()):
+                self._announcer.print_line(
+                    f"no message from the scheduler for {shutdown.lease:.1f} s: stopping the"
+                    " workers of this node, because the others may continue without it"
                 )
-                self._end_and_return(leave.last_grace)
-        elif leave.returning:
-            self._come_back()
-        elif leave.departing and leave.code is None:
-            self._link.send(Leave("it was told to go"))
-            leave.code = 128 + leave.last
-        if leave.code is not None and not self._part.running:
-            self._code = leave.code
-            if not leave.judged:
-                self._voice.left(self._code)
+                self._stopper.stop_and_rejoin(shutdown.grace_after_lease)
+        elif shutdown.is_rejoining:
+            self._rejoin()
+        elif shutdown.is_departing and shutdown.exit_code is None:
+            self._link.send(Leave("it was asked to leave"))
+            shutdown.exit_code = 128 + shutdown.last_signal
+        if shutdown.exit_code is not None and not self._generation.is_running:
+            self._exit_code = shutdown.exit_code
+            if not shutdown.has_verdict:
+                self._announcer.announce_exit(self._exit_code)
+
+    def _rejoin(self) -> None:
+        """Join as a new node: nothing of the old one is left."""
+        self._shutdown.is_rejoining = False
+        self._has_joined = False
+        self._generation.reset()
+        self._link.renew()
 
     # The scheduler
-    # ----------------------------------------------------------------------------------------------------
 
-    def _messages(self, ready: set[int]) -> None:
-        if not self._hears:
+    def _handle_messages(self, ready: set[int]) -> None:
+        if not self._is_listening:
             return
         try:
             messages = self._link.poll()
             for message in messages:
-                self._heard(message)
-            if (
-                self._code is None and not messages
-            ):  # the verdict may be among them: then its end is no loss
-                self._tend_scheduler(ready)
+                self._on_message(message)
+            # with a verdict among the messages, the end of the scheduler is no failure
+            if self._exit_code is None and not messages:
+                self._helpers.restart_dead_scheduler(ready)
         except RendezvousError as error:
-            if self._leave.stops:  # what follows from the user's stop is no failure
-                self._stop_alone()
+            if self._shutdown.stop_count:  # the user's stop ends the scheduler: no failure either
+                self._stopper.stop_without_scheduler()
                 return
-            if not self._part.started:
+            if not self._generation.has_started:
                 raise
-            self._voice.say(f"{error}; stopping the workers of this node")
-            self._leave_alone(error.exit_code, signal.SIGTERM)
+            self._announcer.print_line(f"{error}; stopping the workers of this node")
+            self._stopper.stop_and_exit(error.exit_code, signal.SIGTERM)
 
-    def _tend_scheduler(self, ready: set[int]) -> None:
-        """
-        A scheduler process that died is started again; the link waits for it, and the workers go
-        on.
-        """
-        child = self._around.scheduler_child
-        if child is None:
-            return
-        due = child.deadline()
-        if (child.fileno() in ready or (due is not None and self._clock.monotonic() >= due)) and (
-            line := child.tend()
-        ):
-            self._voice.say(line)
-
-    def _heard(self, message: Message) -> None:
+    def _on_message(self, message: Message) -> None:
         match message:
-            case Welcome() if not self._joined:
-                self._welcome(message)
+            case Welcome() if not self._has_joined:
+                self._on_welcome(message)
             case Waiting():
-                self._voice.waiting(message)
+                self._announcer.announce_waiting(message)
             case Standby(reason):
-                self._voice.standing_by(reason)
+                self._announcer.announce_standby(reason)
             case Notice(text):
-                self._voice.notice(text)
-            case Assign() if self._plan and self._output and not self._leave.departing:
-                self._part.take(message, self._plan, self._output, self._run)
+                self._announcer.announce_notice(text)
+            case Assign() if self._plan and self._output and not self._shutdown.is_departing:
+                self._generation.accept_assignment(
+                    message, self._plan, self._output, self._run_name
+                )
             case Start(generation) if self._plan and self._output:
-                self._part.start(generation, self._plan, self._output)
+                self._generation.start_workers(generation, self._plan, self._output)
             case StopWorkers():
-                self._stop_workers(message)
+                self._stopper.on_stop_workers(message)
             case ShowStacks(generation):
-                self._reports.show_stacks(generation)
+                self._monitor.show_stacks(generation)
             case Refuse():
-                self._refused(message)
+                self._stopper.on_refuse(message, self._plan)
             case Verdict():
-                self._verdict(message)
+                if not self._generation.is_running:
+                    self._exit_code = message.code
+                self._stopper.on_verdict(message)
             case _:
                 pass
 
-    def _welcome(self, message: Welcome) -> None:
+    def _on_welcome(self, message: Welcome) -> None:
+        """Join the job. The first Welcome also makes the plan and the output."""
         plan = self._plan
         if plan is None:
-            plan = self._plan = self._planner(message)
-            self._run = message.run
-            self._crew.hire(plan)
-            self._output = self._around.output(plan)
-            self._voice.begin(plan, self._run, self._output)
-            self._around.welcomed(plan, message)
-        serves = self._around.scheduler_child is not None or plan.mode == "alone"
-        self._leave.welcomed(message, serves=serves)
-        self._leave.may_depart = (
-            self._leave.may_depart and plan.spec.resources.elastic and not serves
-        )
-        self._reports.every = max(EVERY, message.heartbeat)
-        self._joined = True
+            plan = self._make_plan(message)
+            self._plan = plan
+            self._run_name = message.run
+            self._stopper.grace = plan.spec.policy.grace
+            self._helpers.start_supervisor(plan)
+            self._output = self._deps.make_output(plan)
+            self._announcer.use_output(plan, self._run_name, self._output)
+            self._deps.on_welcome(plan, message)
+        is_scheduler_node = self._deps.scheduler_process is not None or plan.mode == "single"
+        self._shutdown.set_lease(message, is_scheduler_node=is_scheduler_node)
+        if is_scheduler_node or not plan.spec.resources.is_elastic:
+            self._shutdown.may_depart = False
+        self._monitor.progress_seconds = max(PROGRESS_SECONDS, message.heartbeat)
+        self._has_joined = True
         self._link.send(
             Join(
                 node=plan.node,
                 node_rank=plan.spec.place.node_rank,
                 workers=len(plan.workers),
-                facts=dict(plan.facts),
-                store=self._crew.stores.hold(plan.listen),
-                spec=plan.spec.shared(),
+                facts=dict(plan.compared),
+                store=self._helpers.stores.bind_current(plan.listen),
+                spec=plan.spec.to_shared_json(),
             )
         )
 
-    def _stop_workers(self, message: StopWorkers) -> None:
-        group = self._part.group
-        if group is not None and group.generation == message.generation and group.started:
-            self._voice.stopping(message)
-            group.stop(message.signal, message.grace)
-        if self._leave.departing and message.reason.startswith("stopped by"):
-            self._leave.departing = (
-                False  # the job cannot go on without this node: it ends, with a verdict
-            )
-        self._leave.answer_by = None
+    # The process that started this agent
 
-    def _refused(self, refuse: Refuse) -> None:
-        code = refuse.code or EXIT_UNAVAILABLE
-        if refuse.rejoin and self._plan is not None and not self._leave.stops:
-            first = "once its workers have ended, " if self._part.running else ""
-            self._voice.say(
-                f"the scheduler had given this node up: {refuse.reason}; {first}it joins again"
-            )
-            self._end_and_return(self._plan.spec.policy.grace)
-            return
-        if self._part.running:
-            self._voice.say(
-                f"the scheduler refused this node: {refuse.reason}; stopping its workers"
-            )
-            self._leave_alone(code, signal.SIGTERM)
-            return
-        error = RendezvousError(refuse.reason)
-        error.exit_code = code
-        raise error
-
-    def _verdict(self, verdict: Verdict) -> None:
-        self._leave.judged = True
-        self._leave.answer_by = None
-        self._leave.departing = False
-        if self._part.running:
-            self._leave_alone(verdict.code, signal.SIGTERM)
-        else:
-            self._code = verdict.code
-        self._voice.verdict(verdict)
-        self._link.send(Leave())
-
-    # Without the scheduler
-    # --------------------------------------------------------------------------------------------
-
-    def _leave_alone(self, code: int, number: int) -> None:
-        """End the workers with the job's grace; then leave with ``code``."""
-        self._leave.code = code
-        self._leave.answer_by = None
-        if self._plan is not None:
-            self._part.stop(number, self._plan.spec.policy.grace)
-
-    def _stop_alone(self) -> None:
-        """The user's stop was not answered."""
-        number = self._leave.last
-        if self._part.started:
-            self._voice.say("the scheduler does not answer; stopping the workers of this node")
-        self._leave_alone(128 + number, signal.SIGKILL if self._leave.stops > 1 else number)
-        self._link.send(Leave(f"stopped by {signal.Signals(number).name}"))
-
-    def _end_and_return(self, grace: float) -> None:
-        """What this node does counts no more: end its workers; `_come_back` follows."""
-        self._leave.returning = True
-        self._leave.answer_by = None
-        self._part.stop(signal.SIGTERM, grace)
-
-    def _come_back(self) -> None:
-        """Join as a new agent: nothing of the old one is left."""
-        self._leave.returning = False
-        self._joined = False
-        self._part.forget()
-        self._link.renew()
-
-    def _lifeline_holds(self, lifeline: int) -> bool:
+    def _read_lifeline(self, lifeline: int) -> bool:
+        """Read the lifeline; return whether the process at its other end is alive."""
         data = os.read(lifeline, 4096)
         if FOR_ALL in data:
-            self._leave.may_depart = False
+            self._shutdown.may_depart = False
         return bool(data)
 
-    def _lifeline_cut(self) -> None:
-        if self._crew.keeper is not None:
-            self._crew.keeper.close()
+    def _on_lifeline_lost(self) -> None:
+        if self._helpers.supervisor is not None:
+            self._helpers.supervisor.close()
         self._link.send(Leave("the process that started this agent has died"))
-        self._code = EXIT_UNAVAILABLE
+        self._exit_code = EXIT_UNAVAILABLE
 
     # Signals
-    # ----------------------------------------------------------------------------------------------------------
 
-    def _signalled(self, number: int) -> None:
-        if number in STOP:
-            self._asked_to_stop(number)
+    def _on_signal(self, number: int) -> None:
+        if number in STOP_SIGNALS:
+            if self._plan is None:
+                self._shutdown.record_stop(number, self._clock.monotonic())
+                self._exit_code = 128 + number
+            else:
+                self._stopper.on_stop_signal(number, self._plan)
         elif number == signal.SIGTSTP:
-            self._pause()
-        elif number in FORWARD:
-            self._part.forward(number)
+            self._suspend()
+        elif number in FORWARDED_SIGNALS:
+            self._generation.forward_signal(number)
 
-    def _asked_to_stop(self, number: int) -> None:
+    def _suspend(self) -> None:
         """
-        Once: ask the scheduler to stop the job with grace. Again: kill here and now, and have it
-        kill elsewhere.
-        """
-        plan = self._plan
-        leave = self._leave
-        departs = leave.departs(number)
-        leave.asked_at = leave.asked_at if leave.stops else self._clock.monotonic()
-        leave.stops += 1
-        leave.last = number
-        name = signal.Signals(number).name
-        if plan is None:
-            self._code = 128 + number
-            return
-        again = leave.stops > 1
-        grace = plan.spec.policy.grace
-        leave.departing = departs or (leave.departing and number == signal.SIGTERM)
-        self._voice.stop_asked(
-            name, grace, again=again, running=self._part.running, leaves=leave.departing
-        )
-        if leave.departing and again:
-            leave.answer_by = None
-        elif leave.code is None:
-            reason = f"{name} on {plan.node}"
-            self._link.send(
-                Depart(reason) if leave.departing else StopRequest(number, reason, force=again)
-            )
-            wait = answer_time(
-                started=self._part.started, running=self._part.running, again=again, grace=grace
-            )
-            leave.answer_by = self._clock.monotonic() + wait
-        if again:
-            self._part.stop(signal.SIGKILL, 0.0)
+        Stop the workers and this process (Ctrl-Z) until they are continued.
 
-    def _pause(self) -> None:
+        Not in a job of several nodes: without the heartbeat of this node it would be lost.
         """
-        Ctrl-Z: stop the workers and this process; where other nodes count on its heartbeat that
-        would be its end.
-        """
-        if self._plan is not None and self._plan.mode != "alone":
-            self._voice.say("Ctrl-Z is not taken: the other nodes would count this one as lost")
+        if self._plan is not None and self._plan.mode != "single":
+            self._announcer.print_line(
+                "Ctrl-Z is ignored: the other nodes would treat this node as lost"
+            )
             return
-        self._part.forward(signal.SIGSTOP)
-        self._signals.suspend()
-        self._part.forward(signal.SIGCONT)
+        self._generation.forward_signal(signal.SIGSTOP)
+        self._signals.suspend_process()
+        self._generation.forward_signal(signal.SIGCONT)

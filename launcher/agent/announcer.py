@@ -1,349 +1,340 @@
 """
-What the agent says on the terminal, and when: one line a fact, each behind ``pdrun: ``, nothing for
-its own sake.
+What the agent prints on the terminal, and when: one line per fact, with the prefix ``pdrun: ``.
 
-Where several agents share a terminal (`--local`) one of them speaks for the job; the others say
-only what is about their own node. What the scheduler's process notes about strangers and other
-nodes is read from the event log.
+If several agents share a terminal (`--local`), one of them prints what concerns the whole job. The
+others print only what concerns their own node. Notes of the scheduler process about other nodes and
+unknown clients are read from the event log.
 """
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from pdrun import async_writer
-from pdrun.background_call import BackgroundCall
 from pdrun.clock import Clock
 from pdrun.endpoint import parse_endpoint
+from pdrun.launcher.agent.event_tail import EventTail
 from pdrun.launcher.agent.interfaces import WorkerOutput
-from pdrun.launcher.agent.summary import duration, plain, summary
+from pdrun.launcher.agent.summary import format_duration, format_summary, sanitize_line
 from pdrun.launcher.common.network import is_loopback
 from pdrun.launcher.common.ranks import RankSet
 from pdrun.launcher.plan.model import LaunchPlan
 from pdrun.rendezvous.protocol.messages import Assign, Failure, StopWorkers, Verdict, Waiting
 
-LOOK_EVERY = 0.5
-"""Seconds between two looks into the event log."""
-READING = 0.1
-"""Seconds that a look waits for the disk."""
-PATIENCE = 1.0
-"""
-Seconds after which it is said why the workers are being stopped; a quicker end says it in its
-summary.
-"""
-NOTICE_LINES = 100
-TWICE = 5.0
-"""Seconds in which a line from two sources is said once."""
-COMING = 5.0
-"""Seconds in which nodes that mpirun or a front is starting are not called missing."""
-_SHOWN = ("warning", "refused", "suspect", "recovered")
+EVENT_LOG_SECONDS = 0.5
+"""Time between two reads of the event log."""
+ANNOUNCE_DELAY_SECONDS = 1.0
+"""Delay of the reason why workers are stopped. If the job ends earlier, its summary has it."""
+MAX_NOTICE_LINES = 100
+REPEAT_SECONDS = 5.0
+"""A line that comes from two sources within this time is printed once."""
+STARTUP_SECONDS = 5.0
+"""Nodes that mpirun or a controller starts are not called missing before this time."""
+_SHOWN_KINDS = ("warning", "refused", "suspect", "recovered")
 
 
-class Voice:
-    """
-    Speaks through the workers' output once there is one, and waits for no reader before either.
-    """
+class Announcer:
+    """Prints through the workers' output once it is open. It never waits for a reader."""
 
     def __init__(
         self,
         clock: Clock,
         *,
-        quiet: bool,
+        is_quiet: bool,
         address: str,
-        events: str = "",
-        before: Callable[[str], None] = async_writer.write_message,
+        event_log: str = "",
+        print_early: Callable[[str], None] = async_writer.write_message,
     ) -> None:
         """
         Args:
-            before: says a line while there is no output yet; must not block.
-            quiet: another agent on this terminal says what is said once a job.
+            clock: tells the time.
+            is_quiet: another agent on this terminal prints what concerns the whole job.
             address: ``HOST:PORT`` by which other nodes join.
-            events: path of an event log that another process writes and this one shows; empty:
-                none.
+            event_log: path of an event log that another process writes; empty: none.
+            print_early: prints a line before the workers' output is open; must not block.
         """
         self._clock = clock
-        self._quiet = quiet
+        self._is_quiet = is_quiet
         self._address = address
         self._output: WorkerOutput | None = None
-        self._before = before
-        self._events = _EventTail(Path(events)) if events else None
-        self._look_at = clock.monotonic()
-        self._began = clock.monotonic()
-        self._later: tuple[float, str] | None = None
-        self._told_token = False
-        self._standby = ""
-        self._noticed = ""
-        self._told: deque[tuple[float, str]] = deque(maxlen=2 * NOTICE_LINES)
-        self._why = ""
+        self._print_early = print_early
+        self._event_tail = EventTail(Path(event_log)) if event_log else None
+        self._next_look = clock.monotonic()
+        self._began_at = clock.monotonic()
+        self._delayed_line: tuple[float, str] | None = None
+        self._has_explained_token = False
+        self._standby_reason = ""
+        self._last_notice = ""
+        self._recent_lines: deque[tuple[float, str]] = deque(maxlen=2 * MAX_NOTICE_LINES)
+        self._stop_reason = ""
         """Why the workers of the last generation were stopped."""
-        self._restarts = 0
-        self._world = 0
+        self._restart_count = 0
+        self._world_size = 0
         self._log_dir = ""
         self._plan: LaunchPlan | None = None
 
-    def say(self, text: str) -> None:
-        """Say a line, whoever else speaks."""
+    def print_line(self, text: str) -> None:
+        """Print a line, also if this agent is quiet."""
         if self._output is not None:
-            self._output.say(f"pdrun: {text}")
+            self._output.print_line(f"pdrun: {text}")
         else:
-            self._before(text)
+            self._print_early(text)
 
-    def begin(self, plan: LaunchPlan, run: str, output: WorkerOutput) -> None:
-        """The run has a name: from here on lines go through the output."""
+    def use_output(self, plan: LaunchPlan, run: str, output: WorkerOutput) -> None:
+        """Print through the workers' output from now on; the run has a name."""
         self._plan = plan
         self._output = output
         if plan.spec.output.files:
             folder = Path(plan.cwd, plan.spec.output.log_dir, run)
             here = Path.cwd()
-            self._log_dir = str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
+            if folder.is_relative_to(here):
+                folder = folder.relative_to(here)
+            self._log_dir = str(folder)
 
-    def deadline(self) -> float | None:
-        """When `look` is due."""
-        times = [self._look_at] if self._events else []
-        return min([*times, self._later[0]] if self._later else times, default=None)
+    def next_deadline(self) -> float | None:
+        """Return the monotonic time at which `print_due` has something to do."""
+        times = []
+        if self._event_tail is not None:
+            times.append(self._next_look)
+        if self._delayed_line is not None:
+            times.append(self._delayed_line[0])
+        return min(times, default=None)
 
-    def look(self) -> None:
-        """Say what has become due, and what has been added to the event log."""
+    def print_due(self) -> None:
+        """Print the delayed line if it is due, and what was added to the event log."""
         now = self._clock.monotonic()
-        if self._later is not None and now >= self._later[0]:
-            self.say(self._later[1])
-            self._later = None
-        if self._events is None or now < self._look_at:
+        if self._delayed_line is not None and now >= self._delayed_line[0]:
+            self.print_line(self._delayed_line[1])
+            self._delayed_line = None
+        if self._event_tail is None or now < self._next_look:
             return
-        self._look_at = now + LOOK_EVERY
-        for event in self._events.more():
-            if event.get("kind") in _SHOWN and not self._known(str(event.get("text", ""))):
-                words = [
-                    str(event[key]) for key in ("node", "host", "text", "reason") if event.get(key)
-                ]
-                self.say(plain(f"{event['kind']}: {', '.join(dict.fromkeys(words))}"))
+        self._next_look = now + EVENT_LOG_SECONDS
+        for event in self._event_tail.read_new():
+            if event.get("kind") not in _SHOWN_KINDS:
+                continue
+            if self._is_repeated(str(event.get("text", ""))):
+                continue
+            keys = ("node", "host", "text", "reason")
+            parts = dict.fromkeys(str(event[key]) for key in keys if event.get(key))
+            self.print_line(sanitize_line(f"{event['kind']}: {', '.join(parts)}"))
 
-    def waiting(self, message: Waiting) -> None:
-        """
-        Who is here, who is not, and how to start them; nodes that one command starts are on their
-        way at first.
-        """
-        simulated = self._plan is not None and self._plan.spec.place.simulated is not None
-        coming = not self._address and message.elapsed < (PATIENCE if simulated else COMING)
-        if self._quiet or coming:
+    def announce_waiting(self, message: Waiting) -> None:
+        """Print which nodes have joined, which are missing, and how to start those."""
+        plan = self._plan
+        if self._is_quiet:
             return
-        here = message.here or len(message.present)
-        names = ", ".join((*message.present, *(["..."] if here > len(message.present) else [])))
-        least = self._plan.spec.resources.least if self._plan is not None else message.expected
-        if here >= least:  # enough to begin: more are welcome, and nothing is missing
-            rest = f"; they begin in {duration(max(0.0, message.timeout - message.elapsed))} unless more come"
+        if not self._address:  # the nodes were started by one command: give them time to arrive
+            is_simulated = plan is not None and plan.spec.place.simulated is not None
+            delay = ANNOUNCE_DELAY_SECONDS if is_simulated else STARTUP_SECONDS
+            if message.elapsed < delay:
+                return
+        count = message.here or len(message.present)
+        names = list(message.present)
+        if count > len(names):
+            names.append("...")
+        required = message.expected
+        if plan is not None:
+            required = plan.spec.resources.required_nodes
+        if count >= required:
+            left = format_duration(max(0.0, message.timeout - message.elapsed))
+            rest = f"; the job starts in {left} unless more nodes join"
         else:
-            spent = f"{duration(message.elapsed)} of {duration(message.timeout)}"
+            spent = f"{format_duration(message.elapsed)} of {format_duration(message.timeout)}"
             rest = f", missing: {', '.join(message.missing)}; {spent}"
-        self.say(
-            plain(f"{here} of {message.expected} nodes are here ({names}){rest}")
-            + self._how_to_join()
-        )
+        joined = f"{count} of {message.expected} nodes have joined ({', '.join(names)})"
+        self.print_line(sanitize_line(joined + rest) + self._join_hint())
 
-    def standing_by(self, reason: str) -> None:
-        """This node has no part in the present generation; said again when the reason changes."""
-        if reason != self._standby:
-            self._standby = reason
-            self.say(plain(f"{self._plan.node if self._plan else 'this node'} stands by: {reason}"))
+    def announce_standby(self, reason: str) -> None:
+        """Print that this node has no workers in this generation; again if the reason changes."""
+        if reason == self._standby_reason:
+            return
+        self._standby_reason = reason
+        node = self._plan.node if self._plan else "this node"
+        self.print_line(sanitize_line(f"{node} is on standby: {reason}"))
 
-    def notice(self, text: str) -> None:
-        """The scheduler tells something to everybody."""
-        self._noticed = text
-        for line in text.splitlines()[:NOTICE_LINES]:
-            if (
-                line.startswith(" ") or not self._known(line)
-            ) and not self._quiet:  # stacks may have equal lines
-                self.say(plain(line))
+    def announce_notice(self, text: str) -> None:
+        """Print a text that the scheduler sends to all nodes."""
+        self._last_notice = text
+        for line in text.splitlines()[:MAX_NOTICE_LINES]:
+            is_stack_line = line.startswith(" ")  # stacks may contain equal lines
+            if (is_stack_line or not self._is_repeated(line)) and not self._is_quiet:
+                self.print_line(sanitize_line(line))
 
-    def _known(self, text: str) -> bool:
+    def _is_repeated(self, text: str) -> bool:
         """
-        Whether a line was said a moment ago: what the scheduler tells stands in its event log, too.
-        Notes it.
+        Record a line; return whether it was recorded a moment ago.
+
+        The scheduler's notices are in its event log, too.
         """
+        if not text:
+            return False
         now = self._clock.monotonic()
-        known = any(before == text and now - at < TWICE for at, before in self._told)
-        if text:
-            self._told.append((now, text))
-        return known and bool(text)
+        is_known = any(
+            known == text and now - at < REPEAT_SECONDS for at, known in self._recent_lines
+        )
+        self._recent_lines.append((now, text))
+        return is_known
 
-    def _how_to_join(self) -> str:
-        """
-        How the missing nodes are started; once, too, where they get the token that a shared home
-        would give.
-        """
+    def _join_hint(self) -> str:
+        """Return how to start the missing nodes; the first time also where they get the token."""
         if not self._address:
             return ""
         place = self._plan.spec.place if self._plan is not None else None
-        line = f"; start each with: {self._join_line()}"
-        here = is_loopback(parse_endpoint(self._address, where="scheduler").host)
-        if self._told_token or here or (place is not None and place.insecure):
-            return line
-        self._told_token = True
-        own = (
-            "of this node's --token-file"
-            if place is not None and place.token_file
-            else "of `pdrun token show` here"
-        )
-        return f"{line} (a host that does not share this home needs the token {own})"
+        hint = f"; start each with: {self._join_command()}"
+        is_local = is_loopback(parse_endpoint(self._address, where="scheduler").host)
+        is_insecure = place is not None and place.insecure
+        if self._has_explained_token or is_local or is_insecure:
+            return hint
+        self._has_explained_token = True
+        token = "of `pdrun token show` here"
+        if place is not None and place.token_file:
+            token = "of this node's --token-file"
+        return f"{hint} (a host that does not share this home directory needs the token {token})"
 
-    def _join_line(self) -> str:
-        insecure = self._plan is not None and self._plan.spec.place.insecure
-        return f"pdrun join {'--insecure ' * insecure}{self._address}"
+    def _join_command(self) -> str:
+        is_insecure = self._plan is not None and self._plan.spec.place.insecure
+        return f"pdrun join {'--insecure ' * is_insecure}{self._address}"
 
-    def started(self, assign: Assign) -> None:
-        """The workers start: how many, the first time and whenever that has changed."""
-        self._standby = ""
-        before = self._world
-        self._world = assign.world_size
-        if self._quiet or self._plan is None or before == assign.world_size:
+    def announce_start(self, assign: Assign) -> None:
+        """Print how many workers start, the first time and whenever the number has changed."""
+        self._standby_reason = ""
+        plan = self._plan
+        before = self._world_size
+        self._world_size = assign.world_size
+        if self._is_quiet or plan is None or before == assign.world_size:
             return
-        shown = self._plan.spec.output.show_ranks
-        if none := RankSet(shown).without(range(assign.world_size)):
-            there = (
-                f"the ranks are 0-{assign.world_size - 1}"
-                if assign.world_size > 1
-                else "the only rank is 0"
-            )
-            self.say(f"warning: --show-ranks {shown}: there is no rank {none}; {there}")
-        workers = f"{assign.world_size} worker{'s' if assign.world_size > 1 else ''}"
-        nodes = f"{assign.nodes} node{'s' if assign.nodes > 1 else ''}"
-        logs = f", logs in {self._log_dir}" if self._log_dir else ""
-        self.say(f"{workers} on {nodes}, {self._plan.backend}{logs}")
-        if self._plan.spec.resources.elastic and self._address and not before:
-            self.say(f"further nodes may join with: {self._join_line()}")
+        self._warn_unknown_ranks(plan.spec.output.show_ranks, assign.world_size)
+        workers = _count(assign.world_size, "worker")
+        nodes = _count(assign.nodes, "node")
+        self.print_line(f"{workers} on {nodes}, {plan.backend}{self._logs_text()}")
+        if plan.spec.resources.is_elastic and self._address and not before:
+            self.print_line(f"further nodes may join with: {self._join_command()}")
 
-    def stopping(self, message: StopWorkers) -> None:
-        """Somebody failed: why, unless it is all over in a moment."""
-        self._why = message.reason
-        if not self._quiet and not message.reason.startswith("stopped by"):
-            text = plain(
-                f"{message.reason}; stopping the other workers (grace {duration(message.grace)})"
-            )
-            self._later = (self._clock.monotonic() + PATIENCE, text)
+    def _warn_unknown_ranks(self, show_ranks: str, world_size: int) -> None:
+        """Warn about ranks of --show-ranks that the job does not have."""
+        unknown = RankSet(show_ranks).unmatched_parts(range(world_size))
+        if not unknown:
+            return
+        known = "the only rank is 0"
+        if world_size > 1:
+            known = f"the ranks are 0-{world_size - 1}"
+        self.print_line(f"warning: --show-ranks {show_ranks}: there is no rank {unknown}; {known}")
 
-    def restarting(self, assign: Assign) -> None:
-        """A new generation begins, after a failure or because nodes came or went; says why."""
-        self._later = None
-        if not self._quiet and self._plan is not None:
-            counted = assign.restarts > self._restarts
-            most = self._plan.spec.policy.max_restarts
-            what = f"restart {assign.restarts} of {most}" if counted else "starting again"
-            size = (
-                f" with {assign.nodes} node{'s' * (assign.nodes > 1)}"
-                if self._plan.spec.resources.elastic
-                else ""
-            )
-            self.say(plain(f"{what}{size}{f': {self._why}' if self._why else ''}"))
-        self._restarts = assign.restarts
-        self._why = ""
+    def announce_stop(self, message: StopWorkers) -> None:
+        """Print why the workers are stopped, unless everything has ended after a moment."""
+        self._stop_reason = message.reason
+        if not self._is_quiet and not message.reason.startswith("stopped by"):
+            grace = format_duration(message.grace)
+            line = f"{message.reason}; stopping the other workers (grace {grace})"
+            due = self._clock.monotonic() + ANNOUNCE_DELAY_SECONDS
+            self._delayed_line = (due, sanitize_line(line))
 
-    def stop_asked(
-        self, name: str, grace: float, *, again: bool, running: bool, leaves: bool = False
+    def announce_restart(self, assign: Assign) -> None:
+        """Print why a new generation starts: after a failure, or because nodes joined or left."""
+        self._delayed_line = None
+        if not self._is_quiet and self._plan is not None:
+            text = "restarting"
+            if assign.restarts > self._restart_count:
+                text = f"restart {assign.restarts} of {self._plan.spec.policy.max_restarts}"
+            if self._plan.spec.resources.is_elastic:
+                text += f" with {_count(assign.nodes, 'node')}"
+            if self._stop_reason:
+                text += f": {self._stop_reason}"
+            self.print_line(sanitize_line(text))
+        self._restart_count = assign.restarts
+        self._stop_reason = ""
+
+    def announce_stop_request(
+        self,
+        name: str,
+        grace: float,
+        *,
+        is_repeated: bool,
+        is_running: bool,
+        is_departing: bool = False,
     ) -> None:
-        """The user wants the job to end, or this node to leave it."""
+        """
+        Print that a signal stops the job, or this node only.
+
+        Args:
+            name: the signal.
+            grace: the grace period in seconds.
+            is_repeated: it is not the first signal to stop.
+            is_running: workers of this node are running.
+            is_departing: only this node leaves the job.
+        """
         node = self._plan.node if self._plan else "this node"
-        if leaves and again:
-            self.say(f"{name} again: killing all workers of {node}")
-        elif leaves:
-            once_more = (
-                f", grace {duration(grace)}; once more kills its workers at once" if running else ""
-            )
-            self.say(f"{name}: {node} leaves the job, which goes on without it{once_more}")
-        elif self._quiet:
+        if is_departing and is_repeated:
+            self.print_line(f"{name} again: killing all workers of {node}")
+        elif is_departing:
+            rest = ""
+            if is_running:
+                rest = f", grace {format_duration(grace)}; a second signal kills its workers"
+            self.print_line(f"{name}: {node} leaves the job, which continues without it{rest}")
+        elif self._is_quiet:
             return
-        elif again:
-            self.say(f"{name} again: killing all workers")
-        elif running:
-            self.say(f"{name}: stopping the job, grace {duration(grace)}; once more kills at once")
+        elif is_repeated:
+            self.print_line(f"{name} again: killing all workers")
+        elif is_running:
+            duration = format_duration(grace)
+            self.print_line(
+                f"{name}: stopping the job, grace {duration}; a second signal kills the workers"
+            )
 
-    def verdict(self, verdict: Verdict) -> None:
-        """The end."""
-        self._later = None
-        self.look()
-        if not self._quiet:
-            for line in summary(
-                verdict,
-                seconds=self._clock.monotonic() - self._began,
-                log_dir=self._log_dir,
-                python=self._python(verdict),
-                revealed=self._revealed(verdict),
-            ):
-                self.say(line)
+    def announce_verdict(self, verdict: Verdict) -> None:
+        """Print the summary of the job."""
+        self._delayed_line = None
+        self.print_due()
+        if self._is_quiet:
+            return
+        for line in format_summary(
+            verdict,
+            seconds=self._clock.monotonic() - self._began_at,
+            log_dir=self._log_dir,
+            python=self._worker_python(verdict),
+            is_already_shown=self._is_already_shown(verdict),
+        ):
+            self.print_line(line)
 
-    def _here(self, failure: Failure | None) -> LaunchPlan | None:
-        """The plan, when a failure was on this machine: of this node, or one that it simulates."""
+    def _local_plan(self, failure: Failure | None) -> LaunchPlan | None:
+        """Return the plan if the failure was on this machine: on this node or a simulated one."""
         plan = self._plan
         if plan and failure and (plan.node == failure.node or plan.spec.place.simulated):
             return plan
         return None
 
-    def _python(self, verdict: Verdict) -> str:
-        plan = self._here(verdict.first)
+    def _worker_python(self, verdict: Verdict) -> str:
+        plan = self._local_plan(verdict.first)
         if plan and plan.workers and plan.spec.program.kind != "command":
             return plan.workers[0].argv[0]
         return ""
 
-    def _revealed(self, verdict: Verdict) -> bool:
+    def _is_already_shown(self, verdict: Verdict) -> bool:
         """
-        Whether the first cause's last lines (for --show-ranks hides that rank), or a hang's stacks,
-        were shown.
+        Return whether the evidence of the first cause has been printed.
+
+        It has if the stacks of a hang were in the last notice, or if `--show-ranks` hid the rank:
+        then its last lines were printed when it failed.
         """
-        plan = self._here(verdict.first)
         first = verdict.first
-        if first is not None and first.cause.kind == "hang":
-            return bool(first.cause.traceback) and first.cause.traceback in self._noticed
-        return (
-            plan is not None
-            and first is not None
-            and first.rank not in RankSet(plan.spec.output.show_ranks)
-        )
+        if first is None:
+            return False
+        if first.cause.kind == "hang":
+            return bool(first.cause.traceback) and first.cause.traceback in self._last_notice
+        plan = self._local_plan(first)
+        return plan is not None and first.rank not in RankSet(plan.spec.output.show_ranks)
 
-    def left(self, code: int) -> None:
-        """The end without a verdict; why was said before."""
-        if not self._quiet:
-            self.say(f"exit code {code}" + (f", logs in {self._log_dir}" if self._log_dir else ""))
+    def announce_exit(self, code: int) -> None:
+        """Print the exit code of a node that ends without a verdict; the reason was printed."""
+        if not self._is_quiet:
+            self.print_line(f"exit code {code}{self._logs_text()}")
+
+    def _logs_text(self) -> str:
+        return f", logs in {self._log_dir}" if self._log_dir else ""
 
 
-class _EventTail:
-    """Reads what is added to a file of JSON lines, on a disk that may hang."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._at = 0
-        self._half = b""
-        self._reading: BackgroundCall[bytes] | None = None
-
-    def more(self) -> list[dict[str, Any]]:
-        """
-        Return what is new; nothing while the disk does not answer, which is waited for a moment,
-        once.
-        """
-        first = self._reading is None
-        self._reading = self._reading or BackgroundCall(self._read)
-        if not self._reading.wait(READING if first else 0.0):
-            return []
-        data = self._reading.result()
-        self._reading = None
-        self._at += len(data)
-        *lines, self._half = (self._half + data).split(b"\n")
-        found = []
-        for line in lines:
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(event, dict):
-                found.append(event)
-        return found
-
-    def _read(self) -> bytes:
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._at)
-                return file.read(1 << 20)
-        except OSError:
-            return b""
+def _count(number: int, noun: str) -> str:
+    """Return ``1 node`` or ``2 nodes``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

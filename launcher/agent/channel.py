@@ -23,25 +23,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-LONGEST = 512
+MAX_DATAGRAM_BYTES = 512
 """Bytes of a datagram, at most."""
-BATCH = 64
-MOST = 1 << 53
+MAX_REPORTS_PER_READ = 64
+MAX_NUMBER = 1 << 53
 """No rank, generation or step is as great."""
-MOST_SWEPT = 64
-_PREFIX = "pdrun-agent-"
+MAX_SWEPT_FOLDERS = 64
+_FOLDER_PREFIX = "pdrun-agent-"
 """
 Then a name of the running kernel: on a folder that hosts share, only that one knows whether a
 socket is held.
 """
-_WHOLE = ("rank", "generation", "step", "saved")
+_INTEGER_FIELDS = ("rank", "generation", "step", "saved")
 _CREDENTIALS = struct.Struct("3i")
-_PATH_LIMIT = 100
+_MAX_PATH_BYTES = 100
 """Bytes of a socket's path; the system takes 107."""
 
 
 @dataclass(frozen=True)
-class Told:
+class WorkerReport:
     """What one datagram says."""
 
     rank: int
@@ -53,32 +53,34 @@ class Told:
     """The process that sent it, as the kernel says; 0: not known."""
 
 
-def parse(data: bytes, pid: int = 0) -> Told | None:
+def parse_report(data: bytes, pid: int = 0) -> WorkerReport | None:
     """Return what a datagram says; None: it says nothing that a worker would say."""
-    if len(data) > LONGEST:
+    if len(data) > MAX_DATAGRAM_BYTES:
         return None
     try:
         found: Any = json.loads(data)
     except (ValueError, RecursionError):
         return None
     if not isinstance(found, dict) or not {"rank", "generation"} <= found.keys() <= {
-        *_WHOLE,
+        *_INTEGER_FIELDS,
         "busy",
     }:
         return None
     if not all(
-        type(found[name]) is int and 0 <= found[name] < MOST for name in _WHOLE if name in found
+        type(found[name]) is int and 0 <= found[name] < MAX_NUMBER
+        for name in _INTEGER_FIELDS
+        if name in found
     ):
         return None
     busy = found.get("busy", 0.0)
     if type(busy) not in (int, float) or not 0 <= busy < 1e9:  # which no NaN is
         return None
-    return Told(
+    return WorkerReport(
         found["rank"], found["generation"], found.get("step"), float(busy), found.get("saved"), pid
     )
 
 
-class Channel:
+class WorkerChannel:
     """
     The agent's end.
 
@@ -95,13 +97,13 @@ class Channel:
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         try:
-            self.folder = private_folder()
+            self.folder = make_socket_folder()
         except OSError:
             self._socket.close()
             raise
         self.folders.add(self.folder)
         self.path = str(self.folder / "agent")
-        self.strange = 0
+        self.rejected_count = 0
         """Datagrams that no worker would send."""
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
@@ -109,27 +111,27 @@ class Channel:
         except OSError:
             self.close()
             raise
-        sweep(self.folder)
+        remove_stale_folders(self.folder)
 
     def fileno(self) -> int:
         """Readable when `read` has something; -1 after `close`."""
         return self._socket.fileno()
 
-    def read(self) -> list[Told]:
+    def read_reports(self) -> list[WorkerReport]:
         """
         Return what was said since the last call, oldest first, at most BATCH of it; never blocks.
         """
-        found: list[Told] = []
-        for _ in range(BATCH):
+        found: list[WorkerReport] = []
+        for _ in range(MAX_REPORTS_PER_READ):
             try:
                 data, ancillary, flags, _ = self._socket.recvmsg(
-                    LONGEST + 1, socket.CMSG_SPACE(_CREDENTIALS.size)
+                    MAX_DATAGRAM_BYTES + 1, socket.CMSG_SPACE(_CREDENTIALS.size)
                 )
             except OSError:  # nothing is left
                 break
-            told = None if flags & socket.MSG_TRUNC else parse(data, _sender(ancillary))
+            told = None if flags & socket.MSG_TRUNC else parse_report(data, _sender_pid(ancillary))
             if told is None:
-                self.strange += 1
+                self.rejected_count += 1
             else:
                 found.append(told)
         return found
@@ -141,7 +143,7 @@ class Channel:
         self.folders.discard(self.folder)
 
 
-def private_folder() -> Path:
+def make_socket_folder() -> Path:
     """
     Make a folder of mode 0700 with a path so short that a socket can lie in it.
 
@@ -153,25 +155,25 @@ def private_folder() -> Path:
         if base is not None and not os.access(base, os.W_OK | os.X_OK):
             continue
         try:
-            folder = Path(tempfile.mkdtemp(prefix=_prefix(), dir=base))
+            folder = Path(tempfile.mkdtemp(prefix=_kernel_prefix(), dir=base))
         except OSError as error:
             wrong = wrong or error
             continue
-        if len(os.fsencode(folder)) <= _PATH_LIMIT - len("/agent"):
+        if len(os.fsencode(folder)) <= _MAX_PATH_BYTES - len("/agent"):
             return folder
         folder.rmdir()
     raise wrong or OSError("no folder for temporary files has a path short enough for a socket")
 
 
-def sweep(folder: Path) -> None:
+def remove_stale_folders(folder: Path) -> None:
     """
     Remove the folders beside this one whose agents were killed: this user's, of this kernel, with a
     dead socket.
     """
-    kernel = _prefix()
-    if kernel == _PREFIX:
+    kernel = _kernel_prefix()
+    if kernel == _FOLDER_PREFIX:
         return
-    for other in itertools.islice(folder.parent.glob(f"{kernel}*"), MOST_SWEPT):
+    for other in itertools.islice(folder.parent.glob(f"{kernel}*"), MAX_SWEPT_FOLDERS):
         try:
             if other == folder or other.lstat().st_uid != os.getuid():
                 continue
@@ -183,19 +185,17 @@ def sweep(folder: Path) -> None:
             continue  # just being made, or gone
 
 
-def _prefix() -> str:
+def _kernel_prefix() -> str:
     """
     What folders of this kernel's agents begin with; without its name where that cannot be read.
     """
     try:
-        return (
-            f"{_PREFIX}{Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii')[:8]}-"
-        )
+        return f"{_FOLDER_PREFIX}{Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii')[:8]}-"
     except OSError:
-        return _PREFIX
+        return _FOLDER_PREFIX
 
 
-def _sender(ancillary: list[tuple[int, int, bytes]]) -> int:
+def _sender_pid(ancillary: list[tuple[int, int, bytes]]) -> int:
     for level, kind, data in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS) and len(
             data

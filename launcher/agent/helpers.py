@@ -1,98 +1,135 @@
 """
-The processes that an agent has beside the workers: the keeper, which it starts and watches, and
-torch's store.
+The processes of an agent other than its workers: the supervisor, torch's store and, on one node,
+the scheduler.
 
-A keeper that dies ends the job on this node, unless no worker was started yet. The starter (see
-`starting`) is asked for as soon as it is known that workers will be forked: it imports torch while
-the nodes come together, and on a node that stands by, so that a replacement starts as quickly as a
-restart.
+If the supervisor dies, the job ends on this node, unless no worker has been started. The fork
+server (see `start_method`) is started as soon as it is known that workers will be forked. It
+imports torch while the nodes join, and on a standby node, so that a replacement starts as quickly
+as a restart.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pdrun.errors import PdrunError
-from pdrun.launcher.agent.interfaces import Keeper
-from pdrun.launcher.agent.store import Stores
-from pdrun.launcher.agent.worker_group import Group
+from pdrun.launcher.agent.interfaces import AgentDeps, SupervisorHandle
+from pdrun.launcher.agent.store import StorePair
+from pdrun.launcher.agent.worker_group import WorkerGroup
 from pdrun.launcher.plan.model import LaunchPlan
-from pdrun.launcher.plan.start_method import starter_command
-from pdrun.launcher.supervisor.events import StarterState
+from pdrun.launcher.plan.start_method import fork_server_command
+from pdrun.launcher.supervisor.events import ForkServerStatus
 
 
-class Crew:
-    """See the module. All calls come from the agent's loop."""
+class HelperProcesses:
+    """Starts, watches and ends the helper processes. Called from the agent's loop only."""
 
-    def __init__(self, make: Callable[[LaunchPlan], Keeper], say: Callable[[str], None]) -> None:
-        self._make = make
-        self._say = say
-        self.keeper: Keeper | None = None
-        self.stores = Stores()
-        self.beat_at: float | None = None
-        """When the keeper is to be asked again for a sign of life."""
+    def __init__(self, deps: AgentDeps, print_line: Callable[[str], None]) -> None:
+        self._deps = deps
+        self._clock = deps.clock
+        self._print_line = print_line
+        self.supervisor: SupervisorHandle | None = None
+        self.stores = StorePair()
+        self._next_ping: float | None = None
+        """Monotonic time at which the supervisor must show that it is alive."""
 
-    def hire(self, plan: LaunchPlan) -> Keeper:
+    def watched_fds(self, *, with_scheduler: bool) -> Iterator[int]:
+        """Yield the descriptors to wait for, -1 for none; the scheduler's only if asked for."""
+        if self.supervisor is not None:
+            yield self.supervisor.fileno()
+        yield self.stores.fileno()
+        if with_scheduler and self._deps.scheduler_process is not None:
+            yield self._deps.scheduler_process.fileno()
+
+    def next_deadlines(self, *, with_scheduler: bool) -> Iterator[float | None]:
+        """Yield the monotonic times at which something is due although nothing is readable."""
+        yield self._next_ping
+        if with_scheduler and self._deps.scheduler_process is not None:
+            yield self._deps.scheduler_process.deadline()
+
+    def start_supervisor(self, plan: LaunchPlan) -> SupervisorHandle:
+        """Return the supervisor. The first call starts it, and the fork server if one is needed."""
+        if self.supervisor is None:
+            self.supervisor = self._deps.start_supervisor(plan)
+            if plan.start_method.how == "fork":
+                self.supervisor.start_fork_server(fork_server_command(plan))
+        return self.supervisor
+
+    def handle_events(self, group: WorkerGroup | None, *, is_finished: bool) -> None:
         """
-        Return the keeper; started now where there is none, and with it the import of torch that
-        workers need.
-        """
-        if self.keeper is None:
-            self.keeper = self._make(plan)
-            if plan.starting.how == "fork":
-                self.keeper.prepare(starter_command(plan))
-        return self.keeper
-
-    def events(self, group: Group | None, *, finished: bool) -> None:
-        """
-        Deal with what the keeper tells.
+        Handle the supervisor's events.
 
         Args:
-            finished: every worker of the generation has ended, and was told.
+            group: the workers of the present generation.
+            is_finished: all of them have ended, and this was reported.
 
         Raises:
-            PdrunError: the keeper died before any worker was started.
+            PdrunError: the supervisor died before any worker was started.
         """
-        if self.keeper is None:
+        if self.supervisor is None:
             return
         try:
-            for event in self.keeper.events():
-                if isinstance(event, StarterState):
-                    if event.why and not finished:
-                        self._say(f"workers cannot be forked, each imports for itself: {event.why}")
+            for event in self.supervisor.read_events():
+                if isinstance(event, ForkServerStatus):
+                    if event.why and not is_finished:
+                        self._print_line(
+                            f"workers cannot be forked, each imports for itself: {event.why}"
+                        )
                 elif event.slot < 0:
-                    if not finished and (why := self.stores.complaint(event)):
-                        self._say(f"the process of torch's store (MASTER_PORT) ended: {why}")
+                    problem = self.stores.describe_exit(event)
+                    if problem and not is_finished:
+                        self._print_line(
+                            f"the process of torch's store (MASTER_PORT) ended: {problem}"
+                        )
                 elif group is not None:
-                    group.take(event)
-            running = group is not None and group.started and not group.done
-            self.beat_at = self.keeper.beat() if running else None
+                    group.handle_event(event)
+            is_running = group is not None and group.has_started and not group.is_done
+            self._next_ping = self.supervisor.send_ping() if is_running else None
         except PdrunError as error:
-            self.keeper.close()
-            self.keeper = None
-            self.beat_at = None
-            if group is None or not group.started:
+            self.supervisor.close()
+            self.supervisor = None
+            self._next_ping = None
+            if group is None or not group.has_started:
                 raise
-            self._say(str(error))
-            group.abandon(error.what)
+            self._print_line(str(error))
+            group.mark_lost(error.what)
 
     def start_store(self, plan: LaunchPlan) -> None:
         """Start the process of torch's store on the socket that is announced."""
-        assert self.keeper is not None
+        assert self.supervisor is not None
         program = plan.workers[0].argv[0]
-        is_python = plan.spec.program.kind != "command" or Path(program).name.startswith("python")
-        python = (
-            program if is_python else sys.executable
-        )  # the one that has the workers' torch, where that is known
-        fork = plan.starting.how == "fork"
-        self.stores.start(
-            self.keeper, python, {**plan.base_env, **plan.spec.env}, plan.cwd, fork=fork
+        python = sys.executable
+        if plan.spec.program.kind != "command" or Path(program).name.startswith("python"):
+            python = program  # the interpreter that has the workers' torch
+        self.stores.start_process(
+            self.supervisor,
+            python,
+            {**plan.base_env, **plan.spec.env},
+            plan.cwd,
+            fork=plan.start_method.how == "fork",
         )
 
+    def is_scheduler_restarting(self) -> bool:
+        """Return whether the scheduler process of this node has died and is not back yet."""
+        process = self._deps.scheduler_process
+        return process is not None and process.deadline() is not None
+
+    def restart_dead_scheduler(self, ready: set[int]) -> None:
+        """Restart the scheduler process of this node if it died. The workers run on meanwhile."""
+        process = self._deps.scheduler_process
+        if process is None:
+            return
+        deadline = process.deadline()
+        is_due = deadline is not None and self._clock.monotonic() >= deadline
+        if process.fileno() in ready or is_due:
+            line = process.restart_if_dead()
+            if line:
+                self._print_line(line)
+
     def close(self) -> None:
-        """End every process."""
-        if self.keeper is not None:
-            self.keeper.close()
+        """End the supervisor with all its descendants, and close the store's sockets."""
+        if self.supervisor is not None:
+            self.supervisor.close()
         self.stores.close()

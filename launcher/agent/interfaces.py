@@ -12,7 +12,7 @@ from typing import Protocol
 from pdrun import async_writer
 from pdrun.clock import Clock, SystemClock
 from pdrun.launcher.plan.model import LaunchPlan
-from pdrun.launcher.supervisor.events import KeeperEvent, WorkerCommand
+from pdrun.launcher.supervisor.events import SupervisorEvent, WorkerCommand
 from pdrun.rendezvous.protocol.messages import Message, Welcome
 
 
@@ -84,7 +84,7 @@ class Link(Protocol):
         ...
 
 
-class Keeper(Protocol):
+class SupervisorHandle(Protocol):
     """
     The agent's handle of the keeper process, parent of all workers
     (`pdrun.launcher.supervisor.client`).
@@ -112,34 +112,34 @@ class Keeper(Protocol):
         """
         ...
 
-    def prepare(self, command: WorkerCommand) -> None:
+    def start_fork_server(self, command: WorkerCommand) -> None:
         """
         Start the process that workers are forked from (`WorkerCommand.start`); answered by one
         StarterState.
         """
         ...
 
-    def dismiss(self) -> None:
+    def release_fork_server(self) -> None:
         """
         Let that process go once it has forked what it was asked for: no more workers will be
         wanted.
         """
         ...
 
-    def signal(self, slot: int, number: int, *, group: bool) -> None:
+    def send_signal(self, slot: int, number: int, *, group: bool) -> None:
         """
         Send a signal to the process of a slot, or to its whole process group; a slot that has ended
         is no error.
         """
         ...
 
-    def sweep(self, slot: int | None) -> None:
+    def sweep_descendants(self, slot: int | None) -> None:
         """
         SIGKILL every descendant of a slot (None: of all slots) that is left; answered by one Swept.
         """
         ...
 
-    def events(self) -> Iterable[KeeperEvent]:
+    def read_events(self) -> Iterable[SupervisorEvent]:
         """
         Return what has happened since the last call.
 
@@ -150,7 +150,7 @@ class Keeper(Protocol):
         """
         ...
 
-    def beat(self) -> float | None:
+    def send_ping(self) -> float | None:
         """
         Have the keeper show that it lives; return when to call again (monotonic seconds), None: no
         need to.
@@ -169,7 +169,7 @@ class WorkerOutput(Protocol):
     It never blocks on a file or the terminal, and no line of one worker is ever torn by another's.
     """
 
-    def prepare(self) -> None:
+    def prepare_folder(self) -> None:
         """
         Make the log folder, or find out that it cannot be used: part of the preflight.
 
@@ -178,53 +178,53 @@ class WorkerOutput(Protocol):
         """
         ...
 
-    def begin(self, run: str, world_size: int) -> None:
+    def begin_generation(self, run: str, world_size: int) -> None:
         """
         A generation starts: needed before `open`; names the folder, and tells whether lines need a
         prefix.
         """
         ...
 
-    def reveal(self, rank: int) -> None:
+    def show_hidden_tail(self, rank: int) -> None:
         """A worker failed: show the last lines of one that --show-ranks hides; once."""
         ...
 
-    def open(self, rank: int, local_rank: int, generation: int) -> tuple[int, int]:
+    def open_pipes(self, rank: int, local_rank: int, generation: int) -> tuple[int, int]:
         """
         Make the two pipes of a worker; return the write ends (stdout, stderr), which the caller
         closes.
         """
         ...
 
-    def filenos(self) -> Iterable[int]:
+    def watched_fds(self) -> Iterable[int]:
         """
         The read ends that are to be watched now (none of a worker whose output is being held back).
         """
         ...
 
-    def read(self, fd: int) -> None:
+    def read_pipe(self, fd: int) -> None:
         """Take what a readable pipe holds, at most one buffer, and pass it on."""
         ...
 
-    def drain(self, rank: int, timeout: float) -> None:
+    def drain_worker(self, rank: int, timeout: float) -> None:
         """
         A worker has ended: take what is left in its pipes (until EOF or ``timeout``), write out a
         last half line.
         """
         ...
 
-    def tail(self, rank: int) -> tuple[str, ...]:
+    def last_lines(self, rank: int) -> tuple[str, ...]:
         """The last lines of a worker, stderr after stdout, for a summary."""
         ...
 
-    def recent(self, rank: int) -> str:
+    def recent_stderr(self, rank: int) -> str:
         """
         The last 16 KiB that a worker printed on stderr: an abort's reason may stand above a long
         stack.
         """
         ...
 
-    def traceback(self, rank: int) -> tuple[float, str] | None:
+    def last_traceback(self, rank: int) -> tuple[float, str] | None:
         """
         The last Python traceback that a worker printed on stderr, when nothing but its own lines
         followed.
@@ -234,14 +234,14 @@ class WorkerOutput(Protocol):
         """
         ...
 
-    def survived(self, rank: int) -> bool:
+    def has_survived(self, rank: int) -> bool:
         """
         Whether a worker's output tells that it went on after the traceback that `traceback`
         returns.
         """
         ...
 
-    def heard_at(self, rank: int) -> float:
+    def last_output_at(self, rank: int) -> float:
         """Monotonic seconds at which something that a worker printed was last read; 0: never."""
         ...
 
@@ -252,7 +252,7 @@ class WorkerOutput(Protocol):
         """
         ...
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """
         Print a line of pdrun's own on the terminal (stderr), in order with the workers' lines.
         """
@@ -263,7 +263,7 @@ class WorkerOutput(Protocol):
         ...
 
 
-class Child(Protocol):
+class SchedulerProcess(Protocol):
     """The scheduler process, as far as the agent needs to know it."""
 
     def fileno(self) -> int:
@@ -276,7 +276,7 @@ class Child(Protocol):
         """
         ...
 
-    def tend(self) -> str:
+    def restart_if_dead(self) -> str:
         """
         Start it again when it has died; never waits. Return a line for the user, or the empty
         string.
@@ -296,15 +296,15 @@ def _unheard(mark: bytes) -> None:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class AgentDeps:
     """See the module."""
 
-    keeper: Callable[[LaunchPlan], Keeper]
-    output: Callable[[LaunchPlan], WorkerOutput]
+    start_supervisor: Callable[[LaunchPlan], SupervisorHandle]
+    make_output: Callable[[LaunchPlan], WorkerOutput]
     clock: Clock = field(default_factory=SystemClock)
-    welcomed: Callable[[LaunchPlan, Welcome], None] = _nothing
+    on_welcome: Callable[[LaunchPlan, Welcome], None] = _nothing
     """Called once, when the run's name is known."""
-    scheduler_child: Child | None = None
+    scheduler_process: SchedulerProcess | None = None
     """The scheduler process of this node, if it has it."""
     lifeline: int | None = None
     """
@@ -315,13 +315,13 @@ class Surroundings:
     """What rank 0 reads as its standard input; None: nothing."""
     address: str = ""
     """``HOST:PORT`` by which other nodes join; for messages."""
-    events: str = ""
+    event_log: str = ""
     """
     Path of the event log that the scheduler process writes; what it notes is shown. Empty: none.
     """
-    reached: Callable[[bytes], None] = _unheard
+    on_progress: Callable[[bytes], None] = _unheard
     """Called with UP once signals are taken, with RUNNING before workers are started."""
-    say: Callable[[str], None] = async_writer.write_message
+    print_line: Callable[[str], None] = async_writer.write_message
     """Says a line of pdrun's own before there is an output; must not block."""
-    quiet: bool = False
+    is_quiet: bool = False
     """Another agent prints what is printed once a job."""

@@ -15,38 +15,38 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from pdrun.clock import Clock
-from pdrun.launcher.agent.channel import Channel, Told
-from pdrun.launcher.agent.interfaces import Keeper, WorkerOutput
-from pdrun.launcher.agent.worker_group import Group
+from pdrun.launcher.agent.channel import WorkerChannel, WorkerReport
+from pdrun.launcher.agent.interfaces import SupervisorHandle, WorkerOutput
+from pdrun.launcher.agent.worker_group import WorkerGroup
 from pdrun.launcher.common import procfs
-from pdrun.launcher.diagnosis.hangs import Seen, Suspicion, Watch
-from pdrun.launcher.diagnosis.stack_collector import Inquiry
+from pdrun.launcher.diagnosis.hangs import HangDetector, HangSuspicion, WorkerSample
+from pdrun.launcher.diagnosis.stack_collector import StackRequest
 from pdrun.rendezvous.protocol.messages import Hung, Message, Progress, Stacks, Step
 
-EVERY = 1.0
+PROGRESS_SECONDS = 1.0
 """Seconds between two reports of progress, at least."""
 
 
-class Reports:
+class WorkerMonitor:
     """See the module. One for an agent's life; `begin` once a generation."""
 
     def __init__(
-        self, clock: Clock, send: Callable[[Message], None], say: Callable[[str], None]
+        self, clock: Clock, send: Callable[[Message], None], print_line: Callable[[str], None]
     ) -> None:
         self._clock = clock
-        self._send = send
-        self._say = say
-        self._channel: Channel | None = None
-        self._tried = False
-        self._group: Group | None = None
-        self._inquiries: list[tuple[Inquiry, dict[int, str] | None]] = []
+        self._send_message = send
+        self._print_line = print_line
+        self._channel: WorkerChannel | None = None
+        self._has_tried_channel = False
+        self._group: WorkerGroup | None = None
+        self._stack_requests: list[tuple[StackRequest, dict[int, str] | None]] = []
         """
         Each with what it was asked for: why some ranks are suspected, or None: because of
         ShowStacks.
         """
-        self.every = EVERY
+        self.progress_seconds = PROGRESS_SECONDS
 
-    def open(self, *, wrapped: bool, timeout: float | None) -> str:
+    def open_channel(self, *, wrapped: bool, timeout: float | None) -> str:
         """
         Make the channel; return its path, empty where there can be none.
 
@@ -54,83 +54,85 @@ class Reports:
             wrapped: the workers' processes are commands, below which the program proper may run.
             timeout: of hangs.
         """
-        self._wrapped = wrapped
-        self._timeout = timeout
-        if not self._tried:
-            self._tried = True
+        self._is_wrapped = wrapped
+        self._hang_timeout = timeout
+        if not self._has_tried_channel:
+            self._has_tried_channel = True
             try:
-                self._channel = Channel()
+                self._channel = WorkerChannel()
             except OSError as error:
-                self._say(f"workers cannot report progress: {error}")
+                self._print_line(f"workers cannot report progress: {error}")
         return self._channel.path if self._channel else ""
 
-    def begin(self, group: Group, output: WorkerOutput, keeper: Keeper) -> None:
+    def begin_generation(
+        self, group: WorkerGroup, output: WorkerOutput, keeper: SupervisorHandle
+    ) -> None:
         """The workers of a generation start."""
-        self._end_inquiries()
+        self._cancel_requests()
         self._group = group
         self._output = output
-        self._keeper = keeper
+        self._supervisor = keeper
         now = self._clock.monotonic()
-        self._told: dict[int, Told] = {}
+        self._last_reports: dict[int, WorkerReport] = {}
         """The last that each rank said."""
-        self._speaker: dict[int, int] = {}
-        self._saved: dict[int, int] = {}
-        self._moved: set[int] = set()
-        self._sent_saved = -1
-        self._progress_at = now
-        self._watches: dict[int, Watch] = {}
-        self._look_at = now
-        self._hung: set[int] = set()
+        self._reporting_pids: dict[int, int] = {}
+        self._saved_steps: dict[int, int] = {}
+        self._changed_ranks: set[int] = set()
+        self._sent_saved_step = -1
+        self._next_progress = now
+        self._detectors: dict[int, HangDetector] = {}
+        self._next_check = now
+        self._closed_ranks: set[int] = set()
         """Ranks whose case is closed: told, or found to be at work."""
-        self._again_at: dict[int, float] = {}
+        self._repeat_at: dict[int, float] = {}
         """Ranks that were told to be quiet, and from when on to tell it again."""
-        self._living = 0
-        self._ended_at = float("-inf")
+        self._alive_count = 0
+        self._last_exit_at = float("-inf")
         """When a worker was last seen to have ended."""
 
     # The loop
     # ---------------------------------------------------------------------------------------------------------
 
-    def filenos(self) -> Iterator[int]:
+    def watched_fds(self) -> Iterator[int]:
         """Descriptors that are readable when `turn` has something to do."""
         if self._channel is not None:
             yield self._channel.fileno()
 
-    def deadline(self) -> float | None:
+    def next_deadline(self) -> float | None:
         """When `turn` is due although nothing is readable."""
-        if self._group is None or self._group.done:
+        if self._group is None or self._group.is_done:
             return None
-        times = [inquiry.deadline for inquiry, _ in self._inquiries]
-        if self._group.started and not self._group.stopping:
-            times.append(self._look_at)
-        if self._moved:
-            times.append(self._progress_at)
+        times = [inquiry.deadline for inquiry, _ in self._stack_requests]
+        if self._group.has_started and not self._group.is_stopping:
+            times.append(self._next_check)
+        if self._changed_ranks:
+            times.append(self._next_progress)
         return min(times, default=None)
 
-    def turn(self) -> None:
+    def run_once(self) -> None:
         """Do what is there to be done."""
-        self.read()
+        self.read_reports()
         group = self._group
         now = self._clock.monotonic()
-        if group is None or not group.started:
+        if group is None or not group.has_started:
             return
-        if self._moved and now >= self._progress_at:
-            self.flush()
-        if now >= self._look_at and not group.stopping:
-            self._look(group, now)
-        for inquiry, suspects in list(self._inquiries):
-            if now >= inquiry.deadline and inquiry.look(now):
-                self._inquiries.remove((inquiry, suspects))
-                self._answer(group, inquiry, suspects)
+        if self._changed_ranks and now >= self._next_progress:
+            self.send_progress()
+        if now >= self._next_check and not group.is_stopping:
+            self._check_workers(group, now)
+        for inquiry, suspects in list(self._stack_requests):
+            if now >= inquiry.deadline and inquiry.poll_workers(now):
+                self._stack_requests.remove((inquiry, suspects))
+                self._answer_request(group, inquiry, suspects)
                 inquiry.close()
 
     def close(self) -> None:
         """Let go of everything."""
-        self._end_inquiries()
+        self._cancel_requests()
         if self._channel is not None:
-            if self._channel.strange:
-                self._say(
-                    f"{self._channel.strange} messages on the workers' socket were none of pdrun's"
+            if self._channel.rejected_count:
+                self._print_line(
+                    f"{self._channel.rejected_count} messages on the workers' socket were none of pdrun's"
                 )
             self._channel.close()
             self._channel = None
@@ -138,116 +140,124 @@ class Reports:
     # Progress
     # ---------------------------------------------------------------------------------------------------------
 
-    def read(self) -> None:
+    def read_reports(self) -> None:
         """
         Take what the workers have said; before their ends are told, or a step that was saved would
         come too late.
         """
-        for told in self._channel.read() if self._channel else ():
-            if self._counts(told):
-                self._told[told.rank] = told
-                self._moved.add(told.rank)
+        for told in self._channel.read_reports() if self._channel else ():
+            if self._is_from_worker(told):
+                self._last_reports[told.rank] = told
+                self._changed_ranks.add(told.rank)
                 if told.saved is not None:
-                    self._saved[told.rank] = told.saved
+                    self._saved_steps[told.rank] = told.saved
 
-    def _counts(self, told: Told) -> bool:
+    def _is_from_worker(self, told: WorkerReport) -> bool:
         """Whether it was said by a worker of this generation, not by a helper of one."""
         group = self._group
         if (
             group is None
-            or not group.started
+            or not group.has_started
             or told.generation != group.generation
             or told.rank not in group.ranks
         ):
             return False
-        pid = next((pid for rank, _, pid in group.alive() if rank == told.rank), 0)
-        if self._wrapped:  # below a shell, say: the first that speaks is it
-            return self._speaker.setdefault(told.rank, told.pid) == told.pid
+        pid = next((pid for rank, _, pid in group.alive_workers() if rank == told.rank), 0)
+        if self._is_wrapped:  # below a shell, say: the first that speaks is it
+            return self._reporting_pids.setdefault(told.rank, told.pid) == told.pid
         return not pid or not told.pid or told.pid == pid
 
-    def flush(self) -> None:
+    def send_progress(self) -> None:
         """Tell the scheduler now what it has not heard."""
         group = self._group
-        if group is None or not self._moved:
+        if group is None or not self._changed_ranks:
             return
-        steps = [self._told[rank] for rank in sorted(self._moved)]
-        saved = min((self._saved.get(rank, -1) for rank in group.ranks), default=-1)
+        steps = [self._last_reports[rank] for rank in sorted(self._changed_ranks)]
+        saved = min((self._saved_steps.get(rank, -1) for rank in group.ranks), default=-1)
         moved = tuple(
             Step(told.rank, told.step, told.busy) for told in steps if told.step is not None
         )
-        self._moved.clear()
-        self._progress_at = self._clock.monotonic() + self.every
-        if moved or saved != self._sent_saved:
-            self._sent_saved = saved
-            self._send(Progress(group.generation, moved, saved))
+        self._changed_ranks.clear()
+        self._next_progress = self._clock.monotonic() + self.progress_seconds
+        if moved or saved != self._sent_saved_step:
+            self._sent_saved_step = saved
+            self._send_message(Progress(group.generation, moved, saved))
 
     # Hangs
     # ------------------------------------------------------------------------------------------------------------
 
-    def _look(self, group: Group, now: float) -> None:
-        suspects: list[tuple[tuple[bool, int, float], int, Suspicion]] = []
-        alive = group.alive()
+    def _check_workers(self, group: WorkerGroup, now: float) -> None:
+        suspects: list[tuple[tuple[bool, int, float], int, HangSuspicion]] = []
+        alive = group.alive_workers()
         for rank, _, pid in alive:
-            seen = self._seen(rank, pid)
+            seen = self._sample_worker(rank, pid)
             if seen is None:
-                self._watches.pop(rank, None)
+                self._detectors.pop(rank, None)
                 continue
-            watch = self._watches.setdefault(rank, Watch(self._timeout, now))
-            found = watch.look(seen, now)
+            watch = self._detectors.setdefault(rank, HangDetector(self._hang_timeout, now))
+            found = watch.add_sample(seen, now)
             if (
                 found is not None
-                and rank not in self._hung
-                and now >= self._again_at.get(rank, 0.0)
+                and rank not in self._closed_ranks
+                and now >= self._repeat_at.get(rank, 0.0)
             ):
-                order = (seen.letter != "T", -1 if seen.step is None else seen.step, -watch.quiet)
+                order = (
+                    seen.letter != "T",
+                    -1 if seen.step is None else seen.step,
+                    -watch.idle_seconds,
+                )
                 suspects.append((order, rank, found))
-        self._look_at = now + Watch(self._timeout, now).every
-        if len(alive) < self._living:  # who waited for it takes a moment to see that
-            self._ended_at = now
-        self._living = len(alive)
-        someone_works = any(self._works(rank) for rank, _, _ in alive)
-        someone_works = someone_works or now - self._ended_at < (self._timeout or 0.0)
-        ended = {rank: found.why for _, rank, found in suspects if found.ended}
+        self._next_check = now + HangDetector(self._hang_timeout, now).interval
+        if len(alive) < self._alive_count:  # who waited for it takes a moment to see that
+            self._last_exit_at = now
+        self._alive_count = len(alive)
+        someone_works = any(self._is_working(rank) for rank, _, _ in alive)
+        someone_works = someone_works or now - self._last_exit_at < (self._hang_timeout or 0.0)
+        ended = {rank: found.reason for _, rank, found in suspects if found.only_if_ended}
         if ended and self._channel is not None:
-            self._hung |= ended.keys()
-            self._ask([worker for worker in alive if worker[0] in ended], now, ended)
+            self._closed_ranks |= ended.keys()
+            self._request_stacks([worker for worker in alive if worker[0] in ended], now, ended)
         for _, rank, found in sorted(suspects, key=lambda suspect: suspect[:2]):
-            if not found.ended and not (found.waits and someone_works):
-                self._tell_hung(group, rank, found.why, waits=found.waits)
+            if not found.only_if_ended and not (found.may_be_waiting and someone_works):
+                self._report_hang(group, rank, found.reason, waits=found.may_be_waiting)
 
-    def _seen(self, rank: int, pid: int) -> Seen | None:
+    def _sample_worker(self, rank: int, pid: int) -> WorkerSample | None:
         """Look at a worker; None: without a timeout there is no reason to."""
-        traceback = self._output.traceback(rank) is not None and not self._output.survived(rank)
-        if self._timeout is None and not traceback:
+        traceback = self._output.last_traceback(rank) is not None and not self._output.has_survived(
+            rank
+        )
+        if self._hang_timeout is None and not traceback:
             return None
-        state = procfs.state(pid)
-        told = self._told.get(rank)
-        return Seen(
+        state = procfs.read_state(pid)
+        told = self._last_reports.get(rank)
+        return WorkerSample(
             step=told.step if told else None,
-            saved=self._saved.get(rank),
-            heard=self._output.heard_at(rank),
-            cpu=procfs.cpu_seconds(pid),
+            saved=self._saved_steps.get(rank),
+            output_at=self._output.last_output_at(rank),
+            cpu_seconds=procfs.read_cpu_seconds(pid),
             letter=state.letter if state else "Z",
-            traced=bool(state and state.tracer),
-            traceback=traceback,
+            is_traced=bool(state and state.tracer_pid),
+            has_traceback=traceback,
         )
 
-    def _works(self, rank: int) -> bool:
+    def _is_working(self, rank: int) -> bool:
         """Whether a worker has done something within the timeout, as far as can be seen."""
-        watch = self._watches.get(rank)
-        told = self._told.get(rank)
-        if watch is None or self._timeout is None:
+        watch = self._detectors.get(rank)
+        told = self._last_reports.get(rank)
+        if watch is None or self._hang_timeout is None:
             return False
-        return (watch.stuck if told and told.step is not None else watch.quiet) < self._timeout
+        return (
+            watch.stuck_seconds if told and told.step is not None else watch.idle_seconds
+        ) < self._hang_timeout
 
-    def _tell_hung(self, group: Group, rank: int, why: str, *, waits: bool = False) -> None:
+    def _report_hang(self, group: WorkerGroup, rank: int, why: str, *, waits: bool = False) -> None:
         # the scheduler may know of one that is at work: then it is told again after as long a time
         if waits:
-            self._again_at[rank] = self._clock.monotonic() + (self._timeout or 0.0)
+            self._repeat_at[rank] = self._clock.monotonic() + (self._hang_timeout or 0.0)
         else:
-            self._hung.add(rank)
-        self.flush()
-        self._send(Hung(group.generation, rank, why, waits))
+            self._closed_ranks.add(rank)
+        self.send_progress()
+        self._send_message(Hung(group.generation, rank, why, waits))
 
     # Stacks
     # -----------------------------------------------------------------------------------------------------------
@@ -255,35 +265,39 @@ class Reports:
     def show_stacks(self, generation: int) -> None:
         """The scheduler wants to know where everybody is."""
         group = self._group
-        if group is not None and group.started and group.generation == generation:
-            self._ask(group.alive(), self._clock.monotonic(), None)
+        if group is not None and group.has_started and group.generation == generation:
+            self._request_stacks(group.alive_workers(), self._clock.monotonic(), None)
 
-    def _ask(
+    def _request_stacks(
         self, workers: list[tuple[int, int, int]], now: float, suspects: dict[int, str] | None
     ) -> None:
         def signal(slot: int, number: int) -> None:
-            self._keeper.signal(slot, number, group=False)
+            self._supervisor.send_signal(slot, number, group=False)
 
         active = (
-            tuple(rank for rank, _, _ in workers if self._works(rank)) if suspects is None else ()
+            tuple(rank for rank, _, _ in workers if self._is_working(rank))
+            if suspects is None
+            else ()
         )
         if self._channel is not None:
-            self._inquiries.append(
-                (Inquiry(workers, self._channel.folder, signal, now, active), suspects)
+            self._stack_requests.append(
+                (StackRequest(workers, self._channel.folder, signal, now, active), suspects)
             )
         elif self._group is not None:
-            self._send(Stacks(self._group.generation, (), active))
+            self._send_message(Stacks(self._group.generation, (), active))
 
-    def _answer(self, group: Group, inquiry: Inquiry, suspects: dict[int, str] | None) -> None:
+    def _answer_request(
+        self, group: WorkerGroup, inquiry: StackRequest, suspects: dict[int, str] | None
+    ) -> None:
         if suspects is None:
-            self._send(Stacks(group.generation, inquiry.groups(), inquiry.active))
+            self._send_message(Stacks(group.generation, inquiry.grouped_stacks(), inquiry.active))
             return
-        alive = {rank for rank, _, _ in group.alive()}
+        alive = {rank for rank, _, _ in group.alive_workers()}
         for rank, why in suspects.items():
-            if rank in alive and not group.stopping and inquiry.ended(rank):
-                self._tell_hung(group, rank, why)
+            if rank in alive and not group.is_stopping and inquiry.has_program_ended(rank):
+                self._report_hang(group, rank, why)
 
-    def _end_inquiries(self) -> None:
-        for inquiry, _ in self._inquiries:
+    def _cancel_requests(self) -> None:
+        for inquiry, _ in self._stack_requests:
             inquiry.close()
-        self._inquiries = []
+        self._stack_requests = []

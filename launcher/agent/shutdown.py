@@ -1,14 +1,17 @@
 """
-What a node decides by itself: how it ends when the user, time or a lost scheduler says so. State
-and times; no action.
+How a node ends its workers and itself: on a signal, on the scheduler's order, or without it.
 
-    SIGINT, or SIGTERM of a job of fixed size     the whole job is to stop: the scheduler is asked, for a while
-    SIGTERM in an elastic job                     this node is to go (its machine is taken away), the others go on
-    again                                         everything here is killed at once
-    no word of the scheduler for the lease        a new generation may begin without this node: its workers must be gone
-                                                  before that, then it may come back as a new one
+| event | effect |
+|---|---|
+| SIGINT; SIGTERM in a job of fixed size | ask the scheduler to stop the whole job, and wait for it |
+| SIGTERM in an elastic job | only this node leaves (its machine is withdrawn) |
+| a second signal | kill all workers of this node |
+| the scheduler is silent for the lease | stop the workers, then rejoin as a new node |
 
-The node of the scheduler never departs: its end would be everybody's.
+After the lease the other nodes may form a generation without this node. So its workers must have
+ended before that. The scheduler's node never leaves alone: the job would end with it.
+
+`ShutdownState` holds flags and times, and acts on nothing. `NodeStopper` acts.
 """
 
 from __future__ import annotations
@@ -16,89 +19,242 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
-from pdrun.rendezvous.protocol.messages import Welcome
+from pdrun.clock import Clock
+from pdrun.errors import EXIT_UNAVAILABLE, RendezvousError
+from pdrun.launcher.agent.announcer import Announcer
+from pdrun.launcher.agent.generation import GenerationRunner
+from pdrun.launcher.agent.interfaces import Link
+from pdrun.launcher.plan.model import LaunchPlan
+from pdrun.rendezvous.protocol.messages import (
+    Depart,
+    Leave,
+    Refuse,
+    StopRequest,
+    StopWorkers,
+    Verdict,
+    Welcome,
+)
 
-STOP_ANSWER = 2.0
-"""Seconds that a running job's scheduler has to answer a stop, before this node acts alone."""
-STOP_ANSWER_WAITING = 0.7
-"""The same while the nodes are still coming together."""
-RESTART_ANSWER = 10.0
-"""The same, from the first stop on, where the scheduler's process is just being started again."""
-MARGIN = 0.5
-"""
-Seconds by which the workers of a node that is cut off are gone before the others may begin without
-it.
-"""
+STOP_ANSWER_SECONDS = 2.0
+"""Time that the scheduler of a running job has to answer a stop, before this node acts alone."""
+FORMING_ANSWER_SECONDS = 0.7
+"""The same while the nodes of the job are still joining."""
+RESTART_ANSWER_SECONDS = 10.0
+"""The same, from the first stop on, while the scheduler process is being restarted."""
+LEASE_MARGIN_SECONDS = 0.5
+"""The workers of a cut-off node end this long before the others may continue without it."""
 
 
 @dataclass
-class Leaving:
-    """See the module."""
+class ShutdownState:
+    """What is known about the end of this node."""
 
     may_depart: bool = True
-    """Whether the job goes on without this node, as far as is known."""
-    stops: int = 0
-    last: int = int(signal.SIGINT)
-    asked_at: float = 0.0
-    """When the first stop came."""
-    answer_by: float | None = None
-    """Until when the scheduler has to answer."""
-    code: int | None = None
-    """The code to leave with once no worker is left; set where there will be no verdict."""
-    judged: bool = False
-    """Whether the verdict has come."""
-    departing: bool = False
-    returning: bool = False
+    """Whether the job can continue without this node, as far as is known."""
+    stop_count: int = 0
+    """Signals to stop so far."""
+    last_signal: int = int(signal.SIGINT)
+    first_stop_at: float = 0.0
+    """Monotonic time of the first signal to stop."""
+    answer_deadline: float | None = None
+    """Monotonic time until which the scheduler has to answer a stop."""
+    exit_code: int | None = None
+    """Exit code once all workers have ended; set if the verdict does not give it."""
+    has_verdict: bool = False
+    is_departing: bool = False
+    """This node leaves the job alone."""
+    is_rejoining: bool = False
     """
-    This node was given up, or must take itself for it: once its workers have ended it joins as a
-    new one.
+    The scheduler has given this node up, or the node must assume that. It rejoins as a new node
+    once its workers have ended.
     """
     lease: float = 0.0
-    """Seconds without the scheduler that the workers may go on; 0: no limit."""
-    last_grace: float = 0.0
-    """Seconds from the end of the lease to the workers' end."""
+    """Seconds without the scheduler for which the workers may continue; 0: no limit."""
+    grace_after_lease: float = 0.0
+    """Seconds between the end of the lease and the end of the workers."""
 
-    def welcomed(self, welcome: Welcome, *, serves: bool) -> None:
+    def set_lease(self, welcome: Welcome, *, is_scheduler_node: bool) -> None:
+        """Take the lease of this run. The scheduler's own node has none: nothing can cut it off."""
+        self.lease = 0.0 if is_scheduler_node else welcome.lease
+        self.grace_after_lease = max(0.0, welcome.dead - welcome.lease - LEASE_MARGIN_SECONDS)
+
+    def should_depart(self, number: int) -> bool:
+        """Return whether a first signal to stop means this node alone."""
+        is_first = self.stop_count == 0 and self.exit_code is None
+        return is_first and number == signal.SIGTERM and self.may_depart
+
+    def record_stop(self, number: int, now: float) -> bool:
+        """Record a signal to stop; return whether it means this node alone."""
+        means_this_node = self.should_depart(number)
+        if self.stop_count == 0:
+            self.first_stop_at = now
+        self.stop_count += 1
+        self.last_signal = number
+        return means_this_node
+
+    def is_lease_over(self, silence: float) -> bool:
+        """Return whether a node with running workers has been cut off for longer than its lease."""
+        if self.is_rejoining or self.exit_code is not None:
+            return False
+        return bool(self.lease) and silence > self.lease
+
+    def extend_answer_deadline(self) -> None:
         """
-        Take the terms of this run. Nothing can cut off the node that the scheduler itself is on.
+        Give a scheduler process that is being restarted the time to start and to learn of the stop.
         """
-        self.lease = 0.0 if serves else welcome.lease
-        self.last_grace = max(0.0, welcome.dead - welcome.lease - MARGIN)
+        if self.answer_deadline is not None:
+            restarted_at = self.first_stop_at + RESTART_ANSWER_SECONDS
+            self.answer_deadline = max(self.answer_deadline, restarted_at)
 
-    def departs(self, number: int) -> bool:
-        """Whether a first signal to stop means this node alone."""
-        return (
-            number == signal.SIGTERM and self.may_depart and self.stops == 0 and self.code is None
-        )
-
-    def expired(self, silent: float) -> bool:
-        """Whether a node whose workers run has been without its scheduler for too long."""
-        return bool(self.lease) and silent > self.lease and not self.returning and self.code is None
-
-    def absent(self) -> None:
-        """
-        The scheduler's process is being started again: it is to have the time for that, and to hear
-        of the stop.
-        """
-        if self.answer_by is not None:
-            self.answer_by = max(self.answer_by, self.asked_at + RESTART_ANSWER)
-
-    def overdue(self, now: float) -> bool:
-        """Whether the scheduler has not answered in time."""
-        return self.answer_by is not None and now >= self.answer_by
+    def is_answer_overdue(self, now: float) -> bool:
+        """Return whether the scheduler has not answered in time."""
+        return self.answer_deadline is not None and now >= self.answer_deadline
 
 
-def answer_time(*, started: bool, running: bool, again: bool, grace: float) -> float:
+def answer_seconds(
+    *, has_started: bool, is_running: bool, is_repeated: bool, grace: float
+) -> float:
     """
-    Return the seconds that the scheduler has to answer a stop: the others end first where this
-    node's workers have.
+    Return the time that the scheduler has to answer a stop.
+
+    If only this node's workers have ended, the scheduler first waits for those of the other nodes.
 
     Args:
-        started: workers of this node were started.
-        running: some of them still run.
-        again: the user has said it before.
-        grace: the job's.
+        has_started: workers of this node were started.
+        is_running: some of them still run.
+        is_repeated: it is not the first signal to stop.
+        grace: the job's grace period in seconds.
     """
-    if not started:
-        return STOP_ANSWER_WAITING
-    return STOP_ANSWER if running or again else grace + 5 * STOP_ANSWER
+    if not has_started:
+        return FORMING_ANSWER_SECONDS
+    if is_running or is_repeated:
+        return STOP_ANSWER_SECONDS
+    return grace + 5 * STOP_ANSWER_SECONDS
+
+
+class NodeStopper:
+    """Stops the workers of this node. The agent exits, or rejoins, when they have ended."""
+
+    def __init__(
+        self,
+        state: ShutdownState,
+        generation: GenerationRunner,
+        announcer: Announcer,
+        link: Link,
+        clock: Clock,
+    ) -> None:
+        self._state = state
+        self._generation = generation
+        self._announcer = announcer
+        self._link = link
+        self._clock = clock
+        self.grace = 0.0
+        """The job's grace period in seconds; set with the plan."""
+
+    def on_stop_signal(self, number: int, plan: LaunchPlan) -> None:
+        """
+        Handle a signal to stop.
+
+        The first one asks the scheduler to stop the job with its grace period. A second one kills
+        the workers here, and asks the scheduler to kill the others.
+        """
+        state = self._state
+        means_this_node = state.record_stop(number, self._clock.monotonic())
+        is_repeated = state.stop_count > 1
+        grace = plan.spec.policy.grace
+        state.is_departing = means_this_node or (state.is_departing and number == signal.SIGTERM)
+        name = signal.Signals(number).name
+        self._announcer.announce_stop_request(
+            name,
+            grace,
+            is_repeated=is_repeated,
+            is_running=self._generation.is_running,
+            is_departing=state.is_departing,
+        )
+        if state.is_departing and is_repeated:
+            state.answer_deadline = None
+        elif state.exit_code is None:
+            reason = f"{name} on {plan.node}"
+            if state.is_departing:
+                self._link.send(Depart(reason))
+            else:
+                self._link.send(StopRequest(number, reason, force=is_repeated))
+            wait = answer_seconds(
+                has_started=self._generation.has_started,
+                is_running=self._generation.is_running,
+                is_repeated=is_repeated,
+                grace=grace,
+            )
+            state.answer_deadline = self._clock.monotonic() + wait
+        if is_repeated:
+            self._generation.stop_workers(signal.SIGKILL, 0.0)
+
+    def on_stop_workers(self, message: StopWorkers) -> None:
+        """Stop the workers because the scheduler ends this generation."""
+        group = self._generation.group
+        if group is not None and group.generation == message.generation and group.has_started:
+            self._announcer.announce_stop(message)
+            group.stop_workers(message.signal, message.grace)
+        if message.reason.startswith("stopped by"):
+            # the job cannot continue without this node: it ends, and there will be a verdict
+            self._state.is_departing = False
+        self._state.answer_deadline = None
+
+    def on_refuse(self, refuse: Refuse, plan: LaunchPlan | None) -> None:
+        """
+        Stop the workers because the scheduler does not accept this node.
+
+        Raises:
+            RendezvousError: no workers run, and the scheduler does not ask this node to rejoin.
+        """
+        code = refuse.code or EXIT_UNAVAILABLE
+        is_running = self._generation.is_running
+        if refuse.rejoin and plan is not None and not self._state.stop_count:
+            first = "once its workers have ended, " if is_running else ""
+            self._announcer.print_line(
+                f"the scheduler had given this node up: {refuse.reason}; {first}it rejoins"
+            )
+            self.stop_and_rejoin(plan.spec.policy.grace)
+            return
+        if is_running:
+            self._announcer.print_line(
+                f"the scheduler refused this node: {refuse.reason}; stopping its workers"
+            )
+            self.stop_and_exit(code, signal.SIGTERM)
+            return
+        error = RendezvousError(refuse.reason)
+        error.exit_code = code
+        raise error
+
+    def on_verdict(self, verdict: Verdict) -> None:
+        """Stop the workers that still run, print the summary and leave the job."""
+        self._state.has_verdict = True
+        self._state.answer_deadline = None
+        self._state.is_departing = False
+        if self._generation.is_running:
+            self.stop_and_exit(verdict.code, signal.SIGTERM)
+        self._announcer.announce_verdict(verdict)
+        self._link.send(Leave())
+
+    def stop_and_exit(self, code: int, number: int) -> None:
+        """Stop the workers with the job's grace period; the agent then exits with `code`."""
+        self._state.exit_code = code
+        self._state.answer_deadline = None
+        self._generation.stop_workers(number, self.grace)
+
+    def stop_without_scheduler(self) -> None:
+        """Stop the workers because the scheduler has not answered the user's stop."""
+        number = self._state.last_signal
+        if self._generation.has_started:
+            self._announcer.print_line(
+                "the scheduler does not answer; stopping the workers of this node"
+            )
+        is_forced = self._state.stop_count > 1
+        self.stop_and_exit(128 + number, signal.SIGKILL if is_forced else number)
+        self._link.send(Leave(f"stopped by {signal.Signals(number).name}"))
+
+    def stop_and_rejoin(self, grace: float) -> None:
+        """Stop the workers, whose results no longer count; the agent then rejoins."""
+        self._state.is_rejoining = True
+        self._state.answer_deadline = None
+        self._generation.stop_workers(signal.SIGTERM, grace)

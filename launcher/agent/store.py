@@ -23,7 +23,7 @@ from pdrun.launcher.agent.interfaces import SupervisorHandle
 from pdrun.launcher.supervisor.events import (
     STORE_SLOT,
     Exited,
-    KeeperEvent,
+    SupervisorEvent,
     SpawnFailed,
     WorkerCommand,
 )
@@ -96,7 +96,7 @@ class StoreSocket:
         self._listener.close()
         self._listener = None
 
-    def describe_exit(self, event: KeeperEvent) -> str:
+    def describe_exit(self, event: SupervisorEvent) -> str:
         """
         Return why the store process ended, when nobody had asked it to; empty for any other event.
         """
@@ -167,7 +167,7 @@ class StorePair:
             self.is_wanted = False
             self._current.start_process(keeper, python, env, cwd, fork=fork)
 
-    def describe_exit(self, event: KeeperEvent) -> str:
+    def describe_exit(self, event: SupervisorEvent) -> str:
         """
         Return why the present store ended, when that is what the event says and nobody had asked
         for it.

@@ -15,22 +15,27 @@ import re
 from collections.abc import Iterable, Sequence
 
 from pdrun.errors import EXIT_DEADLINE, EXIT_OK
-from pdrun.rendezvous.policies.texts import ENDED_WELL
+from pdrun.rendezvous.policies.texts import CLEAN_EXIT_TEXT
 from pdrun.rendezvous.protocol.messages import Cause, Failure, Verdict
 
-LINES = 40
-_TRACE_LINES = 22
-_TAIL_LINES = 10
-_OTHERS = 4
-_WIDTH = 300
+MAX_LINES = 40
+_MAX_TRACEBACK_LINES = 22
+_MAX_TAIL_LINES = 10
+_MAX_OTHER_FAILURES = 4
+_MAX_LINE_CHARACTERS = 300
 
-_DESERTED = re.compile(rf"; (rank \d+ on [^;]* {re.escape(ENDED_WELL)})")
+_EARLY_END = re.compile(rf"; (rank \d+ on [^;]* {re.escape(CLEAN_EXIT_TEXT)})")
 _SGR = re.compile(r"\x1b\[[0-9;:]*m")
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
-def summary(
-    verdict: Verdict, *, seconds: float, log_dir: str = "", python: str = "", revealed: bool = False
+def format_summary(
+    verdict: Verdict,
+    *,
+    seconds: float,
+    log_dir: str = "",
+    python: str = "",
+    is_already_shown: bool = False,
 ) -> list[str]:
     """
     Return the lines that tell how a job ended, without pdrun's prefix.
@@ -43,9 +48,11 @@ def summary(
         revealed: the first cause's last lines, or the stacks of a hang, have just been shown here,
             and are not again.
     """
-    took = f"after {duration(seconds)}"
+    took = f"after {format_duration(seconds)}"
     if verdict.code == EXIT_OK:
-        return [f"job done in {duration(seconds)}" + (f", logs in {log_dir}" if log_dir else "")]
+        return [
+            f"job done in {format_duration(seconds)}" + (f", logs in {log_dir}" if log_dir else "")
+        ]
     if verdict.first is None:
         word = (
             "stopped"
@@ -54,40 +61,43 @@ def summary(
         )
         reason = verdict.reason.removeprefix("stopped ")
         lines = [
-            plain(
+            sanitize_line(
                 f"job {word} {took}{' ' if word == 'stopped' and reason != verdict.reason else ': '}{reason}"
             )
         ]
-        lines += _others(verdict.others)
+        lines += _other_failure_lines(verdict.others)
     else:
-        reason, deserted = _apart(verdict.reason)
-        lines = [plain(f"job failed {took}: {reason}"), *_first(verdict.first, revealed)]
-        lines += _victims(verdict.victims) + _others(verdict.others)
-        lines += [f"  hint: {text}" for text in hints(verdict.first.cause, python, deserted)]
+        reason, deserted = _split_reason(verdict.reason)
+        lines = [
+            sanitize_line(f"job failed {took}: {reason}"),
+            *_first_cause_lines(verdict.first, is_already_shown),
+        ]
+        lines += _victim_lines(verdict.victims) + _other_failure_lines(verdict.others)
+        lines += [f"  hint: {text}" for text in find_hints(verdict.first.cause, python, deserted)]
     logs = f", logs in {log_dir}" if log_dir else ""
-    return [*lines[: LINES - 1], f"exit code {verdict.code}{logs}"]
+    return [*lines[: MAX_LINES - 1], f"exit code {verdict.code}{logs}"]
 
 
-def _apart(reason: str) -> tuple[str, str]:
+def _split_reason(reason: str) -> tuple[str, str]:
     """
     Take out of a reason which ranks had ended well before, which is a hint here; a long reason
     would hide it.
     """
-    found = _DESERTED.search(reason)
+    found = _EARLY_END.search(reason)
     if found is None:
         return (reason, "")
     return (reason[: found.start()] + reason[found.end() :], found[1])
 
 
-def _first(failure: Failure, revealed: bool) -> list[str]:
+def _first_cause_lines(failure: Failure, revealed: bool) -> list[str]:
     cause = failure.cause
-    evidence = _evidence(failure.cause)
+    evidence = _evidence_lines(failure.cause)
     who = f"rank {failure.rank} on {failure.node}"
     if cause.kind == "hang":
         where = f"where every rank was{' stands above' if revealed else ':'}"
-        return [f"  {where}", *(f"    {plain(line)}" for line in evidence if not revealed)]
+        return [f"  {where}", *(f"    {sanitize_line(line)}" for line in evidence if not revealed)]
     if evidence and revealed:
-        lines = [plain(f"  the last words of {who} ({ending(cause)}) stand above")]
+        lines = [sanitize_line(f"  the last words of {who} ({describe_exit(cause)}) stand above")]
     elif evidence:
         what = (
             "the traceback"
@@ -95,66 +105,68 @@ def _first(failure: Failure, revealed: bool) -> list[str]:
             else f"the last line{'s' * (len(evidence) > 1)}"
         )
         lines = [
-            plain(f"  {what} of {who} ({ending(cause)}):"),
-            *(f"    {plain(line)}" for line in evidence),
+            sanitize_line(f"  {what} of {who} ({describe_exit(cause)}):"),
+            *(f"    {sanitize_line(line)}" for line in evidence),
         ]
     else:
         lines = (
-            [] if cause.kind == "lost" else [plain(f"  {who} printed nothing ({ending(cause)})")]
+            []
+            if cause.kind == "lost"
+            else [sanitize_line(f"  {who} printed nothing ({describe_exit(cause)})")]
         )
     if cause.log and (evidence or cause.kind == "lost"):
-        lines.append(plain(f"  log of rank {failure.rank}: {cause.log}"))
+        lines.append(sanitize_line(f"  log of rank {failure.rank}: {cause.log}"))
     return lines
 
 
-def ending(cause: Cause) -> str:
+def describe_exit(cause: Cause) -> str:
     """``exit code 42``; ``SIGSEGV, exit code 139``: how the process ended."""
     if cause.signal:
-        from pdrun.launcher.common.signals import signal_name
+        from pdrun.launcher.common.signals import format_signal
 
-        return f"{signal_name(cause.signal)}, exit code {cause.code}"
+        return f"{format_signal(cause.signal)}, exit code {cause.code}"
     return f"exit code {cause.code}"
 
 
-def _evidence(cause: Cause) -> list[str]:
+def _evidence_lines(cause: Cause) -> list[str]:
     """The traceback, the middle cut out of a long one, else the last lines of output."""
     if cause.kind == "hang":
         if cause.traceback.strip():
-            return cause.traceback.rstrip().split("\n")[: LINES - 10]
+            return cause.traceback.rstrip().split("\n")[: MAX_LINES - 10]
         return []
     if not cause.traceback.strip():
-        return [line for line in cause.tail if line.strip()][-_TAIL_LINES:]
+        return [line for line in cause.tail if line.strip()][-_MAX_TAIL_LINES:]
     lines = cause.traceback.rstrip().split("\n")
-    if len(lines) <= _TRACE_LINES:
+    if len(lines) <= _MAX_TRACEBACK_LINES:
         return lines
     head = 3
     return [
         *lines[:head],
-        f"... {len(lines) - _TRACE_LINES + 1} lines left out, see the log ...",
-        *lines[head + len(lines) - _TRACE_LINES + 1 :],
+        f"... {len(lines) - _MAX_TRACEBACK_LINES + 1} lines left out, see the log ...",
+        *lines[head + len(lines) - _MAX_TRACEBACK_LINES + 1 :],
     ]
 
 
-def _victims(count: int) -> list[str]:
+def _victim_lines(count: int) -> list[str]:
     if not count:
         return []
     return [f"  {count} other worker{'s were' if count > 1 else ' was'} stopped because of it"]
 
 
-def _others(others: Sequence[Failure]) -> list[str]:
+def _other_failure_lines(others: Sequence[Failure]) -> list[str]:
     lines = [
-        plain(
+        sanitize_line(
             f"  rank {other.rank} on {other.node} failed by itself too: {other.cause.summary}"
             + (f" ({other.cause.log})" if other.cause.log else "")
         )
-        for other in others[:_OTHERS]
+        for other in others[:_MAX_OTHER_FAILURES]
     ]
-    if len(others) > _OTHERS:
-        lines.append(f"  ... and {len(others) - _OTHERS} more")
+    if len(others) > _MAX_OTHER_FAILURES:
+        lines.append(f"  ... and {len(others) - _MAX_OTHER_FAILURES} more")
     return lines
 
 
-def hints(cause: Cause, python: str = "", deserted: str = "") -> Iterable[str]:
+def find_hints(cause: Cause, python: str = "", early_end: str = "") -> Iterable[str]:
     """
     What one can do about it, where that is known; ``deserted``: which ranks had ended well before.
     """
@@ -167,8 +179,8 @@ def hints(cause: Cause, python: str = "", deserted: str = "") -> Iterable[str]:
         yield "is /dev/shm full there ('df -h /dev/shm')? data loaders keep their batches in it"
     elif cause.kind == "hang":
         yield "--hang-timeout must be longer than the longest honest wait: an evaluation or a checkpoint, say"
-    elif cause.kind == "communication" and deserted:
-        yield f"{deserted}: does every rank make every step? a shorter data loader ends a loop too early"
+    elif cause.kind == "communication" and early_end:
+        yield f"{early_end}: does every rank make every step? a shorter data loader ends a loop too early"
     elif cause.kind == "communication":
         yield "no worker failed by itself: look for a network fault, or a timeout while one rank was busy"
     elif re.search(r"OutOfMemoryError|CUDA out of memory|NPU out of memory", text):
@@ -181,7 +193,7 @@ def hints(cause: Cause, python: str = "", deserted: str = "") -> Iterable[str]:
         yield "check its permissions and first line (#!); for a Python script leave --no-python out"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """``0.4 s``, ``12 s``, ``3 min 5 s``, ``2 h 7 min``."""
     if seconds < 10:
         return f"{seconds:.1f} s"
@@ -193,10 +205,10 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-def plain(line: str) -> str:
+def sanitize_line(line: str) -> str:
     """
     Return a line that cannot command a terminal: no colours, control or direction characters, not
     endlessly long.
     """
     line = _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", _SGR.sub("", line))
-    return line if len(line) <= _WIDTH else f"{line[: _WIDTH - 4]} ..."
+    return line if len(line) <= _MAX_LINE_CHARACTERS else f"{line[: _MAX_LINE_CHARACTERS - 4]} ..."

@@ -1,17 +1,18 @@
 """
-The workers of one generation on this node: started together, watched, stopped with one grace, each
-ended exactly once.
+The workers of one generation on this node: started and stopped together, each reported once.
 
-    start --Spawned--> running --Exited--> swept --> its last output read --> Cause reported
-                          | stop: signal, SIGKILL after the grace, given up STUCK seconds later (named, not waited for)
+    start --Spawned--> running --Exited--> swept --> output drained --> Cause reported
+                          |
+                          +-- stop: signal, SIGKILL after the grace period; a worker that is still
+                              there UNKILLABLE_SECONDS later is named and left behind
 
-A worker that ended because a peer went away is held back SETTLE seconds while others of this node
-still run: its report would have them stopped, and the one that is really at fault may need that
-time to print why.
+A worker that ended because a peer disappeared is reported SETTLE_SECONDS later while others of this
+node still run. The report would stop them, and the worker at fault may need that time to print the
+reason.
 
-A worker whose last word is a traceback gets an order to stop PATIENCE seconds later than the
-others: if the exception was not caught, it ends by itself in that time, with Python's code for it,
-and that proves it (see `causes`).
+A worker whose last output is a traceback gets the signal to stop STOP_DELAY_SECONDS later than the
+others. If the exception was not caught, the worker exits in that time with Python's own exit code,
+which proves it (see `pdrun.launcher.diagnosis.causes`).
 """
 
 from __future__ import annotations
@@ -19,20 +20,18 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
 
 from pdrun.clock import Clock
-from pdrun.launcher.agent.interfaces import Keeper, WorkerOutput
-from pdrun.launcher.common import procfs
-from pdrun.launcher.common.oom import oom_kills
-from pdrun.launcher.diagnosis.causes import LINGER, Evidence, cause_of
-from pdrun.launcher.plan.environment import worker_env
-from pdrun.launcher.plan.model import LaunchPlan, WorkerPlan
-from pdrun.launcher.plan.start_method import start_of
+from pdrun.launcher.agent.group_worker import GroupWorker, is_dumping_core, is_suspended
+from pdrun.launcher.agent.interfaces import SupervisorHandle, WorkerOutput
+from pdrun.launcher.common.oom import count_oom_kills
+from pdrun.launcher.diagnosis.causes import LINGER_SECONDS, Evidence, find_cause
+from pdrun.launcher.plan.environment import build_worker_env
+from pdrun.launcher.plan.model import LaunchPlan
+from pdrun.launcher.plan.start_method import worker_start_option
 from pdrun.launcher.supervisor.events import (
     Exited,
-    KeeperEvent,
+    SupervisorEvent,
     Spawned,
     SpawnFailed,
     Swept,
@@ -40,116 +39,109 @@ from pdrun.launcher.supervisor.events import (
 )
 from pdrun.rendezvous.protocol.messages import Assign, Cause
 
-SETTLE = 0.4
-SWEEP_WAIT = 0.5
-"""Seconds that the report of an exit waits for the sweep of what the worker left."""
-DRAIN = 0.3
-PATIENCE = 2.0
+SETTLE_SECONDS = 0.4
+SWEEP_SECONDS = 0.5
+"""Longest wait of an exit's report for the sweep of the worker's descendants."""
+DRAIN_SECONDS = 0.3
+"""Longest wait for the end of an ended worker's pipes: a descendant may hold them open."""
+STOP_DELAY_SECONDS = 2.0
 """
-Seconds, at most half of the grace: interpreters that have loaded torch need 0.5 s to leave, busy
-ones more.
+At most half of the grace period. An interpreter that has loaded torch needs 0.5 s to exit, a busy
+one more.
 """
-STUCK = 5.0
+UNKILLABLE_SECONDS = 5.0
+"""Wait for the end of a killed process, which may be in an uninterruptible system call."""
+READS_PER_STOP = 8
+"""A pipe holds 1 MiB, and one read takes a quarter of it."""
 
-Report = Callable[[int, Cause], None]
-
-
-@dataclass
-class _Worker:
-    plan: WorkerPlan
-    rank: int
-    pid: int = 0
-    status: int | None = None
-    ended_at: float | None = None
-    stopped_at: float | None = None
-    stop_signals: list[int] = field(default_factory=list)
-    signal_at: float | None = None
-    """When a signal to stop that was held back is due, and which."""
-    held_signal: int = 0
-    failure: SpawnFailed | None = None
-    swept: bool = False
-    report_by: float = 0.0
-    """When the report stops waiting: for the sweep, then for the settling."""
-    cause: Cause | None = None
-    reported: bool = False
-
-    @property
-    def running(self) -> bool:
-        return self.ended_at is None
+ReportExit = Callable[[int, Cause], None]
 
 
-class Group:
-    """See the module. All calls come from the agent's loop; `report` is called once a worker."""
+class WorkerGroup:
+    """
+    Starts, watches and stops the workers. Called from the agent's loop only.
+
+    `report_exit` is called once per worker, with its rank and the cause of its end.
+    """
 
     def __init__(
         self,
         plan: LaunchPlan,
-        run: str,
+        run_name: str,
         assign: Assign,
-        keeper: Keeper,
+        supervisor: SupervisorHandle,
         output: WorkerOutput,
         clock: Clock,
-        report: Report,
+        report_exit: ReportExit,
         stdin: int | None = None,
-        channel: str = "",
+        channel_path: str = "",
     ) -> None:
-        self._channel = channel
+        self._channel_path = channel_path
         self._plan = plan
-        self._run = run
+        self._run_name = run_name
         self._assign = assign
-        self._keeper = keeper
+        self._supervisor = supervisor
         self._output = output
         self._clock = clock
-        self._report = report
+        self._report_exit = report_exit
         self._stdin = stdin
         self._workers = {
-            worker.local_rank: _Worker(worker, assign.first_rank + worker.local_rank)
+            worker.local_rank: GroupWorker(worker, assign.first_rank + worker.local_rank)
             for worker in plan.workers
         }
         self._kill_at: float | None = None
         self._give_up_at: float | None = None
-        self._oom_before = 0
+        self._oom_kills_before = 0
         self.generation = assign.generation
-        self.started = False
+        self.has_started = False
 
     @property
-    def done(self) -> bool:
-        """Whether every worker is reported and what it left is swept."""
-        return all(worker.reported and worker.swept for worker in self._workers.values())
+    def is_done(self) -> bool:
+        """Whether every worker is reported, and its descendants are swept."""
+        return all(worker.is_reported and worker.is_swept for worker in self._workers.values())
 
     @property
-    def stopping(self) -> bool:
-        """Whether the workers have been told to end."""
+    def is_stopping(self) -> bool:
+        """Whether the workers are being stopped."""
         return self._kill_at is not None
 
-    def start(self) -> None:
-        """Ask the keeper for all workers."""
-        self.started = True
-        self._oom_before = oom_kills()
+    def start_workers(self) -> None:
+        """Ask the supervisor to spawn all workers."""
+        self.has_started = True
+        self._oom_kills_before = count_oom_kills()
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         try:
             for slot, worker in self._workers.items():
-                env = worker_env(self._plan, self._run, self._assign, worker.plan, self._channel)
-                out, err = self._output.open(worker.rank, slot, self.generation)
-                stdin = self._stdin if worker.rank == 0 and self._stdin is not None else null
+                env = build_worker_env(
+                    self._plan, self._run_name, self._assign, worker.plan, self._channel_path
+                )
+                out, err = self._output.open_pipes(worker.rank, slot, self.generation)
+                stdin = null
+                if worker.rank == 0 and self._stdin is not None:
+                    stdin = self._stdin
                 command = WorkerCommand(
                     slot,
                     worker.plan.argv,
                     env,
                     self._plan.cwd,
                     worker.plan.cpus,
-                    start_of(self._plan.starting),
+                    worker_start_option(self._plan.start_method),
                 )
                 try:
-                    self._keeper.spawn(command, stdin, out, err)
+                    self._supervisor.spawn(command, stdin, out, err)
                 finally:
                     os.close(out)
                     os.close(err)
         finally:
             os.close(null)
 
-    def take(self, event: KeeperEvent) -> None:
+<<<<<<< /tmp/renws/.a
+    def handle_event(self, event: KeeperEvent) -> None:
+        """Handle a supervisor event; events of other slots are ignored."""
+=======
+    def handle_event(self, event: SupervisorEvent) -> None:
         """An event of one of the workers' slots."""
+>>>>>>> /tmp/renws/.c
         worker = self._workers.get(event.slot)
         if worker is None:
             return
@@ -157,51 +149,57 @@ class Group:
             case Spawned(_, pid):
                 worker.pid = pid
             case SpawnFailed():
-                worker.failure, worker.ended_at, worker.swept = event, self._clock.monotonic(), True
-                self._conclude(worker)
-            case Exited(_, _, status, at) if worker.running:
-                worker.status = status
+                worker.spawn_failure = event
+                worker.ended_at = self._clock.monotonic()
+                worker.is_swept = True
+                self._on_worker_end(worker)
+            case Exited(_, _, status, at) if worker.is_running:
+                worker.exit_status = status
                 worker.ended_at = at
-                worker.report_by = self._clock.monotonic() + SWEEP_WAIT
-                self._keeper.sweep(event.slot)
+                worker.report_at = self._clock.monotonic() + SWEEP_SECONDS
+                self._supervisor.sweep_descendants(event.slot)
             case Swept(_, processes, stuck):
-                worker.swept = True
-                self._tell_leftovers(worker, processes, stuck)
+                worker.is_swept = True
+                self._print_leftovers(worker, processes, stuck)
                 if worker.cause is None:
-                    self._conclude(worker)
+                    self._on_worker_end(worker)
             case _:
                 pass
 
-    def stop(self, number: int, grace: float) -> None:
+    def stop_workers(self, number: int, grace: float) -> None:
         """
-        Tell the workers to end: the signal now, SIGKILL after ``grace`` seconds; again: the earlier
-        end counts.
+        Send the signal now, and SIGKILL after ``grace`` seconds.
+
+        If it is called again, the earlier end counts.
         """
-        self._read_everything()  # what was printed before this moment was not caused by it
+        self._read_all_output()  # output from before the stop was not caused by it
         now = self._clock.monotonic()
-        kill_at = now if number == signal.SIGKILL else now + grace
-        first = self._kill_at is None
+        kill_at = now + grace
+        if number == signal.SIGKILL:
+            kill_at = now
+        is_first = self._kill_at is None
         if self._kill_at is not None and self._kill_at <= kill_at:
-            # said again, after a reconnection say: a second signal would mean something else to a
-            # script
+            # repeated, for example after a reconnection: to a script, a second signal would mean
+            # something different
             return
         self._kill_at = kill_at
-        for worker in self._running():
-            if first:
-                worker.stopped_at = None if _dumps_core(worker.pid) else now
+        for worker in self._running_workers():
+            if is_first and not is_dumping_core(worker.pid):
+                worker.stopped_at = now
             if kill_at > now and worker.stopped_at is not None:
-                wait = self._patience(worker, number, grace) if first else 0.0
-                worker.signal_at = now + wait
-                worker.held_signal = number
-        self._flush_held()
-        self.tick()
+                worker.signal_at = now
+                if is_first:
+                    worker.signal_at = now + self._stop_delay(worker, number, grace)
+                worker.delayed_signal = number
+        self._report_all()
+        self.run_due()
 
-    def alive(self) -> list[tuple[int, int, int]]:
-        """Return (rank, slot, pid) of the workers that run now."""
+    def alive_workers(self) -> list[tuple[int, int, int]]:
+        """Return (rank, slot, pid) of the running workers."""
         return [
             (worker.rank, slot, worker.pid)
             for slot, worker in self._workers.items()
-            if worker.running and worker.pid
+            if worker.is_running and worker.pid
         ]
 
     @property
@@ -209,167 +207,155 @@ class Group:
         """The ranks of this node."""
         return range(self._assign.first_rank, self._assign.first_rank + len(self._workers))
 
-    def forward(self, number: int) -> None:
-        """Pass on a signal that is none of ours."""
-        for worker in self._running():
-            whole = self._plan.spec.program.kind == "command" or number in (
-                signal.SIGSTOP,
-                signal.SIGCONT,
-            )
-            self._keeper.signal(worker.plan.local_rank, number, group=whole)
+    def forward_signal(self, number: int) -> None:
+        """Pass on a signal that does not stop the job."""
+        to_group = self._is_command or number in (signal.SIGSTOP, signal.SIGCONT)
+        for worker in self._running_workers():
+            self._supervisor.send_signal(worker.plan.local_rank, number, group=to_group)
 
-    def abandon(self, why: str) -> None:
-        """The keeper died and with it every worker: report those who had not ended."""
+    def mark_lost(self, why: str) -> None:
+        """Report the running workers as lost: the supervisor died, and every worker with it."""
         for worker in self._workers.values():
-            worker.swept = True
-            if worker.cause is None and worker.running:
-                self._output.drain(worker.rank, DRAIN)
+            worker.is_swept = True
+            if worker.cause is None and worker.is_running:
+                self._output.drain_worker(worker.rank, DRAIN_SECONDS)
                 worker.ended_at = self._clock.monotonic()
                 worker.cause = Cause(
                     "lost", 137, signal=signal.SIGKILL, at=worker.ended_at, summary=why
                 )
             elif worker.cause is None:
-                self._conclude(worker)
-        self._flush_held()
+                self._on_worker_end(worker)
+        self._report_all()
 
-    def tick(self) -> None:
-        """Do what has become due."""
+    def run_due(self) -> None:
+        """Do what is due: delayed signals, SIGKILL, reports."""
         now = self._clock.monotonic()
-        for worker in self._running():
+        for worker in self._running_workers():
             if worker.signal_at is not None and now >= worker.signal_at:
-                self._tell(
-                    worker, worker.held_signal, group=self._plan.spec.program.kind == "command"
-                )
+                self._send_signal(worker, worker.delayed_signal, group=self._is_command)
         if self._kill_at is not None and now >= self._kill_at and self._give_up_at is None:
-            self._give_up_at = now + STUCK
-            for worker in self._running():
+            self._give_up_at = now + UNKILLABLE_SECONDS
+            for worker in self._running_workers():
                 worker.stopped_at = worker.stopped_at or now
-                self._tell(worker, signal.SIGKILL, group=True)
+                self._send_signal(worker, signal.SIGKILL, group=True)
         if self._give_up_at is not None and now >= self._give_up_at:
-            for worker in self._running():
+            for worker in self._running_workers():
                 worker.ended_at = now
-                worker.swept = True
-                self._output.say(
-                    f"pdrun: rank {worker.rank} (pid {worker.pid}) cannot be killed; leaving it behind"
-                )
+                worker.is_swept = True
+                name = f"rank {worker.rank} (pid {worker.pid})"
+                self._output.print_line(f"pdrun: {name} cannot be killed; leaving it behind")
         for worker in self._workers.values():
-            if worker.running or now < worker.report_by:
+            if worker.is_running or now < worker.report_at:
                 continue
             if worker.cause is None:
-                self._conclude(worker)
-            elif not worker.reported:
-                self._send(worker)
-            elif not worker.swept and now >= worker.report_by + STUCK + SWEEP_WAIT:
-                worker.swept = True
+                self._on_worker_end(worker)
+            elif not worker.is_reported:
+                self._report_worker(worker)
+            elif not worker.is_swept and now >= self._sweep_deadline(worker):
+                worker.is_swept = True
 
-    def deadline(self) -> float | None:
-        """Monotonic time at which `tick` has something to do, or None."""
-        times = [
-            time
-            for time in (self._give_up_at or self._kill_at,)
-            if time is not None and any(self._running())
-        ]
-        times += [worker.signal_at for worker in self._running() if worker.signal_at is not None]
+    def next_deadline(self) -> float | None:
+        """Return the monotonic time at which `run_due` has something to do, or None."""
+        times = []
+        end_at = self._give_up_at or self._kill_at
+        if end_at is not None and any(self._running_workers()):
+            times.append(end_at)
         for worker in self._workers.values():
-            if not worker.running and not (worker.reported and worker.swept):
-                times.append(worker.report_by + (STUCK + SWEEP_WAIT if worker.reported else 0.0))
+            if worker.is_running:
+                if worker.signal_at is not None:
+                    times.append(worker.signal_at)
+            elif not worker.is_reported:
+                times.append(worker.report_at)
+            elif not worker.is_swept:
+                times.append(self._sweep_deadline(worker))
         return min(times, default=None)
 
-    def _tell(self, worker: _Worker, number: int, *, group: bool) -> None:
-        worker.signal_at = None
-        worker.stop_signals.append(number)
-        self._keeper.signal(worker.plan.local_rank, number, group=group)
-        if number != signal.SIGKILL and _is_stopped(worker.pid):
-            self._keeper.signal(
-                worker.plan.local_rank, signal.SIGCONT, group=group
-            )  # or it would not hear of it
+    @property
+    def _is_command(self) -> bool:
+        """Whether the workers are plain commands: then signals go to whole process groups."""
+        return self._plan.spec.program.kind == "command"
 
-    def _patience(self, worker: _Worker, number: int, grace: float) -> float:
+    def _sweep_deadline(self, worker: GroupWorker) -> float:
+        """Return when a reported worker is treated as swept although nothing confirmed it."""
+        return worker.report_at + UNKILLABLE_SECONDS + SWEEP_SECONDS
+
+    def _send_signal(self, worker: GroupWorker, number: int, *, group: bool) -> None:
+        worker.signal_at = None
+        worker.sent_signals.append(number)
+        slot = worker.plan.local_rank
+        self._supervisor.send_signal(slot, number, group=group)
+        if number != signal.SIGKILL and is_suspended(worker.pid):
+            # a suspended process handles the signal only when it is continued
+            self._supervisor.send_signal(slot, signal.SIGCONT, group=group)
+
+    def _stop_delay(self, worker: GroupWorker, number: int, grace: float) -> float:
         """
-        Seconds to hold an order to stop back: only where the worker may be on its way out, never
-        for a Ctrl-C.
+        Return the seconds by which to delay a signal to stop.
+
+        Only a worker that may be exiting gets a delay, and never for a Ctrl-C.
         """
-        last = self._output.traceback(worker.rank)
-        if last is None or number == signal.SIGINT or self._output.survived(worker.rank):
+        last = self._output.last_traceback(worker.rank)
+        if last is None or number == signal.SIGINT or self._output.has_survived(worker.rank):
             return 0.0
-        if self._clock.monotonic() - last[0] <= LINGER:
-            return min(PATIENCE, grace / 2)
+        if self._clock.monotonic() - last[0] <= LINGER_SECONDS:
+            return min(STOP_DELAY_SECONDS, grace / 2)
         return 0.0
 
-    def _running(self) -> Iterator[_Worker]:
-        return (worker for worker in self._workers.values() if worker.running)
+    def _running_workers(self) -> Iterator[GroupWorker]:
+        return (worker for worker in self._workers.values() if worker.is_running)
 
-    def _conclude(self, worker: _Worker) -> None:
-        """
-        A worker has ended: read its last words, find the cause, report it (see the module for
-        when).
-        """
-        self._output.drain(worker.rank, DRAIN)
-        worker.cause = cause_of(
+    def _on_worker_end(self, worker: GroupWorker) -> None:
+        """Read the last output of an ended worker, find the cause, and report it now or later."""
+        self._output.drain_worker(worker.rank, DRAIN_SECONDS)
+        worker.cause = find_cause(
             Evidence(
-                status=worker.status,
+                status=worker.exit_status,
                 at=worker.ended_at or 0.0,
-                traceback=self._output.traceback(worker.rank),
-                survived=self._output.survived(worker.rank),
-                tail=self._output.tail(worker.rank),
-                recent=self._output.recent(worker.rank),
+                traceback=self._output.last_traceback(worker.rank),
+                survived=self._output.has_survived(worker.rank),
+                tail=self._output.last_lines(worker.rank),
+                recent=self._output.recent_stderr(worker.rank),
                 stopped_at=worker.stopped_at,
-                stop_signals=tuple(worker.stop_signals),
-                spawn_failure=worker.failure,
-                oom_kills=oom_kills() - self._oom_before,
+                stop_signals=tuple(worker.sent_signals),
+                spawn_failure=worker.spawn_failure,
+                oom_kills=count_oom_kills() - self._oom_kills_before,
                 log=self._output.log_path(worker.rank),
             )
         )
-        if worker.cause.kind == "communication" and any(self._running()) and not self.stopping:
-            worker.report_by = self._clock.monotonic() + SETTLE
+        others_run = any(self._running_workers())
+        if worker.cause.kind == "communication" and others_run and not self.is_stopping:
+            worker.report_at = self._clock.monotonic() + SETTLE_SECONDS
         else:
-            self._send(worker)
-            if not any(self._running()):
-                self._flush_held()
+            self._report_worker(worker)
+            if not others_run:
+                self._report_all()
 
-    def _send(self, worker: _Worker) -> None:
-        if worker.cause is None or worker.reported:
+    def _report_worker(self, worker: GroupWorker) -> None:
+        if worker.cause is None or worker.is_reported:
             return
-        worker.reported = True
+        worker.is_reported = True
         if worker.cause.kind not in ("ok", "stopped", "suspect"):
-            self._output.reveal(worker.rank)
-        self._report(worker.rank, worker.cause)
+            self._output.show_hidden_tail(worker.rank)
+        self._report_exit(worker.rank, worker.cause)
 
-    def _flush_held(self) -> None:
+    def _report_all(self) -> None:
         for worker in self._workers.values():
-            self._send(worker)
+            self._report_worker(worker)
 
-    def _tell_leftovers(
-        self, worker: _Worker, processes: tuple[str, ...], stuck: tuple[str, ...]
+    def _print_leftovers(
+        self, worker: GroupWorker, processes: tuple[str, ...], stuck: tuple[str, ...]
     ) -> None:
-        by_itself = worker.status is not None and os.WIFEXITED(
-            worker.status
-        )  # a killed one could not tidy up
-        if processes and by_itself and not self.stopping:
+        # a killed worker had no chance to clean up
+        has_exited = worker.exit_status is not None and os.WIFEXITED(worker.exit_status)
+        rank = f"pdrun: rank {worker.rank}"
+        if processes and has_exited and not self.is_stopping:
             names = "; ".join(processes)
-            self._output.say(
-                f"pdrun: rank {worker.rank} left processes behind, which were ended: {names}"
-            )
+            self._output.print_line(f"{rank} left processes behind, which were ended: {names}")
         if stuck:
-            self._output.say(
-                f"pdrun: rank {worker.rank} left processes that cannot be killed: {'; '.join(stuck)}"
-            )
+            names = "; ".join(stuck)
+            self._output.print_line(f"{rank} left processes that cannot be killed: {names}")
 
-    def _read_everything(self) -> None:
-        for _ in range(8):  # a pipe holds 1 MiB, a read takes a quarter of it
-            for fd in list(self._output.filenos()):
-                self._output.read(fd)
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether somebody has stopped a process (SIGSTOP): it hears nothing until it is continued."""
-    found = procfs.state(pid) if pid else None
-    return found is not None and found.letter == "T"
-
-
-def _dumps_core(pid: int) -> bool:
-    """Whether a process has already crashed and is only writing its core."""
-    try:
-        return "CoreDumping:\t1" in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
+    def _read_all_output(self) -> None:
+        for _ in range(READS_PER_STOP):
+            for fd in list(self._output.watched_fds()):
+                self._output.read_pipe(fd)

@@ -6,33 +6,33 @@ import os
 from collections.abc import Iterable, Sequence
 
 from pdrun.endpoint import Endpoint
-from pdrun.launcher.config.spec import JobSpec, Output, Place, Policy, Program, Resources
+from pdrun.launcher.config.spec import ClusterOptions, JobSpec, Output, Policy, Program, Resources
 from pdrun.launcher.plan.model import LaunchPlan, WorkerPlan
-from pdrun.launcher.supervisor.events import KeeperEvent, WorkerCommand
+from pdrun.launcher.supervisor.events import SupervisorEvent, WorkerCommand
 from pdrun.rendezvous.protocol.messages import Assign, Message
 
 
-class FakeKeeper:
+class FakeSupervisor:
     """Remembers what it was asked; hands out what a test gave to `add`."""
 
     def __init__(self) -> None:
         self.commands: dict[int, WorkerCommand] = {}
         self.signals: list[tuple[int, int, bool]] = []
         self.sweeps: list[int | None] = []
-        self.queue: list[KeeperEvent] = []
+        self.queue: list[SupervisorEvent] = []
         self.closed = False
         self.prepared: list[WorkerCommand] = []
         self.dismissed = False
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK)
+        self._event_fd = os.eventfd(0, os.EFD_NONBLOCK)
 
     def fileno(self) -> int:
-        return self._bell
+        return self._event_fd
 
-    def add(self, *events: KeeperEvent) -> None:
+    def add_events(self, *events: SupervisorEvent) -> None:
         """Have events handed out, and wake who waits for them."""
         self.queue += events
         if events:
-            os.eventfd_write(self._bell, 1)
+            os.eventfd_write(self._event_fd, 1)
 
     def spawn(
         self,
@@ -44,30 +44,30 @@ class FakeKeeper:
     ) -> None:
         self.commands[command.slot] = command
 
-    def prepare(self, command: WorkerCommand) -> None:
+    def start_fork_server(self, command: WorkerCommand) -> None:
         self.prepared.append(command)
 
-    def dismiss(self) -> None:
+    def release_fork_server(self) -> None:
         self.dismissed = True
 
-    def signal(self, slot: int, number: int, *, group: bool) -> None:
+    def send_signal(self, slot: int, number: int, *, group: bool) -> None:
         self.signals.append((slot, int(number), group))
 
-    def sweep(self, slot: int | None) -> None:
+    def sweep_descendants(self, slot: int | None) -> None:
         self.sweeps.append(slot)
 
-    def events(self) -> Iterable[KeeperEvent]:
+    def read_events(self) -> Iterable[SupervisorEvent]:
         if self.queue:
-            os.eventfd_read(self._bell)
+            os.eventfd_read(self._event_fd)
         found, self.queue = self.queue, []
         return found
 
-    def beat(self) -> float | None:
+    def send_ping(self) -> float | None:
         return None
 
     def close(self) -> None:
         if not self.closed:
-            os.close(self._bell)
+            os.close(self._event_fd)
         self.closed = True
 
 
@@ -78,51 +78,51 @@ class FakeOutput:
         self.tails: dict[int, tuple[str, ...]] = {}
         self.traces: dict[int, tuple[float, str]] = {}
         self.survivors: set[int] = set()
-        self.heard: dict[int, float] = {}
-        self.said: list[str] = []
+        self.output_times: dict[int, float] = {}
+        self.printed_lines: list[str] = []
         self.revealed: list[int] = []
         self.drained: list[int] = []
         self.begun: list[tuple[str, int]] = []
 
-    def prepare(self) -> None: ...
+    def prepare_folder(self) -> None: ...
 
-    def begin(self, run: str, world_size: int) -> None:
+    def begin_generation(self, run: str, world_size: int) -> None:
         self.begun.append((run, world_size))
 
-    def open(self, rank: int, local_rank: int, generation: int) -> tuple[int, int]:
+    def open_pipes(self, rank: int, local_rank: int, generation: int) -> tuple[int, int]:
         return os.open(os.devnull, os.O_WRONLY), os.open(os.devnull, os.O_WRONLY)
 
-    def filenos(self) -> Iterable[int]:
+    def watched_fds(self) -> Iterable[int]:
         return ()
 
-    def read(self, fd: int) -> None: ...
+    def read_pipe(self, fd: int) -> None: ...
 
-    def drain(self, rank: int, timeout: float) -> None:
+    def drain_worker(self, rank: int, timeout: float) -> None:
         self.drained.append(rank)
 
-    def tail(self, rank: int) -> tuple[str, ...]:
+    def last_lines(self, rank: int) -> tuple[str, ...]:
         return self.tails.get(rank, ())
 
-    def recent(self, rank: int) -> str:
-        return "\n".join(self.tail(rank))
+    def recent_stderr(self, rank: int) -> str:
+        return "\n".join(self.last_lines(rank))
 
-    def traceback(self, rank: int) -> tuple[float, str] | None:
+    def last_traceback(self, rank: int) -> tuple[float, str] | None:
         return self.traces.get(rank)
 
-    def survived(self, rank: int) -> bool:
+    def has_survived(self, rank: int) -> bool:
         return rank in self.survivors
 
-    def heard_at(self, rank: int) -> float:
-        return self.heard.get(rank, 0.0)
+    def last_output_at(self, rank: int) -> float:
+        return self.output_times.get(rank, 0.0)
 
     def log_path(self, rank: int) -> str:
         return f"/logs/rank_{rank}.err"
 
-    def reveal(self, rank: int) -> None:
+    def show_hidden_tail(self, rank: int) -> None:
         self.revealed.append(rank)
 
-    def say(self, text: str) -> None:
-        self.said.append(text)
+    def print_line(self, text: str) -> None:
+        self.printed_lines.append(text)
 
     def close(self, timeout: float = 2.0) -> tuple[str, ...]:
         return ()
@@ -196,12 +196,12 @@ def make_plan(
         Resources(nodes=nodes, devices=workers),
         Policy(grace=grace, max_restarts=max_restarts),
         Output(files=files, log_dir=log_dir),
-        Place(node_rank=node_rank),
+        ClusterOptions(node_rank=node_rank),
         job=job,
         env=env or {},
     )
     return LaunchPlan(
-        mode="alone" if nodes == 1 else "join",
+        mode="single" if nodes == 1 else "join",
         job=job,
         node="node0",
         nodes=nodes,
@@ -213,7 +213,7 @@ def make_plan(
         visibility={},
         collective="gloo",
         base_env=dict(os.environ),
-        scrubbed=(),
+        removed=(),
         scheduler=None if nodes == 1 else Endpoint("127.0.0.1", 1),
         listen="127.0.0.1",
         cwd=cwd,

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.lib.supervisor_driver import REPOSITORY, python, until
+from tests.lib.supervisor_driver import REPOSITORY, python, wait_until
 
 
 class Job:
@@ -62,7 +62,7 @@ class Job:
 
     def expect(self, text: str, count: int = 1, seconds: float = 15.0) -> None:
         """Wait until a text was printed that often."""
-        until(lambda: (self.out + self.err).count(text) >= count, seconds, f"{count} x {text!r}")
+        wait_until(lambda: (self.out + self.err).count(text) >= count, seconds, f"{count} x {text!r}")
 
     def signal(self, number: int) -> float:
         """Signal the agent alone; return the time."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pdrun.launcher.stdlib_only import supervisor
-from tests.lib.supervisor_driver import alive, until
+from tests.lib.supervisor_driver import is_alive, wait_until
 from tests.lib.timing import compared, in_starts
 
 STUBBORN = """
@@ -39,7 +39,7 @@ note(child); note()
 
 
 def gone(pids: list[int], seconds: float = 3.0) -> None:
-    until(lambda: not any(map(alive, pids)), seconds, f"the end of {pids}")
+    wait_until(lambda: not any(map(is_alive, pids)), seconds, f"the end of {pids}")
 
 
 @pytest.mark.parametrize(
@@ -221,9 +221,9 @@ def test_ctrl_z_stops_the_workers_too_and_fg_continues_them(jobs):
     job.expect("up")
     (worker,) = jobs.pids()
     job.signal(signal.SIGTSTP)
-    until(lambda: state(worker) == "T" and state(job.process.pid) == "T", 5, "both to stop")
+    wait_until(lambda: state(worker) == "T" and state(job.process.pid) == "T", 5, "both to stop")
     job.signal(signal.SIGCONT)
-    until(lambda: state(worker) == "S", 5, "the worker to go on")
+    wait_until(lambda: state(worker) == "S", 5, "the worker to go on")
     job.signal(signal.SIGTERM)
     assert job.wait() == 143
 
@@ -243,11 +243,11 @@ def test_a_killed_agent_leaves_nothing(jobs):
 
 
 def keeper_of(pid: int) -> int:
-    myself = supervisor.process(pid)
+    myself = supervisor.find_process(pid)
     assert myself is not None
     return next(
         child.pid
-        for child in supervisor.children(myself)
+        for child in supervisor.list_children(myself)
         if "stdlib_only/supervisor.py" in str(child)
     )
 
@@ -298,8 +298,8 @@ def test_a_pipe_that_a_leftover_holds_open_holds_nobody_up(jobs):
 def test_a_worker_that_ends_well_early_does_not_end_the_others(jobs):
     code = "if rank == 0: note(); sys.exit(0)\nwhile not os.path.exists('go'): time.sleep(0.02)\nsay('done')"
     job = jobs.start(*jobs.python(code), workers=2)
-    until(jobs.pids, 10, "rank 0 to run")
-    until(lambda: not Path(f"/proc/{jobs.pids()[0]}").exists(), 10, "rank 0 to be reaped")
+    wait_until(jobs.pids, 10, "rank 0 to run")
+    wait_until(lambda: not Path(f"/proc/{jobs.pids()[0]}").exists(), 10, "rank 0 to be reaped")
     (jobs.folder / "go").touch()
     assert job.wait() == 0
     assert "done" in job.out
@@ -382,7 +382,7 @@ def test_nothing_heavy_is_imported_for_one_node(jobs):
 
 def test_a_keeper_that_is_stopped_ends_the_job_with_clear_words(jobs):
     job = jobs.start(*jobs.python("note(); time.sleep(600)"), workers=2)
-    until(lambda: len(jobs.pids()) == 2, what="two workers")
+    wait_until(lambda: len(jobs.pids()) == 2, what="two workers")
     os.kill(keeper_of(job.process.pid), signal.SIGSTOP)
     assert job.wait() == 137, job.err
     assert "did not answer for 10 s" in job.err

@@ -14,36 +14,36 @@ import pytest
 
 from pdrun.clock import FakeClock
 from pdrun.endpoint import Endpoint
-from pdrun.launcher.agent.announcer import PATIENCE, Voice
-from pdrun.launcher.agent.generation import preflight
-from pdrun.launcher.common.oom import oom_kills
-from pdrun.launcher.common.signals import Signals
-from pdrun.launcher.jobs.run_record import run_name
+from pdrun.launcher.agent.announcer import ANNOUNCE_DELAY_SECONDS, Announcer
+from pdrun.launcher.agent.generation import run_preflight
+from pdrun.launcher.common.oom import count_oom_kills
+from pdrun.launcher.common.signals import SignalReceiver
+from pdrun.launcher.jobs.run_record import make_run_name
 from pdrun.launcher.launch.join import joined_spec
-from pdrun.launcher.plan.environment import worker_env
+from pdrun.launcher.plan.environment import build_worker_env
 from pdrun.launcher.plan.model import WorkerPlan
 from pdrun.rendezvous.protocol.messages import StopWorkers, Verdict
 from pdrun.worker_env import WorkerEnv
 from tests.lib.agent_fakes import FakeOutput, make_assign, make_plan
-from tests.lib.supervisor_driver import until
+from tests.lib.supervisor_driver import wait_until
 
 
 def test_signals_come_as_numbers_in_order_and_handlers_come_back():
     before = signal.getsignal(signal.SIGTERM)
-    with Signals() as signals:
+    with SignalReceiver() as signals:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):
             os.kill(os.getpid(), number)
-        assert signals.read() == [signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM]
-        assert signals.read() == []
+        assert signals.read_signals() == [signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM]
+        assert signals.read_signals() == []
     assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_an_inherited_ignore_stays():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with Signals() as signals:
+        with SignalReceiver() as signals:
             os.kill(os.getpid(), signal.SIGHUP)
-            assert signals.read() == []
+            assert signals.read_signals() == []
             assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -53,8 +53,8 @@ def test_outside_the_main_thread_nothing_is_taken():
     before, seen = signal.getsignal(signal.SIGTERM), []
 
     def body():
-        with Signals() as signals:
-            seen.append((signals.read(), signal.getsignal(signal.SIGTERM)))
+        with SignalReceiver() as signals:
+            seen.append((signals.read_signals(), signal.getsignal(signal.SIGTERM)))
 
     thread = threading.Thread(target=body)
     thread.start()
@@ -69,7 +69,7 @@ def test_a_workers_environment_reads_back_and_later_lines_win():
         base_env={"PATH": "/bin", "MINE": "base", "RANK": "stale"},
         visibility={1: {"DEV": "1"}},
     )
-    env = worker_env(
+    env = build_worker_env(
         plan,
         "demo-run",
         make_assign(6, first=2, nodes=3, restarts=1),
@@ -94,19 +94,19 @@ def test_a_workers_environment_reads_back_and_later_lines_win():
 
 def test_threads_that_the_user_has_set_stay():
     plan = replace(make_plan(1), base_env={"OMP_NUM_THREADS": "7"})
-    assert worker_env(plan, "r", make_assign(1), plan.workers[0])["OMP_NUM_THREADS"] == "7"
+    assert build_worker_env(plan, "r", make_assign(1), plan.workers[0])["OMP_NUM_THREADS"] == "7"
 
 
 def test_preflight(tmp_path):
-    assert preflight(make_plan(), FakeOutput()).code == 0
-    gone = preflight(make_plan(cwd=str(tmp_path / "gone")), FakeOutput())
-    assert (gone.code, "gone" in gone.reason) == (78, True)
-    missing = preflight(
+    assert run_preflight(make_plan(), FakeOutput()).exit_code == 0
+    gone = run_preflight(make_plan(cwd=str(tmp_path / "gone")), FakeOutput())
+    assert (gone.exit_code, "gone" in gone.reason) == (78, True)
+    missing = run_preflight(
         make_plan(argv=("python3", "x.py"), kind="script", cwd=str(tmp_path)), FakeOutput()
     )
-    assert (missing.code, "x.py" in missing.reason) == (2, True)
+    assert (missing.exit_code, "x.py" in missing.reason) == (2, True)
     (tmp_path / "x.py").write_text("import torch\n")
-    assert preflight(
+    assert run_preflight(
         make_plan(argv=("", "x.py"), kind="script", cwd=str(tmp_path)), FakeOutput()
     ).imports_torch
 
@@ -128,52 +128,52 @@ def test_memory_kills_are_counted(tmp_path, line, file, text):
     path = tmp_path / "root" / file
     path.parent.mkdir(parents=True)
     path.write_text(text)
-    assert oom_kills(tmp_path / "cgroup", tmp_path / "root") == 2
-    assert oom_kills(tmp_path / "nothing", tmp_path / "root") == 0
-    assert oom_kills(tmp_path / "cgroup", tmp_path / "nothing") == 0
+    assert count_oom_kills(tmp_path / "cgroup", tmp_path / "root") == 2
+    assert count_oom_kills(tmp_path / "nothing", tmp_path / "root") == 0
+    assert count_oom_kills(tmp_path / "cgroup", tmp_path / "nothing") == 0
 
 
 def test_why_workers_are_stopped_is_said_only_when_it_takes_long():
     clock, output = FakeClock(), FakeOutput()
-    voice = Voice(clock, quiet=False, address="")
-    voice.begin(make_plan(), "run", output)
-    voice.stopping(StopWorkers(0, 15, 30.0, "rank 1 on node0 failed: exit code 3"))
-    assert voice.deadline() == clock.monotonic() + PATIENCE
-    voice.look()
-    assert output.said == []
-    clock.advance(PATIENCE)
-    voice.look()
-    assert output.said == [
+    voice = Announcer(clock, is_quiet=False, address="")
+    voice.use_output(make_plan(), "run", output)
+    voice.announce_stop(StopWorkers(0, 15, 30.0, "rank 1 on node0 failed: exit code 3"))
+    assert voice.next_deadline() == clock.monotonic() + ANNOUNCE_DELAY_SECONDS
+    voice.print_due()
+    assert output.printed_lines == []
+    clock.advance(ANNOUNCE_DELAY_SECONDS)
+    voice.print_due()
+    assert output.printed_lines == [
         "pdrun: rank 1 on node0 failed: exit code 3; stopping the other workers (grace 30 s)"
     ]
-    voice.stopping(StopWorkers(0, 15, 30.0, "rank 2 on node0 failed: exit code 3"))
-    voice.verdict(Verdict(0, ""))
-    assert len(output.said) == 2
+    voice.announce_stop(StopWorkers(0, 15, 30.0, "rank 2 on node0 failed: exit code 3"))
+    voice.announce_verdict(Verdict(0, ""))
+    assert len(output.printed_lines) == 2
 
 
 def test_what_the_scheduler_process_notes_is_shown(tmp_path):
     events, clock, output = tmp_path / "events.jsonl", FakeClock(), FakeOutput()
-    voice = Voice(clock, quiet=False, address="", events=str(events))
-    voice.begin(make_plan(), "run", output)
-    voice.look()
+    voice = Announcer(clock, is_quiet=False, address="", event_log=str(events))
+    voice.use_output(make_plan(), "run", output)
+    voice.print_due()
     events.write_text(
         '{"kind": "joined", "node": "a"}\n{"kind": "warning", "text": "another \\u001b token"}\n{"kin'
     )
     clock.advance(1)
-    voice.look()
-    assert output.said == ["pdrun: warning: another \\x1b token"]
+    voice.print_due()
+    assert output.printed_lines == ["pdrun: warning: another \\x1b token"]
     with events.open("a") as file:
         file.write('d": "suspect", "node": "b"}\nnot json\n[]\n')
     clock.advance(1)
-    voice.look()
-    assert output.said[1:] == ["pdrun: suspect: b"]
+    voice.print_due()
+    assert output.printed_lines[1:] == ["pdrun: suspect: b"]
 
 
 def test_joiners_get_the_job_and_not_the_place():
     spec = replace(make_plan(2, nodes=2, node_rank=0).spec, env={"A": "1"})
     here = Endpoint("10.0.0.1", 9)
     joined = joined_spec(
-        spec.shared(), {"place.node_name": "b", "resources.devices": 4, "env.B": "2"}, here
+        spec.to_shared_json(), {"place.node_name": "b", "resources.devices": 4, "env.B": "2"}, here
     )
     assert (joined.place.node_rank, joined.place.node_name, joined.place.scheduler) == (
         None,
@@ -189,12 +189,12 @@ def test_joiners_get_the_job_and_not_the_place():
 
 
 def test_run_names_are_unique_and_fit_for_a_path():
-    names = {run_name(make_plan(argv=("/some/where/odd name!.py",), job="")) for _ in range(20)}
+    names = {make_run_name(make_plan(argv=("/some/where/odd name!.py",), job="")) for _ in range(20)}
     assert len(names) == 20
     assert all(name.startswith("odd-name-") and "/" not in name for name in names)
 
 
 def test_signals_wake_a_sleeping_loop():
-    with Signals() as signals:
+    with SignalReceiver() as signals:
         threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGUSR2)).start()
-        assert until(signals.read, 5) == [signal.SIGUSR2]
+        assert wait_until(signals.read_signals, 5) == [signal.SIGUSR2]

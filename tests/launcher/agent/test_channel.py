@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrun.launcher.agent import channel as module
-from pdrun.launcher.agent.channel import BATCH, LONGEST, Channel, Told, parse
+from pdrun.launcher.agent.channel import MAX_REPORTS_PER_READ, MAX_DATAGRAM_BYTES, WorkerChannel, WorkerReport, parse_report
 from pdrun.rendezvous.transport.ready import wait_readable
 
 SENDER = """
@@ -29,23 +29,23 @@ print(os.getpid())
 
 @pytest.fixture
 def channel():
-    made = Channel()
+    made = WorkerChannel()
     yield made
     made.close()
 
 
-def say(channel: Channel, data: bytes) -> None:
+def say(channel: WorkerChannel, data: bytes) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
         sender.settimeout(5)
         sender.sendto(data, channel.path)
 
 
 def test_what_a_worker_says():
-    assert parse(b'{"rank":3,"generation":1,"step":120,"busy":0.25,"saved":100}', 7) == Told(
+    assert parse_report(b'{"rank":3,"generation":1,"step":120,"busy":0.25,"saved":100}', 7) == WorkerReport(
         3, 1, 120, 0.25, 100, 7
     )
-    assert parse(b'{"rank":0,"generation":0}') == Told(0, 0)
-    assert parse(b'{"rank":0,"generation":0,"busy":2}') == Told(0, 0, None, 2.0)
+    assert parse_report(b'{"rank":0,"generation":0}') == WorkerReport(0, 0)
+    assert parse_report(b'{"rank":0,"generation":0,"busy":2}') == WorkerReport(0, 0, None, 2.0)
 
 
 STRANGE = [
@@ -68,14 +68,14 @@ STRANGE = [
     b'{"rank":1,"generation":0,"busy":true}',
     b"[" * 500,
     b'{"rank":1,"generation":0,"step":9007199254740992}',
-    b'{"rank":1,"generation":0}' + b" " * LONGEST,
+    b'{"rank":1,"generation":0}' + b" " * MAX_DATAGRAM_BYTES,
     b'{"rank":1,"generation":0,"step":' + b"9" * 400 + b"}",
 ]
 
 
 @pytest.mark.parametrize("data", STRANGE, ids=[repr(data[:45]) for data in STRANGE])
 def test_what_no_worker_says_is_nothing(data):
-    assert parse(data) is None
+    assert parse_report(data) is None
 
 
 @given(
@@ -89,7 +89,7 @@ def test_what_no_worker_says_is_nothing(data):
     ).map(lambda value: json.dumps(value).encode())
 )
 def test_no_bytes_break_the_parser(data):
-    told = parse(data)
+    told = parse_report(data)
     assert told is None or (
         told.rank >= 0 and told.generation >= 0 and (told.step is None or told.step >= 0)
     )
@@ -112,7 +112,7 @@ def test_strangers_are_counted_and_the_kernel_says_who_spoke(channel):
         check=True,
     )
     assert wait_readable(channel.fileno(), wait=5)
-    assert channel.read() == [Told(0, 0, 4, pid=os.getpid()), Told(1, 0, pid=int(child.stdout))]
+    assert channel.read() == [WorkerReport(0, 0, 4, pid=os.getpid()), WorkerReport(1, 0, pid=int(child.stdout))]
     assert channel.strange == 2
     assert channel.read() == []
 
@@ -126,7 +126,7 @@ def test_a_flood_neither_blocks_the_worker_nor_keeps_the_agent(channel):
                 sender.sendto(b'{"rank":0,"generation":0,"step":1}', channel.path)
                 sent += 1
     read = channel.read()
-    assert len(read) == min(sent, BATCH)
+    assert len(read) == min(sent, MAX_REPORTS_PER_READ)
 
 
 def test_a_folder_with_too_long_a_path_is_not_taken(tmp_path, monkeypatch):
@@ -134,7 +134,7 @@ def test_a_folder_with_too_long_a_path_is_not_taken(tmp_path, monkeypatch):
     deep.mkdir()
     monkeypatch.setattr(module.tempfile, "tempdir", str(deep))
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-    made = Channel()
+    made = WorkerChannel()
     assert made.path.startswith("/tmp/")
     assert list(deep.iterdir()) == []
     made.close()
@@ -143,12 +143,12 @@ def test_a_folder_with_too_long_a_path_is_not_taken(tmp_path, monkeypatch):
 def test_a_place_that_takes_no_folder_is_passed_over(tmp_path, monkeypatch):
     monkeypatch.setattr(module.tempfile, "tempdir", str(tmp_path / "gone"))
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-    made = Channel()
+    made = WorkerChannel()
     assert made.path.startswith("/tmp/")
     made.close()
     monkeypatch.setattr(module.os, "access", lambda path, mode: False)
     with pytest.raises(FileNotFoundError, match="gone"):
-        Channel()
+        WorkerChannel()
 
 
 def test_a_socket_that_cannot_be_bound_leaves_no_folder(tmp_path, monkeypatch):
@@ -158,8 +158,8 @@ def test_a_socket_that_cannot_be_bound_leaves_no_folder(tmp_path, monkeypatch):
         patch.setattr(module, "_PATH_LIMIT", 200)
         patch.setattr(module, "_PREFIX", "x" * 100)
         with pytest.raises(OSError, match="too long"):
-            Channel()
-    assert list(tmp_path.iterdir()) == [] and not Channel.folders
+            WorkerChannel()
+    assert list(tmp_path.iterdir()) == [] and not WorkerChannel.folders
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -172,7 +172,7 @@ def short():
 
 def test_what_killed_agents_left_is_removed_and_nothing_else(short, monkeypatch):
     monkeypatch.setattr(module.tempfile, "tempdir", str(short))
-    kernel = module._prefix()
+    kernel = module._kernel_prefix()
     names = (f"{kernel}left", f"{kernel}young", "pdrun-agent-0badf00d-left")
     left, young, theirs = (short / name for name in names)
     for folder in (left, young, theirs):
@@ -180,7 +180,7 @@ def test_what_killed_agents_left_is_removed_and_nothing_else(short, monkeypatch)
     for folder in (left, theirs):  # another host's socket is refused here, held or not
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as dead:
             dead.bind(str(folder / "agent"))
-    living, other = Channel(), Channel()
+    living, other = WorkerChannel(), WorkerChannel()
     assert not left.exists() and young.exists() and theirs.exists()
     assert living.folder.exists() and other.folder.exists()
     living.close()

@@ -15,11 +15,11 @@ import pytest
 from pdrun.errors import PdrunError, RendezvousError
 from pdrun.launcher.agent import shutdown as module
 from pdrun.launcher.agent.agent import Agent
-from pdrun.launcher.agent.interfaces import Surroundings
-from pdrun.launcher.common.signals import Signals
+from pdrun.launcher.agent.interfaces import AgentDeps
+from pdrun.launcher.common.signals import SignalReceiver
 from pdrun.launcher.supervisor.events import Exited, Spawned, Swept
 from pdrun.rendezvous.protocol import messages as m
-from tests.lib.agent_fakes import FakeKeeper, FakeLink, FakeOutput, make_assign, make_plan
+from tests.lib.agent_fakes import FakeSupervisor, FakeLink, FakeOutput, make_assign, make_plan
 
 WELCOME = m.Welcome("demo", "demo-run", "", "s" * 32, 1.0, 10.0)
 
@@ -30,20 +30,20 @@ class Desk:
     def __init__(self, *inbox, plan=None, **around) -> None:
         self.keepers, self.output = [], FakeOutput()
         self.link = FakeLink(*inbox)
-        self.signals = Signals()
+        self.signals = SignalReceiver()
         self.agent = Agent(
             plan or make_plan(1, nodes=2, grace=5.0),
             self.link,
             self.signals,
-            Surroundings(keeper=self.new_keeper, output=lambda plan: self.output, **around),
+            AgentDeps(start_supervisor=self.new_keeper, make_output=lambda plan: self.output, **around),
         )
 
-    def new_keeper(self, plan=None) -> FakeKeeper:
-        self.keepers.append(FakeKeeper())
+    def new_keeper(self, plan=None) -> FakeSupervisor:
+        self.keepers.append(FakeSupervisor())
         return self.keepers[-1]
 
     @property
-    def keeper(self) -> FakeKeeper:
+    def keeper(self) -> FakeSupervisor:
         return self.keepers[-1]
 
     def __enter__(self):
@@ -58,10 +58,10 @@ class Desk:
 
     def turn(self, *inbox, events=()) -> None:
         """One round of the loop; creates the keeper as `run` does."""
-        self.agent._crew.keeper = self.agent._crew.keeper or self.new_keeper()
+        self.agent._helpers.supervisor = self.agent._helpers.supervisor or self.new_keeper()
         self.link.inbox += inbox
-        self.keeper.add(*events)
-        self.agent._turn()
+        self.keeper.add_events(*events)
+        self.agent._run_once()
 
     def sent(self, kind):
         return [message for message in self.link.sent if isinstance(message, kind)]
@@ -160,7 +160,7 @@ def test_a_dead_scheduler_process_is_noticed_at_once():
         begin = time.monotonic()
         desk.turn()
         assert desk.keeper.signals == [(0, signal.SIGTERM, True)]
-        assert "scheduler process on this node has died" in desk.output.said[-1]
+        assert "scheduler process on this node has died" in desk.output.printed_lines[-1]
         assert time.monotonic() - begin < 0.5
     os.close(read)
 
@@ -182,8 +182,8 @@ def test_a_scheduler_process_that_is_started_again_disturbs_nobody():
     with Desk(scheduler_child=Child()) as desk:
         started(desk)
         desk.turn()
-        assert "pdrun: the scheduler process is back after 0.5 s" in desk.output.said
-        assert desk.keeper.signals == [] and desk.agent._leave.code is None
+        assert "pdrun: the scheduler process is back after 0.5 s" in desk.output.printed_lines
+        assert desk.keeper.signals == [] and desk.agent._shutdown.exit_code is None
 
 
 def test_a_refusal_before_the_start_is_an_error_with_its_code(desk):
@@ -247,13 +247,13 @@ def test_a_stop_waits_for_a_scheduler_process_that_is_being_started_again(monkey
 
     with Desk(scheduler_child=Child()) as desk:
         started(desk)
-        desk.agent._signalled(signal.SIGTERM)
+        desk.agent._on_signal(signal.SIGTERM)
         desk.turn()
-        assert desk.keeper.signals == [] and desk.agent._leave.answer_by > time.monotonic() + 5.0
+        assert desk.keeper.signals == [] and desk.agent._shutdown.answer_deadline > time.monotonic() + 5.0
         Child.due = None  # it is back, and is told again by the link
         desk.turn()
         assert desk.keeper.signals == []
-        desk.agent._leave.answer_by = time.monotonic()
+        desk.agent._shutdown.answer_deadline = time.monotonic()
         desk.turn()
         assert desk.keeper.signals == [(0, signal.SIGTERM, True)]
         desk.turn(events=ended(signal.SIGTERM))
@@ -301,7 +301,7 @@ def test_missing_nodes_are_named_with_the_command_that_starts_them():
             "start each with: pdrun join 10.0.0.1:29400"
         )
         token = "the token of `pdrun token show` here"
-        assert desk.output.said == [
+        assert desk.output.printed_lines == [
             f"{line} (a host that does not share this home needs {token})",
             line,
         ]
@@ -320,7 +320,7 @@ def test_the_line_for_the_others_says_how_they_are_trusted(address, place, end):
     plan = replace(plan, spec=replace(plan.spec, place=replace(plan.spec.place, **place)))
     with Desk(plan=plan, address=address) as desk:
         desk.turn(WELCOME, m.Waiting(("node0",), ("1 more node",), 2, 5.0, 600.0))
-        assert desk.output.said[0].endswith(end)
+        assert desk.output.printed_lines[0].endswith(end)
 
 
 def test_the_end_of_the_lifeline_ends_everything_at_once():
@@ -338,7 +338,7 @@ def test_quiet_agents_leave_the_jobs_lines_to_another():
     with Desk(quiet=True) as desk:
         started(desk)
         desk.turn(m.Waiting(("node0",), ("x",), 2, 5.0, 600.0), m.Verdict(1, "rank 5 failed"))
-        assert desk.output.said == []
+        assert desk.output.printed_lines == []
 
 
 # Elastic jobs
@@ -382,7 +382,7 @@ def test_a_notice_is_shown_line_by_line_and_harmless(flexible):
     assert flexible.output.said == ["pdrun: rank 3 is slow", "pdrun: \\x1b[2Jrank 4 too"]
     with Desk(quiet=True) as quiet:
         quiet.turn(WELCOME, m.Notice("rank 3 is slow"))
-        assert quiet.output.said == []
+        assert quiet.output.printed_lines == []
 
 
 def test_the_next_generation_has_other_sizes_and_the_same_threads(flexible):
@@ -494,7 +494,7 @@ def test_sigterm_means_the_job_where_it_cannot_go_on_or_is_meant(how):
         if how == "for all":
             os.write(write, b"a")
             desk.turn()
-        desk.agent._signalled(signal.SIGTERM)
+        desk.agent._on_signal(signal.SIGTERM)
         assert desk.sent(m.StopRequest) and not desk.sent(m.Depart)
     os.close(read)
     os.close(write)
@@ -536,7 +536,7 @@ def test_the_workers_of_a_node_that_is_cut_off_are_gone_before_the_others_go_on(
         desk.link.silence = 6.6
         desk.turn()
         assert desk.keeper.signals == [(0, signal.SIGTERM, True)]
-        assert desk.agent._part.group._kill_at - time.monotonic() <= 3.0
+        assert desk.agent._generation.group._kill_at - time.monotonic() <= 3.0
         desk.turn(events=ended(signal.SIGTERM))
         assert desk.link.renewed == 1
 
@@ -557,13 +557,13 @@ def test_what_the_event_log_tells_as_well_is_said_once(tmp_path):
             '{"kind": "warning", "time": 1, "text": "rank 3 on b is slow"}\n'
             '{"kind": "warning", "time": 1, "text": "versions differ"}\n'
         )
-        desk.agent._voice._look_at = 0.0
+        desk.agent._announcer._next_look = 0.0
         desk.turn(
             m.Notice("rank 1 on a hangs\nrank 0 is here:\n  File x\nrank 1 is elsewhere:\n  File x")
         )
-        desk.agent._voice._look_at = 0.0
+        desk.agent._announcer._next_look = 0.0
         desk.turn()
-        assert [line.removeprefix("pdrun: ") for line in desk.output.said] == [
+        assert [line.removeprefix("pdrun: ") for line in desk.output.printed_lines] == [
             "rank 3 on b is slow",
             "rank 1 on a hangs",
             "rank 0 is here:",
@@ -598,7 +598,7 @@ def test_a_hang_is_shown_once_in_full():
                 *([m.Notice(f"rank 0 on node0 hangs\n{cause.traceback}")] if noticed else []),
                 verdict,
             )
-            text = "\n".join(desk.output.said)
+            text = "\n".join(desk.output.printed_lines)
             assert text.count("  File x") == 1
             assert ("where every rank was stands above" in text) is noticed
             assert "--hang-timeout must be longer" in text

@@ -18,13 +18,13 @@ from pathlib import Path
 import pytest
 
 from pdrun.clock import FakeClock
-from pdrun.launcher.agent.monitor import Reports
+from pdrun.launcher.agent.monitor import WorkerMonitor
 from pdrun.launcher.common import procfs
 from pdrun.launcher.diagnosis import hangs
-from pdrun.launcher.diagnosis.stack_collector import Inquiry
+from pdrun.launcher.diagnosis.stack_collector import StackRequest
 from pdrun.rendezvous.protocol.messages import Hung, Progress, ShowStacks, Stacks, Step
-from tests.lib.agent_fakes import FakeKeeper, FakeOutput
-from tests.lib.supervisor_driver import until
+from tests.lib.agent_fakes import FakeSupervisor, FakeOutput
+from tests.lib.supervisor_driver import wait_until
 
 IDLE = "import sys, time; print('up', flush=True); time.sleep(600)"
 BUSY = "print('up', flush=True)\nwhile True: pass"
@@ -58,10 +58,10 @@ class Desk:
 
     def __init__(self, *codes: str, timeout: float | None = 10.0, wrapped: bool = False) -> None:
         self.clock, self.sent, self.said = FakeClock(), [], []
-        self.group, self.output, self.keeper = FakeGroup(*codes), FakeOutput(), FakeKeeper()
-        self.reports = Reports(self.clock, self.sent.append, self.said.append)
-        self.path = self.reports.open(wrapped=wrapped, timeout=timeout)
-        self.reports.begin(self.group, self.output, self.keeper)
+        self.group, self.output, self.keeper = FakeGroup(*codes), FakeOutput(), FakeSupervisor()
+        self.reports = WorkerMonitor(self.clock, self.sent.append, self.said.append)
+        self.path = self.reports.open_channel(wrapped=wrapped, timeout=timeout)
+        self.reports.begin_generation(self.group, self.output, self.keeper)
 
     def say(self, rank: int, step: int = 1, generation: int = 2, more: str = "") -> None:
         """
@@ -78,7 +78,7 @@ class Desk:
         for _ in range(int(seconds)):
             each()
             self.clock.advance(1.0)
-            self.reports.turn()
+            self.reports.run_once()
 
     def of(self, kind):
         return [message for message in self.sent if isinstance(message, kind)]
@@ -192,7 +192,7 @@ class FakeCpu:
 
     def wait(self, seconds: float) -> None:
         begin = self.used()
-        until(lambda: self.used() >= begin + seconds, 60)
+        wait_until(lambda: self.used() >= begin + seconds, 60)
 
 
 def test_one_that_was_stopped_is_named_first(desk):
@@ -207,7 +207,7 @@ def test_stacks_are_answered_within_three_seconds_also_without_python(desk):
     it = desk(IDLE, IDLE, IDLE)
     os.kill(it.group.processes[2].pid, signal.SIGSTOP)
     letters = ["S", "S", "T"]
-    until(lambda: [procfs.state(process.pid).letter for process in it.group.processes] == letters)
+    wait_until(lambda: [procfs.read_state(process.pid).letter for process in it.group.processes] == letters)
     it.reports.show_stacks(ShowStacks(2).generation)
     it.clock.advance(3.1)
     it.reports.turn()
@@ -244,13 +244,13 @@ def test_a_worker_that_has_offered_its_stacks_writes_them(desk):
         it.group.alive = lambda: [(4, 0, offering.pid)]
         it.keeper.signal = lambda slot, number, group: os.kill(offering.pid, number)
         it.reports.show_stacks(2)
-        until(
+        wait_until(
             lambda: (
                 "<module>" in Path(os.path.dirname(it.path), f"{offering.pid}.stacks").read_text()
             ),
             20,
         )
-        until(lambda: (it.clock.advance(0.06), it.reports.turn(), it.of(Stacks))[2], 20)
+        wait_until(lambda: (it.clock.advance(0.06), it.reports.turn(), it.of(Stacks))[2], 20)
         assert "in stand_here" in it.of(Stacks)[0].groups[0].stack
         assert offering.poll() is None
     finally:
@@ -314,7 +314,7 @@ def test_a_py_spy_that_nothing_can_kill_is_reaped_later(desk, tmp_path, monkeypa
     assert time.monotonic() - begin < 10 and stuck.returncode is None
     real()
     os.waitid(os.P_PID, stuck.pid, os.WEXITED | os.WNOWAIT)
-    Inquiry([], tmp_path, lambda slot, number: None, 0.0)
+    StackRequest([], tmp_path, lambda slot, number: None, 0.0)
     assert stuck.returncode == -signal.SIGKILL
 
 
@@ -346,7 +346,7 @@ def test_py_spy_needs_no_disk(desk, tmp_path, monkeypatch):
 
 
 def test_a_traceback_without_a_timeout_counts_only_where_the_program_has_ended(desk, monkeypatch):
-    monkeypatch.setattr(hangs, "TRACEBACK", 10.0)
+    monkeypatch.setattr(hangs, "TRACEBACK_SECONDS", 10.0)
     it = desk(IDLE, timeout=None)
     it.output.traces[4] = (0.0, "Traceback (most recent call last):\nValueError: x")
     it.pass_time(60)
@@ -374,7 +374,7 @@ raise ValueError("uncaught")
 def test_a_worker_that_is_stuck_behind_its_traceback_hangs_without_any_timeout(
     desk, monkeypatch, code, hangs_
 ):
-    monkeypatch.setattr(hangs, "TRACEBACK", 10.0)
+    monkeypatch.setattr(hangs, "TRACEBACK_SECONDS", 10.0)
     it = desk(IDLE, timeout=None)
     with subprocess.Popen(
         [sys.executable, "-S", "-c", code],
@@ -389,9 +389,9 @@ def test_a_worker_that_is_stuck_behind_its_traceback_hangs_without_any_timeout(
             it.group.alive = lambda: [(4, 0, worker.pid)]
             it.keeper.signal = lambda slot, number, group: os.kill(worker.pid, number)
             it.output.traces[4] = (0.0, "Traceback (most recent call last):\nValueError: uncaught")
-            until(lambda: (it.pass_time(1), it.reports._inquiries)[1], 20)
+            wait_until(lambda: (it.pass_time(1), it.reports._inquiries)[1], 20)
             file = Path(os.path.dirname(it.path), f"{worker.pid}.stacks")
-            until(lambda: "most recent call first" in file.read_text(), 20)
+            wait_until(lambda: "most recent call first" in file.read_text(), 20)
             time.sleep(0.3)  # the whole of it: two threads
             it.pass_time(4)
             assert [hung.why[:26] for hung in it.of(Hung)] == (

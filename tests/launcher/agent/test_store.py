@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from pdrun.launcher.agent.store import Stores, StoreSocket
+from pdrun.launcher.agent.store import StorePair, StoreSocket
 from pdrun.launcher.supervisor.events import Exited, Spawned
 from pdrun.rendezvous import tcpstore_main as storehost
-from pdrun.rendezvous.transport.ready import readable
-from tests.lib.supervisor_driver import keeper_driver, until
+from pdrun.rendezvous.transport.ready import wait_readable
+from tests.lib.supervisor_driver import supervisor_driver, wait_until
 
 ENV = {"PATH": os.environ["PATH"]}
 
@@ -55,36 +55,36 @@ def store() -> Iterator[StoreSocket]:
 def test_the_port_is_held_and_early_clients_wait_in_the_backlog(store):
     host, _, port = store.address.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=5):
-        assert readable(store.fileno(), wait=5)
+        assert wait_readable(store.fileno(), wait=5)
         with pytest.raises(OSError), socket.socket() as other:
             other.bind((host, int(port)))
 
 
 def test_a_generation_gets_the_socket_that_was_announced():
-    stores = Stores()
-    first, again = stores.hold("127.0.0.1"), stores.hold("127.0.0.1")
-    following = stores.hold_next("127.0.0.1")
+    stores = StorePair()
+    first, again = stores.bind_current("127.0.0.1"), stores.bind_current("127.0.0.1")
+    following = stores.bind_next("127.0.0.1")
     assert (first, first != following) == (again, True)
     assert stores.fileno() == -1  # not this node's to serve
-    stores.turn(None)
-    stores.wanted = True
-    assert stores.hold("127.0.0.1") == following
+    stores.advance(None)
+    stores.is_wanted = True
+    assert stores.bind_current("127.0.0.1") == following
     assert stores.fileno() >= 0
     stores.close()
 
 
 def test_a_store_that_ends_by_itself_says_why(store):
-    with keeper_driver() as driver:
-        store.start(driver.keeper, "/nowhere/python", ENV, "/")
+    with supervisor_driver() as driver:
+        store.start(driver.supervisor, "/nowhere/python", ENV, "/")
         slot = store._slot
-        events = until(lambda: driver.keeper.events(), 10)
+        events = wait_until(lambda: driver.supervisor.read_events(), 10)
         assert "/nowhere/python" in store.ended(events[0])
         other = StoreSocket("127.0.0.1")
-        other.start(driver.keeper, sys.executable, {**ENV, "PYTHONPATH": ""}, "/")
+        other.start_process(driver.supervisor, sys.executable, {**ENV, "PYTHONPATH": ""}, "/")
         assert other._slot != slot
         spawned = driver.wait(Spawned, other._slot)
         os.kill(spawned.pid, signal.SIGKILL)
-        assert other.ended(driver.wait(Exited, other._slot)) == "signal 9"
+        assert other.describe_exit(driver.wait(Exited, other._slot)) == "signal 9"
         other.close()
 
 
@@ -92,8 +92,8 @@ def test_a_store_that_ends_by_itself_says_why(store):
 def test_the_store_serves_on_the_held_socket_only(store):
     pytest.importorskip("torch", reason="torch is not installed")
     port = int(store.address.rpartition(":")[2])
-    with keeper_driver() as driver:
-        store.start(driver.keeper, sys.executable, ENV, "/")
+    with supervisor_driver() as driver:
+        store.start(driver.supervisor, sys.executable, ENV, "/")
         pid = driver.wait(Spawned, store._slot).pid
         done = client(port)
         assert done.stdout.split() == ["b", "2", "True"], done.stderr
@@ -103,7 +103,7 @@ def test_the_store_serves_on_the_held_socket_only(store):
             signal.SIGUSR1,
             signal.SIGKILL,
         ):  # what a batch system sends to all ends it not
-            driver.keeper.signal(store._slot, number, group=False)
+            driver.supervisor.send_signal(store._slot, number, group=False)
         assert driver.wait(Exited, store._slot).status == signal.SIGKILL
 
 
@@ -121,15 +121,15 @@ def test_the_c_library_alone_is_enough():
 @pytest.mark.torch
 def test_the_whole_package_serves_as_well():
     pytest.importorskip("torch", reason="torch is not installed")
-    with keeper_driver() as driver, socket.socket() as listener:
+    with supervisor_driver() as driver, socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         port = listener.getsockname()[1]
-        argv = (sys.executable, storehost.__file__, storehost.WHOLE)
+        argv = (sys.executable, storehost.__file__, storehost.FULL_TORCH_FLAG)
         driver.start(0, argv, env=ENV, pass_fds=(listener.fileno(),))
         assert client(port).stdout.split() == ["b", "2", "True"]
         assert listeners(driver.wait(Spawned).pid) == {f"0100007F:{port:04X}"}
-        driver.keeper.signal(0, signal.SIGKILL, group=False)
+        driver.supervisor.send_signal(0, signal.SIGKILL, group=False)
         assert driver.wait(Exited).status == signal.SIGKILL
 
 
@@ -144,9 +144,9 @@ def test_the_whole_package_serves_as_well():
     ],
 )
 def test_only_known_versions_are_loaded_in_part(tmp_path, text, known):
-    assert not storehost.known_to_load_light(tmp_path)
+    assert not storehost.can_load_light(tmp_path)
     (tmp_path / "version.py").write_text(f"debug = False\n{text}\n")
-    assert storehost.known_to_load_light(tmp_path) == known
+    assert storehost.can_load_light(tmp_path) == known
 
 
 def test_without_torch_one_line_says_so():

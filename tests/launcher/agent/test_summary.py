@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pdrun.launcher.agent.summary import LINES, duration, hints, plain, summary
-from pdrun.rendezvous.policies.texts import ended_well
+from pdrun.launcher.agent.summary import MAX_LINES, format_duration, find_hints, sanitize_line, format_summary
+from pdrun.rendezvous.policies.texts import describe_clean_exits
 from pdrun.rendezvous.protocol.messages import Cause, Failure, Verdict
 
 TRACE = """Traceback (most recent call last):
@@ -20,7 +20,7 @@ FIRST = Failure(3, "node1", CAUSE)
 
 
 def picture(verdict: Verdict, seconds: float = 12.3, log_dir: str = "logs/r") -> str:
-    return "\n".join(summary(verdict, seconds=seconds, log_dir=log_dir))
+    return "\n".join(format_summary(verdict, seconds=seconds, log_dir=log_dir))
 
 
 def test_success_is_one_line():
@@ -92,7 +92,7 @@ def test_lines_that_were_just_revealed_are_not_said_again():
     cause = Cause("exit", 3, summary="exit code 3", tail=("why",), log="logs/r/0/rank_0.out")
     verdict = Verdict(3, "rank 0 on a failed: exit code 3", Failure(0, "a", cause))
     assert (
-        "\n".join(summary(verdict, seconds=1, log_dir="logs/r", revealed=True))
+        "\n".join(format_summary(verdict, seconds=1, log_dir="logs/r", is_already_shown=True))
         == """\
 job failed after 1.0 s: rank 0 on a failed: exit code 3
   the last words of rank 0 on a (exit code 3) stand above
@@ -143,10 +143,10 @@ def test_never_longer_than_a_screen():
         traceback=f"Traceback:\n{frames}RecursionError: x\n",
     )
     others = tuple(Failure(rank, "n", Cause("exit", 1, summary="exit code 1")) for rank in range(8))
-    lines = summary(
+    lines = format_summary(
         Verdict(1, "r" * 5000, Failure(0, "n", long), others, 99), seconds=1, log_dir="d"
     )
-    assert len(lines) <= LINES
+    assert len(lines) <= MAX_LINES
     assert max(map(len, lines)) <= 320
     assert "    RecursionError: x" in lines
     assert lines[-1] == "exit code 1, logs in d"
@@ -155,7 +155,7 @@ def test_never_longer_than_a_screen():
 
 def test_text_cannot_command_the_terminal():
     assert (
-        plain("\x1b[31mred\x1b[0m \x1b]0;title\x07 \x9b2J \u202e\r")
+        sanitize_line("\x1b[31mred\x1b[0m \x1b]0;title\x07 \x9b2J \u202e\r")
         == "red \\x1b]0;title\\x07 \\x9b2J \\x202e\\x0d"
     )
     cause = Cause("exit", 1, summary="x", tail=("\x1b[2Jcleared",))
@@ -163,23 +163,23 @@ def test_text_cannot_command_the_terminal():
 
 
 def test_hints_are_given_where_they_help_only():
-    assert list(hints(CAUSE)) == []
-    assert "memory limit" in next(iter(hints(Cause("oom", 137, signal=9))))
+    assert list(find_hints(CAUSE)) == []
+    assert "memory limit" in next(iter(find_hints(Cause("oom", 137, signal=9))))
     assert "smaller batch" in next(
-        iter(hints(Cause("exception", 1, summary="OutOfMemoryError: CUDA out of memory")))
+        iter(find_hints(Cause("exception", 1, summary="OutOfMemoryError: CUDA out of memory")))
     )
-    assert "/dev/shm" in next(iter(hints(Cause("signal", 135, signal=7))))
-    assert "network" in next(iter(hints(Cause("communication", 1))))
-    assert next(iter(hints(Cause("communication", 1), "", "rank 1 had ended"))).startswith(
+    assert "/dev/shm" in next(iter(find_hints(Cause("signal", 135, signal=7))))
+    assert "network" in next(iter(find_hints(Cause("communication", 1))))
+    assert next(iter(find_hints(Cause("communication", 1), "", "rank 1 had ended"))).startswith(
         "rank 1 had ended: does"
     )
     missing = Cause("exception", 1, summary="ModuleNotFoundError: No module named 'x'")
-    assert "workers, /usr/bin/python3?" in next(iter(hints(missing, "/usr/bin/python3")))
-    assert "interpreter of the workers?" in next(iter(hints(missing)))
+    assert "workers, /usr/bin/python3?" in next(iter(find_hints(missing, "/usr/bin/python3")))
+    assert "interpreter of the workers?" in next(iter(find_hints(missing)))
 
 
 def test_durations():
-    assert [duration(value) for value in (0.04, 9.94, 59.6, 119, 125, 7260)] == [
+    assert [format_duration(value) for value in (0.04, 9.94, 59.6, 119, 125, 7260)] == [
         "0.0 s",
         "9.9 s",
         "60 s",
@@ -191,9 +191,9 @@ def test_durations():
 
 def test_who_had_ended_well_is_a_hint_even_after_a_long_reason() -> None:
     cause = Cause("communication", 1, summary="RuntimeError: " + "x" * 400)
-    ended = ended_well({3: "b", 5: "c"})
+    ended = describe_clean_exits({3: "b", 5: "c"})
     reason = f"rank 0 on a failed: {cause.summary}; {ended} (failed again after 2 restarts)"
-    lines = summary(Verdict(1, reason, first=Failure(0, "a", cause)), seconds=3.0)
+    lines = format_summary(Verdict(1, reason, first=Failure(0, "a", cause)), seconds=3.0)
     assert ended not in lines[0]
     (hint,) = (line for line in lines if "hint" in line)
     assert hint.startswith(

@@ -13,11 +13,11 @@ import pytest
 
 from pdrun.clock import FakeClock
 from pdrun.launcher.agent import worker_group as module
-from pdrun.launcher.agent.worker_group import Group
+from pdrun.launcher.agent.worker_group import WorkerGroup
 from pdrun.launcher.common import procfs
 from pdrun.launcher.supervisor.events import Exited, Spawned, SpawnFailed, Swept
-from tests.lib.agent_fakes import FakeKeeper, FakeOutput, make_assign, make_plan
-from tests.lib.supervisor_driver import until
+from tests.lib.agent_fakes import FakeSupervisor, FakeOutput, make_assign, make_plan
+from tests.lib.supervisor_driver import wait_until
 
 HEAD = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\n'
 GLOO = HEAD + "RuntimeError: Connection closed by peer\n"
@@ -28,9 +28,9 @@ class Desk:
     """A started group with its surroundings."""
 
     def __init__(self, workers: int = 2, **plan) -> None:
-        self.keeper, self.output, self.clock = FakeKeeper(), FakeOutput(), FakeClock()
+        self.keeper, self.output, self.clock = FakeSupervisor(), FakeOutput(), FakeClock()
         self.reports = []
-        self.group = Group(
+        self.group = WorkerGroup(
             make_plan(workers, **plan),
             "run",
             make_assign(workers),
@@ -39,18 +39,18 @@ class Desk:
             self.clock,
             lambda rank, cause: self.reports.append((rank, cause)),
         )
-        self.group.start()
+        self.group.start_workers()
         for slot in range(workers):
-            self.group.take(Spawned(slot, 2**22 + slot))  # above any real pid
+            self.group.handle_event(Spawned(slot, 2**22 + slot))  # above any real pid
 
     def exit(self, slot: int, status: int, *, sweep: bool = True) -> None:
-        self.group.take(Exited(slot, 2**22 + slot, status, self.clock.monotonic()))
+        self.group.handle_event(Exited(slot, 2**22 + slot, status, self.clock.monotonic()))
         if sweep:
-            self.group.take(Swept(slot, ()))
+            self.group.handle_event(Swept(slot, ()))
 
     def later(self, seconds: float) -> None:
         self.clock.advance(seconds)
-        self.group.tick()
+        self.group.run_due()
 
     @property
     def kinds(self) -> list[tuple[int, str]]:
@@ -61,21 +61,21 @@ def test_each_worker_is_reported_once_after_its_sweep():
     desk = Desk()
     desk.exit(0, 0, sweep=False)
     assert (desk.reports, desk.keeper.sweeps) == ([], [0])
-    desk.group.take(Swept(0, ()))
+    desk.group.handle_event(Swept(0, ()))
     desk.exit(1, 42 << 8)
     assert desk.kinds == [(0, "ok"), (1, "exit")]
-    assert desk.group.done
+    assert desk.group.is_done
     assert desk.output.revealed == [1]
 
 
 def test_a_slow_sweep_does_not_hold_the_report_for_ever():
     desk = Desk(1)
     desk.exit(0, 3 << 8, sweep=False)
-    assert desk.group.deadline() == desk.clock.monotonic() + module.SWEEP_WAIT
-    desk.later(module.SWEEP_WAIT)
-    assert (desk.kinds, desk.group.done) == ([(0, "exit")], False)
-    desk.later(module.SWEEP_WAIT + module.STUCK)
-    assert desk.group.done
+    assert desk.group.next_deadline() == desk.clock.monotonic() + module.SWEEP_SECONDS
+    desk.later(module.SWEEP_SECONDS)
+    assert (desk.kinds, desk.group.is_done) == ([(0, "exit")], False)
+    desk.later(module.SWEEP_SECONDS + module.UNKILLABLE_SECONDS)
+    assert desk.group.is_done
 
 
 def test_a_victim_is_held_back_until_the_true_cause_has_spoken():
@@ -87,7 +87,7 @@ def test_a_victim_is_held_back_until_the_true_cause_has_spoken():
     desk.output.traces[0] = (desk.clock.monotonic(), OWN)
     desk.exit(0, 1 << 8)
     assert desk.kinds == [(0, "exception")]
-    desk.later(module.SETTLE)
+    desk.later(module.SETTLE_SECONDS)
     assert desk.kinds == [(0, "exception"), (1, "communication")]
 
 
@@ -95,7 +95,7 @@ def test_a_victim_alone_is_reported_after_the_settling():
     desk = Desk(2)
     desk.output.traces[1] = (desk.clock.monotonic(), GLOO)
     desk.exit(1, 1 << 8)
-    desk.later(module.SETTLE - 0.01)
+    desk.later(module.SETTLE_SECONDS - 0.01)
     assert desk.reports == []
     desk.later(0.02)
     assert desk.kinds == [(1, "communication")]
@@ -112,36 +112,36 @@ def test_the_last_victim_waits_for_nobody():
 @pytest.mark.parametrize(("kind", "group"), [("command", True), ("script", False)])
 def test_stop_signals_leader_or_group_and_kills_at_grace(kind, group):
     desk = Desk(2, kind=kind, argv=("python", "x.py"))
-    desk.group.stop(signal.SIGTERM, 5.0)
+    desk.group.stop_workers(signal.SIGTERM, 5.0)
     assert desk.keeper.signals == [(0, 15, group), (1, 15, group)]
     desk.exit(0, signal.SIGTERM)
-    assert desk.group.deadline() == desk.clock.monotonic() + 5.0
+    assert desk.group.next_deadline() == desk.clock.monotonic() + 5.0
     desk.later(4.9)
     assert len(desk.keeper.signals) == 2
     desk.later(0.2)
     assert desk.keeper.signals[2:] == [(1, 9, True)]
     desk.exit(1, signal.SIGKILL)
     assert desk.kinds == [(0, "stopped"), (1, "stopped")]
-    assert desk.group.done
+    assert desk.group.is_done
 
 
 def test_a_stop_that_is_repeated_sends_nothing_twice_and_an_earlier_one_counts():
     desk = Desk(1)
-    desk.group.stop(signal.SIGTERM, 5.0)
+    desk.group.stop_workers(signal.SIGTERM, 5.0)
     desk.clock.advance(1)
-    desk.group.stop(signal.SIGTERM, 5.0)
+    desk.group.stop_workers(signal.SIGTERM, 5.0)
     assert len(desk.keeper.signals) == 1
-    desk.group.stop(signal.SIGKILL, 0.0)
+    desk.group.stop_workers(signal.SIGKILL, 0.0)
     assert desk.keeper.signals[1:] == [(0, 9, True)]
 
 
 def test_what_cannot_be_killed_is_named_and_left():
     desk = Desk(1)
-    desk.group.stop(signal.SIGKILL, 0.0)
-    assert desk.group.deadline() == desk.clock.monotonic() + module.STUCK
-    desk.later(module.STUCK)
-    assert desk.group.done
-    assert "cannot be killed" in desk.output.said[0]
+    desk.group.stop_workers(signal.SIGKILL, 0.0)
+    assert desk.group.next_deadline() == desk.clock.monotonic() + module.UNKILLABLE_SECONDS
+    desk.later(module.UNKILLABLE_SECONDS)
+    assert desk.group.is_done
+    assert "cannot be killed" in desk.output.printed_lines[0]
     desk.exit(0, 9)  # it did end after all: no second report
     assert len(desk.reports) == 1
 
@@ -150,7 +150,7 @@ def test_what_ended_before_the_stop_keeps_its_cause():
     desk = Desk(2)
     desk.output.traces[0] = (desk.clock.monotonic(), OWN)
     desk.clock.advance(0.05)
-    desk.group.stop(signal.SIGTERM, 5.0)
+    desk.group.stop_workers(signal.SIGTERM, 5.0)
     desk.exit(0, signal.SIGTERM)
     desk.exit(1, signal.SIGTERM)
     assert desk.kinds == [(0, "exception"), (1, "stopped")]
@@ -162,11 +162,11 @@ def test_an_order_to_stop_waits_for_one_that_may_be_leaving():
     desk = Desk(2)
     desk.output.traces = {0: (desk.clock.monotonic(), OWN)}
     desk.clock.advance(0.05)
-    desk.group.stop(signal.SIGTERM, 30.0)
-    assert desk.group.deadline() == desk.clock.monotonic() + module.PATIENCE
-    desk.later(module.PATIENCE / 2)
+    desk.group.stop_workers(signal.SIGTERM, 30.0)
+    assert desk.group.next_deadline() == desk.clock.monotonic() + module.STOP_DELAY_SECONDS
+    desk.later(module.STOP_DELAY_SECONDS / 2)
     assert desk.keeper.signals == [(1, signal.SIGTERM, True)]
-    desk.later(module.PATIENCE / 2 + 0.01)
+    desk.later(module.STOP_DELAY_SECONDS / 2 + 0.01)
     assert desk.keeper.signals[1:] == [(0, signal.SIGTERM, True)]
     desk.exit(0, signal.SIGTERM)
     desk.exit(1, signal.SIGTERM)
@@ -189,7 +189,7 @@ def test_that_waiting_is_short_and_rare(number, age, survived, grace, wait):
         {0} if survived else set(),
     )
     desk.clock.advance(age)
-    desk.group.stop(number, grace)
+    desk.group.stop_workers(number, grace)
     assert len(desk.keeper.signals) == (not wait)
     desk.later(wait + 0.001)
     assert desk.keeper.signals == [(0, number, True)]
@@ -197,29 +197,29 @@ def test_that_waiting_is_short_and_rare(number, age, survived, grace, wait):
 
 def test_workers_that_cannot_start_are_reported():
     desk = Desk(1)
-    desk.group.take(SpawnFailed(0, 2, "/x: No such file"))
+    desk.group.handle_event(SpawnFailed(0, 2, "/x: No such file"))
     assert [(cause.kind, cause.code) for _, cause in desk.reports] == [("startup", 127)]
-    assert desk.group.done
+    assert desk.group.is_done
 
 
 def test_leftovers_are_said_unless_the_job_was_stopped():
     desk = Desk(2)
     desk.exit(0, 0, sweep=False)
-    desk.group.take(Swept(0, ("77 sleep 600",)))
-    assert desk.output.said == [
+    desk.group.handle_event(Swept(0, ("77 sleep 600",)))
+    assert desk.output.printed_lines == [
         "pdrun: rank 0 left processes behind, which were ended: 77 sleep 600"
     ]
-    desk.group.stop(signal.SIGTERM, 1.0)
+    desk.group.stop_workers(signal.SIGTERM, 1.0)
     desk.exit(1, 15, sweep=False)
-    desk.group.take(Swept(1, ("78 sleep 600",), ("79 dd D",)))
-    assert desk.output.said[1:] == ["pdrun: rank 1 left processes that cannot be killed: 79 dd D"]
+    desk.group.handle_event(Swept(1, ("78 sleep 600",), ("79 dd D",)))
+    assert desk.output.printed_lines[1:] == ["pdrun: rank 1 left processes that cannot be killed: 79 dd D"]
 
 
 def test_a_dead_keeper_ends_every_worker():
     desk = Desk(2)
     desk.exit(0, 0)
-    desk.group.abandon("the keeper process was killed")
-    assert desk.group.done
+    desk.group.mark_lost("the keeper process was killed")
+    assert desk.group.is_done
     assert desk.kinds == [(0, "ok"), (1, "lost")]
     assert desk.reports[1][1].summary == "the keeper process was killed"
 
@@ -227,8 +227,8 @@ def test_a_dead_keeper_ends_every_worker():
 def test_forwarded_signals_go_to_running_workers():
     desk = Desk(2, kind="script", argv=("python", "x.py"))
     desk.exit(0, 0)
-    desk.group.forward(signal.SIGUSR1)
-    desk.group.forward(signal.SIGSTOP)
+    desk.group.forward_signal(signal.SIGUSR1)
+    desk.group.forward_signal(signal.SIGSTOP)
     assert desk.keeper.signals == [(1, signal.SIGUSR1, False), (1, signal.SIGSTOP, True)]
 
 
@@ -249,9 +249,9 @@ def test_a_worker_that_somebody_stopped_is_continued_so_that_it_hears_the_order(
     with subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"]) as stopped:
         try:
             os.kill(stopped.pid, signal.SIGSTOP)
-            until(lambda: procfs.state(stopped.pid).letter == "T")
-            desk.group.take(Spawned(1, stopped.pid))
-            desk.group.stop(signal.SIGTERM, 5.0)
+            wait_until(lambda: procfs.read_state(stopped.pid).letter == "T")
+            desk.group.handle_event(Spawned(1, stopped.pid))
+            desk.group.stop_workers(signal.SIGTERM, 5.0)
             assert desk.keeper.signals == [
                 (0, signal.SIGTERM, True),
                 (1, signal.SIGTERM, True),
@@ -263,6 +263,6 @@ def test_a_worker_that_somebody_stopped_is_continued_so_that_it_hears_the_order(
 
 def test_who_runs_and_which_ranks_are_here():
     desk = Desk(2)
-    assert desk.group.alive() == [(0, 0, 2**22), (1, 1, 2**22 + 1)]
+    assert desk.group.alive_workers() == [(0, 0, 2**22), (1, 1, 2**22 + 1)]
     desk.exit(0, 0)
-    assert desk.group.alive() == [(1, 1, 2**22 + 1)] and desk.group.ranks == range(2)
+    assert desk.group.alive_workers() == [(1, 1, 2**22 + 1)] and desk.group.ranks == range(2)
